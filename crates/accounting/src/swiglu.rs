@@ -53,11 +53,24 @@ pub struct Peak {
     pub kept: u64,
 }
 
-/// Returns the peak of one step: forward, the gradient of the output's sum, backward to the input and all weights.
+/// Returns the peak of one step: forward, the gradient of the output's sum, backward to the input and all weights. No gradients
+/// exist before it.
 ///
 /// # Errors
 /// Sizes of zero, a tile below one token, or bytes beyond 64 bits.
 pub fn peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak, Error> {
+    peak_of_step(stack, level, false)
+}
+
+/// Returns the peak of a step whose gradients are added to those of earlier steps, as in a training loop that never clears them.
+///
+/// # Errors
+/// As [`peak`].
+pub fn accumulating_peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak, Error> {
+    peak_of_step(stack, level, true)
+}
+
+fn peak_of_step(stack: &SwigluStack, level: SwigluLevel, accumulates: bool) -> Result<Peak, Error> {
     let bytes = Bytes::new(stack, level)?;
     let weights = product("bytes of all weights", &[3, bytes.weight, stack.layers])?;
     // The largest sums below.
@@ -66,13 +79,16 @@ pub fn peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak, Error> {
     let mut tracker = PeakTracker::default();
     tracker.make(weights);
     tracker.make(bytes.narrow);
+    let earlier = if accumulates { [weights, bytes.narrow] } else { [0, 0] };
+    earlier.into_iter().for_each(|bytes| tracker.make(bytes));
     for _ in 0..stack.layers {
         bytes.forward(level, &mut tracker);
     }
-    let kept = tracker.live() - u128::from(weights) - 2 * u128::from(bytes.narrow);
+    let earlier: u128 = earlier.into_iter().map(u128::from).sum();
+    let kept = tracker.live() - u128::from(weights) - 2 * u128::from(bytes.narrow) - earlier;
     for layer in (0..stack.layers).rev() {
         let last = layer + 1 == stack.layers;
-        bytes.backward(level, last, &mut tracker);
+        bytes.backward(level, last, accumulates, &mut tracker);
         // The upstream gradient, and the layer's input unless it is the stack's own.
         tracker.free(if last { 0 } else { bytes.narrow });
         tracker.free(if layer == 0 { 0 } else { bytes.narrow });
@@ -141,15 +157,17 @@ impl Bytes {
         tracker.free(temporaries - kept);
     }
 
-    /// Frees what the layer kept, and leaves the gradients of its input and weights.
-    fn backward(&self, level: SwigluLevel, last: bool, tracker: &mut PeakTracker) {
+    /// Frees what the layer kept, and leaves the gradients of its input and, unless they are added to earlier ones, of its weights.
+    fn backward(&self, level: SwigluLevel, last: bool, accumulates: bool, tracker: &mut PeakTracker) {
+        // A gradient that is added to an earlier one is freed: the function's three at its end, an operator's at once.
+        let added = if accumulates { self.weight } else { 0 };
         if level == SwigluLevel::Eager {
-            return self.backward_of_operators(last, tracker);
+            return self.backward_of_operators(last, added, tracker);
         }
         tracker.make(self.narrow);
         if self.tile < self.wide {
             tracker.make(3 * self.tile + 3 * self.weight);
-            return tracker.free(3 * self.tile);
+            return tracker.free(3 * self.tile + 3 * added);
         }
         let silu = if level == SwigluLevel::SaveAll { self.wide } else { 0 };
         tracker.make(level.recomputed_products() * self.wide);
@@ -160,29 +178,29 @@ impl Bytes {
         tracker.free(self.wide);
         tracker.make(2 * self.weight);
         // Gate and up, recomputed or kept.
-        tracker.free(2 * self.wide);
+        tracker.free(2 * self.wide + 3 * added);
     }
 
-    fn backward_of_operators(&self, last: bool, tracker: &mut PeakTracker) {
+    fn backward_of_operators(&self, last: bool, added: u64, tracker: &mut PeakTracker) {
         // The gradient of a sum is an expanded scalar; each product makes its own dense copy.
         let dense = if last { self.narrow } else { 0 };
         // Down-projection: the product's gradient and U's. Then the product is freed.
         tracker.make(self.wide + dense);
         tracker.free(dense);
         tracker.make(self.weight + dense);
-        tracker.free(dense + self.wide);
+        tracker.free(dense + self.wide + added);
         // ⊙: the gradients of SiLU and up. Then the product's gradient, SiLU and up are freed.
         tracker.make(2 * self.wide);
         tracker.free(3 * self.wide);
         // Up-projection: gradients of x and V. Then up's gradient is freed.
         tracker.make(self.narrow + self.weight);
-        tracker.free(self.wide);
+        tracker.free(self.wide + added);
         // SiLU: the gate's gradient. Then SiLU's gradient and the gate are freed.
         tracker.make(self.wide);
         tracker.free(2 * self.wide);
         // Gate-projection: gradients of x and W; the two of x are added into one.
         tracker.make(self.narrow + self.weight);
-        tracker.free(self.wide + self.narrow);
+        tracker.free(self.wide + self.narrow + added);
     }
 }
 
@@ -216,7 +234,7 @@ mod tests {
             let bytes = Bytes::new(&stack(tile), level).unwrap();
             let mut tracker = PeakTracker::default();
             bytes.forward(level, &mut tracker);
-            bytes.backward(level, true, &mut tracker);
+            bytes.backward(level, true, false, &mut tracker);
             // Output, gradient of the input, gradients of the weights.
             let expected = 2 * bytes.narrow + 3 * bytes.weight;
             assert_eq!(tracker.live(), u128::from(expected), "{level:?}");

@@ -10,7 +10,7 @@ use report::{Case, Metric, Progress, Sink};
 use runtime::measure::{MeasurementPlan, Samples};
 use tch::{Device, Kind};
 
-use bench::{Configuration, Outcome, Variant};
+use bench::{Configuration, Gradients, Outcome, Variant};
 
 use crate::dtype;
 
@@ -99,7 +99,8 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         let counted = |variant| {
             if bench::is_predicted(variant, arguments.dtype, device) { arguments.dtype } else { Kind::Float }
         };
-        let fits = |variant| anyhow::Ok(config.predict(variant, counted(variant))?.bytes <= limit);
+        let fits =
+            |variant| anyhow::Ok(config.predict(variant, counted(variant), Gradients::Freed)?.bytes <= limit);
         let mut limit_rate = None;
         for &variant in &variants {
             progress.message(&format!("{} {variant}", config.name()));
@@ -109,11 +110,12 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
                     None => *limit_rate.insert(bench::product_rate(config, arguments.dtype, device)?),
                 };
                 let plan = plan(device, arguments);
-                let outcome = bench::measure(config, variant, arguments.dtype, &plan)
+                let outcome = bench::measure(config, variant, arguments.dtype, Gradients::Freed, &plan)
                     .with_context(|| format!("measuring {} {variant}", config.name()))?;
                 metrics(config, variant, arguments.dtype, device, &outcome, rate)
             } else {
-                let needed = config.predict(variant, counted(variant))?.bytes as f64 / f64::from(1 << 30);
+                let needed = config.predict(variant, counted(variant), Gradients::Freed)?.bytes as f64
+                    / f64::from(1 << 30);
                 let why = format!(
                     "needs {needed:.1} GiB of the {:.1} that may be used",
                     limit as f64 / f64::from(1 << 30)

@@ -7,7 +7,7 @@ use runtime::measure::{MeasurementPlan, Samples};
 use swiglu_ckpt::CheckpointLevel;
 use tch::Kind;
 
-use super::bench::{self, Configuration, Outcome, Variant};
+use super::bench::{self, Configuration, Gradients, Outcome, Variant};
 
 /// One shape of the assignment, and the steps that it is given at each scale.
 struct Shape {
@@ -70,7 +70,7 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
         for (level, variant) in LEVELS {
             let config = &shape.config;
             progress.message(&format!("{} level {level}", config.name()));
-            let needed = config.predict(variant, Kind::Float)?.bytes;
+            let needed = config.predict(variant, Kind::Float, Gradients::Accumulated)?.bytes;
             let free = runtime::device::memory_info(device)?.free;
             let metrics = match shape.steps(scale) {
                 None => not_measured(&format!(
@@ -83,7 +83,7 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                 Some((warmup, repeats)) => {
                     let plan =
                         MeasurementPlan { warmup, repeats, min_repeats: 1, ..MeasurementPlan::new(device) };
-                    let outcome = bench::measure(config, variant, Kind::Float, &plan)
+                    let outcome = bench::measure(config, variant, Kind::Float, Gradients::Accumulated, &plan)
                         .with_context(|| format!("measuring {} level {level}", config.name()))?;
                     let mut metrics = measured(config, variant, &outcome);
                     match &keeping_all {

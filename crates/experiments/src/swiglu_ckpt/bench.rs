@@ -5,7 +5,7 @@
 //! the report and the tests.
 
 use accounting::recompute::SwigluLevel;
-use accounting::swiglu::{Peak, SwigluStack, peak};
+use accounting::swiglu::{Peak, SwigluStack, accumulating_peak, peak};
 use anyhow::ensure;
 use runtime::autograd::{self, Keep};
 use runtime::matmul::compute_kind;
@@ -82,7 +82,7 @@ impl Configuration {
     ///
     /// # Errors
     /// Sizes that make no stack.
-    pub fn predict(&self, variant: Variant, kind: Kind) -> anyhow::Result<Peak> {
+    pub fn predict(&self, variant: Variant, kind: Kind, gradients: Gradients) -> anyhow::Result<Peak> {
         let positive = |name: &str, found: i64| {
             ensure!(found > 0, "swiglu: {name} is {found}; expected at least 1");
             Ok(found.unsigned_abs())
@@ -105,8 +105,20 @@ impl Configuration {
             element_bytes: kind.elt_size_in_bytes() as u64,
             tile_bytes,
         };
-        Ok(peak(&stack, level)?)
+        Ok(match gradients {
+            Gradients::Freed => peak(&stack, level)?,
+            Gradients::Accumulated => accumulating_peak(&stack, level)?,
+        })
     }
+}
+
+/// What becomes of a step's gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradients {
+    /// They are freed after the step.
+    Freed,
+    /// They are added to those of the steps before, as in the assignment's loop, which never clears them.
+    Accumulated,
 }
 
 /// How the layers are computed.
@@ -179,9 +191,10 @@ pub fn measure(
     config: &Configuration,
     variant: Variant,
     kind: Kind,
+    gradients: Gradients,
     plan: &MeasurementPlan,
 ) -> anyhow::Result<Outcome> {
-    let predicted = config.predict(variant, kind)?;
+    let predicted = config.predict(variant, kind, gradients)?;
     let &Configuration { batch, seq, hidden, intermediate, layers } = config;
     let device = plan.device;
     // What was there before has no part in the peak, and what is predicted has none in what is measured.
@@ -197,6 +210,12 @@ pub fn measure(
     let leaves: Vec<&Tensor> = std::iter::once(&x)
         .chain(stack.iter().flat_map(|mlp| mlp.parameters().into_iter().map(|(_, t)| t)))
         .collect();
+
+    if gradients == Gradients::Accumulated {
+        for leaf in &leaves {
+            autograd::set_grad(leaf, Some(&leaf.f_zeros_like()?))?;
+        }
+    }
 
     let mut held_bytes = 0;
     let plan = MeasurementPlan { work: Some(Work::flops(config.flops())), ..plan.clone() };
@@ -214,9 +233,15 @@ pub fn measure(
         held_bytes = live_bytes(device)? - before - output_bytes;
         timer.end("forward")?;
         let loss = y.f_sum(kind)?;
-        let gradients = autograd::grad(&[&loss], &[None], &leaves, Keep::default())?;
+        let computed = match gradients {
+            Gradients::Freed => autograd::grad(&[&loss], &[None], &leaves, Keep::default())?,
+            Gradients::Accumulated => {
+                loss.f_backward()?;
+                Vec::new()
+            }
+        };
         timer.end("backward")?;
-        drop(gradients);
+        drop(computed);
         Ok(())
     })?;
     let peak_bytes = time.memory.peak - before;
