@@ -111,6 +111,10 @@ fn ranks_that_differ_are_told_in_what_before_they_train() {
         &format!("WORLD_SIZE=$((2 + RANK)) exec $FRUGAL {TRAIN} --out out"),
         "WORLD_SIZE is 2 on rank 0 and 3 on rank 1; start all ranks with the same",
     );
+    check(
+        &format!("export FRUGAL_LISTEN_FD=999; exec $FRUGAL {TRAIN} --out out"),
+        "has closed the launcher's socket, FRUGAL_LISTEN_FD; let it pass file descriptors on",
+    );
     std::fs::write(tiny.path("0.txt"), "one two three four five six seven\n").unwrap();
     std::fs::write(tiny.path("1.txt"), "seven six five four three two one\n").unwrap();
     check(

@@ -21,8 +21,7 @@ pub struct Store {
     pub(super) launch: Arc<Launch>,
 }
 
-/// Whether a program between the launcher and this process has left the socket open: Python's `subprocess` closes it. Then the port is
-/// bound anew.
+/// Whether a program between the launcher and this process has left the socket open: Python's `subprocess` closes it.
 fn is_socket(descriptor: i32) -> bool {
     let link = std::fs::read_link(format!("/proc/self/fd/{descriptor}"));
     link.map_or(!cfg!(target_os = "linux"), |to| to.to_string_lossy().starts_with("socket:"))
@@ -36,8 +35,12 @@ impl Store {
     /// launch` gave the listening socket.
     pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let server = !launch.agent_store && launch.rank == 0;
-        let listener =
-            if server { launch.listener.filter(|&descriptor| is_socket(descriptor)) } else { None };
+        let listener = if server { launch.listener } else { None };
+        if listener.is_some_and(|descriptor| !is_socket(descriptor)) {
+            let reason = "a program between the launcher and this process has closed the launcher's socket, FRUGAL_LISTEN_FD; let it \
+                          pass file descriptors on (in Python, `close_fds=False`)";
+            return Err(Error::invalid("store", reason));
+        }
         if listener.is_some() && LISTENER_TAKEN.swap(true, Ordering::SeqCst) {
             return Err(Error::invalid(
                 "store",
