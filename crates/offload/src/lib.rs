@@ -58,6 +58,7 @@
 //! |---|---|
 //! | a layer that is changed or updated between a forward and its backward, which would recompute with other values | `was written, or given other memory, between a forward and its backward` |
 //! | other memory of another dtype or shape | `was given other memory, … expected …, contiguous, as it was when the model was offloaded` |
+//! | other memory, or other tensors, for a layer whose values a source holds ([`Options::source`]) | `but its values are in shards` |
 //! | a tensor in a file that is written in place, or is to be trained | `was changed in memory, but it is stored in …`; `is to be trained, but it is stored in …` |
 //! | a forward between a backward that updated layers and [`HostAdamW::step`] | `was updated during backward, but other parameters were not yet` |
 //! | gradients after a layer's update: more micro-batches than `begin` announced | `arrived after the layer's update` |

@@ -107,7 +107,10 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     let unbroken = Case { steps: 6, dropout: true, ..case(3, 0.5, 4, "") };
     let saved = Case { folder: Some(folder.path().to_owned()), ..unbroken.clone() };
     let killed = Case { killed_after: 2, ..saved.clone() };
-    Ranks { lost: &[0, 1, 2, 3], ..Ranks::new(A_RANK, 4) }.run(&[(killed, 4)]);
+    let printed = Ranks { lost: &[0, 1, 2, 3], ..Ranks::new(A_RANK, 4) }.run(&[(killed, 4)]);
+    // The others name the one that is gone.
+    let named = |log: &Vec<String>| log.iter().any(|line| line.contains("with rank 3"));
+    assert!(printed[..3].iter().any(named), "{printed:?}");
     // With two ranks up to step 4, with three to the end; and with one that is not stopped.
     let printed = run(&[(Case { steps: 4, ..saved.clone() }, 2), (saved, 3), (unbroken, 1)]);
     let of = |lines| end(lines, 6).into_iter().filter(|line| !line.starts_with("bytes")).collect::<Vec<_>>();
