@@ -4,6 +4,7 @@ use expect_test::{Expect, expect};
 use frugal::config::{ActivationPlan, Bytes, Compute, OffloadConfig, OptimizerPlace, ScalerConfig};
 use frugal::lora::LoraConfig;
 use frugal::{Config, Recipe};
+use fuzz::Outcome;
 
 #[test]
 fn what_is_written_is_read_again() {
@@ -22,6 +23,51 @@ fn what_is_written_is_read_again() {
         config.write(&path).unwrap();
         assert_eq!(Config::read(&path).unwrap(), config);
     }
+}
+
+/// Every technique, each with an option of its own.
+const WHOLE: &str = r#"
+task = "train"
+[model]
+name = "Qwen/Qwen2.5-0.5B"
+[data]
+packing = 128
+max_length = 128
+[adapter]
+r = 8
+lora_alpha = 16
+target_modules = ["q_proj", "v_proj"]
+[activations]
+plan = "every-k"
+every = 2
+[offload]
+ring = 2
+resident = [0, 3]
+[precision]
+compute = "fp16"
+[optimizer]
+lr = 1e-3
+clip = 1.0
+[training]
+steps = 40
+budget = "3GiB"
+seed = 7
+"#;
+
+#[test]
+fn a_mutated_configuration_is_refused_or_written_as_it_is_read() {
+    WHOLE.parse::<Config>().unwrap();
+    fuzz::run("config.toml", |random| {
+        let text = fuzz::text(random, WHOLE);
+        let read = fuzz::within(2000 * text.len() + (64 << 10), || text.parse::<Config>());
+        let Ok(config) = read else { return Outcome::Refused };
+        let _ = Recipe::new(&config);
+        // TOML has no numbers from 2⁶³ on.
+        if let Ok(written) = config.to_toml() {
+            assert_eq!(written.parse::<Config>().unwrap().to_toml().unwrap(), written);
+        }
+        Outcome::Read
+    });
 }
 
 #[test]
