@@ -30,6 +30,8 @@
 //! | what fits? | [`fit`] |
 //! | which layers should recompute their activations? | [`activation_plan`] |
 //! | which weights should be offloaded, and how long does a step take then? | [`offload`] |
+//! | what does each of several ranks hold and send? | [`sharding`] |
+//! | how long is a step on many GPUs, what bounds it, and what do failures cost? | [`scale`] |
 //! | how long does a training take? | [`hardware`], [`training_time`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
@@ -55,6 +57,8 @@ mod passes;
 pub mod presets;
 pub mod quantity;
 pub mod recompute;
+pub mod scale;
+pub mod sharding;
 pub mod swiglu;
 pub mod training_time;
 

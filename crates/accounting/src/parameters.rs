@@ -115,7 +115,7 @@ impl Decoder {
         Ok(outer.into_iter().map(|tensor| (1, tensor)).chain(blocks).collect())
     }
 
-    fn tensors_before_blocks(&self) -> Vec<ParameterTensor> {
+    pub(crate) fn tensors_before_blocks(&self) -> Vec<ParameterTensor> {
         let (v, e) = (self.vocabulary, self.embedding);
         match self.family {
             Family::Gpt2 => vec![
@@ -134,7 +134,7 @@ impl Decoder {
         }
     }
 
-    fn tensors_after_blocks(&self) -> Vec<ParameterTensor> {
+    pub(crate) fn tensors_after_blocks(&self) -> Vec<ParameterTensor> {
         let mut tensors = match self.family {
             Family::Gpt2 => self.norm_tensors("transformer.ln_f"),
             Family::Gpt2Like => vec![],

@@ -14,7 +14,7 @@ type Row = (Family, u64, u64, u64, u64, u64, u64, u64, u64, bool);
 use Family::{Gpt2, Gpt2Like, Llama, Qwen2};
 
 /// Name and sizes of each known model.
-pub(crate) const ALL: [(&str, Row); 24] = [
+pub(crate) const ALL: [(&str, Row); 25] = [
     ("gpt2", (Gpt2, 50257, 1024, 768, 12, 12, 12, 64, 3072, true)),
     ("gpt2-medium", (Gpt2, 50257, 1024, 1024, 24, 16, 16, 64, 4096, true)),
     ("gpt2-large", (Gpt2, 50257, 1024, 1280, 36, 20, 20, 64, 5120, true)),
@@ -36,6 +36,7 @@ pub(crate) const ALL: [(&str, Row); 24] = [
     ("llama-2-70b", (Llama, 32000, 4096, 8192, 80, 64, 8, 128, 28672, false)),
     ("llama-3-8b", (Llama, 128_256, 8192, 4096, 32, 32, 8, 128, 14336, false)),
     ("llama-3-70b", (Llama, 128_256, 8192, 8192, 80, 64, 8, 128, 28672, false)),
+    ("llama-3.1-405b", (Llama, 128_256, 131_072, 16384, 126, 128, 8, 128, 53248, false)),
     ("llama-3.2-1b", (Llama, 128_256, 131_072, 2048, 16, 32, 8, 64, 8192, true)),
     ("llama-3.2-3b", (Llama, 128_256, 131_072, 3072, 28, 24, 8, 128, 8192, true)),
     ("tinyllama-1.1b", (Llama, 32000, 2048, 2048, 22, 32, 4, 64, 5632, false)),

@@ -19,9 +19,11 @@ mod dtype;
 pub mod fused_ce;
 mod lora;
 pub mod offload;
+mod processes;
 mod product_rate;
 mod runtime;
 mod shape;
+mod sharding;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;
@@ -61,6 +63,9 @@ enum Measured {
     /// What this machine offers, and what the runtime costs on it
     #[command(subcommand)]
     Runtime(crate::runtime::Verb),
+    /// Trainings over ranks that divide optimizer state and gradients
+    #[command(subcommand)]
+    Sharding(crate::sharding::Verb),
     /// A SwiGLU MLP that keeps or recomputes its activations
     #[command(subcommand)]
     SwigluCkpt(crate::swiglu_ckpt::Verb),
@@ -80,6 +85,7 @@ pub fn run() -> ExitCode {
         Measured::Lora(verb) => crate::lora::run(&common, verb),
         Measured::Offload(verb) => crate::offload::run(&common, verb),
         Measured::Runtime(verb) => crate::runtime::run(&common, verb),
+        Measured::Sharding(verb) => crate::sharding::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
         Measured::Training(verb) => crate::training::run(&common, verb),
     })

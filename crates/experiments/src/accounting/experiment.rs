@@ -28,6 +28,7 @@ enum Section {
     Time,
     LongContext,
     OffloadCondition,
+    Scale,
 }
 
 impl Section {
@@ -79,6 +80,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result
             Section::Time => sections::times(environment)?,
             Section::LongContext => sections::long_context(environment)?,
             Section::OffloadCondition => sections::offload_condition(environment)?,
+            Section::Scale => sections::scale(environment)?,
         };
         for Record { experiment, case, metric, .. } in records {
             sink.put(&experiment, &case, vec![metric])?;

@@ -11,6 +11,7 @@
 //! | [`long_context`](mod@long_context) | which terms remain in long sequences on one card, and how long one fits |
 //! | [`offload_condition`] | from how many tokens on loads hide behind compute, and plans for 10 GB |
 //! | [`times`](mod@times) | how long known trainings take |
+//! | [`scale`](mod@scale) | steps over many GPUs, and effective time under failures |
 
 mod estimates;
 mod fits;
@@ -18,6 +19,7 @@ mod flops;
 mod long_context;
 mod offload;
 mod published;
+mod scale;
 mod times;
 
 pub(crate) use estimates::estimates;
@@ -26,6 +28,7 @@ pub(crate) use flops::flops;
 pub(crate) use long_context::long_context;
 pub(crate) use offload::offload_condition;
 pub(crate) use published::{published, training_gpt3};
+pub(crate) use scale::scale;
 pub(crate) use times::times;
 
 use accounting::{Dtype, Error};

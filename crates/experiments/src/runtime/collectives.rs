@@ -2,14 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::process::Command;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use report::cli::Scale;
 use report::{Case, Metric};
-use runtime::collectives::ranks::{Progress, Ranks, RanksOptions};
 use runtime::collectives::{Division, Group, GroupOptions, Launch, Order, ReduceOptions, Store};
 use tch::{Device, Kind, Tensor};
 
@@ -39,7 +36,8 @@ fn transfers(device: Device, scale: Scale) -> anyhow::Result<Figures> {
         return Ok(OPERATIONS.iter().map(|(operation, _)| (case(operation), metric())).collect());
     }
     let rounds = if matches!(scale, Scale::Smoke | Scale::Laptop) { 3 } else { 15 };
-    let lines = in_processes(rounds)?;
+    let arguments = ["runtime", "collectives-rank", "--rounds", &rounds.to_string()].map(str::to_owned);
+    let lines = crate::processes::run(RANKS, &arguments, LIMIT)?.swap_remove(0);
     let mut samples: BTreeMap<&str, [Vec<f64>; 3]> = BTreeMap::new();
     for line in &lines {
         let [operation, ours, native] = line.split('\t').collect::<Vec<_>>()[..] else { continue };
@@ -61,35 +59,6 @@ fn transfers(device: Device, scale: Scale) -> anyhow::Result<Figures> {
         figures.push((case(operation), Metric::of_samples("rate", "B/s", &rates)));
     }
     Ok(figures)
-}
-
-/// Runs the ranks, and returns what rank 0 printed.
-fn in_processes(rounds: usize) -> anyhow::Result<Vec<String>> {
-    let program = std::env::current_exe().context("finding this program to run it again")?;
-    let (lines, errors) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
-    let (of_rank_0, all) = (lines.clone(), errors.clone());
-    let options = RanksOptions { ranks: RANKS, ..RanksOptions::default() };
-    let command = |_| {
-        let mut command = Command::new(&program);
-        command.args(["runtime", "collectives-rank", "--rounds", &rounds.to_string()]);
-        command
-    };
-    let mut ranks = Ranks::start(&options, command, move |rank, output, line| {
-        use runtime::collectives::ranks::Output;
-        let into = match (rank, output) {
-            (0, Output::Standard) => &of_rank_0,
-            _ => &all,
-        };
-        if let Ok(mut into) = into.lock() {
-            into.push(line.to_owned());
-        }
-    })?;
-    let progress = ranks.wait(LIMIT)?;
-    ranks.end(Duration::from_secs(5))?;
-    let errors = errors.lock().map(|errors| errors.join("\n")).unwrap_or_default();
-    ensure!(progress == Progress::Done, "the ranks did not end well: {progress:?}\n{errors}");
-    let lines = lines.lock().map(|lines| lines.clone()).unwrap_or_default();
-    Ok(lines)
 }
 
 /// What each process does.

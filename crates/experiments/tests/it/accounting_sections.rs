@@ -20,7 +20,8 @@ fn an_experiment_appends_the_records_of_every_section() {
             "accounting-fit",
             "accounting-time",
             "long-context",
-            "offload-condition"
+            "offload-condition",
+            "accounting-scale"
         ]
     );
     let off = records.iter().filter(|record| record.metric.name == "error_in_half_units");

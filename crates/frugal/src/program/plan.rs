@@ -27,10 +27,11 @@ Without a command, `frugal plan` compares the ways to run a step at this machine
 Examples:
   frugal plan --model qwen2.5-7b --budget 10GiB
   frugal plan --model qwen2.5-7b --budget 10GiB --hardware rtx4090 --length 2048
+  frugal plan --model qwen2.5-7b --method full --hardware h100 --ranks 32 --nodes 4 --network 368GB
   frugal plan fit --model path/to/config.json --activations recompute --budget 24GiB
   frugal plan memory --model gpt2 --batch-size 8 --hardware rtx4090
   frugal plan flops --model llama-3-8b --length 8192
-  frugal plan time --parameters 70B --tokens 15T --hardware h100 --devices 1024"
+  frugal plan time --parameters 70B --tokens 15T --hardware h100 --ranks 1024"
 )]
 pub(crate) struct Plan {
     #[command(subcommand)]

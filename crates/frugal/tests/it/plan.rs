@@ -90,7 +90,7 @@ fn every_question_is_answered_in_json() {
         &["memory", "--model", "gpt2-like"],
         &["memory", "--model", "qwen2.5-7b", "--r", "16", "--targets", "all", "--lora-dropout"],
         &["fit", "--model", "gpt2", "--budget", "8GiB"],
-        &["time", "--parameters", "70B", "--tokens", "15T", "--devices", "1024"],
+        &["time", "--parameters", "70B", "--tokens", "15T", "--ranks", "1024"],
         &["kv-cache", "--model", "llama-3-8b", "--budget", "80GB"],
     ];
     for command in commands {
@@ -136,4 +136,61 @@ fn a_plan_for_a_card() {
     let parts = offloaded["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
     assert_eq!(offloaded["peak_bytes"].as_u64(), Some(parts.sum::<u64>()));
     assert_eq!(offloaded["resident_layers"].as_array().unwrap().len(), 12);
+}
+
+#[test]
+fn a_plan_over_ranks() {
+    let flags = [
+        "--model",
+        "qwen2.5-7b",
+        "--method",
+        "full",
+        "--dtype",
+        "bfloat16",
+        "--hardware",
+        "h100",
+        "--ranks",
+        "16",
+        "--nodes",
+        "2",
+        "--network",
+        "100GB",
+        "--length",
+        "2048",
+    ];
+    expect![[r#"
+        parameters                        7,615,616,512 (14.2 GiB)
+        budget for tensors                74.5 GiB
+        h100                              5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
+
+        ZeRO-1 over 16 ranks              peak 33.0 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
+        ZeRO-1 over 16 ranks, recomputed  peak 33.0 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
+        ZeRO-2 over 16 ranks              peak 30.6 GiB, 346 ms a step of 32,768 tokens, bound by gathering weights, fits; the fastest that fits
+        ZeRO-2 over 16 ranks, recomputed  peak 23.3 GiB, 374 ms a step of 32,768 tokens, bound by compute, fits
+        ZeRO-3 over 16 ranks              peak 20.1 GiB, 424 ms a step of 32,768 tokens, bound by gathering weights, fits
+        ZeRO-3 over 16 ranks, recomputed  peak 12.8 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
+        all on the device                 peak 56.8 GiB, 227 ms a step of 2,048 tokens, fits
+        activations recomputed            peak 56.8 GiB, 277 ms a step of 2,048 tokens, fits
+        layers offloaded                  peak 56.8 GiB, 277 ms a step of 2,048 tokens, fits
+
+        at the peak                       head
+          fixed weights                   2.03 GiB
+          optimizer state                 3.55 GiB
+          resident layers                 12.2 GiB
+          constant                        2.12 GiB
+          kept activations                7.72 GiB
+          working memory                  3.07 GiB
+        sent by a rank                    26.6 GiB
+        waits for other ranks             179 ms
+        flags of finetune                 --zero-stage 2
+    "#]].assert_eq(&plan(&flags));
+    let text = plan(&[&flags[..], &["--json"]].concat());
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let variants = value["variants"].as_array().unwrap();
+    let stages: Vec<_> = variants.iter().filter_map(|variant| variant["zero_stage"].as_u64()).collect();
+    assert_eq!(stages, [1, 1, 2, 2, 3, 3]);
+    for variant in variants {
+        let parts = variant["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
+        assert_eq!(variant["peak_bytes"].as_u64(), Some(parts.sum::<u64>()));
+    }
 }

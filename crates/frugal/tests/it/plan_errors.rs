@@ -18,7 +18,7 @@ fn command_lines() {
         ("memory --model gpt2 --batch-size 0", 2, "cannot read `0` as a whole number of 1 to 2^64 - 1"),
         ("memory --model gpt2 --batch-size -3", 2, "cannot read `-3` as a whole number of 1 to 2^64 - 1"),
         ("memory --model gpt2 --batch-size 1e3", 2, "cannot read `1e3` as a whole number"),
-        ("memory --model gpt2 --zero 4", 2, "ZeRO stage 4 does not exist"),
+        ("memory --model gpt2 --zero-stage 4", 2, "ZeRO stage 4 does not exist"),
         (
             "memory --model gpt2 --loss liger",
             2,
@@ -31,7 +31,7 @@ fn command_lines() {
         ),
         ("memory --model gpt2 --on-host gradients,weights", 1, "unknown thing on the host `weights`"),
         ("memory --model gpt2 --on-host block-inputs", 1, "recompute in full, or keep the activations"),
-        ("memory --model gpt2 --devices 0", 2, "for '--devices <N>': cannot read `0`"),
+        ("memory --model gpt2 --ranks 0", 2, "for '--ranks <N>': cannot read `0`"),
         ("memory --model gpt2 --optimizer lion", 2, "unknown optimizer `lion`; known are: sgd, momentum, "),
         ("memory --model gpt2 --recipe int3", 2, "unknown recipe `int3`; known are: fp32, amp-fp16, "),
         ("memory --model gpt2 --hardware gtx", 2, "unknown hardware `gtx`; known are: b200, h200, "),
@@ -65,6 +65,21 @@ fn command_lines() {
         ("--model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
         ("--model qwen2.5-7b --hardware 4090 --flops 0", 1, "error: --flops is 0; give a rate above 0"),
         ("--model qwen2.5-7b --dtype float16", 1, "error: --dtype: a plan is made for float32 and bfloat16"),
+        (
+            "--model qwen2.5-7b --ranks 4 --nodes 2",
+            2,
+            "error: the following required arguments were not provided:",
+        ),
+        (
+            "--model qwen2.5-7b --ranks 3 --nodes 2 --network 10GB",
+            1,
+            "error: --ranks 3 are not a multiple of --nodes 2; give as many ranks to each",
+        ),
+        (
+            "--model qwen2.5-7b --ranks 2 --method inference",
+            1,
+            "error: --ranks are of a training; give --method",
+        ),
         ("", 2, "error: the following required arguments were not provided:"),
     ];
     for (arguments, status, words) in table {

@@ -7,6 +7,7 @@ use super::group::Group;
 use super::operation_log::Progress;
 use super::ordered::OrderedReduction;
 use crate::error::{Error, Result};
+use crate::profile::range;
 use crate::sys::collectives::Transfer;
 
 /// What an operation is called in errors and in the log.
@@ -78,6 +79,7 @@ impl Work {
             return Ok(());
         }
         self.group.check_alive()?;
+        let _range = range(&format!("{} {}", self.operation.name, self.operation.label));
         let deadline = Deadline::after(self.group.timeout());
         if let Some(mut reduction) = self.reduction.take() {
             reduction.run(&self.group, &self.operation, deadline)?;

@@ -1,5 +1,6 @@
 //! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a card's.
 
+mod ranks;
 mod rates;
 mod variants;
 
@@ -8,7 +9,7 @@ use std::path::PathBuf;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
-use accounting::offload::{Budget, Card, Direction, StepCosts, card, sizes};
+use accounting::offload::{Budget, Card, Direction, Rates, StepCosts, card, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
@@ -22,6 +23,7 @@ use super::super::Common;
 use super::super::output::{print_line, print_lines};
 use super::super::settings::{DtypeArg, OffloadArg};
 use super::model_args::ModelArgs;
+use ranks::RanksArgs;
 use variants::{Variant, streaming, variants};
 
 /// What a step does.
@@ -84,6 +86,8 @@ pub(crate) struct StepArgs {
     /// Bytes per second of the host's memory [default: measured, or 50GB with --hardware]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     host_bandwidth: Option<u64>,
+    #[command(flatten)]
+    ranks: RanksArgs,
 }
 
 /// The step that is planned.
@@ -121,18 +125,32 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     if arguments.method == Work::Full && tier == OffloadTier::File {
         bail!("--method full trains all weights, and layers in files cannot be trained; give --offload host");
     }
+    arguments.ranks.check(arguments)?;
     let work = Workload { batch: arguments.batch_size, sequence: tokens };
     let weights = planning::recipe(kind).parameters.bytes(model.parameters()?)?;
     let planned = PlannedStep { model, work, kind, device, tier, weights };
-    let machine = arguments.rates(&planned)?;
+    let ranks = arguments.ranks.ranks;
+    let sharing = arguments.ranks.sharing(on_cpu);
+    let machine = shared(arguments.rates(&planned)?, sharing);
     let budget = arguments.budget(device)?;
+    let budget = Budget { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
     let costs = arguments.costs(&planned, &machine)?;
-    let variants = variants(&costs, &machine.transfers, budget, tier, on_cpu)?;
+    let mut variants = variants(&costs, &machine.transfers, budget, tier, on_cpu)?;
+    let hiding = arguments.tokens_that_hide_loads(&machine, kind, variants.last())?;
+    if ranks > 1 {
+        // What one rank alone does comes last.
+        let alone = std::mem::take(&mut variants);
+        variants = ranks::variants(arguments, &planned, &costs, &machine)?;
+        variants.extend(alone);
+    }
+    let tokens = planned.work.tokens()? as f64;
+    let rate = |variant: &Variant| {
+        tokens * if variant.ranks.is_some() { ranks as f64 } else { 1.0 } / variant.step.seconds
+    };
     let chosen = variants
         .iter()
         .filter(|variant| variant.peak <= budget.device)
-        .min_by(|a, b| a.step.seconds.total_cmp(&b.step.seconds));
-    let hiding = arguments.tokens_that_hide_loads(&machine, kind, variants.last())?;
+        .max_by(|a, b| rate(a).total_cmp(&rate(b)));
     if common.json {
         print_line(&json!({
             "model": arguments.model.name(),
@@ -142,8 +160,9 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
             "flops": machine.flops,
             "memory_rate": machine.bandwidth,
             "link_rate": machine.transfers.load,
+            "ranks": ranks,
             "variants": variants.iter().map(|variant| variant.json(budget.device)).collect::<Vec<_>>(),
-            "chosen": chosen.map(|variant| variant.name),
+            "chosen": chosen.map(|variant| variant.name.as_str()),
             "tokens_that_hide_loads": hiding.iter()
                 .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
         }));
@@ -155,7 +174,10 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
             "parameters".to_owned(),
             format!("{} ({})", grouped(planned.model.parameters()?.into()), bytes_text(weights)),
         ),
-        ("budget for tensors".into(), bytes_text(budget.device)),
+        (
+            if sharing > 1 { "budget for tensors of a rank" } else { "budget for tensors" }.into(),
+            bytes_text(budget.device),
+        ),
         (
             source.into(),
             format!(
@@ -175,13 +197,19 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         } else {
             ""
         };
-        lines.push((
-            variant.name.to_owned(),
-            format!(
-                "peak {}, {} a step, {fits}{mark}",
-                bytes_text(variant.peak),
-                human(variant.step.seconds, "s")
+        let over = match &variant.ranks {
+            Some(over) => format!(
+                " of {} tokens, bound by {}",
+                grouped((tokens * ranks as f64) as u128),
+                over.bound.name()
             ),
+            None if ranks > 1 => format!(" of {} tokens", grouped(tokens as u128)),
+            None => String::new(),
+        };
+        let seconds = human(variant.step.seconds, "s");
+        lines.push((
+            variant.name.clone(),
+            format!("peak {}, {seconds} a step{over}, {fits}{mark}", bytes_text(variant.peak)),
         ));
     }
     if let Some(shown) = chosen.or(variants.last()) {
@@ -190,6 +218,10 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         lines.extend(
             shown.step.device.parts.iter().map(|part| (format!("  {}", part.name), bytes_text(part.bytes))),
         );
+        if let Some(over) = &shown.ranks {
+            lines.push(("sent by a rank".into(), bytes_text(over.sent_bytes)));
+            lines.push(("waits for other ranks".into(), human(over.exposed, "s")));
+        }
         if let Some(plan) = &shown.plan {
             lines.extend(streaming(plan));
             lines.extend(hiding.iter().map(|(pass, tokens)| {
@@ -208,6 +240,19 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
             bytes_text(budget.device)
         ),
     }
+}
+
+/// The rates of each of several ranks that share a machine.
+fn shared(machine: MachineRates, ranks: u64) -> MachineRates {
+    let share = |rate: f64| rate / ranks as f64;
+    let Rates { load, store, host_optimizer, device_optimizer } = machine.transfers;
+    let transfers = Rates {
+        load: share(load),
+        store: share(store),
+        host_optimizer: share(host_optimizer),
+        device_optimizer: share(device_optimizer),
+    };
+    MachineRates { flops: share(machine.flops), bandwidth: share(machine.bandwidth), transfers, ..machine }
 }
 
 fn blank() -> (String, String) {

@@ -97,15 +97,15 @@ pub(crate) struct TrainingArgs {
     /// What is stored in host memory: parameters, gradients, optimizer, block-inputs
     #[arg(long, value_delimiter = ',', value_name = "NAME,…", help_heading = TRAINING)]
     on_host: Vec<String>,
-    /// Use gradient accumulation
-    #[arg(long, help_heading = TRAINING)]
-    accumulate: bool,
-    /// ZeRO stage: 0, 1, 2 or 3
-    #[arg(long, default_value = "0", value_parser = zero_stage, allow_negative_numbers = true, value_name = "STAGE", help_heading = TRAINING)]
-    zero: ZeroStage,
-    /// Data-parallel devices
+    /// Gradient accumulation steps
     #[arg(long, default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    devices: u64,
+    accumulation: u64,
+    /// ZeRO stage: 0, 1, 2 or 3
+    #[arg(long, alias = "zero", default_value = "0", value_parser = zero_stage, allow_negative_numbers = true, value_name = "STAGE", help_heading = TRAINING)]
+    zero_stage: ZeroStage,
+    /// Data-parallel ranks
+    #[arg(long, alias = "devices", default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    ranks: u64,
     /// Tokens of the step that have a label [default: all]
     #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
     labelled: Option<u64>,
@@ -154,8 +154,8 @@ impl TrainingArgs {
             norm: self.norm,
             dropout: self.dropout,
             loss: self.loss()?,
-            sharding: Sharding::new(self.zero, self.devices)?,
-            accumulate: self.accumulate,
+            sharding: Sharding::new(self.zero_stage, self.ranks)?,
+            accumulate: self.accumulation > 1,
             host: self.on_host.iter().try_fold(OnHost::default(), |host, name| host.with(name))?,
             labelled: self.labelled,
             lora: self.lora.low_rank(),

@@ -29,9 +29,9 @@ pub(crate) struct Time {
     /// Dense FLOP/s of a device, instead of those of --hardware
     #[arg(long, value_name = "FLOP/S", allow_negative_numbers = true)]
     peak: Option<f64>,
-    /// Number of devices
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, default_value = "1")]
-    devices: u64,
+    /// Data-parallel ranks, a device each
+    #[arg(long, alias = "devices", value_name = "N", value_parser = parse_count, allow_negative_numbers = true, default_value = "1")]
+    ranks: u64,
     /// Model FLOPs utilization, above 0 and at most 1
     #[arg(long, value_name = "FRACTION", allow_negative_numbers = true, default_value_t = 0.5)]
     mfu: f64,
@@ -54,22 +54,22 @@ impl Time {
         };
         let device = if self.peak.is_some() { "the given rate" } else { self.hardware.title };
         let (mfu, seconds) = match self.seconds {
-            Some(seconds) => (utilization(flops, seconds, peak, self.devices)?, seconds),
+            Some(seconds) => (utilization(flops, seconds, peak, self.ranks)?, seconds),
             None => {
-                let run = Run { flops, peak, utilization: self.mfu, devices: self.devices };
+                let run = Run { flops, peak, utilization: self.mfu, devices: self.ranks };
                 (self.mfu, run.seconds()?)
             }
         };
         let days = seconds / SECONDS_PER_DAY;
         let bytes = Recipe::FP32.bytes_per_parameter(Optimizer::AdamW);
-        let naive = naive_largest_model(self.devices, self.hardware.memory, bytes)?;
+        let naive = naive_largest_model(self.ranks, self.hardware.memory, bytes)?;
 
         let row = |name: &str, value: String| vec![name.to_owned(), value];
         let mut rows = vec![
             row("parameters", count_text(self.parameters)),
             row("tokens", count_text(self.tokens)),
             row("training FLOPs, 6·N·D", flops_text(flops)),
-            row("devices", format!("{} × {device}", self.devices)),
+            row("devices", format!("{} × {device}", self.ranks)),
             row("dense FLOP/s of a device", format!("{peak:.4e}")),
             row("MFU", format!("{mfu:.3}")),
             row("time", time_text(seconds)),
@@ -77,7 +77,7 @@ impl Time {
         if self.peak.is_none() {
             rows.push(row(
                 "largest model by AdamW's 16 B alone",
-                format!("{} in {} × {}", count_text(naive), self.devices, bytes_text(self.hardware.memory)),
+                format!("{} in {} × {}", count_text(naive), self.ranks, bytes_text(self.hardware.memory)),
             ));
         }
         let mut text = table(&["quantity", "value"], &rows);
@@ -92,7 +92,7 @@ impl Time {
             "parameters": self.parameters,
             "tokens": self.tokens,
             "flops": flops_json(flops),
-            "devices": self.devices,
+            "devices": self.ranks,
             "peak_flops_per_second": peak,
             "mfu": mfu,
             "seconds": seconds,

@@ -9,15 +9,19 @@ use frugal::config::OffloadTier;
 use report::unit::human;
 use serde_json::{Value, json};
 
+use super::ranks::OverRanks;
+
 /// A way to run a step, and what it takes.
 pub(super) struct Variant {
-    pub(super) name: &'static str,
+    pub(super) name: String,
     pub(super) flags: String,
     pub(super) step: SimulatedStep,
     /// Bytes at the peak.
     pub(super) peak: u64,
     /// The plan of offloaded layers.
     pub(super) plan: Option<OffloadPlan>,
+    /// What it has if it runs over several ranks.
+    pub(super) ranks: Option<OverRanks>,
 }
 
 impl Variant {
@@ -32,6 +36,12 @@ impl Variant {
             "parts": self.step.device.parts.iter().map(|part| json!({ "what": part.name, "bytes": part.bytes }))
                 .collect::<Vec<_>>(),
         });
+        if let Some(ranks) = &self.ranks {
+            value["zero_stage"] = ranks.stage.number().into();
+            value["bound_by"] = ranks.bound.name().into();
+            value["exposed_seconds"] = ranks.exposed.into();
+            value["sent_bytes"] = ranks.sent_bytes.into();
+        }
         if let Some(plan) = &self.plan {
             value["layers"] = plan.layers.into();
             value["resident_layers"] = json!(plan.setup.resident);
@@ -54,10 +64,17 @@ pub(super) fn variants(
 ) -> anyhow::Result<Vec<Variant>> {
     let shared = on_cpu && tier == OffloadTier::Host;
     let peak = |step: &SimulatedStep| step.device.total + if shared { step.host_bytes } else { 0 };
-    let of = |name, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
+    let of = |name: &str, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
         let setup = Setup { method, resident: Vec::new(), optimizer };
         let step = simulate(costs, rates, &setup, Start::Warm)?;
-        Ok(Variant { name, flags: flags.to_owned(), peak: peak(&step), step, plan: None })
+        Ok(Variant {
+            name: name.to_owned(),
+            flags: flags.to_owned(),
+            peak: peak(&step),
+            step,
+            plan: None,
+            ranks: None,
+        })
     };
     let device = OptimizerPlace::Device;
     let mut all = vec![of("all on the device", "", Method::Resident { recompute: false }, device)?];
@@ -80,7 +97,14 @@ pub(super) fn variants(
                 flags += " --optimizer-on host";
             }
             let step = found.step.clone();
-            Variant { name: "layers offloaded", flags, peak: peak(&step), step, plan: Some(found) }
+            Variant {
+                name: "layers offloaded".to_owned(),
+                flags,
+                peak: peak(&step),
+                step,
+                plan: Some(found),
+                ranks: None,
+            }
         }
         // Where nothing fits, a ring of one takes the least.
         Err(accounting::Error::NoOffloadFits { .. }) => {

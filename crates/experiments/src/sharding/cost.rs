@@ -1,0 +1,158 @@
+//! `sharding cost`: memory, transfers and time by ZeRO stage and number of ranks.
+
+use accounting::Dtype;
+use accounting::decoder_flops::Workload;
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::Optimizer;
+use accounting::memory::recipe::Recipe;
+use accounting::memory::zero::ZeroStage;
+use accounting::offload::sizes::{self, Choices};
+use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, simulate};
+use accounting::recompute::NormKernel;
+use accounting::sharding::Layout;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use training::predicted;
+
+use super::model::Sizes;
+use super::rank::{self, ALONE, Measured, STAGES};
+use super::timeline;
+
+const EXPERIMENT: &str = "sharding";
+const COUNTS: [usize; 4] = [1, 2, 3, 4];
+/// Ranks of the timeline.
+const SHOWN: usize = 2;
+
+#[derive(clap::Args)]
+pub(crate) struct Cost {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
+    let full = matches!(arguments.scale, Scale::Full | Scale::Paper);
+    let small = Sizes { hidden: 256, feed_forward: 704, layers: 4, vocabulary: 512, tokens: 64 };
+    let sizes = if full {
+        Sizes { hidden: 512, feed_forward: 1408, layers: 8, vocabulary: 1024, tokens: 512 }
+    } else {
+        small
+    };
+    let steps = if full { 7 } else { 3 };
+    let mut progress = Progress::new((COUNTS.len() * (STAGES.len() + 2) + 1) as u64);
+    let alone = Case::new().with("shows", "memory").with("stage", ALONE).with("ranks", 1);
+    for ranks in COUNTS {
+        // Memory, in processes with one training each.
+        for stage in [ALONE].into_iter().chain(STAGES).filter(|stage| ranks == 1 || *stage != ALONE) {
+            progress.message(&format!("memory, {stage}, {ranks} ranks"));
+            let measured = rank::measure(ranks, &sizes, &[stage], 1, &[])?;
+            let case = if stage == ALONE {
+                alone.clone()
+            } else {
+                Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks)
+            };
+            let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
+            sink.put(EXPERIMENT, &case, memory(&sizes, stage, ranks, &of_ranks)?)?;
+            progress.step();
+        }
+        progress.message(&format!("time, {ranks} ranks"));
+        let variants: Vec<&str> = [ALONE].into_iter().chain(STAGES).collect();
+        let measured = rank::measure(ranks, &sizes, &variants, steps, &[])?;
+        let seconds_alone = &measured[0][0].seconds;
+        for one in &measured[0] {
+            let ratios: Vec<f64> =
+                one.seconds.iter().zip(seconds_alone).map(|(seconds, alone)| seconds / alone).collect();
+            let exposed: Vec<f64> = ratios.iter().map(|ratio| 1.0 - 1.0 / ratio).collect();
+            let tokens = (sizes.tokens * ranks as i64) as f64;
+            let rates: Vec<f64> = one.seconds.iter().map(|seconds| tokens / seconds).collect();
+            let case =
+                Case::new().with("shows", "time").with("stage", one.variant.as_str()).with("ranks", ranks);
+            let mut metrics = vec![
+                Metric::of_samples("step_seconds", "s", &one.seconds),
+                Metric::of_samples("tokens_per_second", "tokens/s", &rates),
+            ];
+            if one.variant != ALONE {
+                metrics.push(Metric::of_samples("time_vs_alone", "ratio", &ratios));
+                metrics.push(Metric::of_samples("exposed_share", "ratio", &exposed));
+            }
+            sink.put(EXPERIMENT, &case, metrics)?;
+        }
+        progress.step();
+    }
+    progress.message("timeline");
+    let folder = tempfile::tempdir()?;
+    let trace = ["--trace".to_owned(), folder.path().display().to_string()];
+    for stage in STAGES {
+        let measured = rank::measure(SHOWN, &sizes, &[stage], 1, &trace)?;
+        let case = Case::new().with("shows", "timeline").with("stage", stage);
+        for (rank, of_rank) in measured.iter().flatten().enumerate() {
+            for (case, metric) in timeline::figures(&case, rank, &of_rank.spans) {
+                sink.put(EXPERIMENT, &case, vec![metric])?;
+            }
+            if let Some(share) = timeline::hidden(&of_rank.spans, "reduce") {
+                let case = Case::new().with("shows", "overlap").with("stage", stage).with("rank", rank);
+                sink.put(
+                    EXPERIMENT,
+                    &case,
+                    vec![Metric::exact("reductions_during_compute", "ratio", share)],
+                )?;
+            }
+        }
+    }
+    progress.step();
+    Ok(())
+}
+
+/// The measured memory and transfers of a stage, beside the prediction.
+fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> anyhow::Result<Vec<Metric>> {
+    let peak = measured.iter().map(|one| one.peak_bytes).max().unwrap_or(0) as f64;
+    let mut metrics = vec![Metric::exact("peak_bytes", "B", peak)];
+    let recipe = Recipe::FP32;
+    let model = predicted::decoder(&sizes.config())?;
+    let work = Workload { batch: 1, sequence: sizes.tokens.unsigned_abs() };
+    let choices = Choices { recipe, loss: Loss::Eager, norm: NormKernel::Output, ..Choices::default() };
+    let mut costs = sizes::training(&model, work, &choices)?;
+    let zero = match stage {
+        "ZeRO-1" => Some(ZeroStage::One),
+        "ZeRO-2" => Some(ZeroStage::Two),
+        _ => None,
+    };
+    if let Some(zero) = zero {
+        let elements = sizes.parameters()?;
+        let bucket_bytes = sharding::Options::default().bucket_bytes as u64;
+        let layout = Layout::buckets(&elements, Dtype::Fp32, bucket_bytes, zero, ranks as u64)?;
+        let rank = layout.rank_bytes(0, &recipe, Optimizer::AdamW, 0)?;
+        metrics.push(Metric::exact("weights_bytes", "B", rank.weights as f64));
+        metrics.push(Metric::exact("sums_bytes", "B", rank.sums as f64));
+        metrics.push(Metric::exact("optimizer_bytes", "B", rank.optimizer as f64));
+        metrics.push(Metric::exact("gradients_bytes", "B", rank.gradients as f64));
+        let (mut sent, mut predicted) = (0, 0);
+        for (rank, one) in measured.iter().enumerate() {
+            sent += one.sent_bytes;
+            predicted += layout.sent_bytes(rank as u64, &recipe, 1)? + numbers(elements.len(), ranks);
+        }
+        metrics.push(Metric::exact("sent_bytes", "B", sent as f64));
+        metrics.push(Metric::exact("predicted_sent_bytes", "B", predicted as f64));
+        metrics.push(Metric::exact("sent_difference_bytes", "B", (sent as f64 - predicted as f64).abs()));
+        costs = layout.costs(costs, &recipe, Optimizer::AdamW, 0)?;
+    }
+    let setup = Setup {
+        method: Method::Resident { recompute: false },
+        resident: Vec::new(),
+        optimizer: OptimizerPlace::Device,
+    };
+    let rates = Rates { load: 1e15, store: 1e15, host_optimizer: 1e15, device_optimizer: 1e15 };
+    let predicted = simulate(&costs, &rates, &setup, Start::Warm)?.device.total as f64;
+    metrics.push(Metric::exact("predicted_peak_bytes", "B", predicted));
+    metrics.push(Metric::exact("predicted_over_measured", "ratio", predicted / peak));
+    metrics.push(Metric::exact("relative_error", "ratio", (predicted / peak - 1.0).abs()));
+    Ok(metrics)
+}
+
+/// Bytes of the numbers that a rank sends in a step beside gradients and weights, to each other rank: which parameters have a gradient,
+/// a loss for each micro-batch, and whether to stop.
+fn numbers(parameters: usize, ranks: usize) -> u64 {
+    8 * ((parameters + ranks + 1) * (ranks - 1)) as u64
+}

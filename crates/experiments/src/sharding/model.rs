@@ -1,0 +1,112 @@
+//! A Llama and its batches, the same in every program: weights and tokens are a hash of their position.
+
+use clap::Args;
+use dataloading::{Batch, Counts};
+use models::module::{self, LanguageModel};
+use models::{Llama, LlamaConfig};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+use training::batches::Batches;
+
+/// Sizes of the model and of a micro-batch.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    #[arg(long, default_value_t = 512)]
+    pub(crate) hidden: i64,
+    #[arg(long, default_value_t = 1408)]
+    pub(crate) feed_forward: i64,
+    #[arg(long, default_value_t = 8)]
+    pub(crate) layers: i64,
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) vocabulary: i64,
+    /// Tokens of a rank's micro-batch, one row
+    #[arg(long, default_value_t = 128)]
+    pub(crate) tokens: i64,
+}
+
+impl Sizes {
+    /// The flags that give these sizes.
+    pub(crate) fn flags(&self) -> Vec<String> {
+        let Self { hidden, feed_forward, layers, vocabulary, tokens } = *self;
+        [
+            ("--hidden", hidden),
+            ("--feed-forward", feed_forward),
+            ("--layers", layers),
+            ("--vocabulary", vocabulary),
+            ("--tokens", tokens),
+        ]
+        .into_iter()
+        .flat_map(|(flag, size)| [flag.to_owned(), size.to_string()])
+        .collect()
+    }
+
+    pub(crate) fn config(&self) -> LlamaConfig {
+        let Self { hidden, feed_forward, layers, vocabulary, .. } = *self;
+        LlamaConfig {
+            tie_word_embeddings: true,
+            ..LlamaConfig::llama(vocabulary, hidden, feed_forward, layers, 8)
+        }
+    }
+
+    /// Returns the elements of each parameter, in the optimizer's order.
+    pub(crate) fn parameters(&self) -> anyhow::Result<Vec<u64>> {
+        let model = Llama::new(&self.config(), (Kind::Float, Device::Cpu))?;
+        Ok(module::trainable(&model).iter().map(|(_, tensor)| tensor.numel() as u64).collect())
+    }
+
+    /// Returns the model in fp32: matrices between ±0.035, norms of 1.
+    pub(crate) fn model(&self) -> anyhow::Result<Box<dyn LanguageModel>> {
+        let model: Box<dyn LanguageModel> = Box::new(Llama::new(&self.config(), (Kind::Float, Device::Cpu))?);
+        let _no_grad = tch::no_grad_guard();
+        for (number, (_, tensor)) in (0..).zip(module::parameters(model.as_ref())) {
+            if tensor.dim() < 2 {
+                continue;
+            }
+            let of = |index: u32| ((f64::from(hash(index, number)) / 4_294_967_296.0 - 0.5) * 0.07) as f32;
+            let values: Vec<f32> = (0..u32::try_from(tensor.numel())?).map(of).collect();
+            tensor.shallow_clone().f_copy_(&Tensor::f_from_slice(&values)?.f_view_as(tensor)?)?;
+        }
+        Ok(model)
+    }
+}
+
+/// A hash of two numbers.
+fn hash(index: u32, seed: u32) -> u32 {
+    let mut x = index.wrapping_add(seed.wrapping_mul(0x0100_0003));
+    x = x.wrapping_mul(0x9e37_79b1);
+    x ^= x >> 15;
+    x = x.wrapping_mul(0x85eb_ca77);
+    x ^ (x >> 13)
+}
+
+/// Micro-batches of one row, numbered over all ranks and steps.
+#[derive(Debug)]
+pub(crate) struct HashedBatches {
+    pub(crate) sizes: Sizes,
+    /// The next one's number.
+    pub(crate) next: u32,
+    /// What is added to the number after each.
+    pub(crate) stride: u32,
+}
+
+impl Batches for HashedBatches {
+    fn next(&mut self) -> training::Result<Option<Batch>> {
+        let Sizes { vocabulary, tokens, .. } = self.sizes;
+        let token = |index: i64| i64::from(hash(index as u32, self.next.wrapping_add(1000))) % vocabulary;
+        let row: Vec<i64> = (0..=tokens).map(token).collect();
+        self.next += self.stride;
+        let tensor = |values: &[i64]| Tensor::f_from_slice(values)?.f_view([1, tokens]);
+        let (inputs, labels) = (tensor(&row[..row.len() - 1])?, tensor(&row[1..])?);
+        let count = row.len() - 1;
+        let counts = Counts { tokens: count, targets: count, documents: 1, ..Counts::default() };
+        Ok(Some(Batch { tokens: inputs, labels, packing: None, counts }))
+    }
+
+    fn state(&self) -> Value {
+        json!({ "next": self.next })
+    }
+
+    fn resume(&mut self, _: &Value) -> training::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,174 @@
+//! One rank of a measured training.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use clap::Args;
+use models::module::{self, LanguageModel};
+use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use runtime::memory::{self, Region};
+use runtime::profile::{Trace, TraceOptions};
+use serde::{Deserialize, Serialize};
+use sharding::{Options, ShardedOptimizer, Stage};
+use tch::Device;
+use training::observer::Collect;
+use training::optimizer::{self, AdamW, DeviceOptimizer, Optimizer};
+use training::{Trainer, trainer};
+
+use super::model::{HashedBatches, Sizes};
+use super::timeline::{self, Span};
+
+/// What each rank does by itself.
+pub(crate) const ALONE: &str = "alone";
+/// The variants over ranks.
+pub(crate) const STAGES: [&str; 2] = ["ZeRO-1", "ZeRO-2"];
+/// Steps before anything is measured: the first finds out how often each gradient is added to.
+const WARMUP: usize = 2;
+const LEARNING_RATE: f64 = 1e-4;
+
+#[derive(Args)]
+pub(crate) struct Rank {
+    #[command(flatten)]
+    sizes: Sizes,
+    /// Variants, which run in turns
+    #[arg(long, value_delimiter = ',')]
+    variants: Vec<String>,
+    /// Measured steps of each
+    #[arg(long)]
+    steps: usize,
+    /// Micro-batches of each rank in a step
+    #[arg(long, default_value_t = 1)]
+    rounds: usize,
+    /// Trace a step, and keep the trace in this folder
+    #[arg(long)]
+    trace: Option<PathBuf>,
+}
+
+/// What a rank measured of a variant; printed as a line.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Measured {
+    pub(crate) variant: String,
+    /// Seconds of each step.
+    pub(crate) seconds: Vec<f64>,
+    /// Losses of all steps, from the first on.
+    pub(crate) losses: Vec<f64>,
+    /// Peak above what there was before the model, after the warm-up; of the process, so of one variant only.
+    pub(crate) peak_bytes: u64,
+    /// Bytes that this rank sent in a step.
+    pub(crate) sent_bytes: u64,
+    pub(crate) spans: Vec<Span>,
+}
+
+/// A training under way.
+struct Training {
+    trainer: Trainer,
+    batches: HashedBatches,
+    records: Collect,
+    measured: Measured,
+}
+
+impl Training {
+    fn new(arguments: &Rank, variant: &str, group: &Group) -> anyhow::Result<Self> {
+        let model: Box<dyn LanguageModel> = arguments.sizes.model()?;
+        let group_of = || optimizer::Group {
+            weight_decay: 0.01,
+            ..optimizer::Group::new(module::trainable(model.as_ref()), LEARNING_RATE)
+        };
+        let sharded = |stage| -> anyhow::Result<Box<dyn Optimizer>> {
+            let options = Options { stage, ..Options::default() };
+            Ok(Box::new(ShardedOptimizer::new(AdamW::default(), vec![group_of()], group, options)?))
+        };
+        let (ranks, rank) = (u32::try_from(group.size())?, u32::try_from(group.rank())?);
+        // Ranks that train together all read every micro-batch, and share them by their number.
+        let (optimizer, together): (Box<dyn Optimizer>, _) = match variant {
+            ALONE => (Box::new(DeviceOptimizer::new(AdamW::default(), vec![group_of()])?), false),
+            "ZeRO-1" => (sharded(Stage::One)?, true),
+            "ZeRO-2" => (sharded(Stage::Two)?, true),
+            other => bail!("unknown variant `{other}`"),
+        };
+        let accumulation = arguments.rounds * if together { group.size() } else { 1 };
+        let (next, stride) = if together { (0, 1) } else { (rank, ranks) };
+        let batches = HashedBatches { sizes: arguments.sizes, next, stride };
+        let options =
+            trainer::Options { steps: 0, accumulation, read_every: 1, ..trainer::Options::default() };
+        let mut trainer = Trainer::new(model, optimizer, options)?;
+        let records = Collect::default();
+        trainer.observers.push(Box::new(records.clone()));
+        let measured = Measured { variant: variant.to_owned(), ..Measured::default() };
+        Ok(Self { trainer, batches, records, measured })
+    }
+
+    fn step(&mut self) -> anyhow::Result<()> {
+        self.trainer.options.steps += 1;
+        self.trainer.run(&mut self.batches, None)?;
+        Ok(())
+    }
+}
+
+pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
+    let launch =
+        Launch::from_environment()?.context("this verb is run by `cost` and `bench`, as their ranks")?;
+    tch::set_num_threads(1);
+    memory::track_cpu()?;
+    let store = Store::connect(&launch, Duration::from_secs(60))?;
+    let group = Group::new(&store, "measured", GroupOptions::default())?;
+    let before = memory::live_bytes(Device::Cpu)?;
+    let mut trainings = Vec::new();
+    for variant in &arguments.variants {
+        trainings.push(Training::new(arguments, variant, &group)?);
+    }
+    for _ in 0..WARMUP {
+        trainings.iter_mut().try_for_each(Training::step)?;
+    }
+    let region = Region::start(Device::Cpu)?;
+    for _ in 0..arguments.steps {
+        for training in &mut trainings {
+            group.barrier("before")?;
+            let (sent, start) = (group.bytes().sent, Instant::now());
+            training.step()?;
+            group.barrier("after")?;
+            training.measured.seconds.push(start.elapsed().as_secs_f64());
+            training.measured.sent_bytes = group.bytes().sent - sent;
+        }
+    }
+    let peak = region.finish()?.peak.saturating_sub(before);
+    for training in &mut trainings {
+        training.measured.peak_bytes = peak;
+        training.measured.losses = training.records.take().iter().map(|record| record.loss).collect();
+        if let Some(folder) = &arguments.trace {
+            let path = folder.join(format!("{}-rank-{}.json", training.measured.variant, group.rank()));
+            group.barrier("before the trace")?;
+            let trace = Trace::start(TraceOptions { cuda: false, shapes: false, memory: false })?;
+            training.step()?;
+            group.barrier("after the trace")?;
+            trace.save(&path)?;
+            training.measured.spans = timeline::read(&path)?;
+        }
+        writeln!(std::io::stdout(), "{}", serde_json::to_string(&training.measured)?)?;
+    }
+    group.barrier("end")?;
+    Ok(())
+}
+
+/// Runs ranks, and returns what each measured of each variant.
+pub(crate) fn measure(
+    ranks: usize,
+    sizes: &Sizes,
+    variants: &[&str],
+    steps: usize,
+    further: &[String],
+) -> anyhow::Result<Vec<Vec<Measured>>> {
+    const DEADLINE: Duration = Duration::from_secs(1800);
+    let mut arguments = vec!["sharding".to_owned(), "rank".to_owned()];
+    arguments.extend(sizes.flags());
+    arguments.extend(["--variants".to_owned(), variants.join(","), "--steps".to_owned(), steps.to_string()]);
+    arguments.extend_from_slice(further);
+    let of_rank = |lines: Vec<String>| -> anyhow::Result<Vec<Measured>> {
+        let read =
+            |line: &String| serde_json::from_str(line).with_context(|| format!("a rank printed `{line}`"));
+        lines.iter().map(read).collect()
+    };
+    crate::processes::run(ranks, &arguments, DEADLINE)?.into_iter().map(of_rank).collect()
+}

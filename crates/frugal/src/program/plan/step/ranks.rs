@@ -1,0 +1,191 @@
+//! The ways to run a step over several ranks.
+
+use accounting::memory::optimizer::Optimizer;
+use accounting::memory::recipe::Recipe;
+use accounting::memory::zero::ZeroStage;
+use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, StepCosts, simulate};
+use accounting::scale::{Bound, Division, Network, Work, step};
+use accounting::sharding::Layout;
+use accounting::{Decoder, Dtype};
+use anyhow::bail;
+use clap::Args;
+use frugal::planning::{self, MachineRates};
+
+use super::variants::Variant;
+use super::{PlannedStep, StepArgs, Work as Planned};
+
+const RANKS: &str = "Ranks";
+/// Slots for gathered layers: one computes while the next arrives.
+const SLOTS: u64 = 2;
+/// Bytes per second and rank between processes of one machine.
+const LOOPBACK: f64 = 1.5e9;
+/// Bytes per second of a collective over NVLink of an H100 and of an A100.
+const NVLINK: [(&str, f64); 3] = [("h100", 380e9), ("h200", 380e9), ("a100", 230e9)];
+/// Seconds of one step of a tree, between GPUs and between processes over TCP.
+const LATENCY: [f64; 2] = [10e-6, 100e-6];
+
+#[derive(Args)]
+pub(super) struct RanksArgs {
+    /// Ranks that train together: as many GPUs, or processes on CPUs (`frugal launch -n`)
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..), help_heading = RANKS)]
+    pub(super) ranks: u64,
+    /// Machines among which the ranks are divided evenly
+    #[arg(long, default_value_t = 1, requires = "network", value_parser = clap::value_parser!(u64).range(1..), help_heading = RANKS)]
+    nodes: u64,
+    /// Bytes per second between machines, of all the links of one together, such as 12.5GB
+    #[arg(long, value_name = "BYTES", value_parser = accounting::quantity::parse_bytes, help_heading = RANKS)]
+    network: Option<u64>,
+}
+
+/// What a step over ranks has beyond that of one.
+pub(super) struct OverRanks {
+    pub(super) stage: ZeroStage,
+    pub(super) bound: Bound,
+    /// Seconds in which a rank waits for others.
+    pub(super) exposed: f64,
+    /// Bytes that rank 0 sends.
+    pub(super) sent_bytes: u64,
+}
+
+impl RanksArgs {
+    pub(super) fn check(&self, planned: &StepArgs) -> anyhow::Result<()> {
+        if !self.ranks.is_multiple_of(self.nodes) {
+            bail!(
+                "--ranks {} are not a multiple of --nodes {}; give as many ranks to each",
+                self.ranks,
+                self.nodes
+            );
+        }
+        if self.ranks > 1 && planned.method == Planned::Inference {
+            bail!("--ranks are of a training; give --method lora or full");
+        }
+        Ok(())
+    }
+
+    /// Ranks that share a machine's processor and memory.
+    pub(super) fn sharing(&self, on_cpu: bool) -> u64 {
+        if on_cpu { self.ranks / self.nodes } else { 1 }
+    }
+
+    fn network(&self, planned: &StepArgs) -> Network {
+        let nvlink = |name: &str| NVLINK.iter().find(|(of, _)| *of == name).map(|(_, rate)| *rate);
+        let (local, latency) = match planned.hardware {
+            Some(card) => (nvlink(card.name).unwrap_or(card.link), LATENCY[0]),
+            None => (LOOPBACK, LATENCY[1]),
+        };
+        let between = self.network.map_or(local, |rate| rate as f64);
+        Network { node: self.ranks / self.nodes, local, between, latency }
+    }
+}
+
+/// The ways to run a step over the ranks: the ZeRO stages, with activations kept or recomputed.
+pub(super) fn variants(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    costs: &StepCosts,
+    machine: &MachineRates,
+) -> anyhow::Result<Vec<Variant>> {
+    let ranks = &arguments.ranks;
+    let mut all = Vec::new();
+    for stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+        for recompute in [false, true] {
+            all.push(variant(
+                arguments,
+                planned,
+                costs,
+                &machine.transfers,
+                (stage, recompute),
+                &ranks.network(arguments),
+            )?);
+        }
+    }
+    Ok(all)
+}
+
+fn variant(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    costs: &StepCosts,
+    rates: &Rates,
+    (stage, recompute): (ZeroStage, bool),
+    network: &Network,
+) -> anyhow::Result<Variant> {
+    let ranks = arguments.ranks.ranks;
+    let (layout, recipe) = layout(&planned.model, costs, planning::recipe(planned.kind), stage, ranks)?;
+    let sharded = layout.costs(costs.clone(), &recipe, Optimizer::AdamW, SLOTS)?;
+    let setup = Setup {
+        method: Method::Resident { recompute },
+        resident: Vec::new(),
+        optimizer: OptimizerPlace::Device,
+    };
+    let mut simulated = simulate(&sharded, rates, &setup, Start::Warm)?;
+    let times = step(
+        &work(costs, &sharded, rates, stage, recompute),
+        Division { stage, shard: ranks, replicas: 1 },
+        network,
+    );
+    simulated.seconds = times.seconds();
+    simulated.idle_seconds = times.exposed();
+    let number = stage.number();
+    let (what, flag) = if recompute { (", recomputed", " --activations recompute") } else { ("", "") };
+    Ok(Variant {
+        name: format!("ZeRO-{number} over {ranks} ranks{what}"),
+        flags: format!("--zero-stage {number}{flag}"),
+        peak: simulated.device.total,
+        step: simulated,
+        plan: None,
+        ranks: Some(OverRanks {
+            stage,
+            bound: times.bound(1.0),
+            exposed: times.exposed(),
+            sent_bytes: layout.sent_bytes(0, &recipe, 1)?,
+        }),
+    })
+}
+
+/// The division of what is trained, and the formats of its weights and gradients. Adapters are in fp32, and so few that no stage divides
+/// their weights; stage 3 divides the frozen base too, which is gathered in both passes.
+fn layout(
+    model: &Decoder,
+    costs: &StepCosts,
+    recipe: Recipe,
+    stage: ZeroStage,
+    ranks: u64,
+) -> anyhow::Result<(Layout, Recipe)> {
+    if costs.fixed.trainable > 0 {
+        return Ok((Layout::of_decoder(model, &recipe, stage, ranks)?, recipe));
+    }
+    let adapters: Vec<u64> = costs.layers.iter().map(|layer| layer.trainable).collect();
+    let layout = Layout::buckets(
+        &adapters,
+        Dtype::Fp32,
+        accounting::sharding::BUCKET_BYTES,
+        stage.min(ZeroStage::Two),
+        ranks,
+    )?;
+    Ok((layout, Recipe::FP32))
+}
+
+/// The work of a rank: `sharded` has this rank's part of the optimizer, `costs` the whole model's bytes.
+fn work(costs: &StepCosts, sharded: &StepCosts, rates: &Rates, stage: ZeroStage, recompute: bool) -> Work {
+    let layers = costs.layers.len() as u64;
+    let layer = costs.layers.first().copied().unwrap_or_default();
+    let stepped: u64 = sharded.layers.iter().map(|layer| layer.trainable).sum();
+    let fixed = costs.fixed;
+    let trained = |bytes: u64, parameters: u64| if parameters > 0 { bytes as f64 } else { 0.0 };
+    Work {
+        layers,
+        forward: layer.forward_seconds,
+        backward: layer.backward_seconds - if recompute { 0.0 } else { layer.forward_seconds },
+        outside: fixed.seconds,
+        optimizer: (stepped + sharded.fixed.trainable) as f64 / rates.device_optimizer,
+        weights: if stage == ZeroStage::Three {
+            layer.slot_bytes as f64
+        } else {
+            layer.trainable_bytes as f64
+        },
+        gradients: layer.gradient_bytes as f64,
+        outside_weights: trained(fixed.weight_bytes, fixed.trainable),
+        outside_gradients: fixed.gradient_bytes as f64,
+    }
+}
