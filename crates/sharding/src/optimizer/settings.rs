@@ -1,5 +1,7 @@
 //! Options, the division of parameters into buckets, and what all ranks must agree on.
 
+use std::collections::HashMap;
+
 use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
 use training::optimizer::{Group, Rule};
@@ -61,10 +63,17 @@ impl Options {
 /// A parameter: its number, name and tensor.
 pub(super) type Parameter<'a> = (usize, &'a str, &'a Tensor);
 
-/// Divides the parameters into buckets of one dtype, in order.
+/// Divides the parameters into buckets of one dtype, block by block of the model, whatever groups they are in: a bucket is reduced
+/// when all of its gradients are there, so it should have those that backward computes together.
 pub(super) fn divide<'a>(parameters: &[Parameter<'a>], bucket_bytes: usize) -> Vec<Vec<Parameter<'a>>> {
+    let mut first = HashMap::new();
+    for (place, (_, name, _)) in parameters.iter().enumerate() {
+        first.entry(block(name)).or_insert(place);
+    }
+    let mut parameters = parameters.to_vec();
+    parameters.sort_by_key(|(_, name, _)| first[block(name)]);
     let mut kinds: Vec<Kind> = Vec::new();
-    for (_, _, tensor) in parameters {
+    for (_, _, tensor) in &parameters {
         if !kinds.contains(&tensor.kind()) {
             kinds.push(tensor.kind());
         }
@@ -85,6 +94,19 @@ pub(super) fn divide<'a>(parameters: &[Parameter<'a>], bucket_bytes: usize) -> V
         }
     }
     buckets
+}
+
+/// The block that a parameter is in: its name up to the first number, such as `layers.3`; its whole name where there is none.
+fn block(name: &str) -> &str {
+    let mut end = 0;
+    for part in name.split('.') {
+        end += part.len();
+        if part.parse::<u32>().is_ok() {
+            return &name[..end];
+        }
+        end += 1;
+    }
+    name
 }
 
 /// Makes sure that all ranks have the same optimizer, parameters and values.
@@ -140,5 +162,27 @@ mod tests {
         assert_eq!(numbers(400), [vec![0], vec![2, 3], vec![1]]);
         assert_eq!(numbers(404), [vec![0, 2], vec![3], vec![1]]);
         assert_eq!(numbers(usize::MAX), [vec![0, 2, 3], vec![1]]);
+    }
+
+    #[test]
+    fn a_block_is_in_one_bucket_whatever_groups_its_parameters_are_in() {
+        let tensor = Tensor::zeros([100], (Kind::Float, Device::Cpu));
+        // Matrices first, then vectors, as `Group::by_dimension` has them.
+        let names = [
+            "embed.weight",
+            "layers.0.up.weight",
+            "layers.1.up.weight",
+            "layers.0.norm.weight",
+            "layers.1.norm.weight",
+            "norm.weight",
+        ];
+        let parameters: Vec<Parameter<'_>> =
+            names.iter().enumerate().map(|(number, name)| (number, *name, &tensor)).collect();
+        let found: Vec<Vec<&str>> = divide(&parameters, 800)
+            .iter()
+            .map(|bucket| bucket.iter().map(|parameter| parameter.1).collect())
+            .collect();
+        let expected = [vec![names[0], names[1]], vec![names[3], names[2]], vec![names[4], names[5]]];
+        assert_eq!(found, expected);
     }
 }
