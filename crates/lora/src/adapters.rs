@@ -1,10 +1,10 @@
 //! Adapters of a whole model.
 
 mod merge;
+mod modules_to_save;
 pub(crate) mod plan;
 mod slots;
 pub(crate) mod survey;
-mod whole;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::error::{Error, Result};
 use crate::linear::{DEFAULT, LoraLinear};
 use crate::switch::{Setting, Switch};
 pub use merge::Unloaded;
+use modules_to_save::Whole;
 use plan::{AdapterPlan, PlannedWhole};
 use slots::put_in;
 use survey::{Survey, refuse_foreign};
-use whole::Whole;
 
 /// A handle on a model's adapters.
 ///

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dropout::dropout;
 use crate::error::Result;
 use crate::linear::Linear;
-use crate::module::{Context, Mlp, MlpForm, Module, Projection, Visitor, VisitorMut};
+use crate::module::{Context, Mlp, MlpFunction, Module, Projection, Visitor, VisitorMut};
 
 /// The activation function between the two layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,8 +85,8 @@ impl Mlp for FeedForward {
         self.down.forward(&dropout(inner, self.inner_dropout, context.training)?, context)
     }
 
-    fn form(&self) -> MlpForm {
+    fn function(&self) -> MlpFunction {
         let &Self { names, activation, inner_dropout: dropout, .. } = self;
-        MlpForm::FeedForward { names, activation, dropout }
+        MlpFunction::FeedForward { names, activation, dropout }
     }
 }

@@ -97,14 +97,14 @@ pub trait Mlp: Module {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 
     /// The function that it computes, for techniques that compute the same in another way.
-    fn form(&self) -> MlpForm {
-        MlpForm::Other
+    fn function(&self) -> MlpFunction {
+        MlpFunction::Other
     }
 }
 
 /// The function that an [`Mlp`] computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum MlpForm {
+pub enum MlpFunction {
     /// (SiLU(x·Gᵀ + b) ⊙ (x·Uᵀ + b))·Dᵀ + b of the projections `gate_proj`, `up_proj` and `down_proj`.
     Swiglu,
     /// f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂.

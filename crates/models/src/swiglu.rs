@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::Linear;
-use crate::module::{Context, Mlp, MlpForm, Module, Projection, Visitor, VisitorMut};
+use crate::module::{Context, Mlp, MlpFunction, Module, Projection, Visitor, VisitorMut};
 
 /// y = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ (Shazeer, arXiv:2002.05202), with Hugging Face's names `gate_proj`, `up_proj`, `down_proj`.
 ///
@@ -57,7 +57,7 @@ impl Mlp for Swiglu {
         self.down_proj.forward(&product, context)
     }
 
-    fn form(&self) -> MlpForm {
-        MlpForm::Swiglu
+    fn function(&self) -> MlpFunction {
+        MlpFunction::Swiglu
     }
 }

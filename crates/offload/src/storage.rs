@@ -3,10 +3,10 @@
 //! The model's tensors are the truth: a load reads the memory that they refer to. [`Layer::new`] gives them host memory or file
 //! pages; if that memory is exchanged later (`set_data`), [`Layer::look`] notices, with which each use starts.
 
+mod change_detection;
 mod gradient_sums;
 mod in_file;
 mod in_source;
-mod watch;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use training::layer_source::LayerSource;
 
 use crate::error::Result;
 use crate::layout::{Extent, Layout, piece, view};
+pub(crate) use change_detection::{TensorVersions, unchanged};
 pub(crate) use in_file::{FileLocation, InFile, Source, own_folder};
 pub(crate) use in_source::InSource;
-pub(crate) use watch::{TensorVersions, unchanged};
 
 /// Where layers are stored between their uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

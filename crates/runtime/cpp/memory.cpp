@@ -227,7 +227,7 @@ rt_status rt_cpu_huge_pages(int enabled, int* previous) {
   return guard([&] { *previous = huge_pages.exchange(enabled != 0); });
 }
 
-rt_status rt_cpu_keep_blocks(int enabled, int* previous) {
+rt_status rt_cpu_block_cache(int enabled, int* previous) {
   return guard([&] {
     *previous = kept().enabled.exchange(enabled != 0);
     if (!enabled) kept().clear();

@@ -25,7 +25,7 @@ rt_status rt_cpu_limit(int64_t bytes);
 rt_status rt_cpu_huge_pages(int enabled, int* previous);
 
 // Sets whether freed large blocks are cached for the next tensors of their size. Returns the previous setting; off frees all.
-rt_status rt_cpu_keep_blocks(int enabled, int* previous);
+rt_status rt_cpu_block_cache(int enabled, int* previous);
 // Bytes of cached blocks.
 rt_status rt_cpu_cached(int64_t* bytes);
 // Frees cached blocks.

@@ -5,7 +5,7 @@
 //! Memory that libraries inside libtorch allocate themselves (a matrix product's packing buffers) is not counted.
 //!
 //! Like CUDA's, the counting allocator caches large freed blocks for the next tensors of their size
-//! ([`set_keep_blocks`]); it also requests huge pages ([`set_huge_pages`]), and refuses allocations beyond a [`limit`].
+//! ([`set_block_cache`]); it also requests huge pages ([`set_huge_pages`]), and refuses allocations beyond a [`limit`].
 //!
 //! ```
 //! use runtime::memory::Region;
@@ -107,8 +107,8 @@ pub fn set_huge_pages(enabled: bool) -> Result<bool> {
 ///
 /// # Errors
 /// Never fails; `Result` for uniformity.
-pub fn set_keep_blocks(enabled: bool) -> Result<bool> {
-    sys::set_keep_blocks(enabled)
+pub fn set_block_cache(enabled: bool) -> Result<bool> {
+    sys::set_block_cache(enabled)
 }
 
 /// Returns the bytes that the allocator of `device` caches.

@@ -17,7 +17,7 @@
 //! [`InputOnly`]: CheckpointLevel::InputOnly
 
 use models::module::{
-    Context, Mlp, MlpForm, Module, ModuleMapper, Visitor, VisitorMut, map_modules, tensors,
+    Context, Mlp, MlpFunction, Module, ModuleMapper, Visitor, VisitorMut, map_modules, tensors,
 };
 use models::{Activation, Linear};
 use runtime::fused::swiglu::silu_mul;
@@ -86,8 +86,8 @@ impl RecomputedMlp {
     /// Creates an MLP with the tensors of `mlp`.
     fn of(name: &str, mlp: &dyn Mlp, level: CheckpointLevel) -> Result<Self> {
         let refuse = |reason: String| Error::Mlp { name: name.to_owned(), reason };
-        let parts = match mlp.form() {
-            MlpForm::Swiglu => {
+        let parts = match mlp.function() {
+            MlpFunction::Swiglu => {
                 let [gate, up, down] = linears(name, mlp, ["gate_proj", "up_proj", "down_proj"])?;
                 if [&gate, &up, &down].iter().any(|linear| linear.bias.is_some()) {
                     let reason = "has biases, which its hand-written backward does not compute; take an activation plan \
@@ -99,7 +99,7 @@ impl RecomputedMlp {
                 check_tile(level, Sizes { tokens: 0, hidden, features }, options)?;
                 Parts::Swiglu { gate, up, down }
             }
-            MlpForm::FeedForward { names, activation, dropout } => {
+            MlpFunction::FeedForward { names, activation, dropout } => {
                 if dropout > 0.0 {
                     let reason = format!(
                         "drops activations with probability {dropout}, and a hand-written backward would draw others; train it \
@@ -116,8 +116,8 @@ impl RecomputedMlp {
                 let [up, down] = linears(name, mlp, names)?;
                 Parts::FeedForward { names, up, down, activation }
             }
-            MlpForm::Recomputed => return Err(refuse("is already recomputed".to_owned())),
-            MlpForm::Other => {
+            MlpFunction::Recomputed => return Err(refuse("is already recomputed".to_owned())),
+            MlpFunction::Other => {
                 let reason = "is not a plain SwiGLU or two-layer MLP: another technique has wrapped it, or the model has one of its \
                               own; install recomputation before activation plans and offloading";
                 return Err(refuse(reason.to_owned()));
@@ -247,8 +247,8 @@ impl Mlp for RecomputedMlp {
         computed().map_err(|error| runtime::Error::from(error).into())
     }
 
-    fn form(&self) -> MlpForm {
-        MlpForm::Recomputed
+    fn function(&self) -> MlpFunction {
+        MlpFunction::Recomputed
     }
 }
 

@@ -5,7 +5,7 @@
 //! [`Batches`], with any loss scaler ([`GradScaler`](scaler::GradScaler)), and reports to [`Observer`](observer::Observer)s.
 //!
 //! [`activations`] controls activation checkpointing. [`documents`] reads training data, [`masked_rows`] makes fine-tuning
-//! batches, [`strategy`] selects the batching strategy. [`profile`] analyses where the time of a step goes, [`tracing`]
+//! batches, [`strategy`] selects the batching strategy. [`profile`] analyses where the time of a step goes, [`step_tracing`]
 //! records steps for it, [`probe`] analyses a single pass.
 //!
 //! ```
@@ -53,8 +53,8 @@ pub mod profile;
 pub mod scaler;
 pub mod schedule;
 mod split_mix;
+pub mod step_tracing;
 pub mod strategy;
-pub mod tracing;
 pub mod trainer;
 
 pub use batches::Batches;

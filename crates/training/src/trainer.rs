@@ -178,7 +178,7 @@ impl Trainer {
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
             let (evaluate, save) = (due(self.options.evaluate_every), due(self.options.checkpoint_every));
-            if due(Some(self.options.read_every)) || evaluate || save {
+            if due(Some(self.options.log_every)) || evaluate || save {
                 self.read_losses()?;
             }
             if let Some(validation) = validation.as_deref_mut().filter(|_| evaluate) {

@@ -15,7 +15,7 @@
 //! gradient accumulation does not help unless each layer runs all micro-batches while it is loaded. Gradients in the weights'
 //! dtype are copied the other way and need no more than the loads if the link is as fast in both directions.
 //!
-//! The rates of [`CARDS`] are those of real trainings: about 0.55 to 0.75 of the dense bf16 peak in
+//! The rates of [`GPUS`] are those of real trainings: about 0.55 to 0.75 of the dense bf16 peak in
 //! [`hardware`](crate::hardware). A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
 //! pinned memory, of 32 and 64 by the specification (PCI-SIG).
 
@@ -28,10 +28,10 @@ pub const GEN4: f64 = 25e9;
 /// Bytes per second that a link of PCIe 5.0 × 16 reaches.
 pub const GEN5: f64 = 50e9;
 
-/// A card with its measured rate.
+/// A GPU with its measured rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Card {
-    /// The name for [`card`].
+pub struct Gpu {
+    /// The name for [`gpu`].
     pub name: &'static str,
     /// The name in [`hardware`].
     hardware: &'static str,
@@ -41,28 +41,27 @@ pub struct Card {
     pub link: f64,
 }
 
-/// Common cards.
-pub const CARDS: [Card; 5] = [
-    Card { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4 },
-    Card { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4 },
-    Card { name: "a100", hardware: "a100", flops: 200e12, link: GEN4 },
-    Card { name: "h100", hardware: "h100", flops: 550e12, link: GEN5 },
-    Card { name: "h200", hardware: "h200", flops: 550e12, link: GEN5 },
+/// Common GPUs.
+pub const GPUS: [Gpu; 5] = [
+    Gpu { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4 },
+    Gpu { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4 },
+    Gpu { name: "a100", hardware: "a100", flops: 200e12, link: GEN4 },
+    Gpu { name: "h100", hardware: "h100", flops: 550e12, link: GEN5 },
+    Gpu { name: "h200", hardware: "h200", flops: 550e12, link: GEN5 },
 ];
 
-impl Card {
+impl Gpu {
     /// Returns the data-sheet figures.
     pub fn data_sheet(&self) -> Result<Hardware, Error> {
         hardware::find(self.hardware)
     }
 }
 
-/// Returns the card of a name, ignoring case; `rtx4090` is `4090`.
-pub fn card(name: &str) -> Result<Card, Error> {
-    CARDS
-        .into_iter()
-        .find(|card| card.name.eq_ignore_ascii_case(name) || card.hardware.eq_ignore_ascii_case(name))
-        .ok_or_else(|| Error::unknown("card", name, CARDS.map(|card| card.name)))
+/// Returns the GPU of a name, ignoring case; `rtx4090` is `4090`.
+pub fn gpu(name: &str) -> Result<Gpu, Error> {
+    GPUS.into_iter()
+        .find(|gpu| gpu.name.eq_ignore_ascii_case(name) || gpu.hardware.eq_ignore_ascii_case(name))
+        .ok_or_else(|| Error::unknown("GPU", name, GPUS.map(|gpu| gpu.name)))
 }
 
 /// A pass over the layers.
@@ -118,9 +117,9 @@ pub struct Condition {
 /// A rate or a parameter's bytes that are not positive, a share outside 0 to 1.
 ///
 /// ```
-/// use accounting::offload::{Condition, Direction, GEN4, card, least_tokens};
+/// use accounting::offload::{Condition, Direction, GEN4, gpu, least_tokens};
 ///
-/// let flops = card("4090")?.flops;
+/// let flops = gpu("4090")?.flops;
 /// let bf16 = Condition { flops, link: GEN4, bytes_per_parameter: 2.0, resident_share: 0.0 };
 /// assert_eq!(least_tokens(&bf16, Direction::Forward)?, 4800);
 /// assert_eq!(least_tokens(&bf16, Direction::Backward)?, 1600);
@@ -156,9 +155,9 @@ pub fn least_tokens(condition: &Condition, direction: Direction) -> Result<u64, 
 mod tests {
     use super::*;
 
-    /// Published with the cards' rates: forward and backward at 25 GB/s, then at 50 GB/s, rounded.
+    /// Published with the GPUs' rates: forward and backward at 25 GB/s, then at 50 GB/s, rounded.
     #[test]
-    fn the_table_of_cards_matches_published_values() {
+    fn the_table_of_gpus_matches_published_values() {
         let table = [
             ("3090", GEN4, 1600, 533),
             ("3090", GEN5, 800, 267),
@@ -170,7 +169,7 @@ mod tests {
             ("h200", GEN5, 11000, 3667),
         ];
         for (name, link, forward, backward) in table {
-            let flops = card(name).unwrap().flops;
+            let flops = gpu(name).unwrap().flops;
             let condition = Condition { flops, link, bytes_per_parameter: 2.0, resident_share: 0.0 };
             let least = |direction| least_tokens(&condition, direction).unwrap();
             assert_eq!(least(Direction::Forward), forward, "{name}");
@@ -182,13 +181,13 @@ mod tests {
     }
 
     #[test]
-    fn a_cards_reached_rate_is_below_its_data_sheet() {
-        for card in CARDS {
-            let sheet = card.data_sheet().unwrap();
-            assert!((0.5..0.8).contains(&(card.flops / sheet.bf16)), "{}", card.name);
+    fn a_gpus_reached_rate_is_below_its_data_sheet() {
+        for gpu in GPUS {
+            let sheet = gpu.data_sheet().unwrap();
+            assert!((0.5..0.8).contains(&(gpu.flops / sheet.bf16)), "{}", gpu.name);
         }
-        assert_eq!(card("RTX4090").unwrap().name, "4090");
-        assert!(card("5090").unwrap_err().to_string().contains("known are: 3090, 4090"));
+        assert_eq!(gpu("RTX4090").unwrap().name, "4090");
+        assert!(gpu("5090").unwrap_err().to_string().contains("known are: 3090, 4090"));
     }
 
     #[test]

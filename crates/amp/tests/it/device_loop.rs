@@ -108,7 +108,7 @@ fn everything(trainer: &Trainer) -> Vec<(String, Tensor)> {
 
 #[test]
 fn host_and_device_scalers_train_alike() {
-    let plain = Options { steps: 24, read_every: 5, ..Options::default() };
+    let plain = Options { steps: 24, log_every: 5, ..Options::default() };
     for (name, options, frozen) in [
         ("plain", plain.clone(), false),
         ("micro-batches", Options { accumulation: 3, ..plain.clone() }, false),
@@ -150,8 +150,7 @@ fn host_and_device_scalers_train_alike() {
 
 #[test]
 fn host_and_device_scalers_load_each_others_checkpoints() {
-    let options =
-        Options { steps: 16, accumulation: 2, clip: Some(0.5), read_every: 7, ..Options::default() };
+    let options = Options { steps: 16, accumulation: 2, clip: Some(0.5), log_every: 7, ..Options::default() };
     let (mut whole, whole_notes) = trainer(&options, false, Box::new(dynamic()));
     whole.run(&mut data(), None).unwrap();
     let sides = [|| Box::new(dynamic()) as Box<dyn GradScaler>, on_device];
@@ -180,7 +179,7 @@ fn errors_appear_at_the_read_and_weights_are_unchanged() {
     // A static scale at which every step overflows.
     let patient = StaticRule::new(1e30).unwrap().with_patience(3);
     let scaler = amp::DeviceScaler::new(patient, Device::Cpu).unwrap();
-    let options = Options { steps: 40, read_every: 10, ..Options::default() };
+    let options = Options { steps: 40, log_every: 10, ..Options::default() };
     let (mut trainer, notes) = trainer(&options, false, Box::new(scaler));
     let before: Vec<Tensor> =
         tensors(trainer.model.as_ref()).iter().map(|n| n.tensor.detach().copy()).collect();

@@ -115,7 +115,7 @@ fn trainer(scaler: Box<dyn GradScaler>, width: i64) -> Trainer {
     let optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)]).unwrap();
     let options =
-        Options { steps: 6, accumulation: 2, clip: Some(1.0), read_every: 100, ..Options::default() };
+        Options { steps: 6, accumulation: 2, clip: Some(1.0), log_every: 100, ..Options::default() };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.precision = Some(Autocast::new(Kind::Half).unwrap().policy());
     trainer.scaler = scaler;

@@ -261,10 +261,10 @@ fn large_blocks(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let rounds = if short(scale) { 3 } else { 9 };
     memory::track_cpu()?;
     let fill = |kept: bool, huge: bool| {
-        let before = (memory::set_keep_blocks(kept)?, memory::set_huge_pages(huge)?);
+        let before = (memory::set_block_cache(kept)?, memory::set_huge_pages(huge)?);
         let filled = Tensor::f_ones([16 << 20], (Kind::Float, device));
         drop(filled?);
-        memory::set_keep_blocks(before.0)?;
+        memory::set_block_cache(before.0)?;
         memory::set_huge_pages(before.1)?;
         Ok(())
     };

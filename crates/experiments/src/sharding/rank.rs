@@ -92,7 +92,7 @@ impl Training {
         let (next, stride) = if together { (0, 1) } else { (rank, ranks) };
         let batches = HashedBatches { sizes: arguments.sizes, next, stride };
         let options =
-            trainer::Options { steps: 0, accumulation, read_every: 1, ..trainer::Options::default() };
+            trainer::Options { steps: 0, accumulation, log_every: 1, ..trainer::Options::default() };
         let mut trainer = Trainer::new(model, optimizer, options)?;
         let records = Collect::default();
         trainer.observers.push(Box::new(records.clone()));

@@ -19,8 +19,8 @@ use training::loader_batches::LoaderBatches;
 use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group, Implementation, ZeroGrad};
 use training::profile::{Profile, TrainingFacts};
+use training::step_tracing::{self, Loading, TracedSteps};
 use training::strategy::Strategy;
-use training::tracing::{self, Loading, TracedSteps};
 use training::trainer::Options;
 
 use super::injected_slowdowns::{
@@ -177,7 +177,7 @@ impl Setup {
         let loading = Loading { workers: self.workers, pinned: self.pinned };
         let until = self.trainer.step() + steps;
         self.trainer.options.steps = until;
-        let traced = tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;
+        let traced = step_tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;
         drop(self.steps.take());
         let TracedSteps { profile, facts } =
             traced.with_context(|| format!("profile: the data ended before step {until}"))?;

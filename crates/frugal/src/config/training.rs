@@ -29,7 +29,8 @@ pub struct TrainingConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluate_every: Option<u64>,
     /// Steps between reading losses from the device.
-    pub read_every: u64,
+    #[serde(alias = "read_every")]
+    pub log_every: u64,
     /// Seed of every random choice.
     pub seed: u64,
     /// Where to compute: `cpu`, `cuda` or `cuda:N`.
@@ -50,7 +51,7 @@ impl Default for TrainingConfig {
             keep: 2,
             ignore_failed_checkpoints: false,
             evaluate_every: None,
-            read_every: 1,
+            log_every: 1,
             seed: 0,
             device: "cpu".to_owned(),
             budget: None,

@@ -32,7 +32,7 @@ const FLAGS: [(&str, &str); 32] = [
     ("training.epochs", "--epochs"),
     ("training.evaluate_every", "--evaluate-every"),
     ("training.keep", "--keep"),
-    ("training.read_every", "--read-every"),
+    ("training.log_every", "--log-every"),
     ("training.steps", "--steps"),
 ];
 

@@ -56,8 +56,8 @@ pub(crate) struct SettingsArgs {
     #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     evaluate_every: Option<u64>,
     /// Steps between reads of the loss, which wait for the device [default: 1; for train: 10]
-    #[arg(long, value_name = "STEPS", help_heading = LOOP)]
-    read_every: Option<u64>,
+    #[arg(long, alias = "read-every", value_name = "STEPS", help_heading = LOOP)]
+    log_every: Option<u64>,
     /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU
     #[arg(long, value_name = "BYTES", help_heading = MEMORY)]
     budget: Option<Bytes>,
@@ -301,7 +301,7 @@ impl SettingsArgs {
         put_some(&mut training.checkpoint_every, self.checkpoint_every);
         put(&mut training.keep, self.keep);
         put_some(&mut training.evaluate_every, self.evaluate_every);
-        put(&mut training.read_every, self.read_every);
+        put(&mut training.log_every, self.log_every);
         put_some(&mut training.budget, self.budget);
         put(&mut activations.plan, self.activations.map(ActivationsArg::get));
         put(&mut activations.plan, self.recompute.then_some(ActivationPlan::Recompute));

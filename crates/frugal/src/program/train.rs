@@ -120,13 +120,8 @@ impl Train {
             clip: 0.0,
             ..OptimizerConfig::default()
         };
-        config.training = TrainingConfig {
-            batch: 8,
-            accumulation: 1,
-            keep: 3,
-            read_every: 10,
-            ..TrainingConfig::default()
-        };
+        config.training =
+            TrainingConfig { batch: 8, accumulation: 1, keep: 3, log_every: 10, ..TrainingConfig::default() };
         config
     }
 

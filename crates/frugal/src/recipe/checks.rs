@@ -19,7 +19,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
         ("training.accumulation", Some(training.accumulation as u64)),
         ("training.checkpoint_every", training.checkpoint_every),
         ("training.evaluate_every", training.evaluate_every),
-        ("training.read_every", Some(training.read_every)),
+        ("training.log_every", Some(training.log_every)),
         ("training.keep", Some(training.keep as u64)),
         ("data.limit", data.limit.map(|rows| rows as u64)),
         ("data.max_length", data.max_length.map(|tokens| tokens as u64)),

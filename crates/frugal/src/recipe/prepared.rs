@@ -175,7 +175,7 @@ impl Prepared {
             steps,
             accumulation: training.accumulation,
             clip: (own.clip > 0.0).then_some(own.clip),
-            read_every: training.read_every,
+            log_every: training.log_every,
             evaluate_every: training.evaluate_every,
             checkpoint_every: training.checkpoint_every,
             failed_checkpoint: match training.ignore_failed_checkpoints {

@@ -165,7 +165,7 @@ fn trained(count: usize, flags: &[&str]) -> std::collections::BTreeMap<String, V
     let out = folder.path().join("run");
     let common = ["train", "--data", "embedded", "--steps", "3", "--accumulation", "3"];
     let mut words: Vec<&str> = common.to_vec();
-    words.extend(["--read-every", "1", "--checkpoint-every", "2", "--out", out.to_str().unwrap()]);
+    words.extend(["--log-every", "1", "--checkpoint-every", "2", "--out", out.to_str().unwrap()]);
     words.extend(flags);
     let output = match count {
         0 => Command::new(crate::program()).args(&words).output().unwrap(),

@@ -7,7 +7,7 @@ use crate::tiny_folder::Tiny;
 
 const STEPS: usize = 40;
 const TRAIN: &str = "train --width 16 --heads 2 --vocabulary 32 --length 16 --dropout 0.1 --accumulation 3 --batch-size 2 --clip 1 \
-                     --read-every 1 --checkpoint-every 4 --steps 40";
+                     --log-every 1 --checkpoint-every 4 --steps 40";
 
 /// The program as `count` ranks.
 fn launch(tiny: &Tiny, count: usize, arguments: &str) -> Command {
@@ -127,7 +127,7 @@ fn ranks_that_differ_are_told_in_what_before_they_train() {
 fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
     let tiny = Tiny::new();
     let common = "finetune --json --model model --data problems --batch-size 2 --accumulation 2 --limit 8 --evaluate-every 1 \
-                  --steps 2 --read-every 1";
+                  --steps 2 --log-every 1";
     for flags in
         ["--method dora --precision fp16", "--method full --loss fused --mlp input-only --zero-stage 2"]
     {

@@ -30,7 +30,7 @@ fn techniques_keep_the_losses() {
 #[test]
 fn a_training_goes_on_from_its_folder_to_the_same_losses() {
     let tiny = Tiny::new();
-    let common = "--width 16 --dropout 0.1 --read-every 1 --checkpoint-every 2";
+    let common = "--width 16 --dropout 0.1 --log-every 1 --checkpoint-every 2";
     let whole = train(&tiny, &format!("{common} --steps 6 --out whole"));
     train(&tiny, &format!("{common} --steps 3 --out cut"));
     let again = tiny.run(&format!("train {common} --steps 6 --out cut --heads 2"));

@@ -41,7 +41,7 @@ impl Run {
     fn command(&self) -> Command {
         let mut command = Command::new(crate::program());
         command.args(["train", "--width", "16", "--heads", "2", "--dropout", "0.1", "--batch", "4"]);
-        command.args(["--accumulation", "2", "--clip", "1", "--warmup", "5", "--read-every", "1"]);
+        command.args(["--accumulation", "2", "--clip", "1", "--warmup", "5", "--log-every", "1"]);
         command.args(self.data);
         command.args(["--steps", &STEPS.to_string(), "--checkpoint-every", &EVERY.to_string(), "--resume"]);
         command.arg("--out").arg(self.out());

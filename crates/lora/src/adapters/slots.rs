@@ -5,7 +5,7 @@ use models::module::{Module, ModuleMapper, Projection, Role, map_modules};
 use tch::Tensor;
 
 use super::Site;
-use super::whole::Whole;
+use super::modules_to_save::Whole;
 use crate::error::Result;
 
 /// Installs the adapted projections and the tensors that are trained as a whole.

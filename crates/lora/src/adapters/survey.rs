@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use models::hugging_face;
-use models::module::{LossHead, Mlp, MlpForm, Module, ModuleMapper, Projection, Role, map_modules, tensors};
+use models::module::{
+    LossHead, Mlp, MlpFunction, Module, ModuleMapper, Projection, Role, map_modules, tensors,
+};
 use runtime::precision::identity;
 use tch::Tensor;
 
@@ -123,7 +125,7 @@ impl ModuleMapper for Survey {
     }
 
     fn mlp(&mut self, path: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
-        if slot.form() == MlpForm::Recomputed {
+        if slot.function() == MlpFunction::Recomputed {
             self.recomputed.push(path.to_owned());
         }
         Ok(())

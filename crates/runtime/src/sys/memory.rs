@@ -11,7 +11,7 @@ unsafe extern "C" {
     fn rt_cpu_take_peak(peak: *mut i64) -> Status;
     fn rt_cpu_limit(bytes: i64) -> Status;
     fn rt_cpu_huge_pages(enabled: c_int, previous: *mut c_int) -> Status;
-    fn rt_cpu_keep_blocks(enabled: c_int, previous: *mut c_int) -> Status;
+    fn rt_cpu_block_cache(enabled: c_int, previous: *mut c_int) -> Status;
     fn rt_cpu_cached(bytes: *mut i64) -> Status;
     fn rt_cuda_cached(index: c_int, bytes: *mut i64) -> Status;
     fn rt_cpu_empty_cache() -> Status;
@@ -67,10 +67,10 @@ pub(crate) fn set_huge_pages(enabled: bool) -> Result<bool> {
 }
 
 /// Sets whether freed large CPU blocks are cached; returns the previous setting.
-pub(crate) fn set_keep_blocks(enabled: bool) -> Result<bool> {
+pub(crate) fn set_block_cache(enabled: bool) -> Result<bool> {
     let mut previous = 0;
     // SAFETY: the out-parameter outlives the call.
-    unsafe { check(rt_cpu_keep_blocks(enabled.into(), &mut previous)) }?;
+    unsafe { check(rt_cpu_block_cache(enabled.into(), &mut previous)) }?;
     Ok(previous != 0)
 }
 

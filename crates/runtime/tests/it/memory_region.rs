@@ -99,8 +99,8 @@ fn live_and_peak_bytes_are_exact() {
         assert!(cached > 0);
     }
     drop((other, again));
-    assert!(memory::set_keep_blocks(false).unwrap());
+    assert!(memory::set_block_cache(false).unwrap());
     assert_eq!(memory::cached_bytes(CPU).unwrap(), 0);
-    assert!(!memory::set_keep_blocks(true).unwrap());
+    assert!(!memory::set_block_cache(true).unwrap());
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
 }

@@ -130,7 +130,7 @@ impl Case {
             steps: self.steps,
             accumulation: self.micro_batches,
             clip: self.clip.then_some(0.5),
-            read_every: 1,
+            log_every: 1,
             checkpoint_every: Some(1),
             ..trainer::Options::default()
         };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use models::Result;
 use models::module::{
-    Attention, Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Replaceable, Visitor,
+    Attention, Block, Context, FunctionalCall, Mlp, MlpFunction, Module, OwnedContext, Replaceable, Visitor,
     VisitorMut, replace,
 };
 use runtime::autograd::Checkpoint;
@@ -138,10 +138,10 @@ impl Mlp for Switched<dyn Mlp> {
     }
 
     /// Nothing that can be replaced: the switch would be lost.
-    fn form(&self) -> MlpForm {
-        match self.part.shared().run(|mlp| mlp.form()) {
-            MlpForm::Recomputed => MlpForm::Recomputed,
-            _ => MlpForm::Other,
+    fn function(&self) -> MlpFunction {
+        match self.part.shared().run(|mlp| mlp.function()) {
+            MlpFunction::Recomputed => MlpFunction::Recomputed,
+            _ => MlpFunction::Other,
         }
     }
 }

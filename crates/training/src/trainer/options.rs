@@ -34,7 +34,7 @@ pub struct Options {
     /// Whether to count correct predictions in each step: a pass over the logits.
     pub accuracy: bool,
     /// Steps between reading losses from the device.
-    pub read_every: u64,
+    pub log_every: u64,
     /// Steps between evaluations.
     pub evaluate_every: Option<u64>,
     /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
@@ -58,7 +58,7 @@ impl Default for Options {
             overflow: Overflow::default(),
             zero_grad: ZeroGrad::default(),
             accuracy: false,
-            read_every: 10,
+            log_every: 10,
             evaluate_every: None,
             checkpoint_every: None,
             failed_checkpoint: FailedCheckpoint::default(),
@@ -70,7 +70,7 @@ impl Default for Options {
 
 impl Options {
     pub(super) fn check(&self) -> Result<()> {
-        let every = [Some(self.read_every), self.evaluate_every, self.checkpoint_every];
+        let every = [Some(self.log_every), self.evaluate_every, self.checkpoint_every];
         if self.accumulation == 0 || every.contains(&Some(0)) {
             let reason = "0 gradient accumulation steps, or 0 steps between loss readings, evaluations or checkpoints; expected at least 1";
             return Err(Error::config("training", reason));

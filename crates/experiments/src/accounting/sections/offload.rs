@@ -1,12 +1,12 @@
-//! Layers that pass through a ring, on paper: the condition for common cards, plans for Qwen2.5-7B in 10 GB, and a schedule.
+//! Layers that pass through a ring, on paper: the condition for common GPUs, plans for Qwen2.5-7B in 10 GB, and a schedule.
 
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{
-    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Method, OffloadPlan, OptimizerPlace, Rates, Setup,
-    SimulatedStep, Span, Start, StepCosts, card, least_tokens, plan, simulate,
+    Budget, Condition, Direction, GEN4, GEN5, GPUS, Gpu, Method, OffloadPlan, OptimizerPlace, Rates, Setup,
+    SimulatedStep, Span, Start, StepCosts, gpu, least_tokens, plan, simulate,
 };
 use accounting::{Error, presets};
 use report::{Case, Environment, Metric, Record};
@@ -16,7 +16,7 @@ use super::record;
 const MODEL: &str = "qwen2.5-7b";
 const BUDGET: u64 = 10_000_000_000;
 const TOKENS: [u64; 4] = [1, 512, 2048, 8192];
-const TIMELINE_CARD: &str = "4090";
+const TIMELINE_GPU: &str = "4090";
 const TIMELINE_TOKENS: u64 = 4096;
 const TIMELINE_LAYERS: usize = 10;
 const METHODS: [(&str, Method); 3] = [
@@ -26,28 +26,28 @@ const METHODS: [(&str, Method); 3] = [
 ];
 const LINKS: [(&str, f64); 2] = [("gen4, 25 GB/s", GEN4), ("gen5, 50 GB/s", GEN5)];
 
-/// Least tokens for every card, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step; the
+/// Least tokens for every GPU, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step; the
 /// spans of a LoRA step by three methods.
 pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     let mut put = |case: &Case, metric| records.push(record("offload-condition", case, metric, environment));
-    for card in CARDS {
+    for gpu in GPUS {
         for (name, link) in LINKS {
-            let case = Case::new().with("shows", "condition").with("card", card.name).with("link", name);
+            let case = Case::new().with("shows", "condition").with("gpu", gpu.name).with("link", name);
             for direction in Direction::ALL {
                 let condition =
-                    Condition { flops: card.flops, link, bytes_per_parameter: 2.0, resident_share: 0.0 };
+                    Condition { flops: gpu.flops, link, bytes_per_parameter: 2.0, resident_share: 0.0 };
                 let case = case.clone().with("pass", direction.name());
                 let tokens = least_tokens(&condition, direction)? as f64;
                 put(&case, Metric::exact("min_tokens", "tokens", tokens));
             }
         }
         for tokens in TOKENS {
-            for (step, costs) in costs(tokens, card)? {
-                let rates = rates(card)?;
+            for (step, costs) in costs(tokens, gpu)? {
+                let rates = rates(gpu)?;
                 let case = Case::new()
                     .with("shows", "plan")
-                    .with("card", card.name)
+                    .with("gpu", gpu.name)
                     .with("step", step)
                     .with("tokens", tokens);
                 match plan(&costs, &rates, Budget { device: BUDGET, host: None }) {
@@ -60,8 +60,8 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
             }
         }
     }
-    let costs = costs(TIMELINE_TOKENS, card(TIMELINE_CARD)?)?.into_iter().next_back();
-    let rates = rates(card(TIMELINE_CARD)?)?;
+    let costs = costs(TIMELINE_TOKENS, gpu(TIMELINE_GPU)?)?.into_iter().next_back();
+    let rates = rates(gpu(TIMELINE_GPU)?)?;
     for (name, method) in METHODS {
         let Some((_, costs)) = &costs else { break };
         // So few layers that each is seen.
@@ -93,17 +93,17 @@ fn span_metrics(of: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
     step.spans.iter().enumerate().flat_map(measure).collect()
 }
 
-/// The link of the card's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its bandwidth.
-fn rates(card: Card) -> Result<Rates, Error> {
-    Ok(Rates::of_memory(card.link, 50e9, card.data_sheet()?.bandwidth))
+/// The link of the GPU's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its bandwidth.
+fn rates(gpu: Gpu) -> Result<Rates, Error> {
+    Ok(Rates::of_memory(gpu.link, 50e9, gpu.data_sheet()?.bandwidth))
 }
 
-fn costs(tokens: u64, card: Card) -> Result<[(&'static str, StepCosts); 2], Error> {
+fn costs(tokens: u64, gpu: Gpu) -> Result<[(&'static str, StepCosts); 2], Error> {
     let model = presets::find(MODEL)?;
     let work = Workload { batch: 1, sequence: tokens };
     let choices = Choices {
-        flops: card.flops,
-        bandwidth: card.data_sheet()?.bandwidth,
+        flops: gpu.flops,
+        bandwidth: gpu.data_sheet()?.bandwidth,
         recipe: Recipe::BF16,
         ..Choices::default()
     };
@@ -147,20 +147,20 @@ mod tests {
     /// At ten tokens the loads are everything; beyond the condition for the share that is resident nothing is waited for.
     #[test]
     fn plans_keep_what_the_condition_promises() {
-        for card in CARDS {
-            let rates = rates(card).unwrap();
+        for gpu in GPUS {
+            let rates = rates(gpu).unwrap();
             let mut last = 0.0;
             for tokens in [1, 512, 2048, 8192, 24_000] {
-                let [(_, costs), _] = costs(tokens, card).unwrap();
+                let [(_, costs), _] = costs(tokens, gpu).unwrap();
                 let Ok(found) = plan(&costs, &rates, Budget { device: BUDGET, host: None }) else {
                     assert!(tokens > 8192, "the logits alone take too much");
                     continue;
                 };
-                let least = found.least_tokens(card.flops, &rates, 2.0, Direction::Forward).unwrap();
+                let least = found.least_tokens(gpu.flops, &rates, 2.0, Direction::Forward).unwrap();
                 let share = found.share_of_resident_speed();
                 // Attention's core and the head compute too, so that fewer tokens than the condition's may be enough.
-                assert!(tokens < least || share > 0.999, "{} {tokens} {least} {share}", card.name);
-                assert!(share >= last || share > 0.999, "{} {tokens}: {share} after {last}", card.name);
+                assert!(tokens < least || share > 0.999, "{} {tokens} {least} {share}", gpu.name);
+                assert!(share >= last || share > 0.999, "{} {tokens}: {share} after {last}", gpu.name);
                 last = share;
             }
         }

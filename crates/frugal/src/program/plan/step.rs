@@ -1,4 +1,4 @@
-//! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a card's.
+//! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a GPU's.
 
 mod ranks;
 mod rates;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
-use accounting::offload::{Budget, Card, Direction, Rates, StepCosts, card, sizes};
+use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
@@ -75,8 +75,8 @@ pub(crate) struct StepArgs {
     #[arg(long, value_name = "FOLDER", conflicts_with = "hardware")]
     folder: Option<PathBuf>,
     /// Plan for this GPU instead of this machine: rtx3090, rtx4090, a100, h100 or h200
-    #[arg(long, alias = "card", value_name = "NAME", value_parser = card)]
-    hardware: Option<Card>,
+    #[arg(long, alias = "card", value_name = "NAME", value_parser = gpu)]
+    hardware: Option<Gpu>,
     /// FLOP/s of matrix products [default: measured, or what trainings reach on --hardware]
     #[arg(long, value_name = "FLOP/S")]
     flops: Option<f64>,
@@ -168,7 +168,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         }));
         return Ok(());
     }
-    let source = arguments.hardware.map_or("measured", |card| card.name);
+    let source = arguments.hardware.map_or("measured", |gpu| gpu.name);
     let mut lines = vec![
         (
             "parameters".to_owned(),
@@ -264,7 +264,7 @@ impl StepArgs {
     fn budget(&self, device: Device) -> anyhow::Result<Budget> {
         let budget = match (self.budget, self.hardware) {
             (Some(budget), Some(_)) => budget.0,
-            (None, Some(card)) => card.data_sheet()?.memory,
+            (None, Some(gpu)) => gpu.data_sheet()?.memory,
             (Some(budget), None) => planning::tensor_budget(budget.0, device)?,
             (None, None) => runtime::device::memory_info(device)?.free,
         };

@@ -9,8 +9,8 @@ use frugal::dataloading::loader::LoaderOptions;
 use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
 use frugal::training::batches::Synthetic;
 use frugal::training::documents::{DocumentOptions, DocumentSource, Documents};
+use frugal::training::step_tracing::Loading;
 use frugal::training::strategy::Strategy;
-use frugal::training::tracing::Loading;
 use frugal::training::{Batches, LoaderBatches};
 use tch::Device;
 

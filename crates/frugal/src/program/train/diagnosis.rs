@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use frugal::training::profile::{Composition, Diagnosis};
-use frugal::training::tracing::{Loading, TracedSteps, trace};
+use frugal::training::step_tracing::{Loading, TracedSteps, trace};
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use serde_json::json;

@@ -67,7 +67,7 @@ impl Case {
             let prepared = recipe.over(ranks).unwrap().apply(self.model()).unwrap();
             prepared.trainer_over(self.steps, Some(ranks)).unwrap()
         };
-        trainer.options.read_every = 1;
+        trainer.options.log_every = 1;
         trainer.options.checkpoint_every = self.folder.is_some().then_some(1);
         trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), self.killed_after))?;
         let live = memory::live_bytes(Device::Cpu).unwrap() - before;

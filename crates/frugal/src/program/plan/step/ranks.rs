@@ -70,7 +70,7 @@ impl RanksArgs {
     fn network(&self, planned: &StepArgs) -> Network {
         let nvlink = |name: &str| NVLINK.iter().find(|(of, _)| *of == name).map(|(_, rate)| *rate);
         let (local, latency) = match planned.hardware {
-            Some(card) => (nvlink(card.name).unwrap_or(card.link), LATENCY[0]),
+            Some(gpu) => (nvlink(gpu.name).unwrap_or(gpu.link), LATENCY[0]),
             None => (LOOPBACK, LATENCY[1]),
         };
         let between = self.network.map_or(local, |rate| rate as f64);

@@ -1,4 +1,4 @@
-//! The rates of a plan: measured on this machine, a card's, or those of the flags.
+//! The rates of a plan: measured on this machine, a GPU's, or those of the flags.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use tch::Device;
 
 use super::{PlannedStep, StepArgs};
 
-/// Bytes per second of the memory of a host with a card, by default.
-const CARD_HOST_BANDWIDTH: f64 = 2.0 * GEN4;
+/// Bytes per second of the memory of a host with a GPU, by default.
+const GPU_HOST_BANDWIDTH: f64 = 2.0 * GEN4;
 
 impl StepArgs {
-    /// Measures this machine, unless a card is given. Rates among the flags win.
+    /// Measures this machine, unless a GPU is given. Rates among the flags win.
     pub(super) fn rates(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
         let bytes = |rate: Option<u64>| rate.map(|rate| rate as f64);
         let rates = [
@@ -30,10 +30,10 @@ impl StepArgs {
             }
         }
         let mut rates = match self.hardware {
-            Some(card) => {
-                let bandwidth = card.data_sheet()?.bandwidth;
-                let transfers = Rates::of_memory(card.link, CARD_HOST_BANDWIDTH, bandwidth);
-                MachineRates { flops: card.flops, bandwidth, transfers, product_workspaces: 0 }
+            Some(gpu) => {
+                let bandwidth = gpu.data_sheet()?.bandwidth;
+                let transfers = Rates::of_memory(gpu.link, GPU_HOST_BANDWIDTH, bandwidth);
+                MachineRates { flops: gpu.flops, bandwidth, transfers, product_workspaces: 0 }
             }
             None => self.measure(planned)?,
         };
@@ -41,7 +41,7 @@ impl StepArgs {
             let link = self.link.map_or(rates.transfers.load, |link| link as f64);
             let host = match (self.host_bandwidth, self.hardware) {
                 (Some(rate), _) => rate as f64,
-                (None, Some(_)) => CARD_HOST_BANDWIDTH,
+                (None, Some(_)) => GPU_HOST_BANDWIDTH,
                 (None, None) => runtime::measure::physical::copy_bandwidth(Device::Cpu)?
                     .rate()
                     .context("the rate of a copy")?,
