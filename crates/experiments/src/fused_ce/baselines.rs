@@ -108,7 +108,12 @@ fn tile_kind(kind: Kind) -> Kind {
 }
 
 /// Tokens of a chunk: as asked for, else an eighth of all and at most 4096.
-fn chunk_tokens(chunk: Option<Chunk>, tokens: i64, vocabulary: i64, element: usize) -> Result<i64> {
+pub(super) fn chunk_tokens(
+    chunk: Option<Chunk>,
+    tokens: i64,
+    vocabulary: i64,
+    element: usize,
+) -> Result<i64> {
     let row = vocabulary.unsigned_abs() * element as u64;
     Ok(match chunk {
         Some(Chunk::Tokens(tokens)) => tokens,

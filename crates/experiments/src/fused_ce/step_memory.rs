@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, TrainingPlan, estimate};
-use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
-use accounting::recompute::SwigluLevel;
+use accounting::offload::sizes::{self, Choices};
+use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, simulate};
+use accounting::recompute::{NormKernel, SwigluLevel};
 use anyhow::Result;
 use models::LlamaConfig;
 use models::module::{Context, Input, LanguageModel, trainable};
@@ -117,29 +118,41 @@ fn step(
     })
 }
 
-/// What `accounting` says of the same step on paper, part by part, for chunks of so many tokens where there are chunks.
+/// What `accounting` predicts of the same step: its parts, and the most of the whole.
+pub(crate) struct Predicted {
+    /// Part by part. The loss of [`Way::Original`] is that of a program that keeps its logits until the step ends.
+    pub parts: Estimate,
+    /// The most of the whole step.
+    pub peak: u64,
+}
+
+/// Predicts the step from the configuration and the chunks that the implementation takes.
 ///
 /// # Errors
 /// Sizes that it cannot count.
-pub(crate) fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Result<Estimate> {
+pub(crate) fn predict(
+    config: &LlamaConfig,
+    way: Way,
+    [rows, sequence]: [i64; 2],
+    device: Device,
+) -> Result<Predicted> {
     let decoder = ::training::predicted::decoder(config)?;
-    let size = |n: i64| n.unsigned_abs();
-    let chunk =
-        size(fused_ce::default_chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
-    let loss = match way {
-        Way::Original => Loss::Eager,
-        Way::Malek | Way::Liger => Loss::GradInForward { tokens: chunk },
-        Way::Frugal => Loss::LinearCrossEntropy { tokens: chunk },
+    let work = Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() };
+    let loss = way.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?;
+    // On a CPU a norm keeps its output, which the next product keeps too.
+    let norm = if device.is_cuda() { NormKernel::Fused } else { NormKernel::Output };
+    let recomputation = Recomputation { swiglu: SwigluLevel::SaveAll, ..Recomputation::default() };
+    let plan =
+        TrainingPlan { work, recipe: Recipe::FP32, recomputation, norm, loss, ..TrainingPlan::default() };
+    let costs = sizes::training(&decoder, work, &Choices { loss, norm, ..Choices::default() })?;
+    let setup = Setup {
+        method: Method::Resident { recompute: false },
+        resident: Vec::new(),
+        optimizer: OptimizerPlace::Device,
     };
-    let swiglu = SwigluLevel::SaveAll;
-    let plan = TrainingPlan {
-        work: Workload { batch: size(rows), sequence: size(sequence) },
-        recipe: Recipe::FP32,
-        recomputation: Recomputation { swiglu, ..Recomputation::default() },
-        loss,
-        ..TrainingPlan::default()
-    };
-    Ok(estimate(&decoder, &plan)?)
+    let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
+    let peak = simulate(&costs, &rates, &setup, Start::Warm)?.device.total;
+    Ok(Predicted { parts: estimate(&decoder, &plan)?, peak })
 }
 
 /// Looks at the allocator's count again and again from a thread of its own.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use accounting::memory::logits::Loss;
 use anyhow::Result;
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Order};
@@ -17,7 +18,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
-use super::baselines::{Implementation, install};
+use super::baselines::{self, Implementation, install};
 use crate::corpus::Corpus;
 use crate::watcher::Watcher;
 
@@ -55,6 +56,30 @@ impl Way {
             }
             Self::Frugal => (Implementation::LinearCrossEntropy, None),
         }
+    }
+}
+
+impl Way {
+    /// The same in the words of `accounting`.
+    ///
+    /// # Errors
+    /// As [`Implementation::loss`].
+    pub(crate) fn predicted_loss(
+        self,
+        tokens: i64,
+        [hidden, vocabulary]: [i64; 2],
+        device: Device,
+    ) -> Result<Loss> {
+        let (implementation, chunk) = self.implementation(tokens, hidden, vocabulary);
+        let composed = || baselines::chunk_tokens(chunk, tokens, vocabulary, 4);
+        let rows = match implementation {
+            Implementation::Naive => tokens,
+            Implementation::LinearCrossEntropy => {
+                fused_ce::default_chunk_tokens(tokens, vocabulary, Kind::Float, device)
+            }
+            Implementation::ChunkedRecompute | Implementation::GradInForward => composed()?,
+        };
+        Ok(Loss::from_name(implementation.name(), rows.unsigned_abs())?)
     }
 }
 

@@ -51,19 +51,20 @@ impl Function for GradInForward {
             let (x, labelled) = (x.f_narrow(0, start, count)?, labelled.f_narrow(0, start, count)?);
             let labels = self.targets.f_narrow(0, start, count)?;
             let labels = labels.f_where_self(&labelled, &labels.f_zeros_like()?)?.f_unsqueeze(1)?;
-            let logits = x.f_matmul(&weight.f_tr()?)?;
-            let log_p = logits.f_log_softmax(-1, tile)?;
-            drop(logits);
-            let factor = labelled.f_to_kind(tile)?.f_div(&divisor)?.f_unsqueeze(1)?;
-            let likely = log_p.f_gather(1, &labels, false)?;
-            loss = loss.f_sub(&likely.f_mul(&factor)?.f_sum(tile)?)?;
+            // Everything is in place: no more than the logits, and their gradient in the operands' dtype, exist at once.
+            let mut tile = x.f_matmul(&weight.f_tr()?)?.f_to_kind(tile)?;
+            let _ = tile.f_sub_(&tile.f_amax(-1, true)?)?;
+            let of_label = tile.f_gather(1, &labels, false)?;
+            let sum = tile.f_exp_()?.f_sum_dim_intlist(-1, true, None::<tch::Kind>)?;
+            let factor = labelled.f_to_kind(tile.kind())?.f_div(&divisor)?.f_unsqueeze(1)?;
+            loss = loss.f_add(&sum.f_log()?.f_sub(&of_label)?.f_mul(&factor)?.f_sum(tile.kind())?)?;
             if of_x.is_none() && of_weight.is_none() {
                 continue;
             }
-            let mut gradient = log_p;
-            let _ = gradient.f_exp_()?.f_mul_(&factor)?;
-            let _ = gradient.f_scatter_add_(1, &labels, &factor.f_neg()?)?;
-            let gradient = gradient.f_to_kind(kind)?;
+            let _ = tile.f_mul_(&factor.f_div(&sum)?)?;
+            let _ = tile.f_scatter_add_(1, &labels, &factor.f_neg()?)?;
+            let gradient = tile.f_to_kind(kind)?;
+            drop(tile);
             if let Some(all) = &of_x {
                 all.f_narrow(0, start, count)?.f_copy_(&gradient.f_matmul(weight)?)?;
             }
@@ -87,9 +88,14 @@ impl Function for GradInForward {
         let mut saved = ctx.take_saved().into_iter();
         for (index, slot) in result.iter_mut().enumerate() {
             if self.computed[index]
-                && let Some(gradient) = saved.next()
+                && let Some(mut gradient) = saved.next()
             {
-                let scaled = gradient.f_mul(&upstream)?.f_to_kind(gradient.kind())?;
+                // In place, as Liger does, unless another backward follows.
+                let scaled = if ctx.may_overwrite_saved() {
+                    gradient.f_mul_(&upstream)?
+                } else {
+                    gradient.f_mul(&upstream)?.f_to_kind(gradient.kind())?
+                };
                 *slot = Some(if index == 0 { scaled.f_reshape(self.shape.as_slice())? } else { scaled });
             }
         }
