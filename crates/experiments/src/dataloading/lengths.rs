@@ -171,10 +171,10 @@ fn described(statistics: &LengthStatistics) -> Vec<Metric> {
     let quantile = |(name, q)| Metric::exact(name, "tokens", statistics.quantile(q) as f64);
     let quantiles = [
         ("shortest", 0.0),
-        ("length_10_percent", 0.1),
+        ("length_p10", 0.1),
         ("length_median", 0.5),
-        ("length_90_percent", 0.9),
-        ("length_99_percent", 0.99),
+        ("length_p90", 0.9),
+        ("length_p99", 0.99),
         ("longest", 1.0),
     ];
     let mut metrics = vec![

@@ -85,7 +85,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
                         metrics.push(Metric::of_samples("error_vs_one_chunk", "ratio", &ratios));
                     }
                     let share: Vec<f64> = zeros.iter().map(|zeros| zeros[index - 1]).collect();
-                    metrics.push(Metric::of_samples("zeros_of_the_assignments_tolerance", "ratio", &share));
+                    metrics.push(Metric::of_samples("gradient_over_tolerance", "ratio", &share));
                 }
                 sink.put("fused-ce-numerics", &case, metrics)?;
             }
