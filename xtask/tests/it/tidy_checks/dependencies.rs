@@ -13,7 +13,7 @@ const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloa
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
 /// Members that build in seconds on a machine without libtorch.
-const WITHOUT_TORCH: [&str; 5] = ["accounting", "fuzz", "ptx", "report", "xtask"];
+const WITHOUT_TORCH: [&str; 6] = ["accounting", "fuzz", "gguf", "ptx", "report", "xtask"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {

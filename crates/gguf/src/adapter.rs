@@ -1,0 +1,170 @@
+//! PEFT's LoRA adapters as GGUF files, which llama.cpp applies to a model while it runs.
+//!
+//! An adapted projection W + s·B·A, with A of shape `[r, in]` and B of `[out, r]`, becomes the tensors `NAME.lora_a` and `NAME.lora_b` in
+//! fp32 beside `adapter.lora.alpha`; llama.cpp takes s = α/r with the rank r of each tensor. Other scales (rsLoRA's α/√r, and those of
+//! `alpha_pattern`) are multiplied into B. The rows of B are ordered as those of W, so they are interleaved for q and k of llama.
+//!
+//! What is not a product of two matrices on an unchanged base has no place in such a file and is refused: DoRA, whole trained modules,
+//! biases, and initialisations that change the base (PiSSA, OLoRA).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value as Json;
+
+use crate::conversion::{Conversion, Planned, Rows, Values};
+use crate::error::{Result, file_error, unsupported};
+use crate::json::Fields;
+use crate::model::{Family, Sizes, place};
+use crate::safetensors::Tensors;
+use crate::tensor_type::TensorType;
+use crate::value::Value;
+use crate::writer::TensorInfo;
+
+/// PEFT's prefix of tensors.
+const PREFIX: &str = "base_model.model.";
+const EXPORT_MERGED: &str = "merge it into the model, and export that as GGUF";
+
+/// The scale of one adapted projection, as PEFT computes it: given its name, such as `model.layers.0.self_attn.q_proj`, and its rank.
+pub type Scale<'a> = &'a dyn Fn(&str, u64) -> Result<f64, String>;
+
+/// An open adapter folder: `adapter_config.json` and `adapter_model.safetensors`.
+#[derive(Debug)]
+pub struct Adapter {
+    folder: PathBuf,
+    alpha: f64,
+    family: &'static Family,
+    sizes: Sizes,
+    tensors: Tensors,
+}
+
+impl Adapter {
+    /// Opens an adapter's folder; `base` is the folder of its model, of which only `config.json` is read.
+    ///
+    /// # Errors
+    /// A missing or invalid file; a kind of adapter or of model that a GGUF file cannot hold, by name.
+    pub fn open(folder: &Path, base: &Path) -> Result<Self> {
+        let base = Fields::read(&base.join("config.json"))?;
+        let family = Family::of(&base)?;
+        let sizes = Sizes::read(&base, family)?;
+        let config = Fields::read(&folder.join("adapter_config.json"))?;
+        check(&config)?;
+        let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);
+        let tensors = Tensors::of_file(&folder.join("adapter_model.safetensors"))?;
+        Ok(Self { folder: folder.to_owned(), alpha, family, sizes, tensors })
+    }
+
+    /// Plans the conversion; `scale` gives the factor of each projection's product.
+    ///
+    /// # Errors
+    /// Tensors that are not the A or B of a projection, or whose other half is missing; a projection that llama.cpp does not adapt.
+    pub fn convert(&self, scale: Scale<'_>) -> Result<Conversion<'_>> {
+        let mut pairs: BTreeMap<&str, [Option<&str>; 2]> = BTreeMap::new();
+        for name in self.tensors.names() {
+            let own = name.strip_prefix(PREFIX).unwrap_or(name);
+            let half = [".lora_A.weight", ".lora_B.weight"]
+                .into_iter()
+                .zip(0..)
+                .find_map(|(suffix, half)| Some((own.strip_suffix(suffix)?, half)));
+            let Some((module, half)) = half else {
+                return Err(unsupported("a tensor of an adapter", format!("`{name}`"), EXPORT_MERGED));
+            };
+            pairs.entry(module).or_default()[half] = Some(name);
+        }
+        // llama.cpp takes no scale at all where α is 0.
+        let alpha = if self.alpha == 0.0 { 1.0 } else { self.alpha };
+        let mut plan = Vec::new();
+        for (module, halves) in pairs {
+            let [Some(a), Some(b)] = halves else {
+                return Err(file_error(
+                    &self.folder,
+                    format!("`{module}` has only one of lora_A and lora_B"),
+                ));
+            };
+            plan.extend(self.pair(module, a, b, alpha, scale)?);
+        }
+        if plan.is_empty() {
+            return Err(file_error(&self.folder, "the adapter has no tensors"));
+        }
+        let metadata = vec![
+            ("general.architecture".to_owned(), self.family.architecture.into()),
+            ("general.type".to_owned(), "adapter".into()),
+            ("general.name".to_owned(), name_of(&self.folder).into()),
+            ("general.file_type".to_owned(), TensorType::F32.file_type().into()),
+            ("adapter.type".to_owned(), "lora".into()),
+            ("adapter.lora.alpha".to_owned(), Value::F32(alpha as f32)),
+        ];
+        Ok(Conversion::new(metadata, plan, &self.tensors, Vec::new()))
+    }
+
+    fn pair(&self, module: &str, a: &str, b: &str, alpha: f64, scale: Scale<'_>) -> Result<[Planned; 2]> {
+        let weight = format!("{module}.weight");
+        let target = place(self.family, &self.sizes, &weight).filter(|_| !module.ends_with("embed_tokens"));
+        let (Some(target), Some(shape)) = (target, self.sizes.shape(self.family, &weight)) else {
+            return Err(unsupported("an adapter", format!("of `{module}`"), EXPORT_MERGED));
+        };
+        let (Some(first), Some(second)) = (self.tensors.get(a), self.tensors.get(b)) else {
+            return Err(file_error(&self.folder, format!("`{module}` has only one of lora_A and lora_B")));
+        };
+        let rank = first.shape.first().copied().unwrap_or(0);
+        if rank == 0 || first.shape != [rank, shape[1]] || second.shape != [shape[0], rank] {
+            return Err(file_error(
+                &self.folder,
+                format!(
+                    "`{module}` has A {:?} and B {:?}, of which one does not fit the base's {shape:?}; the base is another model",
+                    first.shape, second.shape
+                ),
+            ));
+        }
+        let meant = scale(module, rank).map_err(|reason| file_error(&self.folder, reason))?;
+        let factor = (meant * rank as f64 / alpha) as f32;
+        let of = |suffix: &str, shape: &[u64], location: &crate::safetensors::Location, rows| Planned {
+            info: TensorInfo {
+                name: format!("{}.lora_{suffix}", target.name),
+                shape: shape.to_vec(),
+                kind: TensorType::F32,
+            },
+            values: Values::Stored { location: location.clone(), rows },
+        };
+        Ok([
+            of("a", &first.shape, first, Rows::default()),
+            of("b", &second.shape, second, Rows { scale: factor, ..target.transform }),
+        ])
+    }
+}
+
+fn name_of(folder: &Path) -> String {
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    folder.file_name().map_or_else(|| "adapter".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// Refuses adapters that are more than two matrices for each projection.
+fn check(config: &Fields) -> Result<()> {
+    let refuse = |key: &str| {
+        let found = config.get(key).map_or_else(String::new, Json::to_string);
+        Err(unsupported(format!("`{key}` of an adapter in GGUF"), found, EXPORT_MERGED))
+    };
+    if config.get("peft_type").is_some_and(|kind| kind != "LORA") {
+        return refuse("peft_type");
+    }
+    for key in ["use_dora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out"] {
+        if config.get(key).is_some_and(|value| *value != Json::Bool(false)) {
+            return refuse(key);
+        }
+    }
+    if config.get("bias").is_some_and(|bias| bias != "none") {
+        return refuse("bias");
+    }
+    let is_set = |value: &Json| value.as_array().is_none_or(|all| !all.is_empty());
+    for key in ["modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters"] {
+        if config.get(key).is_some_and(is_set) {
+            return refuse(key);
+        }
+    }
+    // These subtract the adapter's first values from the base.
+    let init = config.get("init_lora_weights").and_then(Json::as_str).unwrap_or_default().to_lowercase();
+    if ["pissa", "olora", "corda", "loftq"].iter().any(|name| init.starts_with(name)) {
+        return refuse("init_lora_weights");
+    }
+    Ok(())
+}

@@ -1,0 +1,259 @@
+//! A planned file: its metadata, and for each tensor where its values come from and what happens to them.
+
+use std::io::{self, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use crate::error::{Error, Result, unsupported};
+use crate::reader::Reader;
+use crate::safetensors::{Location, Tensors};
+use crate::tensor_type::{Q8_0_BLOCK, TensorType};
+use crate::value::Value;
+use crate::writer::{Header, TensorInfo, Writer};
+
+/// Values that are converted at once.
+const CHUNK: u64 = 1 << 18;
+
+/// What happens to the rows of a tensor, or to the elements of a vector, on the way to the file.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Rows {
+    /// For q and k of llama: the rows of a head of d, of which Hugging Face rotates i with i + d/2 and llama.cpp 2i with 2i + 1.
+    pub(crate) interleaved: Option<u64>,
+    /// What is added to each value.
+    pub(crate) add: f32,
+    /// What each value is multiplied by.
+    pub(crate) scale: f32,
+}
+
+impl Default for Rows {
+    fn default() -> Self {
+        Self { interleaved: None, add: 0.0, scale: 1.0 }
+    }
+}
+
+/// Where a tensor's values come from.
+#[derive(Debug)]
+pub(crate) enum Values {
+    Computed(Vec<f32>),
+    Stored { location: Location, rows: Rows },
+}
+
+#[derive(Debug)]
+pub(crate) struct Planned {
+    pub(crate) info: TensorInfo,
+    pub(crate) values: Values,
+}
+
+/// A planned GGUF file.
+#[derive(Debug)]
+pub struct Conversion<'a> {
+    header: Header,
+    values: Vec<Values>,
+    tensors: &'a Tensors,
+    notes: Vec<String>,
+}
+
+impl<'a> Conversion<'a> {
+    pub(crate) fn new(
+        metadata: Vec<(String, Value)>,
+        mut plan: Vec<Planned>,
+        tensors: &'a Tensors,
+        notes: Vec<String>,
+    ) -> Self {
+        // The order of llama.cpp's own files: embedding, blocks by number, the rest.
+        plan.sort_by_cached_key(|planned| order(&planned.info.name));
+        let (infos, values) = plan.into_iter().map(|planned| (planned.info, planned.values)).unzip();
+        Self { header: Header { metadata, tensors: infos }, values, tensors, notes }
+    }
+
+    /// The metadata and the tensors.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// What the user should know: what llama.cpp leaves out, which tensors have another type, which tokens are not in the file.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Returns the bytes of all tensors' values.
+    pub fn bytes(&self) -> u64 {
+        self.header.tensors.iter().filter_map(TensorInfo::bytes).sum()
+    }
+
+    /// Writes the file. Tensors are read, converted and written in parts of about a mebibyte.
+    ///
+    /// # Errors
+    /// A value that is not finite, or too large for the type, with the tensor's name; those of the files.
+    pub fn write(&self, out: &mut dyn Write) -> Result<()> {
+        let fault = |cause: io::Error| Error::Io { path: "the GGUF file".into(), cause };
+        let mut writer = Writer::new(out, &self.header).map_err(fault)?;
+        let mut bytes = Vec::new();
+        for (info, values) in self.header.tensors.iter().zip(&self.values) {
+            for part in self.parts(info, values) {
+                let chunk = self.converted(values, part, info)?;
+                check_finite(info, &chunk)?;
+                bytes.clear();
+                info.kind.encode(&chunk, &mut bytes);
+                writer.write(&bytes).map_err(fault)?;
+            }
+            writer.end_tensor().map_err(fault)?;
+        }
+        writer.finish().map_err(fault)
+    }
+
+    /// Reads a written file again, and compares its metadata and every value with what was meant, within the rounding of each type.
+    ///
+    /// # Errors
+    /// [`Error::Written`] for the first difference; a file that cannot be read.
+    pub fn check(&self, path: &Path) -> Result<()> {
+        let file = Reader::open(path)?;
+        let wrong = |tensor: &str, reason: String| {
+            Err(Error::Written { path: path.to_owned(), tensor: tensor.to_owned(), reason })
+        };
+        for (key, value) in &self.header.metadata {
+            match file.header().get(key) {
+                Some(found) if found == value => {}
+                Some(_) => return wrong(key, "it has another value".to_owned()),
+                None => return wrong(key, "it is missing".to_owned()),
+            }
+        }
+        if file.header().tensors != self.header.tensors {
+            return wrong("tensors", "their names, shapes or types are others".to_owned());
+        }
+        for (place, (info, values)) in self.header.tensors.iter().zip(&self.values).enumerate() {
+            let (_, columns) = info.rows_and_columns().unwrap_or((0, 1));
+            for part in self.parts(info, values) {
+                let rows = match info.shape.len() {
+                    1 => 0..1,
+                    _ => part.start / columns..part.end / columns,
+                };
+                let mut found = file.rows(place, rows)?;
+                if info.shape.len() == 1 {
+                    found = found[part.start as usize..part.end as usize].to_vec();
+                }
+                let meant = self.meant(values, part.clone(), info)?;
+                if let Some((x, y)) = first_difference(info.kind, &meant, &found) {
+                    return wrong(&info.name, format!("{y} is in the file where {x} was meant"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The ranges of values that are converted at once: whole rows, and for interleaved ones whole heads.
+    fn parts(&self, info: &TensorInfo, values: &Values) -> impl Iterator<Item = Range<u64>> + use<> {
+        let total: u64 = info.shape.iter().product();
+        let columns = if info.shape.len() == 1 { 1 } else { info.shape.last().copied().unwrap_or(1) };
+        let unit = match values {
+            Values::Stored { rows: Rows { interleaved: Some(head), .. }, .. } => head * columns,
+            _ => columns,
+        };
+        let step = unit * (CHUNK / unit.max(1)).max(1);
+        (0..total.div_ceil(step.max(1))).map(move |part| part * step..((part + 1) * step).min(total))
+    }
+
+    /// The values of a range of the file.
+    fn converted(&self, values: &Values, part: Range<u64>, info: &TensorInfo) -> Result<Vec<f32>> {
+        let (location, rows) = match values {
+            Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
+            Values::Stored { location, rows } => (location, rows),
+        };
+        let mut chunk = self.tensors.values(location, part)?;
+        if let Some(head) = rows.interleaved {
+            chunk = interleave(&chunk, head as usize, row_length(info));
+        }
+        for value in &mut chunk {
+            *value = rows.scale * *value + rows.add;
+        }
+        Ok(chunk)
+    }
+
+    /// The values of a range of the file by another way than [`Conversion::converted`]: each source value's place is computed.
+    fn meant(&self, values: &Values, part: Range<u64>, info: &TensorInfo) -> Result<Vec<f32>> {
+        let (location, rows) = match values {
+            Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
+            Values::Stored { location, rows } => (location, rows),
+        };
+        let source = self.tensors.values(location, part)?;
+        let columns = row_length(info);
+        let mut meant = vec![0f32; source.len()];
+        for (at, value) in source.into_iter().enumerate() {
+            let (row, column) = (at / columns, at % columns);
+            let row = match rows.interleaved {
+                None => row,
+                Some(head) => {
+                    let head = head as usize;
+                    let (start, within) = (row - row % head, row % head);
+                    // i goes to 2i, and i + d/2 to 2i + 1.
+                    start + 2 * (within % (head / 2)) + within / (head / 2)
+                }
+            };
+            meant[row * columns + column] = rows.scale * value + rows.add;
+        }
+        Ok(meant)
+    }
+}
+
+fn row_length(info: &TensorInfo) -> usize {
+    if info.shape.len() == 1 { 1 } else { info.shape.last().map_or(1, |columns| *columns as usize) }
+}
+
+/// Returns rows of whole heads of `head` rows in llama.cpp's order: 0, d/2, 1, d/2 + 1, …
+fn interleave(values: &[f32], head: usize, columns: usize) -> Vec<f32> {
+    let mut interleaved = Vec::with_capacity(values.len());
+    for rows in values.chunks(head * columns) {
+        let (first, second) = rows.split_at(rows.len() / 2);
+        for (one, other) in first.chunks(columns).zip(second.chunks(columns)) {
+            interleaved.extend_from_slice(one);
+            interleaved.extend_from_slice(other);
+        }
+    }
+    interleaved
+}
+
+fn check_finite(info: &TensorInfo, values: &[f32]) -> Result<()> {
+    // Above this an f16 is infinite; the scale of a q8_0 block is one, too.
+    let limit = match info.kind {
+        TensorType::F32 | TensorType::BF16 => f32::MAX,
+        TensorType::F16 => 65519.0,
+        TensorType::Q8_0 => 65519.0 * 127.0,
+    };
+    match values.iter().find(|value| value.is_nan() || value.abs() > limit) {
+        None => Ok(()),
+        Some(value) => Err(unsupported(
+            format!("a value of `{}`", info.name),
+            format!("{value} as {}", info.kind),
+            match value.is_finite() {
+                true => "export with --type bf16 or f32",
+                false => "the weights are damaged; check the training, or take an earlier checkpoint",
+            },
+        )),
+    }
+}
+
+/// Returns the first pair (meant, found) that differs by more than rounding.
+fn first_difference(kind: TensorType, meant: &[f32], found: &[f32]) -> Option<(f32, f32)> {
+    let block = if kind == TensorType::Q8_0 { Q8_0_BLOCK } else { 1 };
+    for (meant, found) in meant.chunks(block).zip(found.chunks(block)) {
+        let largest = meant.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+        let pairs = meant.iter().zip(found);
+        for (x, y) in pairs {
+            let difference = (x - y).abs();
+            if difference.is_nan() || difference > kind.rounding(largest) {
+                return Some((*x, *y));
+            }
+        }
+    }
+    None
+}
+
+/// The place of a tensor in the file.
+fn order(name: &str) -> (u8, u32, String) {
+    let block = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    match block {
+        Some(block) => (1, block, name.to_owned()),
+        None if name.starts_with("token_embd") || name.starts_with("rope_") => (0, 0, name.to_owned()),
+        None => (2, 0, name.to_owned()),
+    }
+}

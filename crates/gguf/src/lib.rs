@@ -1,0 +1,61 @@
+//! Hugging Face model folders and PEFT adapters as GGUF files, which llama.cpp and Ollama run.
+//!
+//! A [`Model`] is a folder with `config.json`, `tokenizer.json` and weights in safetensors. [`Model::convert`] plans a file,
+//! [`Conversion::write`] writes it, and [`Conversion::check`] reads it again and compares every value with what was meant. No tensor is
+//! ever whole in memory: values are converted in parts of about a mebibyte. Nothing here links libtorch.
+//!
+//! ```no_run
+//! use std::fs::File;
+//! use std::io::{BufWriter, Write};
+//! use std::path::Path;
+//!
+//! use gguf::{Model, TensorType};
+//!
+//! let model = Model::open(Path::new("Qwen2.5-0.5B"))?;
+//! let conversion = model.convert(TensorType::Q8_0)?;
+//! for note in conversion.notes() {
+//!     eprintln!("note: {note}");
+//! }
+//! let path = Path::new("qwen.gguf");
+//! let mut out = BufWriter::new(File::create(path)?);
+//! conversion.write(&mut out)?;
+//! out.flush()?;
+//! conversion.check(path)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`Model`] | families by `model_type`: names of tensors, metadata, the rotary embedding |
+//! | [`Tokenizer`] | tokens, merges, special tokens, chat template, and llama.cpp's name of the pre-tokenizer |
+//! | [`Adapter`] | LoRA adapters |
+//! | [`Conversion`] | a planned file |
+//! | [`Writer`], [`Reader`] | the container, version 3 |
+//! | [`TensorType`] | f32, f16, bf16 and q8_0 |
+//!
+//! # What is supported
+//! Llama, Mistral, SmolLM3, Granite, Qwen2, Qwen3, OLMo 2, Phi-3, Gemma 2 and Gemma 3 (text). An option that llama.cpp would read
+//! differently without a word (another pattern of layers, another scale of attention) is refused by name; what it leaves out, such as a
+//! sliding window, is a note of the conversion.
+
+mod adapter;
+mod conversion;
+mod error;
+mod json;
+mod model;
+mod reader;
+mod safetensors;
+mod tensor_type;
+mod tokenizer;
+mod value;
+mod writer;
+
+pub use adapter::{Adapter, Scale};
+pub use conversion::Conversion;
+pub use error::{Error, Result};
+pub use model::Model;
+pub use reader::Reader;
+pub use tensor_type::{Q8_0_BLOCK, TensorType};
+pub use tokenizer::Tokenizer;
+pub use value::{Array, Value};
+pub use writer::{Header, TensorInfo, Writer};

@@ -1,0 +1,202 @@
+//! A model's folder: what llama.cpp has to know of it.
+
+mod family;
+mod keys;
+mod names;
+mod rope;
+
+use std::path::{Path, PathBuf};
+
+use crate::conversion::{Conversion, Planned, Rows, Values};
+use crate::error::{Result, file_error, unsupported};
+use crate::json::Fields;
+use crate::safetensors::{Location, Tensors};
+use crate::tensor_type::TensorType;
+use crate::tokenizer::Tokenizer;
+use crate::value::Value;
+use crate::writer::TensorInfo;
+
+pub(crate) use family::{Family, Sizes};
+pub(crate) use names::{Place, place};
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+/// The version of ggml's quantised types (`general.quantization_version`).
+const QUANTIZATION_VERSION: u32 = 2;
+
+/// An open model folder in Hugging Face's layout: `config.json`, the tokenizer's files, and weights in safetensors.
+///
+/// Only the names, dtypes and shapes of the weights are read; values are read while a conversion is written.
+#[derive(Debug)]
+pub struct Model {
+    folder: PathBuf,
+    config: Fields,
+    family: &'static Family,
+    sizes: Sizes,
+    tensors: Tensors,
+    tokenizer: Tokenizer,
+}
+
+impl Model {
+    /// Opens a folder.
+    ///
+    /// # Errors
+    /// A missing or invalid file; a `model_type`, an option or a tokenizer that llama.cpp or this crate does not support, by name.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let config = Fields::read(&folder.join("config.json"))?;
+        let family = Family::of(&config)?;
+        let sizes = Sizes::read(&config, family)?;
+        family.check(&config, &sizes)?;
+        let tensors = Tensors::of_model(folder)?;
+        let tokenizer = Tokenizer::read(folder, &config)?;
+        Ok(Self { folder: folder.to_owned(), config, family, sizes, tensors, tokenizer })
+    }
+
+    /// Returns llama.cpp's name of the architecture, such as `qwen2`.
+    pub fn architecture(&self) -> &'static str {
+        self.family.architecture
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Plans the conversion: matrices are stored as `kind`, vectors as `f32`. For `q8_0`, matrices whose rows are not a multiple of 32
+    /// long are stored as `f16`, as llama.cpp does, and [`Conversion::notes`] says which.
+    ///
+    /// # Errors
+    /// Tensors that are missing, unknown, or of another shape than `config.json` says.
+    pub fn convert(&self, kind: TensorType) -> Result<Conversion<'_>> {
+        let mut plan = Vec::new();
+        let mut notes = self.family.notes(&self.config)?;
+        let (mut missing, mut shorter) = (self.needed(), Vec::new());
+        for (name, values) in rope::factors(&self.config, self.family, &self.sizes)? {
+            let info =
+                TensorInfo { name: name.to_owned(), shape: vec![values.len() as u64], kind: TensorType::F32 };
+            plan.push(Planned { info, values: Values::Computed(values) });
+        }
+        let tied = self.config.flag("tie_word_embeddings", self.family.tied)?;
+        let mut unknown = Vec::new();
+        for name in self.tensors.names() {
+            if name.ends_with("rotary_emb.inv_freq") || (name == HEAD && tied) {
+                continue;
+            }
+            let Some(Place { name: new, transform }) = place(self.family, &self.sizes, name) else {
+                unknown.push(name);
+                continue;
+            };
+            missing.retain(|needed| needed != name);
+            let Some(location) = self.tensors.get(name) else { continue };
+            self.check_shape(name, location)?;
+            let info = TensorInfo { shape: location.shape.clone(), kind: stored(location, kind), name: new };
+            if info.kind != kind && location.shape.len() > 1 {
+                shorter.push(info.name.clone());
+            }
+            plan.push(Planned {
+                info,
+                values: Values::Stored { location: location.clone(), rows: transform },
+            });
+        }
+        if tied && self.family.head_required {
+            // llama.cpp has no tied head for this architecture.
+            if let Some(embedding) = self.tensors.get(EMBEDDING) {
+                let kind = stored(embedding, kind);
+                let info =
+                    TensorInfo { name: "output.weight".to_owned(), shape: embedding.shape.clone(), kind };
+                let values = Values::Stored { location: embedding.clone(), rows: Rows::default() };
+                plan.push(Planned { info, values });
+            }
+        }
+        self.refuse_differences(&missing, &unknown)?;
+        notes.extend(self.tokenizer.notes().iter().cloned());
+        if let [first, ..] = shorter.as_slice() {
+            notes.push(format!(
+                "{} matrices are stored as f16, because their rows are not a multiple of 32 long: {first}{}",
+                shorter.len(),
+                if shorter.len() > 1 { ", …" } else { "" }
+            ));
+        }
+        Ok(Conversion::new(self.metadata(kind)?, plan, &self.tensors, notes))
+    }
+
+    /// The names of the tensors that a model of these sizes has.
+    fn needed(&self) -> Vec<String> {
+        let layers = (0..self.sizes.layers).flat_map(|layer| {
+            self.family.modules().map(move |module| format!("model.layers.{layer}.{module}.weight"))
+        });
+        let ends = [EMBEDDING, "model.norm.weight"].map(str::to_owned);
+        let tied = self.config.flag("tie_word_embeddings", self.family.tied).unwrap_or(false);
+        layers.chain(ends).chain((!tied).then(|| HEAD.to_owned())).collect()
+    }
+
+    fn refuse_differences(&self, missing: &[String], unknown: &[&str]) -> Result<()> {
+        if let [first, ..] = missing {
+            let reason =
+                format!("{} tensors that config.json asks for are missing, such as `{first}`", missing.len());
+            return Err(file_error(&self.folder, reason));
+        }
+        if let [first, ..] = unknown {
+            return Err(unsupported(
+                format!("a tensor of a `{}`", self.family.model_type),
+                format!("`{first}`"),
+                format!(
+                    "llama.cpp has no place for it ({} such tensors); an adapter has to be merged first, and other models cannot \
+                     be converted",
+                    unknown.len()
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The embedding and the head have a row for each token; permuted tensors have whole heads.
+    fn check_shape(&self, name: &str, location: &Location) -> Result<()> {
+        let expected = self.sizes.shape(self.family, name);
+        match expected {
+            Some(expected) if expected != location.shape => Err(file_error(
+                &self.folder,
+                format!("`{name}` has the shape {:?}; config.json says {expected:?}", location.shape),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The folder's name. llama.cpp reads the text after Phi-3's special tokens by whether `general.name` contains `phi3`, and then fails
+    /// to load a vocabulary without certain tokens.
+    fn name(&self) -> String {
+        let folder = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
+        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = name.unwrap_or_else(|| "model".to_owned());
+        let is_named = ["phi3", "phi-3"].iter().any(|part| name.to_lowercase().contains(part));
+        let has_tokens = self.tokenizer.has_all(&["</s>", "<unk>", "<s>", "<|endoftext|>"]);
+        match (self.family.model_type == "phi3" && has_tokens, is_named) {
+            (true, false) => format!("phi3-{name}"),
+            (false, true) => "model".to_owned(),
+            _ => name,
+        }
+    }
+
+    fn metadata(&self, kind: TensorType) -> Result<Vec<(String, Value)>> {
+        let mut metadata: Vec<(String, Value)> = vec![
+            ("general.architecture".to_owned(), self.family.architecture.into()),
+            ("general.type".to_owned(), "model".into()),
+            ("general.name".to_owned(), self.name().into()),
+            ("general.file_type".to_owned(), kind.file_type().into()),
+            ("general.quantization_version".to_owned(), QUANTIZATION_VERSION.into()),
+        ];
+        metadata.extend(keys::of(&self.config, self.family, &self.sizes)?);
+        metadata.extend(rope::keys(&self.config, self.family, &self.sizes)?);
+        metadata.extend(self.tokenizer.metadata(self.sizes.vocabulary)?);
+        Ok(metadata)
+    }
+}
+
+/// The type in which a tensor is stored: vectors in fp32, since llama.cpp computes with them so.
+fn stored(location: &Location, kind: TensorType) -> TensorType {
+    match location.shape.as_slice() {
+        [] | [_] => TensorType::F32,
+        [.., columns] if kind.row_bytes(*columns).is_none() => TensorType::F16,
+        _ => kind,
+    }
+}

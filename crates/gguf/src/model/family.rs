@@ -1,0 +1,335 @@
+//! The families of models, by `model_type` of `config.json`, and what llama.cpp takes for granted about each.
+//!
+//! Source: llama.cpp's `conversion/*.py`, `gguf-py/gguf/constants.py` and `src/models/*.cpp` of 2026.
+
+use serde_json::Value;
+
+use crate::error::{Result, unsupported};
+use crate::json::Fields;
+
+/// The norms of a block besides those before attention and before the MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Norms {
+    /// Before attention and before the MLP.
+    Before,
+    /// After attention and after the MLP (OLMo 2).
+    After,
+    /// Before and after both (Gemma).
+    Around,
+}
+
+/// What a family's blocks look like in the files, and how llama.cpp reads them.
+#[derive(Debug)]
+pub(crate) struct Family {
+    /// `model_type`.
+    pub(crate) model_type: &'static str,
+    /// llama.cpp's architecture.
+    pub(crate) architecture: &'static str,
+    /// Whether llama.cpp rotates neighbouring pairs of q and k, so that the rows of each head have to be interleaved.
+    pub(crate) permuted: bool,
+    /// Whether norms multiply by 1 + w, which is what a GGUF file stores.
+    pub(crate) norms_plus_one: bool,
+    pub(crate) norms: Norms,
+    /// Whether q and k are normalised.
+    pub(crate) query_key_norms: bool,
+    /// Whether `qkv_proj` and `gate_up_proj` are one matrix each.
+    pub(crate) fused: bool,
+    /// Projections that may have a bias.
+    pub(crate) biases: &'static [&'static str],
+    /// Default of `tie_word_embeddings`.
+    pub(crate) tied: bool,
+    /// Whether llama.cpp needs a head even where it is tied.
+    pub(crate) head_required: bool,
+    /// Whether a head may be wider or narrower than hidden_size / heads.
+    pub(crate) own_head_dim: bool,
+    /// The default of `head_dim`, where it is not hidden_size / heads.
+    pub(crate) default_head_dim: Option<u32>,
+    /// Every n-th layer differs: it attends to everything (Gemma), or has no rotary embedding (SmolLM3). llama.cpp's own constant.
+    pub(crate) period: Option<u32>,
+}
+
+const ALL: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+const QKV: &[&str] = &["q_proj", "k_proj", "v_proj"];
+
+const LLAMA: Family = Family {
+    model_type: "llama",
+    architecture: "llama",
+    permuted: true,
+    norms_plus_one: false,
+    norms: Norms::Before,
+    query_key_norms: false,
+    fused: false,
+    biases: ALL,
+    tied: false,
+    head_required: false,
+    own_head_dim: true,
+    default_head_dim: None,
+    period: None,
+};
+
+const GEMMA_3: Family = Family {
+    model_type: "gemma3_text",
+    architecture: "gemma3",
+    permuted: false,
+    norms_plus_one: true,
+    norms: Norms::Around,
+    query_key_norms: true,
+    biases: &[],
+    tied: true,
+    default_head_dim: Some(256),
+    period: Some(6),
+    ..LLAMA
+};
+
+static FAMILIES: [Family; 10] = [
+    LLAMA,
+    Family { model_type: "mistral", biases: &[], ..LLAMA },
+    Family { model_type: "granite", architecture: "granite", own_head_dim: false, ..LLAMA },
+    Family {
+        model_type: "smollm3",
+        architecture: "smollm3",
+        biases: QKV,
+        tied: true,
+        own_head_dim: false,
+        period: Some(4),
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen2",
+        architecture: "qwen2",
+        permuted: false,
+        biases: QKV,
+        own_head_dim: false,
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen3",
+        architecture: "qwen3",
+        permuted: false,
+        query_key_norms: true,
+        biases: &[],
+        default_head_dim: Some(128),
+        ..LLAMA
+    },
+    Family {
+        model_type: "olmo2",
+        architecture: "olmo2",
+        permuted: false,
+        norms: Norms::After,
+        query_key_norms: true,
+        biases: &[],
+        head_required: true,
+        own_head_dim: false,
+        ..LLAMA
+    },
+    Family {
+        model_type: "phi3",
+        architecture: "phi3",
+        permuted: false,
+        fused: true,
+        biases: &[],
+        own_head_dim: false,
+        ..LLAMA
+    },
+    Family {
+        model_type: "gemma2",
+        architecture: "gemma2",
+        query_key_norms: false,
+        period: Some(2),
+        ..GEMMA_3
+    },
+    GEMMA_3,
+];
+
+impl Family {
+    /// Finds the family of a configuration.
+    pub(crate) fn of(config: &Fields) -> Result<&'static Self> {
+        let found = config.text("model_type")?;
+        let known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
+        let Some(family) = FAMILIES.iter().find(|family| family.model_type == found) else {
+            let remedy = format!("the families that can be converted are {}", known.join(", "));
+            return Err(unsupported("the `model_type`", format!("`{found}`"), remedy));
+        };
+        if let Some(quantized) = config.get("quantization_config") {
+            let method = quantized.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
+            return Err(unsupported(
+                "a quantised model",
+                format!("quantization_config of `{method}`"),
+                "merge the adapter into the unquantised base, and convert that",
+            ));
+        }
+        Ok(family)
+    }
+
+    /// The names of a block's matrices and norms in the files, without `.weight`.
+    pub(crate) fn modules(&self) -> impl Iterator<Item = &'static str> {
+        let attention: &[&str] = match self.fused {
+            true => &["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"],
+            false => &[
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "self_attn.o_proj",
+                "mlp.gate_proj",
+                "mlp.up_proj",
+                "mlp.down_proj",
+            ],
+        };
+        let norms: &[&str] = match self.norms {
+            Norms::Before => &["input_layernorm", "post_attention_layernorm"],
+            Norms::After => &["post_attention_layernorm", "post_feedforward_layernorm"],
+            Norms::Around => &[
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ],
+        };
+        let own: &[&str] = if self.query_key_norms { &["self_attn.q_norm", "self_attn.k_norm"] } else { &[] };
+        attention.iter().chain(norms).chain(own).copied()
+    }
+
+    /// Refuses options that llama.cpp would read differently without a word.
+    pub(crate) fn check(&self, config: &Fields, sizes: &Sizes) -> Result<()> {
+        let refuse = |key: &str, remedy: String| {
+            let found = config.get(key).map_or_else(|| "its default".to_owned(), Value::to_string);
+            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), found, remedy))
+        };
+        if !self.own_head_dim && sizes.head_dim * sizes.heads != sizes.hidden {
+            return refuse(
+                "head_dim",
+                "llama.cpp computes it as hidden_size / num_attention_heads".to_owned(),
+            );
+        }
+        let activation =
+            ["hidden_activation", "hidden_act"].into_iter().find(|key| config.get(key).is_some());
+        let expected = if self.norms_plus_one { "gelu_pytorch_tanh" } else { "silu" };
+        if let Some(key) = activation
+            && config.text(key)? != expected
+        {
+            return refuse(key, format!("llama.cpp computes `{expected}` for this family"));
+        }
+        if let Some(period) = self.period {
+            self.check_layers(config, sizes, period)?;
+        }
+        if self.norms_plus_one {
+            let scalar = config.optional_number("query_pre_attn_scalar")?.unwrap_or(256.0);
+            // The two models with 27 billion parameters are told by their number of layers.
+            let largest = sizes.layers == if self.query_key_norms { 62 } else { 46 };
+            let expected = if largest { sizes.hidden / sizes.heads } else { sizes.head_dim };
+            if scalar != f64::from(expected) {
+                return refuse("query_pre_attn_scalar", format!("llama.cpp takes {expected} for this model"));
+            }
+        }
+        if self.query_key_norms && config.optional_number("attn_logit_softcapping")?.is_some() {
+            return refuse("attn_logit_softcapping", "llama.cpp has none for this family".to_owned());
+        }
+        Ok(())
+    }
+
+    /// llama.cpp has the pattern of layers as a constant.
+    fn check_layers(&self, config: &Fields, sizes: &Sizes, period: u32) -> Result<()> {
+        let (key, regular): (&str, fn(&Value) -> bool) = match self.norms_plus_one {
+            true => ("layer_types", |value| value == "sliding_attention"),
+            false => ("no_rope_layers", |value| value == 1),
+        };
+        let Some(Value::Array(layers)) = config.get(key) else { return Ok(()) };
+        let as_expected = layers.len() == sizes.layers as usize
+            && (1u32..).zip(layers).all(|(number, layer)| regular(layer) != number.is_multiple_of(period));
+        if as_expected {
+            return Ok(());
+        }
+        Err(unsupported(
+            format!("`{key}` of a `{}`", self.model_type),
+            Value::Array(layers.clone()).to_string(),
+            format!("llama.cpp takes every {period}th layer as the other kind"),
+        ))
+    }
+
+    /// Says what llama.cpp leaves out.
+    pub(crate) fn notes(&self, config: &Fields) -> Result<Vec<String>> {
+        let mut notes = Vec::new();
+        let window = config.optional_size("sliding_window")?;
+        let used = self.model_type != "qwen2" || config.flag("use_sliding_window", false)?;
+        if let Some(window) = window.filter(|_| used && !self.norms_plus_one)
+            && config.optional_size("max_position_embeddings")?.is_none_or(|context| window < context)
+        {
+            notes.push(format!(
+                "llama.cpp has no sliding window for `{}`: beyond {window} tokens of context its results differ",
+                self.model_type
+            ));
+        }
+        if let Some(original) = config.optional_size("original_max_position_embeddings")?
+            && original < config.size("max_position_embeddings")?
+        {
+            notes.push(format!(
+                "llama.cpp takes the long factors of the rotary embedding for a context size above {original} tokens; transformers \
+                 does so for a text above it"
+            ));
+        }
+        Ok(notes)
+    }
+}
+
+/// The sizes that the files' shapes follow from.
+#[derive(Debug)]
+pub(crate) struct Sizes {
+    pub(crate) layers: u32,
+    pub(crate) hidden: u32,
+    pub(crate) feed_forward: u32,
+    pub(crate) heads: u32,
+    pub(crate) key_value_heads: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) vocabulary: u32,
+    pub(crate) context: u32,
+}
+
+impl Sizes {
+    pub(crate) fn read(config: &Fields, family: &Family) -> Result<Self> {
+        let (hidden, heads) = (config.size("hidden_size")?, config.size("num_attention_heads")?);
+        let head_dim =
+            config.optional_size("head_dim")?.or(family.default_head_dim).unwrap_or(hidden / heads);
+        let key_value_heads = config.optional_size("num_key_value_heads")?.unwrap_or(heads);
+        let fits = |x: u32, y: u32| x.checked_mul(y).is_some();
+        if !heads.is_multiple_of(key_value_heads) || !head_dim.is_multiple_of(2) || !fits(heads, head_dim) {
+            return Err(unsupported(
+                "the attention",
+                format!("{heads} heads, {key_value_heads} of keys and values, of {head_dim} elements"),
+                "the heads have to be a multiple of those of keys and values, of an even size",
+            ));
+        }
+        Ok(Self {
+            layers: config.size("num_hidden_layers")?,
+            hidden,
+            feed_forward: config.size("intermediate_size")?,
+            heads,
+            key_value_heads,
+            head_dim,
+            vocabulary: config.size("vocab_size")?,
+            context: config.size("max_position_embeddings")?,
+        })
+    }
+
+    /// The shape of a tensor of the files; `None` for norms of q and k, which families have of several sizes.
+    pub(crate) fn shape(&self, family: &Family, name: &str) -> Option<Vec<u64>> {
+        let (module, kind) = name.rsplit_once('.')?;
+        let last = module.rsplit('.').next()?;
+        let [hidden, wide] = [self.hidden, self.feed_forward].map(u64::from);
+        let queries = u64::from(self.heads) * u64::from(self.head_dim);
+        let keys = u64::from(self.key_value_heads) * u64::from(self.head_dim);
+        let (rows, columns) = match last {
+            "embed_tokens" | "lm_head" => (u64::from(self.vocabulary), hidden),
+            "q_proj" => (queries, hidden),
+            "k_proj" | "v_proj" => (keys, hidden),
+            "qkv_proj" => (queries + 2 * keys, hidden),
+            "o_proj" => (hidden, queries),
+            "gate_proj" | "up_proj" => (wide, hidden),
+            "gate_up_proj" => (2 * wide, hidden),
+            "down_proj" => (hidden, wide),
+            "q_norm" | "k_norm" if family.norms == Norms::After => return None,
+            "q_norm" | "k_norm" => return Some(vec![u64::from(self.head_dim)]),
+            _ => return Some(vec![hidden]),
+        };
+        Some(if kind == "bias" { vec![rows] } else { vec![rows, columns] })
+    }
+}

@@ -1,0 +1,211 @@
+//! The tensors of a folder, read row by row: one `model.safetensors`, or shards with an index.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+
+use crate::error::{Result, file_error, io_error};
+use crate::json;
+
+/// The most bytes of a header that the format's own library reads.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// The dtypes that can be converted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Dtype {
+    F64,
+    F32,
+    F16,
+    BF16,
+}
+
+impl Dtype {
+    fn parse(name: &str) -> Option<Self> {
+        Some(match name {
+            "F64" => Self::F64,
+            "F32" => Self::F32,
+            "F16" => Self::F16,
+            "BF16" => Self::BF16,
+            _ => return None,
+        })
+    }
+
+    fn bytes(self) -> u64 {
+        match self {
+            Self::F64 => 8,
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+}
+
+/// A tensor of a file.
+#[derive(Debug, Clone)]
+pub(crate) struct Location {
+    file: usize,
+    dtype: Dtype,
+    /// Offset of the values from the start of the file, in bytes.
+    start: u64,
+    /// The shape, outermost size first.
+    pub(crate) shape: Vec<u64>,
+}
+
+/// Open files, and their tensors by name.
+#[derive(Debug)]
+pub(crate) struct Tensors {
+    files: Vec<(PathBuf, File)>,
+    tensors: BTreeMap<String, Location>,
+}
+
+impl Tensors {
+    /// Opens a model's folder.
+    pub(crate) fn of_model(folder: &Path) -> Result<Self> {
+        let index = folder.join("model.safetensors.index.json");
+        if !index.is_file() {
+            return Self::of_file(&folder.join("model.safetensors"));
+        }
+        let fields = json::read(&index)?;
+        let refuse = |reason: String| file_error(&index, reason);
+        let Some(map) =
+            fields.get("weight_map").and_then(|map| map.as_object()).filter(|map| !map.is_empty())
+        else {
+            return Err(refuse(
+                "`weight_map` is missing or empty; expected the shard of every tensor".to_owned(),
+            ));
+        };
+        let mut shards = BTreeMap::new();
+        for (tensor, shard) in map {
+            let Some(shard) =
+                shard.as_str().filter(|name| Path::new(name).file_name().is_some_and(|file| file == *name))
+            else {
+                return Err(refuse(format!("the shard of `{tensor}` is {shard}; expected a file name")));
+            };
+            shards.entry(shard.to_owned()).or_insert_with(Vec::new).push(tensor);
+        }
+        let mut all = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        for (shard, names) in shards {
+            let one = Self::of_file(&folder.join(&shard))?;
+            if let Some(missing) = names.iter().find(|name| !one.tensors.contains_key(**name)) {
+                return Err(refuse(format!("`{missing}` is not in {shard}; download the model again")));
+            }
+            let file = all.files.len();
+            all.files.extend(one.files);
+            all.tensors.extend(one.tensors.into_iter().map(|(name, at)| (name, Location { file, ..at })));
+        }
+        Ok(all)
+    }
+
+    /// Opens one file.
+    pub(crate) fn of_file(path: &Path) -> Result<Self> {
+        let mut file = File::open(path).map_err(|cause| io_error(path, cause))?;
+        let length = file.metadata().map_err(|cause| io_error(path, cause))?.len();
+        let incomplete = || file_error(path, "not a complete safetensors file; copy or download it again");
+        let mut size = [0; 8];
+        file.read_exact(&mut size).map_err(|_| incomplete())?;
+        let header = u64::from_le_bytes(size);
+        let start = header.checked_add(8).filter(|start| *start <= length && header <= MAX_HEADER);
+        let start = start.ok_or_else(incomplete)?;
+        let mut text = vec![0; header as usize];
+        file.read_exact(&mut text).map_err(|cause| io_error(path, cause))?;
+        let entries: Entries = serde_json::from_slice(&text)
+            .map_err(|cause| file_error(path, format!("its header: {cause}; write the file again")))?;
+        let mut tensors = BTreeMap::new();
+        for (name, entry) in entries.0 {
+            let Some(dtype) = Dtype::parse(&entry.dtype) else {
+                // Such as positions; it is an error only if the model needs it.
+                continue;
+            };
+            let [from, to] = entry.data_offsets;
+            let numel = entry.shape.iter().try_fold(1u64, |all, size| all.checked_mul(*size));
+            let bytes = numel.and_then(|numel| numel.checked_mul(dtype.bytes()));
+            let end = start.checked_add(to).filter(|end| *end <= length);
+            if end.is_none() || bytes != to.checked_sub(from) {
+                return Err(file_error(
+                    path,
+                    format!(
+                        "`{name}`, {:?} in {}, takes other bytes than {from}..{to} of the file",
+                        entry.shape, entry.dtype
+                    ),
+                ));
+            }
+            tensors.insert(name, Location { file: 0, dtype, start: start + from, shape: entry.shape });
+        }
+        Ok(Self { files: vec![(path.to_owned(), file)], tensors })
+    }
+
+    /// The names of all tensors.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&Location> {
+        self.tensors.get(name)
+    }
+
+    /// Reads a range of a tensor's values, in their order in memory.
+    ///
+    /// # Errors
+    /// Those of the file.
+    pub(crate) fn values(&self, location: &Location, range: Range<u64>) -> Result<Vec<f32>> {
+        let (path, file) = &self.files[location.file];
+        let size = location.dtype.bytes();
+        let mut bytes = vec![0; ((range.end - range.start) * size) as usize];
+        let mut file = file;
+        file.seek(SeekFrom::Start(location.start + range.start * size))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(|cause| io_error(path, cause))?;
+        Ok(match location.dtype {
+            Dtype::F64 => bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).collect(),
+            Dtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
+            Dtype::F16 => bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f32()).collect(),
+            Dtype::BF16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
+        })
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+/// The header without its metadata. Duplicate names are refused, of which a JSON reader would keep the last.
+struct Entries(BTreeMap<String, Entry>);
+
+impl<'de> Deserialize<'de> for Entries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Collect;
+
+        impl<'de> Visitor<'de> for Collect {
+            type Value = Entries;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map from tensors to their dtype, shape and offsets")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
+                let mut entries = BTreeMap::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        map.next_value::<IgnoredAny>()?;
+                        continue;
+                    }
+                    let twice = format!("`{name}` occurs twice");
+                    if entries.insert(name, map.next_value()?).is_some() {
+                        return Err(A::Error::custom(twice));
+                    }
+                }
+                Ok(Entries(entries))
+            }
+        }
+
+        deserializer.deserialize_map(Collect)
+    }
+}

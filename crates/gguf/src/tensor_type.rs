@@ -1,0 +1,168 @@
+//! How a tensor's values are stored, and the conversions from and to fp32.
+//!
+//! Values are rounded as llama.cpp rounds them: to the nearest, ties to even, for `f16` and `bf16`; for `q8_0` each 32 values x share
+//! d = max |x| / 127, stored as `f16`, and are stored as the 8-bit integers round(x / d), ties away from zero, with d in fp32 (ggml's
+//! `quantize_row_q8_0_ref`).
+
+use std::fmt;
+
+use half::{bf16, f16};
+
+/// Values that share a scale in `q8_0`.
+pub const Q8_0_BLOCK: usize = 32;
+
+/// Bytes of a `q8_0` block: the scale and its values.
+const Q8_0_BYTES: usize = 2 + Q8_0_BLOCK;
+
+/// The type of a tensor in a GGUF file; of ggml's types, those that this crate writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TensorType {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats of IEEE 754.
+    F16,
+    /// 16-bit brain floats.
+    BF16,
+    /// 8-bit integers, and a scale for each 32 of them: 8.5 bits a value.
+    Q8_0,
+}
+
+impl TensorType {
+    /// All types.
+    pub const ALL: [Self; 4] = [Self::F32, Self::F16, Self::BF16, Self::Q8_0];
+
+    /// The number of the type in ggml.
+    pub fn number(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q8_0 => 8,
+            Self::BF16 => 30,
+        }
+    }
+
+    /// The number of a file whose matrices have this type (`general.file_type`).
+    pub fn file_type(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q8_0 => 7,
+            Self::BF16 => 32,
+        }
+    }
+
+    /// Returns the bytes of a row of `columns` values; `None` if a row is not a whole number of blocks, or for an overflow.
+    pub fn row_bytes(self, columns: u64) -> Option<u64> {
+        match self {
+            Self::F32 => columns.checked_mul(4),
+            Self::F16 | Self::BF16 => columns.checked_mul(2),
+            Self::Q8_0 if columns.is_multiple_of(Q8_0_BLOCK as u64) => {
+                (columns / Q8_0_BLOCK as u64).checked_mul(Q8_0_BYTES as u64)
+            }
+            Self::Q8_0 => None,
+        }
+    }
+
+    /// Appends the encoded values to `bytes`. For `q8_0` the number of values is a multiple of 32.
+    pub fn encode(self, values: &[f32], bytes: &mut Vec<u8>) {
+        match self {
+            Self::F32 => bytes.extend(values.iter().flat_map(|x| x.to_le_bytes())),
+            Self::F16 => bytes.extend(values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes())),
+            Self::BF16 => bytes.extend(values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes())),
+            Self::Q8_0 => values.chunks_exact(Q8_0_BLOCK).for_each(|block| encode_q8_0(block, bytes)),
+        }
+    }
+
+    /// Decodes bytes that [`TensorType::encode`] made, and appends the values.
+    pub fn decode(self, bytes: &[u8], values: &mut Vec<f32>) {
+        match self {
+            Self::F32 => values.extend(bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x))),
+            Self::F16 => values.extend(bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f32())),
+            Self::BF16 => values.extend(bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32())),
+            Self::Q8_0 => {
+                for block in bytes.as_chunks::<Q8_0_BYTES>().0 {
+                    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+                    values.extend(block[2..].iter().map(|q| f32::from(q.cast_signed()) * scale));
+                }
+            }
+        }
+    }
+
+    /// Returns the largest difference that rounding may cause, for values whose block (for `q8_0`) or itself has this magnitude.
+    pub(crate) fn rounding(self, magnitude: f32) -> f32 {
+        match self {
+            Self::F32 => 0.0,
+            // Half a unit in the last place; below 2^-14, of the subnormal numbers.
+            Self::F16 => (magnitude * 2f32.powi(-11)).max(2f32.powi(-25)),
+            Self::BF16 => magnitude * 2f32.powi(-8) + f32::MIN_POSITIVE,
+            // Half a step, and 127 times the rounding of the scale to f16.
+            Self::Q8_0 => magnitude / 127.0 * 0.5001 + magnitude * 2f32.powi(-11) + 127.0 * 2f32.powi(-25),
+        }
+    }
+}
+
+fn encode_q8_0(block: &[f32], bytes: &mut Vec<u8>) {
+    let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    let scale = largest / 127.0;
+    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+    bytes.extend(f16::from_f32(scale).to_le_bytes());
+    bytes.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
+}
+
+impl fmt::Display for TensorType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::Q8_0 => "q8_0",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers by hand: max |x| = 254, so d = 2; ties go away from zero.
+    #[test]
+    fn q8_0_rounds_ties_away_from_zero() {
+        let mut block = [0f32; Q8_0_BLOCK];
+        block[..6].copy_from_slice(&[254.0, -254.0, 1.0, -1.0, 3.0, 2.9]);
+        let mut bytes = Vec::new();
+        TensorType::Q8_0.encode(&block, &mut bytes);
+        assert_eq!(bytes.len(), Q8_0_BYTES);
+        assert_eq!(bytes[..2], f16::from_f32(2.0).to_le_bytes());
+        let quantized: Vec<i8> = bytes[2..8].iter().map(|q| q.cast_signed()).collect();
+        assert_eq!(quantized, [127, -127, 1, -1, 2, 1]);
+        let mut values = Vec::new();
+        TensorType::Q8_0.decode(&bytes, &mut values);
+        assert_eq!(values[..6], [254.0, -254.0, 2.0, -2.0, 4.0, 2.0]);
+    }
+
+    #[test]
+    fn a_block_of_zeros_stays_zero() {
+        let mut bytes = Vec::new();
+        TensorType::Q8_0.encode(&[0.0; 64], &mut bytes);
+        assert_eq!(bytes, [0; 2 * Q8_0_BYTES]);
+    }
+
+    #[test]
+    fn every_type_decodes_within_its_rounding() {
+        let values: Vec<f32> =
+            (0..320).map(|n| ((n * 7919 % 641) as f32 - 320.0) * 10f32.powi(n / 32 - 7)).collect();
+        for kind in TensorType::ALL {
+            let (mut bytes, mut back) = (Vec::new(), Vec::new());
+            kind.encode(&values, &mut bytes);
+            assert_eq!(bytes.len() as u64, kind.row_bytes(320).unwrap());
+            kind.decode(&bytes, &mut back);
+            for (block, decoded) in values.chunks(Q8_0_BLOCK).zip(back.chunks(Q8_0_BLOCK)) {
+                let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+                for (x, y) in block.iter().zip(decoded) {
+                    let magnitude = if kind == TensorType::Q8_0 { largest } else { x.abs() };
+                    assert!((x - y).abs() <= kind.rounding(magnitude), "{kind}: {x} became {y}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The special tokens: which one begins and ends a text or a turn, and which are added to a text.
+//!
+//! The sources, in llama.cpp's order: `tokenizer_config.json` by text, then `config.json` by number. Ends of a text come from
+//! `generation_config.json`, too, which may have several.
+
+use std::path::Path;
+
+use serde_json::{Map, Value as Json};
+
+use super::AddedToken;
+use crate::error::Result;
+use crate::json::{self, Fields};
+use crate::value::Value;
+
+/// Texts by which llama.cpp finds the end of a turn.
+const ENDS_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"];
+
+/// The roles of special tokens, under their names in both formats.
+const ROLES: [(&str, &str); 7] = [
+    ("bos", "bos_token_id"),
+    ("eos", "eos_token_id"),
+    ("unk", "unknown_token_id"),
+    ("sep", "seperator_token_id"),
+    ("pad", "padding_token_id"),
+    ("cls", "cls_token_id"),
+    ("mask", "mask_token_id"),
+];
+
+#[derive(Debug)]
+pub(super) struct Special {
+    /// Keys and tokens.
+    ids: Vec<(&'static str, u32)>,
+    /// Tokens that end a text.
+    pub(super) ends: Vec<u32>,
+    /// Tokens that end a turn, by their text.
+    pub(super) end_of_turn: Vec<u32>,
+    add_bos: bool,
+    add_eos: bool,
+    pub(super) notes: Vec<String>,
+}
+
+impl Special {
+    pub(super) fn read(
+        folder: &Path,
+        config: &Fields,
+        own: &Map<String, Json>,
+        tokenizer: &Fields,
+        added: &[AddedToken],
+    ) -> Result<Self> {
+        let generation = json::read_optional(&folder.join("generation_config.json"))?;
+        let numbers = |fields: &Map<String, Json>, role: &str| -> Vec<u32> {
+            let number = |value: &Json| value.as_u64().and_then(|id| u32::try_from(id).ok());
+            match fields.get(&format!("{role}_token_id")) {
+                Some(Json::Array(all)) => all.iter().filter_map(number).collect(),
+                Some(value) => number(value).into_iter().collect(),
+                None => Vec::new(),
+            }
+        };
+        let by_text = |text: &str| added.iter().find(|token| token.text == text).map(|token| token.id);
+        let of_config = |role: &str| {
+            let text = match own.get(&format!("{role}_token"))? {
+                Json::String(text) => text,
+                entry => entry.get("content")?.as_str()?,
+            };
+            by_text(text).or_else(|| {
+                let id = tokenizer.get("model")?.get("vocab")?.get(text)?.as_u64()?;
+                u32::try_from(id).ok()
+            })
+        };
+        let mut ids = Vec::new();
+        let mut ends = numbers(&generation, "eos");
+        for (role, key) in ROLES {
+            let of_model = || numbers(&config.fields, role).first().copied();
+            let found =
+                of_config(role).or_else(of_model).or_else(|| numbers(&generation, role).first().copied());
+            if let Some(id) = found {
+                ids.push((key, id));
+                if role == "eos" {
+                    ends.insert(0, id);
+                }
+            }
+        }
+        ends.extend(numbers(&config.fields, "eos"));
+        let mut seen = Vec::new();
+        ends.retain(|id| {
+            !seen.contains(id) && {
+                seen.push(*id);
+                true
+            }
+        });
+        let end_of_turn: Vec<u32> = ENDS_OF_TURN.iter().filter_map(|text| by_text(text)).collect();
+        if let Some(end) = end_of_turn.iter().chain(&ends).find(|end| Some(*end) != ends.first()) {
+            ids.push(("eot_token_id", *end));
+        }
+        let id_of = |key: &str| ids.iter().find(|(name, _)| *name == key).map(|(_, id)| *id);
+        let (begin, end) = added_by_template(tokenizer, by_text);
+        let mut notes = Vec::new();
+        let mut decide = |role: &str, key: &str, found: Option<u32>| {
+            let added = found.is_some() && found == id_of(key);
+            match own.get(&format!("add_{role}_token")) {
+                Some(Json::Bool(said)) if *said != added => {
+                    notes.push(format!(
+                        "tokenizer_config.json says add_{role}_token = {said}, tokenizer.json does {}; the file says {said}",
+                        if added { "add it" } else { "not add it" }
+                    ));
+                    *said
+                }
+                _ => added,
+            }
+        };
+        let add_bos = decide("bos", "bos_token_id", begin);
+        let add_eos = decide("eos", "eos_token_id", end);
+        Ok(Self { ids, ends, end_of_turn, add_bos, add_eos, notes })
+    }
+
+    /// The metadata, without the prefix; tokens beyond the embedding's rows are left out.
+    pub(super) fn metadata(&self, rows: u32) -> Vec<(&'static str, Value)> {
+        let ids = self.ids.iter().filter(|(_, id)| *id < rows).map(|(key, id)| (*key, (*id).into()));
+        // Always both: where they are missing, llama.cpp assumes what is usual for the pre-tokenizer.
+        ids.chain([("add_bos_token", self.add_bos.into()), ("add_eos_token", self.add_eos.into())]).collect()
+    }
+}
+
+/// Returns the tokens that the post-processor puts before and after a text.
+fn added_by_template(
+    tokenizer: &Fields,
+    by_text: impl Fn(&str) -> Option<u32>,
+) -> (Option<u32>, Option<u32>) {
+    let Some(post) = tokenizer.get("post_processor") else { return (None, None) };
+    let processors = match post.get("processors") {
+        Some(Json::Array(all)) => all.clone(),
+        _ => vec![post.clone()],
+    };
+    let template = processors
+        .iter()
+        .find(|step| step.get("type").and_then(Json::as_str) == Some("TemplateProcessing"))
+        .and_then(|step| step.get("single")?.as_array().cloned())
+        .unwrap_or_default();
+    let special = |part: Option<&Json>| by_text(part?.get("SpecialToken")?.get("id")?.as_str()?);
+    (special(template.first()), special(template.last()))
+}

@@ -1,0 +1,10 @@
+//! The tests of `gguf`: one binary, a module per behaviour.
+
+mod adapter;
+mod container;
+mod fuzz_files;
+mod memory;
+mod model;
+mod refused;
+mod tiny_model;
+mod tokenizer;
