@@ -69,6 +69,7 @@ pub use division::Division;
 pub use failure::CollectiveError;
 pub use group::{Group, GroupOptions};
 pub use launch::Launch;
+pub use ordered::PIECE;
 pub use store::Store;
 pub use work::Work;
 

@@ -9,7 +9,7 @@ use crate::norm::BLOCK;
 use crate::{Result, refused};
 
 /// Elements at which a parameter begins in its bucket: a cache line of any dtype.
-const ALIGNMENT: i64 = 64;
+pub const ALIGNMENT: i64 = 64;
 
 /// A parameter in a bucket.
 #[derive(Debug)]
@@ -90,9 +90,7 @@ impl Bucket {
 
     /// Returns the part of a member that a rank owns, as elements of the bucket.
     pub(crate) fn owned(&self, member: &Member, rank: usize) -> Range<i64> {
-        let shard = self.division.range(rank);
-        let start = member.range.start.max(shard.start);
-        start..member.range.end.min(shard.end).max(start)
+        owned(&member.range, self.division, rank)
     }
 
     /// Returns the gradients of all members, `[elements]`, and clears them. Where there is none, and between members, it is −0,
@@ -156,6 +154,13 @@ impl Bucket {
         }
         Ok(())
     }
+}
+
+/// Returns the part of a range of elements that a rank owns; empty where it owns none.
+pub(crate) fn owned(range: &Range<i64>, division: Division, rank: usize) -> Range<i64> {
+    let shard = division.range(rank);
+    let start = range.start.max(shard.start);
+    start..range.end.min(shard.end).max(start)
 }
 
 /// Divides elements among ranks, in whole blocks.

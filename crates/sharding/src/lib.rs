@@ -7,8 +7,8 @@
 //! | stage | weights | gradients | optimizer state | sent per rank and step of A rounds, f = (N − 1)/N |
 //! |---|---|---|---|---|
 //! | [`Stage::One`] | b·P | b·P + 4·P/N | 8·P/N | f·(A·b + b)·P |
-//! | [`Stage::Two`] | b·P | up to the largest bucket + 4·P/N | 8·P/N | the same |
-//! | [`Stage::Three`] | b·P/N + slots · largest layer | 3 layers + 4·P/N | 8·P/N | up to f·A·(2·b + b)·P |
+//! | [`Stage::Two`] | b·P | up to three buckets + 4·P/N | 8·P/N | the same |
+//! | [`Stage::Three`] | b·P/N + slots · largest layer | 3 layers + 4·P/N | 8·P/N | less than f·A·(2·b + b)·P |
 //!
 //! A round is one micro-batch of each rank. Stage 1 reduces gradients when its backward passes have ended, stage 2 reduces each
 //! bucket during backward, as soon as its gradients are there, and frees them. fp32 master weights of half-precision parameters
@@ -58,10 +58,12 @@
 //!     ..Gpt2LikeConfig::default()
 //! };
 //! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
-//! let groups = optimizer::Group::by_dimension(module::trainable(&model), 3e-3, 0.1);
+//! let parameters = module::trainable(&model);
+//! let order = parameters.iter().map(|(name, _)| name.clone()).collect();
+//! let groups = optimizer::Group::by_dimension(parameters, 3e-3, 0.1);
 //! // In a process that a launcher started: `Group::new(&Store::connect(…)?, "training", …)`.
 //! let ranks = Group::alone();
-//! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, Options::default())?;
+//! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, Options { order, ..Options::default() })?;
 //! let trainer = training::Trainer::new(Box::new(model), Box::new(optimizer), training::trainer::Options::default())?;
 //! # Ok::<(), training::Error>(())
 //! ```
@@ -80,12 +82,14 @@
 //!
 //! Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054); DeepSpeed's and FSDP2's documentation.
 
+mod agreement;
 mod bucket;
 mod norm;
 mod optimizer;
 mod round;
 mod shards;
 
+pub use bucket::ALIGNMENT;
 pub use norm::BLOCK;
 pub use optimizer::{Options, ShardedOptimizer, Stage};
 pub use shards::{FrozenWeights, Shards};

@@ -19,6 +19,7 @@ use training::clip;
 use training::optimizer::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::GradScaler;
 
+use crate::agreement;
 use crate::bucket::Bucket;
 use crate::norm;
 use crate::round::{Round, hooks, label};
@@ -48,8 +49,8 @@ impl ShardedOptimizer {
     /// Divides the parameters of `groups` among `ranks`. They get new memory, with their values.
     ///
     /// # Errors
-    /// Those of [`DeviceOptimizer::new`]; a stage whose shards are missing; parameters that are not on the CPU; a group with a rule of its own; ranks with other
-    /// parameters, values or options, with the first difference.
+    /// Those of [`DeviceOptimizer::new`]; a stage whose shards are missing; parameters that are not on the CPU; a group with a rule of its
+    /// own; ranks with other parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,
         groups: Vec<Group>,
@@ -70,7 +71,7 @@ impl ShardedOptimizer {
                 format!("group `{}` has a rule of its own; give all groups the optimizer's", group.name);
             return Err(refused(reason));
         }
-        settings::agree(rule.as_ref(), &groups, ranks, &options)?;
+        agreement::agree(rule.as_ref(), &groups, ranks, &options)?;
         let parameters: Vec<(usize, &str, &Tensor)> = groups
             .iter()
             .flat_map(|group| &group.parameters)
@@ -85,6 +86,7 @@ impl ShardedOptimizer {
             let held = options.shards.as_ref().map_or(Ok(false), |shards| shards.holds(tensor))?;
             rest.extend((!held).then_some((number, name, tensor)));
         }
+        settings::sort(&mut rest, &options.order)?;
         let mut buckets = Vec::new();
         for members in settings::divide(&rest, options.bucket_bytes) {
             buckets.push(Bucket::new(&members, ranks)?);

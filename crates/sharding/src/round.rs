@@ -12,54 +12,111 @@ use tch::{Device, Tensor};
 use crate::bucket::{Bucket, narrow};
 use crate::{Result, refused};
 
-/// Layers whose reductions are under way, each with its gradients. Backward waits beyond that.
-const MAX_IN_FLIGHT: usize = 2;
+/// Buckets whose reductions are under way, each with its gradients, while the next one's are copied. Backward waits beyond that.
+const MAX_IN_FLIGHT: usize = 1;
 
-/// The buckets, which gradients of the current round are there, and which buckets have been given to the worker. Hooks and layers use
-/// it too.
-///
-/// A backward adds to a parameter's gradient once for each recomputed segment that uses it. How often is learned from this rank's
-/// first round, which is reduced at its end. A layer says itself when its gradients are complete.
+/// The gradients of a bucket that have arrived in this round.
+#[derive(Debug)]
+enum Arrived {
+    /// Those of its parameters, in their `grad`. How often a backward adds to them is learned from this rank's first round, which is
+    /// reduced at its end: it adds once for each recomputed segment that uses a parameter.
+    Parameters { additions: usize, expected: Option<usize> },
+    /// Those of a layer's region, which says itself when they are complete.
+    Layer { gradients: Option<Tensor>, complete: bool },
+}
+
+impl Arrived {
+    fn of(bucket: &Bucket) -> Self {
+        match bucket.is_layer {
+            true => Self::Layer { gradients: None, complete: false },
+            false => Self::Parameters { additions: 0, expected: None },
+        }
+    }
+
+    fn are_complete(&self) -> bool {
+        match *self {
+            Self::Parameters { additions, expected } => {
+                expected.is_some_and(|expected| additions >= expected.max(1))
+            }
+            Self::Layer { complete, .. } => complete,
+        }
+    }
+
+    /// Ends a round; `learn` takes its additions for those of every later one.
+    fn end(&mut self, learn: bool) {
+        match self {
+            Self::Parameters { additions, expected } => {
+                *expected = expected.or(learn.then_some(*additions));
+                *additions = 0;
+            }
+            Self::Layer { gradients, complete } => (*gradients, *complete) = (None, false),
+        }
+    }
+}
+
+/// The buckets, which gradients of the current round are there, and which buckets are reduced. Hooks and layers use it too.
 #[derive(Debug)]
 pub(crate) struct Round {
     pub(crate) buckets: Vec<Bucket>,
-    /// By bucket: how often a backward adds to its gradients, once it is known.
-    additions: Option<Vec<usize>>,
-    /// By bucket: how often this round's backward has.
-    added: Vec<usize>,
-    /// By bucket: the gradients of a layer's region, and whether they are complete.
-    delivered: Vec<(Option<Tensor>, bool)>,
+    /// By bucket.
+    arrived: Vec<Arrived>,
     /// Whether a backward may come that adds more.
     open: bool,
     /// Whether this rank's gradients are none in this round.
     idle: bool,
-    /// Buckets given to the worker, from the last one on.
-    submitted: usize,
     /// Whether this is the first round of the step.
     first: bool,
     /// Parameters with a gradient in this step.
     pub(crate) seen: Vec<bool>,
-    in_flight: VecDeque<Event>,
+    reductions: Reductions,
+}
+
+/// Reductions of buckets during backward, on a thread of their own.
+#[derive(Debug)]
+struct Reductions {
     ranks: Ranks,
-    /// Reduces buckets during backward.
     worker: Stream,
+    /// Their ends.
+    in_flight: VecDeque<Event>,
+    /// How many were begun in this round, from the last bucket on.
+    begun: usize,
+}
+
+impl Reductions {
+    fn begin(&mut self, work: impl FnOnce(&Ranks) -> runtime::Result<()> + Send + 'static) -> Result<()> {
+        let ranks = self.ranks.clone();
+        self.worker.submit(move || work(&ranks))?;
+        self.begun += 1;
+        let reduced = Event::untimed(Device::Cpu)?;
+        self.worker.record(&reduced)?;
+        self.in_flight.push_back(reduced);
+        while self.in_flight.len() > MAX_IN_FLIGHT
+            && let Some(oldest) = self.in_flight.pop_front()
+        {
+            oldest.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all.
+    fn end(&mut self) -> Result<()> {
+        self.in_flight.clear();
+        self.begun = 0;
+        Ok(self.worker.synchronize()?)
+    }
 }
 
 impl Round {
     pub(crate) fn new(buckets: Vec<Bucket>, parameters: usize, ranks: &Ranks) -> Result<Self> {
+        let worker = Stream::new(Device::Cpu)?;
         Ok(Self {
-            additions: None,
-            added: vec![0; buckets.len()],
-            delivered: buckets.iter().map(|_| (None, false)).collect(),
+            arrived: buckets.iter().map(Arrived::of).collect(),
             buckets,
             open: true,
             idle: false,
-            submitted: 0,
             first: true,
             seen: vec![false; parameters],
-            in_flight: VecDeque::new(),
-            ranks: ranks.clone(),
-            worker: Stream::new(Device::Cpu)?,
+            reductions: Reductions { ranks: ranks.clone(), worker, in_flight: VecDeque::new(), begun: 0 },
         })
     }
 
@@ -77,34 +134,44 @@ impl Round {
     pub(crate) fn deliver(
         &mut self,
         (number, layer): (usize, &str),
-        gradients: Vec<(usize, Tensor)>,
+        new: Vec<(usize, Tensor)>,
         last: bool,
     ) -> Result<()> {
         let bucket = &self.buckets[number];
-        if number + self.submitted >= self.buckets.len() {
+        if number + self.reductions.begun >= self.buckets.len() {
             return Err(refused(format!(
                 "gradients of `{layer}` came after they were reduced; run one micro-batch in a round, and one backward for each \
                  forward"
             )));
         }
-        self.delivered[number].1 = last;
-        if !self.idle {
-            let _no_grad = tch::no_grad_guard();
-            let (flat, fresh) = match self.delivered[number].0.take() {
-                Some(flat) => (flat, false),
-                None => (bucket.no_gradients()?, true),
-            };
-            for (index, gradient) in gradients {
-                let member = &bucket.members[index];
-                let mut view = narrow(&flat, &member.range)?.f_view(gradient.size().as_slice())?;
-                if fresh {
-                    view.f_copy_(&gradient)?;
-                } else {
-                    let _ = view.f_add_(&gradient)?;
+        if let Arrived::Layer { gradients, complete } = &mut self.arrived[number] {
+            *complete = last;
+            if !self.idle {
+                let _no_grad = tch::no_grad_guard();
+                let (flat, fresh) = match gradients.take() {
+                    Some(flat) => (flat, false),
+                    None => (bucket.no_gradients()?, true),
+                };
+                for (index, gradient) in new {
+                    let member = &bucket.members[index];
+                    let mut view = narrow(&flat, &member.range)?.f_view(gradient.size().as_slice())?;
+                    if fresh {
+                        view.f_copy_(&gradient)?;
+                    } else {
+                        let _ = view.f_add_(&gradient)?;
+                    }
+                    self.seen[member.parameter] = true;
                 }
-                self.seen[member.parameter] = true;
+                *gradients = Some(flat);
             }
-            self.delivered[number].0 = Some(flat);
+        }
+        self.submit()
+    }
+
+    /// Counts an addition to the gradients of a bucket's parameters.
+    fn count(&mut self, number: usize) -> Result<()> {
+        if let Arrived::Parameters { additions, .. } = &mut self.arrived[number] {
+            *additions += 1;
         }
         self.submit()
     }
@@ -114,61 +181,39 @@ impl Round {
         self.open = false;
         self.submit()?;
         // The worker does not need the lock.
-        self.worker.synchronize()?;
-        self.in_flight.clear();
-        if self.additions.is_none() && self.added.iter().any(|added| *added > 0) {
-            self.additions = Some(self.added.clone());
-        }
-        self.added.fill(0);
-        self.delivered.fill_with(|| (None, false));
-        (self.open, self.first, self.submitted) = (true, false, 0);
+        self.reductions.end()?;
+        let counted =
+            |arrived: &Arrived| matches!(arrived, Arrived::Parameters { additions, .. } if *additions > 0);
+        let learn = self.arrived.iter().any(counted);
+        self.arrived.iter_mut().for_each(|arrived| arrived.end(learn));
+        (self.open, self.first) = (true, false);
         Ok(())
     }
 
     /// The buckets that were reduced in this round.
     pub(crate) fn reduced(&self) -> impl Iterator<Item = &Bucket> {
-        self.buckets.iter().rev().take(self.submitted)
-    }
-
-    /// Whether all gradients of a bucket are there.
-    fn is_complete(&self, number: usize) -> bool {
-        if self.buckets[number].is_layer {
-            return self.delivered[number].1;
-        }
-        self.additions.as_ref().is_some_and(|additions| self.added[number] >= additions[number].max(1))
+        self.buckets.iter().rev().take(self.reductions.begun)
     }
 
     /// Gives the worker every bucket whose gradients are there, in the order that all ranks have: from the last to the first.
     fn submit(&mut self) -> Result<()> {
-        while self.submitted < self.buckets.len() {
-            let number = self.buckets.len() - 1 - self.submitted;
-            if self.open && !self.is_complete(number) {
+        while self.reductions.begun < self.buckets.len() {
+            let number = self.buckets.len() - 1 - self.reductions.begun;
+            if self.open && !self.arrived[number].are_complete() {
                 break;
             }
             let bucket = &self.buckets[number];
-            let gradients = match (bucket.is_layer, self.delivered[number].0.take()) {
-                (true, Some(gradients)) => gradients,
-                (true, None) => bucket.no_gradients()?,
-                (false, _) if self.idle => {
+            let gradients = match &mut self.arrived[number] {
+                Arrived::Layer { gradients, .. } => {
+                    gradients.take().map_or_else(|| bucket.no_gradients(), Ok)?
+                }
+                Arrived::Parameters { .. } if self.idle => {
                     bucket.clear_gradients()?;
                     bucket.no_gradients()?
                 }
-                (false, _) => bucket.take_gradients(&mut self.seen)?,
+                Arrived::Parameters { .. } => bucket.take_gradients(&mut self.seen)?,
             };
-            let (reduce, ranks) =
-                (bucket.reduction(gradients, self.first, label(number)), self.ranks.clone());
-            self.worker.submit(move || reduce(&ranks))?;
-            self.submitted += 1;
-            if bucket.is_layer {
-                let reduced = Event::untimed(Device::Cpu)?;
-                self.worker.record(&reduced)?;
-                self.in_flight.push_back(reduced);
-            }
-            while self.in_flight.len() > MAX_IN_FLIGHT
-                && let Some(oldest) = self.in_flight.pop_front()
-            {
-                oldest.synchronize()?;
-            }
+            self.reductions.begin(bucket.reduction(gradients, self.first, label(number)))?;
         }
         Ok(())
     }
@@ -183,9 +228,7 @@ pub(crate) fn hooks(round: &Arc<Mutex<Round>>) -> Result<Vec<GradientHook>> {
             let shared = Arc::downgrade(round);
             hooks.push(GradientHook::new(&member.tensor, move || {
                 let Some(round) = shared.upgrade() else { return Ok(()) };
-                let mut round = round.lock();
-                round.added[number] += 1;
-                round.submit().map_err(|error| match error {
+                round.lock().count(number).map_err(|error| match error {
                     training::Error::Runtime(error) => error,
                     other => runtime::Error::Other(other.to_string().into()),
                 })
@@ -228,11 +271,11 @@ mod tests {
         };
         // The first layer waits for the last, which comes twice, and whose first tensor is not used.
         round.deliver((0, "layers.0"), vec![(0, ones()), (1, ones())], true).unwrap();
-        assert_eq!(round.submitted, 0);
+        assert_eq!(round.reductions.begun, 0);
         round.deliver((1, "layers.1"), vec![(1, ones())], false).unwrap();
-        assert_eq!(round.submitted, 0);
+        assert_eq!(round.reductions.begun, 0);
         round.deliver((1, "layers.1"), vec![(1, ones())], true).unwrap();
-        assert_eq!(round.submitted, 2);
+        assert_eq!(round.reductions.begun, 2);
         let late = round.deliver((1, "layers.1"), vec![(1, ones())], true).unwrap_err().to_string();
         assert!(late.contains("gradients of `layers.1` came after they were reduced"), "{late}");
         round.end().unwrap();

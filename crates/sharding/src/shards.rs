@@ -11,10 +11,11 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use runtime::collectives::{Division, Group as Ranks};
 use runtime::precision::identity;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 use training::layer_source::{LayerRegion, LayerSource};
 
-use crate::bucket::{Bucket, Member, divide, narrow};
+use crate::agreement::describe;
+use crate::bucket::{Bucket, Member, divide, narrow, owned};
 use crate::round::Round;
 use crate::{Result, refused};
 
@@ -182,10 +183,9 @@ struct Place {
 impl Place {
     /// Returns a rank's part of the tensor: its elements in the tensor, and in the rank's shard.
     fn part(&self, rank: usize) -> Option<(std::ops::Range<i64>, std::ops::Range<i64>)> {
-        let shard = self.division.range(rank);
-        let (start, end) = (self.range.start.max(shard.start), self.range.end.min(shard.end));
-        let from = |origin: i64| start - origin..end - origin;
-        (start < end).then(|| (from(self.range.start), from(shard.start)))
+        let owned = owned(&self.range, self.division, rank);
+        let from = |origin: i64| owned.start - origin..owned.end - origin;
+        (!owned.is_empty()).then(|| (from(self.range.start), from(self.division.range(rank).start)))
     }
 }
 
@@ -202,13 +202,11 @@ impl LayerSource for Shards {
         shard.shallow_clone().f_copy_(&own)?;
         let mut members = Vec::new();
         for (name, tensor, range) in &region.tensors {
-            // Not a hash: equal bits give an equal sum, and a difference is what a wrong seed or checkpoint makes.
-            let sum = narrow(region.values, range)?.f_sum(Kind::Double)?.f_double_value(&[])?;
             members.push(Held {
                 name: name.clone(),
                 tensor: tensor.shallow_clone(),
                 range: range.clone(),
-                description: format!("{:?} {:?}, sum {:016x}", tensor.kind(), tensor.size(), sum.to_bits()),
+                description: describe(tensor, &narrow(region.values, range)?)?,
             });
         }
         let mut state = self.0.state.lock();

@@ -146,6 +146,7 @@ impl Prepared {
         } else {
             Frozen::Saved
         };
+        let order = parameters.iter().map(|(name, _)| name.clone()).collect();
         let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
         if let Some(ranks) = ranks {
             checks::ranks(&config, ranks.size())?;
@@ -157,6 +158,7 @@ impl Prepared {
                 let options = sharding::Options {
                     stage,
                     master_weights: own.master_weights,
+                    order,
                     shards: handles.shards.clone(),
                     ..sharding::Options::default()
                 };

@@ -18,8 +18,8 @@ use super::{Division, ReduceOp};
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
 
-/// Bytes of a piece.
-const PIECE: i64 = 1 << 20;
+/// Bytes of a piece of an ordered reduction, of which two are received from each rank at a time.
+pub const PIECE: i64 = 1 << 20;
 /// Pieces of each rank that are received at a time.
 const AHEAD: usize = 2;
 

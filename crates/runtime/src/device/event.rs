@@ -8,6 +8,7 @@ use tch::Device;
 
 use super::choice::{checked, flag};
 use super::worker::is_worker;
+use crate::collectives::CollectiveError;
 use crate::error::{Error, Result};
 use crate::sys::stream::CudaEvent;
 
@@ -50,12 +51,21 @@ pub(super) struct Outcome {
 /// Why work failed or was skipped.
 #[derive(Debug)]
 pub(super) struct Failure {
-    cause: String,
+    cause: Cause,
     inherited: bool,
 }
 
+/// What failed.
+#[derive(Debug, Clone)]
+pub(super) enum Cause {
+    /// The message of an error or panic.
+    Message(String),
+    /// A group's failure, which says by itself what failed and where.
+    Collective(Box<CollectiveError>),
+}
+
 impl Failure {
-    pub(super) fn of_work(cause: String) -> Arc<Self> {
+    pub(super) fn of_work(cause: Cause) -> Arc<Self> {
         Arc::new(Self { cause, inherited: false })
     }
 
@@ -67,7 +77,10 @@ impl Failure {
     pub(super) fn to_error(&self) -> Error {
         let via =
             if self.inherited { "an event that it waited for carries an earlier failure: " } else { "" };
-        Error::Stream(format!("{via}{}", self.cause))
+        match &self.cause {
+            Cause::Message(message) => Error::Stream(format!("{via}{message}")),
+            Cause::Collective(failure) => Error::Collective(failure.clone()),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tch::{Device, Tensor};
 
 use super::choice::{checked, flag};
-use super::event::{Event, Recorded};
+use super::event::{Event, Failure, Recorded};
 use super::worker::{Worker, caught};
 use crate::error::{Error, Result};
 use crate::sys::stream::{CudaStream, CudaStreamGuard};
@@ -172,8 +172,8 @@ impl Stream {
     /// Blocks the calling thread until all work of the stream is done.
     ///
     /// # Errors
-    /// [`Error::Stream`], once, with the error of the first work that failed since the last call; on CUDA, an
-    /// asynchronous error of a kernel. A call from within the stream's own work is refused.
+    /// [`Error::Stream`], once, with the error of the first work that failed since the last call ([`Error::Collective`] as it is); on
+    /// CUDA, an asynchronous error of a kernel. A call from within the stream's own work is refused.
     pub fn synchronize(&self) -> Result<()> {
         match &self.kind {
             Kind::Caller => Ok(()),
@@ -230,6 +230,6 @@ fn at_once(work: impl FnOnce() -> Result<()>) -> Result<()> {
         own_error = work().err();
         Ok(())
     });
-    outcome.map_err(Error::Stream)?;
+    outcome.map_err(|cause| Failure::of_work(cause).to_error())?;
     own_error.map_or(Ok(()), Err)
 }

@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle, ThreadId};
 
 use tch::Tensor;
 
-use super::event::{Failure, Mark, Recorded, wait_for};
+use super::event::{Cause, Failure, Mark, Recorded, wait_for};
 use crate::error::{Error, Result};
 use crate::sys::stream::ThreadState;
 use crate::sys::{error_chain, panic_message};
@@ -207,7 +207,8 @@ impl Queue {
                     let inherited = match &recorded {
                         Recorded::Host(mark) => mark.wait().failure.map(|failure| failure.inherit()),
                         Recorded::Cuda(event) => wait_for(event).err().map(|error| {
-                            Failure::of_work(format!("a CUDA event that it waited for failed: {error}"))
+                            let message = format!("a CUDA event that it waited for failed: {error}");
+                            Failure::of_work(Cause::Message(message))
                         }),
                     };
                     failure = failure.or(inherited);
@@ -240,20 +241,21 @@ impl Queue {
     }
 }
 
-/// Runs work under the thread state of its submitter. The error is a message.
-fn run(work: Work, thread_state: &ThreadState) -> std::result::Result<(), String> {
-    let _state = thread_state.enter().map_err(|error| error.to_string())?;
+/// Runs work under the thread state of its submitter.
+fn run(work: Work, thread_state: &ThreadState) -> std::result::Result<(), Cause> {
+    let _state = thread_state.enter().map_err(|error| Cause::Message(error.to_string()))?;
     caught(work)
 }
 
 /// Runs work; a panic becomes an error.
-pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> std::result::Result<(), String> {
-    match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(Error::Stream(cause))) => Err(cause),
-        Ok(Err(error)) => Err(error_chain(&error)),
-        Err(payload) => Err(format!("panicked: {}", panic_message(&*payload))),
-    }
+pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> std::result::Result<(), Cause> {
+    Err(match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => return Ok(()),
+        Ok(Err(Error::Stream(message))) => Cause::Message(message),
+        Ok(Err(Error::Collective(failure))) => Cause::Collective(failure),
+        Ok(Err(error)) => Cause::Message(error_chain(&error)),
+        Err(payload) => Cause::Message(format!("panicked: {}", panic_message(&*payload))),
+    })
 }
 
 /// Drops work that will not run; what it captured may panic when dropped.

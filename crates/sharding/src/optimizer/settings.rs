@@ -1,10 +1,9 @@
-//! Options, the division of parameters into buckets, and what all ranks must agree on.
+//! Options, and the division of parameters into buckets.
 
 use std::collections::HashMap;
 
 use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
-use training::optimizer::{Group, Rule};
 
 use crate::shards::Shards;
 use crate::{Result, refused};
@@ -30,13 +29,22 @@ pub struct Options {
     pub master_weights: bool,
     /// Bytes of weights that are reduced and gathered together, at least. A bucket has whole parameters.
     pub bucket_bytes: usize,
+    /// Names of the trained parameters in the order in which the model has them, so that a bucket's gradients arrive together; empty for
+    /// the groups' order.
+    pub order: Vec<String>,
     /// The layers of [`Stage::Three`], divided before.
     pub shards: Option<Shards>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { stage: Stage::default(), master_weights: false, bucket_bytes: 16 << 20, shards: None }
+        Self {
+            stage: Stage::default(),
+            master_weights: false,
+            bucket_bytes: 16 << 20,
+            order: Vec::new(),
+            shards: None,
+        }
     }
 }
 
@@ -63,17 +71,25 @@ impl Options {
 /// A parameter: its number, name and tensor.
 pub(super) type Parameter<'a> = (usize, &'a str, &'a Tensor);
 
-/// Divides the parameters into buckets of one dtype, block by block of the model, whatever groups they are in: a bucket is reduced
-/// when all of its gradients are there, so it should have those that backward computes together.
-pub(super) fn divide<'a>(parameters: &[Parameter<'a>], bucket_bytes: usize) -> Vec<Vec<Parameter<'a>>> {
-    let mut first = HashMap::new();
-    for (place, (_, name, _)) in parameters.iter().enumerate() {
-        first.entry(block(name)).or_insert(place);
+/// Puts the parameters into the order of [`Options::order`].
+pub(super) fn sort(parameters: &mut [Parameter<'_>], order: &[String]) -> Result<()> {
+    if order.is_empty() {
+        return Ok(());
     }
-    let mut parameters = parameters.to_vec();
-    parameters.sort_by_key(|(_, name, _)| first[block(name)]);
+    let places: HashMap<&str, usize> = order.iter().map(String::as_str).zip(0..).collect();
+    if let Some((_, name, _)) = parameters.iter().find(|(_, name, _)| !places.contains_key(name)) {
+        let reason = format!("`{name}` is not in Options::order; give the names of all trained parameters");
+        return Err(refused(reason));
+    }
+    parameters.sort_by_key(|(_, name, _)| places[name]);
+    Ok(())
+}
+
+/// Divides the parameters into buckets of one dtype, of consecutive ones: a bucket is reduced when all of its gradients are there, so it
+/// should have those that backward computes together.
+pub(super) fn divide<'a>(parameters: &[Parameter<'a>], bucket_bytes: usize) -> Vec<Vec<Parameter<'a>>> {
     let mut kinds: Vec<Kind> = Vec::new();
-    for (_, _, tensor) in &parameters {
+    for (_, _, tensor) in parameters {
         if !kinds.contains(&tensor.kind()) {
             kinds.push(tensor.kind());
         }
@@ -94,49 +110,6 @@ pub(super) fn divide<'a>(parameters: &[Parameter<'a>], bucket_bytes: usize) -> V
         }
     }
     buckets
-}
-
-/// The block that a parameter is in: its name up to the first number, such as `layers.3`; its whole name where there is none.
-fn block(name: &str) -> &str {
-    let mut end = 0;
-    for part in name.split('.') {
-        end += part.len();
-        if part.parse::<u32>().is_ok() {
-            return &name[..end];
-        }
-        end += 1;
-    }
-    name
-}
-
-/// Makes sure that all ranks have the same optimizer, parameters and values.
-pub(super) fn agree(rule: &dyn Rule, groups: &[Group], ranks: &Ranks, options: &Options) -> Result<()> {
-    let mut fields = vec![
-        ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-        ("optimizer".to_owned(), format!("{rule:?}")),
-        ("options".to_owned(), format!("{options:?}")),
-        ("threads".to_owned(), tch::get_num_threads().to_string()),
-    ];
-    for group in groups {
-        let Group { name, lr, weight_decay, frozen, .. } = group;
-        fields.push((
-            format!("group {name}"),
-            format!("lr {lr}, weight decay {weight_decay}, frozen {frozen}"),
-        ));
-        for (name, tensor) in &group.parameters {
-            if options.shards.as_ref().map_or(Ok(false), |shards| shards.holds(tensor))? {
-                continue;
-            }
-            let shape = format!("{:?} {:?}", tensor.kind(), tensor.size());
-            // Not a hash: equal bits give an equal sum, and a difference is what a wrong seed or checkpoint makes.
-            let sum = tensor.f_detach()?.f_sum(Kind::Double)?.f_double_value(&[])?;
-            fields.push((format!("parameter {name}"), format!("{shape}, sum {:016x}", sum.to_bits())));
-        }
-    }
-    fields.extend(options.shards.iter().flat_map(Shards::descriptions));
-    let fields: Vec<(&str, &str)> =
-        fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-    Ok(ranks.agree(&fields)?)
 }
 
 #[cfg(test)]
@@ -165,24 +138,21 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_in_one_bucket_whatever_groups_its_parameters_are_in() {
+    fn buckets_follow_the_model_whatever_groups_parameters_are_in() {
         let tensor = Tensor::zeros([100], (Kind::Float, Device::Cpu));
+        let order =
+            ["embed", "first.up", "first.norm", "second.up", "second.norm", "norm"].map(str::to_owned);
         // Matrices first, then vectors, as `Group::by_dimension` has them.
-        let names = [
-            "embed.weight",
-            "layers.0.up.weight",
-            "layers.1.up.weight",
-            "layers.0.norm.weight",
-            "layers.1.norm.weight",
-            "norm.weight",
-        ];
-        let parameters: Vec<Parameter<'_>> =
+        let names = ["embed", "first.up", "second.up", "first.norm", "second.norm", "norm"];
+        let mut parameters: Vec<Parameter<'_>> =
             names.iter().enumerate().map(|(number, name)| (number, *name, &tensor)).collect();
-        let found: Vec<Vec<&str>> = divide(&parameters, 800)
+        sort(&mut parameters, &order).unwrap();
+        let found: Vec<Vec<usize>> = divide(&parameters, 800)
             .iter()
-            .map(|bucket| bucket.iter().map(|parameter| parameter.1).collect())
+            .map(|bucket| bucket.iter().map(|parameter| parameter.0).collect())
             .collect();
-        let expected = [vec![names[0], names[1]], vec![names[3], names[2]], vec![names[4], names[5]]];
-        assert_eq!(found, expected);
+        assert_eq!(found, [[0, 1], [3, 2], [4, 5]]);
+        let missing = sort(&mut parameters, &order[1..]).unwrap_err().to_string();
+        assert!(missing.contains("`embed` is not in Options::order"), "{missing}");
     }
 }

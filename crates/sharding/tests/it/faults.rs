@@ -4,139 +4,12 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use runtime::autograd::GradientHook;
-use runtime::collectives::Group as Ranks;
-use serde::{Deserialize, Serialize};
 use test_ranks::Ranks as Processes;
 use training::checkpoint;
-use training::optimizer::{Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
-use training::scaler::GradScaler;
-use training::{Error, Result};
 
+use crate::faulty::{Fault, Injected, Operation, STEP, wait};
 use crate::run;
 use crate::training_case::Case;
-use crate::trainings::HANGS;
-
-/// What befalls a rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Fault {
-    /// SIGKILL.
-    Killed,
-    /// SIGSTOP, and SIGKILL when the others must have given up.
-    Stopped,
-    /// Its process lives, and takes part in nothing.
-    Hangs,
-}
-
-/// Before which operation of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Operation {
-    Reduce,
-    Gather,
-    Save,
-}
-
-/// A fault: what befalls which rank, and when.
-pub(crate) type Injected = (Fault, usize, Operation);
-
-/// The step of a fault.
-const STEP: u64 = 3;
-
-/// An optimizer whose rank suffers a fault, or waits for a random time, before its operations.
-#[derive(Debug)]
-pub(crate) struct Faulty {
-    inner: Box<dyn Optimizer>,
-    fault: Option<(Fault, Operation)>,
-    delays: Option<Mutex<fuzz::Random>>,
-    step: u64,
-}
-
-impl Faulty {
-    pub(crate) fn new(inner: Box<dyn Optimizer>, case: &Case, ranks: &Ranks) -> Self {
-        let rank = ranks.rank();
-        let fault = case.fault.filter(|(_, faulty, _)| *faulty == rank).map(|(fault, _, at)| (fault, at));
-        let delays = case.delays.then(|| Mutex::new(fuzz::Random::new(rank as u64)));
-        Self { inner, fault, delays, step: 0 }
-    }
-
-    fn meet(&self, operation: Operation) -> Result<()> {
-        self.delays.iter().for_each(wait);
-        match self.fault {
-            Some((fault, at)) if at == operation && self.step == STEP => befall(fault),
-            _ => Ok(()),
-        }
-    }
-}
-
-fn wait(delays: &Mutex<fuzz::Random>) {
-    std::thread::sleep(Duration::from_micros(delays.lock().unwrap().below(3000) as u64));
-}
-
-fn befall(fault: Fault) -> Result<()> {
-    let own = std::process::id();
-    let signals = match fault {
-        Fault::Killed => format!("kill -9 {own}"),
-        Fault::Stopped => format!("kill -STOP {own}; sleep 4; kill -9 {own}"),
-        Fault::Hangs => {
-            return Err(Error::Config { what: HANGS, reason: "until the others have ended".to_owned() });
-        }
-    };
-    std::process::Command::new("sh").args(["-c", &signals]).status().unwrap();
-    unreachable!("the signal has come");
-}
-
-impl Optimizer for Faulty {
-    fn begin(&mut self, settings: StepSettings) -> Result<()> {
-        self.step += 1;
-        self.inner.begin(settings)
-    }
-
-    fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
-        self.inner.unscale_and_clip(scaler)
-    }
-
-    fn take_step(&mut self, decision: &StepDecision) -> Result<()> {
-        self.meet(Operation::Gather)?;
-        self.inner.take_step(decision)
-    }
-
-    fn zero_grad(&mut self, how: ZeroGrad) -> Result<()> {
-        self.inner.zero_grad(how)
-    }
-
-    fn ranks(&self) -> Option<Ranks> {
-        self.inner.ranks()
-    }
-
-    fn reduce(&mut self) -> Result<()> {
-        self.meet(Operation::Reduce)?;
-        self.inner.reduce()
-    }
-
-    fn groups(&self) -> &[Group] {
-        self.inner.groups()
-    }
-
-    fn rule(&self) -> &dyn Rule {
-        self.inner.rule()
-    }
-
-    fn learning_rates(&self) -> Vec<f64> {
-        self.inner.learning_rates()
-    }
-
-    fn state(&self) -> Result<Vec<(String, tch::Tensor)>> {
-        self.meet(Operation::Save)?;
-        self.inner.state()
-    }
-
-    fn load_state(&mut self, tensors: &[(String, tch::Tensor)]) -> Result<()> {
-        self.inner.load_state(tensors)
-    }
-
-    fn state_bytes(&self) -> u64 {
-        self.inner.state_bytes()
-    }
-}
 
 /// Delays the gradients of all parameters. Dropped where the process ends.
 pub(crate) fn delay_backward(parameters: &[(String, &tch::Tensor)], rank: usize) {
@@ -154,7 +27,7 @@ pub(crate) fn delay_backward(parameters: &[(String, &tch::Tensor)], rank: usize)
 #[track_caller]
 fn check(printed: &[String], (_, rank, operation): Injected, folder: &tempfile::TempDir) {
     let named = match operation {
-        Operation::Reduce => "reduce_scatter of `bucket ",
+        Operation::Reduce | Operation::Forward | Operation::Backward => "reduce_scatter of `bucket ",
         Operation::Gather => "all_gather of `bucket ",
         Operation::Save if rank == 0 => "send of `exp_avg of bucket ",
         Operation::Save => "recv of `exp_avg of bucket ",

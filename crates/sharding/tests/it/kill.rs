@@ -2,7 +2,7 @@
 
 use test_ranks::Ranks;
 
-use crate::faults::{Fault, Operation};
+use crate::faulty::{Fault, Operation};
 use crate::run;
 use crate::training_case::Case;
 use crate::trainings::{end, files};

@@ -2,6 +2,7 @@
 
 mod bits;
 mod faults;
+mod faulty;
 mod kill;
 mod training_case;
 mod trainings;

@@ -13,7 +13,8 @@ use training::activations::{self, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::{Trainer, trainer};
 
-use crate::faults::{Faulty, Injected, delay_backward};
+use crate::faults::delay_backward;
+use crate::faulty::{Faulty, Injected};
 use crate::trainings;
 
 /// The dtype of the weights.
@@ -104,7 +105,9 @@ impl Case {
     }
 
     fn optimizer(&self, model: &dyn LanguageModel, ranks: &Ranks) -> Box<dyn Optimizer> {
-        let groups = Group::by_dimension(module::trainable(model), 3e-3, 0.1);
+        let parameters = module::trainable(model);
+        let order = parameters.iter().map(|(name, _)| name.clone()).collect();
+        let groups = Group::by_dimension(parameters, 3e-3, 0.1);
         let stage = match self.stage {
             0 => return Box::new(DeviceOptimizer::new(AdamW::default(), groups).unwrap()),
             1 => Stage::One,
@@ -114,6 +117,7 @@ impl Case {
             stage,
             master_weights: self.master_weights,
             bucket_bytes: self.bucket_bytes,
+            order,
             shards: None,
         };
         Box::new(ShardedOptimizer::new(AdamW::default(), groups, ranks, options).unwrap())
@@ -135,7 +139,7 @@ impl Case {
             ..trainer::Options::default()
         };
         let optimizer: Box<dyn Optimizer> = match self.fault.is_some() || self.delays {
-            true => Box::new(Faulty::new(optimizer, self, ranks)),
+            true => Box::new(Faulty::new(optimizer, ranks, self.fault, self.delays, None)),
             false => optimizer,
         };
         let mut trainer = Trainer::new(model, optimizer, options).unwrap();

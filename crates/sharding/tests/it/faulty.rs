@@ -1,0 +1,190 @@
+//! An optimizer whose rank hangs, is killed or stopped, or is slow.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use runtime::autograd::GradientHook;
+use runtime::collectives::Group as Ranks;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+use training::optimizer::{Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
+use training::scaler::GradScaler;
+use training::{Error, Result};
+
+use super::trainings::HANGS;
+
+/// What befalls a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Fault {
+    /// SIGKILL.
+    Killed,
+    /// SIGSTOP, and SIGKILL when the others must have given up.
+    Stopped,
+    /// Its process lives, and takes part in nothing.
+    Hangs,
+}
+
+/// Before which operation of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Operation {
+    /// The first forward, which gathers divided layers.
+    Forward,
+    /// The backward of the layers.
+    Backward,
+    Reduce,
+    Gather,
+    Save,
+}
+
+/// A fault: what befalls which rank, and when.
+pub(crate) type Injected = (Fault, usize, Operation);
+
+/// The step of a fault.
+pub(crate) const STEP: u64 = 3;
+
+/// An optimizer whose rank suffers a fault, or waits for a random time, before its operations.
+#[derive(Debug)]
+pub(crate) struct Faulty {
+    inner: Box<dyn Optimizer>,
+    fault: Option<(Fault, Operation)>,
+    delays: Option<Mutex<fuzz::Random>>,
+    step: Arc<AtomicU64>,
+    _hook: Option<GradientHook>,
+}
+
+impl Faulty {
+    /// `first` is the tensor whose gradient comes before the backward of the layers.
+    pub(crate) fn new(
+        inner: Box<dyn Optimizer>,
+        ranks: &Ranks,
+        fault: Option<Injected>,
+        delays: bool,
+        first: Option<&Tensor>,
+    ) -> Self {
+        let rank = ranks.rank();
+        let fault = fault.filter(|(_, faulty, _)| *faulty == rank).map(|(fault, _, at)| (fault, at));
+        let delays = delays.then(|| Mutex::new(fuzz::Random::new(rank as u64)));
+        let step = Arc::new(AtomicU64::new(0));
+        let _hook = match (fault, first) {
+            (Some((fault, Operation::Backward)), Some(first)) => {
+                let step = step.clone();
+                let hook = GradientHook::new(first, move || {
+                    if step.load(Ordering::Relaxed) != STEP {
+                        return Ok(());
+                    }
+                    if fault == Fault::Hangs {
+                        // Until the others have given up.
+                        std::thread::sleep(Duration::from_secs(3));
+                    }
+                    befall(fault).map_err(|error| runtime::Error::Other(error.to_string().into()))
+                });
+                Some(hook.unwrap())
+            }
+            _ => None,
+        };
+        Self { inner, fault, delays, step, _hook }
+    }
+
+    fn meet(&self, operation: Operation) -> Result<()> {
+        self.delays.iter().for_each(wait);
+        match self.fault {
+            Some((fault, at)) if at == operation && self.step.load(Ordering::Relaxed) == STEP => {
+                befall(fault)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+pub(crate) fn wait(delays: &Mutex<fuzz::Random>) {
+    std::thread::sleep(Duration::from_micros(delays.lock().unwrap().below(3000) as u64));
+}
+
+fn befall(fault: Fault) -> Result<()> {
+    let own = std::process::id();
+    let signals = match fault {
+        Fault::Killed => format!("kill -9 {own}"),
+        Fault::Stopped => format!("kill -STOP {own}; sleep 4; kill -9 {own}"),
+        Fault::Hangs => {
+            return Err(Error::Config { what: HANGS, reason: "until the others have ended".to_owned() });
+        }
+    };
+    std::process::Command::new("sh").args(["-c", &signals]).status().unwrap();
+    unreachable!("the signal has come");
+}
+
+impl Optimizer for Faulty {
+    fn begin(&mut self, settings: StepSettings) -> Result<()> {
+        self.step.fetch_add(1, Ordering::Relaxed);
+        self.inner.begin(settings)?;
+        self.meet(Operation::Forward)
+    }
+
+    fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
+        self.inner.unscale_and_clip(scaler)
+    }
+
+    fn take_step(&mut self, decision: &StepDecision) -> Result<()> {
+        self.meet(Operation::Gather)?;
+        self.inner.take_step(decision)
+    }
+
+    fn zero_grad(&mut self, how: ZeroGrad) -> Result<()> {
+        self.inner.zero_grad(how)
+    }
+
+    fn ranks(&self) -> Option<Ranks> {
+        self.inner.ranks()
+    }
+
+    fn reduce(&mut self) -> Result<()> {
+        self.meet(Operation::Reduce)?;
+        self.inner.reduce()
+    }
+
+    fn passes_communicate(&self) -> bool {
+        self.inner.passes_communicate()
+    }
+
+    fn set_idle(&mut self, idle: bool) {
+        self.inner.set_idle(idle);
+    }
+
+    fn whole_weight(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.inner.whole_weight(tensor)
+    }
+
+    fn set_weight(&self, tensor: &Tensor, values: &Tensor) -> Result<()> {
+        self.inner.set_weight(tensor, values)
+    }
+
+    fn own_weights(&self) -> Vec<Tensor> {
+        self.inner.own_weights()
+    }
+
+    fn groups(&self) -> &[Group] {
+        self.inner.groups()
+    }
+
+    fn rule(&self) -> &dyn Rule {
+        self.inner.rule()
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.inner.learning_rates()
+    }
+
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        self.meet(Operation::Save)?;
+        self.inner.state()
+    }
+
+    fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
+        self.inner.load_state(tensors)
+    }
+
+    fn state_bytes(&self) -> u64 {
+        self.inner.state_bytes()
+    }
+}
