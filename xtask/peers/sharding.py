@@ -1,9 +1,10 @@
 """Training steps over two ranks in PyTorch: DDP and FSDP2 (`fully_shard`) over Gloo, a thread each.
 
 The model, its weights, the batches and the optimizer are those of `sharding bench`: a Llama in fp32 whose weights and tokens are a hash
-of their position. ZeRO-2 is FSDP2 that keeps the gathered weights until backward, ZeRO-3 FSDP2 that gathers them again. Variants run in
-turns for the times; each runs in processes of its own for the memory, which is counted from before the model is made, and read after
-the warm-up. Writes one JSON record per figure.
+of their position. ZeRO-2 is FSDP2 that keeps the gathered weights until backward, ZeRO-3 FSDP2 that gathers them again; "ZeRO-3
+recomputed" also runs every layer again in backward, as ours does. Variants run in turns for the times; each runs in processes of its own
+for the memory, which is counted from before the model is made, and read after the warm-up. After all steps the parameters are projected
+on directions of ±1. Writes one JSON record per figure.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +27,8 @@ from records import environment, metric
 
 RANKS = 2
 WARMUP = 2
-VARIANTS = ["alone", "DDP", "ZeRO-2", "ZeRO-3"]
+VARIANTS = ["alone", "DDP", "ZeRO-2", "ZeRO-3", "ZeRO-3 recomputed"]
+PROJECTIONS = 4
 HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY, HEADS = 512, 1408, 8, 1024, 8
 
 
@@ -114,7 +117,10 @@ class Training:
         if variant == "DDP":
             model = DistributedDataParallel(model)
         elif variant != "alone":
-            again = variant == "ZeRO-3"
+            again = variant != "ZeRO-2"
+            if variant == "ZeRO-3 recomputed":
+                for index, layer in enumerate(model.layers):
+                    model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=again)
             fully_shard(model, mesh=mesh, reshard_after_forward=again)
@@ -133,6 +139,20 @@ class Training:
             mean = loss.detach().double()
             dist.all_reduce(mean)
             self.losses.append(mean.item() / RANKS)
+
+    def projections(self):
+        """As `projections` of our program. All ranks call it."""
+        plain = lambda name: name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+        parameters = {plain(name): value for name, value in self.model.named_parameters()}
+        sums, squares = [0.0] * PROJECTIONS, 0.0
+        for number, name in enumerate(names_in_order()):
+            value = parameters[name].detach()
+            value = (value.full_tensor() if hasattr(value, "full_tensor") else value).flatten().double()
+            squares += value.square().sum().item()
+            for direction in range(PROJECTIONS):
+                negative = hashed(value.numel(), 5000 + PROJECTIONS * number + direction) >> 31
+                sums[direction] += (value * (1 - 2 * negative)).sum().item()
+        return [1.0 + total / squares**0.5 for total in sums]
 
 
 def peak_after(profile, name):
@@ -174,6 +194,8 @@ def rank_program(args):
                 if step >= WARMUP:
                     training.seconds.append(time.perf_counter() - start)
         out = [{"variant": t.variant, "seconds": t.seconds, "losses": t.losses} for t in trainings]
+        for training, line in zip(trainings, out):
+            line["projections"] = [] if training.variant == "alone" else training.projections()
     if dist.get_rank() == 0:
         for line in out:
             print(json.dumps(line), flush=True)
@@ -236,11 +258,13 @@ def main():
         for line in timed:
             case = {"variant": line["variant"]}
             put(case, metric("step_seconds", "s", line["seconds"]))
-            if line["variant"] != "alone":
+            if line["variant"] not in ("alone", "ZeRO-3 recomputed"):
                 exposed = [1 - least / seconds for least, seconds in zip(alone, line["seconds"])]
                 put(case, metric("exposed_share", "ratio", exposed))
             for step, loss in enumerate(line["losses"]):
                 put(case | {"step": step + 1}, {"name": "loss", "unit": "nats", "value": loss, "n": 1})
+            for direction, value in enumerate(line["projections"]):
+                put(case | {"projection": direction + 1}, {"name": "parameters", "unit": "", "value": value, "n": 1})
         for index, variant in enumerate(VARIANTS):
             message = f"{tokens} tokens per rank, memory of {variant}"
             print(f"@progress {1 + index} {1 + len(VARIANTS)} {message}", file=sys.stderr, flush=True)

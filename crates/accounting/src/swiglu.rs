@@ -59,7 +59,7 @@ pub struct Peak {
 /// # Errors
 /// Sizes of zero, a tile below one token, or bytes beyond 64 bits.
 pub fn peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak, Error> {
-    peak_of_step(stack, level, false)
+    peak_of_step(stack, level, Gradients::Cleared)
 }
 
 /// Returns the peak of a step whose gradients are added to those of earlier steps, as in a training loop that never clears them.
@@ -67,10 +67,17 @@ pub fn peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak, Error> {
 /// # Errors
 /// As [`peak`].
 pub fn accumulating_peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak, Error> {
-    peak_of_step(stack, level, true)
+    peak_of_step(stack, level, Gradients::Accumulated)
 }
 
-fn peak_of_step(stack: &SwigluStack, level: SwigluLevel, accumulates: bool) -> Result<Peak, Error> {
+/// What becomes of the gradients of earlier steps.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Gradients {
+    Cleared,
+    Accumulated,
+}
+
+fn peak_of_step(stack: &SwigluStack, level: SwigluLevel, gradients: Gradients) -> Result<Peak, Error> {
     let bytes = Bytes::new(stack, level)?;
     let weights = product("bytes of all weights", &[3, bytes.weight, stack.layers])?;
     // The largest sums below.
@@ -79,7 +86,7 @@ fn peak_of_step(stack: &SwigluStack, level: SwigluLevel, accumulates: bool) -> R
     let mut tracker = PeakTracker::default();
     tracker.make(weights);
     tracker.make(bytes.narrow);
-    let earlier = if accumulates { [weights, bytes.narrow] } else { [0, 0] };
+    let earlier = if gradients == Gradients::Accumulated { [weights, bytes.narrow] } else { [0, 0] };
     earlier.into_iter().for_each(|bytes| tracker.make(bytes));
     for _ in 0..stack.layers {
         bytes.forward(level, &mut tracker);
@@ -88,7 +95,7 @@ fn peak_of_step(stack: &SwigluStack, level: SwigluLevel, accumulates: bool) -> R
     let kept = tracker.live() - u128::from(weights) - 2 * u128::from(bytes.narrow) - earlier;
     for layer in (0..stack.layers).rev() {
         let last = layer + 1 == stack.layers;
-        bytes.backward(level, last, accumulates, &mut tracker);
+        bytes.backward(level, last, gradients, &mut tracker);
         // The upstream gradient, and the layer's input unless it is the stack's own.
         tracker.free(if last { 0 } else { bytes.narrow });
         tracker.free(if layer == 0 { 0 } else { bytes.narrow });
@@ -158,9 +165,9 @@ impl Bytes {
     }
 
     /// Frees what the layer kept, and leaves the gradients of its input and, unless they are added to earlier ones, of its weights.
-    fn backward(&self, level: SwigluLevel, last: bool, accumulates: bool, tracker: &mut PeakTracker) {
+    fn backward(&self, level: SwigluLevel, last: bool, gradients: Gradients, tracker: &mut PeakTracker) {
         // A gradient that is added to an earlier one is freed: the function's three at its end, an operator's at once.
-        let added = if accumulates { self.weight } else { 0 };
+        let added = if gradients == Gradients::Accumulated { self.weight } else { 0 };
         if level == SwigluLevel::Eager {
             return self.backward_of_operators(last, added, tracker);
         }
@@ -234,7 +241,7 @@ mod tests {
             let bytes = Bytes::new(&stack(tile), level).unwrap();
             let mut tracker = PeakTracker::default();
             bytes.forward(level, &mut tracker);
-            bytes.backward(level, true, false, &mut tracker);
+            bytes.backward(level, true, Gradients::Cleared, &mut tracker);
             // Output, gradient of the input, gradients of the weights.
             let expected = 2 * bytes.narrow + 3 * bytes.weight;
             assert_eq!(tracker.live(), u128::from(expected), "{level:?}");

@@ -12,7 +12,7 @@ use report::cli::CommonArgs;
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Memory, transfers and time of one to four ranks, by ZeRO stage, and a timeline
+    /// Memory, transfers and time of one, two and four ranks, by ZeRO stage, and a timeline
     Cost(cost::Cost),
     /// Steps over two ranks, and their losses, for a comparison with another program
     Bench(bench::Bench),

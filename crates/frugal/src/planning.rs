@@ -7,7 +7,7 @@ mod budget;
 mod rates;
 
 pub use budget::{PeakMeter, PeakUsage, enforce, tensor_budget};
-pub use rates::{MachineRates, file_read_rate, layer_load_rate};
+pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;

@@ -17,7 +17,8 @@
 //!
 //! The rates of [`GPUS`] are those of real trainings: about 0.55 to 0.75 of the dense bf16 peak in
 //! [`hardware`](crate::hardware). A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
-//! pinned memory, of 32 and 64 by the specification (PCI-SIG).
+//! pinned memory, of 32 and 64 by the specification (PCI-SIG). A collective over NVLink reaches about 80 % of the link's rate in one
+//! direction: 300 GB/s on an A100, 450 GB/s on an H100 (NVIDIA's data sheets).
 
 use crate::Error;
 use crate::hardware::{self, Hardware};
@@ -39,18 +40,25 @@ pub struct Gpu {
     pub flops: f64,
     /// Bytes per second of its generation's link.
     pub link: f64,
+    /// Bytes per second of a collective over NVLink; `None` if it has none.
+    pub nvlink: Option<f64>,
 }
 
 /// Common GPUs.
 pub const GPUS: [Gpu; 5] = [
-    Gpu { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4 },
-    Gpu { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4 },
-    Gpu { name: "a100", hardware: "a100", flops: 200e12, link: GEN4 },
-    Gpu { name: "h100", hardware: "h100", flops: 550e12, link: GEN5 },
-    Gpu { name: "h200", hardware: "h200", flops: 550e12, link: GEN5 },
+    Gpu { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4, nvlink: None },
+    Gpu { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4, nvlink: None },
+    Gpu { name: "a100", hardware: "a100", flops: 200e12, link: GEN4, nvlink: Some(230e9) },
+    Gpu { name: "h100", hardware: "h100", flops: 550e12, link: GEN5, nvlink: Some(380e9) },
+    Gpu { name: "h200", hardware: "h200", flops: 550e12, link: GEN5, nvlink: Some(380e9) },
 ];
 
 impl Gpu {
+    /// Returns the bytes per second of a collective between GPUs of one machine.
+    pub fn between_gpus(&self) -> f64 {
+        self.nvlink.unwrap_or(self.link)
+    }
+
     /// Returns the data-sheet figures.
     pub fn data_sheet(&self) -> Result<Hardware, Error> {
         hardware::find(self.hardware)

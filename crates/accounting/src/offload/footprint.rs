@@ -13,7 +13,7 @@
 //! ```
 //!
 //! In inference there is one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are
-//! stored while other layers compute, so their number follows from the schedule: a backward's own gradients appear after the
+//! stored while other layers compute (or reduced over ranks: [`Layer::reducing_bytes`]), so their number follows from the schedule: a backward's own gradients appear after the
 //! recomputation, when those of the layer before have often left. One layer at a time is on the device only while it computes.
 
 use super::setup::{Method, OptimizerPlace, Setup};
@@ -127,16 +127,19 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
     for (moment, start) in moments(costs, kept.is_some(), spans) {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
-        let fixed = match moment {
-            Moment::Forward(_) | Moment::Head => 0,
-            Moment::Recomputation(_) | Moment::Backward(_) => costs.fixed.head_gradient_bytes,
-            Moment::Embedding => costs.fixed.gradient_bytes,
+        let (fixed, reducing) = match moment {
+            Moment::Forward(_) | Moment::Head => (0, 0),
+            Moment::Recomputation(layer) | Moment::Backward(layer) => {
+                (costs.fixed.head_gradient_bytes, costs.layers[layer].reducing_bytes)
+            }
+            Moment::Embedding => (costs.fixed.gradient_bytes, costs.fixed.reducing_bytes),
         };
         if setup.method == Method::OneAtATime && matches!(moment, Moment::Head | Moment::Embedding) {
             parts.retain(|item| item.name != RING);
         }
         parts.push(Item { name: "fixed gradients", bytes: fixed });
         parts.push(Item { name: "layer gradients", bytes: sum("bytes of gradients", alive)? });
+        parts.push(Item { name: "gradients being reduced", bytes: reducing });
         parts.extend(passing(costs, kept.as_deref(), moment)?);
         parts.retain(|item| item.bytes > 0);
         let total = total(&parts)?;

@@ -163,6 +163,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         trainable_bytes: weights,
         gradient_bytes: region(&tensors, recipe.gradients)?,
         state_bytes: states(tensors)?,
+        reducing_bytes: 0,
         trainable: numbers,
         forward_seconds: choices.seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, weights),
         backward_seconds: choices.seconds(layer_flops(&flops, model, backward, 2), 3.0, weights),
@@ -177,6 +178,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         gradient_bytes: recipe.gradients.bytes(outer)?,
         head_gradient_bytes: recipe.gradients.bytes(early)?,
         state_bytes: states(vec![outer])?,
+        reducing_bytes: 0,
         trainable: outer,
         seconds: choices.seconds(3.0 * outer_flops(&flops) as f64, 3.0, output_bytes(model, choices)?),
     };
@@ -214,6 +216,7 @@ pub fn adapters(
         trainable_bytes: learning,
         gradient_bytes: learning,
         state_bytes: state,
+        reducing_bytes: 0,
         trainable: sum("parameters of a layer's adapters", tensors)?,
         forward_seconds: choices.seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, frozen),
         backward_seconds: choices.seconds(layer_flops(&flops, model, backward, 1), 2.0, frozen),

@@ -13,6 +13,8 @@ pub struct Layer {
     pub gradient_bytes: u64,
     /// Bytes of their master weights and optimizer state.
     pub state_bytes: u64,
+    /// Bytes of other layers' gradients on their way to other ranks during its backward.
+    pub reducing_bytes: u64,
     /// Number of trainable parameters.
     pub trainable: u64,
     /// Seconds of its forward.
@@ -36,6 +38,8 @@ pub struct Fixed {
     pub head_gradient_bytes: u64,
     /// Bytes of master weights and optimizer state.
     pub state_bytes: u64,
+    /// Bytes of layers' gradients on their way to other ranks during the embedding's backward.
+    pub reducing_bytes: u64,
     /// Number of trainable parameters.
     pub trainable: u64,
     /// Seconds of embedding, head and loss, forward and (in training) backward.

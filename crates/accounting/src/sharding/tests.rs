@@ -1,11 +1,14 @@
+use super::layout::{buckets, region};
 use super::*;
+use crate::lora::LowRank;
 use crate::presets;
 
 const BF16: Recipe = Recipe { master: Some(Dtype::Fp32), ..Recipe::BF16_MASTER };
 
 #[test]
 fn shards_begin_at_blocks_and_may_be_empty() {
-    let region = Region::new(&[10_000, 65, 1], true, false).unwrap();
+    let placed = [10_000, 65, 1].map(|elements| (elements, Place::Before));
+    let region = region(&placed, (Dtype::Fp32, Some(Dtype::Fp32)), ALIGNMENT, None).unwrap();
     assert_eq!(region.elements, 10_048 + 128 + 64);
     let owned: Vec<_> = (0..4).map(|rank| region.owned(rank, 4)).collect();
     assert_eq!(owned, [0..4096, 4096..8192, 8192..10_240, 10_240..10_240]);
@@ -16,12 +19,13 @@ fn shards_begin_at_blocks_and_may_be_empty() {
 
 #[test]
 fn buckets_have_whole_parameters() {
-    let layout = |bytes| Layout::buckets(&[100, 1, 50], Dtype::Fp32, bytes, ZeroStage::Two, 2).unwrap();
-    let counts =
-        |layout: Layout| -> Vec<u64> { layout.regions.iter().map(|region| region.elements).collect() };
-    assert_eq!(counts(layout(400)), [128, 128]);
-    assert_eq!(counts(layout(u64::MAX)), [256]);
-    assert!(Layout::buckets(&[1], Dtype::Fp32, 1, ZeroStage::Three, 2).is_err());
+    let placed = [100, 1, 50].map(|elements| (elements, Place::Before));
+    let counts = |bytes| -> Vec<u64> {
+        let regions = buckets(&placed, (Dtype::Fp32, Some(Dtype::Fp32)), bytes).unwrap();
+        regions.iter().map(|region| region.elements).collect()
+    };
+    assert_eq!(counts(400), [128, 128]);
+    assert_eq!(counts(u64::MAX), [256]);
 }
 
 /// The table of ZeRO's stages, of a model whose regions divide evenly but for padding.
@@ -42,10 +46,12 @@ fn states_and_sent_bytes_follow_the_formulas() {
         near(rank.weights, 2.0 * (weights * p + outside));
         near(rank.states().unwrap(), 4.0 * p);
         let f = 0.75;
-        let sent = layout.sent_bytes(1, &BF16, rounds).unwrap();
+        let sent = layout.sent_bytes(1, rounds, 1).unwrap();
         let in_layers = p - 2.0 * 128_256.0 * 4096.0;
+        // 32 layers and one slot: 2·3·31 + 1 loads of a layer.
+        let loads = (2.0 * 3.0 * 31.0 + 1.0) / 32.0;
         let expected = match stage {
-            ZeroStage::Three => 2.0 * f * (9.0 * in_layers + 4.0 * (p - in_layers)),
+            ZeroStage::Three => 2.0 * f * ((3.0 + loads) * in_layers + 4.0 * (p - in_layers)),
             _ => 2.0 * f * 4.0 * p,
         };
         near(sent, expected);
@@ -56,10 +62,55 @@ fn states_and_sent_bytes_follow_the_formulas() {
 fn one_rank_sends_nothing_and_all_send_as_much_as_they_receive() {
     let model = presets::find("gpt2").unwrap();
     let layout = |ranks| Layout::of_decoder(&model, &Recipe::FP32, ZeroStage::Two, ranks).unwrap();
-    assert_eq!(layout(1).sent_bytes(0, &Recipe::FP32, 5).unwrap(), 0);
+    assert_eq!(layout(1).sent_bytes(0, 5, 0).unwrap(), 0);
     let elements: u64 = layout(3).regions.iter().map(|region| region.elements).sum();
-    let sent: u64 = (0..3).map(|rank| layout(3).sent_bytes(rank, &Recipe::FP32, 1).unwrap()).sum();
+    let sent: u64 = (0..3).map(|rank| layout(3).sent_bytes(rank, 1, 0).unwrap()).sum();
     // Each rank receives the others' gradients of its part, and the others' parts of the weights.
     assert_eq!(sent, 2 * 2 * 4 * elements);
     assert!(Layout::of_decoder(&model, &Recipe::FP32, ZeroStage::One, 0).is_err());
+}
+
+#[test]
+fn layers_that_stay_in_slots_are_not_gathered_again() {
+    let model = presets::find("gpt2").unwrap();
+    let layout = Layout::of_decoder(&model, &Recipe::FP32, ZeroStage::Three, 2).unwrap();
+    let loads = |layout: &Layout, rounds, slots| -> u64 {
+        (0..12).map(|layer| layout.gathers(layer, rounds, slots)).sum()
+    };
+    assert_eq!(layout.layers(), 12);
+    for rounds in 0..4 {
+        for slots in [1, 3, 12, 20] {
+            let s = u64::min(slots, 12);
+            let trained = if rounds > 0 { s } else { 0 };
+            assert_eq!(loads(&layout, rounds, slots), 2 * rounds * (12 - s) + trained);
+        }
+    }
+    // Of layers of which nothing is trained, those in slots stay for the next step.
+    let mut frozen = layout.clone();
+    frozen.regions.iter_mut().for_each(|region| region.gradients = None);
+    assert_eq!(loads(&frozen, 2, 3), 4 * 9);
+}
+
+#[test]
+fn a_rank_of_stage_3_gathers_the_frozen_base_of_adapters() {
+    let model = presets::find("qwen2.5-0.5b").unwrap();
+    let of = |stage| Layout::of_adapters(&model, &LowRank::default(), Dtype::Bf16, stage, 2).unwrap();
+    let (layout, adapters) = (of(ZeroStage::Three), 1_081_344);
+    let base = model.layers * model.block_parameters().unwrap();
+    let near = |found: u64, expected: f64| {
+        assert!((found as f64 / expected - 1.0).abs() < 2e-3, "{found}, expected {expected}");
+    };
+    let rank = |layout: &Layout, rank| layout.rank_bytes(rank, &Recipe::FP32, Optimizer::AdamW, 2).unwrap();
+    let over_ranks = |of: &dyn Fn(u64) -> u64| of(0) + of(1);
+    let weights = 2.0 * base as f64 + 4.0 * adapters as f64;
+    near(over_ranks(&|number| rank(&layout, number).weights), weights);
+    near(rank(&layout, 0).slots, 2.0 * weights / 24.0);
+    assert_eq!(over_ranks(&|number| rank(&layout, number).optimizer), 8 * adapters);
+    // 24 layers and 2 slots: 46 loads. Of two ranks each sends its half.
+    let sent = 46.0 / 24.0 * weights + 4.0 * adapters as f64;
+    near(over_ranks(&|number| layout.sent_bytes(number, 1, 2).unwrap()), sent);
+    // Whole, the base is not sent.
+    let whole = of(ZeroStage::Two);
+    near(over_ranks(&|number| whole.sent_bytes(number, 1, 0).unwrap()), 8.0 * adapters as f64);
+    near(rank(&whole, 0).weights, weights);
 }

@@ -316,6 +316,7 @@ fn any_costs() -> impl Strategy<Value = StepCosts> {
                 // Quarters, so that sums are exact.
                 forward_seconds: f64::from(forward) / 4.0,
                 backward_seconds: f64::from(forward + backward) / 4.0,
+                reducing_bytes: 0,
                 kept: None,
             }
         });

@@ -6,37 +6,61 @@ use models::module::{self, LanguageModel};
 use models::{Llama, LlamaConfig};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
+use training::Trainer;
 use training::batches::Batches;
 
 /// Sizes of the model and of a micro-batch.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct Sizes {
-    #[arg(long, default_value_t = 512)]
+    #[arg(long)]
     pub(crate) hidden: i64,
-    #[arg(long, default_value_t = 1408)]
+    #[arg(long)]
     pub(crate) feed_forward: i64,
-    #[arg(long, default_value_t = 8)]
+    #[arg(long)]
     pub(crate) layers: i64,
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long)]
     pub(crate) vocabulary: i64,
     /// Tokens of a rank's micro-batch, one row
-    #[arg(long, default_value_t = 128)]
+    #[arg(long)]
     pub(crate) tokens: i64,
+    /// Bytes of a bucket, at least
+    #[arg(long)]
+    pub(crate) bucket_bytes: usize,
 }
 
 impl Sizes {
+    /// 26 million parameters in 8 layers.
+    pub(crate) const LARGE: Self = Self {
+        hidden: 512,
+        feed_forward: 1408,
+        layers: 8,
+        vocabulary: 1024,
+        tokens: 512,
+        bucket_bytes: 16 << 20,
+    };
+    /// 3 million parameters in 4 layers, in buckets that are as small beside them.
+    pub(crate) const SMALL: Self = Self {
+        hidden: 256,
+        feed_forward: 704,
+        layers: 4,
+        vocabulary: 512,
+        tokens: 64,
+        bucket_bytes: 1 << 20,
+    };
+
     /// The flags that give these sizes.
     pub(crate) fn flags(&self) -> Vec<String> {
-        let Self { hidden, feed_forward, layers, vocabulary, tokens } = *self;
+        let Self { hidden, feed_forward, layers, vocabulary, tokens, bucket_bytes } = *self;
         [
-            ("--hidden", hidden),
-            ("--feed-forward", feed_forward),
-            ("--layers", layers),
-            ("--vocabulary", vocabulary),
-            ("--tokens", tokens),
+            ("--hidden", hidden.to_string()),
+            ("--feed-forward", feed_forward.to_string()),
+            ("--layers", layers.to_string()),
+            ("--vocabulary", vocabulary.to_string()),
+            ("--tokens", tokens.to_string()),
+            ("--bucket-bytes", bucket_bytes.to_string()),
         ]
         .into_iter()
-        .flat_map(|(flag, size)| [flag.to_owned(), size.to_string()])
+        .flat_map(|(flag, size)| [flag.to_owned(), size])
         .collect()
     }
 
@@ -46,12 +70,6 @@ impl Sizes {
             tie_word_embeddings: true,
             ..LlamaConfig::llama(vocabulary, hidden, feed_forward, layers, 8)
         }
-    }
-
-    /// Returns the elements of each parameter, in the optimizer's order.
-    pub(crate) fn parameters(&self) -> anyhow::Result<Vec<u64>> {
-        let model = Llama::new(&self.config(), (Kind::Float, Device::Cpu))?;
-        Ok(module::trainable(&model).iter().map(|(_, tensor)| tensor.numel() as u64).collect())
     }
 
     /// Returns the model in fp32: matrices between ±0.035, norms of 1.
@@ -68,6 +86,25 @@ impl Sizes {
         }
         Ok(model)
     }
+}
+
+/// Projections of all parameters on directions of ±1, p·w/‖w‖ + 1: their ratio in two trainings differs from 1 by about the relative
+/// distance of the parameters. All ranks call it.
+pub(crate) fn projections(trainer: &Trainer) -> anyhow::Result<Vec<f64>> {
+    const COUNT: u32 = 4;
+    let (mut sums, mut squares) = ([0.0; COUNT as usize], 0.0);
+    for (number, (_, tensor)) in (0..).zip(module::parameters(trainer.model.as_ref())) {
+        let whole = trainer.optimizer.whole_weight(tensor)?.f_reshape([-1])?.f_to_kind(Kind::Float)?;
+        for (index, value) in (0..).zip(Vec::<f32>::try_from(whole)?) {
+            let value = f64::from(value);
+            squares += value * value;
+            for (direction, sum) in (0..).zip(&mut sums) {
+                let is_negative = hash(index, 5000 + COUNT * number + direction) >> 31 == 1;
+                *sum += if is_negative { -value } else { value };
+            }
+        }
+    }
+    Ok(sums.map(|sum: f64| 1.0 + sum / f64::sqrt(squares)).to_vec())
 }
 
 /// A hash of two numbers.

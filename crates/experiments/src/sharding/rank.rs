@@ -2,28 +2,36 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::Args;
-use models::module::{self, LanguageModel};
+use models::module;
+use offload::Offload;
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use runtime::memory::{self, Region};
 use runtime::profile::{Trace, TraceOptions};
 use serde::{Deserialize, Serialize};
-use sharding::{Options, ShardedOptimizer, Stage};
+use sharding::{FrozenWeights, Options, ShardedOptimizer, Shards, Stage};
 use tch::Device;
+use training::activations::{self, Activations, LayerPlan};
+use training::layer_source::LayerSource;
 use training::observer::Collect;
 use training::optimizer::{self, AdamW, DeviceOptimizer, Optimizer};
 use training::{Trainer, trainer};
 
-use super::model::{HashedBatches, Sizes};
+use super::model::{self, HashedBatches, Sizes};
 use super::timeline::{self, Span};
 
 /// What each rank does by itself.
 pub(crate) const ALONE: &str = "alone";
+/// The same, with every layer run again in backward.
+pub(crate) const RECOMPUTED: &str = "alone recomputed";
 /// The variants over ranks.
-pub(crate) const STAGES: [&str; 2] = ["ZeRO-1", "ZeRO-2"];
+pub(crate) const STAGES: [&str; 3] = ["ZeRO-1", "ZeRO-2", "ZeRO-3"];
+/// Slots for the gathered layers of ZeRO-3.
+pub(crate) const SLOTS: usize = 3;
 /// Steps before anything is measured: the first finds out how often each gradient is added to.
 const WARMUP: usize = 2;
 const LEARNING_RATE: f64 = 1e-4;
@@ -54,9 +62,11 @@ pub(crate) struct Measured {
     pub(crate) seconds: Vec<f64>,
     /// Losses of all steps, from the first on.
     pub(crate) losses: Vec<f64>,
+    /// Projections of the parameters after all steps.
+    pub(crate) projections: Vec<f64>,
     /// Peak above what there was before the model, after the warm-up; of the process, so of one variant only.
     pub(crate) peak_bytes: u64,
-    /// Bytes that this rank sent in a step.
+    /// Bytes that this rank sent in a step, gathers of layers included.
     pub(crate) sent_bytes: u64,
     pub(crate) spans: Vec<Span>,
 }
@@ -67,26 +77,43 @@ struct Training {
     batches: HashedBatches,
     records: Collect,
     measured: Measured,
+    /// The group that gathers layers.
+    gathers: Option<Group>,
+    _handles: (Option<Activations>, Option<Offload>),
 }
 
 impl Training {
     fn new(arguments: &Rank, variant: &str, group: &Group) -> anyhow::Result<Self> {
-        let model: Box<dyn LanguageModel> = arguments.sizes.model()?;
-        let group_of = || optimizer::Group {
+        let mut model = arguments.sizes.model()?;
+        let mut handles = (None, None);
+        let mut shards = None;
+        if variant == RECOMPUTED {
+            let layers = usize::try_from(arguments.sizes.layers)?;
+            handles.0 = Some(activations::apply(model.as_mut(), &vec![LayerPlan::RecomputeAll; layers])?);
+        } else if stage(variant) == Some(Stage::Three) {
+            let divided = Shards::new(group, FrozenWeights::default())?;
+            let source: Option<Arc<dyn LayerSource>> = Some(Arc::new(divided.clone()));
+            let options = offload::Options { source, ring: SLOTS, ..offload::Options::default() };
+            handles.1 = Some(Offload::apply(model.as_mut(), &options)?);
+            shards = Some(divided);
+        }
+        let gathers = shards.as_ref().map(|shards| shards.gathers().clone());
+        let parameters = optimizer::Group {
             weight_decay: 0.01,
             ..optimizer::Group::new(module::trainable(model.as_ref()), LEARNING_RATE)
         };
-        let sharded = |stage| -> anyhow::Result<Box<dyn Optimizer>> {
-            let options = Options { stage, ..Options::default() };
-            Ok(Box::new(ShardedOptimizer::new(AdamW::default(), vec![group_of()], group, options)?))
-        };
         let (ranks, rank) = (u32::try_from(group.size())?, u32::try_from(group.rank())?);
         // Ranks that train together all read every micro-batch, and share them by their number.
-        let (optimizer, together): (Box<dyn Optimizer>, _) = match variant {
-            ALONE => (Box::new(DeviceOptimizer::new(AdamW::default(), vec![group_of()])?), false),
-            "ZeRO-1" => (sharded(Stage::One)?, true),
-            "ZeRO-2" => (sharded(Stage::Two)?, true),
-            other => bail!("unknown variant `{other}`"),
+        let (optimizer, together): (Box<dyn Optimizer>, _) = match (variant, stage(variant)) {
+            (ALONE | RECOMPUTED, _) => {
+                (Box::new(DeviceOptimizer::new(AdamW::default(), vec![parameters])?), false)
+            }
+            (_, Some(stage)) => {
+                let bucket_bytes = arguments.sizes.bucket_bytes;
+                let options = Options { stage, bucket_bytes, shards, ..Options::default() };
+                (Box::new(ShardedOptimizer::new(AdamW::default(), vec![parameters], group, options)?), true)
+            }
+            (other, None) => bail!("unknown variant `{other}`"),
         };
         let accumulation = arguments.rounds * if together { group.size() } else { 1 };
         let (next, stride) = if together { (0, 1) } else { (rank, ranks) };
@@ -97,7 +124,7 @@ impl Training {
         let records = Collect::default();
         trainer.observers.push(Box::new(records.clone()));
         let measured = Measured { variant: variant.to_owned(), ..Measured::default() };
-        Ok(Self { trainer, batches, records, measured })
+        Ok(Self { trainer, batches, records, measured, gathers, _handles: handles })
     }
 
     fn step(&mut self) -> anyhow::Result<()> {
@@ -105,6 +132,27 @@ impl Training {
         self.trainer.run(&mut self.batches, None)?;
         Ok(())
     }
+
+    /// Bytes that this rank has sent over `group`, and for layers.
+    fn sent(&self, group: &Group) -> u64 {
+        [Some(group), self.gathers.as_ref()].into_iter().flatten().map(|group| group.bytes().sent).sum()
+    }
+}
+
+fn stage(variant: &str) -> Option<Stage> {
+    let stages = [Stage::One, Stage::Two, Stage::Three];
+    STAGES.iter().zip(stages).find(|(name, _)| **name == variant).map(|(_, stage)| stage)
+}
+
+/// What computes the same as a variant, by itself: layers of ZeRO-3 run again in backward.
+pub(crate) fn baseline(variant: &str) -> &'static str {
+    if stage(variant) == Some(Stage::Three) { RECOMPUTED } else { ALONE }
+}
+
+/// The seconds of each step of a variant's baseline.
+pub(crate) fn seconds_alone<'a>(measured: &'a [Measured], variant: &str) -> &'a [f64] {
+    let alone = measured.iter().find(|one| one.variant == baseline(variant));
+    alone.map_or(&[], |alone| &alone.seconds)
 }
 
 pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
@@ -126,17 +174,20 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
     for _ in 0..arguments.steps {
         for training in &mut trainings {
             group.barrier("before")?;
-            let (sent, start) = (group.bytes().sent, Instant::now());
+            let (sent, start) = (training.sent(&group), Instant::now());
             training.step()?;
             group.barrier("after")?;
             training.measured.seconds.push(start.elapsed().as_secs_f64());
-            training.measured.sent_bytes = group.bytes().sent - sent;
+            training.measured.sent_bytes = training.sent(&group) - sent;
         }
     }
     let peak = region.finish()?.peak.saturating_sub(before);
     for training in &mut trainings {
         training.measured.peak_bytes = peak;
         training.measured.losses = training.records.take().iter().map(|record| record.loss).collect();
+        if stage(&training.measured.variant).is_some() {
+            training.measured.projections = model::projections(&training.trainer)?;
+        }
         if let Some(folder) = &arguments.trace {
             let path = folder.join(format!("{}-rank-{}.json", training.measured.variant, group.rank()));
             group.barrier("before the trace")?;

@@ -10,6 +10,7 @@ mod lora_flops;
 mod lora_memory;
 mod offload_command_line;
 mod predicted_peaks;
+mod sharding;
 mod swiglu_ckpt_peak;
 mod vocabulary_parallel_bytes;
 

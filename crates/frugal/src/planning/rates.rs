@@ -2,14 +2,16 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::net::TcpListener;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use accounting::offload::Rates;
 use models::LlamaConfig;
 use models::init::Init;
 use models::module::{Input, LanguageModel};
 use offload::{Method, Offload, Options, Tier, load_rate};
+use runtime::collectives::{Division, Group, GroupOptions, Launch, Store};
 use runtime::device;
 use runtime::measure::{Measurement, Samples, physical};
 use tch::{Device, Kind, Tensor};
@@ -117,9 +119,59 @@ pub fn file_read_rate(path: &Path) -> Result<f64> {
     }
 }
 
+/// Bytes per second that each of two ranks on this machine sends while they gather a tensor of 32 MiB.
+///
+/// # Errors
+/// A loopback interface that does not connect them.
+pub fn loopback_rate() -> Result<f64> {
+    const ELEMENTS: i64 = 8 << 20;
+    let port = || TcpListener::bind(("127.0.0.1", 0))?.local_addr().map(|address| address.port());
+    let port = port().map_err(|cause| runtime::Error::Other(Box::new(cause)))?;
+    let run = |rank: usize| -> runtime::Result<Vec<f64>> {
+        let launch = Launch::read(|name| match name {
+            "RANK" | "LOCAL_RANK" => Some(rank.to_string()),
+            "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => Some("2".to_owned()),
+            "MASTER_ADDR" => Some("127.0.0.1".to_owned()),
+            "MASTER_PORT" => Some(port.to_string()),
+            _ => None,
+        })?;
+        let launch = launch.expect("its rank is set");
+        let options = GroupOptions { timeout: Duration::from_secs(30), ..GroupOptions::default() };
+        let store = Store::connect(&launch, options.timeout)?;
+        let group = Group::new(&store, "loopback", options)?;
+        let division = Division::even(ELEMENTS, 2);
+        let whole = Tensor::f_zeros([ELEMENTS], (Kind::Float, Device::Cpu))?;
+        let own = whole.f_narrow(0, division.range(rank).start, division.len(rank))?;
+        let mut samples = Vec::new();
+        for round in 0..6 {
+            group.barrier("before")?;
+            let (began, sent) = (Instant::now(), group.bytes().sent);
+            group.all_gather(&whole, division, &own, "the rate of a gather")?.wait()?;
+            if round > 0 {
+                samples.push((group.bytes().sent - sent) as f64 / began.elapsed().as_secs_f64());
+            }
+        }
+        group.barrier("end")?;
+        Ok(samples)
+    };
+    let samples = std::thread::scope(|scope| {
+        let other = scope.spawn(|| run(1));
+        let own = run(0);
+        other.join().expect("a rank returns its error")?;
+        own
+    })?;
+    Ok(Samples { samples }.median())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_ranks_of_this_machine_have_a_rate() {
+        let rate = loopback_rate().unwrap();
+        assert!((1e7..1e12).contains(&rate), "{rate}");
+    }
 
     #[test]
     fn a_file_is_read_at_a_rate() {

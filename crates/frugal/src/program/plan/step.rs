@@ -271,19 +271,20 @@ impl StepArgs {
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }
 
+    fn lora(&self, device: Device) -> LowRank {
+        LowRank {
+            rank: self.r,
+            targets: self.targets.unwrap_or(Targets::ATTENTION),
+            on_cpu: device == Device::Cpu && self.hardware.is_none(),
+            ..LowRank::default()
+        }
+    }
+
     fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
         let &PlannedStep { ref model, work, kind, device, .. } = planned;
         let choices = planning::choices(kind, machine, self.loss_chunk);
         Ok(match self.method {
-            Work::Lora => {
-                let lora = LowRank {
-                    rank: self.r,
-                    targets: self.targets.unwrap_or(Targets::ATTENTION),
-                    on_cpu: device == Device::Cpu && self.hardware.is_none(),
-                    ..LowRank::default()
-                };
-                sizes::adapters(model, &lora, work, None, &choices)?
-            }
+            Work::Lora => sizes::adapters(model, &self.lora(device), work, None, &choices)?,
             Work::Full => sizes::training(model, work, &choices)?,
             Work::Inference => sizes::inference(model, work, &choices)?,
         })

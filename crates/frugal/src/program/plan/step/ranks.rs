@@ -6,21 +6,15 @@ use accounting::memory::zero::ZeroStage;
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, StepCosts, simulate};
 use accounting::scale::{Bound, Division, Network, Work, step};
 use accounting::sharding::Layout;
-use accounting::{Decoder, Dtype};
 use anyhow::bail;
 use clap::Args;
+use frugal::config::OffloadConfig;
 use frugal::planning::{self, MachineRates};
 
 use super::variants::Variant;
 use super::{PlannedStep, StepArgs, Work as Planned};
 
 const RANKS: &str = "Ranks";
-/// Slots for gathered layers: one computes while the next arrives.
-const SLOTS: u64 = 2;
-/// Bytes per second and rank between processes of one machine.
-const LOOPBACK: f64 = 1.5e9;
-/// Bytes per second of a collective over NVLink of an H100 and of an A100.
-const NVLINK: [(&str, f64); 3] = [("h100", 380e9), ("h200", 380e9), ("a100", 230e9)];
 /// Seconds of one step of a tree, between GPUs and between processes over TCP.
 const LATENCY: [f64; 2] = [10e-6, 100e-6];
 
@@ -67,18 +61,18 @@ impl RanksArgs {
         if on_cpu { self.ranks / self.nodes } else { 1 }
     }
 
-    fn network(&self, planned: &StepArgs) -> Network {
-        let nvlink = |name: &str| NVLINK.iter().find(|(of, _)| *of == name).map(|(_, rate)| *rate);
+    fn network(&self, planned: &StepArgs) -> anyhow::Result<Network> {
         let (local, latency) = match planned.hardware {
-            Some(gpu) => (nvlink(gpu.name).unwrap_or(gpu.link), LATENCY[0]),
-            None => (LOOPBACK, LATENCY[1]),
+            Some(gpu) => (gpu.between_gpus(), LATENCY[0]),
+            None => (planning::loopback_rate()?, LATENCY[1]),
         };
         let between = self.network.map_or(local, |rate| rate as f64);
-        Network { node: self.ranks / self.nodes, local, between, latency }
+        Ok(Network { node: self.ranks / self.nodes, local, between, latency })
     }
 }
 
-/// The ways to run a step over the ranks: the ZeRO stages, with activations kept or recomputed.
+/// The ways to run a step over the ranks: the ZeRO stages, with activations kept or recomputed. Divided layers of stage 3 always run
+/// again in backward.
 pub(super) fn variants(
     arguments: &StepArgs,
     planned: &PlannedStep,
@@ -86,18 +80,18 @@ pub(super) fn variants(
     machine: &MachineRates,
 ) -> anyhow::Result<Vec<Variant>> {
     let ranks = &arguments.ranks;
+    let (kept, recomputed) = (false, true);
+    let ways = [
+        (ZeroStage::One, kept),
+        (ZeroStage::One, recomputed),
+        (ZeroStage::Two, kept),
+        (ZeroStage::Two, recomputed),
+        (ZeroStage::Three, recomputed),
+    ];
+    let network = ranks.network(arguments)?;
     let mut all = Vec::new();
-    for stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
-        for recompute in [false, true] {
-            all.push(variant(
-                arguments,
-                planned,
-                costs,
-                &machine.transfers,
-                (stage, recompute),
-                &ranks.network(arguments),
-            )?);
-        }
+    for way in ways {
+        all.push(variant(arguments, planned, costs, &machine.transfers, way, &network)?);
     }
     Ok(all)
 }
@@ -111,8 +105,10 @@ fn variant(
     network: &Network,
 ) -> anyhow::Result<Variant> {
     let ranks = arguments.ranks.ranks;
-    let (layout, recipe) = layout(&planned.model, costs, planning::recipe(planned.kind), stage, ranks)?;
-    let sharded = layout.costs(costs.clone(), &recipe, Optimizer::AdamW, SLOTS)?;
+    let (layout, recipe) = layout(arguments, planned, stage)?;
+    // Those of a training without flags for them.
+    let slots = OffloadConfig::default().ring as u64;
+    let sharded = layout.costs(costs.clone(), &recipe, Optimizer::AdamW, slots)?;
     let setup = Setup {
         method: Method::Resident { recompute },
         resident: Vec::new(),
@@ -127,7 +123,10 @@ fn variant(
     simulated.seconds = times.seconds();
     simulated.idle_seconds = times.exposed();
     let number = stage.number();
-    let (what, flag) = if recompute { (", recomputed", " --activations recompute") } else { ("", "") };
+    let (what, flag) = match (stage, recompute) {
+        (ZeroStage::Three, _) | (_, false) => ("", ""),
+        (_, true) => (", recomputed", " --activations recompute"),
+    };
     Ok(Variant {
         name: format!("ZeRO-{number} over {ranks} ranks{what}"),
         flags: format!("--zero-stage {number}{flag}"),
@@ -138,31 +137,19 @@ fn variant(
             stage,
             bound: times.bound(1.0),
             exposed: times.exposed(),
-            sent_bytes: layout.sent_bytes(0, &recipe, 1)?,
+            sent_bytes: layout.sent_bytes(0, 1, slots)?,
         }),
     })
 }
 
-/// The division of what is trained, and the formats of its weights and gradients. Adapters are in fp32, and so few that no stage divides
-/// their weights; stage 3 divides the frozen base too, which is gathered in both passes.
-fn layout(
-    model: &Decoder,
-    costs: &StepCosts,
-    recipe: Recipe,
-    stage: ZeroStage,
-    ranks: u64,
-) -> anyhow::Result<(Layout, Recipe)> {
-    if costs.fixed.trainable > 0 {
-        return Ok((Layout::of_decoder(model, &recipe, stage, ranks)?, recipe));
+/// The division of what is trained, and in stage 3 of the layers; and the formats of what is stepped. Adapters are in fp32.
+fn layout(arguments: &StepArgs, planned: &PlannedStep, stage: ZeroStage) -> anyhow::Result<(Layout, Recipe)> {
+    let (ranks, recipe) = (arguments.ranks.ranks, planning::recipe(planned.kind));
+    if arguments.method == Planned::Full {
+        return Ok((Layout::of_decoder(&planned.model, &recipe, stage, ranks)?, recipe));
     }
-    let adapters: Vec<u64> = costs.layers.iter().map(|layer| layer.trainable).collect();
-    let layout = Layout::buckets(
-        &adapters,
-        Dtype::Fp32,
-        accounting::sharding::BUCKET_BYTES,
-        stage.min(ZeroStage::Two),
-        ranks,
-    )?;
+    let lora = arguments.lora(planned.device);
+    let layout = Layout::of_adapters(&planned.model, &lora, recipe.parameters, stage, ranks)?;
     Ok((layout, Recipe::FP32))
 }
 
