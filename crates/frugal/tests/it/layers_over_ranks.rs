@@ -1,9 +1,18 @@
 //! Layers divided among ranks (ZeRO-3): offload's ring over sharding's shards, in processes.
 
+mod faults;
+#[path = "../../../sharding/tests/it/faulty.rs"]
+mod faulty;
 mod training_case;
 #[path = "../../../sharding/tests/it/trainings.rs"]
 mod trainings;
 
+use accounting::Dtype;
+use accounting::lora::LowRank;
+use accounting::memory::optimizer::Optimizer as AccountingOptimizer;
+use accounting::memory::recipe::Recipe as AccountingRecipe;
+use accounting::memory::zero::ZeroStage;
+use accounting::sharding::Layout;
 use expect_test::expect;
 use frugal::Recipe;
 use runtime::collectives::Group;
@@ -14,7 +23,7 @@ use trainings::{EVALUATED, end, files};
 /// A rank's process runs this test alone.
 #[test]
 fn a_rank() {
-    trainings::rank(|_| trainings::TIMEOUT, Case::run);
+    trainings::rank(|case: &Case| case.timeout.unwrap_or(trainings::TIMEOUT), Case::run);
 }
 
 const A_RANK: &str = "layers_over_ranks::a_rank";
@@ -145,36 +154,69 @@ fn bytes(printed: &[Vec<String>], what: &str) -> u64 {
     printed.iter().map(of).sum()
 }
 
+/// Layers and slots of the trainings whose bytes are counted.
+const LAYERS: u64 = 4;
+const SLOTS: u64 = 2;
+const STEPS: u64 = 3;
+
+/// A training in bf16 whose layers are large beside the rest.
+fn counted(micro_batches: usize, others: &str) -> Case {
+    let case = case(3, 0.0, micro_batches, &format!("[offload]\nring = {SLOTS}\n{others}"));
+    let recipe = case.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
+    Case { bf16: true, hidden: 128, recipe, ..case }
+}
+
+/// Runs a training with one and with two rounds a step. The ranks send as much more as is predicted.
+#[track_caller]
+fn check_sent(count: usize, others: &str, layout: &Layout) -> Vec<Vec<String>> {
+    let mut printed = run(&[(counted(count, others), count), (counted(2 * count, others), count)]);
+    let ranks = count as u64;
+    for (rounds, printed) in [1, 2].into_iter().zip(&printed) {
+        let loads = 2 * rounds * (LAYERS - SLOTS) + SLOTS;
+        let evaluation = EVALUATED.div_ceil(ranks) * LAYERS;
+        assert_eq!(bytes(printed, "loads"), ranks * (STEPS * loads + evaluation));
+        let layer = bytes(printed, "layer") / ranks;
+        assert_eq!(bytes(printed, "gathered"), (STEPS * loads + evaluation) * layer * (ranks - 1));
+    }
+    let of_round: u64 = (0..ranks)
+        .map(|rank| {
+            let sent = |rounds| layout.sent_bytes(rank, rounds, SLOTS).unwrap();
+            // And an fp64 loss of each micro-batch to each other rank.
+            sent(2) - sent(1) + 8 * ranks * (ranks - 1)
+        })
+        .sum();
+    let sent = |printed: &[Vec<String>]| bytes(printed, "sent") + bytes(printed, "gathered");
+    assert_eq!(sent(&printed[1]) - sent(&printed[0]), STEPS * of_round);
+    printed.swap_remove(0)
+}
+
 #[test]
 fn bytes_on_the_wire_and_in_memory_are_the_predicted_ones() {
-    let of = |micro_batches: usize| {
-        let case = case(3, 0.0, micro_batches, "[offload]\nring = 2\n");
-        let recipe = case.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
-        Case { bf16: true, hidden: 128, recipe, ..case }
-    };
-    let (layers, slots, steps) = (4, 2, 3);
+    let model = training::predicted::decoder(&counted(1, "").llama()).unwrap();
+    let recipe = AccountingRecipe::BF16_MASTER;
     for count in [2, 3] {
-        let printed = run(&[(of(count), count), (of(2 * count), count)]);
         let ranks = count as u64;
-        let layer = bytes(&printed[0], "layer") / ranks;
-        for (rounds, printed) in [1, 2].into_iter().zip(&printed) {
-            // The slots keep the last layers of a forward for its backward, and the first of a backward until the step.
-            let training = steps * (2 * rounds * (layers - slots) + slots);
-            let evaluation = EVALUATED.div_ceil(ranks) * layers;
-            assert_eq!(bytes(printed, "loads"), ranks * (training + evaluation));
-            assert_eq!(bytes(printed, "gathered"), (training + evaluation) * layer * (ranks - 1));
-        }
-        // What another round sends: the gradients in bf16, and an fp64 loss of each micro-batch to each other rank.
-        let rest = 2 * (61 * 128 + 128);
-        let of_round = (layers * layer + rest) * (ranks - 1) + ranks * 8 * ranks * (ranks - 1);
-        assert_eq!(bytes(&printed[1], "sent") - bytes(&printed[0], "sent"), steps * of_round);
+        let layout = Layout::of_decoder(&model, &recipe, ZeroStage::Three, ranks).unwrap();
+        let printed = check_sent(count, "", &layout);
         // bf16 weights, fp32 master copies, sums and two moments, divided; the embedding and the last norm are also whole.
-        let live = bytes(&printed[0], "live");
-        assert_eq!(bytes(&printed[0], "shards"), layers * layer);
-        let expected = 9 * layers * layer + 8 * rest + ranks * (rest + slots * layer);
+        let live = bytes(&printed, "live");
+        let predicted = (0..ranks).map(|rank| {
+            let rank = layout.rank_bytes(rank, &recipe, AccountingOptimizer::AdamW, SLOTS).unwrap();
+            rank.weights + rank.slots + rank.sums + rank.master + rank.optimizer
+        });
+        let expected: u64 = predicted.sum();
         let distance = live as f64 / expected as f64 - 1.0;
         assert!(distance.abs() < 0.05, "{live} bytes, expected {expected}");
     }
+}
+
+#[test]
+fn the_frozen_base_of_adapters_is_gathered_as_often_as_predicted() {
+    let model = training::predicted::decoder(&counted(1, "").llama()).unwrap();
+    let lora = LowRank { rank: 4, ..LowRank::default() };
+    let layout = Layout::of_adapters(&model, &lora, Dtype::Bf16, ZeroStage::Three, 2).unwrap();
+    let adapter = "[adapter]\nr = 4\ntarget_modules = [\"q_proj\", \"k_proj\", \"v_proj\", \"o_proj\"]\n";
+    check_sent(2, adapter, &layout);
 }
 
 #[test]

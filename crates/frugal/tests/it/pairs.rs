@@ -320,10 +320,11 @@ pub(crate) fn run_over(
     let mut config = base();
     techniques.iter().for_each(|technique| (technique.set)(&mut config, family));
     // The options of the plain head and of the fused one do not mix.
-    let recipe = Recipe::new(&config)?;
+    let mut recipe = Recipe::new(&config)?;
     if let Some(ranks) = ranks {
         // Two, so that what is refused does not depend on the ranks of the run.
         recipe.check_ranks(ranks.size().max(2))?;
+        recipe = recipe.over(ranks)?;
     }
     frugal::runtime::random::seed(1).unwrap();
     let layout = Layout {
@@ -348,7 +349,10 @@ pub(crate) fn run_over(
     Ok(Outcome {
         losses: records.iter().map(|record| record.loss).collect(),
         norms: records.iter().filter_map(|record| record.gradient_norm).collect(),
-        weights: weights.into_iter().map(|named| (named.name, named.tensor.detach().copy())).collect(),
+        weights: weights
+            .into_iter()
+            .map(|named| (named.name, trainer.optimizer.whole_weight(named.tensor).unwrap().copy()))
+            .collect(),
         skipped: records.iter().filter(|record| record.skipped).count(),
         retries: records.iter().map(|record| record.retries).sum(),
     })

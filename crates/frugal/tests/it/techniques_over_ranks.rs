@@ -28,15 +28,26 @@ const OVERFLOWING: Technique = Technique {
 };
 
 /// Ranks need a micro-batch each, and ZeRO-2 does more than ZeRO-1.
-const DIVIDED: Technique = Technique {
-    name: "two micro-batches",
-    group: "accumulation",
-    promise: Promise::Nothing,
-    set: |config, _| {
-        (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-        config.optimizer.zero_stage = 2;
+const DIVIDED: [Technique; 2] = [
+    Technique {
+        name: "stage 2",
+        group: "accumulation",
+        promise: Promise::Nothing,
+        set: |config, _| {
+            (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
+            config.optimizer.zero_stage = 2;
+        },
     },
-};
+    Technique {
+        name: "stage 3",
+        group: "accumulation",
+        promise: Promise::Nothing,
+        set: |config, _| {
+            (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
+            config.optimizer.zero_stage = 3;
+        },
+    },
+];
 
 /// A rank's process runs this test alone.
 #[test]
@@ -48,28 +59,33 @@ const DIVIDED: Technique = Technique {
 fn a_rank() {
     test_ranks::rank(|(): (), launch| {
         let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
-        let ranks = Group::new(&store, "training", GroupOptions::default()).unwrap();
-        for family in [Family::Llama, Family::Gpt2] {
+        let families = [Family::Llama, Family::Gpt2];
+        for (number, (stage, family)) in
+            DIVIDED.iter().flat_map(|stage| families.map(|family| (stage, family))).enumerate()
+        {
             let techniques = TECHNIQUES.iter().chain([&OVERFLOWING]);
             for (technique, overflow) in techniques
                 .map(|technique| (technique, Overflow::Skip))
                 .chain([(&OVERFLOWING, Overflow::Retry { most: 20 })])
             {
-                let run = |ranks: &Group| run_over(family, &[&DIVIDED, technique], Some(ranks), overflow);
+                let run = |ranks: &Group| run_over(family, &[stage, technique], Some(ranks), overflow);
                 let name = technique.name;
+                // Stage 3 makes a second group of these ranks.
+                let group = format!("training {number}, {name}, {overflow:?}");
+                let ranks = Group::new(&store, &group, GroupOptions::default()).unwrap();
                 match run(&ranks) {
-                    Err(error @ Error::Conflict { .. }) => println!("{name}: {error}"),
-                    Err(error) => panic!("{family:?}, {name}: {error}"),
+                    Err(error @ Error::Conflict { .. }) => println!("{}, {name}: {error}", stage.name),
+                    Err(error) => panic!("{}, {family:?}, {name}: {error}", stage.name),
                     Ok(over) => {
                         check_overflow(technique, overflow, &over);
                         let alone = run(&Group::alone()).unwrap();
                         let different = broken(Promise::Bits, &over, &alone, true);
-                        assert!(different.is_none(), "{family:?}, {name}: {different:?}");
+                        assert!(different.is_none(), "{}, {family:?}, {name}: {different:?}", stage.name);
                     }
                 }
+                ranks.barrier("the next one").unwrap();
             }
         }
-        ranks.barrier("end").unwrap();
     });
 }
 
@@ -88,13 +104,27 @@ fn check_overflow(technique: &Technique, overflow: Overflow, outcome: &Outcome) 
 fn every_technique_computes_the_bits_of_one_rank_or_is_refused_by_name() {
     let printed = Ranks::new("techniques_over_ranks::a_rank", 2).run(&());
     assert_eq!(printed[0], printed[1]);
-    let (llama, gpt2) = printed[0].split_at(printed[0].len() / 2);
-    assert_eq!(llama, gpt2, "what is refused depends on the techniques alone");
+    let quarter = printed[0].iter().filter(|line| line.starts_with("stage 2")).count() / 2;
+    let (stage_2, stage_3) = printed[0].split_at(2 * quarter);
+    let (stage_2, again) = stage_2.split_at(quarter);
+    assert_eq!(stage_2, again, "what is refused depends on the techniques alone");
+    let (stage_3, again) = stage_3.split_at(stage_3.len() / 2);
+    assert_eq!(stage_3, again, "what is refused depends on the techniques alone");
     expect![[r#"
-        offload, overlap: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        offload, function: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        offload, checkpointing: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        offload, a resident layer: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        offload to files: `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
-        optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&llama.join("\n"));
+        stage 2, offload, overlap: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload, function: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload, checkpointing: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload, a resident layer: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload to files: `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
+        stage 2, optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`
+        stage 3, recompute elementwise: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        stage 3, recompute MLPs: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        stage 3, recompute attention: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        stage 3, offload inputs: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        stage 3, recompute every second layer: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        stage 3, activation plan: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        stage 3, offload, function: `offload.method` and 2 ranks do not go together: layers are gathered into the ring's slots; take `offload.method = "overlap"`
+        stage 3, offload, checkpointing: `offload.method` and 2 ranks do not go together: layers are gathered into the ring's slots; take `offload.method = "overlap"`
+        stage 3, offload to files: `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
+        stage 3, optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&[stage_2, stage_3].concat().join("\n"));
 }

@@ -2,15 +2,18 @@
 #![allow(clippy::print_stdout, reason = "the results of a rank, which the test reads")]
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use frugal::models::module::LanguageModel;
+use frugal::models::module::{self, LanguageModel};
 use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
 use frugal::{Config, Recipe};
 use runtime::collectives::Group as Ranks;
 use runtime::memory;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
+use super::faulty::{Faulty, Injected};
 use super::trainings;
 
 /// A training.
@@ -28,14 +31,17 @@ pub(super) struct Case {
     pub(super) steps: u64,
     pub(super) killed_after: u64,
     pub(super) folder: Option<PathBuf>,
+    pub(super) fault: Option<Injected>,
+    /// Of the ranks for each other, if not the usual one.
+    pub(super) timeout: Option<Duration>,
 }
 
 impl Case {
     fn model(&self) -> Box<dyn LanguageModel> {
         runtime::random::seed(1).unwrap();
         let options = (if self.bf16 { Kind::BFloat16 } else { Kind::Float }, Device::Cpu);
-        let hidden = if self.hidden == 0 { 24 } else { self.hidden };
         if self.dropout {
+            let hidden = self.hidden();
             let config = Gpt2Config {
                 vocabulary: 61,
                 max_sequence: 16,
@@ -47,12 +53,21 @@ impl Case {
             };
             return Box::new(Gpt2::new(&config, options).unwrap());
         }
-        let config = LlamaConfig {
+        Box::new(Llama::new(&self.llama(), options).unwrap())
+    }
+
+    /// The configuration of the Llama.
+    pub(super) fn llama(&self) -> LlamaConfig {
+        let hidden = self.hidden();
+        LlamaConfig {
             tie_word_embeddings: true,
             max_position_embeddings: 16,
             ..LlamaConfig::qwen2(61, hidden, hidden * 3, 4, 2)
-        };
-        Box::new(Llama::new(&config, options).unwrap())
+        }
+    }
+
+    fn hidden(&self) -> i64 {
+        if self.hidden == 0 { 24 } else { self.hidden }
     }
 
     /// Trains, and prints losses, norms, weights, state and bytes as lines that begin with the training's number.
@@ -67,6 +82,16 @@ impl Case {
             let prepared = recipe.over(ranks).unwrap().apply(self.model()).unwrap();
             prepared.trainer_over(self.steps, Some(ranks)).unwrap()
         };
+        if self.fault.is_some() {
+            let unused = Group::new(Vec::<(String, tch::Tensor)>::new(), 0.0);
+            let unused = Box::new(DeviceOptimizer::new(AdamW::default(), vec![unused]).unwrap());
+            let optimizer = std::mem::replace(&mut trainer.optimizer, unused);
+            let parameters = module::parameters(trainer.model.as_ref());
+            let (_, norm) =
+                parameters.iter().rev().find(|(name, _)| name.ends_with("norm.weight")).expect("a last norm");
+            let faulty = Faulty::new(optimizer, ranks, self.fault, false, Some(norm));
+            trainer.optimizer = Box::new(faulty);
+        }
         trainer.options.log_every = 1;
         trainer.options.checkpoint_every = self.folder.is_some().then_some(1);
         trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), self.killed_after))?;
