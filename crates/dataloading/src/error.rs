@@ -51,6 +51,16 @@ pub enum Error {
         /// The error of the operating system.
         cause: std::io::Error,
     },
+    /// A chat template that is invalid, fails, or refuses a conversation.
+    #[error("{from}{}: {reason}", line.map_or_else(String::new, |line| format!(", line {line}")))]
+    Template {
+        /// The template: its file.
+        from: String,
+        /// The line of the template, from 1, if it is known.
+        line: Option<usize>,
+        /// The problem and the remedy.
+        reason: String,
+    },
     /// An error of the tokenizer.
     #[error("tokenizer: {0}")]
     Tokenizer(String),

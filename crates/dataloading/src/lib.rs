@@ -47,6 +47,8 @@
 //!
 //! | module | subject |
 //! |---|---|
+//! | [`records`] | rows of JSON, CSV and Parquet files, and the formats of fine-tuning data |
+//! | [`chat`] | chat templates, and which tokens of a conversation are learned |
 //! | [`text`], [`tokenizer`] | records of text files with their file and line; text to ids |
 //! | [`token_store`] | ids in memory-mapped files, larger than memory |
 //! | [`samples`] | the interface of data sets: lengths, and the tokens of a sample or a part of it |
@@ -104,6 +106,7 @@
 pub mod balanced_batch_sampler;
 pub mod batch;
 pub mod batch_source;
+pub mod chat;
 pub mod datasets;
 pub mod embedded;
 pub mod error;
@@ -115,6 +118,7 @@ pub mod loader;
 pub mod packing;
 pub mod permutation;
 pub mod random_batch_sampler;
+pub mod records;
 pub mod samples;
 pub mod text;
 pub mod token_store;

@@ -17,8 +17,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod json_lines;
-mod lines;
+pub(crate) mod json_lines;
+pub(crate) mod lines;
 mod wikitext;
 
 use std::fmt;
@@ -28,7 +28,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use lines::{Line, Lines};
 
-pub use lines::LONGEST_RECORD;
+pub use lines::{LONGEST_RECORD, open};
 pub use wikitext::{heading_level, is_blank};
 
 /// The format of a text file: what one record is.

@@ -32,11 +32,16 @@ const PADDING_NAMES: [&str; 7] =
 const END_NAMES: [&str; 7] =
     [END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "[SEP]", "<|im_end|>"];
 
+/// A text before others, which shows how a tokenizer begins a text. Few vocabularies merge it with what follows.
+const CARRIER: &str = "\n";
+
 /// A tokenizer. It can be shared by threads; encoding a batch uses all threads of the current rayon pool.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     vocabulary: usize,
+    /// Whether the start of a text is marked in its tokens (SentencePiece's `▁`, a byte-level prefix space).
+    marks_start: bool,
 }
 
 impl Tokenizer {
@@ -64,7 +69,13 @@ impl Tokenizer {
             Ok(inner)
         })?;
         let largest = inner.get_vocab(true).into_values().max();
-        Ok(Self { vocabulary: largest.map_or(0, |id| id as usize + 1), inner })
+        let mut tokenizer =
+            Self { vocabulary: largest.map_or(0, |id| id as usize + 1), inner, marks_start: false };
+        // A tokenizer that fails on a line break is one without these bytes, and marks nothing there.
+        if let (Ok(alone), Ok(after)) = (tokenizer.encode("a"), tokenizer.encode(&format!("{CARRIER}a"))) {
+            tokenizer.marks_start = !after.ends_with(&alone);
+        }
+        Ok(tokenizer)
     }
 
     /// Trains a byte-level BPE on texts; see [`train_json`](Self::train_json).
@@ -93,6 +104,35 @@ impl Tokenizer {
     /// The tokenizer fails on the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         guarded(|| Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec()))
+    }
+
+    /// Returns the ids of a text that continues another one. They differ from those of [`encode`](Self::encode) for tokenizers that
+    /// mark the start of a text: here it is not marked.
+    ///
+    /// # Errors
+    /// The tokenizer fails on the text.
+    pub fn encode_after(&self, text: &str) -> Result<Vec<u32>> {
+        if !self.marks_start || text.is_empty() {
+            return self.encode(text);
+        }
+        let (carrier, mut ids) = (self.encode(CARRIER)?, self.encode(&format!("{CARRIER}{text}"))?);
+        if ids.starts_with(&carrier) {
+            ids.drain(..carrier.len());
+            return Ok(ids);
+        }
+        self.encode(text)
+    }
+
+    /// Returns the texts of the added tokens, such as `<|im_end|>`, special or not.
+    pub fn added_tokens(&self) -> Vec<String> {
+        let mut added: Vec<(u32, String)> = self
+            .inner
+            .get_added_tokens_decoder()
+            .into_iter()
+            .map(|(id, token)| (id, token.content))
+            .collect();
+        added.sort();
+        added.into_iter().map(|(_, text)| text).collect()
     }
 
     /// Returns the ids of many texts, in order, on all threads of the current rayon pool.

@@ -1,6 +1,5 @@
 //! The training data of the experiments: texts as token stores, with their tokenizer.
 
-mod parquet_file;
 mod source;
 
 use std::path::PathBuf;
@@ -9,11 +8,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Args;
 use dataloading::Samples;
+use dataloading::records;
 use dataloading::text::{Corpus as Files, Format};
 use dataloading::token_store::{TokenStore, Writer, WriterOptions};
 use dataloading::tokenizer::{Tokenizer, TrainOptions};
 use report::cli::Scale;
 use report::{Case, Metric, Sink};
+use serde_json::Value;
 use tempfile::TempDir;
 use training::Error;
 
@@ -175,12 +176,23 @@ impl Corpus {
     }
 }
 
+/// The column of the texts in Parquet files.
+const TEXT: &str = "text";
+
 /// The lines of files that are not blank, as the assignment reads them.
 fn lines(files: &[PathBuf]) -> dataloading::Result<Box<dyn Iterator<Item = dataloading::Result<String>>>> {
     if files.iter().all(|file| file.extension().is_some_and(|extension| extension == "parquet")) {
-        let files =
-            files.iter().map(|file| parquet_file::lines(file)).collect::<dataloading::Result<Vec<_>>>()?;
-        return Ok(Box::new(files.into_iter().flatten()));
+        let texts = records::read_all(files)?.map(|record| {
+            let record = record?;
+            match record.fields.get(TEXT) {
+                Some(Value::String(text)) => Ok(text.trim().to_owned()),
+                Some(Value::Null) => Ok(String::new()),
+                _ => {
+                    Err(record.place.error(format!("no text in the column `{TEXT}`; give files of WikiText")))
+                }
+            }
+        });
+        return Ok(Box::new(texts.filter(|line| !line.as_ref().is_ok_and(String::is_empty))));
     }
     let records = Files::new(files.iter().cloned(), Format::Lines).records()?;
     Ok(Box::new(records.map(|record| Ok(record?.text))))

@@ -32,7 +32,7 @@ use crate::hugging_face::{CONFIG, INDEX, SINGLE, Weights};
 
 /// The files of a model's repository that are fetched: all that this crate, or transformers on the same folder, reads, and no
 /// other framework's weights.
-const MODEL_FILES: [&str; 13] = [
+const MODEL_FILES: [&str; 15] = [
     CONFIG,
     SINGLE,
     INDEX,
@@ -43,6 +43,8 @@ const MODEL_FILES: [&str; 13] = [
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "chat_template.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",

@@ -1,6 +1,6 @@
 //! JSON lines: one object per line.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::Record;
 use super::lines::Lines;
@@ -16,18 +16,9 @@ pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Recor
         }
     };
     let wrong = |reason| Err(lines.error(line.number, reason));
-    let object = match serde_json::from_str(&line.text) {
-        Ok(Value::Object(object)) => object,
-        Ok(other) => {
-            return wrong(format!("expected an object, found {}; one line is one object", kind(&other)));
-        }
-        Err(cause) => {
-            // serde_json parses a single line, so its column is that of the file but its line number is not.
-            let column = cause.column();
-            let said = cause.to_string();
-            let said = said.split(" at line ").next().unwrap_or_default();
-            return wrong(format!("not JSON ({said}, column {column}); correct or remove the line"));
-        }
+    let object = match parse_object(&line.text) {
+        Ok(object) => object,
+        Err(reason) => return wrong(reason),
     };
     match object.get(field) {
         Some(Value::String(text)) => Ok(Some(lines.record(text.clone(), line.number))),
@@ -42,7 +33,26 @@ pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Recor
     }
 }
 
-fn kind(value: &Value) -> &'static str {
+/// Parses a line that is an object.
+///
+/// # Errors
+/// What it is instead.
+pub(crate) fn parse_object(line: &str) -> Result<Map<String, Value>, String> {
+    match serde_json::from_str(line) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(other) => Err(format!("expected an object, found {}; one line is one object", kind(&other))),
+        Err(cause) => {
+            // serde_json parses a single line, so its column is that of the file but its line number is not.
+            let column = cause.column();
+            let said = cause.to_string();
+            let said = said.split(" at line ").next().unwrap_or_default();
+            Err(format!("not JSON ({said}, column {column}); correct or remove the line"))
+        }
+    }
+}
+
+/// Returns what a value is, for errors.
+pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",

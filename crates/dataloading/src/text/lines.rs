@@ -1,9 +1,12 @@
 //! The lines of a UTF-8 file, and plain-text records made of them.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
+
+use flate2::read::MultiGzDecoder;
 
 use super::{Encoding, Location, Record, io};
 use crate::error::{Error, Result};
@@ -13,29 +16,69 @@ pub const LONGEST_RECORD: u64 = 256 << 20;
 
 /// A line without its line break.
 #[derive(Debug)]
-pub(super) struct Line {
-    pub(super) text: String,
+pub(crate) struct Line {
+    pub(crate) text: String,
     /// The line number, from 1.
-    pub(super) number: u64,
+    pub(crate) number: u64,
 }
 
-#[derive(Debug)]
-pub(super) struct Lines {
+pub(crate) struct Lines {
     path: Arc<Path>,
-    reader: BufReader<File>,
+    reader: Box<dyn BufRead + Send>,
     encoding: Encoding,
     limit: u64,
     number: u64,
     bytes: u64,
     replaced: u64,
+    is_at_line_end: bool,
+}
+
+impl fmt::Debug for Lines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lines")
+            .field("path", &self.path)
+            .field("number", &self.number)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Opens a file to read its bytes; those of a file whose name ends with `.gz` are decompressed.
+///
+/// # Errors
+/// A file that cannot be opened.
+pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
+    const BUFFER: usize = 1 << 18;
+    let file = File::open(path).map_err(|cause| io(path, cause))?;
+    let is_compressed = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gz"));
+    Ok(if is_compressed {
+        Box::new(BufReader::with_capacity(
+            BUFFER,
+            MultiGzDecoder::new(BufReader::with_capacity(BUFFER, file)),
+        ))
+    } else {
+        Box::new(BufReader::with_capacity(BUFFER, file))
+    })
 }
 
 impl Lines {
-    pub(super) fn open(path: &Path, encoding: Encoding) -> Result<Self> {
-        let file = File::open(path).map_err(|cause| io(path, cause))?;
-        let reader = BufReader::with_capacity(1 << 18, file);
+    pub(crate) fn open(path: &Path, encoding: Encoding) -> Result<Self> {
+        let reader = open(path)?;
         let limit = LONGEST_RECORD;
-        Ok(Self { path: path.into(), reader, encoding, limit, number: 0, bytes: 0, replaced: 0 })
+        Ok(Self {
+            path: path.into(),
+            reader,
+            encoding,
+            limit,
+            number: 0,
+            bytes: 0,
+            replaced: 0,
+            is_at_line_end: true,
+        })
+    }
+
+    /// Returns whether the next read begins at a line: after an error about a line's content, but not about its size or the file.
+    pub(crate) fn is_at_line_end(&self) -> bool {
+        self.is_at_line_end
     }
 
     pub(super) fn replaced(&self) -> u64 {
@@ -51,12 +94,13 @@ impl Lines {
     }
 
     /// Returns an error about line `line`.
-    pub(super) fn error(&self, line: u64, reason: String) -> Error {
+    pub(crate) fn error(&self, line: u64, reason: String) -> Error {
         Error::Record { from: self.path.display().to_string(), location: format!("line {line}"), reason }
     }
 
-    pub(super) fn next(&mut self) -> Result<Option<Line>> {
+    pub(crate) fn next(&mut self) -> Result<Option<Line>> {
         let mut bytes = Vec::new();
+        self.is_at_line_end = false;
         let read = (&mut self.reader).take(self.limit + 1).read_until(b'\n', &mut bytes);
         let read = read.map_err(|cause| io(&self.path, cause))? as u64;
         if read == 0 {
@@ -66,6 +110,7 @@ impl Lines {
         let start = self.bytes;
         self.bytes += read;
         self.check_size(read, self.number)?;
+        self.is_at_line_end = true;
         if bytes.last() == Some(&b'\n') {
             bytes.pop();
             if bytes.last() == Some(&b'\r') {

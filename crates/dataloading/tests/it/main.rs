@@ -1,13 +1,17 @@
 //! The tests of `dataloading` that need only its public interface: one binary, a module per behaviour.
 
 mod balanced_batch_sampler;
+mod chat_masks;
+mod chat_templates;
 mod datasets;
 mod example;
 mod fuzz_files;
+mod fuzz_records;
 mod loader;
 mod loader_cuda;
 mod loader_epochs;
 mod packing;
+mod records;
 mod strategies;
 mod text;
 mod token_store;

@@ -1,0 +1,260 @@
+//! What a conversation teaches: its text in segments, of which some are learned.
+//!
+//! **Where the template marks it** with `{% generation %}`, the spans are learned.
+//!
+//! **Elsewhere by rendering prefixes.** For the answer at message *i*, `p` is the rendering of the messages before it with the
+//! generation prompt, and `f` the rendering up to and with it. Inference reads `p` and has to write the rest of `f`, so `p` must be a
+//! prefix of `f`, and `f[p.len()..]` is learned. Templates may render an answer in another way once further messages follow it
+//! (Qwen3 removes its reasoning). Where `f` is no prefix of the next answer's `p`, another row begins: each row is what inference
+//! sees. So a conversation whose history changes at each answer becomes one row per answer, and one whose history stays is one row.
+//!
+//! **The token that ends a turn is always learned**, or the model would not stop. If a span ends before it, the span is extended to it.
+//! Where a turn has no end of its own (GLM-4, whose turns end where the next begins), it is the first token of a user's message after
+//! it. A template without either is refused.
+
+use super::conversation::{Conversation, Message};
+use super::template::ChatTemplate;
+use crate::error::Result;
+
+/// Which part of a conversation is learned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mask {
+    /// The answers, except those of weight 0.
+    #[default]
+    Answers,
+    /// The last answer.
+    Last,
+    /// Everything.
+    All,
+}
+
+/// A part of a text. Segments are tokenized separately.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Segment {
+    /// The text.
+    pub text: String,
+    /// Whether its tokens are learned.
+    pub is_trained: bool,
+}
+
+impl Segment {
+    fn new(text: &str, is_trained: bool) -> Self {
+        Self { text: text.to_owned(), is_trained }
+    }
+}
+
+/// Texts of tokens, to see where a turn ends.
+#[derive(Debug, Clone, Default)]
+pub struct EndTokens {
+    /// The tokenizer's added tokens, such as `<|im_end|>`.
+    pub added: Vec<String>,
+    /// The tokens that end a generation of the model.
+    pub model: Vec<String>,
+}
+
+impl EndTokens {
+    /// Returns the token at the start of a text.
+    fn at_start<'a>(&'a self, text: &str) -> Option<&'a str> {
+        let tokens = self.added.iter().chain(&self.model).filter(|token| !token.is_empty());
+        tokens
+            .filter(|token| text.starts_with(token.as_str()))
+            .max_by_key(|token| token.len())
+            .map(String::as_str)
+    }
+
+    /// Returns whether a text ends with a token, and white space after it.
+    fn at_end(&self, text: &str) -> bool {
+        let ends = |text: &str| {
+            let mut tokens = self.added.iter().chain(&self.model).filter(|token| !token.is_empty());
+            tokens.any(|token| text.ends_with(token.as_str()))
+        };
+        ends(text) || ends(text.trim_end())
+    }
+}
+
+impl ChatTemplate {
+    /// Returns the rows of a conversation, each in segments. There are none if nothing of it is learned.
+    ///
+    /// # Errors
+    /// [`Error::Template`](crate::Error::Template): those of [`ChatTemplate::render`]; a generation prompt that does not begin the
+    /// answer, with both texts; turns without an end token.
+    pub fn rows(
+        &self,
+        conversation: &Conversation,
+        mask: Mask,
+        ends: &EndTokens,
+    ) -> Result<Vec<Vec<Segment>>> {
+        let template = self.chosen(conversation);
+        let rows = |conversation: &Conversation| Turns { template, conversation, mask, ends }.rows();
+        match conversation.with_parsed_arguments() {
+            // Some templates take the arguments of calls as text.
+            Some(parsed) => rows(&parsed).or_else(|error| rows(conversation).map_err(|_| error)),
+            None => rows(conversation),
+        }
+    }
+}
+
+struct Turns<'a> {
+    template: &'a ChatTemplate,
+    conversation: &'a Conversation,
+    mask: Mask,
+    ends: &'a EndTokens,
+}
+
+/// A row that later turns may join.
+#[derive(Default)]
+struct Row {
+    segments: Vec<Segment>,
+    /// The text of all segments.
+    text: String,
+}
+
+impl Row {
+    fn push(&mut self, text: &str, is_trained: bool) {
+        self.text.push_str(text);
+        match self.segments.last_mut() {
+            Some(last) if !last.is_trained && !is_trained => last.text.push_str(text),
+            _ if text.is_empty() => {}
+            _ => self.segments.push(Segment::new(text, is_trained)),
+        }
+    }
+
+    /// Appends the row without what follows its last learned segment, if there is one.
+    fn finish(mut self, rows: &mut Vec<Vec<Segment>>) {
+        if let Some(last) = self.segments.iter().rposition(|segment| segment.is_trained) {
+            self.segments.truncate(last + 1);
+            rows.push(self.segments);
+        }
+    }
+}
+
+impl Turns<'_> {
+    fn rows(&self) -> Result<Vec<Vec<Segment>>> {
+        if self.mask == Mask::All {
+            let text = self.template.render_messages(self.conversation, self.messages(), false)?.text;
+            return Ok(if text.is_empty() { Vec::new() } else { vec![vec![Segment::new(&text, true)]] });
+        }
+        let answers = self.messages().iter().enumerate().filter(|(_, message)| message.is_answer());
+        let answers: Vec<usize> = answers.map(|(at, _)| at).collect();
+        let last = answers.last().copied();
+        let is_trained =
+            |at: usize| self.messages()[at].is_trained && (self.mask == Mask::Answers || Some(at) == last);
+        let trained: Vec<bool> = answers.iter().map(|at| is_trained(*at)).collect();
+        if !trained.contains(&true) {
+            return Ok(Vec::new());
+        }
+        if self.template.marks_generation() {
+            self.by_spans(&trained)
+        } else {
+            self.by_prefixes(&answers, &trained)
+        }
+    }
+
+    fn messages(&self) -> &[Message] {
+        &self.conversation.messages
+    }
+
+    fn by_spans(&self, trained: &[bool]) -> Result<Vec<Vec<Segment>>> {
+        let rendered = self.template.render_messages(self.conversation, self.messages(), false)?;
+        let (text, spans) = (&rendered.text, &rendered.spans);
+        let all = trained.iter().all(|is_trained| *is_trained);
+        if !all && spans.len() != trained.len() {
+            return Err(self.template.refuse(format!(
+                "it marks {} spans with `{{% generation %}}` in a conversation of {} answers, so it is not known which \
+                 span is an answer that is not learned; leave out `weight`, or learn all answers",
+                spans.len(),
+                trained.len()
+            )));
+        }
+        let (mut row, mut at) = (Row::default(), 0);
+        for (number, span) in spans.iter().enumerate() {
+            let is_trained = all || trained[number];
+            let mut end = span.end;
+            if is_trained && !self.ends.at_end(&text[span.clone()]) {
+                end += match self.ends.at_start(&text[end..]) {
+                    Some(token) => token.len(),
+                    None => return Err(self.without_end(&text[span.clone()])),
+                };
+            }
+            // A span that was extended may touch the next.
+            row.push(&text[at..span.start.max(at)], false);
+            row.push(&text[span.start.max(at)..end], is_trained);
+            at = end;
+        }
+        let mut rows = Vec::new();
+        row.finish(&mut rows);
+        Ok(rows)
+    }
+
+    fn by_prefixes(&self, answers: &[usize], trained: &[bool]) -> Result<Vec<Vec<Segment>>> {
+        let (mut rows, mut row) = (Vec::new(), Row::default());
+        for (&at, _) in answers.iter().zip(trained).filter(|(_, is_trained)| **is_trained) {
+            let render = |count: usize, prompt| -> Result<String> {
+                let messages = &self.messages()[..count];
+                Ok(self.template.render_messages(self.conversation, messages, prompt)?.text)
+            };
+            let (prompt, whole) = (render(at, true)?, render(at + 1, false)?);
+            let Some(answer) = whole.strip_prefix(&prompt) else {
+                return Err(self.no_prefix(at, &prompt, &whole));
+            };
+            let mut end = "";
+            if !self.ends.at_end(answer) {
+                end = match self.end_by_next_turn(at, &whole)? {
+                    Some(token) => token,
+                    None => return Err(self.without_end(answer)),
+                };
+            }
+            if !prompt.starts_with(&row.text) {
+                std::mem::take(&mut row).finish(&mut rows);
+            }
+            let seen = row.text.len();
+            row.push(&prompt[seen..], false);
+            row.push(&format!("{answer}{end}"), true);
+        }
+        row.finish(&mut rows);
+        Ok(rows)
+    }
+
+    /// Returns the token with which a user's next message begins, if it ends a generation.
+    fn end_by_next_turn(&self, at: usize, whole: &str) -> Result<Option<&str>> {
+        let mut messages = self.messages()[..=at].to_vec();
+        messages.push(Message::new("user", "?"));
+        let next = match self.template.render_messages(self.conversation, &messages, false) {
+            Ok(next) => next.text,
+            // A template may not allow a user's message here.
+            Err(_) => return Ok(None),
+        };
+        let token = next.strip_prefix(whole).and_then(|next| self.ends.at_start(next));
+        Ok(token.filter(|token| self.ends.model.iter().any(|end| end == token)))
+    }
+
+    fn without_end(&self, answer: &str) -> crate::Error {
+        let end: String = tail(answer, 40);
+        self.template.refuse(format!(
+            "it ends an answer with `{end}`, which is no special token of the tokenizer, so the model would never learn \
+             to stop; take a template that ends answers with one (`{}`, for example)",
+            self.ends.model.first().or(self.ends.added.first()).map_or("<|im_end|>", String::as_str)
+        ))
+    }
+
+    fn no_prefix(&self, at: usize, prompt: &str, whole: &str) -> crate::Error {
+        let same = prompt.chars().zip(whole.chars()).take_while(|(one, other)| one == other);
+        let same: usize = same.map(|(c, _)| c.len_utf8()).sum();
+        let from = same - tail(&prompt[..same], 30).len();
+        let part = |text: &str| text[from..].chars().take(80).collect::<String>();
+        self.template.refuse(format!(
+            "before the answer in message {} it writes `…{}`, and with the answer `…{}`: what the model is asked with is \
+             not what it learns after; give a template for training, which marks answers with `{{% generation %}}`",
+            at + 1,
+            part(prompt),
+            part(whole)
+        ))
+    }
+}
+
+/// Returns the last `count` characters.
+fn tail(text: &str, count: usize) -> String {
+    let skipped = text.chars().count().saturating_sub(count);
+    text.chars().skip(skipped).collect()
+}

@@ -1,0 +1,161 @@
+//! Messages of a record, in OpenAI's format (`role`, `content`) or in ShareGPT's (`from`, `value`).
+
+use serde_json::{Map, Value};
+
+use crate::chat::{Conversation, Message};
+use crate::text::json_lines::kind;
+
+/// What ShareGPT calls the roles.
+const ROLES: [(&str, &str); 16] = [
+    ("human", "user"),
+    ("user", "user"),
+    ("gpt", "assistant"),
+    ("chatgpt", "assistant"),
+    ("bing", "assistant"),
+    ("bard", "assistant"),
+    ("bot", "assistant"),
+    ("model", "assistant"),
+    ("assistant", "assistant"),
+    ("function_call", "assistant"),
+    ("system", "system"),
+    ("tool", "tool"),
+    ("observation", "tool"),
+    ("function", "tool"),
+    ("function_response", "tool"),
+    ("developer", "developer"),
+];
+
+/// Returns the conversation of a record: its messages under `field`, and `tools`, `documents` and `chat_template_kwargs`.
+pub(super) fn conversation(record: &Map<String, Value>, field: &str) -> Result<Conversation, String> {
+    let messages = messages(record, field)?;
+    let mut conversation = Conversation { messages, ..beside(record)? };
+    if let Some(system) = record.get("system").and_then(Value::as_str).filter(|text| !text.is_empty()) {
+        let has_own = conversation.messages.first().is_some_and(|first| first.role() == "system");
+        if !has_own {
+            conversation.messages.insert(0, Message::new("system", system));
+        }
+    }
+    Ok(conversation)
+}
+
+/// Returns a conversation without messages, with what a record has beside them.
+pub(super) fn beside(record: &Map<String, Value>) -> Result<Conversation, String> {
+    let list = |field: &str| match parsed(record.get(field)) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Array(items)) if items.is_empty() => Ok(None),
+        Some(list @ Value::Array(_)) => Ok(Some(list)),
+        Some(other) => Err(format!("`{field}` is {}, expected a list", kind(&other))),
+    };
+    let arguments = match parsed(record.get("chat_template_kwargs")) {
+        None | Some(Value::Null) => Map::new(),
+        Some(Value::Object(arguments)) => arguments,
+        Some(other) => return Err(format!("`chat_template_kwargs` is {}, expected an object", kind(&other))),
+    };
+    Ok(Conversation {
+        tools: list("tools")?,
+        documents: list("documents")?,
+        arguments,
+        ..Conversation::default()
+    })
+}
+
+/// Returns the messages under a field.
+pub(super) fn messages(record: &Map<String, Value>, field: &str) -> Result<Vec<Message>, String> {
+    let list = match parsed(record.get(field)) {
+        Some(Value::Array(list)) => list,
+        Some(other) => return Err(format!("`{field}` is {}, expected a list of messages", kind(&other))),
+        None => return Err(format!("no `{field}`")),
+    };
+    if list.is_empty() {
+        return Err(format!("`{field}` is empty, expected at least one message; remove the record"));
+    }
+    let numbered = list.into_iter().enumerate();
+    numbered
+        .map(|(at, value)| {
+            message(value).map_err(|reason| format!("`{field}`, message {}: {reason}", at + 1))
+        })
+        .collect()
+}
+
+/// A column of CSV has JSON as text.
+fn parsed(value: Option<&Value>) -> Option<Value> {
+    match value? {
+        Value::String(text) if text.trim().is_empty() => None,
+        Value::String(text) => {
+            Some(serde_json::from_str(text).unwrap_or_else(|_| Value::from(text.as_str())))
+        }
+        other => Some(other.clone()),
+    }
+}
+
+fn message(value: Value) -> Result<Message, String> {
+    let Value::Object(mut fields) = value else {
+        return Err(format!("{}, expected an object with `role` and `content`", kind(&value)));
+    };
+    if !fields.contains_key("role") && fields.contains_key("from") {
+        rename(&mut fields)?;
+    }
+    match fields.get("role") {
+        Some(Value::String(role)) if !role.trim().is_empty() => {}
+        Some(other) => return Err(format!("`role` is {other}, expected a text such as \"user\"")),
+        None => {
+            let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+            return Err(format!("no `role`; the fields here are: {}", names.join(", ")));
+        }
+    }
+    let is_trained = match fields.remove("weight") {
+        None | Some(Value::Null) => true,
+        Some(weight) => match weight.as_f64() {
+            Some(1.0) => true,
+            Some(0.0) => false,
+            _ => return Err(format!("`weight` is {weight}; expected 0 (not learned) or 1")),
+        },
+    };
+    let calls = fields.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    let content = fields.get("content");
+    let text = match content {
+        None | Some(Value::Null) if calls => None,
+        None | Some(Value::Null) => return Err("no `content`, and no `tool_calls` either".to_owned()),
+        Some(Value::String(_)) => None,
+        Some(Value::Array(parts)) => Some(joined(parts)?),
+        Some(other) => return Err(format!("`content` is {}, expected a text", kind(other))),
+    };
+    if let Some(text) = text {
+        fields.insert("content".to_owned(), text.into());
+    }
+    Ok(Message { fields, is_trained })
+}
+
+/// Changes `from` and `value` to `role` and `content`.
+fn rename(fields: &mut Map<String, Value>) -> Result<(), String> {
+    let from = fields.get("from").and_then(Value::as_str).unwrap_or_default().trim().to_ascii_lowercase();
+    let Some((_, role)) = ROLES.iter().find(|(name, _)| *name == from) else {
+        let names: Vec<&str> = ROLES.iter().map(|(name, _)| *name).collect();
+        return Err(format!("`from` is \"{from}\"; expected one of {}", names.join(", ")));
+    };
+    let old = std::mem::take(fields);
+    fields.insert("role".to_owned(), (*role).into());
+    for (name, value) in old {
+        match name.as_str() {
+            "from" => {}
+            "value" => drop(fields.insert("content".to_owned(), value)),
+            _ => drop(fields.insert(name, value)),
+        }
+    }
+    Ok(())
+}
+
+/// Returns the text of a content in parts.
+fn joined(parts: &[Value]) -> Result<String, String> {
+    let mut text = String::new();
+    for part in parts {
+        match (part["type"].as_str(), part["text"].as_str()) {
+            (Some("text") | None, Some(part)) => text.push_str(part),
+            (Some(kind), _) if kind != "text" => {
+                return Err(format!("`content` has a part of type \"{kind}\"; only texts can be learned"));
+            }
+            _ => return Err("`content` has a part without a text".to_owned()),
+        }
+    }
+    Ok(text)
+}

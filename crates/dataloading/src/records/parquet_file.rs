@@ -1,0 +1,115 @@
+//! The rows of a Parquet file, the format in which the Hugging Face hub keeps data sets.
+//!
+//! A nested column gives every row the same keys. A key that a row does not have is null there, so nulls within a column are left out;
+//! only a message's `content` may be null.
+
+use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use serde_json::{Map, Number, Value};
+
+use super::{Place, Record};
+use crate::error::{Error, Result};
+
+/// The key that may be null within a column.
+const CONTENT: &str = "content";
+
+pub(super) struct ParquetRows {
+    rows: RowIter<'static>,
+    path: Arc<Path>,
+    number: u64,
+    is_done: bool,
+}
+
+impl ParquetRows {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|cause| Error::Io { path: path.to_owned(), cause })?;
+        let rows = guarded(|| {
+            let reader = SerializedFileReader::new(file).map_err(|error| error.to_string())?;
+            // A row that takes no bytes could be there any number of times.
+            if reader.metadata().file_metadata().schema_descr().num_columns() == 0 {
+                return Err("it has no columns".to_owned());
+            }
+            Ok(RowIter::from_file_into(Box::new(reader)))
+        });
+        let rows = rows.map_err(|reason| Error::File {
+            path: path.to_owned(),
+            reason: format!("not a Parquet file that can be read: {reason}"),
+        })?;
+        Ok(Self { rows, path: path.into(), number: 0, is_done: false })
+    }
+}
+
+/// Calls the library, which panics on some damaged files.
+fn guarded<T>(read: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    // After a panic nothing of the reader is used again.
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
+        Err("its parts contradict each other (the library `parquet` panicked); take the file again"
+            .to_owned())
+    })
+}
+
+impl Iterator for ParquetRows {
+    type Item = Result<Record>;
+
+    fn next(&mut self) -> Option<Result<Record>> {
+        if self.is_done {
+            return None;
+        }
+        self.number += 1;
+        let place = Place { path: self.path.clone(), unit: "row", number: self.number };
+        match guarded(|| self.rows.next().transpose().map_err(|error| error.to_string())) {
+            Ok(Some(row)) => Some(Ok(Record { fields: fields(&row, true), place })),
+            Ok(None) => {
+                self.is_done = true;
+                None
+            }
+            Err(reason) => {
+                self.is_done = true;
+                Some(Err(place.error(format!("it cannot be read: {reason}"))))
+            }
+        }
+    }
+}
+
+fn fields(row: &Row, is_top: bool) -> Map<String, Value> {
+    let columns = row.get_column_iter().map(|(name, field)| (name.clone(), value(field)));
+    columns.filter(|(name, value)| is_top || !value.is_null() || name == CONTENT).collect()
+}
+
+fn value(field: &Field) -> Value {
+    let float = |number: f64| Number::from_f64(number).map_or(Value::Null, Value::Number);
+    match field {
+        Field::Null => Value::Null,
+        Field::Bool(is) => Value::Bool(*is),
+        Field::Byte(number) => (*number).into(),
+        Field::Short(number) => (*number).into(),
+        Field::Int(number) => (*number).into(),
+        Field::Long(number) => (*number).into(),
+        Field::UByte(number) => (*number).into(),
+        Field::UShort(number) => (*number).into(),
+        Field::UInt(number) => (*number).into(),
+        Field::ULong(number) => (*number).into(),
+        Field::Float16(number) => float(f64::from(*number)),
+        Field::Float(number) => float(f64::from(*number)),
+        Field::Double(number) => float(*number),
+        Field::Str(text) => Value::from(text.as_str()),
+        // A column without a declared type, as older writers make of texts.
+        Field::Bytes(bytes) => Value::from(String::from_utf8_lossy(bytes.data())),
+        Field::Group(row) => Value::Object(fields(row, false)),
+        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
+        Field::MapInternal(map) => {
+            let key = |field: &Field| match value(field) {
+                Value::String(text) => text,
+                other => other.to_string(),
+            };
+            Value::Object(map.entries().iter().map(|(name, field)| (key(name), value(field))).collect())
+        }
+        other => Value::from(other.to_string()),
+    }
+}

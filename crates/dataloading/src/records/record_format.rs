@@ -1,0 +1,192 @@
+//! The formats of records, and which of them a file has.
+
+use std::fmt;
+
+use serde_json::{Map, Value};
+
+use super::Record;
+use super::content::names;
+use crate::error::{Error, Result};
+
+/// Records that are read to find the format of a file.
+pub const DETECTED_ROWS: usize = 100;
+
+/// What a record's fields mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum RecordFormat {
+    /// `messages`: a list of `{"role": …, "content": …}`; with `tools` if there are any.
+    Messages,
+    /// `conversations`: a list of `{"from": "human", "value": …}`, ShareGPT's format.
+    Conversations,
+    /// `prompt` and `completion`: texts, or lists of messages.
+    PromptCompletion,
+    /// `instruction`, `input` (may be empty) and `output`: Alpaca's format.
+    Instruction,
+    /// `question` and `answer`.
+    QuestionAnswer,
+    /// `input_ids`, and `labels` if there are any.
+    Tokens,
+    /// `text`, or another field that holds one.
+    Text,
+}
+
+impl RecordFormat {
+    /// All formats; of those that a record could have, the first counts.
+    pub const ALL: [Self; 7] = [
+        Self::Messages,
+        Self::Conversations,
+        Self::PromptCompletion,
+        Self::Instruction,
+        Self::QuestionAnswer,
+        Self::Tokens,
+        Self::Text,
+    ];
+
+    /// Returns the fields that it needs.
+    pub fn fields(self, text_field: &str) -> Vec<&str> {
+        match self {
+            Self::Messages => vec!["messages"],
+            Self::Conversations => vec!["conversations"],
+            Self::PromptCompletion => vec!["prompt", "completion"],
+            Self::Instruction => vec!["instruction", "output"],
+            Self::QuestionAnswer => vec!["question", "answer"],
+            Self::Tokens => vec!["input_ids"],
+            Self::Text => vec![text_field],
+        }
+    }
+
+    /// Returns the format of a record by its fields; `None` if it has none of the formats.
+    pub fn of(fields: &Map<String, Value>, text_field: &str) -> Option<Self> {
+        let has = |field: &&str| fields.get(*field).is_some_and(|value| !value.is_null());
+        Self::ALL.into_iter().find(|format| format.fields(text_field).iter().all(has))
+    }
+}
+
+impl fmt::Display for RecordFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Messages => "messages",
+            Self::Conversations => "conversations",
+            Self::PromptCompletion => "prompt and completion",
+            Self::Instruction => "instruction, input and output",
+            Self::QuestionAnswer => "question and answer",
+            Self::Tokens => "token ids",
+            Self::Text => "text",
+        })
+    }
+}
+
+/// The formats that the first records of a file have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Detected {
+    /// The formats, and how many records have each, the most frequent first.
+    pub formats: Vec<(RecordFormat, usize)>,
+    /// Fields that the records have and that are not read.
+    pub ignored: Vec<String>,
+}
+
+impl Detected {
+    /// Finds the formats of the first [`DETECTED_ROWS`] records. Records that cannot be read are passed over here: whoever reads all
+    /// records gets their errors.
+    ///
+    /// # Errors
+    /// No record can be read; a record in none of the formats.
+    pub fn of(records: impl Iterator<Item = Result<Record>>, text_field: &str) -> Result<Self> {
+        let mut formats: Vec<(RecordFormat, usize)> = Vec::new();
+        let (mut ignored, mut first_error, mut seen) = (Vec::new(), None, 0);
+        for record in records.take(DETECTED_ROWS) {
+            let record = match record {
+                Ok(record) => record,
+                Err(error) => {
+                    first_error.get_or_insert(error);
+                    continue;
+                }
+            };
+            seen += 1;
+            let Some(format) = RecordFormat::of(&record.fields, text_field) else {
+                return Err(record.place.error(unknown(&record.fields, text_field)));
+            };
+            match formats.iter_mut().find(|(other, _)| *other == format) {
+                Some((_, count)) => *count += 1,
+                None => formats.push((format, 1)),
+            }
+            for name in record.fields.keys() {
+                let is_read =
+                    format.fields(text_field).contains(&name.as_str()) || BESIDE.contains(&name.as_str());
+                if !is_read && !ignored.contains(name) {
+                    ignored.push(name.clone());
+                }
+            }
+        }
+        match first_error {
+            Some(error) if seen == 0 => return Err(error),
+            None if seen == 0 => {
+                return Err(Error::Empty {
+                    from: "data".to_owned(),
+                    reason: "there is no record in it".to_owned(),
+                });
+            }
+            _ => {}
+        }
+        formats.sort_by_key(|(format, count)| (std::cmp::Reverse(*count), *format));
+        Ok(Self { formats, ignored })
+    }
+
+    /// Returns the format of a record.
+    ///
+    /// # Errors
+    /// A format that none of the first records has.
+    pub fn format(&self, record: &Record, text_field: &str) -> Result<RecordFormat> {
+        // A record may have the fields of several formats.
+        let has = |format: RecordFormat| {
+            let fields = format.fields(text_field);
+            fields.iter().all(|field| record.fields.get(*field).is_some_and(|value| !value.is_null()))
+        };
+        match RecordFormat::ALL
+            .into_iter()
+            .filter(|format| self.formats.iter().any(|(own, _)| own == format))
+            .find(|format| has(*format))
+        {
+            Some(format) => Ok(format),
+            None => Err(record.place.error(match RecordFormat::of(&record.fields, text_field) {
+                None => unknown(&record.fields, text_field),
+                Some(other) => {
+                    format!("the record has {other}, and the data's format is {self}; correct or remove it")
+                }
+            })),
+        }
+    }
+}
+
+/// Fields that formats read if they are there.
+const BESIDE: [&str; 9] = [
+    "tools",
+    "documents",
+    "chat_template_kwargs",
+    "system",
+    "input",
+    "labels",
+    "attention_mask",
+    "history",
+    "weight",
+];
+
+impl fmt::Display for Detected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<String> = self.formats.iter().map(|(format, _)| format.to_string()).collect();
+        f.write_str(&names.join("; or "))
+    }
+}
+
+fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
+    if fields.contains_key("chosen") && fields.contains_key("rejected") {
+        return "the record has `chosen` and `rejected`, which is data for preference optimization; fine-tuning learns \
+                answers, so write the chosen ones as `messages` or `completion`"
+            .to_owned();
+    }
+    format!(
+        "the fields are {}; expected `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, \
+         `question` and `answer`, `input_ids`, or `{text_field}` (another field that holds the text is named with --field)",
+        names(fields)
+    )
+}

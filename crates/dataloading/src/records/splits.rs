@@ -1,0 +1,100 @@
+//! The files of a data set's folder.
+//!
+//! A file belongs to a split by its name: `train.jsonl`, `train-00000-of-00002.parquet`, `validation.csv`. The files are in the folder, in
+//! its folder `data`, or in folders that have the splits' names.
+
+use std::path::{Path, PathBuf};
+
+use super::FileKind;
+use crate::error::{Error, Result};
+
+const TRAIN: &[&str] = &["train", "training"];
+const VALIDATION: &[&str] = &["validation", "valid", "val", "dev", "eval"];
+const TEST: &[&str] = &["test"];
+
+/// The files of each split, in order of their names.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Splits {
+    /// Files to train on.
+    pub train: Vec<PathBuf>,
+    /// Files to measure the validation loss on.
+    pub validation: Vec<PathBuf>,
+    /// Files to test on.
+    pub test: Vec<PathBuf>,
+}
+
+impl Splits {
+    /// Returns the splits of a folder; a file is its own training split.
+    ///
+    /// # Errors
+    /// No such file or folder; a folder without training files; a split in files of several types.
+    pub fn of(path: &Path) -> Result<Self> {
+        let io = |cause| Error::Io { path: path.to_owned(), cause };
+        if !std::fs::metadata(path).map_err(io)?.is_dir() {
+            return Ok(Self { train: vec![path.to_owned()], ..Self::default() });
+        }
+        for folder in [path.to_owned(), path.join("data")] {
+            let split = |names: &[&str]| -> Result<Vec<PathBuf>> {
+                let mut files: Vec<PathBuf> =
+                    files(&folder).into_iter().filter(|file| is_of(file, names)).collect();
+                if files.is_empty() {
+                    files = names.iter().flat_map(|name| self::files(&folder.join(name))).collect();
+                }
+                of_one_kind(files)
+            };
+            let found = Self { train: split(TRAIN)?, validation: split(VALIDATION)?, test: split(TEST)? };
+            if !found.train.is_empty() {
+                return Ok(found);
+            }
+        }
+        let entries = std::fs::read_dir(path).map_err(io)?.flatten();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names.truncate(12);
+        let there = match names.is_empty() {
+            true => "the folder is empty".to_owned(),
+            false => format!("the folder has {}", names.join(", ")),
+        };
+        Err(Error::File {
+            path: path.to_owned(),
+            reason: format!(
+                "no training data: expected a file such as train.jsonl, train.parquet or train.csv, with validation.* and \
+                 test.* beside it if there are any; {there}"
+            ),
+        })
+    }
+}
+
+/// Returns the files of records and texts in a folder, in order of their names.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let is_data = |path: &Path| {
+        path.is_file()
+            && (FileKind::of(path) != FileKind::Text
+                || path.extension().is_some_and(|extension| extension == "txt" || extension == "gz"))
+    };
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut files: Vec<PathBuf> = entries.filter(|path| is_data(path)).collect();
+    files.sort();
+    files
+}
+
+/// Returns whether a file's name begins with that of a split.
+fn is_of(file: &Path, names: &[&str]) -> bool {
+    let name = file.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    names.iter().any(|split| name.strip_prefix(split).is_some_and(|rest| rest.starts_with(['.', '-', '_'])))
+}
+
+fn of_one_kind(files: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
+    let first = files.first().map(|file| FileKind::of(file));
+    match files.iter().find(|file| Some(FileKind::of(file)) != first) {
+        None => Ok(files),
+        Some(other) => Err(Error::File {
+            path: other.clone(),
+            reason: format!(
+                "a file of another type than {}, which has the same split; give one of them as the data",
+                files[0].display()
+            ),
+        }),
+    }
+}

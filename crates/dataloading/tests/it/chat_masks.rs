@@ -1,0 +1,208 @@
+//! Which part of a conversation is learned.
+
+use std::collections::BTreeMap;
+
+use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, Segment, TemplateOptions};
+use serde_json::json;
+
+use crate::chat_templates::{fixtures, template};
+
+fn ends() -> EndTokens {
+    let added = [
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|end|>",
+        "</s>",
+        "<|return|>",
+        "<|call|>",
+        "<|user|>",
+        "<|observation|>",
+        "<｜end▁of▁sentence｜>",
+        "<end_of_turn>",
+        "<|eot_id|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|end_of_text|>",
+    ];
+    let texts = |tokens: &[&str]| tokens.iter().map(|token| (*token).to_owned()).collect();
+    EndTokens { added: texts(&added), model: texts(&["</s>", "<|user|>", "<|observation|>"]) }
+}
+
+fn turns(answers: [&str; 2]) -> Conversation {
+    Conversation::new([
+        Message::new("user", "Hi there"),
+        Message::new("assistant", answers[0]),
+        Message::new("user", "2+2?"),
+        Message::new("assistant", answers[1]),
+    ])
+}
+
+fn learned(row: &[Segment]) -> Vec<&str> {
+    row.iter().filter(|segment| segment.is_trained).map(|segment| segment.text.as_str()).collect()
+}
+
+fn text(row: &[Segment]) -> String {
+    row.iter().map(|segment| segment.text.as_str()).collect()
+}
+
+const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                      {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+fn chatml() -> ChatTemplate {
+    template("chatml", CHATML)
+}
+
+#[test]
+fn a_history_that_stays_is_one_row_and_one_that_changes_is_a_row_for_each_answer() {
+    let fixtures = fixtures();
+    let rows = |name: &str, answers| {
+        let source = fixtures["templates"][name].as_str()?;
+        Some(template(name, source).rows(&turns(answers), Mask::Answers, &ends()))
+    };
+    let plain = ["Hello!", "4"];
+    let thinking = ["<think>\nr1\n</think>\n\nHello!", "<think>\nr2\n</think>\n\n4"];
+    let check = |name: &str, answers, expected: &[&[&str]]| {
+        let Some(rows) = rows(name, answers) else { return };
+        let rows = rows.unwrap();
+        let found: Vec<Vec<&str>> = rows.iter().map(|row| learned(row)).collect();
+        assert_eq!(found, expected, "{name}");
+    };
+    check("qwen2_5", plain, &[&["Hello!<|im_end|>\n", "4<|im_end|>\n"]]);
+    check(
+        "qwen3_training",
+        plain,
+        &[&["<think>\n\n</think>\n\nHello!<|im_end|>\n", "<think>\n\n</think>\n\n4<|im_end|>\n"]],
+    );
+    // Qwen3 removes the reasoning of earlier turns, and Phi-3 ends the last one with a further token.
+    check(
+        "qwen3",
+        thinking,
+        &[&["<think>\nr1\n</think>\n\nHello!<|im_end|>\n"], &["<think>\nr2\n</think>\n\n4<|im_end|>\n"]],
+    );
+    check("phi3", plain, &[&["Hello!<|end|>\n</s>"], &["4<|end|>\n</s>"]]);
+    check("phi3_training", plain, &[&["Hello!<|end|>\n", "4<|end|>\n</s>"]]);
+    // GLM-4's turns end where the next one begins.
+    if let Some(rows) = rows("glm4moe", plain) {
+        let rows = rows.unwrap();
+        assert!(
+            rows.iter().flat_map(|row| learned(row)).all(|answer| answer.ends_with("<|user|>")),
+            "{rows:?}"
+        );
+    }
+    if let Some(rows) = rows("deepseekv3", plain) {
+        let error = rows.unwrap_err().to_string();
+        assert!(error.contains("before the answer in message 2 it writes `…"), "{error}");
+        assert!(error.contains("<think>") && error.contains("Hello!"), "both texts are shown: {error}");
+    }
+}
+
+/// What inference reads before each answer is what stands before it in its row.
+#[test]
+fn every_answer_stands_after_what_inference_reads() {
+    let fixtures = fixtures();
+    let mut checked = BTreeMap::new();
+    for (name, source) in fixtures["templates"].as_object().unwrap() {
+        let template = template(name, source.as_str().unwrap());
+        if template.marks_generation() {
+            continue;
+        }
+        let conversation = turns(["<think>\nr1\n</think>\n\nHello!", "<think>\nr2\n</think>\n\n4"]);
+        let Ok(rows) = template.rows(&conversation, Mask::Answers, &ends()) else { continue };
+        let prompts = [1, 3].map(|count| {
+            let before = Conversation::new(conversation.messages[..count].iter().cloned());
+            template.render(&before, true).unwrap().text
+        });
+        let mut at = 0;
+        for row in &rows {
+            let mut before = String::new();
+            for segment in row {
+                if segment.is_trained {
+                    assert_eq!(before, prompts[at], "{name}");
+                    at += 1;
+                }
+                before.push_str(&segment.text);
+            }
+        }
+        assert_eq!(at, 2, "{name}");
+        checked.insert(name.as_str(), rows.len());
+    }
+    eprintln!("rows of a conversation with two answers: {checked:?}");
+    assert!(checked.len() >= 4, "{checked:?}");
+}
+
+#[test]
+fn weights_and_masks_choose_the_answers() {
+    let template = chatml();
+    let mut conversation = turns(["a", "b"]);
+    let check = |conversation: &Conversation, mask, expected: &[&[&str]]| {
+        let rows = template.rows(conversation, mask, &ends()).unwrap();
+        let found: Vec<Vec<&str>> = rows.iter().map(|row| learned(row)).collect();
+        assert_eq!(found, expected, "{mask:?}");
+        rows
+    };
+    check(&conversation, Mask::Answers, &[&["a<|im_end|>\n", "b<|im_end|>\n"]]);
+    let rows = check(&conversation, Mask::Last, &[&["b<|im_end|>\n"]]);
+    let whole = template.render(&conversation, false).unwrap().text;
+    assert_eq!(text(&rows[0]), whole, "the first answer is read");
+    assert_eq!(check(&conversation, Mask::All, &[&[&whole]]).len(), 1);
+    conversation.messages[3].is_trained = false;
+    let rows = check(&conversation, Mask::Answers, &[&["a<|im_end|>\n"]]);
+    assert!(text(&rows[0]).ends_with("a<|im_end|>\n"), "nothing follows the last learned part");
+    check(&conversation, Mask::Last, &[]);
+    conversation.messages[1].is_trained = false;
+    check(&conversation, Mask::Answers, &[]);
+    check(&Conversation::new([Message::new("user", "a")]), Mask::Answers, &[]);
+}
+
+#[test]
+fn weights_choose_among_the_spans_of_a_template() {
+    let source = CHATML.replace(
+        "{{ m.content }}<|im_end|>\n",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n\
+         {% else %}{{ m.content }}<|im_end|>\n{% endif %}",
+    );
+    let template = template("marked", &source);
+    let mut conversation = turns(["a", "b"]);
+    let rows = template.rows(&conversation, Mask::Answers, &ends()).unwrap();
+    assert_eq!(learned(&rows[0]), ["a<|im_end|>", "b<|im_end|>"], "a span is extended to the end token");
+    conversation.messages[1].is_trained = false;
+    let rows = template.rows(&conversation, Mask::Answers, &ends()).unwrap();
+    assert_eq!(learned(&rows[0]), ["b<|im_end|>"]);
+    conversation.messages[0].fields.insert("content".to_owned(), "\u{fdd0}".into());
+    let error = template.rows(&conversation, Mask::Answers, &ends()).unwrap_err().to_string();
+    assert!(error.contains("U+FDD0 or U+FDD1"), "{error}");
+}
+
+#[test]
+fn a_template_whose_answers_do_not_end_is_refused() {
+    for source in [
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    ] {
+        let template = template("plain", source);
+        let error = template.rows(&turns(["a", "b"]), Mask::Answers, &ends()).unwrap_err().to_string();
+        assert!(error.contains("so the model would never learn to stop"), "{error}");
+    }
+}
+
+#[test]
+fn arguments_of_calls_are_objects_or_texts_as_the_template_takes_them() {
+    let call =
+        |arguments| json!([{ "type": "function", "function": { "name": "f", "arguments": arguments } }]);
+    let mut answer = Message::new("assistant", "");
+    answer.fields.insert("tool_calls".to_owned(), call(json!("{\"b\": 1, \"a\": [2]}")));
+    let conversation = Conversation::new([Message::new("user", "?"), answer]);
+    let source = |call: &str| {
+        CHATML.replace(
+            "{{ m.content }}",
+            &format!("{{% for c in m.tool_calls or [] %}}{{{{ {call} }}}}{{% endfor %}}{{{{ m.content }}}}"),
+        )
+    };
+    for (call, expected) in [
+        ("c.function.arguments|tojson", "{\"b\": 1, \"a\": [2]}<|im_end|>\n"),
+        ("'x' + c.function.arguments", "x{\"b\": 1, \"a\": [2]}<|im_end|>\n"),
+    ] {
+        let template = ChatTemplate::new("t", &source(call), TemplateOptions::default()).unwrap();
+        let rows = template.rows(&conversation, Mask::Answers, &ends()).unwrap();
+        assert_eq!(learned(&rows[0]), [expected]);
+    }
+}

@@ -1,0 +1,343 @@
+//! Records of every type of file, the formats that are found, and errors by line.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use dataloading::records::{self, Content, Detected, RecordFormat, Splits};
+use dataloading::{Error, Result};
+use flate2::write::GzEncoder;
+use serde_json::{Value, json};
+
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// The records of a file and its errors, in order, without the folder's path.
+    fn read(&self, path: &Path) -> Vec<String> {
+        let place = format!("{}/", self.0.path().display());
+        let read = match records::read(path) {
+            Ok(records) => records,
+            Err(error) => return vec![error.to_string().replace(&place, "")],
+        };
+        let shown = read.map(|record| match record {
+            Ok(record) => format!("{} {}", record.place, Value::Object(record.fields)),
+            Err(error) => format!("error {error}"),
+        });
+        shown.map(|text| text.replace(&place, "")).collect()
+    }
+}
+
+fn compressed(text: &str) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(text.as_bytes()).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[test]
+fn records_have_their_places_and_wrong_ones_do_not_hide_the_next() {
+    let files = Files::new();
+    let lines = "{\"a\": 1}\n\n[2]\n{\"a\": \n{\"b\": {\"c\": null}}";
+    let path = files.write("rows.jsonl", lines);
+    let expected = [
+        "rows.jsonl: line 1 {\"a\":1}",
+        "error rows.jsonl: line 3: expected an object, found an array; one line is one object",
+        "error rows.jsonl: line 4: not JSON (EOF while parsing a value, column 6); correct or remove the line",
+        "rows.jsonl: line 5 {\"b\":{\"c\":null}}",
+    ];
+    assert_eq!(files.read(&path), expected);
+    let path = files.write("rows.jsonl.gz", compressed(lines));
+    assert_eq!(files.read(&path), expected.map(|text| text.replace("jsonl", "jsonl.gz")));
+    let mut bytes = b"{\"a\": \"".to_vec();
+    bytes.extend_from_slice(b"\xff\"}\n{\"a\": 2}\n");
+    let read = files.read(&files.write("latin.jsonl", bytes));
+    assert!(read[0].contains("line 1: byte 7 of the file (0xff) is not UTF-8"), "{read:?}");
+    assert_eq!(read[1], "latin.jsonl: line 2 {\"a\":2}");
+    let truncated = &compressed(&lines.repeat(1000))[..100];
+    let read = files.read(&files.write("cut.jsonl.gz", truncated));
+    assert!(read.last().unwrap().starts_with("error cut.jsonl.gz: "), "{read:?}");
+}
+
+#[test]
+fn an_array_is_read_element_by_element() {
+    let files = Files::new();
+    let text =
+        "\u{feff} [\n {\"a\": \"],}\\\"\"},\n 5,\n\n {\n \"b\": [1, {\"c\": 2}]\n },{\"d\": x\n}, {}\n]";
+    assert_eq!(
+        files.read(&files.write("rows.json", text)),
+        [
+            "rows.json: line 2 {\"a\":\"],}\\\"\"}",
+            "error rows.json: line 3: expected an object, found a number; an element of the array is one record",
+            "rows.json: line 5 {\"b\":[1,{\"c\":2}]}",
+            "error rows.json: line 7: not JSON (expected value); correct or remove the record",
+            "rows.json: line 8 {}",
+        ]
+    );
+    assert_eq!(files.read(&files.write("none.json", "[ ]")), [] as [&str; 0]);
+    let cut = files.read(&files.write("cut.json", "[{\"a\": 1},\n{\"a\""));
+    assert_eq!(
+        cut,
+        [
+            "cut.json: line 1 {\"a\":1}",
+            "error cut.json: line 2: the array does not end with `]`; the file is cut off"
+        ]
+    );
+    let lines = files.read(&files.write("lines.json", "{\"a\": 1}\n{\"a\": 2}\n"));
+    assert_eq!(lines, ["lines.json: line 1 {\"a\":1}", "lines.json: line 2 {\"a\":2}"]);
+}
+
+#[test]
+fn rows_of_csv_are_texts_by_the_names_of_the_first() {
+    let files = Files::new();
+    let text = "question, answer\r\n\"a,\n\"\"b\"\"\",1\r\nc\r\nd,2\r\n";
+    assert_eq!(
+        files.read(&files.write("rows.csv", text)),
+        [
+            "rows.csv: line 2 {\"question\":\"a,\\n\\\"b\\\"\",\"answer\":\"1\"}",
+            "error rows.csv: line 4: 1 values, and the first line names 2 columns; put a value with separators or line \
+             breaks between double quotes",
+            "rows.csv: line 5 {\"question\":\"d\",\"answer\":\"2\"}",
+        ]
+    );
+    assert_eq!(
+        files.read(&files.write("rows.tsv", "a\tb\n1,2\t3\n")),
+        ["rows.tsv: line 2 {\"a\":\"1,2\",\"b\":\"3\"}"]
+    );
+    let twice = files.read(&files.write("twice.csv", "a,b,a\n1,2,3\n"));
+    assert_eq!(twice, ["twice.csv: line 1: column 3 has the name `a` of another; rename it"]);
+    let latin = files.read(&files.write("latin.csv", b"a,b\n1,\xff\n2,3\n"));
+    assert_eq!(
+        latin[0],
+        "error latin.csv: line 2: column 2 is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)"
+    );
+    assert_eq!(latin[1], "latin.csv: line 3 {\"a\":\"2\",\"b\":\"3\"}");
+    assert!(files.read(&files.write("rows.txt", "a"))[0].contains("plain text has no records"));
+}
+
+const DICTIONARY: &[u8] = include_bytes!("parquet/dictionary.parquet");
+const PLAIN: &[u8] = include_bytes!("parquet/plain.parquet");
+const ZSTD: &[u8] = include_bytes!("parquet/messages.zstd.parquet");
+const GZIP: &[u8] = include_bytes!("parquet/messages.gzip.parquet");
+
+/// Files of pyarrow: a dictionary and a null in row groups of two, by Snappy; uncompressed pages of the second version; nested columns
+/// by Zstandard and gzip.
+#[test]
+fn rows_of_parquet_are_those_that_pyarrow_wrote() {
+    let files = Files::new();
+    let texts = |bytes: &[u8]| {
+        let path = files.write("rows.parquet", bytes);
+        let rows: Vec<_> = records::read(&path).unwrap().map(|row| row.unwrap()).collect();
+        assert_eq!(rows.last().unwrap().place.to_string(), format!("{}: row {}", path.display(), rows.len()));
+        rows.iter()
+            .filter_map(|row| row.fields["text"].as_str())
+            .map(|text| text.trim().to_owned())
+            .collect::<Vec<_>>()
+    };
+    for bytes in [DICTIONARY, PLAIN] {
+        let all = texts(bytes);
+        let lines: Vec<&String> = all.iter().filter(|line| !line.is_empty()).collect();
+        assert_eq!(lines, ["= Arden =", "Arden is a town , and ærø is none .", "= Arden ="]);
+    }
+    for bytes in [ZSTD, GZIP] {
+        let path = files.write("messages.parquet", bytes);
+        let rows: Vec<_> = records::read(&path).unwrap().map(|row| row.unwrap()).collect();
+        let user = json!([{ "role": "user", "content": "2+2?" }, { "role": "assistant", "content": "4" }]);
+        assert_eq!(rows[0].fields["messages"], user, "keys that a message does not have are left out");
+        let Content::Conversation(conversation) = rows[1].content(RecordFormat::Messages, "text").unwrap()
+        else {
+            panic!("messages")
+        };
+        let trained: Vec<bool> = conversation.messages.iter().map(|message| message.is_trained).collect();
+        assert_eq!(trained, [true, true, true, false]);
+        assert_eq!(conversation.messages[1].fields["content"], Value::Null);
+    }
+    let refused = files.read(&files.write("no.parquet", "no Parquet at all"));
+    assert!(refused[0].starts_with("no.parquet: not a Parquet file that can be read: "), "{refused:?}");
+}
+
+fn content(fields: Value) -> Result<Content, String> {
+    let fields = fields.as_object().unwrap().clone();
+    let format = RecordFormat::of(&fields, "text").ok_or("no format")?;
+    let place = records::Place { path: Path::new("f").into(), unit: "line", number: 1 };
+    let record = records::Record { fields, place };
+    record.content(format, "text").map_err(|error| error.to_string())
+}
+
+fn roles(fields: Value) -> String {
+    let (Content::Conversation(conversation) | Content::Exchange { conversation, .. }) =
+        content(fields).unwrap()
+    else {
+        panic!("a conversation")
+    };
+    let shown = conversation.messages.iter().map(|message| {
+        let mark = if message.is_answer() && message.is_trained { "!" } else { "" };
+        format!("{}{mark}={}", message.role(), message.fields["content"].as_str().unwrap_or("-"))
+    });
+    shown.collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn formats_are_what_their_fields_say() {
+    let user = || json!({ "role": "user", "content": "u" });
+    let answer = |weight: Value| json!({ "role": "assistant", "content": "a", "weight": weight });
+    assert_eq!(
+        roles(json!({ "messages": [user(), answer(json!(0)), answer(json!(1)), answer(Value::Null)] })),
+        "user=u assistant=a assistant!=a assistant!=a"
+    );
+    let turns = json!([{ "from": "system", "value": "s" }, { "from": "human", "value": "u" }, { "from": "gpt", "value": "a" }]);
+    assert_eq!(roles(json!({ "conversations": turns, "system": "x" })), "system=s user=u assistant!=a");
+    let parts = json!([{ "role": "user", "content": [{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }] }]);
+    assert_eq!(roles(json!({ "messages": parts, "system": "s" })), "system=s user=ab");
+    assert_eq!(roles(json!({ "messages": format!("[{}]", user()) })), "user=u", "a column of CSV");
+    assert_eq!(
+        roles(json!({ "prompt": [user(), answer(json!(1)), user()], "completion": [answer(json!(1))] })),
+        "user=u assistant=a user=u assistant!=a"
+    );
+    assert_eq!(roles(json!({ "instruction": "i", "input": "x", "output": "o" })), "user=i\n\nx assistant!=o");
+    assert_eq!(
+        roles(json!({ "question": "q", "answer": "a", "system": "s" })),
+        "system=s user=q assistant!=a"
+    );
+    let text = |content: Result<Content, String>| format!("{:?}", content.unwrap());
+    assert_eq!(
+        text(content(json!({ "prompt": "p", "completion": "c", "text": "t" }))),
+        "Completion { prompt: \"p\", completion: \"c\" }"
+    );
+    assert_eq!(text(content(json!({ "text": "t", "prompt": null }))), "Text(\"t\")");
+    assert_eq!(
+        text(content(json!({ "input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 1] }))),
+        "Tokens { ids: [5, 6, 7], is_trained: [false, true, true] }"
+    );
+    let call = json!([{ "role": "assistant", "tool_calls": [{ "function": { "name": "f" } }] }]);
+    let with_tools = content(json!({ "messages": call, "tools": "[{\"type\": \"function\"}]" })).unwrap();
+    let Content::Conversation(conversation) = with_tools else { panic!("messages") };
+    assert_eq!(conversation.tools, Some(json!([{ "type": "function" }])));
+}
+
+#[test]
+fn wrong_fields_are_named() {
+    for (fields, expected) in [
+        (json!({ "messages": [] }), "`messages` is empty"),
+        (json!({ "messages": "hi" }), "`messages` is a string, expected a list of messages"),
+        (json!({ "messages": [{ "role": "user" }] }), "message 1: no `content`, and no `tool_calls` either"),
+        (
+            json!({ "messages": [{ "content": "a", "x": 1 }] }),
+            "message 1: no `role`; the fields here are: content, x",
+        ),
+        (
+            json!({ "messages": [{ "role": "assistant", "content": "a", "weight": 0.5 }] }),
+            "`weight` is 0.5; expected 0",
+        ),
+        (
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "image" }] }] }),
+            "a part of type \"image\"",
+        ),
+        (json!({ "messages": [{ "role": "user", "content": 5 }] }), "`content` is a number"),
+        (json!({ "messages": [5] }), "message 1: a number, expected an object"),
+        (
+            json!({ "conversations": [{ "from": "me", "value": "a" }] }),
+            "`from` is \"me\"; expected one of human, user",
+        ),
+        (json!({ "messages": [{ "role": "user", "content": "a" }], "tools": 5 }), "`tools` is a number"),
+        (json!({ "prompt": 5, "completion": "a" }), "`prompt` is a number, expected a text"),
+        (json!({ "instruction": "a", "output": "b", "history": [["a", "b"]] }), "`history` is not read"),
+        (json!({ "input_ids": [1, 2], "labels": [1] }), "2 `input_ids` and 1 `labels`"),
+        (json!({ "input_ids": [1, 2], "labels": [2, -100] }), "label 0 is 2, and the token there 1"),
+        (json!({ "input_ids": [1, -2] }), "`input_ids` has -2, which is no token"),
+        (json!({ "input_ids": [1, 2], "attention_mask": [1, 0] }), "remove the padding"),
+        (json!({ "input_ids": [1.5] }), "`input_ids` has 1.5, expected whole numbers"),
+    ] {
+        let error = content(fields.clone()).unwrap_err();
+        assert!(error.starts_with("f: line 1: ") && error.contains(expected), "{fields}: {error}");
+    }
+}
+
+#[test]
+fn the_format_is_found_from_the_first_hundred_records() {
+    let files = Files::new();
+    let detect = |text: &str| {
+        let path = files.write("rows.jsonl", text);
+        Detected::of(records::read(&path).unwrap(), "text")
+    };
+    let mixed = format!(
+        "{}{{\n{}{}",
+        "{\"prompt\": \"a\", \"completion\": \"b\", \"id\": 1}\n".repeat(60),
+        "{\"text\": \"t\"}\n".repeat(39),
+        "{\"question\": \"q\", \"answer\": \"a\"}\n"
+    );
+    let found = detect(&mixed).unwrap();
+    assert_eq!(found.formats, [(RecordFormat::PromptCompletion, 60), (RecordFormat::Text, 39)]);
+    assert_eq!(
+        (found.to_string().as_str(), found.ignored.clone()),
+        ("prompt and completion; or text", vec!["id".to_owned()])
+    );
+    let path = files.write("rows.jsonl", &mixed);
+    let errors: Vec<String> = records::read(&path)
+        .unwrap()
+        .filter_map(Result::ok)
+        .filter_map(|record| found.format(&record, "text").err())
+        .map(|error: Error| error.to_string())
+        .collect();
+    assert_eq!(errors.len(), 1);
+    assert!(errors[0].contains("line 101: the record has question and answer"), "{errors:?}");
+    let error = detect("{\"chosen\": [], \"rejected\": []}\n").unwrap_err().to_string();
+    assert!(error.contains("preference optimization"), "{error}");
+    let error = detect("{\"a\": 1}\n").unwrap_err().to_string();
+    assert!(error.contains("line 1: the fields are a; expected `messages`"), "{error}");
+    assert!(detect("\n").unwrap_err().to_string().contains("there is no record in it"));
+    assert!(detect("{\n").unwrap_err().to_string().contains("line 1: not JSON"));
+}
+
+#[test]
+fn splits_are_found_by_the_names_of_files() {
+    let files = Files::new();
+    let of = |name: &str| {
+        let place = format!("{}/", files.0.path().display());
+        let shown = |paths: Vec<PathBuf>| {
+            paths
+                .iter()
+                .map(|path| path.display().to_string().replace(&place, ""))
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
+        match Splits::of(&files.0.path().join(name)) {
+            Ok(splits) => {
+                format!("{} | {} | {}", shown(splits.train), shown(splits.validation), shown(splits.test))
+            }
+            Err(error) => error.to_string().replace(&place, ""),
+        }
+    };
+    for name in ["a/train.jsonl", "a/valid.jsonl", "a/test.jsonl.gz", "a/trainer.json", "a/README.md"] {
+        files.write(name, "");
+    }
+    assert_eq!(of("a"), "a/train.jsonl | a/valid.jsonl | a/test.jsonl.gz");
+    assert_eq!(of("a/trainer.json"), "a/trainer.json |  | ");
+    for name in [
+        "b/data/train-00001-of-00002.parquet",
+        "b/data/train-00000-of-00002.parquet",
+        "b/data/validation-0.parquet",
+    ] {
+        files.write(name, "");
+    }
+    assert_eq!(
+        of("b"),
+        "b/data/train-00000-of-00002.parquet b/data/train-00001-of-00002.parquet | b/data/validation-0.parquet | "
+    );
+    files.write("c/train/part.csv", "");
+    assert_eq!(of("c"), "c/train/part.csv |  | ");
+    files.write("d/train.csv", "");
+    files.write("d/train.jsonl", "");
+    assert!(of("d").contains("d/train.jsonl: a file of another type than d/train.csv"), "{}", of("d"));
+    files.write("e/config.json", "");
+    assert!(of("e").contains("no training data: expected a file such as train.jsonl"), "{}", of("e"));
+    assert!(of("nowhere").contains("No such file"), "{}", of("nowhere"));
+}
