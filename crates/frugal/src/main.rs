@@ -32,6 +32,8 @@ enum Command {
     Merge(program::merge::Merge),
     /// Export the adapter of a checkpoint, or convert an adapter
     Export(program::export::Export),
+    /// Show, measure or check fine-tuning data as a model sees it
+    Data(Box<program::data::Data>),
     /// Describe a training's output folder, a model, or an adapter
     Info(program::info::Info),
     /// Predict what fits, the peak memory and the time of a step; reads no weights
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Command::Generate(arguments) => program::generate::run(&cli.common, arguments),
         Command::Merge(arguments) => program::merge::run(&cli.common, arguments),
         Command::Export(arguments) => program::export::run(&cli.common, arguments),
+        Command::Data(arguments) => program::data::run(&cli.common, arguments),
         Command::Info(arguments) => program::info::run(&cli.common, arguments),
         Command::Plan(arguments) => program::plan::run(&cli.common, arguments),
         Command::Launch(arguments) => program::launch::run(&cli.common, arguments),

@@ -1,6 +1,7 @@
 //! The subcommands, and what they share.
 
 pub(crate) mod adapter;
+pub(crate) mod data;
 pub(crate) mod doctor;
 pub(crate) mod encoding;
 pub(crate) mod eval;
@@ -19,6 +20,7 @@ pub(crate) mod problems;
 pub(crate) mod ranks;
 pub(crate) mod records;
 pub(crate) mod resume;
+pub(crate) mod row_flags;
 pub(crate) mod settings;
 pub(crate) mod train;
 pub(crate) mod training;

@@ -2,7 +2,11 @@
 
 use std::path::PathBuf;
 
+use dataloading::chat::Mask;
+use dataloading::records::RecordFormat;
 use serde::{Deserialize, Serialize};
+
+use crate::rows::Overlong;
 
 /// The data of a training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -13,7 +17,7 @@ pub struct DataConfig {
     pub source: String,
     /// Its format.
     pub format: DataFormat,
-    /// A file to measure the validation loss on, in the same format.
+    /// A file to measure the validation loss on, in the same format; absent for the validation split of a folder, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation: Option<PathBuf>,
     /// The field of a JSON object that holds its text.
@@ -30,8 +34,16 @@ pub struct DataConfig {
     /// The longest row in tokens; absent for the model's context.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_length: Option<usize>,
-    /// Leaves out rows that are too long, instead of failing.
-    pub skip_long: bool,
+    /// What happens to rows that are too long.
+    pub overlong: Overlong,
+    /// Which part of a conversation, or of a prompt with its completion, is learned: `answers`, `last` or `all`.
+    pub mask: Mask,
+    /// A file with a chat template; absent for the model's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<PathBuf>,
+    /// The date, as `2026-11-23`, in prompts of a chat template that writes it; absent for that of the training's first start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub date: Option<String>,
     /// Trains on the first rows only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
@@ -49,6 +61,9 @@ pub struct DataConfig {
     pub strip_annotations: bool,
     /// Seed of the split into 90, 5 and 5 %, and of the examples (GSM8K).
     pub split_seed: u64,
+    /// Variables of the chat template, such as `enable_thinking`.
+    #[serde(skip_serializing_if = "serde_json::Map::is_empty")]
+    pub template_arguments: serde_json::Map<String, serde_json::Value>,
 }
 
 impl Default for DataConfig {
@@ -62,7 +77,10 @@ impl Default for DataConfig {
             vocabulary: None,
             end_token: None,
             max_length: None,
-            skip_long: false,
+            overlong: Overlong::default(),
+            mask: Mask::default(),
+            chat_template: None,
+            date: None,
             limit: None,
             packing: None,
             strategy: "packed".to_owned(),
@@ -70,22 +88,53 @@ impl Default for DataConfig {
             shots: 0,
             strip_annotations: false,
             split_seed: crate::tasks::gsm8k::split::SEED,
+            template_arguments: serde_json::Map::new(),
         }
     }
 }
 
-/// What a file of training data holds.
+/// What files of training data hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum DataFormat {
-    /// Found from the name and the first line: a folder, or lines with `question` and `answer`, are GSM8K; other `.jsonl` files
-    /// are rows; everything else is text.
+    /// Found from the names and the first 100 records: problems with `question` and an `answer` with `####` are GSM8K; other records
+    /// have the format that their fields show; files of other types are text.
     #[default]
     Auto,
     /// GSM8K: a folder with `train.jsonl` and `test.jsonl`, or one file of JSON lines with `question` and `answer`.
     Gsm8k,
-    /// JSON lines: `{"prompt": …, "completion": …}`, of which the completion is learned, or `{"text": …}`.
+    /// Records of any of the following formats, found from the first 100.
     Rows,
+    /// `messages`: a list of `{"role": …, "content": …}`.
+    Messages,
+    /// `conversations`: a list of `{"from": …, "value": …}`.
+    Conversations,
+    /// `prompt` and `completion`.
+    PromptCompletion,
+    /// `instruction`, `input` and `output`.
+    Instruction,
+    /// `question` and `answer`.
+    QuestionAnswer,
+    /// `input_ids` and `labels`.
+    Tokens,
+    /// `text`, or the field that `field` names.
+    TextField,
     /// Plain text, cut into rows.
     Text,
+}
+
+impl DataFormat {
+    /// The format of every record; `None` if it is found from the first ones, or there are no records.
+    pub fn of_records(self) -> Option<RecordFormat> {
+        Some(match self {
+            Self::Auto | Self::Gsm8k | Self::Rows | Self::Text => return None,
+            Self::Messages => RecordFormat::Messages,
+            Self::Conversations => RecordFormat::Conversations,
+            Self::PromptCompletion => RecordFormat::PromptCompletion,
+            Self::Instruction => RecordFormat::Instruction,
+            Self::QuestionAnswer => RecordFormat::QuestionAnswer,
+            Self::Tokens => RecordFormat::Tokens,
+            Self::TextField => RecordFormat::Text,
+        })
+    }
 }

@@ -5,6 +5,7 @@ use clap::Args;
 use frugal::config::DataConfig;
 use frugal::dataloading::Tokenizer;
 use frugal::models::hugging_face::Folder;
+use frugal::rows::Overlong;
 use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
 
 use super::settings::put_some;
@@ -15,7 +16,7 @@ pub(crate) struct EncodingArgs {
     /// Text of the token that ends an answer [default: the model's eos_token_id]
     #[arg(long, value_name = "TOKEN")]
     end_token: Option<String>,
-    /// Skip rows that are longer than --max-length, instead of ending with an error
+    /// Short for --overlong skip: leave out rows that are longer than --max-length
     #[arg(long)]
     skip_long: bool,
     /// Maximum length of a row in tokens [default: the model's context]
@@ -28,7 +29,9 @@ impl EncodingArgs {
     pub(crate) fn apply(&self, data: &mut DataConfig) {
         put_some(&mut data.end_token, self.end_token.clone());
         put_some(&mut data.max_length, self.max_length);
-        data.skip_long |= self.skip_long;
+        if self.skip_long {
+            data.overlong = Overlong::Skip;
+        }
     }
 
     /// An encoder for the model of a folder.
@@ -92,7 +95,7 @@ impl Ends {
             context: self.longest(folder, data),
             begin: self.begin,
             end: self.end,
-            too_long: if data.skip_long { TooLong::Skip } else { TooLong::Refuse },
+            too_long: if data.overlong == Overlong::Skip { TooLong::Skip } else { TooLong::Refuse },
         };
         Ok(Encoder::new(self.tokenizer.clone(), options)?)
     }

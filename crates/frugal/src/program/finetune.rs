@@ -1,28 +1,28 @@
 //! `frugal finetune`.
 
+mod data;
+
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::config::{Config, DataFormat, Task};
+use frugal::config::{Config, Task};
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::LanguageModel;
-use frugal::rows::{self, RowOptions};
-use frugal::tasks::gsm8k;
 use frugal::training::Batches;
-use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
+use frugal::training::masked_rows::{Layout, MaskedBatches};
 
 use super::Common;
 use super::adapter::AdapterArgs;
-use super::encoding::{EncodingArgs, Ends};
 use super::figures::{counted, grouped, share};
 use super::merge::complete;
 use super::model::{HubArgs, same_folder, shared_llama};
 use super::output::say;
-use super::problems::Problems;
 use super::ranks;
-use super::settings::{DATA, DtypeArg, FormatArg, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, Saving, Trained, enforce, name_budget, report};
+use super::row_flags::RowArgs;
+use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
+use super::training::{Run, Saving, Trained, enforce, name_budget, report};
+use data::{Data, with_date};
 
 /// What is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -45,19 +45,14 @@ pub(crate) struct Finetune {
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// Training data: GSM8K (a folder with train.jsonl and test.jsonl, or JSON lines with question and answer), JSON lines with
-    /// prompt and completion or with text, or a text file
+    /// Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz) with messages, prompts and
+    /// completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.*, and validation.*
+    /// if there is one
     #[arg(long, value_name = "PATH", required_unless_present = "config", help_heading = DATA)]
     data: Option<String>,
-    /// Format of the data [default: found from the name and the first line]
-    #[arg(long, value_enum, help_heading = DATA)]
-    format: Option<FormatArg>,
-    /// Validation data: a file; GSM8K has its own split
+    /// Validation data: a file; a folder may have its own split, and GSM8K has one [default: the folder's validation.*]
     #[arg(long, value_name = "FILE", help_heading = DATA)]
     validation: Option<PathBuf>,
-    /// Field of a JSON line that holds the text [default: text]
-    #[arg(long, help_heading = DATA)]
-    field: Option<String>,
     /// Output folder: the adapter or model, config.toml, losses.jsonl, checkpoints
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
@@ -70,7 +65,7 @@ pub(crate) struct Finetune {
     #[command(flatten, next_help_heading = "Adapter")]
     adapter: AdapterArgs,
     #[command(flatten, next_help_heading = DATA)]
-    encoding: EncodingArgs,
+    rows: RowArgs,
     /// Solved examples before each question (GSM8K) [default: 0]
     #[arg(long, help_heading = DATA)]
     shots: Option<usize>,
@@ -108,14 +103,12 @@ impl Finetune {
         config.model.offline |= self.hub.offline;
         put_some(&mut config.model.dtype, self.dtype.map(DtypeArg::get));
         put(&mut config.data.source, self.data.as_deref().map(str::to_owned));
-        put(&mut config.data.format, self.format.map(FormatArg::get));
         put_some(&mut config.data.validation, self.validation.clone());
-        put(&mut config.data.field, self.field.clone());
         put(&mut config.data.shots, self.shots);
         config.data.strip_annotations |= self.strip_annotations;
         put(&mut config.data.split_seed, self.split_seed);
         put_some(&mut config.data.limit, self.limit);
-        self.encoding.apply(&mut config.data);
+        self.rows.apply(&mut config.data);
         if full {
             config.adapter = None;
             if !from_file {
@@ -165,7 +158,8 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         bail!("--out {} is the model's own folder; give another", out.display());
     }
     recipe.check_folder(&folder)?;
-    let Data { train, validation, pad } = data(common, config, &folder)?;
+    let config = &with_date(config, &folder, out, resume)?;
+    let Data { train, validation, pad } = Data::read(common, config, &folder)?;
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
     if config.data.packing.is_some_and(|positions| positions > context) {
         say(common, &format!("packed rows have {context} positions, the model's context"));
@@ -239,87 +233,6 @@ fn steps(config: &Config, batches: u64) -> u64 {
         (Some(steps), Some(epochs)) => steps.min(of_epochs(epochs)),
         (None, epochs) => of_epochs(epochs.unwrap_or(1)),
     }
-}
-
-/// Rows to train on and to measure on, and the token that pads.
-struct Data {
-    train: Vec<MaskedRow>,
-    validation: Vec<MaskedRow>,
-    pad: i64,
-}
-
-fn data(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Data> {
-    let own = &config.data;
-    let path = Path::new(&own.source);
-    let ends = Ends::find(folder, own)?;
-    let pad = i64::from(ends.end);
-    if own.source.is_empty() {
-        bail!("`data.source` is missing; give what to learn from as --data");
-    }
-    if !path.exists() {
-        bail!(
-            "{} is not there; give a folder with GSM8K's train.jsonl and test.jsonl, a file of JSON lines, or a text file",
-            path.display()
-        );
-    }
-    let format = match own.format {
-        DataFormat::Auto => rows::detect(path)?,
-        format => format,
-    };
-    let left_out = |count: usize, all: usize, which: &str, why: &str| {
-        if count > 0 {
-            say(common, &format!("{count} of {all} {which} rows {why} and are left out"));
-        }
-    };
-    if format == DataFormat::Gsm8k {
-        let encoder = ends.encoder(folder, own)?;
-        if own.validation.is_some() {
-            bail!("--validation: GSM8K has a validation split of its own; leave it out");
-        }
-        let problems = Problems::of(own);
-        let parts = problems.parts()?;
-        let few_shot = problems.few_shot(&parts.train, own.shots)?;
-        let limit = own.limit.unwrap_or(parts.train.len()).min(parts.train.len());
-        let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<Vec<MaskedRow>> {
-            let rows = encoder
-                .tokenize_all(problems, &few_shot)
-                .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
-            left_out(rows.skipped.len(), problems.len(), which, "are too long");
-            Ok(rows.rows.into_iter().map(MaskedRow::from).collect())
-        };
-        return Ok(Data {
-            train: encoded(&parts.train[..limit], "training")?,
-            validation: encoded(&parts.validation, "validation")?,
-            pad,
-        });
-    }
-    let options = RowOptions {
-        longest: ends.longest(folder, own),
-        begin: ends.begin,
-        end: ends.end,
-        field: own.field.clone(),
-        skip_long: own.skip_long,
-    };
-    if let Some(path) = own.validation.as_deref().filter(|path| !path.is_file()) {
-        bail!("--validation {}: no such file", path.display());
-    }
-    if config.training.evaluate_every.is_some() && own.validation.is_none() {
-        bail!(NO_VALIDATION);
-    }
-    let read = |path: &Path, which: &str| -> anyhow::Result<Vec<MaskedRow>> {
-        let rows = match format {
-            DataFormat::Text => rows::text(path, &ends.tokenizer, &options)?,
-            _ => rows::json_lines(path, &ends.tokenizer, &options)?,
-        };
-        let all = rows.skipped + rows.empty + rows.rows.len();
-        left_out(rows.skipped, all, which, "are too long");
-        left_out(rows.empty, all, which, "have no text to learn");
-        Ok(rows.rows)
-    };
-    let mut train = read(path, "training")?;
-    train.truncate(own.limit.unwrap_or(usize::MAX));
-    let validation = own.validation.as_deref().map(|path| read(path, "validation")).transpose()?;
-    Ok(Data { train, validation: validation.unwrap_or_default(), pad })
 }
 
 /// Folder of the model within an output folder, after full fine-tuning.

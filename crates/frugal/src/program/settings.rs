@@ -9,6 +9,8 @@ use frugal::config::{
     ActivationPlan, Bytes, Compute, DataFormat, Dtype, LossHeadKind, OffloadConfig, OffloadMethod,
     OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
 };
+use frugal::dataloading::chat::Mask;
+use frugal::rows::Overlong;
 use frugal::training::schedule::Shape;
 
 use runtime::collectives::Launch;
@@ -237,14 +239,52 @@ choice! {
 choice! {
     /// `--format`.
     FormatArg of DataFormat {
-        /// Found from the name and the first line
+        /// Found from the names and the first 100 records
         Auto,
         /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer
         Gsm8k,
-        /// JSON lines with prompt and completion, or with text
+        /// Records of the formats below, found from the first 100
         Rows,
+        /// messages: a list of role and content
+        Messages,
+        /// conversations: a list of from and value
+        Conversations,
+        /// prompt and completion
+        PromptCompletion,
+        /// instruction, input and output
+        Instruction,
+        /// question and answer
+        QuestionAnswer,
+        /// input_ids and labels
+        Tokens,
+        /// text, or the field that --field names
+        TextField,
         /// Plain text
         Text,
+    }
+}
+choice! {
+    /// `--mask`.
+    MaskArg of Mask {
+        /// The answers, except those of weight 0
+        Answers,
+        /// The last answer
+        Last,
+        /// Everything
+        All,
+    }
+}
+choice! {
+    /// `--overlong`.
+    OverlongArg of Overlong {
+        /// End with an error that names the row
+        Error,
+        /// Leave it out
+        Skip,
+        /// Divide it
+        Split,
+        /// Keep its beginning
+        Truncate,
     }
 }
 choice! {

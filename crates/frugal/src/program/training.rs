@@ -253,7 +253,9 @@ fn with_absolute_paths(config: &Config) -> Config {
     };
     config.model.name.iter_mut().for_each(text);
     text(&mut config.data.source);
-    for path in [&mut config.data.validation, &mut config.data.tokenizer].into_iter().flatten() {
+    let data = &mut config.data;
+    let paths = [&mut data.validation, &mut data.tokenizer, &mut data.chat_template];
+    for path in paths.into_iter().flatten() {
         *path = absolute(path);
     }
     config

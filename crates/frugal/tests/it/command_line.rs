@@ -43,6 +43,7 @@ fn a_training_ends_in_an_adapter_with_its_log() {
     let tiny = Tiny::new();
     let (out, err) = tiny.succeed(&format!("{TRAIN} --out adapter --steps 20 --evaluate-every 10 --json"));
     expect![[r#"
+        data: problems/train.jsonl (GSM8K: question and answer)
         trains 896 of 70,416 (1.27 %) parameters; an epoch is 1,476 tokens in 9 batches; 20 steps
     "#]]
     .assert_eq(&err);

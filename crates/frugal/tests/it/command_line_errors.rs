@@ -6,6 +6,8 @@ use expect_test::{Expect, expect};
 fn refused(tiny: &Tiny, arguments: &str, expected: Expect) {
     let output = tiny.run(arguments);
     let said = tiny.without_path(&String::from_utf8(output.stderr).unwrap());
+    // What the data are is said before they are read.
+    let said: String = said.split_inclusive('\n').filter(|line| !line.starts_with("data: ")).collect();
     assert_eq!(output.status.code(), Some(1), "{arguments}: {said}");
     assert_eq!(said.lines().count(), 1, "one line: {said}");
     expected.assert_eq(&said);
@@ -219,7 +221,11 @@ fn values_that_leave_nothing_to_do_are_refused() {
     );
 
     let (_, said) = tiny.succeed("finetune --model model --data rows.jsonl --out rows --steps 1");
-    assert!(said.starts_with("1 of 2 training rows have no text to learn and are left out\n"), "{said}");
+    assert!(
+        said.starts_with("data: rows.jsonl (text)\n")
+            && said.contains("\n1 of 2 training rows have no text to learn and are left out\n"),
+        "{said}"
+    );
     let (out, said) = tiny.succeed("merge --model model --adapter rows --out merged --json");
     assert_eq!((out.as_str(), said.as_str()), ("{\"result\":{\"model\":\"merged\"}}\n", ""));
     let (out, said) = tiny.succeed("export --adapter rows --out exported --json");
@@ -306,14 +312,14 @@ fn bad_problems_are_named_by_their_line() {
         &tiny,
         "finetune --model model --data nothing.jsonl --out out",
         expect![[r#"
-            error: nothing.jsonl is not there; give a folder with GSM8K's train.jsonl and test.jsonl, a file of JSON lines, or a text file
+            error: nothing.jsonl is not there; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*
         "#]],
     );
     refused(
         &tiny,
         "finetune --model model --data model --out out",
         expect![[r#"
-        error: model: train.jsonl is missing; give a folder with GSM8K's train.jsonl and test.jsonl, or one file of JSON lines
+        error: model: no training data: expected a file such as train.jsonl, train.parquet or train.csv, with validation.* and test.* beside it if there are any; the folder has config.json, generation_config.json, model.safetensors, tokenizer.json
     "#]],
     );
     refused(

@@ -1,5 +1,6 @@
 //! The tests of `frugal` that need only its public interface and its program: one binary, a module per behaviour.
 
+mod chat_data;
 mod command_line;
 mod command_line_errors;
 mod config;
@@ -20,6 +21,7 @@ mod pairs;
 mod plan;
 mod plan_errors;
 mod recipe;
+mod rows;
 mod techniques_over_ranks;
 mod tiny_folder;
 mod train_command;

@@ -65,7 +65,7 @@ impl Tiny {
         command.args(arguments.split_whitespace()).current_dir(self.folder.path());
         // One thread: no other order of summation, and room for other tests.
         command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
-        command.env("HF_HUB_CACHE", self.path("no-cache"));
+        command.env("HF_HUB_CACHE", self.path("no-cache")).env("FRUGAL_CACHE", self.path("cache"));
         command
     }
 

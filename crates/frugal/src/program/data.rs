@@ -1,0 +1,164 @@
+//! `frugal data`: fine-tuning data as a model sees it.
+
+mod check;
+mod show;
+mod stats;
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use anyhow::bail;
+use clap::{Args, Subcommand};
+use frugal::config::DataConfig;
+use frugal::dataloading::records::Splits;
+use frugal::rows::{self, Counts, Found, RowEncoder};
+use frugal::training::masked_rows::MaskedRow;
+
+use super::Common;
+use super::encoding::Ends;
+use super::model::HubArgs;
+use super::output::say;
+use super::problems::Problems;
+use super::row_flags::{RowArgs, encoder, found, found_text};
+
+#[derive(Args)]
+pub(crate) struct Data {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print rows, with what is learned highlighted
+    Show(show::Show),
+    /// Count rows and tokens, and measure lengths
+    Stats(stats::Stats),
+    /// List every record that is wrong, by its line
+    Check(check::Check),
+}
+
+pub(crate) fn run(common: &Common, arguments: &Data) -> anyhow::Result<()> {
+    match &arguments.command {
+        Command::Show(arguments) => show::run(common, arguments),
+        Command::Stats(arguments) => stats::run(common, arguments),
+        Command::Check(arguments) => check::run(common, arguments),
+    }
+}
+
+/// Which data, for which model.
+#[derive(Args)]
+struct SourceArgs {
+    /// A file of records, a text file, or a folder with train.*
+    #[arg(value_name = "DATA")]
+    data: String,
+    /// The model that reads it: a folder in Hugging Face's layout, or a name on the hub
+    #[arg(long, value_name = "NAME_OR_FOLDER")]
+    model: String,
+    #[command(flatten)]
+    hub: HubArgs,
+    /// The split of a folder
+    #[arg(long, value_enum, default_value_t)]
+    split: Split,
+    #[command(flatten)]
+    rows: RowArgs,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Split {
+    #[default]
+    Train,
+    Validation,
+    Test,
+}
+
+/// Opened data.
+struct Source {
+    data: DataConfig,
+    files: Vec<PathBuf>,
+    found: Found,
+    encoder: RowEncoder,
+    problems: frugal::tasks::gsm8k::Encoder,
+}
+
+/// What each record becomes: its place, and its rows or what is wrong with it.
+type Each<'a> =
+    dyn FnMut(&str, frugal::Result<(Vec<MaskedRow>, Counts)>) -> anyhow::Result<ControlFlow<()>> + 'a;
+
+impl SourceArgs {
+    fn open(&self, common: &Common) -> anyhow::Result<Source> {
+        let mut data = DataConfig { source: self.data.clone(), ..DataConfig::default() };
+        self.rows.apply(&mut data);
+        let splits = Splits::of(Path::new(&self.data))?;
+        let found = found(&splits, &data)?;
+        say(common, &found_text(&found, &splits));
+        let files = match self.split {
+            Split::Train => splits.train,
+            Split::Validation => splits.validation,
+            Split::Test => splits.test,
+        };
+        if files.is_empty() {
+            bail!("{} has no such split; leave out --split", self.data);
+        }
+        let folder = self.hub.open(&self.model)?;
+        let ends = Ends::find(&folder, &data)?;
+        let (encoder, problems) = (encoder(&folder, &data, &ends)?, ends.encoder(&folder, &data)?);
+        Ok(Source { data, files, found, encoder, problems })
+    }
+}
+
+impl Source {
+    /// Passes what each record becomes, in order, until `each` breaks.
+    fn each(&self, each: &mut Each<'_>) -> anyhow::Result<()> {
+        match &self.found {
+            Found::Records(detected) => {
+                rows::encode(&self.files, &self.encoder, detected, |place, encoded| {
+                    each(&place.map_or_else(String::new, ToString::to_string), encoded)
+                })
+            }
+            Found::Text => {
+                for file in &self.files {
+                    for (number, row) in rows::text(file, &self.encoder)?.into_iter().enumerate() {
+                        let place = format!("{}: row {}", file.display(), number + 1);
+                        if each(&place, Ok(counted(row)))?.is_break() {
+                            return Ok(());
+                        }
+                    }
+                }
+                Ok(())
+            }
+            Found::Gsm8k => {
+                let problems = Problems::of(&DataConfig {
+                    source: self.files[0].display().to_string(),
+                    ..self.data.clone()
+                });
+                let few_shot = problems.few_shot(&[], 0)?;
+                for (number, problem) in problems.all()?.iter().enumerate() {
+                    let place = format!("{}: problem {}", self.files[0].display(), number + 1);
+                    let encoded = self.problems.tokenize(number, problem, &few_shot);
+                    let skipped = Counts { records: 1, skipped: 1, ..Counts::default() };
+                    let rows = match encoded {
+                        Ok(Some(row)) => Ok(counted(row.into())),
+                        Ok(None) => Ok((Vec::new(), skipped)),
+                        Err(error) => Err(frugal::Error::Toml(format!("{place}: {error}"))),
+                    };
+                    if each(&place, rows)?.is_break() {
+                        return Ok(());
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A record of one row.
+fn counted(row: MaskedRow) -> (Vec<MaskedRow>, Counts) {
+    let trained = learned(&row);
+    let counts = Counts { records: 1, rows: 1, tokens: row.tokens.len(), trained, ..Counts::default() };
+    (vec![row], counts)
+}
+
+/// Number of tokens that a row teaches.
+fn learned(row: &MaskedRow) -> usize {
+    row.labels.iter().skip(1).filter(|label| **label != frugal::dataloading::IGNORE_INDEX).count()
+}

@@ -1,0 +1,77 @@
+//! `frugal data show`.
+
+use std::io::IsTerminal as _;
+use std::ops::ControlFlow;
+
+use clap::{Args, ValueEnum};
+use frugal::rows::{Marks, marked};
+use serde_json::json;
+
+use super::{SourceArgs, learned};
+use crate::program::Common;
+use crate::program::output::{print_line, print_text, say};
+
+#[derive(Args)]
+pub(super) struct Show {
+    #[command(flatten)]
+    source: SourceArgs,
+    /// Number of records to show
+    #[arg(long, short, value_name = "N", default_value_t = 3)]
+    number: usize,
+    /// Number of records to pass over first
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    skip: usize,
+    /// Whether what is learned is coloured, or marked with ⟦ and ⟧
+    #[arg(long, value_enum, default_value_t)]
+    color: Color,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Color {
+    /// Coloured on a terminal, unless NO_COLOR is set
+    #[default]
+    Auto,
+    Always,
+    Never,
+}
+
+pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
+    let source = arguments.source.open(common)?;
+    let is_coloured = match arguments.color {
+        Color::Auto => {
+            std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty())
+        }
+        Color::Always => true,
+        Color::Never => false,
+    };
+    let marks = if is_coloured { Marks::COLOURS } else { Marks::BRACKETS };
+    let (mut passed, mut shown) = (0, 0);
+    source.each(&mut |place, encoded| {
+        passed += 1;
+        if passed <= arguments.skip {
+            return Ok(ControlFlow::Continue(()));
+        }
+        if shown == arguments.number {
+            return Ok(ControlFlow::Break(()));
+        }
+        shown += 1;
+        let (rows, _) = encoded?;
+        if rows.is_empty() {
+            say(common, &format!("{place}: left out: it is too long, or nothing of it is learned"));
+        }
+        for row in &rows {
+            let tokenizer = source.encoder.tokenizer();
+            if common.json {
+                print_line(&json!({ "place": place, "input_ids": row.tokens, "labels": row.labels }));
+                continue;
+            }
+            let text = marked(row, tokenizer, marks)?;
+            let (tokens, learned) = (row.tokens.len(), learned(row));
+            print_text(&format!(
+                "── {place}: {tokens} tokens, {learned} learned\n{}\n",
+                text.trim_end_matches('\n')
+            ));
+        }
+        Ok(ControlFlow::Continue(()))
+    })
+}

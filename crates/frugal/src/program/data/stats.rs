@@ -1,0 +1,85 @@
+//! `frugal data stats`.
+
+use std::ops::ControlFlow;
+
+use clap::Args;
+use frugal::rows::Counts;
+use serde_json::json;
+
+use super::{SourceArgs, learned};
+use crate::program::Common;
+use crate::program::figures::grouped;
+use crate::program::output::print_fields;
+
+#[derive(Args)]
+pub(super) struct Stats {
+    #[command(flatten)]
+    source: SourceArgs,
+}
+
+pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
+    let source = arguments.source.open(common)?;
+    let mut all = Counts::default();
+    let (mut lengths, mut answers, mut wrong) = (Vec::new(), Vec::new(), 0u64);
+    let mut longest = (0, String::new());
+    source.each(&mut |place, encoded| {
+        let Ok((rows, counts)) = encoded else {
+            wrong += 1;
+            return Ok(ControlFlow::Continue(()));
+        };
+        all.add(&counts);
+        for row in &rows {
+            if row.tokens.len() > longest.0 {
+                longest = (row.tokens.len(), place.to_owned());
+            }
+            lengths.push(row.tokens.len());
+            answers.push(learned(row));
+        }
+        Ok(ControlFlow::Continue(()))
+    })?;
+    lengths.sort_unstable();
+    answers.sort_unstable();
+    let share = 100.0 * all.trained as f64 / all.tokens.max(1) as f64;
+    let count = |name, count: usize| (name, grouped(count as u64), json!(count));
+    let mut fields = vec![
+        count("records", all.records),
+        count("rows", all.rows),
+        count("tokens", all.tokens),
+        ("learned tokens", format!("{} ({share:.1} %)", grouped(all.trained as u64)), json!(all.trained)),
+        distribution("tokens of a row", &lengths),
+        distribution("learned tokens of a row", &answers),
+    ];
+    if longest.0 > 0 {
+        fields.push((
+            "longest row",
+            format!("{} ({} tokens)", longest.1, grouped(longest.0 as u64)),
+            json!(longest.1),
+        ));
+    }
+    for (name, number) in [
+        ("left out, too long", all.skipped),
+        ("cut, too long", all.truncated),
+        ("divided, too long", all.split),
+        ("left out, nothing to learn", all.without_label),
+    ] {
+        if number > 0 {
+            fields.push(count(name, number));
+        }
+    }
+    if wrong > 0 {
+        let text = format!("{} (`frugal data check` lists them)", grouped(wrong));
+        fields.push(("wrong records", text, json!(wrong)));
+    }
+    print_fields(common, fields);
+    Ok(())
+}
+
+/// The least, middle, 95th of 100, and greatest of sorted lengths.
+fn distribution(name: &'static str, sorted: &[usize]) -> (&'static str, String, serde_json::Value) {
+    let at = |share: f64| {
+        sorted.get(((sorted.len().saturating_sub(1)) as f64 * share).round() as usize).copied().unwrap_or(0)
+    };
+    let [least, median, p95, most] = [0.0, 0.5, 0.95, 1.0].map(at);
+    let text = format!("{least} to {most}, median {median}, 95 % at most {p95}");
+    (name, text, json!({ "min": least, "median": median, "p95": p95, "max": most }))
+}

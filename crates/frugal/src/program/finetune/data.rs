@@ -1,0 +1,181 @@
+//! The rows of a fine-tuning.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use frugal::config::{CONFIG_FILE, Config};
+use frugal::dataloading::chat::Date;
+use frugal::dataloading::records::Splits;
+use frugal::models::hugging_face::Folder;
+use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
+use frugal::tasks::gsm8k;
+use frugal::training::masked_rows::MaskedRow;
+
+use crate::program::Common;
+use crate::program::encoding::Ends;
+use crate::program::output::say;
+use crate::program::problems::Problems;
+use crate::program::row_flags::{chat_template, encoder, found, found_text};
+use crate::program::training::NO_VALIDATION;
+
+/// Rows to train on and to measure on, and the token that pads.
+pub(super) struct Data {
+    pub(super) train: Vec<MaskedRow>,
+    pub(super) validation: Vec<MaskedRow>,
+    pub(super) pad: i64,
+}
+
+/// The configuration with the date that its chat template writes, if it writes one: that of the configuration, of the training that is
+/// resumed, or today's.
+pub(super) fn with_date(
+    config: &Config,
+    folder: &Folder,
+    out: &Path,
+    resume: bool,
+) -> anyhow::Result<Config> {
+    let mut config = config.clone();
+    let writes_date = |config: &Config| -> anyhow::Result<bool> {
+        Ok(chat_template(folder.path(), &config.data)?.is_some_and(|template| template.reads_the_date()))
+    };
+    if config.data.date.is_none() && writes_date(&config)? {
+        let earlier = out.join(CONFIG_FILE);
+        if resume && earlier.is_file() {
+            config.data.date = Config::read(&earlier)?.data.date;
+        }
+        config.data.date.get_or_insert_with(|| Date::today().to_string());
+    }
+    Ok(config)
+}
+
+impl Data {
+    /// Reads the rows that the configuration names.
+    ///
+    /// # Errors
+    /// Files that are missing; a record that is wrong, by its line; rows that are too long; data without a row to learn from.
+    pub(super) fn read(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Self> {
+        let own = &config.data;
+        let path = Path::new(&own.source);
+        let ends = Ends::find(folder, own)?;
+        if own.source.is_empty() {
+            bail!("`data.source` is missing; give what to learn from as --data");
+        }
+        if !path.exists() {
+            bail!(
+                "{} is not there; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
+                 train.*",
+                path.display()
+            );
+        }
+        if let Some(path) = own.validation.as_deref().filter(|path| !path.is_file()) {
+            bail!("--validation {}: no such file", path.display());
+        }
+        let mut splits = Splits::of(path)?;
+        let found = found(&splits, own)?;
+        if let Some(file) = own.validation.clone().filter(|_| found != Found::Gsm8k) {
+            splits.validation = vec![file];
+        }
+        say(common, &found_text(&found, &splits));
+        let (train, validation) = match &found {
+            Found::Gsm8k => problems(common, config, folder, &ends)?,
+            _ => {
+                if config.training.evaluate_every.is_some() && splits.validation.is_empty() {
+                    bail!(NO_VALIDATION);
+                }
+                let encoder = encoder(folder, own, &ends)?;
+                let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
+                    true => Ok(Vec::new()),
+                    false => records(common, &encoder, &found, files, which, limit),
+                };
+                let train = read(&splits.train, "training", own.limit)?;
+                (train, read(&splits.validation, "validation", None)?)
+            }
+        };
+        Ok(Self { train, validation, pad: i64::from(ends.end) })
+    }
+}
+
+/// The rows of a split.
+fn records(
+    common: &Common,
+    encoder: &RowEncoder,
+    found: &Found,
+    files: &[PathBuf],
+    which: &str,
+    limit: Option<usize>,
+) -> anyhow::Result<Vec<MaskedRow>> {
+    let Found::Records(detected) = found else {
+        let mut all = Vec::new();
+        for file in files {
+            all.extend(rows::text(file, encoder)?);
+        }
+        all.truncate(limit.unwrap_or(usize::MAX));
+        return Ok(all);
+    };
+    let rows = match rows::cache_folder() {
+        None => rows::prepare(files, encoder, detected, limit)?,
+        Some(folder) => {
+            let (rows, cached) = rows::prepare_cached(files, encoder, detected, limit, &folder)?;
+            match cached {
+                Cached::Written(_) => {}
+                Cached::Read(path) => {
+                    say(common, &format!("the {which} rows were prepared before: {}", path.display()))
+                }
+                Cached::NotWritten(why) => {
+                    say(common, &format!("the {which} rows are not kept for the next run: {why}"))
+                }
+            }
+            rows
+        }
+    };
+    let counts = rows.counts;
+    let all = counts.rows + counts.skipped + counts.without_label;
+    for (count, what) in [
+        (counts.skipped, "are too long and are left out"),
+        (counts.truncated, "are too long and are cut"),
+        (counts.split, "are too long and are divided"),
+        (counts.without_label, "have no text to learn and are left out"),
+    ] {
+        if count > 0 {
+            say(common, &format!("{count} of {all} {which} rows {what}"));
+        }
+    }
+    Ok(rows.rows)
+}
+
+/// The rows of GSM8K's problems to train on and to measure on.
+fn problems(
+    common: &Common,
+    config: &Config,
+    folder: &Folder,
+    ends: &Ends,
+) -> anyhow::Result<(Vec<MaskedRow>, Vec<MaskedRow>)> {
+    let own = &config.data;
+    if own.validation.is_some() {
+        bail!("--validation: GSM8K has a validation split of its own; leave it out");
+    }
+    if matches!(own.overlong, Overlong::Split | Overlong::Truncate) {
+        bail!(
+            "--overlong {}: GSM8K's answers end with their result; take --overlong skip, or --format question-answer",
+            own.overlong.name()
+        );
+    }
+    if own.mask != frugal::dataloading::chat::Mask::Answers {
+        bail!("--mask: of GSM8K the answers are learned; take --format question-answer for another mask");
+    }
+    let encoder = ends.encoder(folder, own)?;
+    let problems = Problems::of(own);
+    let parts = problems.parts()?;
+    let few_shot = problems.few_shot(&parts.train, own.shots)?;
+    let limit = own.limit.unwrap_or(parts.train.len()).min(parts.train.len());
+    let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<Vec<MaskedRow>> {
+        let rows = encoder
+            .tokenize_all(problems, &few_shot)
+            .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
+        if !rows.skipped.is_empty() {
+            let (count, all) = (rows.skipped.len(), problems.len());
+            say(common, &format!("{count} of {all} {which} rows are too long and are left out"));
+        }
+        Ok(rows.rows.into_iter().map(MaskedRow::from).collect())
+    };
+    Ok((encoded(&parts.train[..limit], "training")?, encoded(&parts.validation, "validation")?))
+}

@@ -1,0 +1,127 @@
+//! The flags of how records become rows, and the encoder that they make.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::anyhow;
+use clap::Args;
+use frugal::config::{DataConfig, DataFormat};
+use frugal::dataloading::chat::{ChatTemplate, Date, TemplateOptions};
+use frugal::dataloading::records::{Detected, Splits};
+use frugal::models::hugging_face::Folder;
+use frugal::rows::{self, Found, RowEncoder, RowOptions};
+
+use super::encoding::{EncodingArgs, Ends};
+use super::settings::{FormatArg, MaskArg, OverlongArg, put, put_some};
+
+/// How records become rows.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct RowArgs {
+    /// Format of the data [default: found from the names and the first 100 records]
+    #[arg(long, value_enum)]
+    format: Option<FormatArg>,
+    /// Field of a record that holds its text [default: text]
+    #[arg(long)]
+    field: Option<String>,
+    /// What of a conversation, or of a prompt with its completion, is learned [default: answers]
+    #[arg(long, value_enum)]
+    mask: Option<MaskArg>,
+    /// What happens to a row that is longer than --max-length [default: error]
+    #[arg(long, value_enum, value_name = "ACTION", conflicts_with = "skip_long")]
+    overlong: Option<OverlongArg>,
+    /// A Jinja file with the chat template [default: the model's own]
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    #[command(flatten)]
+    encoding: EncodingArgs,
+}
+
+impl RowArgs {
+    /// Overrules a configuration's values by the flags that were given.
+    pub(crate) fn apply(&self, data: &mut DataConfig) {
+        put(&mut data.format, self.format.map(FormatArg::get));
+        put(&mut data.field, self.field.clone());
+        put(&mut data.mask, self.mask.map(MaskArg::get));
+        put(&mut data.overlong, self.overlong.map(OverlongArg::get));
+        put_some(&mut data.chat_template, self.chat_template.clone());
+        self.encoding.apply(data);
+    }
+}
+
+/// The chat template of a configuration: its file, or the model's own.
+///
+/// # Errors
+/// A file that is missing or no template; a date that is none.
+pub(crate) fn chat_template(folder: &Path, data: &DataConfig) -> anyhow::Result<Option<ChatTemplate>> {
+    let date = match &data.date {
+        Some(date) => date.parse().map_err(|reason| anyhow!("`data.date`: {reason}"))?,
+        None => Date::today(),
+    };
+    let options =
+        TemplateOptions { arguments: data.template_arguments.clone(), date, ..TemplateOptions::default() };
+    Ok(match &data.chat_template {
+        Some(path) => Some(ChatTemplate::from_file(path, folder, options)?),
+        None => ChatTemplate::from_folder(folder, options)?,
+    })
+}
+
+/// The encoder for the model of a folder.
+///
+/// # Errors
+/// Those of [`chat_template`]; no tokenizer, or no token to end with.
+pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow::Result<RowEncoder> {
+    let options = RowOptions {
+        longest: ends.longest(folder, data),
+        overlong: data.overlong,
+        mask: data.mask,
+        begin: ends.begin,
+        end: ends.end,
+        vocabulary: usize::try_from(folder.config().vocab_size).unwrap_or(0),
+        field: data.field.clone(),
+    };
+    let model_ends: Vec<u32> = folder.end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
+    let template = chat_template(folder.path(), data)?;
+    Ok(RowEncoder::new(ends.tokenizer.clone(), template, &model_ends, options))
+}
+
+/// What the files hold, by the configuration or by their first records.
+///
+/// # Errors
+/// Those of [`rows::detect`].
+pub(crate) fn found(splits: &Splits, data: &DataConfig) -> anyhow::Result<Found> {
+    let files = &splits.train;
+    if let Some(format) = data.format.of_records() {
+        return Ok(Found::Records(Detected { formats: vec![(format, 0)], ignored: Vec::new() }));
+    }
+    Ok(match data.format {
+        DataFormat::Gsm8k => Found::Gsm8k,
+        DataFormat::Text => Found::Text,
+        DataFormat::Rows => Found::Records(rows::detect_records(files, &data.field)?),
+        _ => rows::detect(files, &data.field)?,
+    })
+}
+
+/// Says what was found.
+pub(crate) fn found_text(found: &Found, splits: &Splits) -> String {
+    let file = |files: &[PathBuf]| match files {
+        [] => String::new(),
+        [one] => one.display().to_string(),
+        [first, rest @ ..] => format!("{} and {} more", first.display(), rest.len()),
+    };
+    let mut text = format!("data: {}", file(&splits.train));
+    match found {
+        Found::Gsm8k => text += " (GSM8K: question and answer)",
+        Found::Text => text += " (plain text)",
+        Found::Records(detected) => {
+            text += &format!(" ({detected}");
+            if !detected.ignored.is_empty() {
+                let names: Vec<&str> = detected.ignored.iter().map(String::as_str).take(6).collect();
+                text += &format!("; not read: {}", names.join(", "));
+            }
+            text += ")";
+        }
+    }
+    if !splits.validation.is_empty() && *found != Found::Gsm8k {
+        text += &format!("; validation: {}", file(&splits.validation));
+    }
+    text
+}

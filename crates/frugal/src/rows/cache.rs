@@ -1,0 +1,208 @@
+//! Prepared rows in files, so that the same data are tokenized once.
+//!
+//! The name of a file is a digest of everything that the rows depend on: the bytes of the data, the tokenizer, the chat template with
+//! its variables and date, the mask, the lengths, the special tokens, and [`VERSION`]. So rows of other data or of another model are
+//! never taken. A file holds a mark, the SHA-256 of what follows, the counts as JSON, and the rows (ids of 4 bytes, a bit for each that is
+//! learned); a damaged file is made again. The newest [`KEPT`] files are kept.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use dataloading::IGNORE_INDEX;
+use dataloading::records::Detected;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use training::masked_rows::MaskedRow;
+
+use super::encoder::RowEncoder;
+use super::prepare::{Counts, Rows};
+use crate::error::{Error, Result};
+
+/// Version of how rows are made. Increased when the same data and options give other rows than before.
+const VERSION: u32 = 1;
+const MARK: [u8; 8] = *b"FRGLROWS";
+/// Bytes of a digest.
+const DIGEST: usize = 32;
+/// Files that are kept.
+const KEPT: usize = 32;
+
+/// The folder of prepared rows: `rows` in `FRUGAL_CACHE`, else in the user's cache folder; `None` if there is neither.
+pub fn folder() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let cache = set("FRUGAL_CACHE")
+        .or_else(|| set("XDG_CACHE_HOME").map(|cache| cache.join("frugal")))
+        .or_else(|| set("HOME").map(|home| home.join(".cache/frugal")))?;
+    Some(cache.join("rows"))
+}
+
+/// Returns the name of the file with the rows of some data.
+///
+/// # Errors
+/// A file that cannot be read; a tokenizer that cannot be written.
+pub(super) fn key(
+    files: &[PathBuf],
+    encoder: &RowEncoder,
+    detected: &Detected,
+    limit: Option<usize>,
+) -> Result<String> {
+    let options = encoder.options();
+    let formats: Vec<String> = detected.formats.iter().map(|(format, _)| format.to_string()).collect();
+    let settings = json!({
+        "version": VERSION,
+        "longest": options.longest,
+        "overlong": options.overlong,
+        "mask": options.mask,
+        "begin": options.begin,
+        "end": options.end,
+        "vocabulary": options.vocabulary,
+        "field": options.field,
+        "ends": encoder.model_ends(),
+        "template": encoder.template().map(dataloading::chat::ChatTemplate::identity),
+        "formats": formats,
+        "limit": limit,
+    });
+    let mut digest = Sha256::new();
+    for part in [settings.to_string(), encoder.tokenizer().to_json()?] {
+        digest.update((part.len() as u64).to_le_bytes());
+        digest.update(part);
+    }
+    for path in files {
+        let failed = |cause: io::Error| Error::File { path: path.clone(), reason: cause.to_string() };
+        let extension = path.extension().unwrap_or_default().to_string_lossy().into_owned();
+        digest.update((extension.len() as u64).to_le_bytes());
+        digest.update(extension);
+        digest.update(digest_of(path).map_err(failed)?);
+    }
+    Ok(digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn digest_of(path: &Path) -> io::Result<[u8; DIGEST]> {
+    let (mut file, mut digest, mut buffer) = (fs::File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(digest.finalize().into()),
+            count => digest.update(&buffer[..count]),
+        }
+    }
+}
+
+/// Reads the rows of a file; `None` if it does not exist or is damaged.
+pub(super) fn read(path: &Path) -> Option<Rows> {
+    let bytes = fs::read(path).ok()?;
+    let rest = bytes.strip_prefix(&MARK)?;
+    let (digest, rest) = rest.split_at_checked(DIGEST)?;
+    if Sha256::digest(rest)[..] != *digest {
+        return None;
+    }
+    let mut rest = rest;
+    let mut take = |count: usize| {
+        let (taken, after) = rest.split_at_checked(count)?;
+        rest = after;
+        Some(taken)
+    };
+    let mut number = || Some(u32::from_le_bytes(take(4)?.try_into().ok()?) as usize);
+    let (header, rows) = (number()?, number()?);
+    let counts: Counts = serde_json::from_slice(take(header)?).ok()?;
+    let mut all = Vec::new();
+    for _ in 0..rows {
+        let length = u32::from_le_bytes(take(4)?.try_into().ok()?) as usize;
+        let ids = take(length.checked_mul(4)?)?;
+        let learned = take(length.div_ceil(8))?;
+        let tokens: Vec<i64> =
+            ids.as_chunks::<4>().0.iter().map(|id| i64::from(u32::from_le_bytes(*id))).collect();
+        let label =
+            |(at, id): (usize, &i64)| if learned[at / 8] >> (at % 8) & 1 == 1 { *id } else { IGNORE_INDEX };
+        let labels = tokens.iter().enumerate().map(label).collect();
+        all.push(MaskedRow { tokens, labels });
+    }
+    Some(Rows { rows: all, counts })
+}
+
+/// Writes rows, and removes the oldest files beyond the number that is kept.
+///
+/// # Errors
+/// A folder that cannot be written or is full.
+pub(super) fn write(path: &Path, rows: &Rows) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder)?;
+    let mut digest = Sha256::new();
+    content(rows, &mut |bytes| {
+        digest.update(bytes);
+        Ok(())
+    })?;
+    runtime::atomic_write::file(path, |out: &mut dyn Write| {
+        out.write_all(&MARK)?;
+        out.write_all(&digest.finalize())?;
+        content(rows, &mut |bytes| out.write_all(bytes))
+    })?;
+    let mut files: Vec<_> = fs::read_dir(folder)?
+        .flatten()
+        .filter(|entry| entry.path().extension().is_some_and(|extension| extension == "rows"))
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .collect();
+    files.sort();
+    for (_, old) in files.iter().rev().skip(KEPT) {
+        // Another process may have removed it.
+        let _ = fs::remove_file(old);
+    }
+    Ok(())
+}
+
+/// Passes the content of a file to `out`, in parts.
+fn content(rows: &Rows, out: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    let number = |number: usize| {
+        u32::try_from(number)
+            .map(u32::to_le_bytes)
+            .map_err(|_| io::Error::other("more rows than 32 bits count"))
+    };
+    let header = serde_json::to_vec(&rows.counts)?;
+    out(&number(header.len())?)?;
+    out(&number(rows.rows.len())?)?;
+    out(&header)?;
+    for row in &rows.rows {
+        let mut bytes = number(row.tokens.len())?.to_vec();
+        bytes.extend(row.tokens.iter().flat_map(|id| (*id as u32).to_le_bytes()));
+        let mut learned = vec![0u8; row.tokens.len().div_ceil(8)];
+        for (at, _) in row.labels.iter().enumerate().filter(|(_, label)| **label != IGNORE_INDEX) {
+            learned[at / 8] |= 1 << (at % 8);
+        }
+        bytes.extend(learned);
+        out(&bytes)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_read_as_they_were_written_and_damaged_files_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/a.rows");
+        let row = |tokens: &[i64], learned: usize| MaskedRow {
+            labels: (0..).zip(tokens).map(|(at, id)| if at < learned { IGNORE_INDEX } else { *id }).collect(),
+            tokens: tokens.to_vec(),
+        };
+        let rows = vec![row(&[5, 151_643, 0], 1), row(&[], 0), row(&[1, 2, 3, 4, 5, 6, 7, 8, 9], 8)];
+        let rows = Rows { rows, counts: Counts { records: 4, skipped: 1, ..Counts::default() } };
+        assert_eq!(read(&path), None);
+        write(&path, &rows).unwrap();
+        assert_eq!(read(&path), Some(rows.clone()));
+        let whole = fs::read(&path).unwrap();
+        for at in 0..whole.len() {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 4;
+            fs::write(&path, &bytes).unwrap();
+            assert_eq!(read(&path), None, "{at}");
+            fs::write(&path, &whole[..at]).unwrap();
+            assert_eq!(read(&path), None, "{at}");
+        }
+        for number in 0..KEPT + 3 {
+            write(&folder.path().join(format!("new/{number}.rows")), &rows).unwrap();
+        }
+        assert_eq!(fs::read_dir(folder.path().join("new")).unwrap().count(), KEPT);
+        assert!(read(&folder.path().join(format!("new/{}.rows", KEPT + 2))).is_some(), "the newest are kept");
+    }
+}

@@ -1,0 +1,220 @@
+//! From files to rows.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use dataloading::records::{self, Detected, FileKind, Place, Record};
+use rayon::prelude::*;
+use training::masked_rows::MaskedRow;
+
+use super::cache;
+use super::encoder::RowEncoder;
+use crate::error::{Error, Result};
+
+/// Records that are encoded in parallel.
+const CHUNK: usize = 512;
+
+/// What was made of the records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+pub struct Counts {
+    /// Records.
+    pub records: usize,
+    /// Rows to train on.
+    pub rows: usize,
+    /// Tokens of these rows.
+    pub tokens: usize,
+    /// Tokens of them that are learned.
+    pub trained: usize,
+    /// Rows that were too long and left out.
+    pub skipped: usize,
+    /// Rows that were too long and cut.
+    pub truncated: usize,
+    /// Rows that were too long and divided.
+    pub split: usize,
+    /// Rows and records that are left out because nothing of them is learned.
+    pub without_label: usize,
+}
+
+impl Counts {
+    /// Adds others.
+    pub fn add(&mut self, other: &Self) {
+        self.records += other.records;
+        self.rows += other.rows;
+        self.tokens += other.tokens;
+        self.trained += other.trained;
+        self.skipped += other.skipped;
+        self.truncated += other.truncated;
+        self.split += other.split;
+        self.without_label += other.without_label;
+    }
+}
+
+/// Rows of files.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Rows {
+    /// The rows, in the order of the records.
+    pub rows: Vec<MaskedRow>,
+    /// What was made of the records.
+    pub counts: Counts,
+}
+
+/// What files hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Found {
+    /// GSM8K's problems: JSON lines with `question` and an `answer` with `####` before its result.
+    Gsm8k,
+    /// Plain text.
+    Text,
+    /// Records.
+    Records(Detected),
+}
+
+/// Finds what files hold, by their names and their first records.
+///
+/// # Errors
+/// A file that cannot be read; a record that has no known format.
+pub fn detect(files: &[PathBuf], field: &str) -> Result<Found> {
+    let kind = files.first().map_or(FileKind::Text, |file| FileKind::of(file));
+    if kind == FileKind::Text {
+        return Ok(Found::Text);
+    }
+    let is_problem = |record: &Record| {
+        let text = |field: &str| record.fields.get(field).and_then(|value| value.as_str());
+        text("question").is_some() && text("answer").is_some_and(|answer| answer.contains("####"))
+    };
+    if matches!(kind, FileKind::JsonLines | FileKind::Json)
+        && records::read_all(files)?
+            .find_map(std::result::Result::ok)
+            .is_some_and(|record| is_problem(&record))
+    {
+        return Ok(Found::Gsm8k);
+    }
+    detect_records(files, field).map(Found::Records)
+}
+
+/// Finds the formats of the records of files.
+///
+/// # Errors
+/// As [`detect`]; files of plain text.
+pub fn detect_records(files: &[PathBuf], field: &str) -> Result<Detected> {
+    Detected::of(records::read_all(files)?, field).map_err(|error| named(error, files))
+}
+
+/// Names the files in an error about data without a record.
+fn named(error: dataloading::Error, files: &[PathBuf]) -> Error {
+    match (error, files.first()) {
+        (dataloading::Error::Empty { reason, .. }, Some(path)) => Error::File { path: path.clone(), reason },
+        (error, _) => error.into(),
+    }
+}
+
+/// Encodes the records of files in order, and passes the rows of each, or what is wrong with it, to `each`, until that breaks. The place
+/// is that of a record that could be read.
+///
+/// # Errors
+/// A file that cannot be opened; the first error of `each`.
+pub fn encode<E: From<Error>>(
+    files: &[PathBuf],
+    encoder: &RowEncoder,
+    detected: &Detected,
+    mut each: impl FnMut(Option<&Place>, Result<(Vec<MaskedRow>, Counts)>) -> Result<ControlFlow<()>, E>,
+) -> Result<(), E> {
+    let mut records = records::read_all(files).map_err(Error::from)?;
+    loop {
+        let chunk: Vec<dataloading::Result<Record>> = records.by_ref().take(CHUNK).collect();
+        if chunk.is_empty() {
+            return Ok(());
+        }
+        let encoded: Vec<_> = chunk
+            .into_par_iter()
+            .map(|record| match record {
+                Ok(record) => (encoder.record(&record, detected), Some(record.place)),
+                Err(error) => (Err(error.into()), None),
+            })
+            .collect();
+        for (rows, place) in encoded {
+            if each(place.as_ref(), rows)?.is_break() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Reads the rows of files: all of them, or those of the first records until there are `limit`.
+///
+/// # Errors
+/// The first record that is wrong; no row at all.
+pub fn prepare(
+    files: &[PathBuf],
+    encoder: &RowEncoder,
+    detected: &Detected,
+    limit: Option<usize>,
+) -> Result<Rows> {
+    let mut all = Rows::default();
+    let limit = limit.unwrap_or(usize::MAX);
+    encode(files, encoder, detected, |_, encoded| {
+        let (rows, counts) = encoded?;
+        all.counts.add(&counts);
+        all.rows.extend(rows);
+        Ok::<_, Error>(if all.rows.len() < limit {
+            ControlFlow::Continue(())
+        } else {
+            ControlFlow::Break(())
+        })
+    })?;
+    if all.rows.is_empty() {
+        return Err(nothing_left(files, encoder, &all.counts));
+    }
+    all.rows.truncate(limit);
+    all.counts.rows = all.rows.len();
+    Ok(all)
+}
+
+/// Whether rows came from a cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Cached {
+    /// They were made of the records, and are in this file.
+    Written(PathBuf),
+    /// They were read from this file.
+    Read(PathBuf),
+    /// They were made of the records, and could not be written.
+    NotWritten(String),
+}
+
+/// Reads the rows of files from a folder of prepared rows; if they are not there, makes them as [`prepare`] does, and writes them.
+///
+/// # Errors
+/// As [`prepare`]. A cache that cannot be written is none.
+pub fn prepare_cached(
+    files: &[PathBuf],
+    encoder: &RowEncoder,
+    detected: &Detected,
+    limit: Option<usize>,
+    folder: &Path,
+) -> Result<(Rows, Cached)> {
+    let path = folder.join(cache::key(files, encoder, detected, limit)?).with_extension("rows");
+    if let Some(rows) = cache::read(&path) {
+        return Ok((rows, Cached::Read(path)));
+    }
+    let rows = prepare(files, encoder, detected, limit)?;
+    let cached = match cache::write(&path, &rows) {
+        Ok(()) => Cached::Written(path),
+        Err(cause) => Cached::NotWritten(format!("{}: {cause}", path.display())),
+    };
+    Ok((rows, cached))
+}
+
+fn nothing_left(files: &[PathBuf], encoder: &RowEncoder, counts: &Counts) -> Error {
+    let longest = encoder.options().longest;
+    let reason = match (counts.skipped, counts.without_label) {
+        (0, 0) => "there is no record in it".to_owned(),
+        (0, without) => format!(
+            "none of its {without} rows has a text to learn: no answer, every answer with weight 0, or answers beyond the \
+             longest row of {longest} tokens"
+        ),
+        (skipped, _) => format!(
+            "{skipped} rows are longer than {longest} tokens, and no other is left; shorten them, or raise the longest row"
+        ),
+    };
+    Error::File { path: files.first().map_or_else(PathBuf::new, |file| Path::new(file).to_owned()), reason }
+}

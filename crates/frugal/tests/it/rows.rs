@@ -1,0 +1,209 @@
+//! Rows of records and of texts, and which of their tokens are learned.
+
+use std::path::PathBuf;
+
+use dataloading::chat::{ChatTemplate, Mask, TemplateOptions};
+use dataloading::{IGNORE_INDEX, Tokenizer};
+use frugal::rows::{self, Cached, Found, Overlong, RowEncoder, RowOptions, Rows};
+use serde_json::json;
+
+const END: u32 = 0;
+
+struct Setting {
+    folder: tempfile::TempDir,
+    options: RowOptions,
+    template: Option<ChatTemplate>,
+}
+
+impl Setting {
+    fn new() -> Self {
+        let options = RowOptions {
+            longest: 40,
+            overlong: Overlong::Error,
+            mask: Mask::Answers,
+            begin: None,
+            end: END,
+            vocabulary: 4096,
+            field: "text".to_owned(),
+        };
+        Self { folder: tempfile::tempdir().unwrap(), options, template: None }
+    }
+
+    fn tokenizer() -> Tokenizer {
+        Tokenizer::from_file(&dataloading::embedded::folder().unwrap().join("tokenizer.json")).unwrap()
+    }
+
+    fn encoder(&self) -> RowEncoder {
+        RowEncoder::new(Self::tokenizer(), self.template.clone(), &[END], self.options.clone())
+    }
+
+    fn files(&self, name: &str, text: &str) -> Vec<PathBuf> {
+        let path = self.folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        vec![path]
+    }
+
+    fn read(&self, lines: &str) -> Result<Rows, String> {
+        let files = self.files("rows.jsonl", lines);
+        let detected =
+            rows::detect_records(&files, &self.options.field).map_err(|error| error.to_string())?;
+        rows::prepare(&files, &self.encoder(), &detected, None).map_err(|error| error.to_string())
+    }
+
+    /// The text of the learned tokens of each row.
+    fn learned(&self, lines: &str) -> Vec<String> {
+        let tokenizer = Self::tokenizer();
+        let of = |labels: &[i64]| {
+            let ids: Vec<u32> =
+                labels.iter().filter(|id| **id != IGNORE_INDEX).map(|id| *id as u32).collect();
+            tokenizer.decode(&ids).unwrap()
+        };
+        self.read(lines).unwrap().rows.iter().map(|row| of(&row.labels)).collect()
+    }
+}
+
+#[test]
+fn completions_are_learned_and_prompts_are_not() {
+    let setting = Setting::new();
+    let lines = "{\"prompt\": \"How many pears?\", \"completion\": \" Five.\"}\n\n{\"text\": \"A pear.\"}\n";
+    assert_eq!(setting.learned(lines), [" Five.<|endoftext|>", "A pear.<|endoftext|>"]);
+    let Rows { rows, counts } = setting.read(lines).unwrap();
+    assert_eq!((counts.records, counts.rows, counts.skipped, counts.without_label), (2, 2, 0, 0));
+    let prompt = Setting::tokenizer().encode("How many pears?").unwrap();
+    assert!(rows[0].tokens[..prompt.len()].iter().copied().eq(prompt.iter().map(|id| i64::from(*id))));
+    assert!(rows.iter().all(|row| row.tokens.last() == Some(&i64::from(END))));
+    assert_eq!(
+        counts.trained,
+        rows.iter()
+            .map(|row| row.labels[1..].iter().filter(|label| **label != IGNORE_INDEX).count())
+            .sum::<usize>()
+    );
+
+    let mut setting = setting;
+    setting.options.begin = Some(1);
+    setting.options.mask = Mask::All;
+    let Rows { rows, .. } = setting.read(lines).unwrap();
+    assert!(rows.iter().all(|row| row.tokens[0] == 1 && row.labels == row.tokens));
+}
+
+#[test]
+fn questions_follow_the_template_where_there_is_one() {
+    let mut setting = Setting::new();
+    let lines = json!({ "instruction": "Add.", "input": "1 1", "output": "2" }).to_string();
+    assert_eq!(setting.learned(&lines), ["2<|endoftext|>"]);
+    let source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>\n{% endfor %}\
+                  {% if add_generation_prompt %}assistant: {% endif %}";
+    setting.template = Some(ChatTemplate::new("t", source, TemplateOptions::default()).unwrap());
+    setting.options.begin = Some(1);
+    let Rows { rows, .. } = setting.read(&lines).unwrap();
+    let tokenizer = Setting::tokenizer();
+    let ids: Vec<u32> = rows[0].tokens.iter().map(|id| *id as u32).collect();
+    assert_eq!(
+        tokenizer.decode(&ids).unwrap(),
+        "user: Add.\n\n1 1<|endoftext|>\nassistant: 2<|endoftext|>\n",
+        "the template writes the begin token, if there is one"
+    );
+    assert_eq!(setting.learned(&lines), ["2<|endoftext|>\n"]);
+    // The prompt's tokens are those that inference has, whatever follows.
+    let prompt = tokenizer.encode("user: Add.\n\n1 1<|endoftext|>\nassistant: ").unwrap();
+    assert_eq!(ids[..prompt.len()], prompt);
+}
+
+#[test]
+fn tokens_are_learned_as_their_labels_say() {
+    let setting = Setting::new();
+    let Rows { rows, .. } = setting.read("{\"input_ids\": [5, 6, 7], \"labels\": [-100, 6, 7]}").unwrap();
+    assert_eq!((rows[0].tokens.as_slice(), rows[0].labels.as_slice()), (&[5, 6, 7][..], &[-100, 6, 7][..]));
+    let error = setting.read("{\"input_ids\": [5, 4096]}").unwrap_err();
+    assert!(error.contains("line 1: token 4096 is beyond the model's vocabulary of 4096"), "{error}");
+}
+
+#[test]
+fn every_token_of_a_text_is_predicted_once() {
+    let mut setting = Setting::new();
+    setting.options.longest = 16;
+    let text = "Ann has 5 pears and buys 3 more. ".repeat(9);
+    let files = setting.files("plain.txt", &text);
+    assert_eq!(rows::detect(&files, "text").unwrap(), Found::Text);
+    let rows = rows::text(&files[0], &setting.encoder()).unwrap();
+    let ids = Setting::tokenizer().encode(&text).unwrap();
+    let all: Vec<i64> = ids.into_iter().chain([END]).map(i64::from).collect();
+    let predicted: Vec<i64> = rows.iter().flat_map(|row| row.labels[1..].to_vec()).collect();
+    assert_eq!(predicted, all[1..]);
+    assert!(rows.iter().all(|row| row.tokens.len() <= 16));
+}
+
+#[test]
+fn bad_lines_are_named() {
+    let mut setting = Setting::new();
+    let long = format!("{{\"text\": \"{}\"}}", "pears ".repeat(60));
+    for (line, said) in [
+        ("{", "line 2: not JSON"),
+        ("{\"a\": 1}", "line 2: the fields are a; expected `messages`"),
+        ("{\"text\": 5}", "line 2: `text` is a number, expected a text"),
+        (long.as_str(), "line 2: 123 tokens are more than the longest row of 40; shorten it, or choose"),
+    ] {
+        let error = setting.read(&format!("{{\"text\": \"a\"}}\n{line}\n")).unwrap_err();
+        assert!(error.contains(said), "{error}");
+    }
+    setting.options.overlong = Overlong::Skip;
+    assert_eq!(setting.read(&format!("{{\"text\": \"a\"}}\n{long}\n")).unwrap().counts.skipped, 1);
+}
+
+#[test]
+fn rows_without_a_text_are_left_out_and_counted() {
+    let mut setting = Setting::new();
+    setting.options.overlong = Overlong::Skip;
+    let Rows { rows, counts } = setting.read("{\"text\": \"\"}\n{\"text\": \"a pear\"}\n").unwrap();
+    assert_eq!((rows.len(), counts.without_label), (1, 1));
+    let error = setting.read("{\"text\": \"\"}\n").unwrap_err();
+    assert!(error.contains("none of its 1 rows has a text to learn"), "{error}");
+    setting.options.longest = 1;
+    let error = setting.read("{\"text\": \"a pear\"}\n").unwrap_err();
+    assert!(error.contains("1 rows are longer than 1 tokens, and no other is left"), "{error}");
+}
+
+#[test]
+fn problems_are_told_from_other_questions() {
+    let setting = Setting::new();
+    let problem = json!({ "question": "q", "answer": "1\n#### 1" }).to_string();
+    assert_eq!(rows::detect(&setting.files("a.jsonl", &problem), "text").unwrap(), Found::Gsm8k);
+    let question = json!({ "question": "q", "answer": "a" }).to_string();
+    assert_eq!(setting.learned(&question), [" a<|endoftext|>"]);
+}
+
+#[test]
+fn prepared_rows_are_those_of_the_same_data_and_settings_only() {
+    let mut setting = Setting::new();
+    let cache = setting.folder.path().join("cache");
+    let lines = "{\"prompt\": \"How many pears?\", \"completion\": \" Five.\"}\n";
+    let files = setting.files("rows.jsonl", lines);
+    let detected = rows::detect_records(&files, "text").unwrap();
+    let prepare = |setting: &Setting| {
+        rows::prepare_cached(&files, &setting.encoder(), &detected, None, &cache).unwrap()
+    };
+    let (first, cached) = prepare(&setting);
+    assert!(matches!(cached, Cached::Written(_)), "{cached:?}");
+    let (again, cached) = prepare(&setting);
+    let Cached::Read(path) = cached else { panic!("{cached:?}") };
+    assert_eq!(first, again);
+    let is_new = |setting: &Setting| matches!(prepare(setting).1, Cached::Written(_));
+    setting.options.mask = Mask::All;
+    assert!(is_new(&setting), "another mask");
+    setting.options.mask = Mask::Answers;
+    setting.options.longest = 39;
+    assert!(is_new(&setting), "another length");
+    setting.options.longest = 40;
+    setting.template = Some(ChatTemplate::new("t", "a", TemplateOptions::default()).unwrap());
+    assert!(is_new(&setting), "another template");
+    setting.template = Some(ChatTemplate::new("t", "b", TemplateOptions::default()).unwrap());
+    assert!(is_new(&setting), "another template");
+    setting.template = None;
+    assert!(!is_new(&setting));
+    std::fs::write(&files[0], lines.replace("Five", "Four")).unwrap();
+    assert!(is_new(&setting), "other data");
+    std::fs::write(&files[0], lines).unwrap();
+    std::fs::write(&path, "damaged").unwrap();
+    assert!(is_new(&setting), "a damaged file is made again");
+    assert_eq!(prepare(&setting).0, first);
+}
