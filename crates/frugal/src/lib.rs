@@ -23,9 +23,10 @@
 //! | [`rows`] | fine-tuning rows from JSON lines and text |
 //! | [`tasks`] | GSM8K: problems, prompts, graders |
 //! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
+//! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
 //! | [`environment`] | the machine and versions, for the records of measurements |
 //!
-//! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`lora`],
+//! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`gguf`], [`lora`],
 //! [`models`], [`offload`], [`runtime`], [`swiglu_ckpt`], [`training`].
 
 pub mod config;
@@ -33,6 +34,7 @@ pub mod display;
 pub mod download_bar;
 pub mod environment;
 pub mod error;
+pub mod llama_cpp;
 pub mod loss_log;
 pub mod planning;
 pub mod recipe;
@@ -41,7 +43,7 @@ pub mod tasks;
 pub mod text_stream;
 
 pub use {
-    accounting, amp, dataloading, fused_ce, lora, models, offload, runtime, swiglu_ckpt, tch, training,
+    accounting, amp, dataloading, fused_ce, gguf, lora, models, offload, runtime, swiglu_ckpt, tch, training,
 };
 
 pub use config::Config;

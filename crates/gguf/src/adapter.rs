@@ -32,6 +32,7 @@ pub type Scale<'a> = &'a dyn Fn(&str, u64) -> Result<f64, String>;
 #[derive(Debug)]
 pub struct Adapter {
     folder: PathBuf,
+    name: String,
     alpha: f64,
     family: &'static Family,
     sizes: Sizes,
@@ -51,7 +52,13 @@ impl Adapter {
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);
         let tensors = Tensors::of_file(&folder.join("adapter_model.safetensors"))?;
-        Ok(Self { folder: folder.to_owned(), alpha, family, sizes, tensors })
+        Ok(Self { folder: folder.to_owned(), name: name_of(folder), alpha, family, sizes, tensors })
+    }
+
+    /// Sets the name in the file, `general.name`, which is the folder's otherwise.
+    #[must_use]
+    pub fn named(self, name: &str) -> Self {
+        Self { name: name.to_owned(), ..self }
     }
 
     /// Plans the conversion; `scale` gives the factor of each projection's product.
@@ -89,7 +96,7 @@ impl Adapter {
         let metadata = vec![
             ("general.architecture".to_owned(), self.family.architecture.into()),
             ("general.type".to_owned(), "adapter".into()),
-            ("general.name".to_owned(), name_of(&self.folder).into()),
+            ("general.name".to_owned(), self.name.clone().into()),
             ("general.file_type".to_owned(), TensorType::F32.file_type().into()),
             ("adapter.type".to_owned(), "lora".into()),
             ("adapter.lora.alpha".to_owned(), Value::F32(alpha as f32)),

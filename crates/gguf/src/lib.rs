@@ -30,6 +30,7 @@
 //! | [`Tokenizer`] | tokens, merges, special tokens, chat template, and llama.cpp's name of the pre-tokenizer |
 //! | [`Adapter`] | LoRA adapters |
 //! | [`Conversion`] | a planned file |
+//! | [`ollama`] | Modelfiles |
 //! | [`Writer`], [`Reader`] | the container, version 3 |
 //! | [`TensorType`] | f32, f16, bf16 and q8_0 |
 //!
@@ -43,6 +44,7 @@ mod conversion;
 mod error;
 mod json;
 mod model;
+pub mod ollama;
 mod reader;
 mod safetensors;
 mod tensor_type;

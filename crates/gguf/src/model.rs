@@ -35,6 +35,7 @@ pub struct Model {
     sizes: Sizes,
     tensors: Tensors,
     tokenizer: Tokenizer,
+    name: String,
 }
 
 impl Model {
@@ -49,12 +50,26 @@ impl Model {
         family.check(&config, &sizes)?;
         let tensors = Tensors::of_model(folder)?;
         let tokenizer = Tokenizer::read(folder, &config)?;
-        Ok(Self { folder: folder.to_owned(), config, family, sizes, tensors, tokenizer })
+        let real = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+        let name = real.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = name.unwrap_or_else(|| "model".to_owned());
+        Ok(Self { folder: folder.to_owned(), config, family, sizes, tensors, tokenizer, name })
+    }
+
+    /// Sets the name in the file, `general.name`, which is the folder's otherwise.
+    #[must_use]
+    pub fn named(self, name: &str) -> Self {
+        Self { name: name.to_owned(), ..self }
     }
 
     /// Returns llama.cpp's name of the architecture, such as `qwen2`.
     pub fn architecture(&self) -> &'static str {
         self.family.architecture
+    }
+
+    /// The rows of the embedding: the number of tokens in the file.
+    pub fn vocabulary(&self) -> u32 {
+        self.sizes.vocabulary
     }
 
     /// The tokenizer.
@@ -162,12 +177,10 @@ impl Model {
         }
     }
 
-    /// The folder's name. llama.cpp reads the text after Phi-3's special tokens by whether `general.name` contains `phi3`, and then fails
-    /// to load a vocabulary without certain tokens.
+    /// Returns the name in the file. llama.cpp tells by it whether the text after Phi-3's special tokens is stripped, and then fails to
+    /// load a vocabulary without certain tokens.
     fn name(&self) -> String {
-        let folder = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
-        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
-        let name = name.unwrap_or_else(|| "model".to_owned());
+        let name = self.name.clone();
         let is_named = ["phi3", "phi-3"].iter().any(|part| name.to_lowercase().contains(part));
         let has_tokens = self.tokenizer.has_all(&["</s>", "<unk>", "<s>", "<|endoftext|>"]);
         match (self.family.model_type == "phi3" && has_tokens, is_named) {

@@ -128,6 +128,19 @@ impl Tokenizer {
         texts
     }
 
+    /// The tokens whose text is letters and digits of ASCII alone.
+    pub fn plain_tokens(&self) -> Vec<u32> {
+        let is_plain = |(text, kind): &(String, i32)| {
+            *kind == NORMAL && !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric())
+        };
+        self.tokens.iter().filter(|(_, token)| is_plain(token)).map(|(id, _)| *id).collect()
+    }
+
+    /// The text of the token that begins a text.
+    pub fn begin_token(&self) -> Option<&str> {
+        self.tokens.get(&self.special.begin()?).map(|(text, _)| &**text)
+    }
+
     /// llama.cpp's name of the pre-tokenizer; `default` for SentencePiece.
     pub fn pre_tokenizer(&self) -> &str {
         match &self.kind {

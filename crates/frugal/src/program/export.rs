@@ -1,135 +1,195 @@
 //! `frugal export`.
 
-use std::io::Write;
+mod gguf_files;
+mod peft;
+mod verify;
+
 use std::path::{Path, PathBuf};
 
 use super::Common;
-use anyhow::{Context, anyhow, bail};
-use clap::{ArgGroup, Args};
-use lora::peft::{self, CONFIG_FILE, PREFIX, TENSORS_FILE};
-use lora::{DEFAULT, LoraConfig, field_prefix};
-use models::{hugging_face, tensors_file};
-use serde_json::{Map, Value, json};
-use tch::{Device, Tensor};
-use training::checkpoint::{self, Checkpoint};
+use anyhow::{Context, bail};
+use clap::{ArgGroup, Args, ValueEnum};
+use frugal::config::Bytes;
+use frugal::llama_cpp::LlamaCpp;
+use serde_json::{Value, json};
 
-use super::model::same_folder;
+use super::merge;
+use super::model::{HubArgs, same_folder};
 use super::output::{print_line, say};
 use super::settings::DtypeArg;
-use super::training::CHECKPOINTS;
+
+/// What is written.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Format {
+    /// The adapter as PEFT's files
+    Peft,
+    /// The model with the adapter merged into its weights, as Hugging Face's files
+    Merged,
+    /// The model, with the adapter merged, as one GGUF file for llama.cpp
+    Gguf,
+    /// The adapter as a GGUF file that llama.cpp applies to the model's
+    GgufLora,
+    /// A folder for `ollama create`: a Modelfile, the model and the adapter as GGUF files
+    Ollama,
+}
+
+/// The type of matrices in GGUF files.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Type {
+    F32,
+    F16,
+    Bf16,
+    #[value(name = "q8_0")]
+    Q8,
+}
+
+impl Type {
+    fn get(self) -> gguf::TensorType {
+        match self {
+            Self::F32 => gguf::TensorType::F32,
+            Self::F16 => gguf::TensorType::F16,
+            Self::Bf16 => gguf::TensorType::BF16,
+            Self::Q8 => gguf::TensorType::Q8_0,
+        }
+    }
+}
 
 #[derive(Args)]
-#[command(group(ArgGroup::new("from").required(true).args(["checkpoints", "adapter"])))]
+#[command(group(ArgGroup::new("from").required(true).multiple(true).args(["checkpoints", "adapter", "model"])))]
 pub(crate) struct Export {
-    /// Export the adapter of a training's newest checkpoint: its --out folder, or the folder of checkpoints in it
-    #[arg(long, value_name = "FOLDER")]
+    /// What to write
+    #[arg(long, value_enum, default_value = "peft")]
+    format: Format,
+    /// The adapter of a training's newest checkpoint: its --out folder, or the folder of checkpoints in it
+    #[arg(long, value_name = "FOLDER", conflicts_with = "adapter")]
     checkpoints: Option<PathBuf>,
-    /// Convert an adapter that PEFT or this program wrote
+    /// An adapter that PEFT or this program wrote
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Output folder of the adapter
-    #[arg(long, value_name = "FOLDER")]
+    /// The model, for every format but peft: a folder in Hugging Face's layout, or a name on the hub
+    #[arg(long, value_name = "NAME_OR_FOLDER")]
+    model: Option<String>,
+    #[command(flatten)]
+    hub: HubArgs,
+    /// Output folder; for gguf and gguf-lora the output file
+    #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// Dtype of the adapter's tensors [default: unchanged]
+    /// peft, merged: dtype of the tensors [default: unchanged]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// Name of the base model for adapter_config.json
+    /// gguf, ollama: type of the matrices [default: q8_0 for ollama, else f16]
+    #[arg(long = "type", value_enum)]
+    kind: Option<Type>,
+    /// peft: name of the base model for adapter_config.json
     #[arg(long, value_name = "NAME")]
     base: Option<String>,
+    /// merged: maximum size of a file of weights
+    #[arg(long, value_name = "BYTES", default_value = "5GB")]
+    max_shard_bytes: Bytes,
+    /// gguf, gguf-lora, ollama: compare log-probabilities of llama.cpp with this program's; needs a Python with xllamacpp
+    #[arg(long)]
+    verify: bool,
+    /// The Python that --verify runs [default: $FRUGAL_PYTHON, else python3]
+    #[arg(long, value_name = "PROGRAM")]
+    python: Option<PathBuf>,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
-    let (mut config, mut tensors) = match (&arguments.checkpoints, &arguments.adapter) {
-        (Some(folder), _) => of_checkpoint(folder)?,
-        (None, Some(folder)) => {
-            if same_folder(folder, &arguments.out) {
-                bail!("--out {} is the adapter's own folder; give another", folder.display());
-            }
-            let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
-            (config, tensors_file::read(&folder.join(TENSORS_FILE), Device::Cpu)?)
-        }
-        (None, None) => bail!("give --checkpoints or --adapter"),
+    arguments.check()?;
+    let result = match arguments.format {
+        Format::Peft => return peft::run(common, arguments),
+        Format::Merged => merged(common, arguments)?,
+        Format::Gguf => gguf_files::model(common, arguments)?,
+        Format::GgufLora => gguf_files::adapter(common, arguments)?,
+        Format::Ollama => gguf_files::ollama(common, arguments)?,
     };
-    if let Some(base) = &arguments.base {
-        config.base_model_name_or_path = Some(base.clone());
-    }
-    if let Some(dtype) = arguments.dtype {
-        let cast = |(name, tensor): &(String, Tensor)| -> Result<_, tch::TchError> {
-            Ok((name.clone(), tensor.f_to_kind(dtype.get().kind())?))
-        };
-        tensors = tensors.iter().map(cast).collect::<Result<_, _>>()?;
-    }
-    peft::write_folder(&arguments.out, &config, &tensors)?;
-    let (count, out) = (tensors.len(), arguments.out.display());
     if common.json {
-        print_line(&json!({ "result": { "adapter": arguments.out, "tensors": count } }));
+        print_line(&json!({ "result": result }));
     } else {
-        say(common, &format!("the adapter, of {count} tensors, is in {out}"));
+        say(common, &format!("exported to {}", arguments.out.display()));
     }
     Ok(())
 }
 
-/// Returns the adapter of the newest checkpoint, under PEFT's names.
-fn of_checkpoint(folder: &Path) -> anyhow::Result<(LoraConfig, Vec<(String, Tensor)>)> {
-    let inner = folder.join(CHECKPOINTS);
-    let folder = if inner.is_dir() { &inner } else { folder };
-    let found = checkpoint::latest(folder)?;
-    for reason in &found.refused {
-        let _ = writeln!(std::io::stderr().lock(), "warning: a checkpoint was passed over: {reason}");
-    }
-    let Some(Checkpoint { path, state, model, .. }) = found.checkpoint else {
-        bail!("{}: no checkpoint in it; give the --out of a training", folder.display());
+fn merged(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
+    let Some(adapter) = arguments.adapter()? else {
+        bail!("there is nothing to merge; give --adapter or --checkpoints")
     };
-    let foreign = || {
-        anyhow!(
-            "{}: not a checkpoint of adapters; what a full fine-tuning made is the folder `model` in its --out",
-            path.display()
-        )
-    };
-    let prefix = field_prefix(DEFAULT);
-    let fields = state["run"]["model"].as_object().ok_or_else(foreign)?;
-    let own = fields.iter().filter_map(|(name, text)| Some((name.strip_prefix(&prefix)?, text.as_str()?)));
-    // A checkpoint keeps each setting as the text of its JSON.
-    let own: Map<String, Value> = own
-        .map(|(name, text)| Ok((name.to_owned(), serde_json::from_str(text)?)))
-        .collect::<serde_json::Result<_>>()
-        .with_context(|| foreign().to_string())?;
-    if own.is_empty() {
-        return Err(foreign());
-    }
-    let config = LoraConfig::from_json(&Value::Object(own).to_string())?;
-    let tensors = model.into_iter().map(|(name, tensor)| (peft_name(&name), tensor)).collect();
-    Ok((config, tensors))
+    arguments.merge(common, adapter.path(), &arguments.out)?;
+    Ok(json!({ "model": arguments.out }))
 }
 
-/// `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` for `layers.0.self_attn.q_proj.lora_A.default.weight`.
-fn peft_name(name: &str) -> String {
-    let name = hugging_face::tensor_name(name);
-    let name = match name.strip_suffix(".lora_magnitude_vector.default.weight") {
-        Some(module) => format!("{module}.lora_magnitude_vector"),
-        None => name.replace(".default.weight", ".weight"),
-    };
-    format!("{PREFIX}{name}")
+/// An adapter's folder, which may be a temporary one.
+enum AdapterFolder {
+    Given(PathBuf),
+    Temporary(tempfile::TempDir),
 }
 
-#[cfg(test)]
-mod tests {
-    use super::peft_name;
-
-    #[test]
-    fn a_checkpoints_names_become_those_of_peft() {
-        for (own, of_peft) in [
-            (
-                "layers.0.self_attn.q_proj.lora_A.default.weight",
-                "model.layers.0.self_attn.q_proj.lora_A.weight",
-            ),
-            (
-                "layers.1.mlp.up_proj.lora_magnitude_vector.default.weight",
-                "model.layers.1.mlp.up_proj.lora_magnitude_vector",
-            ),
-            ("lm_head.lora_B.default.weight", "lm_head.lora_B.weight"),
-        ] {
-            assert_eq!(peft_name(own), format!("base_model.model.{of_peft}"));
+impl AdapterFolder {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Given(path) => path,
+            Self::Temporary(folder) => folder.path(),
         }
+    }
+}
+
+impl Export {
+    /// Refuses flags that the format does not have.
+    fn check(&self) -> anyhow::Result<()> {
+        let format =
+            self.format.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+        let is_gguf = [Format::Gguf, Format::GgufLora, Format::Ollama].contains(&self.format);
+        let flags = [
+            ("--model", self.model.is_some(), self.format != Format::Peft),
+            ("--type", self.kind.is_some(), [Format::Gguf, Format::Ollama].contains(&self.format)),
+            ("--dtype", self.dtype.is_some(), !is_gguf),
+            ("--base", self.base.is_some(), self.format == Format::Peft),
+            ("--verify", self.verify, is_gguf),
+        ];
+        if let Some((flag, ..)) = flags.iter().find(|(_, given, has)| *given && !has) {
+            bail!("--format {format} has no {flag}");
+        }
+        if self.format != Format::Peft && self.model.is_none() {
+            bail!("--format {format} needs the base model; give --model");
+        }
+        if self.verify {
+            // Before anything is converted.
+            LlamaCpp::find(self.python.as_deref())?;
+        }
+        Ok(())
+    }
+
+    /// The folder of the base model.
+    fn base_model(&self) -> anyhow::Result<PathBuf> {
+        let model = self.model.as_deref().context("give --model")?;
+        self.hub.resolve(model)
+    }
+
+    /// The adapter's folder, if there is one.
+    fn adapter(&self) -> anyhow::Result<Option<AdapterFolder>> {
+        match (&self.checkpoints, &self.adapter) {
+            (Some(folder), _) => {
+                let (config, tensors) = peft::of_checkpoint(folder)?;
+                let folder = tempfile::tempdir()?;
+                lora::peft::write_folder(folder.path(), &config, &tensors)?;
+                Ok(Some(AdapterFolder::Temporary(folder)))
+            }
+            (None, Some(folder)) => Ok(Some(AdapterFolder::Given(folder.clone()))),
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// Merges an adapter into the model, and writes that to a folder.
+    fn merge(&self, common: &Common, adapter: &Path, out: &Path) -> anyhow::Result<()> {
+        let folder = self.hub.open(self.model.as_deref().context("give --model")?)?;
+        for (taken, what) in [(folder.path(), "the model's"), (adapter, "the adapter's")] {
+            if same_folder(taken, out) {
+                bail!("--out {} is {what} own folder; give another", out.display());
+            }
+        }
+        let model = folder.load(self.dtype.map(|dtype| dtype.get().kind()), common.device()?)?;
+        merge::into_folder(&folder, model, adapter, out, self.max_shard_bytes)
     }
 }

@@ -1,5 +1,7 @@
 //! `frugal merge`.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
 use super::Common;
@@ -8,9 +10,10 @@ use clap::Args;
 use frugal::config::Bytes;
 use models::hugging_face::{self, Folder};
 use models::state_dict::{load_state_dict, state_dict};
+use models::tensors_file::TensorsFile;
 use models::{Llama, LlamaConfig};
 use serde_json::{Map, Value, json};
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 
 use super::model::{ModelArgs, load_adapter, same_folder};
 use super::output::{print_line, say};
@@ -60,15 +63,8 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
             bail!("--out {} is {what} own folder; give another", out.display());
         }
     }
-    let mut model = arguments.model.load(&folder, device)?;
-    let adapters = load_adapter(&mut model, &arguments.adapter)?;
-    let unloaded = adapters.merge_and_unload(&mut model)?;
-    if !unloaded.untied.is_empty() {
-        model = untied(&model)?;
-    }
-    hugging_face::save_with(&model, out, arguments.max_shard_bytes.0, |new| {
-        complete(&folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
-    })?;
+    let model = arguments.model.load(&folder, device)?;
+    into_folder(&folder, model, &arguments.adapter, out, arguments.max_shard_bytes)?;
     if common.json {
         print_line(&json!({ "result": { "model": out } }));
     } else {
@@ -77,12 +73,57 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Merges an adapter into a model, which is of `folder`, writes it to another, and reads that again.
+pub(crate) fn into_folder(
+    folder: &Folder,
+    mut model: Llama,
+    adapter: &Path,
+    out: &Path,
+    max_shard_bytes: Bytes,
+) -> anyhow::Result<()> {
+    let adapters = load_adapter(&mut model, adapter)?;
+    let unloaded = adapters.merge_and_unload(&mut model)?;
+    if !unloaded.untied.is_empty() {
+        model = untied(&model)?;
+    }
+    hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
+        complete(folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+    })?;
+    check(&model, out)
+}
+
+/// Reads a written model again, a tensor at a time, and compares it with the one in memory.
+fn check(model: &Llama, out: &Path) -> anyhow::Result<()> {
+    let written = Folder::open(out)?;
+    let mut files: BTreeMap<PathBuf, TensorsFile> = BTreeMap::new();
+    for (name, meant) in state_dict(model) {
+        // A tied head has no values of its own.
+        let Some(location) = written.location(&name) else { continue };
+        let file = match files.entry(location.path.clone()) {
+            Entry::Occupied(open) => open.into_mut(),
+            Entry::Vacant(free) => free.insert(TensorsFile::open(&location.path)?),
+        };
+        let read = Tensor::f_empty(&location.shape, (location.kind, Device::Cpu))?;
+        let entry = file.entries().iter().find(|entry| file.location(entry) == location);
+        let same = match entry {
+            Some(entry) => {
+                file.copy(entry, &read)?;
+                read.kind() == meant.kind() && read == meant.f_to_device(Device::Cpu)?
+            }
+            None => false,
+        };
+        if !same {
+            bail!("{}: `{name}` is read differently than it was written, or not finite", out.display());
+        }
+    }
+    Ok(())
+}
+
 /// Returns the same model with its own head, whose values are no longer the embedding's.
 fn untied(model: &Llama) -> anyhow::Result<Llama> {
     let config = LlamaConfig { tie_word_embeddings: false, ..model.llama_config().clone() };
     let state = state_dict(model);
-    let (kind, device) =
-        state.first().map_or((Kind::Float, tch::Device::Cpu), |(_, x)| (x.kind(), x.device()));
+    let (kind, device) = state.first().map_or((Kind::Float, Device::Cpu), |(_, x)| (x.kind(), x.device()));
     let apart = Llama::new(&config, (kind, device))?;
     load_state_dict(&apart, &state, "the merged model")?;
     Ok(apart)

@@ -41,13 +41,21 @@ pub(crate) struct HubArgs {
 }
 
 impl HubArgs {
+    /// Returns the folder of a model; downloads it if it is not here.
+    ///
+    /// # Errors
+    /// No such folder and no such model.
+    pub(crate) fn resolve(&self, model: &str) -> anyhow::Result<PathBuf> {
+        let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.offline) };
+        Ok(hub.resolve(model, self.revision.as_deref())?)
+    }
+
     /// Opens the folder of a model; downloads it if it is not here.
     ///
     /// # Errors
     /// No such folder and no such model; a folder that is an adapter's or lacks a file.
     pub(crate) fn open(&self, model: &str) -> anyhow::Result<Folder> {
-        let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.offline) };
-        let path = hub.resolve(model, self.revision.as_deref())?;
+        let path = self.resolve(model)?;
         Folder::open(&path).map_err(|error| match path.join(CONFIG_FILE).is_file() {
             true => anyhow::anyhow!(
                 "{error}; this is an adapter's folder: give it as --adapter, and its base as --model"

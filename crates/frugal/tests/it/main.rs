@@ -6,6 +6,7 @@ mod command_line_errors;
 mod config;
 mod examples;
 mod exchanged_memory;
+mod export_gguf;
 mod generate_budget;
 mod gsm8k_data;
 mod gsm8k_evaluate;

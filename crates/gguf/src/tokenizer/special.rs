@@ -113,6 +113,11 @@ impl Special {
         Ok(Self { ids, ends, end_of_turn, add_bos, add_eos, notes })
     }
 
+    /// The token that begins a text.
+    pub(super) fn begin(&self) -> Option<u32> {
+        self.ids.iter().find(|(key, _)| *key == "bos_token_id").map(|(_, id)| *id)
+    }
+
     /// The metadata, without the prefix; tokens beyond the embedding's rows are left out.
     pub(super) fn metadata(&self, rows: u32) -> Vec<(&'static str, Value)> {
         let ids = self.ids.iter().filter(|(_, id)| *id < rows).map(|(key, id)| (*key, (*id).into()));

@@ -5,6 +5,7 @@ mod container;
 mod fuzz_files;
 mod memory;
 mod model;
+mod ollama;
 mod refused;
 mod tiny_model;
 mod tokenizer;

@@ -1,0 +1,202 @@
+//! `frugal export --format gguf`, `gguf-lora` and `ollama`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, anyhow, bail};
+use gguf::ollama::{Chat, Modelfile};
+use gguf::{Adapter, Conversion, Model, TensorType};
+use lora::LoraConfig;
+use lora::peft::CONFIG_FILE;
+use runtime::atomic_write;
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+
+use super::verify::{self, Files};
+use super::{Export, Type};
+use crate::program::Common;
+use crate::program::output::say;
+
+/// Writes the model, with the adapter merged if there is one.
+pub(super) fn model(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
+    let out = file(&arguments.out)?;
+    let base = arguments.base_model()?;
+    let merged = match arguments.adapter()? {
+        Some(adapter) => Some(merged(common, arguments, adapter.path())?),
+        None => None,
+    };
+    let folder = merged.as_ref().map_or(&*base, TempDir::path);
+    let model = Model::open(folder)?.named(&stem(out));
+    let kind = arguments.kind.unwrap_or(Type::F16).get();
+    let mut result = written(common, &model.convert(kind)?, out)?;
+    if arguments.verify {
+        let files = Files { folder, adapter: None, model: out, lora: None, kind };
+        verified(common, arguments, &model, &files, &mut result)?;
+    }
+    Ok(Value::Object(result))
+}
+
+/// Writes the adapter.
+pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
+    let out = file(&arguments.out)?;
+    let base = arguments.base_model()?;
+    let Some(folder) = arguments.adapter()? else {
+        bail!("there is no adapter; give --adapter or --checkpoints")
+    };
+    let adapter = Adapter::open(folder.path(), &base)?.named(&stem(out));
+    let mut result = lora(common, &adapter, folder.path(), out)?;
+    if arguments.verify {
+        // llama.cpp applies it to the base in fp32.
+        let place = temporary(out)?;
+        let file = place.path().join("base.gguf");
+        let model = Model::open(&base)?;
+        written(&Common { quiet: true, ..common.clone() }, &model.convert(TensorType::F32)?, &file)?;
+        let files = Files {
+            folder: &base,
+            adapter: Some(folder.path()),
+            model: &file,
+            lora: Some(out),
+            kind: TensorType::F32,
+        };
+        verified(common, arguments, &model, &files, &mut result)?;
+    }
+    Ok(Value::Object(result))
+}
+
+/// Writes a folder for `ollama create`. An adapter that cannot be a file of its own is merged into the model.
+pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
+    let out = &arguments.out;
+    let base = arguments.base_model()?;
+    let kind = arguments.kind.unwrap_or(Type::Q8).get();
+    let adapter = arguments.adapter()?;
+    let (mut own, mut merged_folder) = (None, None);
+    if let Some(folder) = &adapter {
+        match Adapter::open(folder.path(), &base) {
+            Ok(adapter) => own = Some(adapter.named("adapter")),
+            Err(error @ gguf::Error::Unsupported { .. }) => {
+                say(common, &format!("the adapter is merged into the model: {error}"));
+                merged_folder = Some(merged(common, arguments, folder.path())?);
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let folder = merged_folder.as_ref().map_or(&*base, TempDir::path);
+    std::fs::create_dir_all(out).with_context(|| format!("{} cannot be created", out.display()))?;
+    let model = Model::open(folder)?.named(&stem(out));
+    let names = (format!("model-{kind}.gguf"), "adapter.gguf".to_owned());
+    let mut result = written(common, &model.convert(kind)?, &out.join(&names.0))?;
+    if let (Some(own), Some(folder)) = (&own, &adapter) {
+        let written = lora(common, own, folder.path(), &out.join(&names.1))?;
+        result.insert("adapter".to_owned(), Value::Object(written));
+    }
+    let chat = model.tokenizer().chat_template().map(Chat::by_tokens);
+    if let Some(Err(reason)) = &chat {
+        say(
+            common,
+            &format!("the Modelfile has no TEMPLATE: the model's chat template is not known: {reason}"),
+        );
+    }
+    let stops = model.tokenizer().stop_tokens().into_iter().map(str::to_owned).collect();
+    let modelfile =
+        Modelfile { from: names.0.clone(), adapter: own.as_ref().map(|_| names.1.clone()), chat, stops };
+    let path = out.join("Modelfile");
+    atomic_write::file(&path, |file| file.write_all(modelfile.to_string().as_bytes()))
+        .with_context(|| format!("{} cannot be written", path.display()))?;
+    result.insert("modelfile".to_owned(), json!(path));
+    if arguments.verify {
+        let own = own.as_ref().and(adapter.as_ref());
+        let (model_file, lora_file) = (out.join(&names.0), out.join(&names.1));
+        let files = Files {
+            folder,
+            adapter: own.map(|folder| folder.path()),
+            model: &model_file,
+            lora: own.map(|_| &*lora_file),
+            kind,
+        };
+        verified(common, arguments, &model, &files, &mut result)?;
+    }
+    say(common, &format!("to use it: cd {} && ollama create NAME -f Modelfile", out.display()));
+    Ok(Value::Object(result))
+}
+
+/// Converts an adapter with the scales of its configuration.
+fn lora(common: &Common, adapter: &Adapter, folder: &Path, out: &Path) -> anyhow::Result<Map<String, Value>> {
+    let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
+    let scale = |module: &str, _: u64| {
+        config.options(module).map(|options| options.scaling()).map_err(|error| error.to_string())
+    };
+    written(common, &adapter.convert(&scale)?, out)
+}
+
+/// Writes a file, reads it again, and compares the two. What the user should know is said.
+fn written(common: &Common, conversion: &Conversion<'_>, out: &Path) -> anyhow::Result<Map<String, Value>> {
+    for note in conversion.notes() {
+        say(common, &format!("note: {note}"));
+    }
+    let mut cause = None;
+    let result = atomic_write::file(out, |file| {
+        conversion.write(file).map_err(|error| {
+            cause = Some(error);
+            std::io::Error::other("the conversion failed")
+        })
+    });
+    match (result, cause) {
+        (_, Some(error)) => return Err(error.into()),
+        (result, None) => result.with_context(|| format!("{} cannot be written", out.display()))?,
+    }
+    if let Err(error) = conversion.check(out) {
+        // It must not be taken for a good one.
+        let _ = std::fs::remove_file(out);
+        return Err(error.into());
+    }
+    let fields = json!({
+        "file": out, "tensors": conversion.header().tensors.len(), "bytes": std::fs::metadata(out)?.len(),
+        "notes": conversion.notes()
+    });
+    fields.as_object().cloned().ok_or_else(|| anyhow!("no fields"))
+}
+
+fn verified(
+    common: &Common,
+    arguments: &Export,
+    model: &Model,
+    files: &Files<'_>,
+    result: &mut Map<String, Value>,
+) -> anyhow::Result<()> {
+    let figures = verify::compare(arguments.python.as_deref(), model, files)?;
+    say(common, &figures.to_string());
+    result.insert("verified".to_owned(), figures.json());
+    figures.judge()
+}
+
+/// Merges an adapter into the model, in a folder beside the output that is removed after use.
+fn merged(common: &Common, arguments: &Export, adapter: &Path) -> anyhow::Result<TempDir> {
+    let place = temporary(&arguments.out)?;
+    arguments.merge(common, adapter, place.path())?;
+    Ok(place)
+}
+
+/// A temporary folder beside the output, where there is room for it.
+fn temporary(out: &Path) -> anyhow::Result<TempDir> {
+    let parent = atomic_write::parent(out);
+    std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
+    Ok(tempfile::Builder::new().prefix(".export-").tempdir_in(parent)?)
+}
+
+/// The output file, whose folder is created.
+fn file(out: &Path) -> anyhow::Result<&Path> {
+    if out.is_dir() {
+        bail!(
+            "--out {} is a folder; give a file, such as {}",
+            out.display(),
+            out.join("model.gguf").display()
+        );
+    }
+    let parent = atomic_write::parent(out);
+    std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
+    Ok(out)
+}
+
+fn stem(out: &Path) -> String {
+    let real = out.canonicalize().unwrap_or_else(|_| PathBuf::from(out));
+    real.file_stem().map_or_else(|| "model".to_owned(), |stem| stem.to_string_lossy().into_owned())
+}

@@ -1,0 +1,125 @@
+//! `frugal export --verify`: log-probabilities of llama.cpp against this program's.
+
+use std::fmt;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use frugal::llama_cpp::{LlamaCpp, Request};
+use gguf::{Model, TensorType};
+use models::hugging_face::Folder;
+use models::module::{Input, LanguageModel};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use crate::program::model::with_adapter;
+
+/// Lengths of the prompts, in tokens.
+const LENGTHS: [usize; 3] = [3, 17, 60];
+
+/// What is compared.
+pub(super) struct Files<'a> {
+    /// The model's folder, and an adapter's: what this program computes with.
+    pub(super) folder: &'a Path,
+    pub(super) adapter: Option<&'a Path>,
+    /// The GGUF files: what llama.cpp computes with.
+    pub(super) model: &'a Path,
+    pub(super) lora: Option<&'a Path>,
+    /// The type of the model's matrices.
+    pub(super) kind: TensorType,
+}
+
+/// The outcome.
+pub(super) struct Figures {
+    largest: f64,
+    limit: f64,
+    kind: TensorType,
+}
+
+/// The largest difference of a log-probability that is no error of the file.
+///
+/// llama.cpp multiplies 16-bit and 8-bit matrices with activations that it rounds to the same type, so a right file differs by more than
+/// its weights' rounding; a wrong order of rows differs by far more.
+fn limit(kind: TensorType) -> f64 {
+    match kind {
+        TensorType::F32 => 1e-3,
+        TensorType::F16 => 1e-2,
+        TensorType::BF16 | TensorType::Q8_0 => 1e-1,
+    }
+}
+
+/// Compares the log-probability of every token after three prompts.
+pub(super) fn compare(python: Option<&Path>, model: &Model, files: &Files<'_>) -> anyhow::Result<Figures> {
+    let llama_cpp = LlamaCpp::find(python)?;
+    let plain = model.tokenizer().plain_tokens();
+    let Some(forced) = plain.first().copied() else {
+        bail!("the tokenizer has no token of letters alone to verify with")
+    };
+    // The same tokens on every run: a multiplicative generator over the plain ones.
+    let mut state = 1u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        plain[(state >> 33) as usize % plain.len()]
+    };
+    let prompts: Vec<Vec<u32>> =
+        LENGTHS.iter().map(|length| (0..*length).map(|_| next()).collect()).collect();
+    let theirs = llama_cpp.log_probabilities(&Request {
+        model: files.model,
+        lora: files.lora,
+        prompts: &prompts,
+        forced,
+        vocabulary: model.vocabulary() as usize,
+        threads: std::thread::available_parallelism().map_or(1, usize::from),
+    })?;
+    let ours = log_probabilities(files, &prompts).context("the log-probabilities of this program")?;
+    let largest = ours
+        .iter()
+        .zip(&theirs)
+        .flat_map(|(ours, theirs)| ours.iter().zip(theirs).map(|(x, y)| (x - y).abs()))
+        // A NaN counts as the largest.
+        .fold(0.0, |largest: f64, difference| if difference <= largest { largest } else { difference });
+    Ok(Figures { largest, limit: limit(files.kind), kind: files.kind })
+}
+
+/// Computes the log-probabilities of every token after each prompt, in fp32.
+fn log_probabilities(files: &Files<'_>, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<Vec<f64>>> {
+    let _no_grad = tch::no_grad_guard();
+    let model = Folder::open(files.folder)?.load(Some(Kind::Float), Device::Cpu)?;
+    let model: Box<dyn LanguageModel> = with_adapter(model, files.adapter)?;
+    let one = |prompt: &Vec<u32>| -> anyhow::Result<Vec<f64>> {
+        let tokens: Vec<i64> = prompt.iter().map(|token| i64::from(*token)).collect();
+        let tokens = Tensor::from_slice(&tokens).unsqueeze(0);
+        let last = model.logits(&Input::new(&tokens))?.f_select(1, -1)?.f_squeeze_dim(0)?;
+        Ok(Vec::try_from(last.f_log_softmax(-1, Kind::Double)?)?)
+    };
+    prompts.iter().map(one).collect()
+}
+
+impl Figures {
+    pub(super) fn json(&self) -> Value {
+        json!({ "largest_difference": self.largest, "limit": self.limit, "type": self.kind.to_string() })
+    }
+
+    /// Fails for a difference beyond the limit.
+    pub(super) fn judge(&self) -> anyhow::Result<()> {
+        if self.largest <= self.limit {
+            return Ok(());
+        }
+        bail!(
+            "llama.cpp computes other log-probabilities: they differ by up to {:.1e}, and {} allows {:.0e}; the file is wrong, or \
+             llama.cpp does not have an option of this model",
+            self.largest,
+            self.kind,
+            self.limit
+        )
+    }
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "llama.cpp: the log-probabilities of all tokens after prompts of {LENGTHS:?} tokens differ by at most {:.1e} ({} allows {:.0e})",
+            self.largest, self.kind, self.limit
+        )
+    }
+}

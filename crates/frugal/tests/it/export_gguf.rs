@@ -1,0 +1,277 @@
+//! `frugal export` to GGUF, GGUF-LoRA and Ollama: what is written, what is refused, and what llama.cpp computes from it.
+
+use std::path::PathBuf;
+
+use expect_test::{Expect, expect};
+use frugal::llama_cpp::{LlamaCpp, Request};
+use gguf::{Reader, TensorType};
+use models::tensors_file;
+use serde_json::{Value, json};
+use tch::{Device, Tensor};
+
+use crate::tiny_folder::Tiny;
+
+const TRAIN: &str =
+    "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --steps 2 --quiet";
+
+fn refused(tiny: &Tiny, arguments: &str, expected: Expect) {
+    let output = tiny.run(arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments}");
+    expected.assert_eq(&tiny.without_path(&String::from_utf8(output.stderr).unwrap()));
+}
+
+fn result(out: &str) -> Value {
+    serde_json::from_str::<Value>(out).unwrap()["result"].clone()
+}
+
+#[test]
+fn a_fine_tuned_model_is_exported_in_every_format() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --out adapter"));
+    let (_, said) = tiny.succeed("export --format merged --model model --checkpoints adapter --out merged");
+    assert_eq!(said, "exported to merged\n");
+    tiny.succeed("merge --model model --adapter adapter --out expected --quiet");
+    assert!(tiny.bytes("merged/model.safetensors") == tiny.bytes("expected/model.safetensors"));
+
+    let (out, _) = tiny.succeed(
+        "export --format gguf --type f32 --model model --adapter adapter --out new/tuned.gguf --json",
+    );
+    let fields = result(&out);
+    assert_eq!((&fields["file"], &fields["notes"]), (&json!("new/tuned.gguf"), &json!([])));
+    let file = Reader::open(&tiny.path("new/tuned.gguf")).unwrap();
+    assert_eq!(file.header().get("general.name"), Some(&"tuned".into()));
+    assert_eq!(fields["tensors"], file.header().tensors.len());
+    // The values are the merged ones.
+    let merged = tensors_file::read(&tiny.path("merged/model.safetensors"), Device::Cpu).unwrap();
+    let (_, up) = merged.iter().find(|(name, _)| name == "model.layers.1.self_attn.v_proj.weight").unwrap();
+    let found = file.rows(file.position("blk.1.attn_v.weight").unwrap(), 0..up.size()[0] as u64).unwrap();
+    assert_eq!(Tensor::from_slice(&found).view_as(up), *up);
+    let left = std::fs::read_dir(tiny.path("new")).unwrap().count();
+    assert_eq!(left, 1, "temporary folders are removed");
+
+    let template = r#"{ "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }} …{% endfor %}" }"#;
+    std::fs::write(tiny.path("model/tokenizer_config.json"), template).unwrap();
+    tiny.succeed("export --format gguf-lora --model model --adapter adapter --out adapter.gguf");
+    let file = Reader::open(&tiny.path("adapter.gguf")).unwrap();
+    assert_eq!(file.header().tensors.len(), 2 * 4 * 2);
+
+    let (_, said) = tiny.succeed("export --format ollama --model model --adapter adapter --out chat");
+    // Of width 16, no row of this model is a multiple of 32 long.
+    expect![[r#"
+        note: 15 matrices are stored as f16, because their rows are not a multiple of 32 long: token_embd.weight, …
+        to use it: cd chat && ollama create NAME -f Modelfile
+        exported to chat
+    "#]]
+    .assert_eq(&said);
+    expect![[r#"
+        FROM ./model-q8_0.gguf
+        ADAPTER ./adapter.gguf
+        # The chat template is ChatML by its special tokens.
+        # A system message that the model's own template adds is not here.
+        TEMPLATE """{{- range $i, $_ := .Messages }}
+        PARAMETER stop "<|endoftext|>"
+    "#]]
+    .assert_eq(&{
+        let text = String::from_utf8(tiny.bytes("chat/Modelfile")).unwrap();
+        let lines = text.lines().filter(|line| !line.starts_with("{{-"));
+        lines.map(|line| format!("{line}\n")).collect::<String>()
+    });
+}
+
+/// A DoRA adapter is no product of two matrices on the base.
+#[test]
+fn an_adapter_that_gguf_cannot_hold_is_merged_for_ollama() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --dora --out adapter"));
+    let (_, said) =
+        tiny.succeed("export --format ollama --type f16 --model model --checkpoints adapter --out chat");
+    expect![[r#"
+        the adapter is merged into the model: `use_dora` of an adapter in GGUF is not supported: true; merge it into the model, and export that as GGUF
+        to use it: cd chat && ollama create NAME -f Modelfile
+        exported to chat
+    "#]]
+    .assert_eq(&said);
+    assert!(!tiny.path("chat/adapter.gguf").exists());
+    refused(
+        &tiny,
+        "export --format gguf-lora --model model --adapter adapter --out adapter.gguf",
+        expect![[r#"
+            error: `use_dora` of an adapter in GGUF is not supported: true; merge it into the model, and export that as GGUF
+        "#]],
+    );
+}
+
+#[test]
+fn flags_of_another_format_and_missing_parts_are_refused() {
+    let tiny = Tiny::new();
+    for (arguments, expected) in [
+        ("gguf --adapter problems --out x.gguf", expect!["--format gguf needs the base model; give --model"]),
+        (
+            "gguf-lora --model model --out x.gguf",
+            expect!["there is no adapter; give --adapter or --checkpoints"],
+        ),
+        (
+            "merged --model model --out x",
+            expect!["there is nothing to merge; give --adapter or --checkpoints"],
+        ),
+        (
+            "gguf --model model --out problems",
+            expect!["--out problems is a folder; give a file, such as problems/model.gguf"],
+        ),
+        ("peft --adapter problems --out x --type f16", expect!["--format peft has no --type"]),
+        ("gguf --model model --out x.gguf --dtype bf16", expect!["--format gguf has no --dtype"]),
+        (
+            "merged --model model --adapter problems --out x --verify",
+            expect!["--format merged has no --verify"],
+        ),
+        (
+            "gguf --model model --out x.gguf --verify --python no-python",
+            expect!["no-python: No such file or directory (os error 2); give a Python with --python"],
+        ),
+    ] {
+        let output = tiny.run(&format!("export --format {arguments}"));
+        assert_eq!(output.status.code(), Some(1), "{arguments}");
+        let said = String::from_utf8(output.stderr).unwrap();
+        expected.assert_eq(said.lines().last().unwrap().trim_start_matches("error: "));
+    }
+    tiny.write_model("damaged", 16, 1);
+    let config = String::from_utf8(tiny.bytes("damaged/config.json")).unwrap();
+    std::fs::write(tiny.path("damaged/config.json"), config.replace("\"qwen2\"", "\"mamba\"")).unwrap();
+    refused(
+        &tiny,
+        "export --format gguf --model damaged --out x.gguf",
+        expect![[r#"
+            error: the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, olmo2, phi3, gemma2, gemma3_text
+        "#]],
+    );
+    assert!(!tiny.path("x.gguf").exists());
+}
+
+/// llama.cpp, if a Python with it is here.
+fn llama_cpp() -> Option<LlamaCpp> {
+    LlamaCpp::find(None).map_err(|error| eprintln!("skipped: {error}")).ok()
+}
+
+/// A fixture of transformers with a tokenizer: bytes, and what fills its rows up.
+fn fixture(tiny: &Tiny, name: &str) -> PathBuf {
+    let fixtures = std::env::var_os("FRUGAL_FIXTURES").map_or_else(
+        || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/fixtures")),
+        PathBuf::from,
+    );
+    let folder = tiny.path(name);
+    std::fs::create_dir_all(folder.join("adapter")).unwrap();
+    for file in [
+        "config.json",
+        "model.safetensors",
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+    ] {
+        std::fs::copy(fixtures.join(name).join(file), folder.join(file)).unwrap();
+    }
+    let mut alphabet: Vec<char> = ('!'..='~').chain('¡'..='¬').chain('®'..='ÿ').collect();
+    alphabet.extend((0..256 - alphabet.len() as u32).map(|n| char::from_u32(256 + n).unwrap()));
+    let special = ["<pad>", "<s>", "</s>"].map(str::to_owned);
+    let texts = special.iter().cloned().chain(alphabet.iter().map(char::to_string));
+    let vocab: serde_json::Map<String, Value> =
+        texts.enumerate().map(|(id, text)| (text, id.into())).collect();
+    let added: Vec<Value> = special
+        .iter()
+        .enumerate()
+        .map(|(id, text)| {
+            json!({
+                "id": id, "content": text, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false
+            })
+        })
+        .collect();
+    let level =
+        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": added,
+        "pre_tokenizer": level, "post_processor": null, "decoder": level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+            "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": []
+        }
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    folder
+}
+
+#[test]
+fn fixtures_llama_cpp_computes_the_models_log_probabilities() {
+    let Some(_) = llama_cpp() else { return };
+    let tiny = Tiny::new();
+    for name in ["llama", "qwen2"] {
+        fixture(&tiny, name);
+        let export = |rest: &str| {
+            let (out, _) = tiny.succeed(&format!("export --model {name} --verify --json {rest}"));
+            let figure = result(&out)["verified"]["largest_difference"].as_f64().unwrap();
+            eprintln!("{name}, {rest}: {figure:.1e}");
+            figure
+        };
+        assert!(export("--format gguf --type f32 --out f32.gguf") <= 1e-5);
+        assert!(export("--format gguf --type f16 --out f16.gguf") <= 1e-3);
+        assert!(export("--format gguf --type q8_0 --out q8.gguf") <= 1e-2);
+        assert!(export(&format!("--format gguf-lora --adapter {name}/adapter --out lora.gguf")) <= 1e-5);
+        assert!(
+            export(&format!("--format gguf --type f32 --adapter {name}/adapter --out merged.gguf")) <= 1e-5
+        );
+        assert!(
+            export(&format!("--format ollama --type f32 --adapter {name}/adapter --out {name}-ollama"))
+                <= 1e-4
+        );
+    }
+}
+
+/// Rows of q and k in another order load without a word; the comparison must tell them.
+#[test]
+fn fixtures_a_wrong_order_of_rows_is_told_by_llama_cpp() {
+    let Some(llama_cpp) = llama_cpp() else { return };
+    let tiny = Tiny::new();
+    let folder = fixture(&tiny, "llama");
+    tiny.succeed("export --model llama --format gguf --type f32 --out right.gguf");
+    tiny.succeed("export --model llama --format gguf-lora --adapter llama/adapter --out right-lora.gguf");
+    // Head by head of 8 rows: what conversion interleaves then has the order of Hugging Face.
+    let undo = |file: &str| {
+        let of = |(name, tensor): (String, Tensor)| {
+            let is_turned =
+                [".q_proj.", ".k_proj."].iter().any(|part| name.contains(part)) && !name.contains("lora_A");
+            let turned =
+                || tensor.view([-1, 4, 2, tensor.size()[1]]).transpose(1, 2).contiguous().view_as(&tensor);
+            let new = if is_turned { turned() } else { tensor.shallow_clone() };
+            (name, new)
+        };
+        let path = folder.join(file);
+        let all = tensors_file::read(&path, Device::Cpu).unwrap();
+        tensors_file::write(&path, &all.into_iter().map(of).collect::<Vec<_>>()).unwrap();
+    };
+    undo("adapter/adapter_model.safetensors");
+    tiny.succeed("export --model llama --format gguf-lora --adapter llama/adapter --out wrong-lora.gguf");
+    undo("model.safetensors");
+    tiny.succeed("export --model llama --format gguf --type f32 --out wrong.gguf");
+    assert_eq!(Reader::open(&tiny.path("wrong.gguf")).unwrap().header().tensors[0].kind, TensorType::F32);
+
+    let prompts = [(10..60).collect::<Vec<u32>>()];
+    let of = |model: &str, lora: Option<&str>| {
+        let (model, lora) = (tiny.path(model), lora.map(|lora| tiny.path(lora)));
+        let request = Request {
+            model: &model,
+            lora: lora.as_deref(),
+            prompts: &prompts,
+            forced: 40,
+            vocabulary: 500,
+            threads: 1,
+        };
+        llama_cpp.log_probabilities(&request).unwrap().remove(0)
+    };
+    let differ =
+        |one: &[f64], other: &[f64]| one.iter().zip(other).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+    let (right, adapted) = (of("right.gguf", None), of("right.gguf", Some("right-lora.gguf")));
+    let figures = [
+        differ(&right, &of("wrong.gguf", None)),
+        differ(&adapted, &of("right.gguf", Some("wrong-lora.gguf"))),
+    ];
+    eprintln!("wrong rows of the model and of the adapter: {:.1e} and {:.1e}", figures[0], figures[1]);
+    assert!(figures.iter().all(|figure| *figure > 2e-3), "{figures:?}");
+}

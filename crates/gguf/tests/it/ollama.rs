@@ -1,0 +1,87 @@
+//! Modelfiles: known formats, default system messages, stop texts, and what is said where a template is not known.
+
+use expect_test::expect;
+use gguf::ollama::{Chat, ChatFormat, Modelfile, Role};
+
+/// Qwen2.5's template writes a system message of its own where a conversation has none.
+fn qwen(conversation: &[(Role, &str)]) -> Option<String> {
+    let mut text = String::new();
+    if conversation[0].0 != Role::System {
+        text.push_str("<|im_start|>system\nYou are Qwen.<|im_end|>\n");
+    }
+    for (role, content) in conversation {
+        text += &format!("<|im_start|>{}\n{content}<|im_end|>\n", role.name());
+    }
+    Some(text + "<|im_start|>assistant\n")
+}
+
+#[test]
+fn a_modelfile_has_the_template_its_system_message_and_every_stop() {
+    let chat = Chat::of("… <|im_start|> …", None, &qwen);
+    let stops = ["<|im_end|>", "<|endoftext|>"].map(str::to_owned).to_vec();
+    let file = Modelfile {
+        from: "model-q8_0.gguf".to_owned(),
+        adapter: Some("adapter.gguf".to_owned()),
+        chat: Some(chat),
+        stops,
+    };
+    expect![[r#"
+        FROM ./model-q8_0.gguf
+        ADAPTER ./adapter.gguf
+        # The chat template is ChatML.
+        TEMPLATE """{{- range $i, $_ := .Messages }}
+        {{- $last := eq (len (slice $.Messages $i)) 1 }}
+        {{- if eq .Role "system" }}{{ "<|im_start|>system\n" }}{{ .Content }}{{ "<|im_end|>\n" }}
+        {{- else if eq .Role "user" }}{{ "<|im_start|>user\n" }}{{ .Content }}{{ "<|im_end|>\n" }}
+        {{- else if eq .Role "assistant" }}{{ "<|im_start|>assistant\n" }}{{ .Content }}{{ if not $last }}{{ "<|im_end|>\n" }}{{ end }}
+        {{- end }}
+        {{- if and $last (ne .Role "assistant") }}{{ "<|im_start|>assistant\n" }}{{ end }}
+        {{- end }}"""
+        SYSTEM """You are Qwen."""
+        PARAMETER stop "<|im_end|>"
+        PARAMETER stop "<|endoftext|>"
+    "#]]
+    .assert_eq(&file.to_string());
+}
+
+#[test]
+fn every_format_is_told_from_the_others() {
+    for format in ChatFormat::all() {
+        let render = |conversation: &[(Role, &str)]| Some(format!("<s>{}", format.render(conversation)));
+        let template = format.render(&[(Role::System, "S"), (Role::User, "U"), (Role::Assistant, "A")]);
+        let found = Chat::of(&template, Some("<s>"), &render).unwrap();
+        assert_eq!((found.format.name, found.default_system), (format.name, None));
+    }
+}
+
+#[test]
+fn an_unknown_template_is_said_to_be() {
+    let other =
+        |conversation: &[(Role, &str)]| Some(qwen(conversation)?.replace("assistant\n", "assistant: "));
+    let error = Chat::of("<|im_start|>", None, &other).unwrap_err();
+    expect!["it writes other texts than ChatML (a question alone)"].assert_eq(&error);
+    let error = Chat::of("### Instruction:", None, &other).unwrap_err();
+    expect!["its special tokens are those of no known format; known are ChatML, Llama 3, Gemma, Phi-3, Phi-4 mini, Granite 3, Tulu (OLMo 2), Zephyr, Mistral, Llama 2"]
+        .assert_eq(&error);
+    // One that changes what was said before.
+    let forgetful = |conversation: &[(Role, &str)]| qwen(&conversation[conversation.len() - 1..]);
+    expect!["it writes other texts than ChatML (several turns)"]
+        .assert_eq(&Chat::of("<|im_start|>", None, &forgetful).unwrap_err());
+    let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Err(error)), ..Modelfile::default() };
+    assert!(
+        file.to_string()
+            .contains("\n# No TEMPLATE: the model's chat template is not known: its special tokens")
+    );
+    let none = Modelfile { from: "m.gguf".to_owned(), ..Modelfile::default() };
+    assert_eq!(none.to_string(), "FROM ./m.gguf\n# No TEMPLATE: the model has no chat template.\n");
+}
+
+#[test]
+fn special_tokens_tell_some_formats() {
+    let name = |template: &str| Chat::by_tokens(template).map(|chat| chat.format.name);
+    assert_eq!(name("{{ '<|im_start|>' + message.role }}"), Ok("ChatML"));
+    assert_eq!(name("<|start_header_id|>"), Ok("Llama 3"));
+    expect!["its special tokens are those of several formats: Mistral, Llama 2"]
+        .assert_eq(&name("[INST] <<SYS>>").unwrap_err());
+    assert!(name("### User:").unwrap_err().starts_with("its special tokens are those of no known format"));
+}
