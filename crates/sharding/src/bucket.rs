@@ -110,6 +110,29 @@ impl Bucket {
         Ok(flat)
     }
 
+    /// Adds the gradients of all members to the sums, and clears them. Without other ranks that is what a reduction of
+    /// [`take_gradients`](Self::take_gradients) computes, without the copy.
+    pub(crate) fn add_gradients(&self, first: bool, seen: &mut [bool]) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for member in &self.members {
+            let mut sums = narrow(&self.sums, &member.range)?;
+            let gradient = member.tensor.f_grad()?;
+            if gradient.defined() {
+                let gradient = gradient.f_reshape([-1])?;
+                if first {
+                    sums.f_copy_(&gradient)?;
+                } else {
+                    let _ = sums.f_add_(&gradient)?;
+                }
+                runtime::autograd::set_grad(&member.tensor, None)?;
+                seen[member.parameter] = true;
+            } else if first {
+                let _ = sums.f_fill_(-0.0)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Clears the gradients of all members.
     pub(crate) fn clear_gradients(&self) -> Result<()> {
         Ok(self.members.iter().try_for_each(|member| runtime::autograd::set_grad(&member.tensor, None))?)

@@ -203,6 +203,11 @@ impl Round {
                 break;
             }
             let bucket = &self.buckets[number];
+            if self.reductions.ranks.size() == 1 && !bucket.is_layer && !self.idle {
+                bucket.add_gradients(self.first, &mut self.seen)?;
+                self.reductions.begun += 1;
+                continue;
+            }
             let gradients = match &mut self.arrived[number] {
                 Arrived::Layer { gradients, .. } => {
                     gradients.take().map_or_else(|| bucket.no_gradients(), Ok)?

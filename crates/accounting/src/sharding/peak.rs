@@ -8,6 +8,8 @@
 //! stage 2   backward of a layer           gradients of later layers whose region is not complete, and two copies
 //! stage 3   backward of a layer           the copy of the layer after it, and its own when its activations are freed
 //! ```
+//!
+//! One rank alone adds gradients to its sums without copies, but for those of layers in stage 3.
 
 use super::{Layout, Place, Region};
 use crate::Error;
@@ -70,9 +72,15 @@ impl Layout {
         self.regions.iter().filter(|region| region.gradients.is_some())
     }
 
+    /// Returns the bytes of a region's copy while it is reduced.
+    fn copy_bytes(&self, region: &Region) -> Result<u64, Error> {
+        if self.ranks == 1 && region.layer.is_none() { Ok(0) } else { region.gradient_bytes() }
+    }
+
     /// The largest sum of copies beyond the gradients, of which regions are freed from the last to the first.
     fn copies_after_backward(&self) -> Result<u64, Error> {
-        let copies: Vec<u64> = self.trained().rev().map(Region::gradient_bytes).collect::<Result<_, _>>()?;
+        let copies: Vec<u64> =
+            self.trained().rev().map(|region| self.copy_bytes(region)).collect::<Result<_, _>>()?;
         let mut freed = 0u64;
         let mut most = 0;
         for (number, &copy) in copies.iter().enumerate() {
@@ -101,12 +109,13 @@ impl Layout {
                 && region.is_complete_after(number as u64)
             {
                 // The layer's own are among its working bytes.
-                most = most.max(sum(WHAT, [waiting.saturating_sub(own), bytes, copy])?);
-                (waiting, copy, next) = (waiting.saturating_sub(bytes), bytes, next + 1);
+                let next_copy = self.copy_bytes(region)?;
+                most = most.max(sum(WHAT, [waiting.saturating_sub(own), next_copy, copy])?);
+                (waiting, copy, next) = (waiting.saturating_sub(bytes), next_copy, next + 1);
             }
             layer.reducing_bytes = sum(WHAT, [most, pieces])?;
         }
-        let last = regions.get(next).map_or(0, |(_, bytes)| *bytes);
+        let last = regions.get(next).map_or(Ok(0), |(region, _)| self.copy_bytes(region))?;
         costs.working.embedding_bytes = costs.working.embedding_bytes.max(last);
         costs.fixed.reducing_bytes = sum(WHAT, [waiting, copy, pieces])?;
         Ok(())
@@ -125,7 +134,7 @@ impl Layout {
             copy = own;
         }
         let outside = self.trained().filter(|region| region.layer.is_none());
-        let last = outside.map(Region::gradient_bytes).collect::<Result<Vec<_>, _>>()?;
+        let last = outside.map(|region| self.copy_bytes(region)).collect::<Result<Vec<_>, _>>()?;
         costs.working.embedding_bytes =
             costs.working.embedding_bytes.max(last.into_iter().max().unwrap_or(0));
         costs.fixed.reducing_bytes = sum(WHAT, [copy, pieces])?;
