@@ -47,7 +47,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
                 &case,
                 vec![
                     Metric::exact("part_bytes", "B", bytes as f64),
-                    Metric::exact("predicted_bytes", "B", predicted.parts.largest(on_paper) as f64),
+                    Metric::exact("predicted_bytes", "B", predicted.largest(on_paper) as f64),
                 ],
             )?;
         }
@@ -56,7 +56,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
             &case,
             vec![
                 Metric::exact("peak_bytes", "B", peak as f64),
-                Metric::exact("predicted_peak_bytes", "B", predicted.peak as f64),
+                Metric::exact("predicted_peak_bytes", "B", predicted.peak().total as f64),
             ],
         )?;
         for (at, bytes) in thinned(&step.timeline, POINTS) {

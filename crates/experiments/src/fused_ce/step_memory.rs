@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, TrainingPlan, estimate};
 use accounting::memory::recipe::Recipe;
-use accounting::offload::sizes::{self, Choices};
-use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, simulate};
 use accounting::recompute::{NormKernel, SwigluLevel};
 use anyhow::Result;
 use models::LlamaConfig;
@@ -118,15 +116,8 @@ fn step(
     })
 }
 
-/// What `accounting` predicts of the same step: its parts, and the most of the whole.
-pub(crate) struct Predicted {
-    /// Part by part. The loss of [`Way::Original`] is that of a program that keeps its logits until the step ends.
-    pub parts: Estimate,
-    /// The most of the whole step.
-    pub peak: u64,
-}
-
-/// Predicts the step from the configuration and the chunks that the implementation takes.
+/// What `accounting` predicts of the same step, from the configuration and the chunks that the implementation takes. The loss of
+/// [`Way::Original`] is that of a program that keeps its logits until the step ends, as one does that returns them.
 ///
 /// # Errors
 /// Sizes that it cannot count.
@@ -135,24 +126,18 @@ pub(crate) fn predict(
     way: Way,
     [rows, sequence]: [i64; 2],
     device: Device,
-) -> Result<Predicted> {
+) -> Result<Estimate> {
     let decoder = ::training::predicted::decoder(config)?;
-    let work = Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() };
-    let loss = way.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?;
-    // On a CPU a norm keeps its output, which the next product keeps too.
-    let norm = if device.is_cuda() { NormKernel::Fused } else { NormKernel::Output };
-    let recomputation = Recomputation { swiglu: SwigluLevel::SaveAll, ..Recomputation::default() };
-    let plan =
-        TrainingPlan { work, recipe: Recipe::FP32, recomputation, norm, loss, ..TrainingPlan::default() };
-    let costs = sizes::training(&decoder, work, &Choices { loss, norm, ..Choices::default() })?;
-    let setup = Setup {
-        method: Method::Resident { recompute: false },
-        resident: Vec::new(),
-        optimizer: OptimizerPlace::Device,
+    let plan = TrainingPlan {
+        work: Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() },
+        recipe: Recipe::FP32,
+        recomputation: Recomputation { swiglu: SwigluLevel::SaveAll, ..Recomputation::default() },
+        // On a CPU a norm keeps its output, which the next product keeps too.
+        norm: if device.is_cuda() { NormKernel::Fused } else { NormKernel::Output },
+        loss: way.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?,
+        ..TrainingPlan::default()
     };
-    let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
-    let peak = simulate(&costs, &rates, &setup, Start::Warm)?.device.total;
-    Ok(Predicted { parts: estimate(&decoder, &plan)?, peak })
+    Ok(estimate(&decoder, &plan)?)
 }
 
 /// Looks at the allocator's count again and again from a thread of its own.
