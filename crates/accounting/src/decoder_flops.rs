@@ -4,7 +4,7 @@
 //! attentions (one, except in [`Family::Gpt2Like`]), `h` heads of `k`:
 //!
 //! ```text
-//! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal)
+//! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal), within the window in layers with one
 //! backward   = 2 · forward                   every product's two factors need their gradient
 //! recomputed = what the backward recomputes, by choice
 //! ```
@@ -172,8 +172,14 @@ fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error>
     }
     let scores = Flops::of_core(|convention| core(model, work).score_flops(convention))?;
     let times = exact::product("attentions of a model", &[model.layers, model.family.attentions()])?;
+    let windowed = model.windows().map_or(0, |windows| windows.layers);
+    let mut all = scores.times(times - windowed)?;
+    if let Some(windows) = model.windows() {
+        let within = |convention| core(model, work).windowed_score_flops(windows.tokens, convention);
+        all = Flops::sum([all, Flops::of_core(within)?.times(windows.layers)?])?;
+    }
     for name in ["Q·Kᵀ", "P·V"] {
-        let forward = scores.times(times)?;
+        let forward = all;
         rows.push(FlopsRow { name: name.into(), part: Part::Attention, has_weight: false, times, forward });
     }
     for linear in model.outer_linears() {

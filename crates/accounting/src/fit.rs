@@ -9,7 +9,7 @@
 
 use crate::estimate::{TrainingPlan, estimate};
 use crate::exact::product;
-use crate::model::{Decoder, Family, Shape};
+use crate::model::{Decoder, Family, Shape, Windows};
 use crate::quantity::bytes_text;
 use crate::{Error, exact};
 
@@ -77,9 +77,9 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
     let hidden = match template.family {
         // Their heads fill the hidden size exactly.
         Family::Gpt2 | Family::Gpt2Like => product(WHAT, &[heads, template.head_dim])?,
-        Family::Qwen2 | Family::Llama => up(template.hidden)?,
+        _ => up(template.hidden)?,
     };
-    Decoder::new(Shape {
+    let model = Decoder::new(Shape {
         hidden,
         embedding: if template.family == Family::Gpt2Like { up(template.embedding)? } else { hidden },
         layers: nearest(template.layers)?,
@@ -87,7 +87,15 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
         kv_heads,
         feed_forward: up(template.feed_forward)?,
         ..(**template).clone()
-    })
+    })?;
+    match template.windows() {
+        // The same part of the layers.
+        Some(windows) => {
+            let layers = product(WHAT, &[windows.layers, model.layers])? / template.layers;
+            model.with_windows(Windows { layers, ..windows })
+        }
+        None => Ok(model),
+    }
 }
 
 /// Returns the largest `n` in `1..=highest` with `cost(n) <= available`, where `cost` never decreases.

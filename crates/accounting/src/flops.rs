@@ -82,6 +82,29 @@ pub struct AttentionCore {
 }
 
 impl AttentionCore {
+    /// FLOPs of `Q·Kᵀ` with a window of w tokens: w pairs per query, or those that a causal mask keeps of them.
+    ///
+    /// # Errors
+    /// More than 128 bits.
+    pub fn windowed_score_flops(self, window: u64, convention: Convention) -> Result<u128, Error> {
+        let Self { batch, sequence, heads, head_dim } = self;
+        let Some(beyond) = sequence.checked_sub(window).filter(|&beyond| beyond > 0) else {
+            return self.score_flops(convention);
+        };
+        match convention {
+            Convention::Dense => {
+                wide_product("FLOPs of an attention", &[2, batch, heads, sequence, window, head_dim])
+            }
+            // The first w queries as without a window, the others with w keys each.
+            Convention::Causal => {
+                let first = Self { sequence: window, ..self }.score_flops(convention)?;
+                let rest =
+                    wide_product("FLOPs of an attention", &[2, batch, heads, beyond, window, head_dim])?;
+                exact::wide_sum("FLOPs of an attention", [first, rest])
+            }
+        }
+    }
+
     /// FLOPs of `Q·Kᵀ`, `2·b·h·pairs·k`, which `P·V` equals.
     pub fn score_flops(self, convention: Convention) -> Result<u128, Error> {
         let Self { batch, sequence, heads, head_dim } = self;
@@ -156,6 +179,19 @@ mod tests {
         let with_flash =
             core.backward_flops(Convention::Dense).unwrap() + core.score_flops(Convention::Dense).unwrap();
         assert_eq!(2 * with_flash, 5 * forward);
+    }
+
+    #[test]
+    fn a_window_counts_the_pairs_within_it() {
+        let core = AttentionCore { batch: 2, sequence: 9, heads: 3, head_dim: 4 };
+        for window in [1, 2, 8, 9, 20] {
+            let kept = |query: u64| (0..9).filter(move |key| *key <= query && query - key < window);
+            let pairs = (0..9).flat_map(kept).count() as u128;
+            let causal = core.windowed_score_flops(window, Convention::Causal).unwrap();
+            assert_eq!(causal, 2 * 2 * 3 * 4 * pairs, "{window}");
+            let dense = core.windowed_score_flops(window, Convention::Dense).unwrap();
+            assert_eq!(dense, 2 * 2 * 3 * 4 * 9 * u128::from(window.min(9)), "{window}");
+        }
     }
 
     #[test]

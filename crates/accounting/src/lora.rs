@@ -126,7 +126,7 @@ impl LowRank {
     /// Refuses a rank of 0, no target, and a family without these projections.
     pub(crate) fn check(&self, model: &Decoder) -> Result<(), Error> {
         positive("the rank of the adapters", self.rank)?;
-        if !model.family.is_swiglu() {
+        if !model.family.has_separate_projections() {
             return Err(refusal(
                 format!("{} has no projections q, k, v, o, gate, up and down", model.family.name()),
                 "give a model of the family qwen2 or llama",
@@ -147,6 +147,7 @@ impl LowRank {
         recomputation: &Recomputation,
     ) -> Result<(), Error> {
         self.check(model)?;
+        model.check_activations(work.sequence)?;
         if recomputation.attention == AttentionKernel::Eager {
             return Err(not_modelled(
                 "beside an attention that keeps its probabilities",

@@ -1,6 +1,6 @@
 //! The structure of a decoder: its sizes, matrix products and parameters.
 //!
-//! Four families are supported, which differ in their blocks (`d` hidden, `h` heads, `n` key-value heads, `k` size of a
+//! The families differ in their blocks (`d` hidden, `h` heads, `n` key-value heads, `k` size of a
 //! head, `f` feed-forward, `v` vocabulary):
 //!
 //! | family | attention | feed-forward | norm | positions |
@@ -8,7 +8,11 @@
 //! | [`Gpt2`](Family::Gpt2) | one `d → 3d` with bias | `d → f → d` with biases, GELU | LayerNorm | learned |
 //! | [`Gpt2Like`](Family::Gpt2Like) | `torch.nn.TransformerDecoderLayer`: two of them | `d → f → d` with biases | LayerNorm × 3 | sinusoids |
 //! | [`Qwen2`](Family::Qwen2) | `d → hk`, `d → nk` × 2 with biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
-//! | [`Llama`](Family::Llama) | the same, without biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Llama`](Family::Llama), [`Mistral`](Family::Mistral), [`SmolLm3`](Family::SmolLm3), [`Granite`](Family::Granite) | the same, without biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Qwen3`](Family::Qwen3) | the same, queries and keys normalised per head | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Olmo2`](Family::Olmo2) | the same, queries and keys normalised as a whole | SwiGLU `3 · d · f` | RMSNorm after each branch | rotary |
+//! | [`Phi3`](Family::Phi3) | one `d → hk + 2nk` | SwiGLU, `d → 2f` and `f → d` | RMSNorm | rotary |
+//! | [`Gemma3`](Family::Gemma3) ([`Gemma2`](Family::Gemma2)) | as Qwen3 (Llama) | GELU-gated, `3 · d · f` | RMSNorm × 4 | rotary |
 //!
 //! The "transformer accounting" of CS336 (assignment 1) is the Llama family with untied embeddings and GPT-2's sizes.
 //!
@@ -36,30 +40,90 @@ pub enum Family {
     Qwen2,
     /// Llama 1 to 3: `LlamaForCausalLM`.
     Llama,
+    /// Qwen3, dense: `Qwen3ForCausalLM`.
+    Qwen3,
+    /// Mistral: `MistralForCausalLM`.
+    Mistral,
+    /// SmolLM3: `SmolLM3ForCausalLM`.
+    SmolLm3,
+    /// Granite 3, dense: `GraniteForCausalLM`.
+    Granite,
+    /// OLMo 2: `Olmo2ForCausalLM`.
+    Olmo2,
+    /// Gemma 3's text model: `Gemma3ForCausalLM`.
+    Gemma3,
+    /// Gemma 2: `Gemma2ForCausalLM`.
+    Gemma2,
+    /// Phi-3, Phi-3.5 and Phi-4-mini: `Phi3ForCausalLM`.
+    Phi3,
 }
 
 impl Family {
     /// All families.
-    pub const ALL: [Self; 4] = [Self::Gpt2, Self::Gpt2Like, Self::Qwen2, Self::Llama];
+    pub const ALL: [Self; 12] = [
+        Self::Gpt2,
+        Self::Gpt2Like,
+        Self::Qwen2,
+        Self::Llama,
+        Self::Qwen3,
+        Self::Mistral,
+        Self::SmolLm3,
+        Self::Granite,
+        Self::Olmo2,
+        Self::Gemma3,
+        Self::Gemma2,
+        Self::Phi3,
+    ];
 
-    /// The name for [`FromStr`]; `model_type` in a `config.json`.
+    /// The name for [`FromStr`], where hyphens and underscores are equal; `model_type` in a `config.json`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Gpt2 => "gpt2",
             Self::Gpt2Like => "gpt2-like",
             Self::Qwen2 => "qwen2",
             Self::Llama => "llama",
+            Self::Qwen3 => "qwen3",
+            Self::Mistral => "mistral",
+            Self::SmolLm3 => "smollm3",
+            Self::Granite => "granite",
+            Self::Olmo2 => "olmo2",
+            Self::Gemma3 => "gemma3_text",
+            Self::Gemma2 => "gemma2",
+            Self::Phi3 => "phi3",
         }
+    }
+
+    /// Whether it is a decoder with rotary positions, RMS norms and a gated feed-forward layer: every family but the GPT-2s.
+    pub const fn is_rotary(self) -> bool {
+        !matches!(self, Self::Gpt2 | Self::Gpt2Like)
     }
 
     /// Whether the feed-forward layer is a SwiGLU.
     pub const fn is_swiglu(self) -> bool {
-        matches!(self, Self::Qwen2 | Self::Llama)
+        self.is_rotary() && !self.is_gemma()
+    }
+
+    /// Whether it is a Gemma.
+    pub const fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma2 | Self::Gemma3)
+    }
+
+    /// Whether a block has the projections q, k, v, o, gate, up and down.
+    pub const fn has_separate_projections(self) -> bool {
+        self.is_rotary() && !matches!(self, Self::Phi3)
+    }
+
+    /// Whether the activations and the peak of its blocks are modelled, where no window is shorter than the sequence.
+    pub const fn has_modelled_activations(self) -> bool {
+        matches!(
+            self,
+            Self::Gpt2 | Self::Gpt2Like | Self::Qwen2 | Self::Llama | Self::Mistral | Self::SmolLm3
+        )
     }
 
     /// Whether norms are RMSNorm (one weight, one statistic per token) or LayerNorm (two of both).
     pub const fn is_rms_norm(self) -> bool {
-        self.is_swiglu()
+        self.is_rotary()
     }
 
     /// Whether positions are a table of parameters, which bounds the sequence.
@@ -72,9 +136,9 @@ impl Family {
         if matches!(self, Self::Gpt2Like) { 2 } else { 1 }
     }
 
-    /// Norms in a block.
+    /// Norms in a block, without those of queries and keys.
     pub const fn norms(self) -> u64 {
-        1 + self.attentions()
+        if self.is_gemma() { 4 } else { 1 + self.attentions() }
     }
 
     /// Whether there is a norm between the last block and the output projection.
@@ -90,7 +154,7 @@ impl FromStr for Family {
         let wanted = text.to_ascii_lowercase().replace('_', "-");
         Self::ALL
             .into_iter()
-            .find(|family| family.name() == wanted)
+            .find(|family| family.name().replace('_', "-") == wanted)
             .ok_or_else(|| Error::unknown("model family", text, Self::ALL.map(Self::name)))
     }
 }
@@ -120,21 +184,33 @@ pub struct Shape {
     pub feed_forward: u64,
     /// Whether the output projection is the embedding's matrix.
     pub tied: bool,
-    /// Whether Llama's four attention projections have biases; the other families decide this themselves.
+    /// Whether the four attention projections have biases; the GPT-2s, Qwen2, Mistral and Phi-3 decide this themselves.
     pub attention_bias: bool,
-    /// Whether Llama's three feed-forward projections have biases; the other families decide this themselves.
+    /// Whether the three feed-forward projections of Llama, SmolLM3 and Granite have biases; the others decide this themselves.
     pub mlp_bias: bool,
+}
+
+/// Layers in which a token attends only to the last tokens before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Windows {
+    /// Number of these layers.
+    pub layers: u64,
+    /// Tokens that a token attends to, itself included.
+    pub tokens: u64,
 }
 
 /// A decoder with consistent sizes whose parameters can be counted in 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decoder(Shape);
+pub struct Decoder {
+    shape: Shape,
+    windows: Option<Windows>,
+}
 
 impl Deref for Decoder {
     type Target = Shape;
 
     fn deref(&self) -> &Shape {
-        &self.0
+        &self.shape
     }
 }
 
@@ -191,9 +267,52 @@ impl Decoder {
                 "give it untied embeddings".into(),
             );
         }
-        let model = Self(shape);
+        let model = Self { shape, windows: None };
         model.parameters()?;
         Ok(model)
+    }
+
+    /// Returns the same decoder with windows in some of its layers.
+    ///
+    /// # Errors
+    /// More layers than the model has, a window of no token.
+    pub fn with_windows(self, windows: Windows) -> Result<Self, Error> {
+        positive("the window", windows.tokens)?;
+        if windows.layers > self.layers {
+            return Err(Error::Shape {
+                what: format!("{} of {} layers have a window", windows.layers, self.layers),
+                remedy: "give at most as many as the model has".into(),
+            });
+        }
+        Ok(Self { windows: Some(windows).filter(|windows| windows.layers > 0), ..self })
+    }
+
+    /// The layers with a window, if there are any.
+    pub fn windows(&self) -> Option<Windows> {
+        self.windows
+    }
+
+    /// Refuses a model whose activations and peak are not modelled for rows of `sequence` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] with the family or the window.
+    pub fn check_activations(&self, sequence: u64) -> Result<(), Error> {
+        let refuse = |what: String| {
+            Err(Error::Shape {
+                what,
+                remedy: "its parameters, FLOPs and KV cache are; measure a step instead".into(),
+            })
+        };
+        if !self.family.has_modelled_activations() {
+            return refuse(format!("the activations of {} are not modelled", self.family.name()));
+        }
+        match self.windows {
+            Some(windows) if windows.tokens < sequence => refuse(format!(
+                "the activations of {sequence} tokens in windows of {} are not modelled",
+                windows.tokens
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// Width of all heads together, `h · k`.
@@ -229,10 +348,18 @@ impl Decoder {
                 mlp("linear1", d, f, true),
                 mlp("linear2", f, d, true),
             ],
-            Family::Qwen2 | Family::Llama => {
-                let qwen2 = self.family == Family::Qwen2;
-                let qkv_bias = qwen2 || self.attention_bias;
-                let (output_bias, mlp_bias) = (!qwen2 && self.attention_bias, !qwen2 && self.mlp_bias);
+            Family::Phi3 => vec![
+                attention("self_attn.qkv_proj", d, exact::sum("width of qkv_proj", [q, kv, kv])?, false),
+                attention("self_attn.o_proj", q, d, false),
+                mlp("mlp.gate_up_proj", d, exact::product("width of gate_up_proj", &[2, f])?, false),
+                mlp("mlp.down_proj", f, d, false),
+            ],
+            family => {
+                let reads_bias = !matches!(family, Family::Qwen2 | Family::Mistral);
+                let output_bias = reads_bias && self.attention_bias;
+                let qkv_bias = family == Family::Qwen2 || output_bias;
+                let mlp_bias =
+                    matches!(family, Family::Llama | Family::SmolLm3 | Family::Granite) && self.mlp_bias;
                 vec![
                     attention("self_attn.q_proj", d, q, qkv_bias),
                     attention("self_attn.k_proj", d, kv, qkv_bias),

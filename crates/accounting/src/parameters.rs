@@ -128,7 +128,7 @@ impl Decoder {
                 tensors.extend(projector.flat_map(|linear| self.linear_tensors(&linear)));
                 tensors
             }
-            Family::Qwen2 | Family::Llama => {
+            _ => {
                 vec![tensor("model.embed_tokens.weight", &[v, e], Part::Embedding)]
             }
         }
@@ -138,7 +138,7 @@ impl Decoder {
         let mut tensors = match self.family {
             Family::Gpt2 => self.norm_tensors("transformer.ln_f"),
             Family::Gpt2Like => vec![],
-            Family::Qwen2 | Family::Llama => self.norm_tensors("model.norm"),
+            _ => self.norm_tensors("model.norm"),
         };
         if !self.tied {
             let output = self.outer_linears().into_iter().filter(|l| l.part == Part::Output);
@@ -157,9 +157,23 @@ impl Decoder {
         let (norms_before, norms_after): (&[&str], &[&str]) = match self.family {
             Family::Gpt2 => (&["ln_1", "ln_2"], &[]),
             Family::Gpt2Like => (&[], &["norm1", "norm2", "norm3"]),
-            Family::Qwen2 | Family::Llama => (&["input_layernorm", "post_attention_layernorm"], &[]),
+            Family::Olmo2 => (&[], &["post_attention_layernorm", "post_feedforward_layernorm"]),
+            Family::Gemma2 | Family::Gemma3 => (
+                &["input_layernorm", "pre_feedforward_layernorm"],
+                &["post_attention_layernorm", "post_feedforward_layernorm"],
+            ),
+            _ => (&["input_layernorm", "post_attention_layernorm"], &[]),
         };
         let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
+        let query_key_norms = match self.family {
+            Family::Qwen3 | Family::Gemma3 => Some([self.head_dim; 2]),
+            Family::Olmo2 => Some([self.query_width()?, self.kv_width()?]),
+            _ => None,
+        };
+        if let Some([of_queries, of_keys]) = query_key_norms {
+            tensors.push(tensor("self_attn.q_norm.weight", &[of_queries], Part::Norm));
+            tensors.push(tensor("self_attn.k_norm.weight", &[of_keys], Part::Norm));
+        }
         tensors.extend(self.block_linears()?.iter().flat_map(|linear| self.linear_tensors(linear)));
         tensors.extend(norms_after.iter().flat_map(|name| self.norm_tensors(name)));
         Ok(tensors)
@@ -170,7 +184,7 @@ impl Decoder {
             Family::Gpt2 => format!("transformer.h.{layer}."),
             Family::Gpt2Like if self.layers == 1 => "decoder.".into(),
             Family::Gpt2Like => format!("decoder.layers.{layer}."),
-            Family::Qwen2 | Family::Llama => format!("model.layers.{layer}."),
+            _ => format!("model.layers.{layer}."),
         }
     }
 
@@ -209,6 +223,7 @@ fn count(tensors: &[ParameterTensor]) -> Result<u64, Error> {
 
 #[cfg(test)]
 mod tests {
+    use crate::model::{Decoder, Family, Shape};
     use crate::presets;
 
     #[test]
@@ -239,6 +254,45 @@ mod tests {
         ];
         for (name, parameters) in published {
             assert_eq!(presets::find(name).unwrap().parameters().unwrap(), parameters, "{name}");
+        }
+    }
+
+    /// As [`published_parameter_counts`], for one model of each other family.
+    #[test]
+    fn published_parameter_counts_of_other_families() {
+        use Family::{Gemma2, Gemma3, Mistral, Olmo2, Phi3, Qwen3, SmolLm3};
+        // Family, vocabulary, hidden, layers, heads, key-value heads, head size, feed-forward, tied.
+        for (
+            family,
+            [vocabulary, hidden, layers, heads, kv_heads, head_dim, feed_forward],
+            tied,
+            parameters,
+        ) in [
+            (Qwen3, [151_936, 1024, 28, 16, 8, 128, 3072], true, 596_049_920),
+            (Mistral, [32000, 4096, 32, 32, 8, 128, 14336], false, 7_241_732_096),
+            (SmolLm3, [128_256, 2048, 36, 16, 4, 128, 11008], true, 3_075_098_624),
+            (Olmo2, [100_352, 4096, 32, 32, 32, 128, 11008], false, 7_298_617_344),
+            (Gemma3, [262_144, 1152, 26, 4, 1, 256, 6912], true, 999_885_952),
+            (Gemma2, [256_000, 2304, 26, 8, 4, 256, 9216], true, 2_614_341_888),
+            (Phi3, [32064, 3072, 32, 32, 32, 96, 8192], false, 3_821_079_552),
+            (Phi3, [200_064, 3072, 32, 24, 8, 128, 8192], true, 3_836_021_760),
+        ] {
+            let model = Decoder::new(Shape {
+                family,
+                vocabulary,
+                context: 4096,
+                embedding: hidden,
+                hidden,
+                layers,
+                heads,
+                kv_heads,
+                head_dim,
+                feed_forward,
+                tied,
+                attention_bias: false,
+                mlp_bias: false,
+            });
+            assert_eq!(model.unwrap().parameters().unwrap(), parameters, "{family:?}");
         }
     }
 

@@ -76,6 +76,7 @@ pub fn inside_block(
     work: Workload,
     choices: &ActivationChoices,
 ) -> Result<Vec<Item>, Error> {
+    model.check_activations(work.sequence)?;
     let mut items = attention_branch(model, work, choices)?;
     items.extend(feed_forward_branch(model, work, choices)?);
     Ok(items)
@@ -231,7 +232,7 @@ fn feed_forward(
         Ok::<(), Error>(())
     };
     match model.family {
-        Family::Qwen2 | Family::Llama => {
+        family if family.is_rotary() => {
             for name in kept_by_swiglu(choices.recomputation.swiglu) {
                 wide(name, c)?;
             }
@@ -240,7 +241,7 @@ fn feed_forward(
             wide("GELU input", c)?;
             wide("GELU output", c)?;
         }
-        Family::Gpt2Like => {
+        _ => {
             // The backward of ReLU needs its output only, which is the next product's input too.
             wide("ReLU output", c)?;
             if choices.dropout {
@@ -270,10 +271,11 @@ pub fn outside_blocks(
     work: Workload,
     choices: &ActivationChoices,
 ) -> Result<Vec<Item>, Error> {
+    model.check_activations(work.sequence)?;
     let (tokens, c) = (work.tokens()?, choices.compute_bytes());
     let mut items = vec![Item::new("tokens and labels", 8, &[2, tokens])?];
     match model.family {
-        Family::Qwen2 | Family::Llama => {
+        family if family.is_rotary() => {
             items.push(Item::new("rotary angles", c, &[2, work.sequence, model.head_dim])?);
         }
         Family::Gpt2 => {
@@ -281,7 +283,7 @@ pub fn outside_blocks(
                 items.push(Item::new("dropout mask of the embedding", 1, &[tokens, model.hidden])?);
             }
         }
-        Family::Gpt2Like => items.push(Item::new("projector input", c, &[tokens, model.embedding])?),
+        _ => items.push(Item::new("projector input", c, &[tokens, model.embedding])?),
     }
     if model.family.has_final_norm() {
         norm(&mut items, model, work, choices)?;

@@ -75,7 +75,7 @@ impl Choices {
 /// A family without SwiGLU, an empty workload, counts beyond 64 bits; a rate that is not positive is found by
 /// [`simulate`](super::simulate).
 pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
-    swiglu(model)?;
+    swiglu(model, work)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
     let tensors = block(model)?;
     let slot_bytes = region(&tensors, choices.recipe.parameters)?;
@@ -143,7 +143,7 @@ pub fn generation(
 /// # Errors
 /// As [`inference`].
 pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
-    swiglu(model)?;
+    swiglu(model, work)?;
     let recipe = choices.recipe;
     let flops = decoder_flops::step(model, work, &recomputation())?;
     let tensors = block(model)?;
@@ -261,9 +261,9 @@ pub fn with_activation_plan(
     Ok(costs)
 }
 
-fn swiglu(model: &Decoder) -> Result<(), Error> {
+fn swiglu(model: &Decoder, work: Workload) -> Result<(), Error> {
     if model.family.is_swiglu() {
-        return Ok(());
+        return model.check_activations(work.sequence);
     }
     Err(Error::Shape {
         what: format!("the working memory of {}'s forward is not modelled", model.family.name()),

@@ -1,4 +1,4 @@
-//! The forward and the backward of one block of Llama or Qwen2.
+//! The forward and the backward of one block of Llama, Qwen2, Mistral or SmolLM3.
 //!
 //! With n tokens, d hidden, f feed-forward, and per element c bytes, the order in which `models` and autograd run it is
 //!

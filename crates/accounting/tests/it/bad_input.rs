@@ -43,12 +43,14 @@ fn a_file_that_is_not_a_config_is_refused() {
     );
     check(
         parse("{}"),
-        expect!["config.json: field `model_type` is missing; known are gpt2, gpt2-like, qwen2, llama"],
+        expect![
+            "config.json: field `model_type` is missing; known are gpt2, gpt2-like, qwen2, llama, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
+        ],
     );
     check(
         parse(r#"{"model_type": "mamba"}"#),
         expect![
-            "config.json: field `model_type` is `mamba`, which is unknown; known are gpt2, gpt2-like, qwen2, llama"
+            "config.json: field `model_type` is `mamba`, which is unknown; known are gpt2, gpt2-like, qwen2, llama, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
         ],
     );
     check(
