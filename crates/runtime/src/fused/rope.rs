@@ -11,7 +11,8 @@
 //!
 //! # What is saved, and what it costs
 //!
-//! A rotation is orthogonal: the gradient of x is the upstream gradient rotated back by the same angle. Backward reads only that
+//! A rotation is orthogonal: the gradient of x is the upstream gradient rotated back by the same angle (and multiplied by the same
+//! amplitude). Backward reads only that
 //! gradient and the table, so forward saves nothing (except a reference to given positions), and the gradient overwrites the
 //! upstream one if nothing else uses it. As a chain of operators, `x·cos + rotate_half(x)·sin` moves each of q and k about seven
 //! times and creates four temporaries of their size; here each is read and written once, and a row of the table is read once per
@@ -67,6 +68,7 @@ const FIRST_ROWS: i64 = 8192;
 struct Shared {
     positions: i64,
     angles: Vec<f64>,
+    amplitude: f64,
     device: Device,
     /// `[rows, 2, head / 2]`, fp32: the positions needed so far.
     rows: Mutex<Tensor>,
@@ -79,14 +81,27 @@ impl RotaryTable {
     /// # Errors
     /// Those of [`Frequencies::angles`]; fewer than one position; too little memory.
     pub fn new(head: i64, positions: i64, frequencies: &Frequencies, device: Device) -> Result<Self> {
-        let angles = frequencies.angles(head)?;
+        Self::of_angles(frequencies.angles(head)?, 1.0, positions, device)
+    }
+
+    /// Creates the table of positions 0 to `positions` − 1 for heads whose pair i rotates by `angles[i]` radians from one position to
+    /// the next. Cosines and sines are multiplied by `amplitude`, and with them the rotated heads.
+    ///
+    /// # Errors
+    /// No angle; angles or an amplitude that are not finite; fewer than one position; too little memory.
+    pub fn of_angles(angles: Vec<f64>, amplitude: f64, positions: i64, device: Device) -> Result<Self> {
         if positions < 1 {
             return Err(Error::invalid(NAME, format!("{positions} positions; expected at least 1")));
         }
+        if angles.is_empty() || !angles.iter().chain([&amplitude]).all(|number| number.is_finite()) {
+            let reason =
+                format!("angles {angles:?} and amplitude {amplitude}; expected at least one, all finite");
+            return Err(Error::invalid(NAME, reason));
+        }
         // On other devices, reading given positions would wait for the device.
         let first = if device == Device::Cpu { positions.min(FIRST_ROWS) } else { positions };
-        let rows = Mutex::new(rows(0..first, &angles)?.f_to_device(device)?);
-        Ok(Self { shared: Arc::new(Shared { positions, angles, device, rows }) })
+        let rows = Mutex::new(rows(0..first, &angles, amplitude)?.f_to_device(device)?);
+        Ok(Self { shared: Arc::new(Shared { positions, angles, amplitude, device, rows }) })
     }
 
     /// Returns the number of positions.
@@ -105,7 +120,7 @@ impl RotaryTable {
     /// # Errors
     /// More positions than the table has; too little memory.
     pub fn values(&self, needed: i64) -> Result<Tensor> {
-        let Shared { positions, ref angles, device, ref rows } = *self.shared;
+        let Shared { positions, ref angles, amplitude, device, ref rows } = *self.shared;
         if needed > positions {
             return Err(sys::beyond(needed - 1, positions));
         }
@@ -114,7 +129,7 @@ impl RotaryTable {
         if needed > known {
             // Twice as many, so that increasing positions do not copy the table each time.
             let enough = needed.max(known.saturating_mul(2)).min(positions);
-            let more = self::rows(known..enough, angles)?.f_to_device(device)?;
+            let more = self::rows(known..enough, angles, amplitude)?.f_to_device(device)?;
             *computed = Tensor::f_cat(&[&*computed, &more], 0)?;
         }
         Ok(computed.shallow_clone())
@@ -196,7 +211,7 @@ impl RotaryTable {
 }
 
 /// Returns the rows of some positions, on the CPU.
-fn rows(positions: Range<i64>, angles: &[f64]) -> Result<Tensor> {
+fn rows(positions: Range<i64>, angles: &[f64], amplitude: f64) -> Result<Tensor> {
     let (count, half) = ((positions.end - positions.start) as usize, angles.len());
     let mut values: Vec<f32> = Vec::new();
     let numbers = half.checked_mul(2).and_then(|width| width.checked_mul(count));
@@ -212,8 +227,8 @@ fn rows(positions: Range<i64>, angles: &[f64]) -> Result<Tensor> {
     }
     for position in positions {
         let turned = |angle: &f64| (position as f64 * angle).sin_cos();
-        values.extend(angles.iter().map(|angle| turned(angle).1 as f32));
-        values.extend(angles.iter().map(|angle| turned(angle).0 as f32));
+        values.extend(angles.iter().map(|angle| (amplitude * turned(angle).1) as f32));
+        values.extend(angles.iter().map(|angle| (amplitude * turned(angle).0) as f32));
     }
     Ok(Tensor::f_from_slice(&values)?.f_reshape([count as i64, 2, half as i64])?)
 }

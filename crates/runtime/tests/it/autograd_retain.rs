@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use runtime::Result;
-use runtime::autograd::retain::{causal_attention, kept, linear};
+use runtime::autograd::retain::{AttentionOptions, attention, causal_attention, kept, linear};
 use runtime::autograd::{
     self, Backward, Checkpoint, Forward, Function, Keep, SavedTensorStorage, StoredTensor, backward_with,
     checkpoint,
@@ -58,6 +58,34 @@ fn gradients_equal_those_of_keeping_everything_bit_for_bit() {
         let y = layer(&plain[0], &plain[1..]).unwrap();
         autograd::backward(&[&y.square().sum(kind)]).unwrap();
         let y2 = run(RETAIN, &retained);
+        assert_eq!(y, y2);
+        autograd::backward(&[&y2.square().sum(kind)]).unwrap();
+        assert_eq!(gradients(&plain), gradients(&retained), "{kind:?}");
+    }
+}
+
+/// Grouped queries over the keys of a mask, with a scale of its own.
+#[test]
+fn attention_with_a_mask_and_a_scale_is_kept_bit_for_bit() {
+    let attend = |x: &[Tensor]| {
+        let mask = Tensor::ones([6, 9], (Kind::Bool, Device::Cpu)).tril(3).triu(1);
+        let options = AttentionOptions { mask: Some(&mask), dropout: 0.0, scale: Some(0.3) };
+        Ok(vec![attention(&x[0], &x[1], &x[2], options)?])
+    };
+    for kind in [Kind::Float, Kind::Double] {
+        let leaves = || {
+            let mut generator = Generator::new(3).unwrap();
+            let shapes = [[2i64, 4, 6, 8], [2, 2, 9, 8], [2, 2, 9, 8]];
+            let leaf = |shape: &[i64; 4]| {
+                generator.normal(shape, (kind, Device::Cpu)).unwrap().set_requires_grad(true)
+            };
+            shapes.iter().map(leaf).collect::<Vec<_>>()
+        };
+        let (plain, retained) = (leaves(), leaves());
+        let y = attend(&plain).unwrap().remove(0);
+        autograd::backward(&[&y.square().sum(kind)]).unwrap();
+        let inputs: Vec<&Tensor> = retained.iter().collect();
+        let y2 = RETAIN.run(attend, &inputs).unwrap().remove(0);
         assert_eq!(y, y2);
         autograd::backward(&[&y2.square().sum(kind)]).unwrap();
         assert_eq!(gradients(&plain), gradients(&retained), "{kind:?}");

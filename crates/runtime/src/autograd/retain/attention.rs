@@ -1,41 +1,80 @@
-//! Causal attention with a result that a segment may keep.
+//! Attention with a result that a segment may keep.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{active, kept};
 use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::{Error, Result};
 use crate::ops::{Value, call, tensors};
 
-/// Computes libtorch's `scaled_dot_product_attention` with a causal mask: q, k, v `[batch, heads, sequence, head]` to the shape of
-/// q; k and v may have fewer heads, each shared by a group of query heads. `dropout` is the probability that a weight is dropped.
+/// Options of [`attention`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Options<'a> {
+    /// Which keys each query attends to, bool, broadcast to `[batch, heads, sequence, keys]`; `None` for a causal mask.
+    pub mask: Option<&'a Tensor>,
+    /// Probability that a weight is dropped.
+    pub dropout: f64,
+    /// Factor of the scores; 1/√head if absent.
+    pub scale: Option<f64>,
+}
+
+/// Computes libtorch's `scaled_dot_product_attention`: q `[batch, heads, sequence, head]`, k and v `[batch, kv_heads, keys, head]` to
+/// the shape of q; fewer heads of k and v are each shared by a group of query heads.
 ///
 /// Inside a segment that keeps its products, the result and each row's log-sum-exp are kept if libtorch uses its flash kernel for
 /// the CPU, whose backward needs no more. Otherwise (with dropout, on CUDA) the attention is recomputed.
 ///
 /// # Errors
 /// Those of libtorch.
-pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
-    if active() && q.device() == Device::Cpu && dropout == 0.0 && takes_flash(q, k, v)? {
-        return Ok(apply(FlashOnCpu, &[q, k, v])?.remove(0));
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: Options<'_>) -> Result<Tensor> {
+    let Options { mask, dropout, scale } = options;
+    if active() && q.device() == Device::Cpu && dropout == 0.0 && takes_flash(q, k, v, options)? {
+        // The kernel takes a mask that is added to the scores.
+        let mask = mask.map(|mask| added(mask, q.kind())).transpose()?;
+        return Ok(apply(FlashOnCpu { mask, scale }, &[q, k, v])?.remove(0));
     }
-    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, None::<&Tensor>, dropout, true, None, grouped(q, k))?)
+    let causal = mask.is_none();
+    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, grouped(q, k))?)
+}
+
+/// [`attention`] with a causal mask and the scale 1/√head.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
+    attention(q, k, v, Options { dropout, ..Options::default() })
 }
 
 fn grouped(q: &Tensor, k: &Tensor) -> bool {
     q.size().get(1) != k.size().get(1)
 }
 
+/// 0 where the mask is true, −∞ elsewhere.
+fn added(mask: &Tensor, kind: Kind) -> Result<Tensor> {
+    let zeros = Tensor::f_zeros(mask.size(), (kind, mask.device()))?;
+    Ok(zeros.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?)
+}
+
 /// Returns whether libtorch would use its CPU flash kernel.
-fn takes_flash(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<bool> {
+fn takes_flash(q: &Tensor, k: &Tensor, v: &Tensor, options: Options<'_>) -> Result<bool> {
     const FLASH: i64 = 1;
-    let arguments = [q.into(), k.into(), v.into(), Value::None, 0.0.into(), true.into()];
-    let named = [("enable_gqa", grouped(q, k).into())];
+    let Options { mask, scale, .. } = options;
+    let arguments = [q.into(), k.into(), v.into(), mask.into(), 0.0.into(), mask.is_none().into()];
+    let named = [("scale", scale.into()), ("enable_gqa", grouped(q, k).into())];
     let chosen = call("aten::_fused_sdp_choice", "", &arguments, &named)?;
     Ok(matches!(chosen.first(), Some(Value::Int(FLASH))))
 }
 
-struct FlashOnCpu;
+struct FlashOnCpu {
+    mask: Option<Tensor>,
+    scale: Option<f64>,
+}
+
+impl FlashOnCpu {
+    fn named(&self) -> [(&'static str, Value); 2] {
+        [("attn_mask", self.mask.as_ref().into()), ("scale", self.scale.into())]
+    }
+}
 
 impl Function for FlashOnCpu {
     fn name(&self) -> String {
@@ -45,9 +84,9 @@ impl Function for FlashOnCpu {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let results = kept(|| {
             let [q, k, v] = [inputs[0].into(), inputs[1].into(), inputs[2].into()];
-            let arguments = [q, k, v, 0.0.into(), true.into()];
-            let results = call("aten::_scaled_dot_product_flash_attention_for_cpu", "", &arguments, &[])?;
-            Ok(tensors::<2>(results)?.into())
+            let arguments = [q, k, v, 0.0.into(), self.mask.is_none().into()];
+            let name = "aten::_scaled_dot_product_flash_attention_for_cpu";
+            Ok(tensors::<2>(call(name, "", &arguments, &self.named())?)?.into())
         })?;
         let [output, sums] = <[Tensor; 2]>::try_from(results)
             .map_err(|_| Error::invalid("kept attention", "what was kept is not an attention's result"))?;
@@ -61,9 +100,9 @@ impl Function for FlashOnCpu {
         let Some(grad) = grads.into_iter().next().flatten() else { return Ok(vec![None, None, None]) };
         let mut arguments = vec![Value::Tensor(grad)];
         arguments.extend(ctx.take_saved().into_iter().map(Value::Tensor));
-        arguments.extend([0.0.into(), true.into()]);
-        let results =
-            call("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "", &arguments, &[])?;
+        arguments.extend([0.0.into(), self.mask.is_none().into()]);
+        let name = "aten::_scaled_dot_product_flash_attention_for_cpu_backward";
+        let results = call(name, "", &arguments, &self.named())?;
         Ok(tensors::<3>(results)?.into_iter().map(Some).collect())
     }
 }
