@@ -1,7 +1,8 @@
 //! A loss head for models that computes the loss without all logits.
 
 use models::module::{
-    Context, IGNORE_INDEX, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut, map_modules,
+    Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut,
+    map_modules,
 };
 use runtime::precision;
 use tch::Tensor;
@@ -18,6 +19,8 @@ pub struct LinearCrossEntropyHead {
     weight: Tensor,
     bias: Option<Tensor>,
     loss: LinearCrossEntropy,
+    /// What the model itself does with the products, without the options.
+    own: LogitTransform,
 }
 
 impl LinearCrossEntropyHead {
@@ -36,7 +39,7 @@ impl LinearCrossEntropyHead {
             entropy: false,
             ..loss
         };
-        Ok(Self { weight, bias, loss })
+        Ok(Self { weight, bias, loss, own: LogitTransform::default() })
     }
 }
 
@@ -55,12 +58,11 @@ impl Module for LinearCrossEntropyHead {
 impl LossHead for LinearCrossEntropyHead {
     fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
         let products = precision::linear(hidden_btd, &self.weight, self.bias.as_ref())?;
-        let scaled =
-            if self.loss.scale == 1.0 { products } else { products.f_mul_scalar(self.loss.scale)? };
-        Ok(match self.loss.softcap {
-            Some(cap) => scaled.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?,
-            None => scaled,
-        })
+        LogitTransform { scale: self.loss.scale, softcap: self.loss.softcap }.apply(products)
+    }
+
+    fn transform(&self) -> LogitTransform {
+        self.own
     }
 
     fn loss(
@@ -76,7 +78,8 @@ impl LossHead for LinearCrossEntropyHead {
     }
 }
 
-/// Replaces the head of `model` by a [`LinearCrossEntropyHead`] over the same weight.
+/// Replaces the head of `model` by a [`LinearCrossEntropyHead`] over the same weight, with the scale and the cap of the model's logits;
+/// [`LinearCrossEntropy::scale`] is a further factor.
 ///
 /// ```
 /// use fused_ce::{LinearCrossEntropy, install};
@@ -90,7 +93,8 @@ impl LossHead for LinearCrossEntropyHead {
 /// ```
 ///
 /// # Errors
-/// The head is not one projection with a weight and perhaps a bias, the model has no head, or an option is outside its range.
+/// The head is not one projection with a weight and perhaps a bias, the model has no head, an option is outside its range, or the
+/// options' cap is not the model's.
 pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> {
     struct Install<'a> {
         loss: &'a LinearCrossEntropy,
@@ -118,18 +122,26 @@ pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> 
 }
 
 fn replaced(name: &str, head: &dyn LossHead, loss: &LinearCrossEntropy) -> Result<LinearCrossEntropyHead> {
+    let own = head.transform();
+    let softcap = match (own.softcap, loss.softcap) {
+        (Some(own), Some(other)) if own != other => {
+            return Err(Error::Option(format!(
+                "softcap is {other}, and the model limits its logits to {own}; leave the option out"
+            )));
+        }
+        (own, other) => own.or(other),
+    };
+    let loss = LinearCrossEntropy { scale: loss.scale * own.scale, softcap, ..loss.clone() };
     let mut tensors = models::module::tensors(head);
     let found: Vec<String> = tensors.iter().map(|named| named.name.clone()).collect();
     tensors.sort_by_key(|named| named.name != "weight");
-    match tensors.as_slice() {
-        [weight] if weight.name == "weight" => {
-            LinearCrossEntropyHead::new(weight.tensor.shallow_clone(), None, loss.clone())
+    let (weight, bias) = match tensors.as_slice() {
+        [weight] if weight.name == "weight" => (weight.tensor, None),
+        [weight, bias] if weight.name == "weight" && bias.name == "bias" => {
+            (weight.tensor, Some(bias.tensor))
         }
-        [weight, bias] if weight.name == "weight" && bias.name == "bias" => LinearCrossEntropyHead::new(
-            weight.tensor.shallow_clone(),
-            Some(bias.tensor.shallow_clone()),
-            loss.clone(),
-        ),
-        _ => Err(Error::Head { head: name.to_owned(), found }),
-    }
+        _ => return Err(Error::Head { head: name.to_owned(), found }),
+    };
+    let head = LinearCrossEntropyHead::new(weight.shallow_clone(), bias.map(Tensor::shallow_clone), loss)?;
+    Ok(LinearCrossEntropyHead { own, ..head })
 }

@@ -97,6 +97,10 @@ impl LanguageModel for Adapted {
         self.model.cache_shape()
     }
 
+    fn cache_limit(&self) -> Option<i64> {
+        self.model.cache_limit()
+    }
+
     fn config(&self) -> Value {
         self.config.clone()
     }

@@ -82,7 +82,7 @@ pub struct LoraConfig {
     /// The initialisation of A and B, in PEFT's values: `true`, `false`, `"gaussian"`, `"pissa"`, `"olora"`, `"orthogonal"`.
     /// See [`Init`].
     pub init_lora_weights: Value,
-    /// Modules to adapt; `None` for q_proj and v_proj, as in PEFT for Llama and Qwen2.
+    /// Modules to adapt; `None` for q_proj and v_proj, as in PEFT, or qkv_proj in Phi-3.
     pub target_modules: Option<Names>,
     /// Modules to exclude from the targets.
     pub exclude_modules: Option<Names>,

@@ -4,7 +4,7 @@
 //! for whole names. Modules that are excluded or saved whole are never adapted. Regular expressions are those of the `regex`
 //! crate: Python's without look-around and back-references.
 
-use models::LlamaConfig;
+use models::{LlamaConfig, hugging_face};
 use regex::Regex;
 use serde_json::{Map, Value};
 
@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 
 /// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
-/// PEFT's default targets for Llama and Qwen2.
-const DEFAULT_TARGETS: [&str; 2] = ["q_proj", "v_proj"];
+/// PEFT's default targets: of Phi-3 the last, of the other families the others.
+const DEFAULT_TARGETS: [&str; 3] = ["q_proj", "v_proj", "qkv_proj"];
 
 /// A configuration with its patterns compiled.
 #[derive(Debug)]
@@ -155,7 +155,7 @@ impl LoraConfig {
     pub fn trainable_parameters(&self, model: &LlamaConfig) -> Result<u64> {
         self.check()?;
         let targets = Targets::new(self)?;
-        let projections = llama_projections(model);
+        let projections = projections(model);
         let mut count = 0;
         let mut matched = false;
         for (name, [inner, out]) in &projections {
@@ -185,20 +185,9 @@ impl LoraConfig {
 }
 
 /// Name and `[in, out]` of every projection of such a model.
-fn llama_projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
-    let (hidden, feed) = (model.hidden_size, model.intermediate_size);
-    let (queries, keys) =
-        (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim);
-    let of_layer = [
-        ("self_attn.q_proj", [hidden, queries]),
-        ("self_attn.k_proj", [hidden, keys]),
-        ("self_attn.v_proj", [hidden, keys]),
-        ("self_attn.o_proj", [queries, hidden]),
-        ("mlp.gate_proj", [hidden, feed]),
-        ("mlp.up_proj", [hidden, feed]),
-        ("mlp.down_proj", [feed, hidden]),
-    ];
-    let layers = (0..model.num_hidden_layers)
-        .flat_map(|layer| of_layer.map(|(name, widths)| (format!("model.layers.{layer}.{name}"), widths)));
-    layers.chain([("lm_head".to_owned(), [hidden, model.vocab_size])]).collect()
+fn projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
+    const HEAD: &str = "lm_head";
+    let blocks = model.projections().into_iter().filter(|(name, _)| name != HEAD);
+    let blocks = blocks.map(|(name, widths)| (hugging_face::tensor_name(&name), widths));
+    blocks.chain([(HEAD.to_owned(), [model.hidden_size, model.vocab_size])]).collect()
 }

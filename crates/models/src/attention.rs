@@ -28,17 +28,32 @@
 //! With h query heads for g heads of keys and values (Ainslie et al., arXiv:2305.13245), query head i reads key head i / (h/g).
 //! Flash supports this without copies, forward and backward, on either device; the memory-efficient kernel and the explicit
 //! form need copies of the keys and values.
+//!
+//! # Sliding windows
+//!
+//! With a window w (Child et al., arXiv:1904.10509), query i attends to keys i − w + 1 to i of its document. `Fused` computes the
+//! first w queries of a document as without a window, and the others in chunks of c ≤ w/2 queries over w − 1 + c keys with one
+//! mask `[c, w − 1 + c]`: the work is t·(w + c), and nothing of size t² is allocated. Documents of at most w tokens take the path
+//! without a window.
+//!
+//! # Soft caps
+//!
+//! A cap c replaces a score s by c·tanh(s/c) (Gemma 2, arXiv:2408.00118). No kernel of libtorch computes it, so the scores are
+//! explicit, for each document and chunk of a window: one keeps three numbers per pair of query and key.
 
 mod cached;
 mod documents;
+mod explicit;
+mod windowed;
 
-use runtime::autograd::retain::causal_attention as causal_attention_of_heads;
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use runtime::precision;
 use tch::{Kind, Tensor};
 
 pub(crate) use cached::cached_attention;
 pub use documents::Documents;
+use explicit::{additive_mask, explicit, visible};
+pub(crate) use windowed::over_window;
 
 use crate::error::{Error, Result};
 
@@ -54,14 +69,33 @@ pub enum AttentionPath {
     Fused,
 }
 
-/// Computes attention of `q` `[batch, sequence, heads, head]` over `k` and `v` `[batch, sequence, kv_heads, head]`, all of one
-/// dtype. Returns `[batch, sequence, heads·head]`. kv_heads must divide heads: see [grouped queries](self#grouped-queries).
-///
-/// `dropout` is the probability that an attention weight is dropped; 0 outside training. Above 0, libtorch's CPU has no fused
-/// kernel and uses the explicit form.
+/// Options of [`attention`].
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct AttentionOptions {
+    /// The implementation.
+    pub path: AttentionPath,
+    /// Probability that an attention weight is dropped; 0 outside training.
+    pub dropout: f64,
+    /// Factor of the scores; 1/√head if absent.
+    pub scale: Option<f64>,
+    /// Number of tokens that a query attends to, itself included ([sliding window](self#sliding-windows)); `None` for all of its
+    /// document.
+    pub window: Option<i64>,
+    /// c of c·tanh(s/c), to which each score s is limited ([soft cap](self#soft-caps)).
+    pub softcap: Option<f64>,
+}
+
+impl AttentionOptions {
+    /// The factor of the scores of heads of this width.
+    pub(crate) fn scale_of(&self, head: i64) -> f64 {
+        self.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt())
+    }
+}
+
+/// [`attention`] with all tokens before, the scale 1/√head and no cap.
 ///
 /// # Errors
-/// Shapes that do not match, heads that kv_heads does not divide, a dropout outside [0, 1), documents of other rows.
+/// As [`attention`].
 pub fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -70,11 +104,31 @@ pub fn causal_attention(
     path: AttentionPath,
     dropout: f64,
 ) -> Result<Tensor> {
-    check(q, k, v, documents, dropout)?;
+    attention(q, k, v, documents, &AttentionOptions { path, dropout, ..AttentionOptions::default() })
+}
+
+/// Computes attention of `q` `[batch, sequence, heads, head]` over `k` and `v` `[batch, sequence, kv_heads, head]`, all of one
+/// dtype. Returns `[batch, sequence, heads·head]`. kv_heads must divide heads: see [grouped queries](self#grouped-queries).
+///
+/// With dropout, libtorch's CPU has no fused kernel and uses the explicit form.
+///
+/// # Errors
+/// Shapes that do not match, heads that kv_heads does not divide, options outside their ranges, documents of other rows.
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: Option<&Documents>,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    check(q, k, v, documents, options)?;
     let (batch, sequence, heads, head) = q.size4()?;
+    // A window of at least the longest document is none.
+    let longest = documents.map_or(sequence, Documents::longest);
+    let options = AttentionOptions { window: options.window.filter(|&window| window < longest), ..*options };
     // A mixed-precision policy, if there is one, decides the dtype.
     let o_bthe = precision::attend(q, k, v, &|q, k, v| {
-        attend(q, k, v, documents, path, dropout).map_err(|error| match error {
+        attend(q, k, v, documents, &options).map_err(|error| match error {
             Error::Runtime(error) => error,
             other => runtime::Error::Other(Box::new(other)),
         })
@@ -87,37 +141,42 @@ fn attend(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    path: AttentionPath,
-    dropout: f64,
+    options: &AttentionOptions,
 ) -> Result<Tensor> {
-    if k.size()[2] != q.size()[2] && !supports_grouped_queries(path, q) {
+    let &AttentionOptions { path, dropout, scale, window, softcap } = options;
+    if k.size()[2] != q.size()[2] && !supports_grouped_queries(options, q) {
         let [k, v] = [repeat_kv(k, q.size()[2])?, repeat_kv(v, q.size()[2])?];
-        return attend(q, &k, &v, documents, path, dropout);
+        return attend(q, &k, &v, documents, options);
     }
     match (path, documents) {
-        (AttentionPath::Explicit, _) => explicit(q, k, v, documents, dropout),
-        (AttentionPath::DenseMask, _) => {
-            let mask = additive_mask(q, documents)?;
+        (AttentionPath::DenseMask, _) if softcap.is_none() => {
+            let mask = additive_mask(q, documents, window)?;
             heads_first(q, k, v, |q, k, v, grouped| {
                 let mask = Some(&mask);
-                Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, false, None, grouped)?)
+                Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, false, scale, grouped)?)
             })
         }
-        (AttentionPath::Fused, None) => fused(q, k, v, dropout),
-        (AttentionPath::Fused, Some(documents)) if q.device().is_cuda() => {
-            packed_on_cuda(q, k, v, documents, dropout)
+        (AttentionPath::Explicit | AttentionPath::DenseMask, _) => {
+            explicit(q, k, v, &visible(q, documents, window)?, options)
         }
-        (AttentionPath::Fused, Some(documents)) => per_document(q, k, v, documents, dropout),
+        (AttentionPath::Fused, None) => of_one_document(q, k, v, options),
+        (AttentionPath::Fused, Some(documents))
+            if q.device().is_cuda() && window.is_none() && softcap.is_none() =>
+        {
+            packed_on_cuda(q, k, v, documents, options)
+        }
+        (AttentionPath::Fused, Some(documents)) => per_document(q, k, v, documents, options),
     }
 }
 
 /// Whether the kernel of this path, device and dtype supports grouped queries without copies. (libtorch's own `math` on the
 /// CPU, for dropout or a mask, makes the copies itself.)
-fn supports_grouped_queries(path: AttentionPath, q: &Tensor) -> bool {
-    match path {
+fn supports_grouped_queries(options: &AttentionOptions, q: &Tensor) -> bool {
+    match options.path {
+        _ if options.softcap.is_some() => false,
         AttentionPath::Explicit => false,
         AttentionPath::DenseMask => !q.device().is_cuda(),
-        AttentionPath::Fused => !q.device().is_cuda() || low(q.kind()),
+        AttentionPath::Fused => !q.device().is_cuda() || low(q.kind()) && options.window.is_none(),
     }
 }
 
@@ -128,8 +187,9 @@ fn repeat_kv(x: &Tensor, heads: i64) -> Result<Tensor> {
     Ok(groups.f_reshape([batch, sequence, heads, head])?)
 }
 
-fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
-    heads_first(q, k, v, |q, k, v, _| causal_attention_of_heads(q, k, v, dropout))
+/// Attention over rows that are one document each, within the window.
+fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
+    heads_first(q, k, v, |q, k, v, _| over_window(q, k, v, options))
 }
 
 /// Transposes to heads first, as libtorch's operator expects (the transposes are views), and tells it about groups.
@@ -144,7 +204,13 @@ fn heads_first(
     Ok(attend(&q, &k, &v, grouped)?.f_transpose(1, 2)?)
 }
 
-fn per_document(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dropout: f64) -> Result<Tensor> {
+fn per_document(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: &Documents,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
     let lengths = documents.starts().windows(2).map(|pair| i64::from(pair[1] - pair[0]));
     let lengths: Vec<i64> = lengths.filter(|&length| length > 0).collect();
     // One split has one backward, which concatenates; a narrow per document would add up as many full-sized gradients.
@@ -154,12 +220,18 @@ fn per_document(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dropo
         Ok(flat.f_split_with_sizes(&lengths, 1)?)
     };
     let (qs, ks, vs) = (split(q)?, split(k)?, split(v)?);
-    let parts: Vec<Tensor> =
-        qs.iter().zip(&ks).zip(&vs).map(|((q, k), v)| fused(q, k, v, dropout)).collect::<Result<_>>()?;
+    let parts = qs.iter().zip(&ks).zip(&vs).map(|((q, k), v)| of_one_document(q, k, v, options));
+    let parts: Vec<Tensor> = parts.collect::<Result<_>>()?;
     Ok(Tensor::f_cat(&parts, 1)?)
 }
 
-fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dropout: f64) -> Result<Tensor> {
+fn packed_on_cuda(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: &Documents,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
     let flat = |x: &Tensor| x.f_flatten(0, 1);
     let packing = Packing {
         cu_seqlens_q: documents.cu_seqlens(),
@@ -170,7 +242,7 @@ fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dro
     // The kernels need heads of a multiple of 8 numbers. Zeros change no score, and the extra output columns are cut off.
     const MULTIPLE: i64 = 8;
     let head = q.size()[3];
-    let options = Options { causal: true, dropout, scale: Some(1.0 / (head as f64).sqrt()) };
+    let options = Options { causal: true, dropout: options.dropout, scale: Some(options.scale_of(head)) };
     let padded = |x: &Tensor| match head % MULTIPLE {
         0 => flat(x),
         rest => flat(x)?.f_constant_pad_nd([0, MULTIPLE - rest]),
@@ -188,47 +260,13 @@ fn low(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
-fn explicit(
+fn check(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    dropout: f64,
-) -> Result<Tensor> {
-    let scale = 1.0 / (q.size()[3] as f64).sqrt();
-    let hidden = visible(q, documents)?.f_logical_not()?;
-    let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
-    let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
-    // The softmax of low precision is computed in fp32 and rounded for the product.
-    let wide = if low(scores.kind()) { Kind::Float } else { scores.kind() };
-    let weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, wide)?;
-    let weights = weights.f_to_kind(scores.kind())?;
-    let weights = if dropout > 0.0 { weights.f_dropout(dropout, true)? } else { weights };
-    Ok(weights.f_matmul(&v)?.f_transpose(1, 2)?)
-}
-
-/// 0 where a query attends, −∞ elsewhere, in the scores' dtype.
-fn additive_mask(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-    let hidden = visible(q, documents)?.f_logical_not()?;
-    let zeros = Tensor::f_zeros(hidden.size(), (Kind::Float, q.device()))?;
-    Ok(zeros.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_to_kind(q.kind())?)
-}
-
-/// Which keys each query attends to: `[t, t]`, or `[b, 1, t, t]` with documents.
-fn visible(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-    let sequence = q.size()[1];
-    let causal = Tensor::f_ones([sequence, sequence], (Kind::Bool, q.device()))?.f_tril(0)?;
-    match documents {
-        None => Ok(causal),
-        Some(documents) => {
-            let ids = documents.ids();
-            let same = ids.f_unsqueeze(2)?.f_eq_tensor(&ids.f_unsqueeze(1)?)?;
-            Ok(same.f_logical_and(&causal)?.f_unsqueeze(1)?)
-        }
-    }
-}
-
-fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, dropout: f64) -> Result<()> {
+    options: &AttentionOptions,
+) -> Result<()> {
     let operation = "attention";
     let shape = q.size();
     if shape.len() != 4 {
@@ -253,9 +291,18 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, drop
             expected: format!("{of_k:?}, as k"),
         });
     }
+    let &AttentionOptions { dropout, scale, window, softcap, .. } = options;
+    let refuse = |reason: String| Err(Error::Config { what: operation, reason });
     if !(0.0..1.0).contains(&dropout) {
-        let reason = format!("dropout is {dropout}; expected a probability in [0, 1)");
-        return Err(Error::Config { what: operation, reason });
+        return refuse(format!("dropout is {dropout}; expected a probability in [0, 1)"));
+    }
+    if let Some(window) = window.filter(|&window| window < 1) {
+        return refuse(format!("the window is {window} tokens; expected at least 1, the token itself"));
+    }
+    for (name, number) in [("scale", scale), ("soft cap", softcap)] {
+        if let Some(number) = number.filter(|number| !(number.is_finite() && *number > 0.0)) {
+            return refuse(format!("the {name} is {number}; expected a finite number above 0"));
+        }
     }
     let Some(ids) = documents.map(Documents::ids) else { return Ok(()) };
     if ids.size() != shape[..2] {

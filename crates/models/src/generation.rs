@@ -217,8 +217,11 @@ impl<'m> Generator<'m> {
         results: &mut [Option<Generated>],
         callback: &mut dyn TokenCallback,
     ) -> Result<()> {
-        let prefix = self.prefix.len();
         let longest = rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0);
+        let limit = self.model.cache_limit().unwrap_or(i64::MAX);
+        // What was read of short rows does not hold for longer ones.
+        let read = self.read.as_ref().filter(|read| read.len() > limit || longest as i64 <= limit);
+        let prefix = if read.is_some() { self.prefix.len() } else { 0 };
         let reader = Reader::new(self.model, self.device);
         let shape = self.model.cache_shape().filter(|_| self.options.cache);
         let mut cache = match shape {
@@ -226,7 +229,7 @@ impl<'m> Generator<'m> {
                 let new = |row: &Row| self.options.max_new_tokens.min(self.longest() - row.tokens.len());
                 let last = (longest + rows.iter().map(new).max().unwrap_or(0)) as i64;
                 let number = rows.len() as i64;
-                Some(match &self.read {
+                Some(match read {
                     Some(read) => read.repeat(number, last)?,
                     None => KeyValueCache::new(shape, number, last)?,
                 })
@@ -255,6 +258,10 @@ impl<'m> Generator<'m> {
                 return Ok(());
             }
             logits_bv = match &mut cache {
+                Some(cache) if cache.len() == limit => {
+                    *cache = cache.emptied()?;
+                    reader.read(cache, &rows, 0)?
+                }
                 Some(cache) => reader.read_last(cache, &rows)?,
                 None => reader.read_whole(&rows)?,
             };

@@ -3,11 +3,11 @@
 //! Rows are aligned at their ends, and shorter prompts are padded on the left; no query attends to padding. Per token a layer
 //! keeps 2·g·e elements (keys and values of g heads of width e). Nothing else is needed, because attention is causal.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 use tch::{Device, Kind, Tensor};
 
-use crate::attention::cached_attention;
+use crate::attention::{AttentionOptions, cached_attention, over_window};
 use crate::error::{Error, Result};
 
 const WHAT: &str = "key-value cache";
@@ -97,8 +97,7 @@ impl KeyValueCache {
             return Err(Error::Config { what: WHAT, reason });
         }
         self.note_padding(new, real)?;
-        let mask = self.mask(new)?;
-        Ok(Extension { cache: self, new, mask, written: Cell::new(0) })
+        Ok(Extension { cache: self, new, masks: RefCell::default(), written: Cell::new(0) })
     }
 
     fn note_padding(&mut self, new: i64, real: Option<&Tensor>) -> Result<()> {
@@ -127,28 +126,35 @@ impl KeyValueCache {
         Ok(())
     }
 
-    /// Which tokens each new token attends to, `[rows or 1, 1, new, length + new]`; `None` if plain causality applies, which
-    /// the kernel handles itself.
-    fn mask(&self, new: i64) -> Result<Option<Tensor>> {
+    /// Which tokens each new token attends to, within a window that is shorter than the cache or without one.
+    fn mask(&self, new: i64, window: Option<i64>) -> Result<Mask> {
         let end = self.length + new;
+        // The first key that a new token attends to.
+        let first = window.map_or(0, |window| (self.length + 1 - window).max(0));
         let causal = || -> Result<Tensor> {
-            let all = Tensor::f_ones([new, end], (Kind::Bool, self.shape.device))?;
-            Ok(all.f_tril(self.length)?.f_view([1, 1, new, end])?)
+            let all = Tensor::f_ones([new, end], (Kind::Bool, self.shape.device))?.f_tril(self.length)?;
+            let all = match window {
+                Some(window) => all.f_triu(self.length + 1 - window)?,
+                None => all,
+            };
+            Ok(all.f_narrow(1, first, end - first)?.f_view([1, 1, new, end - first])?)
         };
-        Ok(match &self.tokens {
-            None if new == 1 || self.length == 0 => None,
+        let visible = match &self.tokens {
+            None if new == 1 || self.length == 0 && window.is_none() => None,
             None => Some(causal()?),
             Some(tokens) => {
-                let seen = tokens.f_narrow(1, 0, end)?.f_view([self.rows, 1, 1, end])?;
+                let seen = tokens.f_narrow(1, first, end - first)?.f_view([self.rows, 1, 1, end - first])?;
                 if new == 1 {
-                    return Ok(Some(seen));
+                    return Ok(Mask { window, first, visible: Some(seen) });
                 }
                 // Padding attends to itself: an empty softmax is NaN, which would reach other rows as 0·NaN.
                 let itself = Tensor::f_eye_m(new, end, (Kind::Bool, self.shape.device))?;
-                let itself = itself.f_roll([self.length], [1])?.f_view([1, 1, new, end])?;
+                let itself = itself.f_roll([self.length], [1])?.f_narrow(1, first, end - first)?;
+                let itself = itself.f_view([1, 1, new, end - first])?;
                 Some(seen.f_logical_and(&causal()?)?.f_logical_or(&itself)?)
             }
-        })
+        };
+        Ok(Mask { window, first, visible })
     }
 
     /// Counts the tokens of a forward pass with [`KeyValueCache::extend`] as read.
@@ -186,6 +192,14 @@ impl KeyValueCache {
         }
         copy.length = self.length;
         Ok(copy)
+    }
+
+    /// Returns an empty cache of the same rows and capacity.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn emptied(&self) -> Result<Self> {
+        Self::new(self.shape, self.rows, self.capacity)
     }
 
     /// Removes `row`; the last row takes its number. Memory is freed when the cache is dropped.
@@ -229,17 +243,41 @@ impl KeyValueCache {
 pub struct Extension<'c> {
     cache: &'c KeyValueCache,
     new: i64,
-    mask: Option<Tensor>,
+    /// One for each window of the model's layers, built when a layer first needs it.
+    masks: RefCell<Vec<Mask>>,
     written: Cell<usize>,
 }
 
+/// What the new tokens attend to.
+#[derive(Debug)]
+struct Mask {
+    window: Option<i64>,
+    /// The first key of `visible`: no query attends to those before.
+    first: i64,
+    /// `[rows or 1, 1, new, length + new − first]`; `None` if plain causality applies, which the kernel handles itself.
+    visible: Option<Tensor>,
+}
+
 impl Extension<'_> {
+    /// Returns the number of tokens in each row after this pass, padding included.
+    pub fn end(&self) -> i64 {
+        self.cache.length + self.new
+    }
+
     /// Writes the keys and values `[rows, new, heads, head]` of `layer`, and computes attention of `q` `[rows, new, query
-    /// heads, head]` over all of the layer's tokens. Returns `[rows, new, query heads·head]`.
+    /// heads, head]` over the layer's tokens. Returns `[rows, new, query heads·head]`. Of the options, the scale, the window and the
+    /// cap apply.
     ///
     /// # Errors
     /// A layer that the cache does not have, shapes that do not match.
-    pub fn attend(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    pub fn attend(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
         let KeyValueCache { layers, length, rows, shape, .. } = self.cache;
         let Some(stored) = layers.get(layer) else {
             let reason = format!("layer {layer} of {}", layers.len());
@@ -256,8 +294,28 @@ impl Extension<'_> {
             stored.f_narrow(2, *length, self.new)?.f_copy_(&x.f_transpose(1, 2)?)?;
         }
         self.written.set(self.written.get() + 1);
-        let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, 0, length + self.new));
-        cached_attention(&q.f_to_kind(shape.kind)?, &k?, &v?, self.mask.as_ref())
+        let q = q.f_to_kind(shape.kind)?;
+        let end = self.end();
+        let window = options.window.filter(|&window| window < end);
+        let whole_rows = *length == 0 && self.cache.tokens.is_none() && options.softcap.is_none();
+        if window.is_some() && whole_rows {
+            // Chunks of the window instead of a mask of every pair.
+            let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, 0, end));
+            let o = over_window(&q.f_transpose(1, 2)?, &k?, &v?, options)?.f_transpose(1, 2)?;
+            return Ok(o.f_reshape([*rows, self.new, -1])?);
+        }
+        let mut masks = self.masks.borrow_mut();
+        let known = masks.iter().position(|mask| mask.window == window);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                masks.push(self.cache.mask(self.new, window)?);
+                masks.len() - 1
+            }
+        };
+        let Mask { first, visible, .. } = &masks[index];
+        let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, *first, end - first));
+        cached_attention(&q, &k?, &v?, visible.as_ref(), options)
     }
 
     /// Ends the pass. [`KeyValueCache::commit`] takes the result.

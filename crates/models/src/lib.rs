@@ -8,7 +8,7 @@
 //! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, which takes its own input as `memory` |
 //! | [`Gpt2Like`] | the model of the training assignment |
 //! | [`Gpt2`] | GPT-2 |
-//! | [`llama`] | Llama and Qwen2 |
+//! | [`llama`] | one decoder for Llama, Qwen2 and 3, Mistral, SmolLM3, Granite, OLMo 2, Gemma 2 and 3, Phi-3 |
 //! | [`generation`], [`key_value_cache`] | batched text generation, sampling, the KV cache |
 //! | [`hugging_face`] | loading and saving Hugging Face's model folders |
 //! | `hub` (feature `hub`) | downloads from the Hugging Face hub, through its cache |
@@ -71,4 +71,4 @@ pub use llama::{Llama, LlamaConfig};
 pub use loss_head::ProjectionHead;
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
-pub use swiglu::Swiglu;
+pub use swiglu::{Geglu, JointSwiglu, Swiglu};

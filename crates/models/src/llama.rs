@@ -1,16 +1,28 @@
-//! Llama (Touvron et al., arXiv:2302.13971) and Qwen2 (arXiv:2407.10671): pre-norm decoders with rotary embeddings.
+//! One decoder for the families of Llama (Touvron et al., arXiv:2302.13971): rotary embeddings, RMS norms, a gated MLP.
 //!
 //! ```text
-//! x = embed_tokens[tokens]
-//! n = rms(x)
-//! x = x + o_proj(attention(rotate(q_proj(n)), rotate(k_proj(n)), v_proj(n)))      in each of the blocks,
-//! x = x + down_proj(SiLU(gate_proj(rms(x))) ⊙ up_proj(rms(x)))
-//! logits = rms(x)·lm_headᵀ                                                         tied to the embedding or not
+//! x = e·embed_tokens[tokens]
+//! x = x + m·post(o_proj(attention(rotate(norm(q_proj(n))), rotate(norm(k_proj(n))), v_proj(n))))   n = pre(x); in each block,
+//! x = x + m·post(down_proj(f(gate_proj(n)) ⊙ up_proj(n)))                                          n = pre(x)
+//! logits = cap(rms(x)·lm_headᵀ/s)                                                       tied to the embedding or not
 //! ```
 //!
-//! The two differ in that Qwen2 has biases on queries, keys and values; [`LlamaConfig`] covers both. Norms, rotation and the
+//! | family | differs in |
+//! |---|---|
+//! | Llama, SmolLM2 | nothing: pre is an RMS norm, post and norm are nothing, f is SiLU, e = m = s = 1 |
+//! | Qwen2 (arXiv:2407.10671) | biases of queries, keys and values |
+//! | Qwen3 (arXiv:2505.09388) | norm is an RMS norm of each head, without biases |
+//! | Mistral (arXiv:2310.06825) | a sliding window |
+//! | SmolLM3 | layers that do not rotate |
+//! | Granite (IBM) | e, m, s and the scale of the scores |
+//! | OLMo 2 (arXiv:2501.00656) | post instead of pre; norm is an RMS norm of all heads together |
+//! | Gemma 3 (arXiv:2503.19786) | pre and post; norm of each head; norms multiply by 1 + w; e = √hidden; f is GELU; windows and frequencies by layer |
+//! | Gemma 2 (arXiv:2408.00118) | as Gemma 3 without norm, with caps of scores and logits |
+//! | Phi-3 (arXiv:2404.14219) | `qkv_proj` and `gate_up_proj`; a part of each head rotates; longrope |
+//!
+//! [`Family`] decides the structure and [`LlamaConfig`] the rest, as in Hugging Face's `config.json`. Norms, rotation and the
 //! gated product are fused passes of `runtime`. On the CPU and in flash attention, keys and values of grouped queries are never
-//! copied. So between forward and backward a block keeps, per token in elements: the outputs of both norms 2H, the rotated
+//! copied. So between forward and backward a block of Llama keeps, per token in elements: the outputs of both norms 2H, the rotated
 //! queries and keys with the values and the attention output 2(h + g)e, 3F of the MLP, and h + 2 numbers of softmax and norms.
 //! The residual stream itself is not kept.
 //!
@@ -32,15 +44,17 @@
 //! # Ok::<(), models::Error>(())
 //! ```
 
+mod attention;
 mod block;
 mod config;
+mod rotary;
 mod shapes;
 
-use runtime::fused::rope::RotaryTable;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
-pub use config::{Family, LlamaConfig};
+pub use config::{Family, LayerType, LlamaConfig, LongRope, NormPlacement, QueryKeyNorm};
+use rotary::Rotaries;
 
 use crate::embedding::Embedding;
 use crate::error::Result;
@@ -48,7 +62,9 @@ use crate::init::Init;
 use crate::key_value_cache::CacheShape;
 use crate::linear::Linear;
 use crate::loss_head::ProjectionHead;
-use crate::module::{Block, Context, Input, LanguageModel, LossHead, Module, Visitor, VisitorMut};
+use crate::module::{
+    Block, Context, Input, LanguageModel, LogitTransform, LossHead, Module, Visitor, VisitorMut,
+};
 use crate::norm::RmsNorm;
 
 /// The model. See the [module](self).
@@ -88,11 +104,14 @@ impl Llama {
         wrap: &mut dyn FnMut(usize, Box<dyn Block>) -> Result<Box<dyn Block>>,
     ) -> Result<Self> {
         config.check()?;
-        let &LlamaConfig { vocab_size, hidden_size, max_position_embeddings, .. } = config;
-        let rope = RotaryTable::new(config.head_dim, max_position_embeddings, &config.rope, options.1)?;
+        let &LlamaConfig { vocab_size, hidden_size, .. } = config;
+        let rope = Rotaries::new(config, options.1)?;
         let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
         let block = |layer| -> Result<Box<dyn Block>> {
-            wrap(layer, Box::new(LlamaBlock::new(config, rope.clone(), layer, init, options)?))
+            wrap(
+                layer,
+                Box::new(LlamaBlock::new(config, rope.of_layer(config, layer), layer, init, options)?),
+            )
         };
         let layers = (0..config.num_hidden_layers as usize).map(block).collect::<Result<_>>()?;
         let head = if config.tie_word_embeddings {
@@ -100,11 +119,13 @@ impl Llama {
         } else {
             Linear::with_init(hidden_size, vocab_size, None, init, options)?
         };
+        let transform =
+            LogitTransform { scale: 1.0 / config.logits_scaling, softcap: config.final_logit_softcapping };
         Ok(Self {
             embed_tokens,
             layers,
-            norm: RmsNorm::new(hidden_size, config.rms_norm_eps, options)?,
-            lm_head: Box::new(ProjectionHead::new(head)),
+            norm: config.norm(hidden_size, options)?,
+            lm_head: Box::new(ProjectionHead::with_transform(head, transform)),
             config: config.clone(),
         })
     }
@@ -112,6 +133,23 @@ impl Llama {
     /// The configuration.
     pub fn llama_config(&self) -> &LlamaConfig {
         &self.config
+    }
+}
+
+impl LlamaConfig {
+    /// Creates a norm of this width.
+    fn norm(&self, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
+        let offset = if self.family.is_gemma() { 1.0 } else { 0.0 };
+        RmsNorm::with_offset(width, self.rms_norm_eps, offset, options)
+    }
+
+    /// The factor of the embedding's rows of this dtype.
+    fn embedding_scale(&self, kind: Kind) -> f64 {
+        if !self.family.is_gemma() {
+            return self.embedding_multiplier;
+        }
+        let root = Tensor::from((self.hidden_size as f64).sqrt()).to_kind(kind).double_value(&[]);
+        root * self.embedding_multiplier
     }
 }
 
@@ -142,6 +180,10 @@ impl LanguageModel for Llama {
     fn hidden(&self, input: &Input<'_>) -> Result<Tensor> {
         let context = Context { positions: input.positions, ..input.context };
         let mut x = self.embed_tokens.forward(input.tokens)?;
+        let scale = self.config.embedding_scale(x.kind());
+        if scale != 1.0 {
+            x = x.f_mul_scalar(scale)?;
+        }
         for layer in &self.layers {
             x = layer.forward(&x, &context)?;
         }
@@ -153,7 +195,9 @@ impl LanguageModel for Llama {
     }
 
     fn config(&self) -> serde_json::Value {
-        serde_json::to_value(&self.config).unwrap_or_default()
+        // Fields that no computation depends on must not prevent a training from being resumed.
+        let config = LlamaConfig { other_fields: serde_json::Map::new(), ..self.config.clone() };
+        serde_json::to_value(config).unwrap_or_default()
     }
 
     fn vocabulary(&self) -> i64 {
@@ -170,6 +214,10 @@ impl LanguageModel for Llama {
             kind: weight.kind(),
             device: weight.device(),
         })
+    }
+
+    fn cache_limit(&self) -> Option<i64> {
+        self.config.long_rope.as_ref().map(|rope| rope.original_positions)
     }
 
     fn max_sequence(&self) -> i64 {

@@ -3,7 +3,9 @@
 use tch::{Kind, Reduction, Tensor};
 
 use crate::error::{Error, Result};
-use crate::module::{Context, IGNORE_INDEX, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut};
+use crate::module::{
+    Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut,
+};
 
 /// Computes all logits, then their cross-entropy, as every framework does: the baseline for better heads.
 ///
@@ -11,12 +13,18 @@ use crate::module::{Context, IGNORE_INDEX, LossHead, LossOutput, Module, Project
 #[derive(Debug)]
 pub struct ProjectionHead {
     projection: Box<dyn Projection>,
+    transform: LogitTransform,
 }
 
 impl ProjectionHead {
     /// Creates a head over this projection. Its parameters have the head's name.
     pub fn new(projection: impl Projection + 'static) -> Self {
-        Self { projection: Box::new(projection) }
+        Self::with_transform(projection, LogitTransform::default())
+    }
+
+    /// Creates a head that also transforms the projection's results.
+    pub fn with_transform(projection: impl Projection + 'static, transform: LogitTransform) -> Self {
+        Self { projection: Box::new(projection), transform }
     }
 }
 
@@ -32,7 +40,11 @@ impl Module for ProjectionHead {
 
 impl LossHead for ProjectionHead {
     fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        self.projection.forward(hidden_btd, context)
+        self.transform.apply(self.projection.forward(hidden_btd, context)?)
+    }
+
+    fn transform(&self) -> LogitTransform {
+        self.transform
     }
 
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput> {
@@ -43,6 +55,7 @@ impl LossHead for ProjectionHead {
         }
         let labels = labels_bt.f_reshape([-1])?;
         let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?, context)?;
+        let logits = self.transform.apply(logits)?;
         // Sums and exponentials in low precision are too inexact; every framework computes them in fp32.
         let logits = match logits.kind() {
             Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,

@@ -107,6 +107,10 @@ pub trait Mlp: Module {
 pub enum MlpFunction {
     /// (SiLU(x·Gᵀ + b) ⊙ (x·Uᵀ + b))·Dᵀ + b of the projections `gate_proj`, `up_proj` and `down_proj`.
     Swiglu,
+    /// The same with one projection `gate_up_proj`, whose rows are those of gate, then those of up, and `down_proj`.
+    JointSwiglu,
+    /// (GELU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ with the tanh approximation, of the projections of [`MlpFunction::Swiglu`].
+    Geglu,
     /// f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂.
     FeedForward {
         /// Names of the two projections.
@@ -146,6 +150,41 @@ pub trait LossHead: Module {
     /// # Errors
     /// Shapes that do not match, another dtype or device.
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput>;
+
+    /// What follows the output projection, for techniques that compute the same in another way.
+    fn transform(&self) -> LogitTransform {
+        LogitTransform::default()
+    }
+}
+
+/// logits = cap·tanh(scale·W·x/cap), or scale·W·x without a cap: Granite has a scale, Gemma 2 a cap.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LogitTransform {
+    /// Factor of the output projection's results.
+    pub scale: f64,
+    /// Limit of a logit's magnitude.
+    pub softcap: Option<f64>,
+}
+
+impl Default for LogitTransform {
+    /// Returns the identity.
+    fn default() -> Self {
+        Self { scale: 1.0, softcap: None }
+    }
+}
+
+impl LogitTransform {
+    /// Transforms the output projection's results, of any shape.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn apply(&self, products: Tensor) -> Result<Tensor> {
+        let scaled = if self.scale == 1.0 { products } else { products.f_mul_scalar(self.scale)? };
+        Ok(match self.softcap {
+            Some(cap) => scaled.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?,
+            None => scaled,
+        })
+    }
 }
 
 /// The label of a position without a token to predict; PyTorch's `ignore_index`.
@@ -180,6 +219,12 @@ pub trait LanguageModel: Module {
     /// The shape of its KV cache, if its blocks support [`Context::extension`]; with `None`, generation reads whole rows again for
     /// each token.
     fn cache_shape(&self) -> Option<CacheShape> {
+        None
+    }
+
+    /// The number of tokens of a row beyond which the keys of earlier tokens are others, so that a cache is read again when its rows
+    /// get longer: `longrope` has other frequencies for long rows. `None` for other models.
+    fn cache_limit(&self) -> Option<i64> {
         None
     }
 

@@ -59,13 +59,15 @@ impl LayerNorm {
     }
 }
 
-/// y = x/√(mean(x²) + eps) ⊙ w (Zhang & Sennrich 2019).
+/// y = x/√(mean(x²) + eps) ⊙ (w + offset) (Zhang & Sennrich 2019).
 #[derive(Debug)]
 pub struct RmsNorm {
     /// `[width]`.
     pub weight: Tensor,
     /// Added to the mean square.
     pub eps: f64,
+    /// Added to the weight, in fp32 at least: 0, or 1 in Gemma, whose weights are the distance from 1.
+    pub offset: f64,
 }
 
 impl RmsNorm {
@@ -74,8 +76,16 @@ impl RmsNorm {
     /// # Errors
     /// A width below 1.
     pub fn new(width: i64, eps: f64, options: (Kind, Device)) -> Result<Self> {
+        Self::with_offset(width, eps, 0.0, options)
+    }
+
+    /// Creates a norm with this offset and weights 1 − offset.
+    ///
+    /// # Errors
+    /// A width below 1.
+    pub fn with_offset(width: i64, eps: f64, offset: f64, options: (Kind, Device)) -> Result<Self> {
         positive("RMS norm", &[("width", width)])?;
-        Ok(Self { weight: Init::Constant(1.0).parameter(&[width], options)?, eps })
+        Ok(Self { weight: Init::Constant(1.0 - offset).parameter(&[width], options)?, eps, offset })
     }
 
     /// Normalises `[…, width]`.
@@ -84,7 +94,12 @@ impl RmsNorm {
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         check("RMS norm", x, &self.weight)?;
-        Ok(rms_norm(x, Some(&self.weight), options(x, self.eps))?)
+        if self.offset == 0.0 {
+            return Ok(rms_norm(x, Some(&self.weight), options(x, self.eps))?);
+        }
+        let wide = if self.weight.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let weight = self.weight.f_to_kind(wide)?.f_add_scalar(self.offset)?;
+        Ok(rms_norm(x, Some(&weight), options(x, self.eps))?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Recomputation of MLPs in a model of [`models`].
 //!
-//! [`install`] replaces the MLPs of a Llama, Qwen2 or GPT-2 by [`RecomputedMlp`]s with the same tensors and names, so state
+//! [`install`] replaces the MLPs of a SwiGLU model (Llama and most families, Phi-3's joint projection too) or GPT-2 by [`RecomputedMlp`]s with the same tensors and names, so state
 //! dicts, checkpoints, optimizer groups, freezing and offloading work as before. For a model of L layers, the memory between
 //! forward and backward decreases, per token, by L times the level's saving:
 //!
@@ -74,6 +74,7 @@ pub struct RecomputedMlp {
 #[derive(Debug)]
 enum Parts {
     Swiglu { gate: Linear, up: Linear, down: Linear },
+    JointSwiglu { gate_up: Linear, down: Linear },
     FeedForward { names: [&'static str; 2], up: Linear, down: Linear, activation: Activation },
 }
 
@@ -98,6 +99,18 @@ impl RecomputedMlp {
                 let options = (gate.weight.kind(), gate.weight.device());
                 check_tile(level, Sizes { tokens: 0, hidden, features }, options)?;
                 Parts::Swiglu { gate, up, down }
+            }
+            MlpFunction::JointSwiglu => {
+                let [gate_up, down] = linears(name, mlp, JOINT)?;
+                let (hidden, features) = down.weight.size2()?;
+                let options = (gate_up.weight.kind(), gate_up.weight.device());
+                check_tile(level, Sizes { tokens: 0, hidden, features }, options)?;
+                Parts::JointSwiglu { gate_up, down }
+            }
+            MlpFunction::Geglu => {
+                let reason = "has a GELU as its gate, and only SwiGLU's backward is written by hand; take an activation plan \
+                              (LayerPlan::RecomputeMlp) instead";
+                return Err(refuse(reason.to_owned()));
             }
             MlpFunction::FeedForward { names, activation, dropout } => {
                 if dropout > 0.0 {
@@ -126,6 +139,9 @@ impl RecomputedMlp {
         Ok(Self { parts, level })
     }
 }
+
+/// The projections of an MLP with one for gate and up.
+const JOINT: [&str; 2] = ["gate_up_proj", "down_proj"];
 
 /// Returns the projections of these names, if each is a weight with or without a bias and there is nothing else.
 fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Result<[Linear; N]> {
@@ -198,6 +214,10 @@ impl Module for RecomputedMlp {
                 visitor.part("up_proj", up);
                 visitor.part("down_proj", down);
             }
+            Parts::JointSwiglu { gate_up, down } => {
+                visitor.part(JOINT[0], gate_up);
+                visitor.part(JOINT[1], down);
+            }
             Parts::FeedForward { names, up, down, .. } => {
                 visitor.part(names[0], up);
                 visitor.part(names[1], down);
@@ -211,6 +231,10 @@ impl Module for RecomputedMlp {
                 visitor.part("gate_proj", gate)?;
                 visitor.part("up_proj", up)?;
                 visitor.part("down_proj", down)
+            }
+            Parts::JointSwiglu { gate_up, down } => {
+                visitor.part(JOINT[0], gate_up)?;
+                visitor.part(JOINT[1], down)
             }
             Parts::FeedForward { names, up, down, .. } => {
                 visitor.part(names[0], up)?;
@@ -233,6 +257,10 @@ impl Mlp for RecomputedMlp {
                     // Cast before it is transposed: the policy recognises the weight by its handle.
                     let [gate, up, down] = [columns(gate)?, columns(up)?, columns(down)?];
                     run_as_is(&x, Weights::Separate { gate: &gate, up: &up, down: &down }, self.level)
+                }
+                Parts::JointSwiglu { gate_up, down } => {
+                    let [gate_up, down] = [columns(gate_up)?, columns(down)?];
+                    run_as_is(&x, Weights::Fused { gate_up: &gate_up, down: &down }, self.level)
                 }
                 Parts::FeedForward { up, down, activation, .. } => {
                     let cast = |linear: &Linear| -> Result<Linear> {
@@ -258,6 +286,12 @@ impl RecomputedMlp {
         let linear = |x: &Tensor, of: &Linear| precision::linear(x, &of.weight, of.bias.as_ref());
         Ok(match &self.parts {
             Parts::Swiglu { gate, up, down } => linear(&silu_mul(&linear(x, gate)?, &linear(x, up)?)?, down)?,
+            Parts::JointSwiglu { gate_up, down } => {
+                let both = linear(x, gate_up)?;
+                let inner = both.size().last().copied().unwrap_or(0) / 2;
+                let [gate, up] = [both.f_narrow(-1, 0, inner)?, both.f_narrow(-1, inner, inner)?];
+                linear(&silu_mul(&gate, &up)?, down)?
+            }
             Parts::FeedForward { up, down, activation, .. } => {
                 linear(&activation.apply(&linear(x, up)?)?, down)?
             }

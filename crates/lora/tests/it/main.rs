@@ -4,6 +4,7 @@ mod bad_input;
 mod equivalence;
 mod example;
 mod fixtures_adapter;
+mod fixtures_families;
 mod fuzz_adapter;
 mod lifecycle;
 mod lora_memory;

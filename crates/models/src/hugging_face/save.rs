@@ -11,7 +11,6 @@ use tch::{Kind, Tensor};
 use super::{CONFIG, INDEX, SINGLE, tensor_name};
 use crate::error::{Error, Result};
 use crate::llama::Llama;
-use crate::module::LanguageModel;
 use crate::state_dict::{check_fit, state_dict};
 use crate::tensors_file::{self, dtype_name, file_error};
 
@@ -104,7 +103,7 @@ fn bytes(tensor: &Tensor) -> u64 {
 
 /// Returns the configuration with the fields that transformers also needs.
 fn config(model: &Llama, tensors: &[(String, Tensor)]) -> Value {
-    let mut config = model.config();
+    let mut config = serde_json::to_value(model.llama_config()).unwrap_or_default();
     config["architectures"] = json!([model.llama_config().family.architecture()]);
     let kinds: Vec<Kind> = tensors.iter().map(|(_, tensor)| tensor.kind()).collect();
     if let Some(first) = kinds.first().filter(|first| kinds.iter().all(|kind| kind == *first)) {

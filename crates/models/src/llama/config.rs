@@ -1,19 +1,27 @@
-//! The configuration of a Llama or Qwen2 model, as in `config.json`.
+//! The configuration of a decoder, as in `config.json`.
 
+mod family;
 mod file;
+mod layers;
+mod rope_file;
+mod window_file;
 
 use std::path::Path;
 
 use runtime::fused::rope::Frequencies;
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
+use serde_json::{Map, Value};
+
+pub use family::{Family, NormPlacement, QueryKeyNorm};
+pub use layers::{LayerType, LongRope};
 
 use crate::attention::AttentionPath;
 use crate::error::{Error, Result};
 use crate::strict_json;
 use file::HuggingFace;
 
-const WHAT: &str = "Llama or Qwen2";
+const WHAT: &str = "decoder";
 
 /// Maximum number of positions: beyond all published models (10 485 760, Llama 4 Scout).
 const MAX_POSITIONS: i64 = 1 << 24;
@@ -24,46 +32,15 @@ const MAX_HEADS: i64 = 1 << 16;
 /// Maximum vocabulary and width of a layer. Products of two, and their bytes, are far below 2⁶³.
 const MAX_SIZE: i64 = 1 << 28;
 
-/// The model family: `model_type`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Family {
-    /// Llama 1 to 3.
-    #[default]
-    Llama,
-    /// Qwen2 and Qwen2.5: biases on queries, keys and values.
-    Qwen2,
-}
-
-impl Family {
-    /// All families.
-    const ALL: [Self; 2] = [Self::Llama, Self::Qwen2];
-
-    /// The name in `model_type`.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Qwen2 => "qwen2",
-        }
-    }
-
-    /// The name in `architectures`.
-    pub fn architecture(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-        }
-    }
-}
-
 /// Sizes and options of a [`Llama`](super::Llama). Serde reads and writes Hugging Face's `config.json`
 /// (`serde_json::from_str`), in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's (`rope_parameters`);
-/// missing fields have transformers' defaults. Unsupported options (another activation, a sliding window, other scalings of the
-/// rotary embedding) are refused by name.
+/// missing fields have transformers' defaults, and fields that no computation depends on are kept for writing
+/// ([`LlamaConfig::other_fields`]). Unsupported options (another activation, other scalings of the rotary embedding) are refused by
+/// name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "HuggingFace", into = "HuggingFace")]
 pub struct LlamaConfig {
-    /// Llama or Qwen2.
+    /// The family.
     pub family: Family,
     /// Vocabulary size.
     pub vocab_size: i64,
@@ -87,16 +64,45 @@ pub struct LlamaConfig {
     pub rope: Frequencies,
     /// Whether the head shares the embedding's weights.
     pub tie_word_embeddings: bool,
-    /// Whether a Llama's four attention projections have biases. Qwen2 always has them on queries, keys and values.
+    /// Whether the four attention projections have biases. Qwen2 always has them on queries, keys and values; Mistral and Phi-3
+    /// never have any.
     pub attention_bias: bool,
-    /// Whether the three projections of a Llama's MLP have biases.
+    /// Whether the three projections of the MLP have biases, in Llama, SmolLM3 and Granite.
     pub mlp_bias: bool,
     /// Dropout probability of attention weights in training.
     pub attention_dropout: f64,
     /// Standard deviation of initial weights.
     pub initializer_range: f64,
+    /// Tokens that a token attends to in layers with a window, itself included.
+    pub sliding_window: Option<i64>,
+    /// The layers with a window; empty for all, if there is a window.
+    pub layer_types: Vec<LayerType>,
+    /// Whether each layer rotates queries and keys; empty if all do.
+    pub rotary_layers: Vec<bool>,
+    /// Frequencies of the layers with a window, if they have their own.
+    pub local_rope: Option<Frequencies>,
+    /// Factors of each frequency by the length of rows.
+    pub long_rope: Option<LongRope>,
+    /// Part of each head that rotates, its first columns.
+    pub partial_rotary_factor: f64,
+    /// Factor of the embedding's rows. A Gemma also multiplies by √hidden, rounded to the weights' dtype.
+    pub embedding_multiplier: f64,
+    /// Factor of the attention scores, instead of 1/√head.
+    pub attention_multiplier: Option<f64>,
+    /// s of a factor 1/√s of the attention scores, instead of 1/√head.
+    pub query_pre_attn_scalar: Option<f64>,
+    /// Factor of what attention and MLP add to the residual stream.
+    pub residual_multiplier: f64,
+    /// Divides the logits.
+    pub logits_scaling: f64,
+    /// c of c·tanh(s/c), to which attention scores are limited.
+    pub attn_logit_softcapping: Option<f64>,
+    /// The same of logits, after their division.
+    pub final_logit_softcapping: Option<f64>,
     /// How attention is computed. Not in the file.
     pub attention: AttentionPath,
+    /// The file's other fields, which are written again: tokens, versions, options of other programs.
+    pub other_fields: Map<String, Value>,
 }
 
 impl LlamaConfig {
@@ -120,7 +126,21 @@ impl LlamaConfig {
             mlp_bias: false,
             attention_dropout: 0.0,
             initializer_range: 0.02,
+            sliding_window: None,
+            layer_types: Vec::new(),
+            rotary_layers: Vec::new(),
+            local_rope: None,
+            long_rope: None,
+            partial_rotary_factor: 1.0,
+            embedding_multiplier: 1.0,
+            attention_multiplier: None,
+            query_pre_attn_scalar: None,
+            residual_multiplier: 1.0,
+            logits_scaling: 1.0,
+            attn_logit_softcapping: None,
+            final_logit_softcapping: None,
             attention: AttentionPath::Fused,
+            other_fields: Map::new(),
         }
     }
 
@@ -151,12 +171,12 @@ impl LlamaConfig {
 
     /// Whether queries, keys and values have biases.
     pub fn qkv_bias(&self) -> bool {
-        self.family == Family::Qwen2 || self.attention_bias
+        self.family == Family::Qwen2 || self.output_bias()
     }
 
     /// Whether the projection after attention has one.
     pub fn output_bias(&self) -> bool {
-        self.family == Family::Llama && self.attention_bias
+        self.family.reads_attention_bias() && self.attention_bias
     }
 
     /// Refuses invalid sizes and numbers outside their bounds, by the file's field names.
@@ -202,15 +222,19 @@ impl LlamaConfig {
             ("initializer_range", self.initializer_range, 0.0..=1e3),
             // From 1 on no pair rotates by more than 1 rad from one position to the next.
             ("rope_theta", self.rope.theta, 1.0..=1e18),
+            ("rope_theta", self.local_rope.map_or(1.0, |rope| rope.theta), 1.0..=1e18),
         ] {
             if !range.contains(&number) {
                 let (from, to) = range.into_inner();
                 return config(format!("`{name}` is {number:?}; expected a number from {from} to {to:?}"));
             }
         }
-        match self.rope.angles(self.head_dim) {
-            Err(cause) => config(format!("the scaling of the rotary embedding: {cause}")),
-            Ok(_) => Ok(()),
+        self.check_layers()?;
+        for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
+            if let Err(cause) = rope.angles(self.rotary_dim()) {
+                return config(format!("the scaling of the rotary embedding: {cause}"));
+            }
         }
+        Ok(())
     }
 }

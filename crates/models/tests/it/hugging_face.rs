@@ -9,7 +9,7 @@ use models::module::{Input, LanguageModel, Mlp, ModuleMapper, map_modules};
 use models::state_dict::state_dict;
 use models::{Init, Llama, LlamaConfig, Swiglu, tensors_file};
 use runtime::random::Generator;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 fn config() -> LlamaConfig {
@@ -159,7 +159,9 @@ fn irrelevant_fields_are_accepted() {
         let opened = Folder::open(folder.path()).unwrap();
         // The tensors' own dtype decides.
         assert_eq!(opened.kind().unwrap(), Kind::Float);
-        assert_eq!(opened.config(), &qwen2);
+        let read = opened.config();
+        assert_eq!(read.other_fields["max_window_layers"], 21, "they are written again");
+        assert_eq!(LlamaConfig { other_fields: Map::new(), ..read.clone() }, qwen2);
     }
     // A file with only `architectures` is recognised by that.
     let folder = folder(&qwen2, |folder| change_config(folder, "model_type", Value::Null));
@@ -218,19 +220,19 @@ fn an_incomplete_folder_is_refused() {
     refused(
         |folder| change_config(folder, "architectures", json!(["MixtralForCausalLM"])),
         expect![
-            "DIR/config.json: Llama or Qwen2: `architectures` names `MixtralForCausalLM`; expected one of LlamaForCausalLM and Qwen2ForCausalLM"
+            "DIR/config.json: decoder: `architectures` names `MixtralForCausalLM` (mixtures of experts are not supported); expected one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, Olmo2ForCausalLM, Gemma3ForCausalLM, Gemma2ForCausalLM, Phi3ForCausalLM"
         ],
     );
     refused(
         |folder| change_config(folder, "model_type", json!("mixtral")),
         expect![
-            "DIR/config.json: Llama or Qwen2: `model_type` is `mixtral`; expected one of llama and qwen2"
+            "DIR/config.json: decoder: `model_type` is `mixtral` (mixtures of experts are not supported); expected one of llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
         ],
     );
     refused(
         |folder| change_config(folder, "model_type", json!("qwen2")),
         expect![
-            "DIR/config.json: Llama or Qwen2: `model_type` is `qwen2`, but `architectures` names `LlamaForCausalLM`; they must agree"
+            "DIR/config.json: decoder: `model_type` is `qwen2`, but `architectures` names `LlamaForCausalLM`; they must agree"
         ],
     );
     refused(
@@ -238,7 +240,9 @@ fn an_incomplete_folder_is_refused() {
             change_config(folder, "model_type", Value::Null);
             change_config(folder, "architectures", Value::Null);
         },
-        expect!["DIR/config.json: Llama or Qwen2: `model_type` is missing; expected one of llama and qwen2"],
+        expect![
+            "DIR/config.json: decoder: `model_type` is missing; expected one of llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
+        ],
     );
     for kind in ["dynamic", "yarn"] {
         let folder = folder(&config(), |folder| {
@@ -247,7 +251,9 @@ fn an_incomplete_folder_is_refused() {
         });
         let error = Folder::open(folder.path()).unwrap_err().to_string();
         assert!(
-            error.contains(&format!("has the scaling `{kind}`; expected default, linear or llama3")),
+            error.contains(&format!(
+                "has the scaling `{kind}`; expected default, linear or llama3, or longrope of Phi-3"
+            )),
             "{error}"
         );
     }
@@ -287,7 +293,7 @@ fn mismatched_weights_are_listed() {
     refused(
         |folder| change_config(folder, "max_position_embeddings", json!(1_000_000_000_000_000i64)),
         expect![
-            "DIR/config.json: Llama or Qwen2: `max_position_embeddings` is 1000000000000000; expected at most 16777216"
+            "DIR/config.json: decoder: `max_position_embeddings` is 1000000000000000; expected at most 16777216"
         ],
     );
     refused(

@@ -1,4 +1,4 @@
-//! Llama and Qwen2: `config.json`, names of weights, and the separation of packed documents.
+//! The decoder: `config.json`, names of weights, and the separation of packed documents.
 
 use accounting::config as paper;
 use models::module::{
@@ -103,11 +103,14 @@ fn both_forms_of_config_json_are_read() {
 #[test]
 fn unsupported_configurations_are_refused_by_name() {
     let cases = [
-        (json!({ "model_type": "mamba" }), "`model_type` is `mamba`; expected one of llama and qwen2"),
+        (
+            json!({ "model_type": "mamba" }),
+            "`model_type` is `mamba` (state-space layers are not supported); expected one of llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3",
+        ),
         (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; expected silu"),
         (
             json!({ "rope_scaling": { "rope_type": "yarn", "factor": 4.0 } }),
-            "the rotary embedding has the scaling `yarn`; expected default, linear or llama3",
+            "the rotary embedding has the scaling `yarn`; expected default, linear or llama3, or longrope of Phi-3",
         ),
         (
             json!({ "rope_scaling": { "rope_type": "linear" } }),
@@ -115,8 +118,8 @@ fn unsupported_configurations_are_refused_by_name() {
         ),
         (
             json!({ "use_sliding_window": true }),
-            "attention has a sliding window, which is not computed here; set `use_sliding_window` to false if every layer \
-             attends in full",
+            "attention has a sliding window, which `llama` does not have; set `use_sliding_window` to false if every layer attends \
+             in full",
         ),
         (
             json!({ "num_key_value_heads": 4 }),
@@ -130,7 +133,7 @@ fn unsupported_configurations_are_refused_by_name() {
         (json!({ "attention_dropout": 1.0 }), "`attention_dropout` is 1; expected a probability in [0, 1)"),
     ];
     for (fields, expected) in cases {
-        assert_eq!(parse(&fields).unwrap_err(), format!("Llama or Qwen2: {expected}"));
+        assert_eq!(parse(&fields).unwrap_err(), format!("decoder: {expected}"));
     }
     let error = parse(&json!({ "hidden_size": "wide" })).unwrap_err();
     assert!(error.contains("invalid type: string \"wide\""), "{error}");
@@ -142,7 +145,7 @@ fn unsupported_configurations_are_refused_by_name() {
     let odd = Llama::new(&LlamaConfig { head_dim: 5, ..small() }, F32).unwrap_err().to_string();
     assert_eq!(
         odd,
-        "Llama or Qwen2: `head_dim` is 5; expected an even width, since its halves rotate with each other"
+        "decoder: `head_dim` is 5; expected an even width, since its halves rotate with each other"
     );
 }
 
@@ -164,13 +167,10 @@ fn extreme_numbers_are_refused_with_their_bound() {
         // With its own width, so that no other check fails first.
         let read = |value: Value| parse(&json!({ "head_dim": 4, name: value })).unwrap_err();
         for below in [0, -1, i64::MIN] {
-            assert_eq!(
-                read(json!(below)),
-                format!("Llama or Qwen2: `{name}` is {below}; expected at least 1")
-            );
+            assert_eq!(read(json!(below)), format!("decoder: `{name}` is {below}; expected at least 1"));
         }
         for beyond in [largest + 2, 1_000_000_000_000_000, i64::MAX] {
-            let expected = format!("Llama or Qwen2: `{name}` is {beyond}; expected at most {largest}");
+            let expected = format!("decoder: `{name}` is {beyond}; expected at most {largest}");
             assert_eq!(read(json!(beyond)), expected);
         }
         for other in
@@ -185,7 +185,7 @@ fn extreme_numbers_are_refused_with_their_bound() {
     {
         for value in [-1.0, -1e-300, 1e300] {
             let error = parse(&json!({ name: value })).unwrap_err();
-            let expected = format!("Llama or Qwen2: `{name}` is {value:?}; expected a number from {bounds}");
+            let expected = format!("decoder: `{name}` is {value:?}; expected a number from {bounds}");
             assert_eq!(error, expected);
         }
         assert!(parse(&json!({ name: "1" })).unwrap_err().starts_with(&format!("`{name}`: invalid type")));
@@ -193,7 +193,7 @@ fn extreme_numbers_are_refused_with_their_bound() {
     let dropout = |value: f64| parse(&json!({ "attention_dropout": value })).unwrap_err();
     for value in [-1e-9, 1.0, 1e300] {
         let expected = "; expected a probability in [0, 1)";
-        assert_eq!(dropout(value), format!("Llama or Qwen2: `attention_dropout` is {value}{expected}"));
+        assert_eq!(dropout(value), format!("decoder: `attention_dropout` is {value}{expected}"));
     }
     for (name, value, expected) in [
         (

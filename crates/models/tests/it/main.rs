@@ -1,7 +1,9 @@
 //! The tests of `models` that need only its public interface: one binary, a module per behaviour.
 
 mod attention;
+mod families_config;
 mod fixtures;
+mod fixtures_families;
 mod fixtures_generation;
 mod fixtures_llama;
 mod functional_call;
@@ -17,4 +19,5 @@ mod llama_shapes;
 mod parts;
 mod sharded;
 mod tensors_file;
+mod windowed_attention;
 mod writers;

@@ -1,9 +1,11 @@
 //! `config.json`, as written by transformers.
 
-use runtime::fused::rope::{Frequencies, Scaling};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use super::family::why_not;
+use super::rope_file::{self, Rope};
+use super::window_file::{rotary_layers, windows};
 use super::{Family, LlamaConfig, WHAT};
 use crate::attention::AttentionPath;
 use crate::error::{Error, Result};
@@ -31,7 +33,7 @@ named! {
     num_key_value_heads: Option<i64>,
     head_dim: Option<i64>,
     max_position_embeddings: Option<i64>,
-    rms_norm_eps: f64,
+    rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
     attention_dropout: f64,
     initializer_range: f64,
@@ -51,7 +53,7 @@ pub(super) struct HuggingFace {
     #[serde(deserialize_with = "named::intermediate_size")]
     intermediate_size: i64,
     #[serde(deserialize_with = "named::num_hidden_layers")]
-    num_hidden_layers: i64,
+    pub(super) num_hidden_layers: i64,
     #[serde(deserialize_with = "named::num_attention_heads")]
     num_attention_heads: i64,
     #[serde(default, deserialize_with = "named::num_key_value_heads")]
@@ -60,16 +62,16 @@ pub(super) struct HuggingFace {
     head_dim: Option<i64>,
     #[serde(default, deserialize_with = "named::max_position_embeddings")]
     max_position_embeddings: Option<i64>,
-    #[serde(default = "eps", deserialize_with = "named::rms_norm_eps")]
-    rms_norm_eps: f64,
+    #[serde(default, deserialize_with = "named::rms_norm_eps")]
+    rms_norm_eps: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    rope_parameters: Option<Rope>,
+    pub(super) rope_parameters: Option<Rope>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    rope_scaling: Option<Rope>,
+    pub(super) rope_scaling: Option<Rope>,
     #[serde(default, deserialize_with = "named::rope_theta", skip_serializing_if = "Option::is_none")]
-    rope_theta: Option<f64>,
+    pub(super) rope_theta: Option<f64>,
     #[serde(default)]
-    tie_word_embeddings: bool,
+    tie_word_embeddings: Option<bool>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attention_bias: Option<bool>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -78,95 +80,76 @@ pub(super) struct HuggingFace {
     attention_dropout: f64,
     #[serde(default = "initializer_range", deserialize_with = "named::initializer_range")]
     initializer_range: f64,
-    #[serde(default = "silu")]
-    hidden_act: String,
-    #[serde(default, skip_serializing)]
-    use_sliding_window: bool,
-    #[serde(default, skip_serializing)]
-    layer_types: Option<Vec<String>>,
-}
-
-fn eps() -> f64 {
-    1e-6
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    hidden_act: Option<String>,
+    /// Fields of some families, and those that do not affect the computation.
+    #[serde(flatten)]
+    pub(super) other: Map<String, Value>,
 }
 
 fn initializer_range() -> f64 {
     0.02
 }
 
-fn silu() -> String {
-    "silu".to_owned()
-}
+const SILU: &str = "silu";
+const GELU_TANH: &str = "gelu_pytorch_tanh";
 
-/// `rope_parameters`, or `rope_scaling` in older files, where `rope_type` may be called `type`.
-#[derive(Clone, Serialize, Deserialize)]
-struct Rope {
-    #[serde(default, alias = "type", skip_serializing_if = "Option::is_none")]
-    rope_type: Option<String>,
-    #[serde(flatten)]
-    numbers: serde_json::Map<String, Value>,
-}
-
-impl Rope {
-    /// An optional number.
-    fn optional(&self, name: &str) -> Result<Option<f64>> {
-        match self.numbers.get(name) {
+impl HuggingFace {
+    /// Removes a field and returns its value; `None` for null and for a field that is missing.
+    pub(super) fn take<T: serde::de::DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>> {
+        match self.other.shift_remove(name) {
             None | Some(Value::Null) => Ok(None),
-            Some(value) => value.as_f64().map(Some).ok_or_else(|| {
-                refuse(format!("`{name}` of the rotary embedding is {value}; expected a number"))
-            }),
+            Some(value) => {
+                serde_json::from_value(value).map(Some).map_err(|cause| refuse(format!("`{name}`: {cause}")))
+            }
         }
     }
 
-    fn number(&self, name: &str) -> Result<f64> {
-        self.optional(name)?
-            .ok_or_else(|| refuse(format!("the scaling of the rotary embedding needs the number `{name}`")))
+    /// Returns a field's value; `None` for null and for a field that is missing.
+    pub(super) fn get<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+        match self.other.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => serde_json::from_value(value.clone())
+                .map(Some)
+                .map_err(|cause| refuse(format!("`{name}`: {cause}"))),
+        }
     }
 
-    fn scaling(&self, positions: i64) -> Result<Scaling> {
-        match self.rope_type.as_deref().unwrap_or("default") {
-            "default" => Ok(Scaling::None),
-            "linear" => Ok(Scaling::Linear { factor: self.number("factor")? }),
-            "llama3" => Ok(Scaling::Llama3 {
-                factor: self.number("factor")?,
-                low_freq_factor: self.number("low_freq_factor")?,
-                high_freq_factor: self.number("high_freq_factor")?,
-                original_positions: self
-                    .optional("original_max_position_embeddings")?
-                    .unwrap_or(positions as f64),
-            }),
-            other => Err(refuse(format!(
-                "the rotary embedding has the scaling `{other}`; expected default, linear or llama3"
-            ))),
-        }
+    /// Removes a number.
+    pub(super) fn take_number(&mut self, name: &str) -> Result<Option<f64>> {
+        self.take(name)
     }
 }
 
-fn refuse(reason: String) -> Error {
+/// A number as transformers writes it where it expects an integer.
+pub(super) fn whole(number: f64) -> Value {
+    const EXACT: f64 = 9_007_199_254_740_992.0;
+    if number.fract() == 0.0 && number.abs() < EXACT { json!(number as i64) } else { json!(number) }
+}
+
+pub(super) fn refuse(reason: String) -> Error {
     Error::Config { what: WHAT, reason }
 }
 
 /// The family of the file: from `model_type`, or else from `architectures`. Heads other than a language model's are refused.
 fn family(file: &HuggingFace) -> Result<Family> {
-    let known = |name: fn(Family) -> &'static str| Family::ALL.map(name).join(" and ");
+    let known = |name: fn(Family) -> &'static str| Family::ALL.map(name).join(", ");
+    let unknown = |field: &str, found: &str, name: fn(Family) -> &'static str| {
+        let why = why_not(found).map(|why| format!(" ({why})")).unwrap_or_default();
+        refuse(format!("{field} `{found}`{why}; expected one of {}", known(name)))
+    };
     let architecture = file.architectures.as_ref().and_then(|names| names.first());
     let by_architecture = architecture.map(|found| {
-        Family::ALL.into_iter().find(|family| family.architecture() == found).ok_or_else(|| {
-            refuse(format!(
-                "`architectures` names `{found}`; expected one of {}",
-                known(Family::architecture)
-            ))
-        })
+        let mut all = Family::ALL.into_iter();
+        all.find(|family| family.architecture() == found)
+            .ok_or_else(|| unknown("`architectures` names", found, Family::architecture))
     });
     match &file.model_type {
         Some(found) => {
-            let family =
-                Family::ALL.into_iter().find(|family| family.model_type() == found).ok_or_else(|| {
-                    refuse(format!(
-                        "`model_type` is `{found}`; expected one of {}",
-                        known(Family::model_type)
-                    ))
-                })?;
+            let mut all = Family::ALL.into_iter();
+            let family = all
+                .find(|family| family.model_type() == found)
+                .ok_or_else(|| unknown("`model_type` is", found, Family::model_type))?;
             match by_architecture.transpose()? {
                 Some(other) if other != family => Err(refuse(format!(
                     "`model_type` is `{found}`, but `architectures` names `{}`; they must agree",
@@ -181,33 +164,75 @@ fn family(file: &HuggingFace) -> Result<Family> {
     }
 }
 
+/// Checks the activation of the MLP's gate, which the family decides.
+fn check_activation(file: &mut HuggingFace, family: Family) -> Result<()> {
+    let (field, expected) =
+        if family.is_gemma() { ("hidden_activation", GELU_TANH) } else { ("hidden_act", SILU) };
+    let own: Option<String> = if family.is_gemma() { file.take(field)? } else { None };
+    match own.or(file.hidden_act.take()) {
+        Some(found) if found != expected => {
+            Err(refuse(format!("`{field}` is `{found}`; expected {expected}")))
+        }
+        _ => Ok(()),
+    }
+}
+
 impl TryFrom<HuggingFace> for LlamaConfig {
     type Error = Error;
 
-    fn try_from(file: HuggingFace) -> Result<Self> {
+    fn try_from(mut file: HuggingFace) -> Result<Self> {
         let family = family(&file)?;
-        if file.hidden_act != "silu" {
-            return Err(refuse(format!("`hidden_act` is `{}`; expected silu", file.hidden_act)));
+        let defaults = family.defaults();
+        // Whoever writes the file says these anew.
+        for name in ["dtype", "torch_dtype", "transformers_version"] {
+            file.other.shift_remove(name);
         }
-        let windowed = |layers: &Vec<String>| layers.iter().any(|layer| layer != "full_attention");
-        if file.use_sliding_window || file.layer_types.as_ref().is_some_and(windowed) {
-            return Err(refuse(
-                "attention has a sliding window, which is not computed here; set `use_sliding_window` to false if every \
-                 layer attends in full"
-                    .to_owned(),
-            ));
+        check_activation(&mut file, family)?;
+        let (sliding_window, layer_types) = windows(&mut file, family)?;
+        let rotary_layers = if family == Family::SmolLm3 {
+            let layers = rotary_layers(&file)?;
+            file.other.shift_remove("no_rope_layers");
+            layers
+        } else {
+            Vec::new()
+        };
+        if family == Family::Phi3 {
+            for name in ["resid_pdrop", "embd_pdrop"] {
+                if let Some(rate) =
+                    file.other.get(name).filter(|rate| rate.as_f64().is_none_or(|rate| rate != 0.0))
+                {
+                    return Err(refuse(format!(
+                        "`{name}` is {rate}; expected 0, since only attention has dropout"
+                    )));
+                }
+            }
         }
-        let llama = family == Family::Llama;
-        let positions = file.max_position_embeddings.unwrap_or(if llama { 2048 } else { 32768 });
-        let rope = file.rope_parameters.as_ref().or(file.rope_scaling.as_ref());
-        let theta = rope.map_or(Ok(None), |rope| rope.optional("rope_theta"))?;
-        let scaling = rope.map_or(Ok(Scaling::None), |rope| rope.scaling(positions))?;
+        let positions = file.max_position_embeddings.unwrap_or(defaults.positions);
+        let rope = rope_file::read(&mut file, family, positions)?;
         let (hidden, heads) = (file.hidden_size, file.num_attention_heads);
-        if file.head_dim.is_none() && heads > 0 && hidden.checked_rem(heads) != Some(0) {
+        let head_dim = file.head_dim.or(defaults.head_dim);
+        if head_dim.is_none() && heads > 0 && hidden.checked_rem(heads) != Some(0) {
             return Err(refuse(format!(
                 "`num_attention_heads` {heads} does not divide `hidden_size` {hidden}; take a divisor, or give `head_dim`"
             )));
         }
+        let granite = family == Family::Granite;
+        let gemma = family.is_gemma();
+        let mut number = |name: &str, is_read: bool| if is_read { file.take_number(name) } else { Ok(None) };
+        let embedding_multiplier = number("embedding_multiplier", granite)?.unwrap_or(1.0);
+        let attention_multiplier = number("attention_multiplier", granite)?.or(granite.then_some(1.0));
+        let residual_multiplier = number("residual_multiplier", granite)?.unwrap_or(1.0);
+        let logits_scaling = number("logits_scaling", granite)?.unwrap_or(1.0);
+        let query_pre_attn_scalar = number("query_pre_attn_scalar", gemma)?.or(gemma.then_some(256.0));
+        // Gemma 2 has caps unless the file says null.
+        let of_gemma2 = |file: &HuggingFace, name: &str, value| {
+            (family == Family::Gemma2 && !file.other.contains_key(name)).then_some(value)
+        };
+        let caps = [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)];
+        let caps = caps.map(|(name, value)| of_gemma2(&file, name, value));
+        let attn_cap =
+            if family == Family::Gemma2 { file.take_number("attn_logit_softcapping")? } else { None };
+        let final_cap = if gemma { file.take_number("final_logit_softcapping")? } else { None };
         let config = Self {
             family,
             vocab_size: file.vocab_size,
@@ -216,16 +241,30 @@ impl TryFrom<HuggingFace> for LlamaConfig {
             num_hidden_layers: file.num_hidden_layers,
             num_attention_heads: file.num_attention_heads,
             num_key_value_heads: file.num_key_value_heads.unwrap_or(file.num_attention_heads),
-            head_dim: file.head_dim.unwrap_or(hidden / heads.max(1)),
+            head_dim: head_dim.unwrap_or(hidden / heads.max(1)),
             max_position_embeddings: positions,
-            rms_norm_eps: file.rms_norm_eps,
-            rope: Frequencies { theta: theta.or(file.rope_theta).unwrap_or(10_000.0), scaling },
-            tie_word_embeddings: file.tie_word_embeddings,
-            attention_bias: llama && file.attention_bias.unwrap_or(false),
-            mlp_bias: llama && file.mlp_bias.unwrap_or(false),
+            rms_norm_eps: file.rms_norm_eps.unwrap_or(defaults.eps),
+            rope: rope.rope,
+            tie_word_embeddings: file.tie_word_embeddings.unwrap_or(defaults.tied),
+            attention_bias: family.reads_attention_bias() && file.attention_bias.unwrap_or(false),
+            mlp_bias: family.reads_mlp_bias() && file.mlp_bias.unwrap_or(false),
             attention_dropout: file.attention_dropout,
             initializer_range: file.initializer_range,
+            sliding_window,
+            layer_types,
+            rotary_layers,
+            local_rope: rope.local,
+            long_rope: rope.long,
+            partial_rotary_factor: rope.partial,
+            embedding_multiplier,
+            attention_multiplier,
+            query_pre_attn_scalar,
+            residual_multiplier,
+            logits_scaling,
+            attn_logit_softcapping: attn_cap.or(caps[0]),
+            final_logit_softcapping: final_cap.or(caps[1]),
             attention: AttentionPath::default(),
+            other_fields: file.other,
         };
         config.check()?;
         Ok(config)
@@ -234,25 +273,49 @@ impl TryFrom<HuggingFace> for LlamaConfig {
 
 impl From<LlamaConfig> for HuggingFace {
     fn from(config: LlamaConfig) -> Self {
-        let theta = config.rope.theta;
-        let (kind, mut numbers) = match config.rope.scaling {
-            Scaling::None => ("default", json!({})),
-            Scaling::Linear { factor } => ("linear", json!({ "factor": factor })),
-            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => (
-                "llama3",
-                json!({
-                    "factor": factor,
-                    "low_freq_factor": low_freq_factor,
-                    "high_freq_factor": high_freq_factor,
-                    "original_max_position_embeddings": original_positions,
-                }),
-            ),
+        let family = config.family;
+        let mut other = config.other_fields.clone();
+        let rope = rope_file::write(&config, &mut other);
+        let mut put = |name: &str, value: Value| {
+            other.insert(name.to_owned(), value);
         };
-        numbers["rope_theta"] = json!(theta);
-        let numbers = numbers.as_object().cloned().unwrap_or_default();
-        let llama = config.family == Family::Llama;
+        let types = |config: &LlamaConfig| -> Vec<&str> {
+            config.layer_types.iter().map(|layer| layer.name()).collect()
+        };
+        if family.windows_are_optional() && config.sliding_window.is_some() {
+            put("use_sliding_window", json!(true));
+        }
+        let always = family.has_windows() && !family.windows_are_optional();
+        if config.sliding_window.is_some() || always {
+            put("sliding_window", json!(config.sliding_window));
+        }
+        if !config.layer_types.is_empty() {
+            put("layer_types", json!(types(&config)));
+        }
+        if family == Family::SmolLm3 {
+            let all = vec![true; usize::try_from(config.num_hidden_layers).unwrap_or(0)];
+            let rotates = if config.rotary_layers.is_empty() { &all } else { &config.rotary_layers };
+            put(
+                "no_rope_layers",
+                json!(rotates.iter().map(|&rotates| i64::from(rotates)).collect::<Vec<_>>()),
+            );
+        }
+        if family == Family::Granite {
+            put("embedding_multiplier", json!(config.embedding_multiplier));
+            put("attention_multiplier", json!(config.attention_scale().unwrap_or(1.0)));
+            put("residual_multiplier", json!(config.residual_multiplier));
+            put("logits_scaling", json!(config.logits_scaling));
+        }
+        if family.is_gemma() {
+            put("hidden_activation", json!(GELU_TANH));
+            put("query_pre_attn_scalar", whole(config.query_pre_attn_scalar.unwrap_or(256.0)));
+            put("final_logit_softcapping", json!(config.final_logit_softcapping));
+        }
+        if family == Family::Gemma2 {
+            put("attn_logit_softcapping", json!(config.attn_logit_softcapping));
+        }
         Self {
-            model_type: Some(config.family.model_type().to_owned()),
+            model_type: Some(family.model_type().to_owned()),
             architectures: None,
             vocab_size: config.vocab_size,
             hidden_size: config.hidden_size,
@@ -262,18 +325,17 @@ impl From<LlamaConfig> for HuggingFace {
             num_key_value_heads: Some(config.num_key_value_heads),
             head_dim: Some(config.head_dim),
             max_position_embeddings: Some(config.max_position_embeddings),
-            rms_norm_eps: config.rms_norm_eps,
-            rope_parameters: Some(Rope { rope_type: Some(kind.to_owned()), numbers }),
+            rms_norm_eps: Some(config.rms_norm_eps),
+            rope_parameters: Some(rope),
             rope_scaling: None,
             rope_theta: None,
-            tie_word_embeddings: config.tie_word_embeddings,
-            attention_bias: llama.then_some(config.attention_bias),
-            mlp_bias: llama.then_some(config.mlp_bias),
+            tie_word_embeddings: Some(config.tie_word_embeddings),
+            attention_bias: family.reads_attention_bias().then_some(config.attention_bias),
+            mlp_bias: family.reads_mlp_bias().then_some(config.mlp_bias),
             attention_dropout: config.attention_dropout,
             initializer_range: config.initializer_range,
-            hidden_act: silu(),
-            use_sliding_window: false,
-            layer_types: None,
+            hidden_act: (!family.is_gemma()).then(|| SILU.to_owned()),
+            other,
         }
     }
 }

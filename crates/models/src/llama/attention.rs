@@ -1,0 +1,165 @@
+//! A block's attention: projections, norms of queries and keys, rotation, attention within the window.
+
+use tch::{Device, Kind, Tensor};
+
+use super::rotary::Rotary;
+use super::{LlamaConfig, QueryKeyNorm};
+use crate::attention::{AttentionOptions, attention};
+use crate::error::{Error, Result};
+use crate::init::Init;
+use crate::linear::Linear;
+use crate::module::{Attention, Context, Module, Projection, Visitor, VisitorMut};
+use crate::norm::RmsNorm;
+
+#[derive(Debug)]
+pub(super) struct SelfAttention {
+    projections: Projections,
+    o_proj: Box<dyn Projection>,
+    /// Norms of queries and keys, and whether they cover all heads of a token.
+    norms: Option<([RmsNorm; 2], bool)>,
+    rope: Option<Rotary>,
+    /// The layer's index in the cache.
+    layer: usize,
+    head: i64,
+    options: AttentionOptions,
+}
+
+/// The projections to queries, keys and values.
+#[derive(Debug)]
+enum Projections {
+    Separate {
+        q: Box<dyn Projection>,
+        k: Box<dyn Projection>,
+        v: Box<dyn Projection>,
+    },
+    /// One, with the widths of queries and of keys.
+    Joint {
+        qkv: Box<dyn Projection>,
+        widths: [i64; 2],
+    },
+}
+
+impl SelfAttention {
+    pub(super) fn new(
+        config: &LlamaConfig,
+        rope: Option<Rotary>,
+        layer: usize,
+        init: Init,
+        options: (Kind, Device),
+    ) -> Result<Self> {
+        let linear = |from, to, bias: bool| -> Result<Box<dyn Projection>> {
+            let bias = bias.then_some(Init::Constant(0.0));
+            Ok(Box::new(Linear::with_init(from, to, bias, init, options)?))
+        };
+        let (hidden, head) = (config.hidden_size, config.head_dim);
+        let of_queries = config.num_attention_heads * head;
+        let of_keys = config.num_key_value_heads * head;
+        let projections = if config.family.has_joint_projections() {
+            let qkv = linear(hidden, of_queries + 2 * of_keys, false)?;
+            Projections::Joint { qkv, widths: [of_queries, of_keys] }
+        } else {
+            Projections::Separate {
+                q: linear(hidden, of_queries, config.qkv_bias())?,
+                k: linear(hidden, of_keys, config.qkv_bias())?,
+                v: linear(hidden, of_keys, config.qkv_bias())?,
+            }
+        };
+        let o_proj = linear(of_queries, hidden, config.output_bias())?;
+        let norms = |widths: [i64; 2], whole: bool| -> Result<_> {
+            Ok(Some(([config.norm(widths[0], options)?, config.norm(widths[1], options)?], whole)))
+        };
+        let norms = match config.family.query_key_norm() {
+            QueryKeyNorm::None => None,
+            QueryKeyNorm::PerHead => norms([head; 2], false)?,
+            QueryKeyNorm::Whole => norms([of_queries, of_keys], true)?,
+        };
+        let options = AttentionOptions {
+            path: config.attention,
+            dropout: config.attention_dropout,
+            scale: config.attention_scale(),
+            window: config.window(layer),
+            softcap: config.attn_logit_softcapping,
+        };
+        Ok(Self { projections, o_proj, norms, rope, layer, head, options })
+    }
+
+    /// Queries, keys and values, `[b, t, width]`.
+    fn project(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<[Tensor; 3]> {
+        match &self.projections {
+            Projections::Separate { q, k, v } => {
+                Ok([q.forward(x_btd, context)?, k.forward(x_btd, context)?, v.forward(x_btd, context)?])
+            }
+            Projections::Joint { qkv, widths: [of_queries, of_keys] } => {
+                let joint = qkv.forward(x_btd, context)?;
+                let parts = joint.f_split_with_sizes([*of_queries, *of_keys, *of_keys], -1)?;
+                parts.try_into().map_err(|_| {
+                    let reason = "expected queries, keys and values".to_owned();
+                    Error::Config { what: "attention", reason }
+                })
+            }
+        }
+    }
+}
+
+impl Attention for SelfAttention {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        // [b, t, heads·head] to [b, t, heads, head]; the projection's width decides the number of heads.
+        let heads = |joint: &Tensor| -> Result<Tensor> {
+            let (batch, sequence, width) = joint.size3()?;
+            Ok(joint.f_view([batch, sequence, width / self.head, self.head])?)
+        };
+        let [q, k, v] = self.project(x_btd, context)?;
+        let (q, k) = match &self.norms {
+            None => (heads(&q)?, heads(&k)?),
+            Some((norms, true)) => (heads(&norms[0].forward(&q)?)?, heads(&norms[1].forward(&k)?)?),
+            Some((norms, false)) => (norms[0].forward(&heads(&q)?)?, norms[1].forward(&heads(&k)?)?),
+        };
+        let (q, k) = match &self.rope {
+            Some(rope) => rope.rotate(&q, &k, context)?,
+            None => (q, k),
+        };
+        let v = heads(&v)?;
+        let dropout = if context.training { self.options.dropout } else { 0.0 };
+        let options = AttentionOptions { dropout, ..self.options };
+        let attended = match context.extension {
+            Some(extension) => extension.attend(self.layer, &q, &k, &v, &options)?,
+            None => attention(&q, &k, &v, context.documents, &options)?,
+        };
+        self.o_proj.forward(&attended, context)
+    }
+}
+
+impl Module for SelfAttention {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        match &self.projections {
+            Projections::Separate { q, k, v } => {
+                visitor.part("q_proj", &**q);
+                visitor.part("k_proj", &**k);
+                visitor.part("v_proj", &**v);
+            }
+            Projections::Joint { qkv, .. } => visitor.part("qkv_proj", &**qkv),
+        }
+        visitor.part("o_proj", &*self.o_proj);
+        if let Some(([q_norm, k_norm], _)) = &self.norms {
+            visitor.part("q_norm", q_norm);
+            visitor.part("k_norm", k_norm);
+        }
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        match &mut self.projections {
+            Projections::Separate { q, k, v } => {
+                visitor.projection("q_proj", q)?;
+                visitor.projection("k_proj", k)?;
+                visitor.projection("v_proj", v)?;
+            }
+            Projections::Joint { qkv, .. } => visitor.projection("qkv_proj", qkv)?,
+        }
+        visitor.projection("o_proj", &mut self.o_proj)?;
+        if let Some(([q_norm, k_norm], _)) = &mut self.norms {
+            visitor.part("q_norm", q_norm)?;
+            visitor.part("k_norm", k_norm)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,106 @@
+//! Windows and layers without rotation in `config.json`: `sliding_window`, `layer_types`, `no_rope_layers`, and the rules by which
+//! older files imply them.
+
+use serde_json::Value;
+
+use super::file::{HuggingFace, refuse};
+use super::{Family, LayerType, MAX_LAYERS};
+use crate::error::Result;
+
+/// The window, and which layers have it.
+pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<i64>, Vec<LayerType>)> {
+    if file.get::<bool>("use_bidirectional_attention")? == Some(true) {
+        return Err(refuse("`use_bidirectional_attention` is true; expected causal attention".to_owned()));
+    }
+    let names: Option<Vec<String>> = file.take("layer_types")?;
+    let types: Option<Vec<LayerType>> =
+        names.map(|names| names.iter().map(|name| LayerType::of_name(name)).collect()).transpose()?;
+    let listed = types.as_ref().is_some_and(|types| types.contains(&LayerType::Sliding));
+    let wanted = file.get::<bool>("use_sliding_window")? == Some(true);
+    if !family.has_windows() && (listed || wanted) {
+        return Err(refuse(format!(
+            "attention has a sliding window, which `{}` does not have; set `use_sliding_window` to false if every layer attends \
+             in full",
+            family.model_type()
+        )));
+    }
+    if !family.has_windows() || family.windows_are_optional() && !wanted {
+        if listed {
+            return Err(refuse(
+                "`layer_types` has sliding_attention layers, but `use_sliding_window` is not true; they must agree"
+                    .to_owned(),
+            ));
+        }
+        return Ok((None, types.unwrap_or_default()));
+    }
+    if family.windows_are_optional() {
+        file.other.shift_remove("use_sliding_window");
+    }
+    let named = file.other.contains_key("sliding_window");
+    let window = file.take("sliding_window")?;
+    let window = if named { window } else { family.defaults().window };
+    match types {
+        // transformers computes windows in all layers of these two, whatever the list says.
+        Some(types)
+            if matches!(family, Family::Mistral | Family::Phi3)
+                && window.is_some()
+                && types.contains(&LayerType::Full) =>
+        {
+            Err(refuse(format!(
+                "`layer_types` has full_attention layers, but every layer of `{}` has the `sliding_window`; leave one of them out",
+                family.model_type()
+            )))
+        }
+        Some(types) => Ok((window, types)),
+        None if window.is_none() => Ok((None, Vec::new())),
+        None => Ok((window, layers_by_rule(file, family)?)),
+    }
+}
+
+/// The layers with a window, where the file has no list of them.
+fn layers_by_rule(file: &HuggingFace, family: Family) -> Result<Vec<LayerType>> {
+    let layers = usize::try_from(file.num_hidden_layers.min(MAX_LAYERS)).unwrap_or(0);
+    let sliding = |rule: &dyn Fn(usize) -> bool| {
+        (0..layers).map(|layer| if rule(layer) { LayerType::Sliding } else { LayerType::Full }).collect()
+    };
+    Ok(match family {
+        Family::Gemma2 => sliding(&|layer| layer % 2 == 0),
+        Family::Gemma3 => {
+            let own: Option<usize> = file.get("_sliding_window_pattern")?;
+            let every = own.or(file.get("sliding_window_pattern")?).unwrap_or(6).max(1);
+            sliding(&|layer| (layer + 1) % every != 0)
+        }
+        Family::SmolLm3 => {
+            let rotates = rotary_layers(file)?;
+            sliding(&|layer| rotates.get(layer) == Some(&false))
+        }
+        Family::Qwen2 | Family::Qwen3 => {
+            let first: usize = file.get("max_window_layers")?.unwrap_or(28);
+            sliding(&|layer| layer >= first)
+        }
+        _ => Vec::new(),
+    })
+}
+
+/// Which layers of a SmolLM3 rotate queries and keys.
+pub(super) fn rotary_layers(file: &HuggingFace) -> Result<Vec<bool>> {
+    let wrong = |name: &str, value: &Value, expected: &str| {
+        Err(refuse(format!("`{name}` is {value}; expected {expected}")))
+    };
+    match file.other.get("no_rope_layers") {
+        None | Some(Value::Null) => {}
+        Some(Value::Array(list)) if list.iter().all(|entry| matches!(entry.as_i64(), Some(0 | 1))) => {
+            return Ok(list.iter().map(|entry| entry.as_i64() == Some(1)).collect());
+        }
+        Some(value) => return wrong("no_rope_layers", value, "a list of 1 (rotates) and 0 for each layer"),
+    }
+    let interval = match file.other.get("no_rope_layer_interval") {
+        None | Some(Value::Null) => 4,
+        Some(value) => match value.as_i64() {
+            Some(interval) if interval >= 1 => interval,
+            _ => return wrong("no_rope_layer_interval", value, "a whole number of at least 1"),
+        },
+    };
+    let layers = file.num_hidden_layers.clamp(0, MAX_LAYERS);
+    Ok((0..layers).map(|layer| (layer + 1) % interval != 0).collect())
+}

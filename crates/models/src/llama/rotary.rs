@@ -1,0 +1,93 @@
+//! The rotary embeddings of a model's layers.
+
+use runtime::fused::rope::{Frequencies, RotaryTable};
+use tch::{Device, Tensor};
+
+use super::LlamaConfig;
+use crate::error::Result;
+use crate::module::Context;
+
+/// The tables of a model, shared by its layers.
+#[derive(Debug)]
+pub(super) struct Rotaries {
+    all: Vec<(Frequencies, Rotary)>,
+}
+
+impl Rotaries {
+    /// Creates the tables that the layers use.
+    pub(super) fn new(config: &LlamaConfig, device: Device) -> Result<Self> {
+        let mut all: Vec<(Frequencies, Rotary)> = Vec::new();
+        for layer in 0..usize::try_from(config.num_hidden_layers).unwrap_or(0) {
+            let Some(frequencies) = config.rope_of(layer) else { continue };
+            if all.iter().all(|(known, _)| known != frequencies) {
+                all.push((*frequencies, Rotary::new(config, frequencies, device)?));
+            }
+        }
+        Ok(Self { all })
+    }
+
+    /// The rotary embedding of a layer; `None` for a layer without.
+    pub(super) fn of_layer(&self, config: &LlamaConfig, layer: usize) -> Option<Rotary> {
+        let wanted = config.rope_of(layer)?;
+        self.all.iter().find(|(known, _)| known == wanted).map(|(_, rotary)| rotary.clone())
+    }
+}
+
+/// The rotary embedding of a layer.
+#[derive(Debug, Clone)]
+pub(super) struct Rotary {
+    table: RotaryTable,
+    /// The table of rows with more than so many positions.
+    long: Option<(i64, RotaryTable)>,
+    /// Widths of a head and of its columns that rotate.
+    head: i64,
+    width: i64,
+}
+
+impl Rotary {
+    fn new(config: &LlamaConfig, frequencies: &Frequencies, device: Device) -> Result<Self> {
+        let (width, positions) = (config.rotary_dim(), config.max_position_embeddings);
+        let angles = frequencies.angles(width)?;
+        let Some(rope) = &config.long_rope else {
+            let table = RotaryTable::of_angles(angles, 1.0, positions, device)?;
+            return Ok(Self { table, long: None, head: config.head_dim, width });
+        };
+        let amplitude = rope.amplitude(positions);
+        let table = |factors: &[f64], positions: i64| {
+            let angles = angles.iter().zip(factors).map(|(angle, factor)| angle / factor);
+            RotaryTable::of_angles(angles.collect(), amplitude, positions, device)
+        };
+        let short = table(&rope.short_factor, positions.min(rope.original_positions))?;
+        let long = (rope.original_positions, table(&rope.long_factor, positions)?);
+        Ok(Self { table: short, long: Some(long), head: config.head_dim, width })
+    }
+
+    /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]` by their positions.
+    pub(super) fn rotate(&self, q: &Tensor, k: &Tensor, context: &Context<'_>) -> Result<(Tensor, Tensor)> {
+        let table = self.table(q.size()[1], context)?;
+        if self.width == self.head {
+            return Ok(table.rotate(q, k, context.positions)?);
+        }
+        let part = |x: &Tensor| x.f_narrow(3, 0, self.width);
+        let (rotated_q, rotated_k) = table.rotate(&part(q)?, &part(k)?, context.positions)?;
+        let joined = |rotated: Tensor, x: &Tensor| -> Result<Tensor> {
+            let rest = x.f_narrow(3, self.width, self.head - self.width)?;
+            Ok(Tensor::f_cat(&[rotated, rest], 3)?)
+        };
+        Ok((joined(rotated_q, q)?, joined(rotated_k, k)?))
+    }
+
+    /// The table of this batch, whose longest row decides.
+    fn table(&self, sequence: i64, context: &Context<'_>) -> Result<&RotaryTable> {
+        let Some((original, long)) = &self.long else { return Ok(&self.table) };
+        let is_long = match (context.extension, context.positions) {
+            // A cache's rows are as long as its longest, without reading the positions from the device.
+            (Some(extension), _) => extension.end() > *original,
+            (None, Some(positions)) if sequence > *original => {
+                i64::try_from(positions.f_max()?)? >= *original
+            }
+            (None, _) => sequence > *original,
+        };
+        Ok(if is_long { long } else { &self.table })
+    }
+}
