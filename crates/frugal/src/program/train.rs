@@ -43,7 +43,7 @@ enum Family {
 
 #[derive(Args)]
 pub(crate) struct Train {
-    /// gpt2-like, gpt2, or a config.json of Llama or Qwen2 [default: gpt2-like]
+    /// gpt2-like, gpt2, or a decoder's config.json [default: gpt2-like]
     #[arg(long, value_name = "SHAPE_OR_FILE")]
     model: Option<String>,
     /// Width of the hidden states [default: 64]
@@ -289,7 +289,7 @@ fn llama_config(name: &str) -> anyhow::Result<LlamaConfig> {
     let path = Path::new(name);
     let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
     if !file.is_file() {
-        bail!("--model {name}: expected gpt2-like, gpt2, or a config.json of Llama or Qwen2");
+        bail!("--model {name}: expected gpt2-like, gpt2, or a decoder's config.json");
     }
     Ok(LlamaConfig::read(&file)?)
 }

@@ -7,6 +7,7 @@ mod config;
 mod examples;
 mod exchanged_memory;
 mod export_gguf;
+mod families;
 mod generate_budget;
 mod gsm8k_data;
 mod gsm8k_evaluate;

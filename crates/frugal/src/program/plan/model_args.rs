@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use accounting::model::{Family, Shape};
+use accounting::model::{Family, Shape, Windows};
 use accounting::quantity::parse_count;
 use accounting::{Decoder, config, presets};
 use anyhow::Context;
@@ -60,7 +60,7 @@ struct Source {
     /// A config.json, a folder that has one, a name on the hub, or a preset such as qwen2.5-7b
     #[arg(long, value_name = "NAME_OR_FILE", alias = "config", help_heading = "Model (one of)")]
     model: Option<String>,
-    /// gpt2, gpt2-like, qwen2 or llama; needs --vocabulary, --hidden, --layers and --heads
+    /// gpt2, gpt2-like, or a model_type such as qwen2 or llama; needs --vocabulary, --hidden, --layers and --heads
     #[arg(long, value_name = "FAMILY", help_heading = "Model (one of)")]
     family: Option<Family>,
 }
@@ -68,12 +68,22 @@ struct Source {
 impl ModelArgs {
     /// The model, checked.
     pub(crate) fn decoder(&self) -> anyhow::Result<Decoder> {
-        let base = match &self.source {
-            Source { model: Some(name), .. } => (*self.find(name)?).clone(),
-            Source { family: Some(family), .. } => self.all_sizes(*family)?,
+        let (base, windows) = match &self.source {
+            Source { model: Some(name), .. } => {
+                let found = self.find(name)?;
+                ((*found).clone(), found.windows())
+            }
+            Source { family: Some(family), .. } => (self.all_sizes(*family)?, None),
             _ => anyhow::bail!("no model is given; give --model or --family"),
         };
-        Ok(Decoder::new(self.replace(base))?)
+        let model = Decoder::new(self.replace(base))?;
+        Ok(match windows {
+            Some(windows) => {
+                let layers = windows.layers.min(model.layers);
+                model.with_windows(Windows { layers, ..windows })?
+            }
+            None => model,
+        })
     }
 
     /// A file, a folder, a preset, or a model on the hub.
