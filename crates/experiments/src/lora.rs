@@ -2,6 +2,7 @@
 
 mod decode;
 mod embedded;
+mod families;
 mod interchange;
 mod parameters;
 mod step;
@@ -23,6 +24,9 @@ pub(crate) enum Verb {
     /// Exchange adapter files with PEFT
     #[command(hide = true)]
     Interchange(interchange::Interchange),
+    /// Compare models that transformers made of every family
+    #[command(hide = true)]
+    Families(families::Families),
 }
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
@@ -32,5 +36,6 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Parameters => parameters::run(common),
         Verb::Embedded(arguments) => embedded::run(common, arguments),
         Verb::Interchange(arguments) => interchange::run(common, arguments),
+        Verb::Families(arguments) => families::run(common, arguments),
     }
 }

@@ -1,0 +1,246 @@
+"""Every family of decoders that we read, against transformers and PEFT.
+
+For each case, transformers makes a random model with every option of its family, and computes logits, the loss and its gradients for
+left-padded rows, logits of packed documents, and greedy tokens; PEFT adapts it and writes the adapter. Our program
+(`FRUGAL_PROGRAM`) reads each folder, compares, and writes the model and an adapter of its own beside it. transformers and PEFT load those and
+compare. Writes one JSON record per case and measurement.
+
+`--write FOLDER` makes the cases of this project's tests instead.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from records import environment, metric
+
+TOLERANCE = 1e-4
+# How far an adapter must move a logit for its being read right to mean something.
+EFFECT = 1e-2
+# How far the best logit of a greedy token must be from the next, so that rounding does not decide.
+MARGIN = 1e-3
+COMMON = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def cases(wide):
+    """Name, class, and options of each case: tiny ones for tests, wider ones of more layers for a comparison."""
+    heads, groups, head, layers, window = (8, 2, 16, 6, 11) if wide else (4, 2, 8, 2, 5)
+    hidden = 48 if wide else 16
+    sizes = dict(
+        vocab_size=131 if wide else 40, hidden_size=hidden, intermediate_size=hidden + 8, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=groups, max_position_embeddings=256, **COMMON,
+    )
+    own = dict(sizes, head_dim=head)
+    pattern = [SLIDING if (layer + 1) % (3 if wide else 2) else FULL for layer in range(layers)]
+    # Heads of 8, of which 4 columns, two pairs, rotate.
+    phi = dict(sizes, hidden_size=4 * heads, num_attention_heads=heads // 2, num_key_value_heads=groups // 2)
+    long = dict(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.25], long_factor=[3.0, 5.5],
+        original_max_position_embeddings=12, partial_rotary_factor=0.5,
+    )
+    llama3 = dict(
+        rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    )
+    return {
+        "llama": ("Llama", dict(sizes, rope_parameters=llama3, attention_bias=True, mlp_bias=True)),
+        "qwen2": ("Qwen2", dict(
+            sizes, rope_parameters=DEFAULT, use_sliding_window=True, sliding_window=window, max_window_layers=1,
+            tie_word_embeddings=True)),
+        "qwen3": ("Qwen3", dict(
+            own, rope_parameters=DEFAULT, use_sliding_window=True, sliding_window=window, max_window_layers=1,
+            attention_bias=True, tie_word_embeddings=True)),
+        "mistral": ("Mistral", dict(own, rope_parameters=DEFAULT, sliding_window=window)),
+        "smollm3": ("SmolLM3", dict(
+            sizes, rope_parameters=DEFAULT, no_rope_layers=[int(layer != 1) for layer in range(layers)], use_sliding_window=True,
+            sliding_window=window, attention_bias=True, mlp_bias=True)),
+        "granite": ("Granite", dict(
+            sizes, rope_parameters=DEFAULT, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7,
+            logits_scaling=2.5, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+        "olmo2": ("Olmo2", dict(sizes, rope_parameters=DEFAULT, attention_bias=True)),
+        "gemma3": ("Gemma3", dict(
+            own, rope_parameters={FULL: {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}, SLIDING: DEFAULT},
+            layer_types=pattern, sliding_window=window, query_pre_attn_scalar=5, final_logit_softcapping=6.0,
+            attention_bias=True)),
+        "phi3": ("Phi3", dict(phi, rope_parameters=dict(DEFAULT, partial_rotary_factor=0.5), sliding_window=window)),
+        "phi3_long": ("Phi3", dict(phi, rope_parameters=long, original_max_position_embeddings=12)),
+        "gemma2": ("Gemma2", dict(
+            own, rope_parameters=DEFAULT, sliding_window=window, query_pre_attn_scalar=5, attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0)),
+    }
+
+
+def config_of(name, options):
+    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    return getattr(transformers, kind)(**options)
+
+
+def load(folder, where="."):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / where, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def summary(gradient):
+    """The norm of a gradient and its products with two vectors."""
+    flat = gradient.flatten().double()
+    index = torch.arange(flat.numel(), dtype=torch.float64)
+    return torch.stack([flat.norm(), flat @ torch.sin(index + 1), flat @ torch.cos(0.7 * index)])
+
+
+def summaries(model):
+    """Those of every trained tensor, in the order of their names."""
+    trained = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    return torch.stack([summary(trained[name].grad) for name in sorted(trained)])
+
+
+def forward(model, inputs):
+    mask = inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(input_ids=inputs["input_ids"], attention_mask=mask, position_ids=positions, labels=inputs["labels"], use_cache=False)
+
+
+def greedy(model, inputs, new):
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=new, do_sample=False,
+            pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
+    best = torch.stack(out.logits).topk(2, dim=-1).values
+    margin = (best[..., 0] - best[..., 1]).min().item()
+    return out.sequences[:, inputs["input_ids"].shape[1]:].contiguous(), margin
+
+
+def make(folder, name, options, wide, seed):
+    """Makes a case; returns the least margin of its greedy tokens."""
+    torch.manual_seed(seed)
+    if folder.exists():
+        shutil.rmtree(folder)
+    config = config_of(name, options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            width = parameter.shape[-1]
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+            else:
+                parameter.normal_(0, 1.6 / width**0.5)
+    # Weights of 16 bits, in which both sides read the same numbers.
+    model.to(torch.bfloat16).save_pretrained(folder)
+    model = load(folder)
+
+    rows, length, new = (2, 44, 24) if wide else (2, 19, 12)
+    vocabulary = options["vocab_size"]
+    inputs = {"input_ids": torch.randint(3, vocabulary, (rows, length)), "attention_mask": torch.ones(rows, length, dtype=torch.int64)}
+    inputs["attention_mask"][0, :6] = 0
+    inputs["labels"] = inputs["input_ids"].clone()
+    inputs["labels"][:, :9] = -100
+    outputs = forward(model, inputs)
+    outputs.loss.backward()
+    tensors = dict(inputs, logits=outputs.logits.detach().contiguous(), loss=outputs.loss.detach()[None])
+    tensors["gradients"] = summaries(model)
+    tensors["greedy"], margin = greedy(model, inputs, new)
+    short = {"input_ids": inputs["input_ids"][:, -5:], "attention_mask": torch.ones(rows, 5, dtype=torch.int64)}
+    tensors["short_greedy"], other = greedy(model, short, new)
+
+    lengths = [8, 3, 11, 9] if wide else [7, 3, 9]
+    packed = torch.randint(3, vocabulary, (1, sum(lengths)))
+    with torch.no_grad():
+        parts = [model(input_ids=part).logits for part in packed.split(lengths, 1)]
+    tensors |= {"packed_ids": packed, "lengths": torch.tensor(lengths), "packed_logits": torch.cat(parts, 1).contiguous()}
+    save_file(tensors, folder / "cases.safetensors")
+
+    torch.manual_seed(seed + 1)
+    adapted = peft.get_peft_model(load(folder), peft.LoraConfig(
+        r=2, lora_alpha=6, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder / "adapter")
+    (folder / "adapter" / "README.md").unlink(missing_ok=True)
+    adapted = peft.PeftModel.from_pretrained(load(folder), folder / "adapter", is_trainable=True).eval()
+    outputs = forward(adapted, inputs)
+    outputs.loss.backward()
+    tensors = {"logits": outputs.logits.detach().contiguous(), "loss": outputs.loss.detach()[None]}
+    tensors["gradients"] = summaries(adapted)
+    save_file(tensors, folder / "adapter_cases.safetensors")
+    return min(margin, other)
+
+
+def make_all(root, wide, seed):
+    for case, (name, options) in cases(wide).items():
+        for attempt in range(20):
+            if make(root / case, name, options, wide, seed + 100 * attempt) > MARGIN:
+                break
+        else:
+            sys.exit(f"{case}: no seed gives greedy tokens that rounding does not decide")
+
+
+def check(root, wide, records):
+    where = environment(torch.device("cpu"))
+
+    def record(case, what, value):
+        line = {
+            "experiment": "model-families", "case": {"family": case, "comparison": what},
+            "metric": metric("largest_difference", "", [value]), "environment": where,
+        }
+        records.write(json.dumps(line) + "\n")
+        if not value <= TOLERANCE:
+            sys.exit(f"{case}, {what}: differs by {value:.2e}")
+
+    for case in cases(wide):
+        folder = root / case
+        for what, value in json.loads((folder / "ours.json").read_text()).items():
+            record(case, what, value)
+        inputs = load_file(folder / "cases.safetensors")
+        counts = inputs["attention_mask"][..., None]
+        difference = lambda model, expected: ((forward(model, inputs).logits - expected) * counts).abs().max().item()
+        again = json.loads((folder / "ours" / "config.json").read_text())
+        for key, value in json.loads((folder / "config.json").read_text()).items():
+            if key not in ("transformers_version", "dtype") and again.get(key) != value:
+                sys.exit(f"{case}: `{key}` of config.json is {value} and was written as {again.get(key)}")
+        with torch.no_grad():
+            record(case, "we write, transformers reads", difference(load(folder, "ours"), inputs["logits"]))
+            ours = load_file(folder / "ours.safetensors")
+            adapted = peft.PeftModel.from_pretrained(load(folder), folder / "ours_adapter")
+            record(case, "we write an adapter, PEFT reads", difference(adapted, ours["logits"]))
+            effect = difference(load(folder), ours["logits"])
+            if effect < EFFECT:
+                sys.exit(f"{case}: the adapter moves no logit by {EFFECT}, only by {effect:.1e}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", default=os.environ.get("FRUGAL_PROGRAM"), help="our `experiments`")
+    parser.add_argument("--device", default="cpu", help="the processor, always")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records")
+    parser.add_argument("--write", type=pathlib.Path, metavar="FOLDER", help="make the cases of the tests")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    if args.write:
+        make_all(args.write, False, 11)
+        return
+    if not args.program or not args.records:
+        parser.error("give --program, the path of our `experiments`, and --records")
+    with tempfile.TemporaryDirectory() as root, open(args.records, "a") as records:
+        root = pathlib.Path(root)
+        make_all(root, True, 17 + 1000 * args.seed)
+        subprocess.run([args.program, "lora", "families", "--folder", root], check=True)
+        check(root, True, records)
+
+
+if __name__ == "__main__":
+    main()
