@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use report::measurements::{IMPLEMENTATION_KEY, ROUND_KEY};
+use report::progress::Step;
 use report::spec::Comparison;
 use report::{Case, Record, RunOutcome, RunState, Specs};
 
@@ -18,7 +19,7 @@ use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::{Programs, packages, select};
 use crate::run_all::show_failure;
-use crate::runner::{self, Ending, Step};
+use crate::runner::{self, Ending};
 use crate::stamp::{Setting, Stamp};
 use crate::workspace::Workspace;
 use peers::Pythons;

@@ -4,8 +4,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-
-use crate::runner::Step;
+use report::progress::Step;
 
 /// Resolution of one program's share of the overall bar.
 const PARTS: u64 = 1000;

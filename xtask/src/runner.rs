@@ -10,29 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use report::progress::PROGRESS_VARIABLE;
+use report::progress::{PROGRESS_VARIABLE, Step};
 
 use crate::interrupt::Interrupt;
-
-/// One `@progress DONE TOTAL MESSAGE` line.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Step {
-    pub(crate) done: u64,
-    pub(crate) total: u64,
-    /// Empty when the line has none.
-    pub(crate) message: String,
-}
-
-impl Step {
-    /// `None` for a line that is not about progress.
-    pub(crate) fn parse(line: &str) -> Option<Self> {
-        let rest = line.strip_prefix("@progress ")?.trim_start();
-        let (done, rest) = rest.split_once(' ')?;
-        let (total, message) = rest.split_once(' ').unwrap_or((rest, ""));
-        let (done, total) = (done.parse().ok()?, total.trim_end().parse().ok()?);
-        Some(Self { done, total, message: message.trim().to_owned() })
-    }
-}
 
 /// How a child ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -164,23 +144,6 @@ pub(crate) fn signal_name(signal: i32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn progress_lines_are_told_from_others() {
-        let check = |line: &str, expected: Option<(u64, u64, &str)>| {
-            let step = expected.map(|(done, total, message)| Step { done, total, message: message.into() });
-            assert_eq!(Step::parse(line), step, "{line}");
-        };
-        check("@progress 3 10 batch 8, level SaveOne", Some((3, 10, "batch 8, level SaveOne")));
-        check("@progress 3 10", Some((3, 10, "")));
-        check("@progress 3 10 ", Some((3, 10, "")));
-        check("@progress 0 0 starting", Some((0, 0, "starting")));
-        check("@progress three 10", None);
-        check("@progress 3", None);
-        check("@progress", None);
-        check(" @progress 3 10", None);
-        check("progress 3 10", None);
-    }
 
     fn shell(script: &str) -> (Ending, Vec<Step>, Vec<String>) {
         let dir = tempfile::tempdir().unwrap();

@@ -48,14 +48,16 @@ use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
 use lora::Adapters;
 use models::hugging_face::Folder;
+use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
+use models::{Llama, LlamaConfig};
 use offload::{Method, Offload, Tier};
 use runtime::collectives::Group;
 use sharding::{FrozenWeights, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{self, Activations, LayerPlan};
-use training::layer_source::LayerSource;
+use training::layer_source::{LayerSource, set_placeholder};
 use training::scaler::{GradScaler, NoScaler};
 
 pub use prepared::{ActivationChoice, Handles, Prepared};
@@ -121,21 +123,70 @@ impl Recipe {
     }
 
     /// Opens a model and applies every technique. Each offloaded layer goes to its tier as it is read, so the model may be larger than
-    /// the device's memory, and with the tier `file` larger than the host's.
+    /// the device's memory, and with the tier `file` larger than the host's. If ranks divide the layers, each rank reads one layer after
+    /// the other and keeps its part, unless the layers are needed before: for an adapter with `reads_weights`, `mlp.level`, resident
+    /// layers, or a frozen base that stays whole.
     ///
     /// # Errors
     /// Those of [`Recipe::check_folder`], of [`Folder::load`] and of each technique.
     pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
         self.check_folder(folder)?;
         let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
-        // Layers are divided with their values.
-        match self.config.offload.as_ref().filter(|_| !self.divides_layers()) {
-            None => self.apply(Box::new(folder.load(kind, device)?)),
+        let shards = self.shards()?;
+        if let Some(shards) = shards.clone().filter(|_| self.divides_before_values()) {
+            return self.open_divided(folder, (kind, device), shards);
+        }
+        match self.config.offload.as_ref().filter(|_| shards.is_none()) {
+            None => self.apply_to(Box::new(folder.load(kind, device)?), None, shards),
             Some(offload) => {
                 let (model, offload) = Offload::open(folder, kind, &offload.options(device))?;
-                self.apply_to(Box::new(model), Some(offload))
+                self.apply_to(Box::new(model), Some(offload), None)
             }
         }
+    }
+
+    /// Opens a model whose layers have no values until they are divided, one after the other.
+    fn open_divided(
+        &self,
+        folder: &Folder,
+        (kind, device): (Option<Kind>, Device),
+        shards: Shards,
+    ) -> Result<Prepared> {
+        let kind = kind.map_or_else(|| folder.kind(), Ok)?;
+        let mut without_values = |_: usize, block: Box<dyn Block>| -> models::Result<Box<dyn Block>> {
+            module::tensors(&*block).iter().try_for_each(|named| set_placeholder(named.tensor))?;
+            Ok(block)
+        };
+        let model =
+            Llama::assemble(folder.config(), Init::Uninitialised, (kind, device), &mut without_values)?;
+        folder.load_filtered(&model, &|name| !name.starts_with("layers."))?;
+        let files = Folder::open(folder.path())?;
+        shards.read_values(move |name, target| Ok(files.load_tensor(name, target)?));
+        let prepared = self.apply_to(Box::new(model), None, Some(shards.clone()));
+        shards.forget_values();
+        prepared
+    }
+
+    /// Creates a model with initial weights and applies every technique. If ranks divide its layers, each is divided before the next is
+    /// created.
+    ///
+    /// # Errors
+    /// An invalid configuration; those of each technique.
+    pub fn create(
+        &self,
+        model: &LlamaConfig,
+        init: Init,
+        (kind, device): (Kind, Device),
+    ) -> Result<Prepared> {
+        let trains_all = self.config.adapter.is_none() && self.config.model.freeze.is_none();
+        let shards = if trains_all && self.config.mlp.level.is_none() { self.shards()? } else { None };
+        let Some(shards) = shards else {
+            let model = Llama::assemble(model, init, (kind, device), &mut |_, block| Ok(block))?;
+            return self.apply(Box::new(model));
+        };
+        let (model, offload) =
+            Offload::assemble(model, init, kind, &self.options_of_layers(device, &shards))?;
+        self.apply_to(Box::new(model), Some(offload), Some(shards))
     }
 
     /// Applies every technique to a model.
@@ -143,10 +194,15 @@ impl Recipe {
     /// # Errors
     /// Those of each technique.
     pub fn apply(&self, model: Box<dyn LanguageModel>) -> Result<Prepared> {
-        self.apply_to(model, None)
+        self.apply_to(model, None, self.shards()?)
     }
 
-    fn apply_to(&self, mut model: Box<dyn LanguageModel>, mut offload: Option<Offload>) -> Result<Prepared> {
+    fn apply_to(
+        &self,
+        mut model: Box<dyn LanguageModel>,
+        mut offload: Option<Offload>,
+        shards: Option<Shards>,
+    ) -> Result<Prepared> {
         let config = &self.config;
         let device =
             module::tensors(model.as_ref()).first().map_or(Device::Cpu, |named| named.tensor.device());
@@ -166,17 +222,13 @@ impl Recipe {
             swiglu_ckpt::install(model.as_mut(), level)?;
         }
         let activations = self.install_activations(model.as_mut())?;
-        let shards = match &self.ranks {
-            Some(ranks) if self.divides_layers() => {
-                Some(Shards::new(ranks, config.optimizer.frozen_weights.into())?)
-            }
-            _ => None,
-        };
-        let own = config.offload.clone().or_else(|| shards.as_ref().map(|_| OffloadConfig::default()));
-        if let (Some(own), None) = (own, &offload) {
-            let source = shards.clone().map(|shards| Arc::new(shards) as Arc<dyn LayerSource>);
-            let options = offload::Options { source, ..own.options(device) };
-            offload = Some(Offload::apply(model.as_mut(), &options)?);
+        if offload.is_none() {
+            let options = match &shards {
+                Some(shards) => Some(self.options_of_layers(device, shards)),
+                None => config.offload.as_ref().map(|own| own.options(device)),
+            };
+            let apply = |options| Offload::apply(model.as_mut(), &options);
+            offload = options.map(apply).transpose()?;
         }
         let precision = match config.precision.compute {
             Compute::Fp32 => None,
@@ -190,6 +242,31 @@ impl Recipe {
 
     fn divides_layers(&self) -> bool {
         self.ranks.is_some() && self.config.optimizer.zero_stage == 3
+    }
+
+    /// Shards without a layer, if ranks divide the layers.
+    fn shards(&self) -> Result<Option<Shards>> {
+        let ranks = self.ranks.as_ref().filter(|_| self.divides_layers());
+        let frozen = self.config.optimizer.frozen_weights.into();
+        Ok(ranks.map(|ranks| Shards::new(ranks, frozen)).transpose()?)
+    }
+
+    /// How layers that ranks divide are loaded.
+    fn options_of_layers(&self, device: Device, shards: &Shards) -> offload::Options {
+        let own = self.config.offload.clone().unwrap_or_default();
+        let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
+        offload::Options { source: Some(source), ..own.options(device) }
+    }
+
+    /// Whether nothing reads the values of layers before they are divided, and every one of them is.
+    fn divides_before_values(&self) -> bool {
+        let config = &self.config;
+        let adapter = config.adapter.as_ref();
+        let resident = config.offload.as_ref().is_some_and(|offload| !offload.resident.is_empty());
+        let whole = config.optimizer.frozen_weights == FrozenPlace::Whole
+            && (adapter.is_some() || config.model.freeze.is_some());
+        let read = adapter.is_some_and(|adapter| adapter.reads_weights().unwrap_or(true));
+        !resident && !whole && !read && config.mlp.level.is_none()
     }
 
     /// Puts the layers behind switches, unless all keep their activations. Offloaded layers run again as they are.

@@ -297,20 +297,24 @@ impl Adapters {
     /// # Errors
     /// [`Error::UnknownAdapter`].
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor)>> {
+        self.handles(name)?.into_iter().map(|(key, tensor)| Ok((key, tensor.f_detach()?))).collect()
+    }
+
+    /// [`Adapters::tensors`], the model's own ones as far as the adapter is active.
+    pub(crate) fn handles(&self, name: &str) -> Result<Vec<(String, Tensor)>> {
         self.config(name)?;
         let mut list = Vec::new();
         for site in &self.sites {
             for adapter in site.layer.adapters().iter().filter(|adapter| adapter.name == name) {
                 for (part, tensor) in adapter.tensors() {
                     let end = if part == "lora_magnitude_vector" { "" } else { ".weight" };
-                    list.push((format!("{}.{part}{end}", site.name), tensor.f_detach()?));
+                    list.push((format!("{}.{part}{end}", site.name), tensor.shallow_clone()));
                 }
             }
         }
         for whole in self.wholes.lock().iter() {
-            if let Some(values) = whole.of(name)? {
-                let shared = |key: &String| Ok((key.clone(), values.shallow_clone()));
-                list.extend(whole.keys.iter().map(shared).collect::<Result<Vec<_>>>()?);
+            if let Some(values) = whole.handle(name)? {
+                list.extend(whole.keys.iter().map(|key| (key.clone(), values.shallow_clone())));
             }
         }
         Ok(list)

@@ -174,6 +174,15 @@ impl LoraConfig {
         })
     }
 
+    /// Returns whether installing the adapter reads values of the base's weights.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::init`].
+    pub fn reads_weights(&self) -> Result<bool> {
+        let trains_base = self.bias != BiasTraining::None || self.modules_to_save.is_some();
+        Ok(self.use_dora || trains_base || matches!(self.init()?, Init::Pissa | Init::Olora))
+    }
+
     /// Returns the options of one projection, by its whole name.
     ///
     /// # Errors

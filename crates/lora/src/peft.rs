@@ -11,7 +11,7 @@ mod folder;
 mod json;
 mod tensors;
 
-pub use folder::{PREFIX, write_folder};
+pub use folder::{LazyTensors, PREFIX, write_folder};
 
 use std::path::Path;
 

@@ -16,7 +16,7 @@
 //! ```
 //! use models::hugging_face::{self, Folder};
 //! use models::{Llama, LlamaConfig};
-//! use tch::{Device, Kind};
+//! use tch::{Device, Kind, Tensor};
 //!
 //! let directory = tempfile::tempdir()?;
 //! let path = directory.path().join("tiny");
@@ -39,9 +39,9 @@ use std::path::{Path, PathBuf};
 
 use runtime::atomic_write;
 use serde_json::{Map, Value};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
-pub use save::{SHARD_BYTES, save, save_with};
+pub use save::{ModelFiles, SHARD_BYTES, save, save_with};
 pub(crate) use weights::Weights;
 
 use crate::error::Result;
@@ -178,6 +178,15 @@ impl Folder {
     /// As [`Folder::load_into`].
     pub fn load_filtered(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
         self.weights.copy_some(model, is_wanted)
+    }
+
+    /// Copies the values of one tensor, by the model's name, into `target`, of its shape and any dtype and device. Returns false for a
+    /// name that the files do not contain.
+    ///
+    /// # Errors
+    /// Another shape; those of libtorch.
+    pub fn load_tensor(&self, name: &str, target: &Tensor) -> Result<bool> {
+        self.weights.copy_one(name, target)
     }
 
     /// Copies the weights into an existing model, whose parts may be replaced by others with the same names. If anything does

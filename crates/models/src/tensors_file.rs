@@ -1,9 +1,11 @@
 //! Named tensors in a safetensors file.
 //!
-//! A file is written with [`atomic_write`], so a reader sees either the old file or the new one. It is read through a memory
-//! map: each tensor's bytes are copied once, from the file's pages into the tensor.
+//! A file is written with [`atomic_write`], so a reader sees either the old file or the new one. Its values are brought and written
+//! piece by piece ([`Content`]), from memory, a device or other processes. It is read through a memory map: each tensor's bytes are
+//! copied once, from the file's pages into the tensor, or not at all ([`map`]).
 
-use std::cmp::Reverse;
+mod content;
+
 use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -12,8 +14,9 @@ use runtime::atomic_write;
 use runtime::mapped::MappedFile;
 use safetensors::{Dtype, SafeTensors};
 use serde::de::IgnoredAny;
-use serde_json::json;
 use tch::{Device, Kind, Tensor};
+
+pub use content::{Content, LazyTensor, PIECE_BYTES};
 
 use crate::error::{Error, Result};
 use crate::strict_json;
@@ -21,12 +24,10 @@ use crate::strict_json;
 /// The name that the format reserves for metadata.
 const METADATA: &str = "__metadata__";
 
-/// Writes tensors from any device, contiguous or not, one at a time, with memory for the largest. Wide dtypes come first, as
-/// the format requires, so that every tensor is aligned to its element size.
+/// Writes tensors from any device, contiguous or not, piece by piece: see [`Content`].
 ///
 /// # Errors
-/// As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a duplicate or reserved
-/// name. Those of `out` and of libtorch.
+/// As [`Content::write_to`].
 pub fn write_to(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::Result<()> {
     write_with(out, tensors, &[])
 }
@@ -40,45 +41,7 @@ pub fn write_with(
     tensors: &[(String, Tensor)],
     metadata: &[(&str, &str)],
 ) -> io::Result<()> {
-    let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
-    let width = |tensor: &Tensor| tensor.kind().elt_size_in_bytes();
-    let mut order: Vec<&(String, Tensor)> = tensors.iter().collect();
-    order.sort_by_key(|(_, tensor)| Reverse(width(tensor)));
-    let (mut header, mut end) = (serde_json::Map::new(), 0);
-    if !metadata.is_empty() {
-        let texts: serde_json::Map<_, _> =
-            metadata.iter().map(|(name, text)| ((*name).to_owned(), json!(text))).collect();
-        header.insert(METADATA.to_owned(), texts.into());
-    }
-    for (name, tensor) in &order {
-        let Some(dtype) = dtype_of(tensor.kind()) else {
-            return refuse(format!(
-                "`{name}` is {:?}, which the format does not support; convert it first",
-                tensor.kind()
-            ));
-        };
-        let start = end;
-        end += tensor.numel() * width(tensor);
-        let entry = json!({ "dtype": dtype, "shape": tensor.size(), "data_offsets": [start, end] });
-        if name == METADATA || header.insert(name.clone(), entry).is_some() {
-            return refuse(format!("the name `{name}` is a duplicate or reserved by the format"));
-        }
-    }
-    let mut text = serde_json::to_vec(&header)?;
-    text.resize(text.len().next_multiple_of(8), b' ');
-    out.write_all(&(text.len() as u64).to_le_bytes())?;
-    out.write_all(&text)?;
-    let mut bytes = Vec::new();
-    for (_, tensor) in order {
-        let numel = tensor.numel();
-        bytes.resize(numel * width(tensor), 0);
-        if numel > 0 {
-            let host = tensor.f_detach().and_then(|t| t.f_to_device(Device::Cpu)?.f_contiguous());
-            host.and_then(|host| host.f_copy_data_u8(&mut bytes, numel)).map_err(io::Error::other)?;
-        }
-        out.write_all(&bytes)?;
-    }
-    Ok(())
+    Content::new(LazyTensor::of_each(tensors), metadata).write_to(out)
 }
 
 /// Writes a file atomically.
@@ -86,13 +49,19 @@ pub fn write_with(
 /// # Errors
 /// Those of [`write_to`], with the path; a folder that does not exist or is full.
 pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
-    write_file(path, tensors, &[])
+    write_content(path, &mut Content::new(LazyTensor::of_each(tensors), &[]))
 }
 
-/// [`write`], with metadata in the header.
-pub(crate) fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<()> {
-    atomic_write::file(path, |out| write_with(out, tensors, metadata))
-        .map_err(|cause| file_error(path, format!("cannot be written: {cause}")))
+/// [`write`] of content whose values other processes may have parts of.
+///
+/// # Errors
+/// As [`write`]; those of the values, as they are.
+pub fn write_content(path: &Path, content: &mut Content<'_>) -> Result<()> {
+    let written = atomic_write::file(path, |out| content.write_to(out));
+    written.map_err(|cause| match cause.downcast::<runtime::Error>() {
+        Ok(error) => error.into(),
+        Err(cause) => file_error(path, format!("cannot be written: {cause}")),
+    })
 }
 
 /// Reads all tensors of a file onto `device`, in the file's order.
@@ -105,6 +74,24 @@ pub fn read(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
         Error::Config { reason, .. } => file_error(path, reason),
         other => other,
     })
+}
+
+/// Returns all tensors of a file, in its order, over the file's pages ([`runtime::file::tensor_over`]): what is not touched takes no
+/// memory. The file must not be shortened while they live. Values that are not aligned to their elements are read instead.
+///
+/// # Errors
+/// As [`read`].
+pub fn map(path: &Path) -> Result<Vec<(String, Tensor)>> {
+    let file = TensorsFile::open(path)?;
+    let map = |entry: &Entry| {
+        let Entry { ref name, kind, ref shape, ref range } = *entry;
+        let tensor = match range.start.is_multiple_of(kind.elt_size_in_bytes()) {
+            true => runtime::file::tensor_over(path, range.start as u64, shape, kind)?,
+            false => Tensor::f_from_data_size(&file.mapped[range.clone()], shape, kind)?,
+        };
+        Ok((name.clone(), tensor))
+    };
+    file.entries.iter().map(map).collect()
 }
 
 /// Reads tensors from the bytes of a file.

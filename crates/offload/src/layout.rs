@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
+use training::layer_source::is_placeholder;
 
 use crate::error::{Error, Result};
 
@@ -46,7 +47,7 @@ impl Layout {
         let mut layout = Self::default();
         let mut kinds: Vec<(Kind, bool)> = Vec::new();
         for &(name, tensor, trained) in &tensors {
-            if !tensor.is_contiguous() || tensor.is_sparse() {
+            if !(tensor.is_contiguous() || is_placeholder(tensor)) || tensor.is_sparse() {
                 let reason = format!("`{name}` is not contiguous; expected contiguous tensors");
                 return Err(Error::config("layer", reason));
             }

@@ -15,7 +15,7 @@ use std::sync::atomic::AtomicUsize;
 use models::module::Role;
 use runtime::device::{self, Event};
 use tch::{Device, Kind, Tensor};
-use training::layer_source::LayerSource;
+use training::layer_source::{LayerSource, is_placeholder};
 
 use crate::error::Result;
 use crate::layout::{Extent, Layout, piece, view};
@@ -159,8 +159,12 @@ impl Layer {
                 layer.give_to(source, region)?;
                 continue;
             }
+            let members = layer.members(region);
+            if let Some(&index) = members.iter().find(|index| is_placeholder(&layer.tensors[**index])) {
+                return Err(layer.without_values(index));
+            }
             let (mut in_files, mut others) = (Vec::new(), Vec::new());
-            for index in layer.members(region) {
+            for index in members {
                 let (name, tensor, _) = named[index];
                 match if trained { None } else { left(name, tensor) } {
                     Some(left) => in_files.push((index, left)),

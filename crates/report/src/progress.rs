@@ -8,6 +8,45 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// from standard error.
 pub const PROGRESS_VARIABLE: &str = "FRUGAL_PROGRESS";
 
+/// Whether progress is shown: standard error is a terminal, or a parent process draws the bar.
+pub fn is_shown() -> bool {
+    are_lines() || std::io::stderr().is_terminal()
+}
+
+fn are_lines() -> bool {
+    std::env::var(PROGRESS_VARIABLE).is_ok_and(|value| value == "lines")
+}
+
+/// One `@progress DONE TOTAL MESSAGE` line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Completed steps.
+    pub done: u64,
+    /// Steps in all.
+    pub total: u64,
+    /// Empty when the line has none.
+    pub message: String,
+}
+
+impl Step {
+    /// Reads a line; `None` for one that is not about progress.
+    ///
+    /// ```
+    /// use report::progress::Step;
+    ///
+    /// let step = Step::parse("@progress 3 10 batch 8").unwrap();
+    /// assert_eq!((step.done, step.total, &*step.message), (3, 10, "batch 8"));
+    /// assert_eq!(Step::parse("loss 3.2"), None);
+    /// ```
+    pub fn parse(line: &str) -> Option<Self> {
+        let rest = line.strip_prefix("@progress ")?.trim_start();
+        let (done, rest) = rest.split_once(' ')?;
+        let (total, message) = rest.split_once(' ').unwrap_or((rest, ""));
+        let (done, total) = (done.parse().ok()?, total.trim_end().parse().ok()?);
+        Some(Self { done, total, message: message.trim().to_owned() })
+    }
+}
+
 /// Progress through a known number of steps.
 #[derive(Debug)]
 pub struct Progress {
@@ -20,7 +59,7 @@ pub struct Progress {
 impl Progress {
     /// Starts at zero of `total` steps.
     pub fn new(total: u64) -> Self {
-        let lines = std::env::var(PROGRESS_VARIABLE).is_ok_and(|v| v == "lines");
+        let lines = are_lines();
         let bar = (!lines && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:12} {pos}/{len} {elapsed} {wide_msg}")
                 .expect("the template is a constant");
@@ -41,9 +80,29 @@ impl Progress {
 
     /// Writes text to standard error, above the bar if there is one.
     pub fn print(&self, text: &str) {
+        self.suspend(|| eprint!("{text}"));
+    }
+
+    /// Runs what writes to the terminal, above the bar if there is one.
+    pub fn suspend<R>(&self, write: impl FnOnce() -> R) -> R {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprint!("{text}")),
-            None => eprint!("{text}"),
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+
+    /// Shows the progress that a child process reports.
+    pub fn follow(&mut self, step: Step) {
+        let Step { done, total, message } = step;
+        (self.done, self.total) = (done, total);
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+            if !message.is_empty() {
+                bar.set_message(message);
+            }
+        } else if self.lines {
+            eprintln!("{}", format!("@progress {done} {total} {message}").trim_end());
         }
     }
 
@@ -69,5 +128,27 @@ impl Drop for Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_lines_are_told_from_others() {
+        let check = |line: &str, expected: Option<(u64, u64, &str)>| {
+            let step = expected.map(|(done, total, message)| Step { done, total, message: message.into() });
+            assert_eq!(Step::parse(line), step, "{line}");
+        };
+        check("@progress 3 10 batch 8, level SaveOne", Some((3, 10, "batch 8, level SaveOne")));
+        check("@progress 3 10", Some((3, 10, "")));
+        check("@progress 3 10 ", Some((3, 10, "")));
+        check("@progress 0 0 starting", Some((0, 0, "starting")));
+        check("@progress three 10", None);
+        check("@progress 3", None);
+        check("@progress", None);
+        check(" @progress 3 10", None);
+        check("progress 3 10", None);
     }
 }

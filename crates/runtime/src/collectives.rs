@@ -53,6 +53,7 @@
 mod agree;
 mod division;
 mod failure;
+mod first_failure;
 mod group;
 mod launch;
 mod messages;

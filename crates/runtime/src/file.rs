@@ -1,4 +1,4 @@
-//! Tensors from files: memory-mapped, or read into existing memory.
+//! Tensors from files: memory-mapped, or read into existing memory. And tensors' bytes to files.
 //!
 //! [`tensor_over`] uses no memory until the values are touched, and then pages that the system can reclaim. [`read_into`] is the
 //! fast way to load: one copy from the page cache, no page faults, and an error if the file ends too early, where a mapping would
@@ -23,6 +23,7 @@
 //! ```
 
 use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
@@ -84,4 +85,19 @@ pub fn read_into(file: &File, path: &Path, offset: u64, target: &Tensor) -> Resu
         let reason = format!("{bytes} bytes from {offset} on: {cause}; is the file whole?");
         Error::Io { path: path.to_owned(), cause: std::io::Error::new(cause.kind(), reason) }
     })
+}
+
+/// Writes the bytes of `tensor`, which is contiguous and on the CPU, in this machine's byte order, without a copy.
+///
+/// # Errors
+/// Those of `out`; [`std::io::ErrorKind::InvalidInput`] for a tensor that is not contiguous, or on another device.
+pub fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Result<()> {
+    if tensor.device() != Device::Cpu || !tensor.is_contiguous() {
+        let (device, size) = (crate::device::flag(tensor.device()), tensor.size());
+        let reason = format!(
+            "the tensor {size:?} is on {device} or not contiguous; expected contiguous memory on the CPU"
+        );
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, reason));
+    }
+    sys::write_values(out, tensor)
 }

@@ -39,6 +39,17 @@ pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], ranks: &Ranks, options: &
 /// Describes a tensor with these values: its dtype, shape and sum. Not a hash: equal bits give an equal sum, and a difference is what a
 /// wrong seed or checkpoint makes.
 pub(crate) fn describe(tensor: &Tensor, values: &Tensor) -> Result<String> {
-    let sum = values.f_sum(Kind::Double)?.f_double_value(&[])?;
-    Ok(format!("{:?} {:?}, sum {:016x}", tensor.kind(), tensor.size(), sum.to_bits()))
+    Ok(format!("{:?} {:?}, sum {:016x}", tensor.kind(), tensor.size(), sum(values)?.to_bits()))
+}
+
+/// Returns the sum of a contiguous tensor, piece by piece, because libtorch copies what it sums in another dtype.
+fn sum(values: &Tensor) -> Result<f64> {
+    const PIECE: i64 = 1 << 16;
+    let flat = values.f_reshape([-1])?;
+    let (elements, mut sum) = (flat.numel() as i64, 0.0);
+    for start in (0..elements).step_by(PIECE as usize) {
+        let piece = flat.f_narrow(0, start, PIECE.min(elements - start))?;
+        sum += piece.f_sum(Kind::Double)?.f_double_value(&[])?;
+    }
+    Ok(sum)
 }

@@ -23,6 +23,9 @@
 //! another's, so that it gathers as often as the others, and adds nothing. [`FrozenWeights`] says whether the base of adapters is
 //! divided too, or stays on each rank, where offload puts it.
 //!
+//! A layer is whole on a rank only while it is divided, if it is created or read then: [`Shards::read_values`], and
+//! `offload::Offload::assemble` for a new model.
+//!
 //! ```ignore
 //! let shards = sharding::Shards::new(&ranks, FrozenWeights::Sharded)?;
 //! let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
@@ -71,19 +74,19 @@
 //! # Checkpoints
 //!
 //! Rank 0 writes the trainer's ordinary checkpoints, with whole tensors. They do not say how many ranks wrote them: any number of
-//! ranks resumes from them, and so does a training without ranks.
+//! ranks resumes from them, and so does a training without ranks. Tensors are gathered while they are written, piece by piece
+//! ([`training::checkpoint`]): besides what it holds in training, rank 0 takes 4 MiB. To resume, each rank reads its parts of the file.
 //!
 //! # Not supported
 //!
 //! GPUs; loss scalers that decide on the device; groups with a rule of their own; parameters whose memory is exchanged later, such as
-//! those of layers that are offloaded to host memory. Each is refused by name. A model is made whole on each rank before it is divided:
-//! up to 9 ranks, 2·P bytes of bf16 weights are no more than a rank holds in training. While rank 0 writes a checkpoint it has all tensors
-//! whole.
+//! those of layers that are offloaded to host memory. Each is refused by name.
 //!
 //! Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054); DeepSpeed's and FSDP2's documentation.
 
 mod agreement;
 mod bucket;
+mod divided;
 mod norm;
 mod optimizer;
 mod round;

@@ -15,6 +15,7 @@ use runtime::autograd::GradientHook;
 use runtime::collectives::{Group as Ranks, ReduceOp, ReduceOptions};
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
+use training::checkpoint::LazyTensor;
 use training::clip;
 use training::optimizer::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::GradScaler;
@@ -221,6 +222,14 @@ impl Optimizer for ShardedOptimizer {
         }
     }
 
+    fn lazy_weight<'a>(&'a self, name: String, tensor: &Tensor) -> LazyTensor<'a> {
+        let divided = self.options.shards.as_ref().and_then(|shards| shards.divided(tensor));
+        match divided {
+            Some(divided) => divided.into_lazy(name, &tensor.size()),
+            None => LazyTensor::of(name, tensor),
+        }
+    }
+
     fn set_weight(&self, tensor: &Tensor, values: &Tensor) -> Result<()> {
         let shards = self.options.shards.as_ref();
         if !shards.map_or(Ok(false), |shards| shards.set(tensor, values))? {
@@ -304,6 +313,10 @@ impl Optimizer for ShardedOptimizer {
 
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
         self.gather_state()
+    }
+
+    fn lazy_state(&self) -> Result<Vec<LazyTensor<'_>>> {
+        self.divided_state()
     }
 
     fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {

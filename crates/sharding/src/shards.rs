@@ -16,6 +16,7 @@ use training::layer_source::{LayerRegion, LayerSource};
 
 use crate::agreement::describe;
 use crate::bucket::{Bucket, Member, divide, narrow, owned};
+use crate::divided::Divided;
 use crate::round::Round;
 use crate::{Result, refused};
 
@@ -38,8 +39,12 @@ struct Inner {
     /// Loads run beside reductions, so they have a group of their own.
     gathers: Ranks,
     frozen: FrozenWeights,
+    values: Mutex<Option<Values>>,
     state: Mutex<State>,
 }
+
+/// Copies the values of a tensor, by its name in the model, into the given one. Returns whether it has them.
+type Values = Box<dyn Fn(&str, &Tensor) -> Result<bool> + Send>;
 
 #[derive(Default)]
 struct State {
@@ -77,7 +82,21 @@ impl Shards {
     /// Ranks that do not come; a second call for the same ranks.
     pub fn new(ranks: &Ranks, frozen: FrozenWeights) -> Result<Self> {
         let gathers = ranks.duplicate(&format!("{}, gathers", ranks.name()))?;
-        Ok(Self(Arc::new(Inner { ranks: ranks.clone(), gathers, frozen, state: Mutex::default() })))
+        let (values, state) = (Mutex::default(), Mutex::default());
+        Ok(Self(Arc::new(Inner { ranks: ranks.clone(), gathers, frozen, values, state })))
+    }
+
+    /// Reads the values of layers that have none in memory, such as those of a model's files, while they are divided: a layer is whole
+    /// only for that time. [`layer_source::set_placeholder`](training::layer_source::set_placeholder) takes the memory of a tensor.
+    /// `values` copies a tensor's values, by its name in the model, and returns whether it has them. It is kept until
+    /// [`Shards::forget_values`].
+    pub fn read_values(&self, values: impl Fn(&str, &Tensor) -> Result<bool> + Send + 'static) {
+        *self.0.values.lock() = Some(Box::new(values));
+    }
+
+    /// Drops what [`Shards::read_values`] has given.
+    pub fn forget_values(&self) {
+        *self.0.values.lock() = None;
     }
 
     /// The group that gathers layers.
@@ -146,6 +165,16 @@ impl Shards {
         Ok(Some(whole.f_view(tensor.size().as_slice())?))
     }
 
+    /// Returns a tensor as rank 0 writes it; `None` if no layer has it.
+    pub(crate) fn divided(&self, tensor: &Tensor) -> Option<Divided> {
+        let Place { name, range, division, shard } = self.place(tensor).ok()??;
+        let rank = self.0.ranks.rank();
+        let first = division.range(rank).start;
+        let (start, end) = (range.start.max(first), range.end.min(division.range(rank).end));
+        let own = (start < end).then(|| shard.narrow(0, start - first, end - start));
+        Some(Divided { ranks: self.0.ranks.clone(), label: name, kind: shard.kind(), division, range, own })
+    }
+
     /// Writes this rank's part of a tensor's values; returns whether a layer has it.
     pub(crate) fn set(&self, tensor: &Tensor, values: &Tensor) -> Result<bool> {
         let _no_grad = tch::no_grad_guard();
@@ -192,6 +221,10 @@ impl Place {
 impl LayerSource for Shards {
     fn takes(&self, trained: bool) -> bool {
         trained || self.0.frozen == FrozenWeights::Sharded
+    }
+
+    fn read(&self, name: &str, target: &Tensor) -> Result<bool> {
+        self.0.values.lock().as_ref().map_or(Ok(false), |values| values(name, target))
     }
 
     fn take(&self, region: &LayerRegion<'_>) -> Result<usize> {

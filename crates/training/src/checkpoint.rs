@@ -15,11 +15,20 @@
 //! end. So a folder under its final name is complete, whenever the process or the machine stops. Opening the folder again
 //! removes temporary ones. The last N checkpoints are kept; while one is written there are N + 1. One process at a time writes:
 //! it holds a lock until it ends. [`latest`] and [`steps`] read a folder without writing.
+//!
+//! Tensors are brought and written one after another, in pieces of up to [`PIECE_BYTES`](models::tensors_file::PIECE_BYTES), whatever
+//! holds them: memory, a device, or other ranks. All ranks know names, dtypes and shapes, so rank 0 writes the header first, and each
+//! piece as soon as it has received the parts of its owners. If rank 0 cannot write, it goes on receiving, so that no rank waits for it.
+//! Reading maps the tensors' files: what a rank does not copy takes no memory.
 
 mod folder;
 mod manifest;
 mod overwrite;
+mod snapshot;
 
-pub use folder::{Checkpoint, Checkpoints, Found, Saved, Snapshot, latest, newest_state, steps};
+pub(crate) use folder::save_error;
+pub use folder::{Checkpoint, Checkpoints, Found, Saved, latest, newest_state, steps};
+pub use models::tensors_file::LazyTensor;
 pub(crate) use overwrite::matched;
 pub use overwrite::overwrite;
+pub use snapshot::Snapshot;

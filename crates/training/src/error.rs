@@ -113,7 +113,29 @@ pub enum Error {
     Profile(#[from] crate::profile::ProfileError),
     /// An error of the runtime.
     #[error(transparent)]
-    Runtime(#[from] runtime::Error),
+    Runtime(runtime::Error),
+}
+
+impl From<runtime::Error> for Error {
+    /// Unwraps an error of this crate that went through a closure of the runtime.
+    fn from(error: runtime::Error) -> Self {
+        match error {
+            runtime::Error::Other(error) => match error.downcast::<Self>() {
+                Ok(own) => *own,
+                Err(other) => Self::Runtime(runtime::Error::Other(other)),
+            },
+            other => Self::Runtime(other),
+        }
+    }
+}
+
+impl From<Error> for runtime::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Runtime(error) => error,
+            other => Self::Other(Box::new(other)),
+        }
+    }
 }
 
 impl From<tch::TchError> for Error {

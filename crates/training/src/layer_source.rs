@@ -7,7 +7,7 @@
 use std::fmt::Debug;
 use std::ops::Range;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::error::Result;
 
@@ -29,6 +29,16 @@ pub trait LayerSource: Debug + Send + Sync {
     /// Whether it takes regions that are trained, or not.
     fn takes(&self, trained: bool) -> bool;
 
+    /// Copies the values of a tensor that has none in memory yet ([`set_placeholder`]) into `target`, by its name in the model: from a
+    /// file, so that a layer is whole only while it is taken. Returns whether the source has them.
+    ///
+    /// # Errors
+    /// Values that cannot be read.
+    fn read(&self, name: &str, target: &Tensor) -> Result<bool> {
+        let _ = (name, target);
+        Ok(false)
+    }
+
     /// Takes the values of a region. Returns the region's number.
     ///
     /// # Errors
@@ -47,4 +57,46 @@ pub trait LayerSource: Debug + Send + Sync {
     /// # Errors
     /// Gradients that come too late; a failure of those before.
     fn deliver(&self, region: usize, gradients: Vec<(usize, Tensor)>, last: bool) -> Result<()>;
+}
+
+/// Frees a tensor's memory; it keeps dtype and shape. Its elements share the memory of one NaN: what reads them is seen, and libtorch
+/// refuses to write them. A tensor of one element, or none, keeps its own.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn set_placeholder(tensor: &Tensor) -> runtime::Result<()> {
+    if tensor.numel() > 1 {
+        let _no_grad = tch::no_grad_guard();
+        let nan = Tensor::f_full([1], f64::NAN, (tensor.kind(), Device::Cpu))?;
+        tensor.shallow_clone().f_set_data(&nan.f_expand(tensor.size().as_slice(), false)?)?;
+    }
+    Ok(())
+}
+
+/// Returns whether all elements of a tensor share one element's memory, as after [`set_placeholder`].
+pub fn is_placeholder(tensor: &Tensor) -> bool {
+    let shared = |(size, stride): (&i64, i64)| *size == 1 || stride == 0;
+    tensor.numel() > 1 && tensor.size().iter().zip(tensor.stride()).all(shared)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+
+    #[test]
+    fn a_placeholder_has_the_memory_of_one_element() {
+        for shape in [&[3, 4][..], &[7], &[5, 1], &[1, 6]] {
+            let tensor = Tensor::zeros(shape, (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+            assert!(!is_placeholder(&tensor), "{shape:?}");
+            set_placeholder(&tensor).unwrap();
+            assert!(is_placeholder(&tensor) && tensor.requires_grad(), "{shape:?}");
+            assert_eq!((tensor.size(), tensor.kind()), (shape.to_vec(), Kind::BFloat16));
+            assert_eq!(i64::try_from(tensor.isnan().all()).unwrap(), 1);
+        }
+        let scalar = Tensor::from(1.0);
+        set_placeholder(&scalar).unwrap();
+        assert!(!is_placeholder(&scalar) && f64::try_from(scalar).unwrap() == 1.0);
+    }
 }

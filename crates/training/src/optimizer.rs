@@ -51,6 +51,7 @@ mod unscale_and_clip;
 
 use std::fmt::Debug;
 
+use models::tensors_file::LazyTensor;
 use runtime::collectives;
 use tch::{Kind, Tensor};
 
@@ -147,6 +148,11 @@ pub trait Optimizer: Debug + Send {
         Ok(tensor.f_detach()?)
     }
 
+    /// Returns one of the model's tensors, under a name, as it is brought when it is written: rank 0 gets the values.
+    fn lazy_weight<'a>(&'a self, name: String, tensor: &Tensor) -> LazyTensor<'a> {
+        LazyTensor::of(name, tensor)
+    }
+
     /// Writes the values of one of the model's tensors, which are the same on all ranks.
     ///
     /// # Errors
@@ -185,6 +191,15 @@ pub trait Optimizer: Debug + Send {
     /// # Errors
     /// A failure of an earlier step.
     fn state(&self) -> Result<Vec<(String, Tensor)>>;
+
+    /// [`Optimizer::state`] as it is brought when it is written. With [`Optimizer::ranks`], every rank gets the same tensors, and rank 0
+    /// the values of those of which others have parts.
+    ///
+    /// # Errors
+    /// A failure of an earlier step.
+    fn lazy_state(&self) -> Result<Vec<LazyTensor<'_>>> {
+        Ok(LazyTensor::of_each(&self.state()?))
+    }
 
     /// Loads a state from [`Optimizer::state`]. The state of a parameter without any tensor in it is reset.
     ///

@@ -11,6 +11,7 @@
 //! restored.
 
 mod description;
+mod failed_save;
 mod figures;
 mod frozen;
 mod options;

@@ -7,21 +7,21 @@ use std::path::{Path, PathBuf};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, Task};
-use frugal::models::hugging_face::{self, Folder};
-use frugal::models::module::LanguageModel;
+use frugal::models::hugging_face::Folder;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
+use tch::Tensor;
 
 use super::Common;
 use super::adapter::AdapterArgs;
 use super::figures::{counted, grouped, share};
 use super::merge::complete;
-use super::model::{HubArgs, same_folder, shared_llama};
+use super::model::{HubArgs, same_folder};
 use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
 use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, Trained, enforce, name_budget, report};
+use super::training::{Run, Saving, Trained, enforce, name_budget, report, save_model};
 use data::{Data, with_date};
 
 /// What is trained.
@@ -218,9 +218,6 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         ),
     );
     let trained = run.run(common, device, |_, _, _| Ok(()))?;
-    if !common.is_first() {
-        return Ok(());
-    }
     finish(common, &folder, out, &trained)
 }
 
@@ -238,28 +235,26 @@ fn steps(config: &Config, batches: u64) -> u64 {
 /// Folder of the model within an output folder, after full fine-tuning.
 pub(crate) const MODEL: &str = "model";
 
-/// Writes the adapter or the model, and reports the result.
+/// Writes the adapter or the model, and reports the result. The other ranks give their parts of it.
 fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> anyhow::Result<()> {
-    let Trained { model, handles, .. } = trained;
-    let (what, path) = match &handles.adapters {
+    let (what, path, saved) = match &trained.handles.adapters {
         Some(adapters) => {
-            adapters.save(out)?;
-            ("adapter", out.to_owned())
+            let folder = common.is_first().then_some(out);
+            let lazy = |name, tensor: &Tensor| trained.optimizer.lazy_weight(name, tensor);
+            ("adapter", out.to_owned(), adapters.save_lazily(folder, &lazy).map_err(Into::into))
         }
         None => {
             let path = out.join(MODEL);
-            save_model(model.as_ref(), folder, &path)?;
-            ("model", path)
+            // With what the base's folder has beside the weights.
+            let saved = save_model(common, trained, folder.config(), &path, |new| {
+                complete(folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+            });
+            ("model", path, saved)
         }
     };
-    report(common, Some(out), trained, Some((what, &path)));
+    common.first_failure(what, saved)?;
+    if common.is_first() {
+        report(common, Some(out), trained, Some((what, &path)));
+    }
     Ok(())
-}
-
-/// Writes a model in Hugging Face's layout, with what its base's folder has beside the weights.
-fn save_model(model: &dyn LanguageModel, folder: &Folder, path: &Path) -> anyhow::Result<()> {
-    let llama = shared_llama(model, folder.config())?;
-    Ok(hugging_face::save_with(&llama, path, hugging_face::SHARD_BYTES, |new| {
-        complete(folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
-    })?)
 }

@@ -1,24 +1,27 @@
 //! `frugal launch`: the ranks of one machine as processes that end together.
 
+mod screen;
+
 use std::ffi::OsString;
-use std::io::Write;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::{Args, CommandFactory};
-use runtime::collectives::ranks::{Output, Progress, Ranks, RanksOptions, ending};
+use runtime::collectives::ranks::{Progress, Ranks, RanksOptions, ending};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::Common;
 use super::output::say;
+use screen::Screen;
 
 #[derive(Args)]
 #[command(after_help = "\
 Each process gets the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, …), and an equal share of the processors in \
-OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank. When a rank fails, the others are ended. Ctrl-C is \
-passed on once; a second one kills all ranks.
+OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank; on a terminal, the progress of rank 0 is shown below. \
+When a rank fails, the others are ended. Ctrl-C is passed on once; a second one kills all ranks.
 
 Examples:
   frugal launch -n 2 -- train --data corpus.txt --out run --accumulation 4
@@ -47,8 +50,17 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
     let run_id = std::process::id().to_string();
     for restart_count in 0..=arguments.restarts {
         let options = RanksOptions { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };
-        let mut ranks = Ranks::start(&options, |_| arguments.command(), print)?;
-        let (progress, interrupts) = watch(common, arguments, &mut ranks, &mut signals)?;
+        let screen = Arc::new(Screen::new(common.quiet));
+        let printing = screen.clone();
+        let command = |rank| {
+            let mut command = arguments.command();
+            screen.ask(rank, &mut command);
+            command
+        };
+        let mut ranks =
+            Ranks::start(&options, command, move |rank, output, line| printing.line(rank, output, line))?;
+        let (progress, interrupts) = watch((common, &screen), arguments, &mut ranks, &mut signals)?;
+        screen.clear();
         let failure = match progress {
             Progress::Failed { rank, status } => {
                 format!("rank {rank} of {} {}", arguments.ranks, ending(status))
@@ -67,7 +79,7 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
 
 /// Waits until all ranks have ended. Returns how, and the number of interruptions.
 fn watch(
-    common: &Common,
+    (common, screen): (&Common, &Screen),
     arguments: &Launch,
     ranks: &mut Ranks,
     signals: &mut Signals,
@@ -78,7 +90,8 @@ fn watch(
         for _ in signals.pending() {
             interrupts += 1;
             if interrupts == 1 {
-                say(common, "interrupted; waiting for the ranks, a second Ctrl-C kills them");
+                screen
+                    .above(|| say(common, "interrupted; waiting for the ranks, a second Ctrl-C kills them"));
                 ranks.interrupt();
             } else {
                 ranks.kill();
@@ -100,17 +113,6 @@ fn watch(
         }
         std::thread::sleep(PAUSE);
     }
-}
-
-/// Prints a line of a rank behind its number.
-#[allow(clippy::print_stdout, reason = "the output of a rank goes where the rank has sent it")]
-fn print(rank: usize, output: Output, line: &str) {
-    let line = format!("[{rank}] {line}\n");
-    // A closed pipe does not stop the ranks.
-    let _ = match output {
-        Output::Standard => std::io::stdout().lock().write_all(line.as_bytes()),
-        Output::Error => std::io::stderr().lock().write_all(line.as_bytes()),
-    };
 }
 
 impl Launch {

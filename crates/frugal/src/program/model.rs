@@ -7,12 +7,11 @@ use clap::Args;
 use frugal::download_bar;
 use lora::Adapters;
 use lora::peft::CONFIG_FILE;
+use models::Llama;
 use models::hub::Hub;
 use models::hugging_face::Folder;
-use models::init::Init;
-use models::module::{self, LanguageModel};
-use models::{Llama, LlamaConfig};
-use tch::{Device, Kind};
+use models::module::LanguageModel;
+use tch::Device;
 
 use super::settings::DtypeArg;
 
@@ -108,22 +107,4 @@ pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<A
 pub(crate) fn same_folder(one: &Path, other: &Path) -> bool {
     let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| PathBuf::from(path));
     real(one) == real(other)
-}
-
-/// Returns a Llama that shares the tensors of `model`, by name.
-///
-/// # Errors
-/// A model of another architecture.
-pub(crate) fn shared_llama(model: &dyn LanguageModel, config: &LlamaConfig) -> anyhow::Result<Llama> {
-    let trained = module::tensors(model);
-    let kind = trained.first().map_or(Kind::Float, |named| named.tensor.kind());
-    // Never written, so that its pages are never allocated.
-    let llama = Llama::assemble(config, Init::Uninitialised, (kind, Device::Cpu), &mut |_, block| Ok(block))?;
-    for own in module::tensors(&llama) {
-        let Some(found) = trained.iter().find(|named| named.name == own.name) else {
-            anyhow::bail!("the model has no `{}`; it is not of the architecture of its folder", own.name);
-        };
-        own.tensor.shallow_clone().set_data(&found.tensor.detach());
-    }
-    Ok(llama)
 }

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
+use anyhow::bail;
 use frugal::{Config, Recipe};
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use serde_json::{Value, json};
@@ -160,6 +161,23 @@ impl Common {
     /// The first difference, on every rank.
     pub(crate) fn agree(&self, fields: &[(String, String)]) -> anyhow::Result<()> {
         self.ranks.as_ref().map_or(Ok(()), |ranks| agree(&ranks.preparation, fields))
+    }
+
+    /// Returns the error of the first rank that has one, on every rank.
+    ///
+    /// # Errors
+    /// That one; a rank that failed otherwise.
+    pub(crate) fn first_failure(&self, what: &str, own: anyhow::Result<()>) -> anyhow::Result<()> {
+        let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.group.failure().is_none()) else {
+            return own;
+        };
+        let text = own.as_ref().err().map(|error| format!("{error:#}"));
+        let first = ranks.preparation.first_failure(text.as_deref(), what);
+        own?;
+        match first? {
+            Some((rank, text)) => bail!("rank {rank}: {text}"),
+            None => Ok(()),
+        }
     }
 
     /// The command that resumes the training in a folder.

@@ -11,10 +11,9 @@ use clap::{Args, ValueEnum};
 use dataloading::Tokenizer;
 use frugal::config::{Config, OptimizerConfig, ShapeConfig, ShapeFamily, Task, TrainingConfig};
 use frugal::display::Efficiency;
-use frugal::models::hugging_face;
 use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
-use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
+use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, LlamaConfig};
 use frugal::training::Batches;
 use frugal::training::Trainer;
 use frugal::training::probe::StepProbe;
@@ -25,11 +24,10 @@ use tch::{Device, Kind};
 use super::Common;
 use super::figures::{counted, grouped};
 use super::finetune::MODEL;
-use super::model::shared_llama;
 use super::output::{print_line, say};
 use super::ranks;
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report};
+use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report, save_model};
 use data::Data;
 
 /// An architecture.
@@ -217,11 +215,14 @@ fn train(
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
     let saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
     let _limit = enforce(config, device)?;
-    let model = match &file {
-        Some(file) => llama(config, file, (data.vocabulary, length), device)?,
-        None => small(config, data.vocabulary, length, device)?,
+    let mut prepared = match &file {
+        Some(file) => {
+            check_sizes(config, file, (data.vocabulary, length))?;
+            let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
+            recipe.create(file, Init::Normal { std: file.initializer_range }, (kind, device))?
+        }
+        None => recipe.apply(small(config, data.vocabulary, length, device)?)?,
     };
-    let mut prepared = recipe.apply(model)?;
     let Data { mut train, validation, steps, loading, documents, .. } = data;
     let state = train.state();
     if let Some(batch) = train.next()? {
@@ -241,18 +242,15 @@ fn train(
             Some(trace) => diagnosis::diagnose(trainer, train, validation, loading, trace, common.json),
         }
     })?;
-    let path = file.as_ref().and(out).filter(|_| common.is_first()).map(|out| out.join(MODEL));
+    let path = file.as_ref().and(out).map(|out| out.join(MODEL));
     if let (Some(file), Some(path)) = (&file, &path) {
-        let model = shared_llama(trained.model.as_ref(), file)?;
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.as_ref());
-        hugging_face::save_with(&model, path, hugging_face::SHARD_BYTES, |new| {
-            save_tokenizer(tokenizer, new)
-        })?;
+        let saved = save_model(common, &trained, file, path, |new| save_tokenizer(tokenizer, new));
+        common.first_failure("model", saved)?;
     }
-    if !common.is_first() {
-        return Ok(());
+    if common.is_first() {
+        report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
     }
-    report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
     Ok(())
 }
 
@@ -294,12 +292,12 @@ fn llama_config(name: &str) -> anyhow::Result<LlamaConfig> {
     Ok(LlamaConfig::read(&file)?)
 }
 
-fn llama(
+/// Compares the data with the model of a `config.json`.
+fn check_sizes(
     config: &Config,
     file: &LlamaConfig,
     (vocabulary, length): (i64, usize),
-    device: Device,
-) -> anyhow::Result<Box<dyn LanguageModel>> {
+) -> anyhow::Result<()> {
     let name = config.model.name.as_deref().unwrap_or_default();
     if vocabulary > file.vocab_size {
         bail!(
@@ -313,9 +311,7 @@ fn llama(
             file.max_position_embeddings
         );
     }
-    let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
-    let init = Init::Normal { std: file.initializer_range };
-    Ok(Box::new(Llama::assemble(file, init, (kind, device), &mut |_, block| Ok(block))?))
+    Ok(())
 }
 
 fn small(

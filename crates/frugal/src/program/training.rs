@@ -1,21 +1,26 @@
 //! A training that is ready to run: what a fine-tuning and a training from scratch share.
 
+use std::collections::HashMap;
+use std::io;
 use std::path::Path;
 
 use anyhow::{Context, bail};
 use frugal::config::{CONFIG_FILE, Config, Task};
 use frugal::display::{Display, Efficiency};
 use frugal::loss_log::{LossLog, LossSummary, Losses};
+use frugal::models::LlamaConfig;
+use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::planning;
 use frugal::recipe::Handles;
 use frugal::training::checkpoint::Checkpoints;
 use frugal::training::interrupt;
+use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use runtime::memory::Limit;
 use serde_json::json;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use super::Common;
 use super::figures::counted;
@@ -106,6 +111,8 @@ pub(crate) struct Run<'a> {
 /// The result of a training.
 pub(crate) struct Trained {
     pub(crate) model: Box<dyn LanguageModel>,
+    /// Brings the weights of which other ranks have parts.
+    pub(crate) optimizer: Box<dyn Optimizer>,
     pub(crate) handles: Handles,
     pub(crate) step: u64,
     pub(crate) losses: Losses,
@@ -186,15 +193,13 @@ impl Run<'_> {
             offload.synchronize()?;
         }
         finish(common, &trainer, ended, out.as_deref())?;
-        if handles.shards.is_some() {
-            gather_saved(&trainer, &handles, common.is_first())?;
-        }
         // The log has the losses before a resume too.
         let losses = match out {
             Some(out) if common.is_first() => Losses::read(&out.join(LOSSES))?,
             _ => summary.get(),
         };
-        Ok(Trained { model: trainer.model, handles, step, losses, was_finished })
+        let Trainer { model, optimizer, .. } = trainer;
+        Ok(Trained { model, optimizer, handles, step, losses, was_finished })
     }
 }
 
@@ -224,17 +229,29 @@ fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Pa
     }
 }
 
-/// Gives rank 0 the whole weights that are to be saved: the adapters', or all.
-fn gather_saved(trainer: &Trainer, handles: &Handles, is_first: bool) -> anyhow::Result<()> {
-    for tensor in module::tensors(trainer.model.as_ref()).iter().map(|named| named.tensor) {
-        if tensor.requires_grad() || handles.adapters.is_none() {
-            let whole = trainer.optimizer.whole_weight(tensor)?;
-            if is_first {
-                tensor.shallow_clone().f_set_data(&whole)?;
-            }
-        }
+/// Writes a model in Hugging Face's layout; `complete` adds files. The other ranks give rank 0 their parts of the weights.
+///
+/// # Errors
+/// A model of another architecture; a folder that cannot be written; a rank that failed.
+pub(crate) fn save_model(
+    common: &Common,
+    trained: &Trained,
+    config: &LlamaConfig,
+    path: &Path,
+    complete: impl FnOnce(&Path) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    let named = module::tensors(trained.model.as_ref());
+    let named: HashMap<String, &Tensor> = named.into_iter().map(|named| (named.name, named.tensor)).collect();
+    let mut tensors = Vec::new();
+    for (name, _) in config.shapes() {
+        let Some(tensor) = named.get(&name) else {
+            bail!("the model has no `{name}`; it is not of the architecture of its folder");
+        };
+        tensors.push(trained.optimizer.lazy_weight(name, tensor));
     }
-    Ok(())
+    let files = ModelFiles::new(config, tensors, SHARD_BYTES)?;
+    let saved = if common.is_first() { files.write(path, complete) } else { files.give() };
+    Ok(saved?)
 }
 
 /// A validation for one call of the loop.

@@ -201,6 +201,39 @@ fn a_training_has_the_same_files_with_any_number_of_ranks() {
 }
 
 #[test]
+fn the_progress_of_rank_0_is_that_of_the_launcher() {
+    let script = "echo mode $FRUGAL_PROGRESS >&2; echo \"@progress $RANK 2 half\" >&2; echo '@progress 1 2'";
+    let output =
+        launch(&["-n", "2"], &["sh", "-c", script]).env("FRUGAL_PROGRESS", "lines").output().unwrap();
+    let err = expect![[r#"
+        @progress 0 2 half
+        [0] mode lines
+        [1] @progress 1 2 half
+        [1] mode
+    "#]];
+    check(&output, 0, out_of_two(), err);
+    // Without a terminal there is none.
+    let err = expect![[r#"
+        [0] @progress 0 2 half
+        [0] mode
+        [1] @progress 1 2 half
+        [1] mode
+    "#]];
+    check(&shell(&["-n", "2"], script), 0, out_of_two(), err);
+    let words = ["train", "--steps", "3", "--accumulation", "2", "--log-every", "1"];
+    let output = launch(&["-n", "2"], &words).env("FRUGAL_PROGRESS", "lines").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("\n@progress 3 3 loss ") && !said.contains("] @progress"), "{said}");
+}
+
+fn out_of_two() -> Expect {
+    expect![[r#"
+        [0] @progress 1 2
+        [1] @progress 1 2
+    "#]]
+}
+
+#[test]
 fn what_does_not_go_with_several_ranks_is_refused_by_name() {
     let told = |words: &[&str]| {
         let output = launch(&["-n", "2"], words).output().unwrap();

@@ -123,14 +123,23 @@ fn ranks_that_differ_are_told_in_what_before_they_train() {
     );
 }
 
+/// The weights of the adapter or model that a fine-tuning has made.
+fn made(out: &Path) -> Vec<u8> {
+    let adapter = out.join("adapter_model.safetensors");
+    std::fs::read(if adapter.is_file() { adapter } else { out.join("model/model.safetensors") }).unwrap()
+}
+
 #[test]
 fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
     let tiny = Tiny::new();
     let common = "finetune --json --model model --data problems --batch-size 2 --accumulation 2 --limit 8 --evaluate-every 1 \
                   --steps 2 --log-every 1";
-    for flags in
-        ["--method dora --precision fp16", "--method full --loss fused --mlp input-only --zero-stage 2"]
-    {
+    for flags in [
+        "--method dora --precision fp16",
+        "--method full --loss fused --mlp input-only --zero-stage 2",
+        "--method full --zero-stage 3",
+        "--targets q_proj,up_proj --zero-stage 3",
+    ] {
         let run = |count: usize| {
             let out = format!("out-{count}");
             let _ = std::fs::remove_dir_all(tiny.path(&out));
@@ -141,14 +150,57 @@ fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
             // Two steps, two evaluations and the result, once.
             let printed = String::from_utf8(output.stdout).unwrap();
             assert_eq!(printed.lines().count(), 5, "{printed}");
-            trained(&tiny.path(&out), 2)
+            (trained(&tiny.path(&out), 2), made(&tiny.path(&out)))
         };
         assert!(run(1) == run(2), "{flags}");
         let records = |count: usize| lines(&tiny.path(&format!("records-{count}")));
         assert_eq!(records(1), records(2));
         std::fs::remove_file(tiny.path("records-1")).unwrap();
         std::fs::remove_file(tiny.path("records-2")).unwrap();
+        if flags == "--method full --zero-stage 3" {
+            let _ = std::fs::remove_dir_all(tiny.path("alone"));
+            tiny.succeed(&format!("{common} --method full --clip 0 --out alone"));
+            tiny.succeed(&format!("launch -n 2 -- {common} {flags} --clip 0 --out unclipped"));
+            assert!(made(&tiny.path("unclipped")) == made(&tiny.path("alone")), "without ranks");
+        }
     }
+}
+
+#[test]
+fn a_full_disk_of_rank_0_is_an_error_on_every_rank_and_the_last_checkpoint_stays() {
+    let tiny = Tiny::new();
+    let common = "finetune --model model --data problems --batch-size 2 --accumulation 2 --limit 32 --zero-stage 3 --log-every 1 \
+                  --checkpoint-every 2 --out out --resume --steps";
+    succeeds(&launch(&tiny, 2, &format!("{common} 4 --method full")).output().unwrap());
+    let before = trained(&tiny.path("out"), 4);
+    // Blocks of 512 or 1024 bytes, as the shell counts: more than the log, less than the weights.
+    let limit = "if [ $RANK = 0 ]; then trap '' XFSZ; ulimit -f 100; fi; ";
+    let began = std::time::Instant::now();
+    let said = fails(&shell(&tiny, "-n 2", &format!("{limit} exec $FRUGAL {common} 8 --method full")));
+    assert!(began.elapsed() < std::time::Duration::from_secs(30), "long before the ranks' deadline");
+    for rank in 0..2 {
+        let told = format!(
+            "[{rank}] error: the checkpoint of step 6 was not written: out/checkpoints/.tmp-step-000000000006: "
+        );
+        assert!(said.contains(&told), "{said}");
+    }
+    assert_eq!(said.matches("raise the limit on the size of files (`ulimit -f`)").count(), 2, "{said}");
+    assert!(trained(&tiny.path("out"), 4)[..2] == before[..2]);
+    let mut names: Vec<_> = std::fs::read_dir(tiny.path("out/checkpoints"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, [".lock", "step-000000000002", "step-000000000004"]);
+    // The model at the end cannot be written: its folder's name is a file's.
+    let script = format!("mkdir -p taken; touch taken/model; exec $FRUGAL {common} 2 --method full");
+    let said = fails(&shell(&tiny, "-n 2", &script.replace("--out out", "--out taken")));
+    assert_eq!(
+        said.matches("taken/model: cannot be written: a file; expected a folder").count(),
+        2,
+        "{said}"
+    );
+    assert!(said.contains("[1] error: rank 0: "), "{said}");
 }
 
 #[test]

@@ -17,7 +17,7 @@ use expect_test::expect;
 use frugal::Recipe;
 use runtime::collectives::Group;
 use test_ranks::Ranks;
-use training_case::Case;
+use training_case::{Case, Start};
 use trainings::{EVALUATED, end, files};
 
 /// A rank's process runs this test alone.
@@ -217,6 +217,49 @@ fn the_frozen_base_of_adapters_is_gathered_as_often_as_predicted() {
     let layout = Layout::of_adapters(&model, &lora, Dtype::Bf16, ZeroStage::Three, 2).unwrap();
     let adapter = "[adapter]\nr = 4\ntarget_modules = [\"q_proj\", \"k_proj\", \"v_proj\", \"o_proj\"]\n";
     check_sent(2, adapter, &layout);
+}
+
+#[test]
+fn a_model_is_divided_layer_by_layer_as_it_is_read_or_created() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    let whole = Case { hidden: 128, layers: 12, steps: 2, ..case(3, 0.5, 3, "") };
+    whole.save_model(&path);
+    let read = Case { start: Start::Open(path), ..whole.clone() };
+    let adapted = |case: &Case, adapter: &str| Case {
+        recipe: format!("{}[adapter]\nr = 4\n{adapter}", case.recipe),
+        ..case.clone()
+    };
+    // The norms of DoRA are those of the base, so that the layers are read before.
+    let groups = [
+        vec![
+            (whole.clone(), 2),
+            (Case { start: Start::Create, ..whole.clone() }, 2),
+            (read.clone(), 2),
+            (read.clone(), 1),
+        ],
+        vec![(adapted(&whole, ""), 2), (adapted(&read, ""), 3)],
+        vec![(adapted(&whole, "use_dora = true\n"), 1), (adapted(&read, "use_dora = true\n"), 2)],
+    ];
+    check_equal(&groups);
+    let printed = run(&[
+        (whole.clone(), 2),
+        (Case { start: Start::Create, ..whole }, 2),
+        (read.clone(), 2),
+        (adapted(&read, ""), 2),
+    ]);
+    let of = |number: usize, what: &str| bytes(&printed[number], what) / 2;
+    let (layer, shards) = (of(2, "layer"), of(2, "shards"));
+    // What stays whole: the embedding, the last norm and the table of positions. And a rank's shards of the adapters.
+    let rest = 4 * (61 * 128 + 128) + 64 * 1024;
+    let peaks: Vec<u64> = (0..4).map(|number| of(number, "start")).collect();
+    assert!(peaks[0] > 12 * layer, "{peaks:?}: the whole model, layers of {layer}");
+    assert!(peaks[1] < shards + 2 * layer + rest, "{peaks:?}: shards of {shards}, layers of {layer}");
+    assert!(peaks[2] < shards + layer + rest, "{peaks:?}: shards of {shards}, layers of {layer}");
+    assert!(
+        peaks[3] < shards + layer + 12 * layer / 20 + rest,
+        "{peaks:?}: shards of {shards}, layers of {layer}"
+    );
 }
 
 #[test]

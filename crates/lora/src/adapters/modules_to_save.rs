@@ -51,6 +51,14 @@ impl Whole {
         self.values.iter().any(|(name, _)| name == adapter)
     }
 
+    /// Returns an adapter's values, sharing memory, if it has any: the model's own tensor if it is active.
+    pub(crate) fn handle(&self, adapter: &str) -> Result<Option<Tensor>> {
+        if self.shown.as_deref() == Some(adapter) {
+            return Ok(Some(self.live.shallow_clone()));
+        }
+        self.of(adapter)
+    }
+
     /// Returns an adapter's values, sharing memory, if it has any.
     pub(crate) fn of(&self, adapter: &str) -> Result<Option<Tensor>> {
         if self.shown.as_deref() == Some(adapter) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use models::module::Module;
-use models::tensors_file;
+use models::tensors_file::{self, Content, LazyTensor};
 use runtime::atomic_write;
 use tch::{Device, Tensor};
 
@@ -17,6 +17,9 @@ use crate::linear::DEFAULT;
 
 /// PEFT's prefix of all names in its files.
 pub const PREFIX: &str = "base_model.model.";
+
+/// Returns one of the model's tensors, under a name, as it is brought when it is written.
+pub type LazyTensors<'a> = dyn Fn(String, &Tensor) -> LazyTensor<'a> + 'a;
 
 impl Adapters {
     /// Installs ([`Adapters::install`]) the adapter in `folder`, written by PEFT or [`Adapters::save`]. It is active and can be
@@ -57,14 +60,26 @@ impl Adapters {
     /// # Errors
     /// A folder that cannot be written.
     pub fn save(&self, folder: &Path) -> Result<()> {
+        self.save_lazily(Some(folder), &|name, tensor| LazyTensor::of(name, tensor))
+    }
+
+    /// [`Adapters::save`] where other processes have parts of the tensors: `lazy` returns each of the model's tensors under a name, as it
+    /// is brought when it is written. All processes call it; those without a folder only give their parts.
+    ///
+    /// # Errors
+    /// A folder that cannot be written; then no process waits for this one. Those of the values.
+    pub fn save_lazily(&self, folder: Option<&Path>, lazy: &LazyTensors<'_>) -> Result<()> {
+        let mut saved = Ok(());
         for name in self.names() {
-            if name == DEFAULT {
-                self.save_one(&name, folder)?;
-            } else {
-                self.save_one(&name, &folder.join(&name))?;
-            }
+            let of_adapter = |folder: &Path| match &*name {
+                DEFAULT => folder.to_owned(),
+                _ => folder.join(&name),
+            };
+            let folder = folder.filter(|_| saved.is_ok()).map(of_adapter);
+            let one = self.save_one_lazily(&name, folder.as_deref(), lazy);
+            saved = saved.and(one);
         }
-        Ok(())
+        saved
     }
 
     /// Writes one adapter's two files to `folder`, both or neither: see [`write_folder`].
@@ -72,9 +87,20 @@ impl Adapters {
     /// # Errors
     /// [`Error::UnknownAdapter`]; a folder that cannot be written.
     pub fn save_one(&self, name: &str, folder: &Path) -> Result<()> {
-        let all = self.tensors(name)?.into_iter().chain(self.copies(name));
-        let named: Vec<_> = all.map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor)).collect();
-        write_folder(folder, self.config(name)?, &named)
+        self.save_one_lazily(name, Some(folder), &|name, tensor| LazyTensor::of(name, tensor))
+    }
+
+    fn save_one_lazily(&self, name: &str, folder: Option<&Path>, lazy: &LazyTensors<'_>) -> Result<()> {
+        let all = self.handles(name)?.into_iter().chain(self.copies(name));
+        let tensors = all.map(|(key, tensor)| lazy(format!("{PREFIX}{key}"), &tensor)).collect();
+        let mut content = tensors::content(folder.unwrap_or(Path::new("")), tensors)?;
+        let Some(folder) = folder else { return Ok(content.give()?) };
+        let saved = write_content(folder, self.config(name)?, &mut content);
+        if saved.is_err() {
+            // The first error is the one to report.
+            let _ = content.give();
+        }
+        saved
     }
 
     /// Copies values, which match, into an adapter.
@@ -98,12 +124,17 @@ impl Adapters {
 /// # Errors
 /// A folder that cannot be written.
 pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tensor)]) -> Result<()> {
+    let content = tensors::content(&folder.join(TENSORS_FILE), LazyTensor::of_each(tensors));
+    write_content(folder, config, &mut content?)
+}
+
+fn write_content(folder: &Path, config: &LoraConfig, content: &mut Content<'_>) -> Result<()> {
     let failed = |cause: std::io::Error| Error::File {
         path: folder.to_owned(),
         reason: format!("cannot be written: {cause}"),
     };
     let new = atomic_write::Folder::beside(folder).map_err(failed)?;
-    tensors::write(&new.path().join(TENSORS_FILE), tensors)?;
+    tensors_file::write_content(&new.path().join(TENSORS_FILE), content)?;
     let text = config.to_json();
     atomic_write::file(&new.path().join(CONFIG_FILE), |out| out.write_all(text.as_bytes()))
         .map_err(failed)?;

@@ -1,18 +1,17 @@
 //! Writing a model to a folder.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
 use runtime::atomic_write;
 use serde_json::{Map, Value, json};
-use tch::{Kind, Tensor};
+use tch::Kind;
 
 use super::{CONFIG, INDEX, SINGLE, tensor_name};
 use crate::error::{Error, Result};
-use crate::llama::Llama;
+use crate::llama::{Llama, LlamaConfig};
 use crate::state_dict::{check_fit, state_dict};
-use crate::tensors_file::{self, dtype_name, file_error};
+use crate::tensors_file::{self, Content, LazyTensor, dtype_name, file_error};
 
 /// Default size of a shard in bytes: 5 GB, as in Hugging Face's writers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
@@ -44,72 +43,122 @@ pub fn save_with(
     max_shard_bytes: u64,
     complete: impl FnOnce(&Path) -> io::Result<()>,
 ) -> Result<()> {
-    if max_shard_bytes == 0 {
-        let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
-        return Err(Error::Config { what: "hugging_face::save", reason });
-    }
-    let state = state_dict(model);
-    let given: BTreeMap<&str, Vec<i64>> = state.iter().map(|(name, x)| (&**name, x.size())).collect();
-    check_fit(&model.llama_config().shapes(), &given, "the saved model")?;
-    drop(given);
-    let tensors: Vec<(String, Tensor)> =
-        state.into_iter().map(|(name, tensor)| (tensor_name(&name), tensor)).collect();
-
-    let failed = |cause: io::Error| file_error(folder, format!("cannot be written: {cause}"));
-    let new = atomic_write::Folder::beside(folder).map_err(failed)?;
-    write_weights(new.path(), &tensors, max_shard_bytes)?;
-    write_json(&new.path().join(CONFIG), &config(model, &tensors))?;
-    complete(new.path()).map_err(failed)?;
-    let is_weights = |name: &str| [INDEX, SINGLE].contains(&name) || is_shard(name);
-    new.publish(&[INDEX, SINGLE], &is_weights).map_err(failed)
+    let tensors = LazyTensor::of_each(&state_dict(model));
+    ModelFiles::new(model.llama_config(), tensors, max_shard_bytes)?.write(folder, complete)
 }
 
-/// Writes the weights to one file, or to shards with an index.
-fn write_weights(stage: &Path, tensors: &[(String, Tensor)], limit: u64) -> Result<()> {
-    let shards = shards(tensors, limit);
-    if let [_] = shards[..] {
-        return tensors_file::write_file(&stage.join(SINGLE), tensors, &METADATA);
+/// The files of a model whose weights are brought when they are written, because other processes have parts of them: one process
+/// writes, and all others give.
+#[derive(Debug)]
+pub struct ModelFiles<'a> {
+    config: Value,
+    /// The name of each file of weights, and its content.
+    weights: Vec<(String, Content<'a>)>,
+    index: Option<Value>,
+}
+
+impl<'a> ModelFiles<'a> {
+    /// Divides the weights, under the model's names and in its order, into files of up to `max_shard_bytes`.
+    ///
+    /// # Errors
+    /// Weights that are not those of the configuration; a limit of 0.
+    pub fn new(config: &LlamaConfig, tensors: Vec<LazyTensor<'a>>, max_shard_bytes: u64) -> Result<Self> {
+        if max_shard_bytes == 0 {
+            let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
+            return Err(Error::Config { what: "hugging_face::save", reason });
+        }
+        let given = tensors.iter().map(|tensor| (tensor.name(), tensor.shape().to_vec())).collect();
+        check_fit(&config.shapes(), &given, "the saved model")?;
+        let name = |tensor: LazyTensor<'a>| {
+            let name = tensor_name(tensor.name());
+            tensor.renamed(name)
+        };
+        let tensors: Vec<LazyTensor<'a>> = tensors.into_iter().map(name).collect();
+        let config = config_json(config, &tensors);
+        let total: u64 = tensors.iter().map(LazyTensor::bytes).sum();
+        let mut shards = shards(tensors, max_shard_bytes);
+        let content = |shard| Content::new(shard, &METADATA);
+        if shards.len() == 1 {
+            let weights = shards.drain(..).map(|only| (SINGLE.to_owned(), content(only))).collect();
+            return Ok(Self { config, weights, index: None });
+        }
+        let (count, mut weights, mut weight_map) = (shards.len(), Vec::new(), Map::new());
+        for (number, shard) in (1..).zip(shards) {
+            let file = format!("model-{number:05}-of-{count:05}.safetensors");
+            weight_map.extend(shard.iter().map(|tensor| (tensor.name().to_owned(), json!(file))));
+            weights.push((file, content(shard)));
+        }
+        weight_map.sort_keys();
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+        Ok(Self { config, weights, index: Some(index) })
     }
-    let mut weight_map = Map::new();
-    for (number, shard) in (1..).zip(&shards) {
-        let file = format!("model-{number:05}-of-{:05}.safetensors", shards.len());
-        weight_map.extend(shard.iter().map(|(name, _)| (name.clone(), json!(file))));
-        tensors_file::write_file(&stage.join(&file), shard, &METADATA)?;
+
+    /// Writes the files to a folder, as [`save_with`]. After an error, brings the weights that are left, so that no process waits for
+    /// this one.
+    ///
+    /// # Errors
+    /// A folder that cannot be written, or is full; those of `complete` and of the values.
+    pub fn write(mut self, folder: &Path, complete: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
+        let written = self.write_all(folder, complete);
+        if written.is_err() {
+            // The first error is the one to report.
+            let _ = self.give_rest();
+        }
+        written
     }
-    weight_map.sort_keys();
-    let total: u64 = tensors.iter().map(|(_, tensor)| bytes(tensor)).sum();
-    let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-    write_json(&stage.join(INDEX), &index)
+
+    /// Gives this process's parts of the weights to the one that writes.
+    ///
+    /// # Errors
+    /// A process that failed.
+    pub fn give(mut self) -> Result<()> {
+        self.give_rest()
+    }
+
+    fn give_rest(&mut self) -> Result<()> {
+        Ok(self.weights.iter_mut().try_for_each(|(_, content)| content.give())?)
+    }
+
+    fn write_all(&mut self, folder: &Path, complete: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
+        let failed = |cause: io::Error| file_error(folder, format!("cannot be written: {cause}"));
+        let new = atomic_write::Folder::beside(folder).map_err(failed)?;
+        for (file, content) in &mut self.weights {
+            tensors_file::write_content(&new.path().join(file), content)?;
+        }
+        if let Some(index) = &self.index {
+            write_json(&new.path().join(INDEX), index)?;
+        }
+        write_json(&new.path().join(CONFIG), &self.config)?;
+        complete(new.path()).map_err(failed)?;
+        let is_weights = |name: &str| [INDEX, SINGLE].contains(&name) || is_shard(name);
+        new.publish(&[INDEX, SINGLE], &is_weights).map_err(failed)
+    }
 }
 
 /// Divides the tensors, in order, into shards within the limit; at least one.
-fn shards(tensors: &[(String, Tensor)], limit: u64) -> Vec<&[(String, Tensor)]> {
-    let (mut shards, mut start, mut size) = (Vec::new(), 0, 0u64);
-    for (at, (_, tensor)) in tensors.iter().enumerate() {
-        let more = bytes(tensor);
-        if at > start && size.saturating_add(more) > limit {
-            shards.push(&tensors[start..at]);
-            (start, size) = (at, 0);
+fn shards(tensors: Vec<LazyTensor<'_>>, limit: u64) -> Vec<Vec<LazyTensor<'_>>> {
+    let (mut shards, mut shard, mut size) = (Vec::new(), Vec::new(), 0u64);
+    for tensor in tensors {
+        if !shard.is_empty() && size.saturating_add(tensor.bytes()) > limit {
+            shards.push(std::mem::take(&mut shard));
+            size = 0;
         }
-        size = size.saturating_add(more);
+        size = size.saturating_add(tensor.bytes());
+        shard.push(tensor);
     }
-    shards.push(&tensors[start..]);
+    shards.push(shard);
     shards
 }
 
-fn bytes(tensor: &Tensor) -> u64 {
-    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
-}
-
 /// Returns the configuration with the fields that transformers also needs.
-fn config(model: &Llama, tensors: &[(String, Tensor)]) -> Value {
-    let mut config = serde_json::to_value(model.llama_config()).unwrap_or_default();
-    config["architectures"] = json!([model.llama_config().family.architecture()]);
-    let kinds: Vec<Kind> = tensors.iter().map(|(_, tensor)| tensor.kind()).collect();
+fn config_json(config: &LlamaConfig, tensors: &[LazyTensor<'_>]) -> Value {
+    let mut json = serde_json::to_value(config).unwrap_or_default();
+    json["architectures"] = json!([config.family.architecture()]);
+    let kinds: Vec<Kind> = tensors.iter().map(LazyTensor::kind).collect();
     if let Some(first) = kinds.first().filter(|first| kinds.iter().all(|kind| kind == *first)) {
-        config["dtype"] = json!(dtype_name(*first));
+        json["dtype"] = json!(dtype_name(*first));
     }
-    config
+    json
 }
 
 fn write_json(path: &Path, json: &Value) -> Result<()> {

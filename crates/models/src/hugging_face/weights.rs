@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use runtime::atomic_write;
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use super::index::Index;
 use super::{INDEX, PREFIX, SINGLE, contents};
@@ -141,6 +141,13 @@ impl Weights {
             file.copy(entry, named.tensor)?;
         }
         Ok(())
+    }
+
+    /// Copies one tensor, by the model's name; returns whether there is one of that name.
+    pub(super) fn copy_one(&self, name: &str, target: &Tensor) -> Result<bool> {
+        let Some(location) = self.locations.get(name) else { return Ok(false) };
+        let (file, entry) = self.entry(*location);
+        file.copy(entry, target).map(|()| true)
     }
 
     /// A tied head shares the embedding's weights: a copy of it in the files is ignored.

@@ -1,8 +1,12 @@
 //! Writing and reading named tensors, and invalid files.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::io::{self, Write};
 
-use models::tensors_file::{TensorsFile, from_bytes, read, write, write_to};
+use models::tensors_file::{
+    Content, LazyTensor, PIECE_BYTES, TensorsFile, from_bytes, map, read, write, write_to,
+};
 use safetensors::SafeTensors;
 use tch::{Device, Kind, Tensor};
 
@@ -108,6 +112,9 @@ fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
     ];
     std::fs::write(&odd, parts.concat()).unwrap();
     for path in [path, odd] {
+        for (name, mapped) in map(&path).unwrap() {
+            assert!(mapped.equal(&tensors()[&name]), "{name}");
+        }
         let file = TensorsFile::open(&path).unwrap();
         assert_eq!(file.entries().len(), tensors().len());
         // Twice, because freed pages are read again.
@@ -132,4 +139,76 @@ fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
     let error =
         runtime::mapped::copy_values(&[0; 7], Kind::Float, &Tensor::from(0f32)).unwrap_err().to_string();
     assert!(error.contains("7 bytes of Float for a tensor of []; expected 4 for each element"), "{error}");
+}
+
+/// Takes so many bytes.
+struct Full(usize);
+
+impl Write for Full {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let taken = buffer.len().min(self.0);
+        self.0 -= taken;
+        if taken == 0 { Err(io::ErrorKind::StorageFull.into()) } else { Ok(taken) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn large_tensors_are_brought_in_pieces_in_the_files_order_and_the_rest_after_an_error() {
+    let piece = (PIECE_BYTES / 4) as i64;
+    let brought = RefCell::new(Vec::new());
+    let brought = &brought;
+    let lazy = |name: &'static str, kind: Kind, elements: i64| {
+        LazyTensor::new(name, kind, &[elements], move |range| {
+            brought.borrow_mut().push((name, range.clone()));
+            Ok(Some(Tensor::arange_start(range.start, range.end, (kind, Device::Cpu))))
+        })
+    };
+    let content = || {
+        let half = lazy("half", Kind::Half, 3);
+        let (none, wide) = (lazy("none", Kind::Float, 0), lazy("wide", Kind::Float, 2 * piece + 5));
+        Content::new(vec![half, none, wide], &[])
+    };
+    let mut bytes = Vec::new();
+    content().write_to(&mut bytes).unwrap();
+    let expected =
+        [("wide", 0..piece), ("wide", piece..2 * piece), ("wide", 2 * piece..2 * piece + 5), ("half", 0..3)];
+    assert_eq!(*brought.borrow(), expected);
+    for (name, tensor) in from_bytes(&bytes, Device::Cpu).unwrap() {
+        let arange = Tensor::arange(tensor.numel() as i64, (tensor.kind(), Device::Cpu));
+        assert_eq!(tensor, arange, "{name}");
+    }
+    // Each piece is brought once, wherever the disk is full: before the header, within the first piece, at the end.
+    for taken in [0, PIECE_BYTES, bytes.len() - 1] {
+        brought.borrow_mut().clear();
+        let mut content = content();
+        let error = content.write_to(&mut Full(taken)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        content.give().unwrap();
+        assert_eq!(*brought.borrow(), expected, "after {taken} bytes");
+    }
+}
+
+#[test]
+fn an_error_of_the_values_is_returned_as_it_is() {
+    let failing = |name: &str| {
+        LazyTensor::new(name, Kind::Float, &[1], |_| Err(runtime::Error::invalid("gather", "rank 1 is gone")))
+    };
+    let error = Content::new(vec![failing("x")], &[]).write_to(&mut Vec::new()).unwrap_err();
+    assert_eq!(error.downcast::<runtime::Error>().unwrap().to_string(), "gather: rank 1 is gone");
+    let none = LazyTensor::new("x", Kind::Float, &[1], |_| Ok(None));
+    let error = Content::new(vec![none], &[]).write_to(&mut Vec::new()).unwrap_err().to_string();
+    assert_eq!(error, "`x`: expected 1 elements of Float on the process that writes");
+}
+
+#[test]
+fn writing_takes_the_memory_of_a_piece() {
+    runtime::memory::track_cpu().unwrap();
+    let large = Tensor::zeros([3 << 20], (Kind::Double, Device::Cpu));
+    let region = runtime::memory::Region::start(Device::Cpu).unwrap();
+    write_to(&mut io::sink(), &[("x".to_owned(), large)]).unwrap();
+    assert_eq!(region.finish().unwrap().peak_above_start(), 0, "what is in memory is not copied");
 }

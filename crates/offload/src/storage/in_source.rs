@@ -1,13 +1,13 @@
 //! Regions that a [`LayerSource`] holds.
 //!
-//! The layer's tensors keep their shapes, but have the memory of one NaN: what reads them instead of the slot is seen, and libtorch
-//! refuses to write them.
+//! The layer's tensors keep their shapes, but have the memory of one NaN ([`set_placeholder`]). Those that have it before, because the
+//! model was made without values, are read by the source.
 
 use std::sync::Arc;
 
 use runtime::device;
-use tch::{Device, Kind, Tensor};
-use training::layer_source::{LayerRegion, LayerSource};
+use tch::{Device, Kind};
+use training::layer_source::{LayerRegion, LayerSource, is_placeholder, set_placeholder};
 
 use super::Layer;
 use crate::engine::Gradients;
@@ -23,7 +23,7 @@ pub(crate) struct InSource {
 }
 
 impl InSource {
-    pub(super) fn load(&self, target: &Tensor) -> runtime::Result<()> {
+    pub(super) fn load(&self, target: &tch::Tensor) -> runtime::Result<()> {
         self.source.load(self.number, target)
     }
 }
@@ -53,7 +53,12 @@ impl Layer {
         let mut tensors = Vec::new();
         for &index in &members {
             let (extent, tensor) = (&self.layout.extents[index], &self.tensors[index]);
-            view(&flat, range.start, extent)?.f_copy_(tensor)?;
+            let mut values = view(&flat, range.start, extent)?;
+            if !is_placeholder(tensor) {
+                values.f_copy_(tensor)?;
+            } else if !source.read(&self.tensor_name(index), &values)? {
+                return Err(self.without_values(index));
+            }
             let start = ((extent.range.start - range.start) / width) as i64;
             tensors.push((
                 self.tensor_name(index),
@@ -69,12 +74,17 @@ impl Layer {
         };
         let number = source.take(&region_of_layer)?;
         for &index in &members {
-            let nan = Tensor::f_full([1], f64::NAN, (kind, Device::Cpu))?;
-            let shape = &self.layout.extents[index].shape;
-            self.tensors[index].f_set_data(&nan.f_expand(shape.as_slice(), false)?)?;
+            set_placeholder(&self.tensors[index])?;
         }
         self.sources[region] = Some(InSource { source: source.clone(), number });
         Ok(())
+    }
+
+    /// The error of a tensor whose values nobody has.
+    pub(super) fn without_values(&self, index: usize) -> Error {
+        let reason =
+            format!("`{}` has no values in memory, and no source reads them", self.tensor_name(index));
+        Error::config("layers", reason)
     }
 
     /// Whether a source holds any of its tensors.

@@ -186,6 +186,11 @@ impl Group {
         self.0.options.timeout
     }
 
+    /// Returns the failure of which the group is dead, if it is.
+    pub fn failure(&self) -> Option<CollectiveError> {
+        self.0.state.lock().failure.clone()
+    }
+
     /// Returns the bytes of tensors that this rank has sent to and received from other ranks. Gloo's own collectives
     /// ([`Order::Native`](super::Order::Native)) are not counted.
     pub fn bytes(&self) -> Bytes {

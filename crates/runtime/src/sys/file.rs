@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 
 use memmap2::{MmapMut, MmapOptions};
@@ -73,4 +74,16 @@ pub(crate) fn read_into(file: &File, offset: u64, target: &Tensor) -> Result<std
     // invalid value. As with every in-place operation of libtorch, the caller ensures that no thread uses them meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts_mut(target.data_ptr().cast::<u8>(), len) };
     Ok(file.read_exact_at(bytes, offset))
+}
+
+/// Writes the bytes of a contiguous CPU tensor.
+pub(crate) fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Result<()> {
+    let len = tensor.numel() * tensor.kind().elt_size_in_bytes();
+    if len == 0 {
+        return Ok(());
+    }
+    // SAFETY: the tensor is contiguous and on the CPU (checked by the caller), so these are exactly its bytes, which live as long as it
+    // does. As with every operation of libtorch that reads it, the caller ensures that no thread writes them meanwhile.
+    let bytes = unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), len) };
+    out.write_all(bytes)
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use expect_test::{Expect, expect};
 use runtime::Error;
-use runtime::file::{read_into, tensor_over};
+use runtime::file::{read_into, tensor_over, write_values};
 use tch::{Device, Kind, Tensor};
 
 /// A file of 4096 + 24 numbers, each its own index, after 8 other bytes.
@@ -191,4 +191,17 @@ fn invalid_reads_are_refused() {
         expect!["DIR/numbers: 800 bytes from 8 on: failed to fill whole buffer; is the file whole?"],
     );
     read_into(&file, &path, 8, &target.view([-1]).narrow(0, 0, 23)).unwrap();
+}
+
+#[test]
+fn the_bytes_of_contiguous_tensors_are_written() {
+    let (_folder, path, values) = numbers(Kind::BFloat16);
+    let mut written = vec![0xffu8; 8];
+    write_values(&mut written, &values.narrow(0, 0, 100)).unwrap();
+    write_values(&mut written, &values.narrow(0, 100, 0)).unwrap();
+    write_values(&mut written, &values.narrow(0, 100, 4020).view([20, 201])).unwrap();
+    assert_eq!(written, fs::read(&path).unwrap());
+    let turned = values.view([40, 103]).transpose(0, 1);
+    let error = write_values(&mut written, &turned).unwrap_err().to_string();
+    assert!(error.contains("[103, 40] is on cpu or not contiguous"), "{error}");
 }

@@ -1,12 +1,15 @@
 //! The state in checkpoints: whole tensors, as a training without ranks has them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use training::Optimizer;
+use training::checkpoint::LazyTensor;
 
 use super::ShardedOptimizer;
+use super::part::Part;
 use crate::bucket::narrow;
+use crate::divided::Divided;
 use crate::{Result, refused};
 
 /// The name of a master copy, as `DeviceOptimizer` has it.
@@ -14,65 +17,53 @@ const MASTER: &str = "master";
 const STEP: &str = "step";
 
 impl ShardedOptimizer {
-    /// Collects the whole state on rank 0; the others send theirs, and get nothing.
-    pub(super) fn gather_state(&self) -> Result<Vec<(String, Tensor)>> {
-        let _no_grad = tch::no_grad_guard();
-        let own: BTreeMap<String, Tensor> = self.inner.state().into_iter().collect();
-        let masters: BTreeMap<usize, &Tensor> = self
-            .parts
-            .iter()
-            .filter(|part| part.rounded.is_some())
-            .map(|part| (part.parameter, &part.stepped))
-            .collect();
-        let mut named: Vec<Vec<(String, Tensor)>> = self
-            .steps
-            .iter()
-            .zip(&self.names)
-            .map(|(steps, name)| match steps {
-                0 => Vec::new(),
-                steps => vec![(format!("{name}.{STEP}"), Tensor::from(steps.cast_signed()))],
-            })
-            .collect();
-        let slots = self.rule().slots().iter().copied();
-        for (number, bucket) in self.round.lock().buckets.iter().enumerate() {
+    /// Returns the tensors of the whole state, which are gathered on rank 0 as they are written.
+    pub(super) fn divided_state(&self) -> Result<Vec<LazyTensor<'_>>> {
+        let own: HashMap<String, Tensor> = self.inner.state().into_iter().collect();
+        let parts: HashMap<usize, &Part> = self.parts.iter().map(|part| (part.parameter, part)).collect();
+        let mut named: Vec<Vec<LazyTensor<'_>>> = self.names.iter().map(|_| Vec::new()).collect();
+        for bucket in &self.round.lock().buckets {
             let half = matches!(bucket.kind, Kind::Half | Kind::BFloat16);
             let master = (half && self.options.master_weights).then_some(MASTER);
             let kind = if bucket.kind == Kind::Double { Kind::Double } else { Kind::Float };
-            for slot in slots.clone().chain(master) {
-                let label = format!("{slot} of bucket {number}");
-                // This rank's part, with zeros where nothing was stepped.
-                let shard = bucket.division.range(self.ranks.rank());
-                let part = Tensor::f_zeros([shard.end - shard.start], (kind, Device::Cpu))?;
-                for member in &bucket.members {
-                    let found = if slot == MASTER {
-                        masters.get(&member.parameter).copied()
-                    } else {
-                        own.get(&format!("{}.{slot}", self.names[member.parameter]))
+            for member in bucket.members.iter().filter(|member| self.steps[member.parameter] > 0) {
+                let (name, part) = (&self.names[member.parameter], parts.get(&member.parameter));
+                let step = Tensor::from(self.steps[member.parameter].cast_signed());
+                let named = &mut named[member.parameter];
+                named.push(LazyTensor::of(format!("{name}.{STEP}"), &step));
+                for slot in self.rule().slots().iter().copied().chain(master) {
+                    let name = format!("{name}.{slot}");
+                    let found = match (part, slot) {
+                        (None, _) => None,
+                        (Some(part), MASTER) => Some(part.stepped.f_detach()?),
+                        (Some(_), _) => match own.get(&name) {
+                            Some(found) => Some(found.f_detach()?),
+                            None => return Err(refused(format!("this rank has no `{name}` of its part"))),
+                        },
                     };
-                    if let Some(found) = found {
-                        let owned = bucket.owned(member, self.ranks.rank());
-                        let mut place = narrow(&part, &(owned.start - shard.start..owned.end - shard.start))?;
-                        place.f_copy_(found)?;
-                    }
-                }
-                if self.ranks.rank() > 0 {
-                    self.ranks.send(&part, 0, &label)?.wait()?;
-                    continue;
-                }
-                let whole = Tensor::f_zeros([bucket.division.elements], (kind, Device::Cpu))?;
-                narrow(&whole, &shard)?.f_copy_(&part)?;
-                for rank in 1..self.ranks.size() {
-                    let place = narrow(&whole, &bucket.division.range(rank))?;
-                    self.ranks.recv(&place, rank, &label)?.wait()?;
-                }
-                for member in bucket.members.iter().filter(|member| self.steps[member.parameter] > 0) {
-                    let tensor = narrow(&whole, &member.range)?.f_view(member.tensor.size().as_slice())?;
-                    named[member.parameter]
-                        .push((format!("{}.{slot}", self.names[member.parameter]), tensor));
+                    let divided = Divided {
+                        ranks: self.ranks.clone(),
+                        label: name.clone(),
+                        kind,
+                        division: bucket.division,
+                        range: member.range.clone(),
+                        own: found.map(|found| found.f_view([-1])).transpose()?,
+                    };
+                    named.push(divided.into_lazy(name, &member.tensor.size()));
                 }
             }
         }
-        Ok(if self.ranks.rank() == 0 { named.into_iter().flatten().collect() } else { Vec::new() })
+        Ok(named.into_iter().flatten().collect())
+    }
+
+    /// Collects the whole state on rank 0; the others give theirs, and get nothing.
+    pub(super) fn gather_state(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut whole = Vec::new();
+        for tensor in self.divided_state()? {
+            let values = tensor.whole()?.filter(|_| self.ranks.rank() == 0);
+            whole.extend(values.map(|values| (tensor.name().to_owned(), values)));
+        }
+        Ok(whole)
     }
 
     /// Takes this rank's parts of a whole state.

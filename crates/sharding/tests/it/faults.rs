@@ -29,8 +29,8 @@ fn check(printed: &[String], (_, rank, operation): Injected, folder: &tempfile::
     let named = match operation {
         Operation::Reduce | Operation::Forward | Operation::Backward => "reduce_scatter of `bucket ",
         Operation::Gather => "all_gather of `bucket ",
-        Operation::Save if rank == 0 => "send of `exp_avg of bucket ",
-        Operation::Save => "recv of `exp_avg of bucket ",
+        Operation::Save if rank == 0 => "send of `layers.",
+        Operation::Save => "recv of `layers.",
     };
     let failed = printed.iter().find(|line| line.starts_with("failed")).expect("a failure");
     assert!(failed.contains(named) && failed.contains(&format!("with rank {rank}: ")), "{failed}");
@@ -61,7 +61,11 @@ fn a_rank_that_hangs_is_named_with_the_operation() {
 #[test]
 fn a_rank_that_is_killed_or_stopped_is_named_with_the_operation() {
     let killed = OPERATIONS.map(|operation| (Fault::Killed, 1, operation));
-    let first = [(Fault::Killed, 0, Operation::Reduce), (Fault::Stopped, 0, Operation::Gather)];
+    let first = [
+        (Fault::Killed, 0, Operation::Reduce),
+        (Fault::Stopped, 0, Operation::Gather),
+        (Fault::Killed, 0, Operation::Save),
+    ];
     for fault in killed.into_iter().chain(first) {
         let folder = tempfile::tempdir().unwrap();
         // The other one ends, too.

@@ -8,6 +8,7 @@ use runtime::autograd::GradientHook;
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use training::checkpoint::LazyTensor;
 use training::optimizer::{Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::GradScaler;
 use training::{Error, Result};
@@ -175,9 +176,27 @@ impl Optimizer for Faulty {
         self.inner.learning_rates()
     }
 
+    fn lazy_weight<'a>(&'a self, name: String, tensor: &Tensor) -> LazyTensor<'a> {
+        self.inner.lazy_weight(name, tensor)
+    }
+
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
-        self.meet(Operation::Save)?;
         self.inner.state()
+    }
+
+    /// The fault comes in the middle of a save.
+    fn lazy_state(&self) -> Result<Vec<LazyTensor<'_>>> {
+        let mut tensors = self.inner.lazy_state()?;
+        let middle = tensors.len() / 2;
+        if let Some(tensor) = tensors.get_mut(middle) {
+            let (name, kind, shape) = (tensor.name().to_owned(), tensor.kind(), tensor.shape().to_vec());
+            let inner = std::mem::replace(tensor, LazyTensor::of("", &Tensor::from(0)));
+            *tensor = LazyTensor::new(name, kind, &shape, move |range| {
+                self.meet(Operation::Save)?;
+                inner.piece(range)
+            });
+        }
+        Ok(tensors)
     }
 
     fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {

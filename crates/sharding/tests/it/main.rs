@@ -4,6 +4,7 @@ mod bits;
 mod faults;
 mod faulty;
 mod kill;
+mod saving;
 mod training_case;
 mod trainings;
 

@@ -15,7 +15,7 @@ use training::{Trainer, trainer};
 
 use crate::faults::delay_backward;
 use crate::faulty::{Faulty, Injected};
-use crate::trainings;
+use crate::{saving, trainings};
 
 /// The dtype of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -47,6 +47,10 @@ pub(crate) struct Case {
     pub(crate) timeout: Duration,
     /// The checkpoints' folder; a training resumes from what is there.
     pub(crate) folder: Option<PathBuf>,
+    /// Size of the vocabulary, with 128 numbers for each token instead of 24; 0 for 61 tokens.
+    pub(crate) vocabulary: i64,
+    /// Saves and reads its state at the end, and prints the memory that it takes.
+    pub(crate) measured: bool,
 }
 
 impl Default for Case {
@@ -65,6 +69,8 @@ impl Default for Case {
             delays: false,
             timeout: trainings::TIMEOUT,
             folder: None,
+            vocabulary: 0,
+            measured: false,
         }
     }
 }
@@ -91,7 +97,9 @@ impl Case {
             };
             Box::new(Gpt2::new(&config, options).unwrap())
         } else {
-            let config = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::qwen2(61, 24, 56, 3, 2) };
+            let (vocabulary, hidden) = if self.vocabulary > 0 { (self.vocabulary, 128) } else { (61, 24) };
+            let config = LlamaConfig::qwen2(vocabulary, hidden, 56, 3, 2);
+            let config = LlamaConfig { tie_word_embeddings: true, ..config };
             Box::new(Llama::new(&config, options).unwrap())
         };
         if self.recompute {
@@ -143,6 +151,7 @@ impl Case {
             false => optimizer,
         };
         let mut trainer = Trainer::new(model, optimizer, options).unwrap();
-        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), 0))
+        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), 0))?;
+        if self.measured { saving::measure(&mut trainer, ranks, number) } else { Ok(()) }
     }
 }

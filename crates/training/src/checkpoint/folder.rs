@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use models::tensors_file;
 use runtime::random::RandomState;
 use serde_json::Value;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::manifest::Manifest;
+use super::snapshot::Snapshot;
 use crate::error::{Error, Result};
 
 const PREFIX: &str = "step-";
@@ -26,21 +27,6 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const RANDOM: &str = "random.bin";
 const STATE: &str = "state.json";
 
-/// The contents of a checkpoint to write.
-#[derive(Debug)]
-pub struct Snapshot<'a> {
-    /// Completed steps.
-    pub step: u64,
-    /// The model's state.
-    pub model: &'a [(String, Tensor)],
-    /// The optimizer's state.
-    pub optimizer: &'a [(String, Tensor)],
-    /// The random generators.
-    pub random: &'a RandomState,
-    /// Further state of the training.
-    pub state: &'a Value,
-}
-
 /// A checkpoint that was read.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -48,9 +34,9 @@ pub struct Checkpoint {
     pub path: PathBuf,
     /// Completed steps.
     pub step: u64,
-    /// The model's state, on the CPU.
+    /// The model's state, over the file's pages.
     pub model: Vec<(String, Tensor)>,
-    /// The optimizer's state, on the CPU.
+    /// The optimizer's state, over the file's pages.
     pub optimizer: Vec<(String, Tensor)>,
     /// The random generators.
     pub random: RandomState,
@@ -146,13 +132,15 @@ impl Checkpoints {
     ///
     /// # Errors
     /// [`Error::Save`] with the remedy, for example on a full disk: earlier checkpoints stay as they were, and the incomplete
-    /// one is removed. Problems after the write are in [`Saved::warnings`].
-    pub fn save(&self, snapshot: &Snapshot<'_>) -> Result<Saved> {
+    /// one is removed. What other ranks have of the tensors is received nevertheless. Those of the values. Problems after the write
+    /// are in [`Saved::warnings`].
+    pub fn save(&self, snapshot: Snapshot<'_>) -> Result<Saved> {
+        let newest = snapshot.step;
         let mut saved = self.add(snapshot)?;
         match steps_and_paths(&self.folder) {
             Err(error) => saved.warnings.push(format!("earlier checkpoints were not removed: {error}")),
             Ok(all) => {
-                let own = all.into_iter().filter(|(step, _)| *step <= snapshot.step);
+                let own = all.into_iter().filter(|(step, _)| *step <= newest);
                 for (_, old) in own.skip(self.keep) {
                     if let Err(cause) = self.hide(&old, TEMPORARY).and_then(fs::remove_dir_all) {
                         let old = old.display();
@@ -168,7 +156,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// As [`Checkpoints::save`].
-    pub fn add(&self, snapshot: &Snapshot<'_>) -> Result<Saved> {
+    pub fn add(&self, mut snapshot: Snapshot<'_>) -> Result<Saved> {
         if self.is_reader() {
             let reason = "the folder was opened to read; rank 0 writes the checkpoints";
             return Err(Error::config("checkpoints", reason));
@@ -176,7 +164,7 @@ impl Checkpoints {
         let name = format!("{PREFIX}{:012}", snapshot.step);
         let (path, temporary) = (self.folder.join(&name), self.folder.join(format!("{TEMPORARY}{name}")));
         let (mut replaced, mut warnings) = (None, Vec::new());
-        let written = write(&temporary, snapshot).and_then(|()| {
+        let written = write(&temporary, &mut snapshot).and_then(|()| {
             replaced = path.exists().then(|| self.hide(&path, REPLACED)).transpose()?;
             fs::rename(&temporary, &path)?;
             sync_folder(&self.folder)
@@ -187,8 +175,12 @@ impl Checkpoints {
             if let Some(replaced) = replaced.filter(|_| !path.exists()) {
                 let _ = fs::rename(replaced, &path);
             }
-            let remedy = remedy(&cause);
-            return Err(Error::Save { step: snapshot.step, path: temporary, cause, remedy });
+            let given = snapshot.give();
+            return Err(match cause.downcast::<runtime::Error>() {
+                Ok(error) => error.into(),
+                // A rank that failed meanwhile ends the training, which may go on without the checkpoint.
+                Err(cause) => given.err().unwrap_or_else(|| save_error(snapshot.step, temporary, cause)),
+            });
         }
         if let Some(Err(cause)) = replaced.map(fs::remove_dir_all) {
             let path = path.display();
@@ -315,16 +307,16 @@ fn lock(folder: &Path) -> Result<File> {
     }
 }
 
-fn write(folder: &Path, snapshot: &Snapshot<'_>) -> io::Result<()> {
+fn write(folder: &Path, snapshot: &mut Snapshot<'_>) -> io::Result<()> {
     if folder.exists() {
         fs::remove_dir_all(folder)?;
     }
     fs::create_dir(folder)?;
     let mut manifest = Manifest::new(snapshot.step);
-    manifest.write(folder, MODEL, |out| tensors_file::write_to(out, snapshot.model))?;
-    manifest.write(folder, OPTIMIZER, |out| tensors_file::write_to(out, snapshot.optimizer))?;
+    manifest.write(folder, MODEL, |out| snapshot.model.write_to(out))?;
+    manifest.write(folder, OPTIMIZER, |out| snapshot.optimizer.write_to(out))?;
     manifest.write(folder, RANDOM, |out| out.write_all(&snapshot.random.to_bytes()))?;
-    manifest.write(folder, STATE, |out| Ok(serde_json::to_writer_pretty(out, snapshot.state)?))?;
+    manifest.write(folder, STATE, |out| Ok(serde_json::to_writer_pretty(out, &snapshot.state)?))?;
     manifest.finish(folder)?;
     sync_folder(folder)
 }
@@ -343,8 +335,8 @@ fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
     Ok(Checkpoint {
         path: folder.to_owned(),
         step,
-        model: tensors_file::read(&folder.join(MODEL), Device::Cpu)?,
-        optimizer: tensors_file::read(&folder.join(OPTIMIZER), Device::Cpu)?,
+        model: tensors_file::map(&folder.join(MODEL))?,
+        optimizer: tensors_file::map(&folder.join(OPTIMIZER))?,
         random: RandomState::from_bytes(&bytes(RANDOM)?)?,
         state,
     })
@@ -353,6 +345,12 @@ fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
 /// A rename is durable when the parent folder is synced.
 fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
+}
+
+/// The error of a checkpoint that was not written, with the remedy.
+pub(crate) fn save_error(step: u64, path: PathBuf, cause: io::Error) -> Error {
+    let remedy = remedy(&cause);
+    Error::Save { step, path, cause, remedy }
 }
 
 fn remedy(cause: &io::Error) -> &'static str {

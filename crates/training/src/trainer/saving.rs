@@ -46,11 +46,7 @@ impl Trainer {
             let step = self.step;
             return self.warn(&format!("no checkpoint of step {step}: {reason}; {}", self.last_checkpoint()));
         }
-        let written = self.write(train, troubled);
-        if self.any_rank(written.is_err(), "checkpoint")? && written.is_ok() {
-            return Ok(());
-        }
-        match written {
+        match self.outcome_of_all(self.write(train, troubled)) {
             Ok(None) => {
                 self.saved = Some(self.step);
                 Ok(())
@@ -76,17 +72,11 @@ impl Trainer {
         let checkpoints = self.checkpoints.as_ref().ok_or_else(|| {
             Error::config("checkpoints", "the training has no checkpoint folder; set Trainer::checkpoints")
         })?;
-        // What all ranks gather, in the same order.
-        let optimizer = self.optimizer.state()?;
+        // All ranks take part in what follows, in the same order.
         self.frozen_fingerprint()?;
-        let mut model = Vec::new();
-        for (name, tensor) in kept(self.model.as_ref(), self.options.frozen) {
-            let whole = self.optimizer.whole_weight(tensor)?;
-            model.extend((!checkpoints.is_reader()).then_some((name, whole)));
-        }
-        if checkpoints.is_reader() {
-            return Ok(None);
-        }
+        let optimizer = self.optimizer.lazy_state()?;
+        let model = kept(self.model.as_ref(), self.options.frozen).into_iter();
+        let model = model.map(|(name, tensor)| self.optimizer.lazy_weight(name, tensor)).collect();
         let state = json!({
             "run": Description::of(self)?,
             "rule": self.optimizer.rule().name(),
@@ -95,14 +85,12 @@ impl Trainer {
             "data": train.state(),
             "steps": self.options.steps,
         });
-        let snapshot = Snapshot {
-            step: self.step,
-            model: &model,
-            optimizer: &optimizer,
-            random: &RandomState::capture_on(&self.devices())?,
-            state: &state,
-        };
-        if troubled { checkpoints.add(&snapshot) } else { checkpoints.save(&snapshot) }.map(Some)
+        let random = RandomState::capture_on(&self.devices())?;
+        let mut snapshot = Snapshot::new(self.step, model, optimizer, random, state);
+        if checkpoints.is_reader() {
+            return snapshot.give().map(|()| None);
+        }
+        if troubled { checkpoints.add(snapshot) } else { checkpoints.save(snapshot) }.map(Some)
     }
 
     fn weights_are_finite(&self) -> Result<bool> {

@@ -6,7 +6,7 @@ use std::path::Path;
 use runtime::random::RandomState;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
-use training::checkpoint::{Checkpoints, Snapshot};
+use training::checkpoint::{Checkpoints, LazyTensor, Snapshot};
 
 fn save(checkpoints: &Checkpoints, step: u64) -> Vec<String> {
     let tensor = Tensor::full([3, 2], step as f64, (Kind::Float, Device::Cpu));
@@ -15,8 +15,8 @@ fn save(checkpoints: &Checkpoints, step: u64) -> Vec<String> {
     let optimizer = [("w.step".to_owned(), Tensor::from(step as i64))];
     let random = RandomState::capture(Device::Cpu).unwrap();
     let state = json!({ "data": { "position": step } });
-    let snapshot = Snapshot { step, model: &model, optimizer: &optimizer, random: &random, state: &state };
-    checkpoints.save(&snapshot).unwrap().warnings
+    let (model, optimizer) = (LazyTensor::of_each(&model), LazyTensor::of_each(&optimizer));
+    checkpoints.save(Snapshot::new(step, model, optimizer, random, state)).unwrap().warnings
 }
 
 fn entries(root: &Path) -> Vec<String> {

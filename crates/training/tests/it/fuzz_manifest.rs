@@ -7,7 +7,7 @@ use fuzz::Outcome;
 use runtime::random::RandomState;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
-use training::checkpoint::{self, Checkpoints, Snapshot};
+use training::checkpoint::{self, Checkpoints, LazyTensor, Snapshot};
 
 /// A folder in memory if possible: the test writes it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {
@@ -28,9 +28,9 @@ fn a_changed_checkpoint_is_refused_or_equivalent() {
     let tensors = [("w".to_owned(), Tensor::arange(6, (Kind::Float, Device::Cpu)))];
     let random_state = RandomState::capture(Device::Cpu).unwrap();
     let state = json!({ "data": { "position": 7 } });
-    let snapshot =
-        Snapshot { step: 5, model: &tensors, optimizer: &tensors, random: &random_state, state: &state };
-    Checkpoints::open(root.path(), 2).unwrap().save(&snapshot).unwrap();
+    let lazy = || LazyTensor::of_each(&tensors);
+    let snapshot = Snapshot::new(5, lazy(), lazy(), random_state.clone(), state.clone());
+    Checkpoints::open(root.path(), 2).unwrap().save(snapshot).unwrap();
     let folder = root.path().join("step-000000000005");
     let names = [
         "manifest.json",

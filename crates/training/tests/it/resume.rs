@@ -9,7 +9,7 @@ use runtime::random::RandomState;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
-use training::checkpoint::{Checkpoint, Checkpoints, Snapshot, latest, steps};
+use training::checkpoint::{Checkpoint, Checkpoints, LazyTensor, Snapshot, latest, steps};
 use training::observer::Observer;
 use training::optimizer::{Adam, AdamW, Group, Rule};
 use training::scaler::{GradScaler, UnscaleResult};
@@ -302,9 +302,10 @@ fn a_learning_rate_of_many_digits_round_trips() {
     assert_eq!(warnings.take(folder.path()), Vec::<String>::new());
 }
 
-fn snapshot<'a>(checkpoint: &'a Checkpoint, random: &'a RandomState) -> Snapshot<'a> {
+fn snapshot(checkpoint: &Checkpoint, random: RandomState) -> Snapshot<'static> {
     let Checkpoint { step, model, optimizer, state, .. } = checkpoint;
-    Snapshot { step: *step, model, optimizer, random, state }
+    let (model, optimizer) = (LazyTensor::of_each(model), LazyTensor::of_each(optimizer));
+    Snapshot::new(*step, model, optimizer, random, state.clone())
 }
 
 #[test]
@@ -319,7 +320,7 @@ fn a_checkpoint_from_a_machine_with_more_devices_resumes() {
     bytes.extend(16u64.to_le_bytes());
     bytes.extend([7; 16]);
     let random = RandomState::from_bytes(&bytes).unwrap();
-    Checkpoints::open(folder.path(), 3).unwrap().save(&snapshot(&checkpoint, &random)).unwrap();
+    Checkpoints::open(folder.path(), 3).unwrap().save(snapshot(&checkpoint, random)).unwrap();
     let (mut trainer, warnings) = Run::new(9).open(folder.path());
     assert_eq!(trainer.resume(&mut data(1)).unwrap(), Some(5));
     assert_eq!(warnings.take(folder.path()), Vec::<String>::new());
@@ -340,9 +341,10 @@ fn a_resume_that_fails_changes_nothing() {
     assert!(message.contains("does not belong to synthetic data with seed 2"), "{message}");
     assert_eq!(copies(&trainer), before);
     // The optimizer's state is read last: everything before it is restored.
-    let mut damaged = snapshot(&checkpoint, &checkpoint.random);
-    damaged.optimizer = &checkpoint.optimizer[1..];
-    trainer.checkpoints.as_ref().unwrap().save(&damaged).unwrap();
+    let mut damaged = checkpoint;
+    drop(damaged.optimizer.remove(0));
+    let damaged = snapshot(&damaged, damaged.random.clone());
+    trainer.checkpoints.as_ref().unwrap().save(damaged).unwrap();
     let mut same = data(1);
     let message = trainer.resume(&mut same).unwrap_err().to_string();
     assert!(message.contains("the optimizer's state does not fit"), "{message}");

@@ -4,11 +4,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use frugal::models::hugging_face::{self, Folder};
+use frugal::models::init::Init;
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use frugal::recipe::Prepared;
 use frugal::{Config, Recipe};
 use runtime::collectives::Group as Ranks;
-use runtime::memory;
+use runtime::memory::{self, Region};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
@@ -26,6 +29,10 @@ pub(super) struct Case {
     pub(super) bf16: bool,
     /// GPT-2 with dropout, instead of a Llama whose embedding is its head too.
     pub(super) dropout: bool,
+    /// How the model comes to its techniques.
+    pub(super) start: Start,
+    /// Layers, 0 for 4.
+    pub(super) layers: i64,
     /// Hidden size, 0 for 24. From 128 on the layers are large beside the rest.
     pub(super) hidden: i64,
     pub(super) steps: u64,
@@ -36,24 +43,29 @@ pub(super) struct Case {
     pub(super) timeout: Option<Duration>,
 }
 
+/// How a model comes to its techniques.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(super) enum Start {
+    /// Whole.
+    #[default]
+    Apply,
+    /// Created by the recipe.
+    Create,
+    /// From this folder.
+    Open(PathBuf),
+}
+
 impl Case {
-    fn model(&self) -> Box<dyn LanguageModel> {
-        runtime::random::seed(1).unwrap();
-        let options = (if self.bf16 { Kind::BFloat16 } else { Kind::Float }, Device::Cpu);
-        if self.dropout {
-            let hidden = self.hidden();
-            let config = Gpt2Config {
-                vocabulary: 61,
-                max_sequence: 16,
-                hidden,
-                heads: 2,
-                layers: 4,
-                dropout: 0.2,
-                ..Gpt2Config::small()
-            };
-            return Box::new(Gpt2::new(&config, options).unwrap());
-        }
-        Box::new(Llama::new(&self.llama(), options).unwrap())
+    fn options(&self) -> (Kind, Device) {
+        (if self.bf16 { Kind::BFloat16 } else { Kind::Float }, Device::Cpu)
+    }
+
+    fn hidden(&self) -> i64 {
+        if self.hidden == 0 { 24 } else { self.hidden }
+    }
+
+    fn layers(&self) -> i64 {
+        if self.layers == 0 { 4 } else { self.layers }
     }
 
     /// The configuration of the Llama.
@@ -62,12 +74,46 @@ impl Case {
         LlamaConfig {
             tie_word_embeddings: true,
             max_position_embeddings: 16,
-            ..LlamaConfig::qwen2(61, hidden, hidden * 3, 4, 2)
+            ..LlamaConfig::qwen2(61, hidden, hidden * 3, self.layers(), 2)
         }
     }
 
-    fn hidden(&self) -> i64 {
-        if self.hidden == 0 { 24 } else { self.hidden }
+    fn prepare(&self, recipe: &Recipe) -> frugal::error::Result<Prepared> {
+        runtime::random::seed(1).unwrap();
+        let config = self.llama();
+        match &self.start {
+            Start::Apply => recipe.apply(self.model()),
+            Start::Create => {
+                recipe.create(&config, Init::Normal { std: config.initializer_range }, self.options())
+            }
+            Start::Open(folder) => recipe.open(&Folder::open(folder).unwrap(), Device::Cpu),
+        }
+    }
+
+    /// Writes the model into a folder.
+    pub(super) fn save_model(&self, folder: &std::path::Path) {
+        runtime::random::seed(1).unwrap();
+        let model = Llama::new(&self.llama(), self.options()).unwrap();
+        hugging_face::save(&model, folder, hugging_face::SHARD_BYTES).unwrap();
+    }
+
+    fn model(&self) -> Box<dyn LanguageModel> {
+        runtime::random::seed(1).unwrap();
+        let options = self.options();
+        if self.dropout {
+            let hidden = self.hidden();
+            let config = Gpt2Config {
+                vocabulary: 61,
+                max_sequence: 16,
+                hidden,
+                heads: 2,
+                layers: self.layers(),
+                dropout: 0.2,
+                ..Gpt2Config::small()
+            };
+            return Box::new(Gpt2::new(&config, options).unwrap());
+        }
+        Box::new(Llama::new(&self.llama(), options).unwrap())
     }
 
     /// Trains, and prints losses, norms, weights, state and bytes as lines that begin with the training's number.
@@ -76,10 +122,12 @@ impl Case {
         let before = memory::live_bytes(Device::Cpu).unwrap();
         let config: Config = self.recipe.parse().unwrap();
         let recipe = Recipe::new(&config).unwrap();
+        let start = Region::start(Device::Cpu).unwrap();
         let (mut trainer, handles) = if self.without_ranks {
-            recipe.apply(self.model()).unwrap().trainer(self.steps).unwrap()
+            self.prepare(&recipe).unwrap().trainer(self.steps).unwrap()
         } else {
-            let prepared = recipe.over(ranks).unwrap().apply(self.model()).unwrap();
+            let prepared = self.prepare(&recipe.over(ranks).unwrap()).unwrap();
+            println!("training {number}: bytes start {}", start.finish().unwrap().peak_above_start());
             prepared.trainer_over(self.steps, Some(ranks)).unwrap()
         };
         if self.fault.is_some() {

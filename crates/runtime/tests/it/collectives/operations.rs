@@ -42,7 +42,23 @@ fn operations(group: &Group) {
     }
     native(group);
     blocks(group);
+    first_failure(group);
     group.barrier("end").unwrap();
+}
+
+/// All ranks learn the text of the first that has one.
+fn first_failure(group: &Group) {
+    let told = |failed: &dyn Fn(usize) -> bool| {
+        let text = format!("rank {} has no space", group.rank());
+        group.first_failure(failed(group.rank()).then_some(text.as_str()), "save").unwrap()
+    };
+    assert_eq!(told(&|_| false), None);
+    for first in 0..group.size() {
+        let expected = Some((first, format!("rank {first} has no space")));
+        assert_eq!(told(&|rank| rank == first), expected);
+        assert_eq!(told(&|rank| rank >= first), expected);
+    }
+    assert_eq!(group.first_failure(Some(""), "save").unwrap(), Some((0, String::new())));
 }
 
 /// What rank `rank` brings. Sums of these in another order have other bits.

@@ -1,0 +1,43 @@
+//! What one rank could not do, told to all.
+
+use tch::{Device, Kind, Tensor};
+
+use super::group::Group;
+use super::{ReduceOp, ReduceOptions};
+use crate::error::Result;
+
+impl Group {
+    /// Tells all ranks of a failure that has nothing to do with the group, such as that of a disk: returns the first rank that gives a
+    /// text, and the text; `None` if no rank gives one. The group stays usable. `label` names the operation in errors.
+    ///
+    /// # Errors
+    /// A rank that does not come; a dead group.
+    ///
+    /// ```
+    /// use runtime::collectives::Group;
+    ///
+    /// let ranks = Group::alone();
+    /// assert_eq!(ranks.first_failure(None, "save")?, None);
+    /// assert_eq!(ranks.first_failure(Some("disk full"), "save")?, Some((0, "disk full".to_owned())));
+    /// # Ok::<(), runtime::Error>(())
+    /// ```
+    pub fn first_failure(&self, own: Option<&str>, label: &str) -> Result<Option<(usize, String)>> {
+        // The first rank has the largest number, and 0 is none.
+        let number = own.map_or(0, |_| self.size() - self.rank());
+        let largest = Tensor::f_full([1], number as i64, (Kind::Int64, Device::Cpu))?;
+        self.all_reduce(&largest, ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() }, label)?;
+        let Ok(number @ 1..) = usize::try_from(largest.f_int64_value(&[0])?) else { return Ok(None) };
+        let rank = self.size().saturating_sub(number);
+        let own = own.filter(|_| rank == self.rank()).unwrap_or_default().as_bytes();
+        let length = Tensor::f_full([1], own.len() as i64, (Kind::Int64, Device::Cpu))?;
+        self.broadcast(&length, rank, label)?;
+        let length = length.f_int64_value(&[0])?;
+        let text = match own {
+            [] => Tensor::f_zeros([length], (Kind::Uint8, Device::Cpu))?,
+            own => Tensor::f_from_slice(own)?,
+        };
+        self.broadcast(&text, rank, label)?;
+        let bytes = Vec::<u8>::try_from(text)?;
+        Ok(Some((rank, String::from_utf8_lossy(&bytes).into_owned())))
+    }
+}
