@@ -78,16 +78,17 @@ impl Case {
         }
     }
 
-    fn prepare(&self, recipe: &Recipe) -> frugal::error::Result<Prepared> {
+    fn prepare(&self, recipe: &Recipe) -> Prepared {
         runtime::random::seed(1).unwrap();
         let config = self.llama();
-        match &self.start {
+        let prepared = match &self.start {
             Start::Apply => recipe.apply(self.model()),
             Start::Create => {
                 recipe.create(&config, Init::Normal { std: config.initializer_range }, self.options())
             }
             Start::Open(folder) => recipe.open(&Folder::open(folder).unwrap(), Device::Cpu),
-        }
+        };
+        prepared.unwrap()
     }
 
     /// Writes the model into a folder.
@@ -124,9 +125,9 @@ impl Case {
         let recipe = Recipe::new(&config).unwrap();
         let start = Region::start(Device::Cpu).unwrap();
         let (mut trainer, handles) = if self.without_ranks {
-            self.prepare(&recipe).unwrap().trainer(self.steps).unwrap()
+            self.prepare(&recipe).trainer(self.steps).unwrap()
         } else {
-            let prepared = self.prepare(&recipe.over(ranks).unwrap()).unwrap();
+            let prepared = self.prepare(&recipe.over(ranks).unwrap());
             println!("training {number}: bytes start {}", start.finish().unwrap().peak_above_start());
             prepared.trainer_over(self.steps, Some(ranks)).unwrap()
         };
