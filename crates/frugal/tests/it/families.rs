@@ -110,7 +110,10 @@ fn the_fused_loss_has_the_scale_and_the_cap_of_the_logits() {
     }
     let cap = LinearCrossEntropy { softcap: Some(50.0), ..LinearCrossEntropy::default() };
     let error = fused_ce::install(&mut load("gemma2"), &cap).unwrap_err().to_string();
-    assert_eq!(error, "linear cross-entropy: softcap is 50, and the model limits its logits to 5; leave the option out");
+    assert_eq!(
+        error,
+        "linear cross-entropy: softcap is 50, and the model limits its logits to 5; leave the option out"
+    );
 }
 
 #[test]
