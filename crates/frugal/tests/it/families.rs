@@ -89,7 +89,8 @@ fn activation_plans_and_offloading_give_the_same_bits() {
             activations::apply(&mut model, &vec![plan; layers]).unwrap();
             check(&format!("{name}, {plan:?}"), &step(&model), &expected, None);
         }
-        for method in Method::ALL {
+        // The first method is for inference only.
+        for method in Method::ALL.into_iter().filter(|&method| method != Method::OneLayer) {
             let mut model = load(name);
             Offload::apply(&mut model, &Options { method, ..Options::default() }).unwrap();
             check(&format!("{name}, {method:?}"), &step(&model), &expected, None);

@@ -84,7 +84,9 @@ impl LlamaBlock {
         let [pre, post] = self.around(number);
         let update = match pre {
             Some(norm) => branch(&norm.forward(x)?)?,
-            None => branch(x)?,
+            // A node of its own adds up the branch's gradients before the residual's, as a norm does: sums have one order, whether
+            // the branch is recomputed or not.
+            None => branch(&x.f_alias()?)?,
         };
         let update = match post {
             Some(norm) => norm.forward(&update)?,
