@@ -17,6 +17,7 @@ pub mod corpus;
 pub mod dataloading;
 mod dtype;
 pub mod fused_ce;
+mod gguf;
 mod lora;
 pub mod offload;
 mod processes;
@@ -54,6 +55,9 @@ enum Measured {
     /// The output projection and the cross-entropy as one operation that never holds all logits
     #[command(subcommand)]
     FusedCe(crate::fused_ce::Verb),
+    /// Models and adapters as GGUF files for llama.cpp
+    #[command(subcommand)]
+    Gguf(crate::gguf::Verb),
     /// Low-rank adaptation of a frozen model, in PEFT's files
     #[command(subcommand)]
     Lora(crate::lora::Verb),
@@ -82,6 +86,7 @@ pub fn run() -> ExitCode {
         Measured::Amp(verb) => crate::amp::run(&common, verb),
         Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
+        Measured::Gguf(verb) => crate::gguf::run(&common, verb),
         Measured::Lora(verb) => crate::lora::run(&common, verb),
         Measured::Offload(verb) => crate::offload::run(&common, verb),
         Measured::Runtime(verb) => crate::runtime::run(&common, verb),
