@@ -52,10 +52,10 @@ pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_content(path, &mut Content::new(LazyTensor::of_each(tensors), &[]))
 }
 
-/// [`write`] of content whose values other processes may have parts of.
+/// [`write()`] of content whose values other processes may have parts of.
 ///
 /// # Errors
-/// As [`write`]; those of the values, as they are.
+/// As [`write()`]; those of the values, as they are.
 pub fn write_content(path: &Path, content: &mut Content<'_>) -> Result<()> {
     let written = atomic_write::file(path, |out| content.write_to(out));
     written.map_err(|cause| match cause.downcast::<runtime::Error>() {
