@@ -1,8 +1,6 @@
 //! Fine-tuning on conversations: the program from the file to the adapter, and `frugal data`.
 
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader};
-use std::process::Stdio;
 
 use crate::tiny_folder::Tiny;
 use expect_test::expect;
@@ -44,17 +42,7 @@ fn a_killed_training_on_conversations_goes_on_to_the_same_bytes() {
     conversations(&tiny);
     let (_, err) = tiny.succeed(&format!("{TRAIN} --out unbroken"));
     assert!(err.starts_with("data: chat.jsonl (messages; not read: id)\n"), "{err}");
-    let mut child = tiny
-        .command(&format!("{TRAIN} --out broken"))
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let read = BufReader::new(child.stdout.take().unwrap());
-    let mut steps = read.lines().map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
-    assert!(steps.any(|line| line["step"] == 4), "it came to step 4");
-    child.kill().unwrap();
-    child.wait().unwrap();
+    tiny.kill_at_step(&format!("{TRAIN} --out broken"), 4);
     assert!(!tiny.path("broken").join(TENSORS_FILE).exists(), "it was not done");
 
     // The date of the first start is that of the resumed one.

@@ -1,8 +1,5 @@
 //! The program as its user has it: a folder in, an adapter out, and what is done with both.
 
-use std::io::{BufRead, BufReader};
-use std::process::Stdio;
-
 use crate::tiny_folder::Tiny;
 use dataloading::Tokenizer;
 use expect_test::expect;
@@ -105,17 +102,7 @@ fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
     let tiny = Tiny::new();
     let train = format!("{TRAIN} --dropout 0.2 --steps 40 --checkpoint-every 4 --json");
     tiny.succeed(&format!("{train} --out unbroken"));
-    let mut child = tiny
-        .command(&format!("{train} --out broken"))
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let read = BufReader::new(child.stdout.take().unwrap());
-    let mut steps = read.lines().map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
-    assert!(steps.any(|line| line["step"] == 6), "it came to step 6");
-    child.kill().unwrap();
-    child.wait().unwrap();
+    tiny.kill_at_step(&format!("{train} --out broken"), 6);
     assert!(!tiny.path("broken").join(TENSORS_FILE).exists(), "it was not done");
 
     let again = tiny.run(&format!("{train} --out broken"));

@@ -2,13 +2,14 @@
 #![allow(dead_code, reason = "each test file takes what it needs")]
 
 use std::fmt::Write as _;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use models::module::tensors;
 use models::{Llama, LlamaConfig, hugging_face};
 use runtime::random::Generator;
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 /// A folder with a model, problems, and room for what is written.
@@ -71,6 +72,16 @@ impl Tiny {
 
     pub(crate) fn run(&self, arguments: &str) -> Output {
         self.command(arguments).output().unwrap()
+    }
+
+    /// Runs a training with `--json` and kills it when it has written a step.
+    pub(crate) fn kill_at_step(&self, arguments: &str, step: u64) {
+        let mut child = self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let read = BufReader::new(child.stdout.take().unwrap());
+        let mut steps = read.lines().map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
+        assert!(steps.any(|line| line["step"] == step), "it came to step {step}");
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     /// Standard output and standard error of a run that ends well.
