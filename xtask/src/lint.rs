@@ -1,11 +1,11 @@
-//! `cargo xtask lint`: formatting, lints, documentation.
+//! `cargo xtask lint`: formatting, lints, documentation, licences.
 
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
 use crate::workspace::Workspace;
-use crate::{cargo, setup};
+use crate::{cargo, dependencies, setup};
 
 pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     workspace.need_sources("lint")?;
@@ -26,12 +26,16 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
             failed.push(what);
         }
     }
+    if let Err(error) = dependencies::check_licences(workspace) {
+        eprintln!("lint: {error:#}");
+        failed.push("licences");
+    }
     if !other_architecture(workspace)? {
         failed.push("another architecture");
     }
     match failed.as_slice() {
         [] => {
-            println!("lint: formatting, lints and documentation are clean");
+            println!("lint: formatting, lints, documentation and licences are clean");
             Ok(())
         }
         failed => {

@@ -17,6 +17,7 @@
 mod bundle;
 mod cargo;
 mod compare;
+mod dependencies;
 mod device;
 mod display;
 mod gpu_day;
@@ -59,8 +60,10 @@ enum Verb {
     RunAll(run_all::Args),
     /// Set up, then run all tests
     Test(test::Args),
-    /// Check formatting, lints and documentation
+    /// Check formatting, lints, documentation and licences
     Lint,
+    /// Write the linked packages, their licences and checksums as a CycloneDX file
+    Sbom(dependencies::Args),
     /// Render the report from existing records, or compare two runs
     Report(pages::Args),
     /// Compare with PyTorch, running both alternately on this machine
@@ -82,6 +85,7 @@ fn main() -> ExitCode {
             Verb::RunAll(args) => run_all::run(&workspace, &args),
             Verb::Test(args) => test::run(&workspace, &args),
             Verb::Lint => lint::run(&workspace),
+            Verb::Sbom(args) => dependencies::run(&workspace, &args),
             Verb::Report(args) => pages::run(&workspace, &args),
             Verb::Compare(args) => compare::run(&workspace, &args),
             Verb::Kernels(args) => kernels::run(&workspace, &args),

@@ -186,17 +186,24 @@ impl Layout {
         Ok(bytes)
     }
 
-    /// Returns the bytes that a step of stage 3 has at its peak only if the layer after is still reduced then: its copy, and pieces. Ranks
-    /// that run at the same pace have reduced it before. [`Layout::costs`] includes them.
+    /// Returns the bytes that a step has at its peak only if an earlier reduction is still under way then: of stage 3 the copy of the
+    /// layer after and pieces, of stage 2 pieces, of stage 1 none. Ranks that run at the same pace have ended it before.
+    /// [`Layout::costs`] includes them.
     ///
     /// # Errors
     /// Counts beyond 64 bits.
     pub fn overlapping_bytes(&self) -> Result<u64, Error> {
         let (mut copy, mut pieces) = (0, 0);
-        for region in self.regions.iter().filter(|region| region.layer.is_some()) {
+        let three = self.stage == ZeroStage::Three;
+        if !three && self.stage != ZeroStage::Two {
+            return Ok(0);
+        }
+        for region in self.regions.iter().filter(|region| !three || region.layer.is_some()) {
             let Some(dtype) = region.gradients else { continue };
             let own = region.owned(0, self.ranks);
-            copy = copy.max(region.gradient_bytes()?);
+            if three {
+                copy = copy.max(region.gradient_bytes()?);
+            }
             pieces = pieces.max(2 * (self.ranks - 1) * PIECE.min(dtype.bytes(own.end - own.start)?));
         }
         Ok(copy + pieces)

@@ -22,6 +22,7 @@ mod lora;
 pub mod offload;
 mod processes;
 mod product_rate;
+mod robustness;
 mod runtime;
 mod shape;
 mod sharding;
@@ -64,6 +65,9 @@ enum Measured {
     /// Weights, gradients and optimizer state on the host or in files
     #[command(subcommand)]
     Offload(crate::offload::Verb),
+    /// The program killed, with system calls that fail, and over many steps
+    #[command(subcommand)]
+    Robustness(crate::robustness::Verb),
     /// What this machine offers, and what the runtime costs on it
     #[command(subcommand)]
     Runtime(crate::runtime::Verb),
@@ -89,6 +93,7 @@ pub fn run() -> ExitCode {
         Measured::Gguf(verb) => crate::gguf::run(&common, verb),
         Measured::Lora(verb) => crate::lora::run(&common, verb),
         Measured::Offload(verb) => crate::offload::run(&common, verb),
+        Measured::Robustness(verb) => crate::robustness::run(&common, verb),
         Measured::Runtime(verb) => crate::runtime::run(&common, verb),
         Measured::Sharding(verb) => crate::sharding::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),

@@ -34,6 +34,7 @@ pub mod display;
 pub mod download_bar;
 pub mod environment;
 pub mod error;
+pub mod guide;
 pub mod llama_cpp;
 pub mod loss_log;
 pub mod planning;

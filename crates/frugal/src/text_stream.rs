@@ -4,6 +4,8 @@
 //! the first token of a text specially. So new tokens are decoded together with the last ones before them, and the new text is the
 //! difference; it is held back while it ends within a character, or while it may be the beginning of a stop text.
 
+use std::borrow::Cow;
+
 use dataloading::Tokenizer;
 
 use crate::error::{Error, Result};
@@ -95,6 +97,17 @@ impl<'t> TextStream<'t> {
         let ids = ids.map_err(|_| Error::NotAToken)?;
         Ok(self.tokenizer.decode_known(&ids)?)
     }
+}
+
+/// Returns the text without the control characters with which it could command a terminal: all but line breaks and tabs.
+///
+/// ```
+/// assert_eq!(frugal::text_stream::without_controls("two\twords\n"), "two\twords\n");
+/// assert_eq!(frugal::text_stream::without_controls("\x1b[2Jgone\r\n"), "[2Jgone\n");
+/// ```
+pub fn without_controls(text: &str) -> Cow<'_, str> {
+    let commands = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
+    if text.contains(commands) { text.replace(commands, "").into() } else { text.into() }
 }
 
 #[cfg(test)]

@@ -110,6 +110,9 @@ pub struct Experiment {
     /// Cargo package, whose binary has the same name; `experiments` where this is missing.
     #[serde(default = "experiments")]
     pub package: String,
+    /// Packages whose programs it starts, which stand beside its own.
+    #[serde(default)]
+    pub starts: Vec<String>,
     /// Arguments of the binary. `xtask` appends `--scale` (unless `one_size` is set), `--device`, `--records` and `--seed`.
     #[serde(default)]
     pub args: Vec<String>,

@@ -156,7 +156,7 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
     let predicted = simulate(&costs, &rates, &setup, Start::Warm)?.device.total as f64;
     metrics.push(Metric::exact("predicted_peak_bytes", "B", predicted));
     metrics.push(Metric::exact("predicted_over_measured", "ratio", predicted / peak));
-    // A layer of ZeRO-3 is reduced before the next one's peak, or not.
+    // The reduction before has ended at the peak, or not.
     let error = (predicted - overlapping - peak).max(peak - predicted).max(0.0) / peak;
     metrics.push(Metric::exact("relative_error", "ratio", error));
     Ok(metrics)

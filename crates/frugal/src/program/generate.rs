@@ -1,6 +1,6 @@
 //! `frugal generate`.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ use super::encoding;
 use super::model::{ModelArgs, with_adapter};
 use super::output::{print_line, say};
 use super::settings::{OffloadArg, WITHOUT_OFFLOAD};
-use frugal::text_stream::TextStream;
+use frugal::text_stream::{TextStream, without_controls};
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("text").required(true).args(["prompt", "prompts"])))]
@@ -299,10 +299,11 @@ impl<'t> Rows<'t> {
     }
 }
 
-/// Writes text at once; false if the pipe is closed.
+/// Writes text at once, to a terminal without control characters; false if the pipe is closed.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 fn show(text: &str) -> bool {
     let mut out = std::io::stdout().lock();
+    let text = if out.is_terminal() { without_controls(text) } else { text.into() };
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
 }
 

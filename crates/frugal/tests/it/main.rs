@@ -16,6 +16,7 @@ mod gsm8k_records;
 mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
+mod guide;
 mod launch;
 mod launch_training;
 mod layers_over_ranks;

@@ -67,7 +67,7 @@ fn mistakes_in_one_file() {
     check(
         &[&experiment("colour = \"red\"\n")],
         expect![
-            "crates/experiments/experiments/a.toml:6: unknown field `colour`, expected one of `name`, `title`, `about`, `package`, `args`, `scales`, `one_size`, `laptop_seconds`, `table`, `plot`, `finding`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: unknown field `colour`, expected one of `name`, `title`, `about`, `package`, `starts`, `args`, `scales`, `one_size`, `laptop_seconds`, `table`, `plot`, `finding`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(

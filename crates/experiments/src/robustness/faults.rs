@@ -1,0 +1,218 @@
+//! `robustness faults`: system calls on the output's files that fail, one after the other.
+//!
+//! `faults.c`, loaded into the program, counts the calls that write, sync, rename, create and remove files of the output. Then the command
+//! runs again and again, and another call fails each time. After each failure the command runs once more without any, and its results are
+//! compared, byte for byte, with those of a run that nobody disturbed.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use anyhow::{Context, ensure};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+
+use super::work::{Place, Results, Work, named};
+
+const EXPERIMENT: &str = "faults";
+
+#[derive(clap::Args)]
+pub(crate) struct Faults {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Calls of each command that fail, at most, evenly spaced over all [default: by scale]
+    #[arg(long)]
+    tries: Option<u64>,
+    /// Only these commands
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+/// What happens to a call.
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    /// Its name in the report.
+    name: &'static str,
+    /// Its name in `faults.c`.
+    kind: &'static str,
+    /// What an error has to say; `None` where the program is killed or notices nothing.
+    says: Option<&'static str>,
+}
+
+const FAULTS: [Fault; 5] = [
+    Fault { name: "killed within the call", kind: "kill", says: None },
+    Fault { name: "disk full from there on", kind: "enospc", says: Some("No space left on device") },
+    Fault { name: "input/output error, once", kind: "eio", says: Some("Input/output error") },
+    Fault { name: "read-only from there on", kind: "erofs", says: Some("Read-only file system") },
+    Fault { name: "half of each write from there on", kind: "short", says: None },
+];
+
+/// What came of the failures of one kind in one command.
+#[derive(Debug, Default)]
+struct Outcome {
+    tries: usize,
+    /// Ended well, with the right results: the failure was of something that is not needed.
+    tolerated: usize,
+    /// An error that names the cause.
+    clear: usize,
+    /// An error that does not, or a panic.
+    unclear: usize,
+    damaged: usize,
+    different: usize,
+    failed: usize,
+    left: usize,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+    let works: Vec<Work> =
+        named(&arguments.only, arguments.scale)?.into_iter().filter(|work| work.alone).collect();
+    let tries = arguments.tries.unwrap_or(match arguments.scale {
+        Scale::Smoke => 1,
+        Scale::Laptop => 3,
+        Scale::Full | Scale::Paper => 100,
+    });
+    let place = Place::new()?;
+    let library = match compile(&place.path("faults.so")) {
+        Ok(library) => library,
+        Err(error) => {
+            let why = format!("{error:#}");
+            for (work, fault) in works.iter().flat_map(|work| FAULTS.map(|fault| (work, fault))) {
+                sink.put(EXPERIMENT, &case(work, &fault), vec![Metric::not_measured("lost", "", &why)])?;
+            }
+            return Ok(());
+        }
+    };
+    let mut progress = Progress::new((works.len() * FAULTS.len()) as u64);
+    for work in works {
+        progress.message(work.name);
+        place.succeed(place.command(&work, "reference"))?;
+        let expected = place.results(&work, "reference")?;
+        let calls = count(&place, &work, &library)?;
+        for fault in FAULTS {
+            let outcome = of(&place, &work, &fault, &library, spread(calls, tries), &expected)?;
+            let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
+            let metrics = vec![
+                count("calls", calls as usize),
+                count("tries", outcome.tries),
+                count("tolerated", outcome.tolerated),
+                count("clear_errors", outcome.clear),
+                count("unclear_errors", outcome.unclear),
+                count("damaged_files", outcome.damaged),
+                count("different_results", outcome.different),
+                count("failed_restarts", outcome.failed),
+                count("files_left", outcome.left),
+                count("lost", outcome.damaged + outcome.different + outcome.failed + outcome.left),
+            ];
+            sink.put(EXPERIMENT, &case(&work, &fault), metrics)?;
+            progress.step();
+        }
+    }
+    Ok(())
+}
+
+fn case(work: &Work, fault: &Fault) -> Case {
+    Case::new().with("command", work.name).with("fault", fault.name)
+}
+
+/// Compiles `faults.c` with the machine's compiler.
+fn compile(to: &Path) -> anyhow::Result<PathBuf> {
+    let source = to.with_extension("c");
+    std::fs::write(&source, include_str!("faults.c"))?;
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+    let output = Command::new(&compiler)
+        .args(["-shared", "-fPIC", "-O1", "-o"])
+        .arg(to)
+        .arg(&source)
+        .arg("-ldl")
+        .output();
+    let output = output
+        .with_context(|| format!("`{compiler}` cannot be run, which compiles what makes calls fail"))?;
+    ensure!(output.status.success(), "`{compiler}` failed: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(to.to_owned())
+}
+
+/// The command with the library loaded.
+fn command(place: &Place, work: &Work, out: &str, library: &Path, kind: &str) -> Command {
+    let mut command = place.command(work, out);
+    command.env("LD_PRELOAD", library).env("FAULT_FOLDER", place.outputs()).env("FAULT_KIND", kind);
+    command
+}
+
+/// The calls of an undisturbed run.
+fn count(place: &Place, work: &Work, library: &Path) -> anyhow::Result<u64> {
+    let file = place.path("calls");
+    let mut command = command(place, work, "counted", library, "count");
+    command.env("FAULT_COUNT", &file);
+    place.succeed(command)?;
+    place.remove("counted")?;
+    let calls = std::fs::read_to_string(&file).context("the number of calls")?;
+    calls.trim().parse().context("the number of calls")
+}
+
+/// At most `most` of the numbers from 1 to `calls`, evenly spaced, with the first.
+fn spread(calls: u64, most: u64) -> impl Iterator<Item = u64> {
+    let most = most.min(calls);
+    (0..most).map(move |number| 1 + number * calls / most)
+}
+
+fn of(
+    place: &Place,
+    work: &Work,
+    fault: &Fault,
+    library: &Path,
+    numbers: impl Iterator<Item = u64>,
+    expected: &Results,
+) -> anyhow::Result<Outcome> {
+    let mut outcome = Outcome::default();
+    for number in numbers {
+        let note = |what: &str| eprintln!("{}, {}, call {number}: {what}", work.name, fault.name);
+        let out = format!("fault-{number}");
+        let mut command = command(place, work, &out, library, fault.kind);
+        let Output { status, stderr, .. } = command.env("FAULT_AT", number.to_string()).output()?;
+        let said = String::from_utf8_lossy(&stderr);
+        outcome.tries += 1;
+        if status.success() {
+            outcome.tolerated += 1;
+        } else if fault.says.is_some_and(|says| said.contains(says)) && !said.contains("panicked") {
+            outcome.clear += 1;
+        } else if fault.kind != "kill" || status.code().is_some() {
+            outcome.unclear += 1;
+            note(&format!("{status}: {said}"));
+        }
+        if let Some(damage) = place.damage(work, &out, expected) {
+            outcome.damaged += 1;
+            note(&damage);
+        }
+        match place.succeed(place.command(work, &out)) {
+            Err(error) => {
+                outcome.failed += 1;
+                note(&format!("{error:#}"));
+            }
+            Ok(_) if place.results(work, &out)? != *expected => {
+                outcome.different += 1;
+                note("the results differ");
+            }
+            Ok(_) => {}
+        }
+        let left = place.left(&out);
+        if !left.is_empty() {
+            note(&format!("left: {left:?}"));
+        }
+        outcome.left += left.len();
+        place.remove(&out)?;
+    }
+    Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_calls_that_fail_are_spread_over_all() {
+        assert_eq!(spread(3, 100).collect::<Vec<_>>(), [1, 2, 3]);
+        assert_eq!(spread(10, 4).collect::<Vec<_>>(), [1, 3, 6, 8]);
+        assert_eq!(spread(0, 4).count(), 0);
+    }
+}

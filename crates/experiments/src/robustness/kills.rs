@@ -1,0 +1,170 @@
+//! `robustness kills`: kill −9 at random instants.
+//!
+//! A command runs up to five times and is killed at an instant that is uniform over the time that it takes; after each kill its output is
+//! inspected. Then it runs to its end, and its results are compared, byte for byte, with those of a run that nobody disturbed.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+
+use super::work::{Place, Work, named};
+
+const EXPERIMENT: &str = "kills";
+/// Kills before a command may end.
+const IN_A_ROW: usize = 5;
+
+#[derive(clap::Args)]
+pub(crate) struct Kills {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Kills of each command [default: by scale]
+    #[arg(long)]
+    tries: Option<usize>,
+    /// Only these commands
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+/// What came of the kills of one command.
+#[derive(Debug, Default)]
+struct Outcome {
+    kills: usize,
+    ends: usize,
+    different: usize,
+    damaged: usize,
+    failed: usize,
+    left: usize,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Kills) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+    let tries = arguments.tries.unwrap_or(match arguments.scale {
+        Scale::Smoke => 2,
+        Scale::Laptop => 5,
+        Scale::Full | Scale::Paper => 100,
+    });
+    let works = named(&arguments.only, arguments.scale)?;
+    let place = Place::new()?;
+    let mut progress = Progress::new((works.len() * tries) as u64);
+    let mut random = Uniform(common.seed ^ 0x2545_f491_4f6c_dd1d);
+    for work in works {
+        progress.message(work.name);
+        let outcome = of(&place, &work, tries, &mut random, &mut progress)?;
+        let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
+        let metrics = vec![
+            count("kills", outcome.kills),
+            count("runs_to_the_end", outcome.ends),
+            count("different_results", outcome.different),
+            count("damaged_files", outcome.damaged),
+            count("failed_restarts", outcome.failed),
+            count("files_left", outcome.left),
+            count("lost", outcome.different + outcome.damaged + outcome.failed + outcome.left),
+        ];
+        sink.put(EXPERIMENT, &Case::new().with("command", work.name), metrics)?;
+    }
+    Ok(())
+}
+
+fn of(
+    place: &Place,
+    work: &Work,
+    tries: usize,
+    random: &mut Uniform,
+    progress: &mut Progress,
+) -> anyhow::Result<Outcome> {
+    let mut seconds = 0.0;
+    let mut expected = None;
+    // Twice: the second one has the caches that the tries will have, and shows that the results repeat.
+    for out in ["reference", "again"] {
+        let start = Instant::now();
+        place.succeed(place.command(work, out))?;
+        seconds = start.elapsed().as_secs_f64();
+        let results = place.results(work, out)?;
+        ensure!(
+            expected.as_ref().is_none_or(|before| *before == results),
+            "two undisturbed runs of {} differ",
+            work.name
+        );
+        expected = Some(results);
+        place.remove(out)?;
+    }
+    let expected = expected.expect("two runs");
+    let mut outcome = Outcome::default();
+    let note = |what: &str| eprintln!("{}: {what}", work.name);
+    while outcome.kills < tries {
+        let out = format!("try-{}", outcome.ends);
+        let mut in_a_row = 0;
+        while in_a_row < IN_A_ROW && outcome.kills < tries {
+            let mut child = place.command(work, &out).spawn()?;
+            std::thread::sleep(Duration::from_secs_f64(random.next() * seconds));
+            if child.try_wait()?.is_some() {
+                break;
+            }
+            child.kill()?;
+            child.wait()?;
+            if !work.alone {
+                wait_for_ranks(&place.output(&out).display().to_string())?;
+            }
+            outcome.kills += 1;
+            in_a_row += 1;
+            progress.step();
+            if let Some(damage) = place.damage(work, &out, &expected) {
+                outcome.damaged += 1;
+                note(&damage);
+            }
+        }
+        match place.succeed(place.command(work, &out)) {
+            Err(error) => {
+                outcome.failed += 1;
+                note(&format!("{error:#}"));
+            }
+            Ok(_) if place.results(work, &out)? != expected => {
+                outcome.different += 1;
+                note("the results differ");
+            }
+            Ok(_) => {}
+        }
+        let left = place.left(&out);
+        if !left.is_empty() {
+            note(&format!("left: {left:?}"));
+        }
+        outcome.left += left.len();
+        outcome.ends += 1;
+        place.remove(&out)?;
+    }
+    Ok(outcome)
+}
+
+/// Waits until no process has the output's path among its arguments: ranks end when their launcher is gone.
+fn wait_for_ranks(out: &str) -> anyhow::Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let running = std::fs::read_dir("/proc")?
+            .flatten()
+            .filter(|entry| entry.file_name().to_string_lossy().bytes().all(|byte| byte.is_ascii_digit()))
+            .filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok())
+            .any(|line| String::from_utf8_lossy(&line).contains(out));
+        if !running {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "ranks still run 30 s after their launcher was killed");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Numbers that are uniform in [0, 1), by SplitMix64 (Steele, Lea and Flood 2014).
+#[derive(Debug)]
+struct Uniform(u64);
+
+impl Uniform {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}

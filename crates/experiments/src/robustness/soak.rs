@@ -1,0 +1,129 @@
+//! `robustness soak`: many steps, and what the process holds meanwhile.
+//!
+//! The kernel's account of the process is read every half second: resident memory, open files, threads, locked pages. Growth is the
+//! median over the last tenth of the run less that over the second tenth, when everything has been allocated once.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+
+use super::work::{Place, SOAKED, Work};
+
+const EXPERIMENT: &str = "soak";
+
+#[derive(clap::Args)]
+pub(crate) struct Soak {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+/// What a process holds at one moment.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    resident: f64,
+    locked: f64,
+    files: f64,
+    threads: f64,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Soak) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+    let place = Place::new()?;
+    let share = match arguments.scale {
+        Scale::Smoke => 1000,
+        Scale::Laptop => 100,
+        Scale::Full | Scale::Paper => 1,
+    };
+    let mut progress = Progress::new(SOAKED.len() as u64);
+    for (work, steps) in SOAKED {
+        progress.message(work.name);
+        let steps = steps / share;
+        let start = Instant::now();
+        let held = watch(&place, &work, steps)?;
+        let case = Case::new().with("command", work.name);
+        let mut metrics = vec![
+            Metric::exact("steps", "", steps as f64),
+            Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
+        ];
+        let growths: [(&str, &str, fn(&Held) -> f64); 4] = [
+            ("resident_growth_bytes", "B", |held| held.resident),
+            ("locked_growth_bytes", "B", |held| held.locked),
+            ("open_files_growth", "", |held| held.files),
+            ("threads_growth", "", |held| held.threads),
+        ];
+        for (name, unit, of) in growths {
+            metrics.push(match growth(&held, of) {
+                Some(growth) => Metric::exact(name, unit, growth),
+                None => Metric::not_measured(name, unit, "the run is too short"),
+            });
+        }
+        metrics.push(Metric::exact("resident_bytes", "B", held.last().map_or(0.0, |held| held.resident)));
+        sink.put(EXPERIMENT, &case, metrics)?;
+        progress.step();
+    }
+    Ok(())
+}
+
+/// Runs a command of so many steps to its end, and returns what it held every half second.
+fn watch(place: &Place, work: &Work, steps: u64) -> anyhow::Result<Vec<Held>> {
+    let mut command = place.command(work, "soaked");
+    command.args(["--steps", &steps.to_string()]);
+    let mut child = command.spawn()?;
+    let mut held = Vec::new();
+    while child.try_wait()?.is_none() {
+        held.extend(now(child.id()));
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    let output = child.wait_with_output()?;
+    ensure!(output.status.success(), "{}: {}", work.name, String::from_utf8_lossy(&output.stderr));
+    place.remove("soaked")?;
+    Ok(held)
+}
+
+/// What a process holds, from /proc; `None` when it has ended.
+fn now(process: u32) -> Option<Held> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let field = |name: &str| -> Option<f64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim_start_matches(':').split_whitespace().next()?.parse().ok()
+    };
+    let files = std::fs::read_dir(format!("/proc/{process}/fd")).ok()?.count();
+    Some(Held {
+        resident: field("VmRSS")? * 1024.0,
+        locked: field("VmLck")? * 1024.0,
+        files: files as f64,
+        threads: field("Threads")?,
+    })
+}
+
+/// The median over the last tenth less that over the second; `None` for fewer than 40 moments.
+fn growth(held: &[Held], of: fn(&Held) -> f64) -> Option<f64> {
+    if held.len() < 40 {
+        return None;
+    }
+    let tenth = held.len() / 10;
+    let median = |part: &[Held]| {
+        let mut values: Vec<f64> = part.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    Some(median(&held[held.len() - tenth..]) - median(&held[tenth..2 * tenth]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_what_a_leak_makes_and_not_what_the_start_takes() {
+        let held = |resident: f64| Held { resident, locked: 0.0, files: 3.0, threads: 1.0 };
+        let steady: Vec<Held> = (0..100).map(|at| held(if at < 5 { 1.0 } else { 9.0 })).collect();
+        assert_eq!(growth(&steady, |held| held.resident), Some(0.0));
+        let leaking: Vec<Held> = (0..100).map(|at| held(f64::from(at))).collect();
+        assert_eq!(growth(&leaking, |held| held.resident), Some(80.0));
+        assert_eq!(growth(&steady[..20], |held| held.resident), None);
+    }
+}

@@ -1,0 +1,339 @@
+//! Commands of `frugal` whose results are known, over a model and data that are made here.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, ensure};
+use models::module::tensors;
+use models::{Llama, LlamaConfig, hugging_face};
+use report::cli::Scale;
+use runtime::random::Generator;
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+use tempfile::TempDir;
+use training::checkpoint;
+
+/// A command of the program.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Work {
+    /// Its name in the report.
+    pub(super) name: &'static str,
+    /// Its arguments between blanks; `{out}` stands for the output's path.
+    arguments: &'static str,
+    /// Files below the output that must be the same at every end; an empty name is the output itself.
+    results: &'static [&'static str],
+    /// Whether it writes checkpoints and goes on from them.
+    pub(super) resumes: bool,
+    /// Whether it is one process.
+    pub(super) alone: bool,
+}
+
+/// Every command that is tried.
+pub(super) const WORKS: [Work; 7] = [
+    Work {
+        name: "pretraining",
+        arguments: "train --width 16 --heads 2 --vocabulary 32 --length 16 --dropout 0.1 --batch-size 4 --accumulation 2 --clip 1 \
+                    --steps 60 --checkpoint-every 7 --log-every 1 --resume --out {out}",
+        results: &[
+            "checkpoints/step-000000000060/model.safetensors",
+            "checkpoints/step-000000000060/optimizer.safetensors",
+        ],
+        resumes: true,
+        alone: true,
+    },
+    Work {
+        name: "LoRA, layers offloaded",
+        arguments: "finetune --model model --data rows.jsonl --r 4 --dropout 0.1 --offload file --batch-size 4 --steps 40 \
+                    --checkpoint-every 7 --log-every 1 --resume --out {out}",
+        results: &[
+            "adapter_model.safetensors",
+            "checkpoints/step-000000000040/model.safetensors",
+            "checkpoints/step-000000000040/optimizer.safetensors",
+        ],
+        resumes: true,
+        alone: true,
+    },
+    Work {
+        name: "full, AdamW on the host",
+        arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload file --batch-size 4 --steps 40 \
+                    --checkpoint-every 7 --log-every 1 --resume --out {out}",
+        results: &[
+            "model/model.safetensors",
+            "checkpoints/step-000000000040/model.safetensors",
+            "checkpoints/step-000000000040/optimizer.safetensors",
+        ],
+        resumes: true,
+        alone: true,
+    },
+    Work {
+        name: "LoRA over two ranks",
+        arguments: "launch -n 2 -- finetune --model model --data rows.jsonl --r 4 --zero-stage 2 --batch-size 2 --accumulation 1 --steps 40 \
+                    --checkpoint-every 7 --log-every 1 --resume --out {out}",
+        results: &[
+            "adapter_model.safetensors",
+            "checkpoints/step-000000000040/model.safetensors",
+            "checkpoints/step-000000000040/optimizer.safetensors",
+        ],
+        resumes: true,
+        alone: false,
+    },
+    Work {
+        name: "merging",
+        arguments: "merge --model model --adapter adapter --out {out}",
+        results: &["model.safetensors", "config.json", "tokenizer.json"],
+        resumes: false,
+        alone: true,
+    },
+    Work {
+        name: "export to GGUF",
+        arguments: "export --format gguf --type f16 --model model --adapter adapter --out {out}",
+        results: &[""],
+        resumes: false,
+        alone: true,
+    },
+    Work {
+        name: "export to PEFT",
+        arguments: "export --format peft --checkpoints trained --out {out}",
+        results: &["adapter_model.safetensors", "adapter_config.json"],
+        resumes: false,
+        alone: true,
+    },
+];
+
+/// Commands for many steps, and how many at scale full. What a step takes must not grow, so the loss log is thin.
+pub(super) const SOAKED: [(Work, u64); 2] = [
+    (
+        Work {
+            name: "pretraining",
+            arguments: "train --width 16 --heads 2 --vocabulary 32 --length 16 --dropout 0.1 --batch-size 4 --log-every 1000 --out {out}",
+            results: &[],
+            resumes: true,
+            alone: true,
+        },
+        100_000,
+    ),
+    (
+        Work {
+            name: "full, offloaded, with checkpoints and evaluation",
+            arguments: "finetune --model model --data rows.jsonl --validation rows.jsonl --method full --optimizer-on host --offload file \
+                        --batch-size 4 --log-every 1000 --checkpoint-every 100 --evaluate-every 100 --out {out}",
+            results: &[],
+            resumes: true,
+            alone: true,
+        },
+        10_000,
+    ),
+];
+
+/// The commands that a run at scale smoke tries.
+const SMOKE: [&str; 2] = ["pretraining", "merging"];
+
+/// The commands with these names; those of the scale where none is named.
+///
+/// # Errors
+/// An unknown name.
+pub(super) fn named(only: &[String], scale: Scale) -> anyhow::Result<Vec<Work>> {
+    for name in only {
+        let known = || WORKS.map(|work| work.name).join(", ");
+        ensure!(
+            WORKS.iter().any(|work| work.name == name),
+            "there is no command `{name}`; there are: {}",
+            known()
+        );
+    }
+    let of_scale = |work: &Work| scale != Scale::Smoke || SMOKE.contains(&work.name);
+    let wanted =
+        |work: &Work| only.iter().any(|name| name == work.name) || (only.is_empty() && of_scale(work));
+    Ok(WORKS.into_iter().filter(wanted).collect())
+}
+
+/// A folder with a model, data and an adapter, in which commands run.
+pub(super) struct Place {
+    folder: TempDir,
+    program: PathBuf,
+}
+
+impl Place {
+    /// Makes the folder.
+    ///
+    /// # Errors
+    /// No program `frugal` beside this one; one that cannot train the adapter.
+    pub(super) fn new() -> anyhow::Result<Self> {
+        let beside = std::env::current_exe().context("finding this program")?.with_file_name("frugal");
+        ensure!(beside.is_file(), "{} is missing; build it: cargo build --package frugal", beside.display());
+        let folder = tempfile::Builder::new().prefix("robustness-").tempdir()?;
+        let place = Self { folder, program: beside };
+        std::fs::create_dir(place.scratch())?;
+        std::fs::create_dir(place.outputs())?;
+        place.write_model()?;
+        let mut rows = String::new();
+        for (a, b) in (0..40).map(|n| (n % 9, n / 4)) {
+            let question = format!("Ann has {a} pears and buys {b} more. How many has she?");
+            writeln!(rows, "{}", json!({ "question": question, "answer": (a + b).to_string() }))?;
+        }
+        std::fs::write(place.path("rows.jsonl"), rows)?;
+        let train = "finetune --model model --data rows.jsonl --r 4 --batch-size 4 --steps 4 --checkpoint-every 2 --out trained";
+        place.succeed(place.program(train))?;
+        place.succeed(place.program("export --format peft --checkpoints trained --out adapter"))?;
+        Ok(place)
+    }
+
+    /// Writes a Qwen2 of two layers with the tokenizer of the embedded data.
+    fn write_model(&self) -> anyhow::Result<()> {
+        let config = LlamaConfig {
+            num_key_value_heads: 2,
+            max_position_embeddings: 200,
+            tie_word_embeddings: true,
+            ..LlamaConfig::qwen2(4096, 32, 48, 2, 4)
+        };
+        let model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
+        let mut generator = Generator::new(1)?;
+        for named in tensors(&model).into_iter().filter(|named| named.tensor.dim() == 2) {
+            let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu))? * 0.2;
+            tch::no_grad(|| named.tensor.shallow_clone().f_copy_(&noise))?;
+        }
+        let folder = self.path("model");
+        hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES)?;
+        let tokenizer = dataloading::embedded::folder()?.join("tokenizer.json");
+        std::fs::copy(tokenizer, folder.join("tokenizer.json"))?;
+        std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#)?;
+        Ok(())
+    }
+
+    /// The folder of the outputs.
+    pub(super) fn outputs(&self) -> PathBuf {
+        self.path("outputs")
+    }
+
+    /// The path of the output of this name.
+    pub(super) fn output(&self, name: &str) -> PathBuf {
+        self.outputs().join(name)
+    }
+
+    /// A path in the folder.
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The folder for the program's temporary files.
+    fn scratch(&self) -> PathBuf {
+        self.path("scratch")
+    }
+
+    fn program(&self, arguments: &str) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(arguments.split_whitespace()).current_dir(self.folder.path());
+        // One thread: the same order of summation at each try.
+        command.env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+        command.env("FRUGAL_CACHE", self.path("cache")).env("TMPDIR", self.scratch());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+    }
+
+    /// The command that writes to the output of this name.
+    pub(super) fn command(&self, work: &Work, out: &str) -> Command {
+        let out = self.output(out).display().to_string();
+        self.program(&work.arguments.replace("{out}", &out))
+    }
+
+    /// Runs a command that has to end well, and returns what it wrote to standard error.
+    ///
+    /// # Errors
+    /// A command that fails.
+    pub(super) fn succeed(&self, mut command: Command) -> anyhow::Result<String> {
+        let Output { status, stderr, .. } = command.output()?;
+        let said = String::from_utf8_lossy(&stderr).into_owned();
+        ensure!(status.success(), "{command:?} failed with {status}: {said}");
+        Ok(said)
+    }
+
+    /// The results of a command that has ended: each file's bytes, and the losses by step.
+    ///
+    /// # Errors
+    /// A missing file.
+    pub(super) fn results(&self, work: &Work, out: &str) -> anyhow::Result<Results> {
+        let out = self.output(out);
+        let file = |name: &&str| {
+            let path = if name.is_empty() { out.clone() } else { out.join(name) };
+            std::fs::read(&path).with_context(|| path.display().to_string())
+        };
+        let files = work.results.iter().map(file).collect::<anyhow::Result<_>>()?;
+        let losses = if work.resumes { losses(&out.join("losses.jsonl"))? } else { Vec::new() };
+        Ok(Results { files, losses })
+    }
+
+    /// What is wrong with an output after its command was stopped: a result that is neither whole nor missing, or a checkpoint that is
+    /// visible and cannot be read.
+    pub(super) fn damage(&self, work: &Work, out: &str, expected: &Results) -> Option<String> {
+        let path = self.output(out);
+        if work.resumes {
+            let folder = path.join("checkpoints");
+            return match checkpoint::latest(&folder) {
+                Ok(found) => found.refused.first().cloned(),
+                Err(error) => folder.exists().then(|| error.to_string()),
+            };
+        }
+        work.results.iter().zip(&expected.files).find_map(|(name, expected)| {
+            let file = if name.is_empty() { path.clone() } else { path.join(name) };
+            let bytes = std::fs::read(&file).ok()?;
+            (bytes != *expected)
+                .then(|| format!("{} has {} of {} bytes", file.display(), bytes.len(), expected.len()))
+        })
+    }
+
+    /// Temporary files that are left in an output and in the scratch folder.
+    pub(super) fn left(&self, out: &str) -> Vec<PathBuf> {
+        let mut left = entries(&self.scratch());
+        let beside = entries(&self.outputs()).into_iter().chain(entries(&self.output(out)));
+        let within = entries(&self.output(out).join("checkpoints"));
+        left.extend(beside.chain(within).filter(|path| is_temporary(path)));
+        left
+    }
+
+    /// Removes an output.
+    ///
+    /// # Errors
+    /// A file that cannot be removed.
+    pub(super) fn remove(&self, out: &str) -> anyhow::Result<()> {
+        let path = self.output(out);
+        if path.is_dir() {
+            std::fs::remove_dir_all(path)?
+        } else if path.exists() {
+            std::fs::remove_file(path)?
+        }
+        for path in entries(&self.scratch()) {
+            if path.is_dir() { std::fs::remove_dir_all(path)? } else { std::fs::remove_file(path)? }
+        }
+        Ok(())
+    }
+}
+
+/// The results of a command.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Results {
+    files: Vec<Vec<u8>>,
+    /// Step and bits of the loss.
+    losses: Vec<(u64, u64)>,
+}
+
+fn losses(path: &Path) -> anyhow::Result<Vec<(u64, u64)>> {
+    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let mut losses = Vec::new();
+    for line in text.lines() {
+        let line: Value =
+            serde_json::from_str(line).with_context(|| format!("{}: {line}", path.display()))?;
+        if let (Some(step), Some(loss)) = (line["step"].as_u64(), line["loss"].as_f64()) {
+            losses.push((step, loss.to_bits()));
+        }
+    }
+    Ok(losses)
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+}
+
+fn is_temporary(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().contains(".tmp"))
+}

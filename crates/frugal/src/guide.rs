@@ -1,0 +1,35 @@
+//! The guide: from a first fine-tuning to one technique in a program of your own.
+//!
+//! | chapter | answers |
+//! |---|---|
+//! | [`first_fine_tuning`] | How do I fine-tune a model, stop and resume, try the result, and take it to other programs? |
+//! | [`your_own_data`] | Which records can it read, what is learned of each, and how do I check that? |
+//! | [`how_a_plan_is_chosen`] | What fits into a budget, what does it cost, and what if memory runs out? |
+//! | [`larger_than_memory`] | How do I run and fine-tune a model that is larger than the memory? |
+//! | [`several_ranks`] | How do several processes train one model, and what does each hold? |
+//! | [`one_technique`] | How do I take one technique into my own program? |
+//! | [`where_every_byte_goes`] | What is in memory during a training step, and what makes each part smaller? |
+//!
+//! Every command and every block of code is run by a test, over a tiny model under the name that the command says. `frugal` is the
+//! program that `cargo install --path crates/frugal` installs, or `cargo run -p frugal --release --`.
+
+#[doc = include_str!("guide/first_fine_tuning.md")]
+pub mod first_fine_tuning {}
+
+#[doc = include_str!("guide/your_own_data.md")]
+pub mod your_own_data {}
+
+#[doc = include_str!("guide/how_a_plan_is_chosen.md")]
+pub mod how_a_plan_is_chosen {}
+
+#[doc = include_str!("guide/larger_than_memory.md")]
+pub mod larger_than_memory {}
+
+#[doc = include_str!("guide/several_ranks.md")]
+pub mod several_ranks {}
+
+#[doc = include_str!("guide/one_technique.md")]
+pub mod one_technique {}
+
+#[doc = include_str!("guide/where_every_byte_goes.md")]
+pub mod where_every_byte_goes {}
