@@ -6,13 +6,14 @@
 
 mod axis;
 mod bars;
+pub mod curves;
 mod figure;
 mod place;
 mod svg;
 mod timeline;
 mod xy;
 
-pub(crate) use svg::escape;
+pub use svg::escape;
 
 use crate::measurements::Measurements;
 use crate::spec::{Plot, PlotKind};

@@ -179,7 +179,7 @@ fn short(value: f64) -> impl Display {
 
 /// A text with the characters replaced that XML and HTML give a meaning. Control characters, which XML forbids, become
 /// spaces.
-pub(crate) fn escape(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
