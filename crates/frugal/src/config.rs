@@ -22,12 +22,19 @@
 //!
 //! let error = "[training]\nstep = 100".parse::<Config>().unwrap_err().to_string();
 //! assert!(error.starts_with("line 2 (`step = 100`): unknown field `step`, expected one of `steps`"), "{error}");
+//!
+//! let config = config.with("optimizer.lr=1e-4")?;
+//! assert_eq!(config.optimizer.lr, 1e-4);
+//! let error = config.with("optimizer.rl=1e-4").unwrap_err().to_string();
+//! assert!(error.ends_with("did you mean `lr`?"), "{error}");
 //! # Ok::<(), frugal::Error>(())
 //! ```
 
 mod bytes;
 mod data;
+mod nearest;
 mod optimizer;
+mod set;
 mod techniques;
 mod training;
 
@@ -226,7 +233,7 @@ impl FromStr for Config {
 
 /// What is wrong, behind the line that it is wrong in.
 fn with_line(text: &str, cause: &toml::de::Error) -> String {
-    let message = cause.message().lines().collect::<Vec<_>>().join(" ");
+    let message = nearest::with_suggestion(&cause.message().lines().collect::<Vec<_>>().join(" "));
     let Some(before) = cause.span().and_then(|span| text.get(..span.start)) else { return message };
     let number = before.matches('\n').count();
     let line = text.lines().nth(number).unwrap_or_default().trim();

@@ -1,4 +1,4 @@
-//! A training's progress bar (loss, tokens per second, MFU, memory), with notes and warnings above it.
+//! A training's progress bar (loss, tokens per second, time left, memory), with notes and warnings above it.
 
 use report::Progress;
 use runtime::measure::physical;
@@ -52,6 +52,12 @@ pub struct Display {
     /// Positions per second, padding included.
     positions_rate: f64,
     validation: Option<f64>,
+    /// Bytes that may be held.
+    budget: Option<u64>,
+    /// Steps in all.
+    steps: u64,
+    /// Seconds of a step.
+    seconds: f64,
     /// The text of the bar.
     line: String,
 }
@@ -71,8 +77,17 @@ impl Display {
             rate: 0.0,
             positions_rate: 0.0,
             validation: None,
+            budget: None,
+            steps,
+            seconds: 0.0,
             line: String::new(),
         }
+    }
+
+    /// Shows memory against a budget.
+    pub fn with_budget(mut self, budget: Option<u64>) -> Self {
+        self.budget = budget;
+        self
     }
 
     /// Adds the MFU to the display.
@@ -94,13 +109,41 @@ impl Display {
     }
 
     fn line(&self, record: &StepRecord) -> String {
-        let memory = runtime::memory::live_bytes(self.device)
-            .map_or_else(|_| "–".to_owned(), |bytes| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)));
+        let gibibytes = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 30));
+        let of = self.budget.map_or_else(String::new, |budget| format!(" of {}", gibibytes(budget)));
+        let memory = match (held(self.device), &*of) {
+            (Some(bytes), of) => format!(" {}{of} GiB", gibibytes(bytes)),
+            (None, _) => String::new(),
+        };
         let mfu = self.efficiency.mfu(self.positions_rate);
-        let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));
+        let mfu = mfu.map_or_else(String::new, |share| format!(" MFU {:.0} %", share * 100.0));
         let validation = self.validation.map_or_else(String::new, |loss| format!(" (valid {loss:.3})"));
+        let left = match self.steps.saturating_sub(record.step) {
+            0 => String::new(),
+            left => format!(" {} left", duration(left as f64 * self.seconds)),
+        };
         // As long as there is room for beside a bar on 80 columns.
-        format!("loss {:.3}{validation} {:.0} tokens/s MFU {mfu} {memory}", record.loss, self.rate)
+        format!("loss {:.3}{validation}{left} {:.0} tokens/s{mfu}{memory}", record.loss, self.rate)
+    }
+}
+
+/// Bytes that a budget is compared with: of the process on the CPU, of tensors otherwise.
+fn held(device: Device) -> Option<u64> {
+    match device {
+        Device::Cpu => runtime::device::resident_memory().ok().map(|memory| memory.current),
+        _ => runtime::memory::live_bytes(device).ok(),
+    }
+}
+
+/// Returns a duration in its two largest units: `3 h 07 min`, `4 min 10 s`, `12 s`.
+pub fn duration(seconds: f64) -> String {
+    let all = if seconds.is_finite() { seconds.max(0.0).round() as u64 } else { 0 };
+    let (days, hours, minutes) = (all / 86_400, all / 3600, all / 60);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{all} s"),
+        (0, 0, _) => format!("{minutes} min {:02} s", all % 60),
+        (0, ..) => format!("{hours} h {:02} min", minutes % 60),
+        _ => format!("{days} d {:02} h", hours % 24),
     }
 }
 
@@ -113,6 +156,7 @@ impl Observer for Display {
         };
         self.rate = smooth(self.rate, record.tokens);
         self.positions_rate = smooth(self.positions_rate, record.tokens + record.padding);
+        self.seconds += if self.seconds == 0.0 { seconds } else { SMOOTHING * (seconds - self.seconds) };
         self.advance(record.step);
         self.line = self.line(record);
         self.progress.message(&self.line);
@@ -146,5 +190,17 @@ impl Drop for Display {
         if self.is_seen() && !self.line.is_empty() {
             self.progress.print(&format!("step {}: {}\n", self.done, self.line));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::duration;
+
+    #[test]
+    fn durations_have_two_units() {
+        let seconds = [0.4, 59.6, 250.0, 11_220.0, 200_000.0, f64::NAN];
+        let texts = ["0 s", "1 min 00 s", "4 min 10 s", "3 h 07 min", "2 d 07 h", "0 s"];
+        assert_eq!(seconds.map(duration), texts);
     }
 }

@@ -21,6 +21,7 @@
 //! | [`recipe`] | techniques on a model, and the trainer over it |
 //! | [`planning`] | this machine's rates and a budget, for plans of offloading |
 //! | [`rows`] | fine-tuning rows from JSON lines and text |
+//! | [`run_folder`] | what a training writes: its record, losses, TensorBoard events, a page |
 //! | [`tasks`] | GSM8K: problems, prompts, graders |
 //! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
 //! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
@@ -40,6 +41,7 @@ pub mod loss_log;
 pub mod planning;
 pub mod recipe;
 pub mod rows;
+pub mod run_folder;
 pub mod tasks;
 pub mod text_stream;
 

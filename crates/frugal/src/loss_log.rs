@@ -33,6 +33,8 @@ pub fn of_evaluation(evaluation: &Evaluation) -> Value {
 pub struct LossLog {
     path: PathBuf,
     file: File,
+    /// Whether what the file has is of this training.
+    continues: bool,
 }
 
 impl LossLog {
@@ -43,7 +45,7 @@ impl LossLog {
     pub fn open(path: &Path, resume: bool) -> training::Result<Self> {
         let file = OpenOptions::new().create(true).write(true).append(resume).truncate(!resume).open(path);
         let file = file.map_err(|cause| training::Error::Io { path: path.to_owned(), cause })?;
-        Ok(Self { path: path.to_owned(), file })
+        Ok(Self { path: path.to_owned(), file, continues: false })
     }
 
     fn io(&self, result: std::io::Result<()>) -> training::Result<()> {
@@ -51,6 +53,11 @@ impl LossLog {
     }
 
     fn put(&mut self, value: &Value) -> training::Result<()> {
+        if !std::mem::replace(&mut self.continues, true) {
+            // A resume without a checkpoint starts again.
+            let emptied = self.file.set_len(0);
+            self.io(emptied)?;
+        }
         let line = format!("{value}\n");
         let written = self.file.write_all(line.as_bytes());
         self.io(written)
@@ -59,11 +66,6 @@ impl LossLog {
 
 impl Observer for LossLog {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        if record.step == 1 {
-            // A resume without a checkpoint starts again.
-            let emptied = self.file.set_len(0);
-            self.io(emptied)?;
-        }
         self.put(&of_step(record))
     }
 
@@ -72,23 +74,31 @@ impl Observer for LossLog {
     }
 
     fn on_resume(&mut self, step: u64) -> training::Result<()> {
-        let before = |line: &&str| {
+        let before = |line: &str| {
             let value: Option<Value> = serde_json::from_str(line).ok();
             // A kill may have cut the last line short.
             value.and_then(|value| value["step"].as_u64()).is_some_and(|of| of <= step)
         };
-        // Atomic, so that a kill leaves the old log or the new one.
-        let rewritten = fs::read_to_string(&self.path).and_then(|text| {
-            let kept: String = text.split_inclusive('\n').filter(before).collect();
-            atomic_write::file(&self.path, |out| out.write_all(kept.as_bytes()))?;
-            self.file = OpenOptions::new().append(true).open(&self.path)?;
-            Ok(())
-        });
+        let file = keep_lines(&self.path, before);
+        let rewritten = file.map(|file| self.file = file);
+        self.continues = true;
         self.io(rewritten)
     }
 }
 
-/// The first and the last losses of a training.
+/// Rewrites a file with those of its lines that are to stay, and opens it to append. Atomic, so that a kill leaves the old file or the
+/// new one.
+///
+/// # Errors
+/// A file that cannot be read or written.
+pub(crate) fn keep_lines(path: &Path, stays: impl Fn(&str) -> bool) -> std::io::Result<File> {
+    let text = fs::read_to_string(path)?;
+    let kept: String = text.split_inclusive('\n').filter(|line| stays(line)).collect();
+    atomic_write::file(path, |out| out.write_all(kept.as_bytes()))?;
+    OpenOptions::new().append(true).open(path)
+}
+
+/// The losses of a training.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Losses {
     /// Of the first step.
@@ -97,6 +107,14 @@ pub struct Losses {
     pub last: Option<f64>,
     /// Of the last evaluation.
     pub validation: Option<f64>,
+    /// Of the evaluation before the first step.
+    pub before: Option<f64>,
+    /// The least one of an evaluation after it, and its step.
+    pub best: Option<(f64, u64)>,
+    /// The last step.
+    pub step: u64,
+    /// Seconds of all steps.
+    pub seconds: f64,
 }
 
 impl Losses {
@@ -113,13 +131,31 @@ impl Losses {
         let mut losses = Self::default();
         // A kill may have cut the last line short.
         for value in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+            let step = value["step"].as_u64().unwrap_or_default();
             if let Some(loss) = value["loss"].as_f64() {
-                losses.first.get_or_insert(loss);
-                losses.last = Some(loss);
+                losses.add(step, loss, value["seconds"].as_f64().unwrap_or_default());
             }
-            losses.validation = value["validation_loss"].as_f64().or(losses.validation);
+            if let Some(loss) = value["validation_loss"].as_f64() {
+                losses.add_evaluation(step, loss);
+            }
         }
         Ok(losses)
+    }
+
+    fn add(&mut self, step: u64, loss: f64, seconds: f64) {
+        self.first.get_or_insert(loss);
+        self.last = Some(loss);
+        self.step = step;
+        self.seconds += seconds;
+    }
+
+    fn add_evaluation(&mut self, step: u64, loss: f64) {
+        self.validation = Some(loss);
+        match step {
+            0 => self.before = Some(loss),
+            _ if self.best.is_none_or(|(best, _)| loss < best) => self.best = Some((loss, step)),
+            _ => {}
+        }
     }
 }
 
@@ -137,13 +173,13 @@ impl LossSummary {
 impl Observer for LossSummary {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
         let mut losses = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        losses.first.get_or_insert(record.loss);
-        losses.last = Some(record.loss);
+        losses.add(record.step, record.loss, record.timings.total);
         Ok(())
     }
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).validation = Some(evaluation.loss);
+        let mut losses = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        losses.add_evaluation(evaluation.step, evaluation.loss);
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ mod program;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Train and fine-tune language models on the memory at hand
 #[derive(Parser)]
@@ -19,6 +19,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train a model from scratch
+    #[command(visible_alias = "pretrain")]
     Train(Box<program::train::Train>),
     /// Fine-tune a model: LoRA, DoRA, or all of its weights
     Finetune(Box<program::finetune::Finetune>),
@@ -26,6 +27,8 @@ enum Command {
     Resume(program::resume::Resume),
     /// Grade a model's answers to GSM8K
     Eval(program::eval::Eval),
+    /// Talk with a model through its chat template
+    Chat(program::chat::Chat),
     /// Generate text from a prompt
     Generate(program::generate::Generate),
     /// Merge an adapter into its model's weights
@@ -34,10 +37,16 @@ enum Command {
     Export(program::export::Export),
     /// Show, measure or check fine-tuning data as a model sees it
     Data(Box<program::data::Data>),
+    /// List, describe and compare trainings
+    Runs(program::runs::Runs),
     /// Describe a training's output folder, a model, or an adapter
     Info(program::info::Info),
     /// Predict what fits, the peak memory and the time of a step; reads no weights
     Plan(Box<program::plan::Plan>),
+    /// Print what completes commands in a shell
+    Completions(program::shell::Completions),
+    /// Write manual pages
+    Man(program::shell::Man),
     /// Run a program as several processes, the ranks of one machine
     Launch(program::launch::Launch),
     /// Show this machine's libtorch, devices, rates, memory, disk and access to the hub
@@ -45,7 +54,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let mut command = Cli::command();
+    let matches = command.get_matches_mut();
+    let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit());
+    cli.common.given = program::run_flags::given(&command, &matches);
     let run = || match &cli.command {
         Command::Train(arguments) => {
             program::train::run(&cli.common, arguments).map_err(program::flags::named)
@@ -55,12 +67,16 @@ fn main() -> ExitCode {
         }
         Command::Resume(arguments) => program::resume::run(&cli.common, arguments),
         Command::Eval(arguments) => program::eval::run(&cli.common, arguments),
+        Command::Chat(arguments) => program::chat::run(&cli.common, arguments),
         Command::Generate(arguments) => program::generate::run(&cli.common, arguments),
         Command::Merge(arguments) => program::merge::run(&cli.common, arguments),
         Command::Export(arguments) => program::export::run(&cli.common, arguments),
         Command::Data(arguments) => program::data::run(&cli.common, arguments),
+        Command::Runs(arguments) => program::runs::run(&cli.common, arguments),
         Command::Info(arguments) => program::info::run(&cli.common, arguments),
         Command::Plan(arguments) => program::plan::run(&cli.common, arguments),
+        Command::Completions(arguments) => program::shell::completions(arguments),
+        Command::Man(arguments) => program::shell::man(&cli.common, arguments),
         Command::Launch(arguments) => program::launch::run(&cli.common, arguments),
         Command::Doctor(arguments) => program::doctor::run(&cli.common, arguments),
     };

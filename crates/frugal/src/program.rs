@@ -1,9 +1,11 @@
 //! The subcommands, and what they share.
 
 pub(crate) mod adapter;
+pub(crate) mod chat;
 pub(crate) mod data;
 pub(crate) mod doctor;
 pub(crate) mod encoding;
+pub(crate) mod end_card;
 pub(crate) mod eval;
 pub(crate) mod export;
 pub(crate) mod figures;
@@ -11,6 +13,7 @@ pub(crate) mod finetune;
 pub(crate) mod flags;
 pub(crate) mod generate;
 pub(crate) mod info;
+pub(crate) mod kept;
 pub(crate) mod launch;
 pub(crate) mod merge;
 pub(crate) mod model;
@@ -21,13 +24,21 @@ pub(crate) mod ranks;
 pub(crate) mod records;
 pub(crate) mod resume;
 pub(crate) mod row_flags;
+pub(crate) mod run_flags;
+pub(crate) mod run_record;
+pub(crate) mod runs;
+pub(crate) mod sampling;
 pub(crate) mod settings;
+pub(crate) mod shell;
 pub(crate) mod train;
 pub(crate) mod training;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::Args;
+use frugal::run_folder::RunRecord;
+use frugal::run_folder::origins::Origins;
 use ranks::Ranks;
 use tch::Device;
 
@@ -55,6 +66,15 @@ pub(crate) struct Common {
     /// The ranks of a training that a launcher started.
     #[arg(skip)]
     pub(crate) ranks: Option<Ranks>,
+    /// The long names of the flags that the command line gives.
+    #[arg(skip)]
+    pub(crate) given: Vec<String>,
+    /// Where the values of the configuration come from.
+    #[arg(skip)]
+    pub(crate) origins: Origins,
+    /// The record of the training whose configuration is used.
+    #[arg(skip)]
+    pub(crate) earlier: Option<Arc<RunRecord>>,
 }
 
 impl Common {

@@ -27,7 +27,7 @@ mod overwrite;
 mod snapshot;
 
 pub(crate) use folder::save_error;
-pub use folder::{Checkpoint, Checkpoints, Found, Saved, latest, newest_state, steps};
+pub use folder::{Checkpoint, Checkpoints, Found, Saved, is_in_use, latest, newest_state, steps};
 pub use models::tensors_file::LazyTensor;
 pub(crate) use overwrite::matched;
 pub use overwrite::overwrite;

@@ -10,6 +10,7 @@
 //! the same bits as one that was never stopped: parameters, optimizer, scaler, data position and random generators are
 //! restored.
 
+mod best;
 mod description;
 mod failed_save;
 mod figures;
@@ -33,11 +34,11 @@ use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::divergence::DivergenceMonitor;
 use crate::error::Result;
-use crate::evaluation::evaluate_over;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, StepDecision, StepSettings};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::LrSchedule;
+pub use best::{Best, BestWeights};
 use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
@@ -56,6 +57,8 @@ pub enum StopReason {
     OutOfData,
     /// [`Trainer::stop`] was set.
     Interrupted,
+    /// [`Options::patience`] evaluations in a row were not better than the best.
+    StoppedEarly,
 }
 
 /// A step whose loss is still on the device.
@@ -85,6 +88,8 @@ pub struct Trainer {
     pub checkpoints: Option<Checkpoints>,
     /// The observers.
     pub observers: Vec<Box<dyn Observer>>,
+    /// Keeps the weights of the best evaluation.
+    pub best: Option<Box<dyn BestWeights>>,
     /// Set from outside to end the training after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
     /// Options. May be changed between runs.
@@ -92,6 +97,7 @@ pub struct Trainer {
     step: u64,
     saved: Option<u64>,
     watch: DivergenceMonitor,
+    best_so_far: Option<Best>,
     pending: Vec<Pending>,
     last: Instant,
     /// Fingerprint of frozen parameters that checkpoints leave out, once computed.
@@ -117,11 +123,13 @@ impl Trainer {
             precision: None,
             checkpoints: None,
             observers: Vec::new(),
+            best: None,
             stop: Arc::default(),
             options,
             step: 0,
             saved: None,
             watch: DivergenceMonitor::default(),
+            best_so_far: None,
             pending: Vec::new(),
             last: Instant::now(),
             fingerprint: Fingerprint::default(),
@@ -139,7 +147,7 @@ impl Trainer {
         self.saved
     }
 
-    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is set; then saves. Each evaluation reads
+    /// Trains until all steps are done, the data ends, evaluations do not get better, or [`Trainer::stop`] is set; then saves. Each evaluation reads
     /// `validation` from its position to its end, and restores the position.
     ///
     /// # Errors
@@ -170,6 +178,9 @@ impl Trainer {
         let ended = loop {
             if self.step >= until {
                 break StopReason::Completed;
+            }
+            if self.best_so_far.is_some_and(|best| best.exhausts(self.options.patience)) {
+                break StopReason::StoppedEarly;
             }
             if self.stop_requested()? {
                 break StopReason::Interrupted;
@@ -343,27 +354,6 @@ impl Trainer {
             let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
             seen.map_err(|error| self.with_last_checkpoint(error))?;
         }
-        Ok(())
-    }
-
-    /// Evaluates the model, reports to the observers, and restores the position of `validation`.
-    ///
-    /// # Errors
-    /// Those of the data, the model and the observers.
-    pub fn evaluate(&mut self, validation: &mut dyn Batches) -> Result<()> {
-        let began = Instant::now();
-        let start = validation.state();
-        let evaluation = {
-            let _precision = self.enter_precision();
-            {
-                let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
-                evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)?
-            }
-        };
-        validation.resume(&start)?;
-        self.tell(|observer| observer.on_evaluation(&evaluation))?;
-        // Not part of the next step's time.
-        self.last += began.elapsed();
         Ok(())
     }
 

@@ -20,6 +20,9 @@ pub struct DataConfig {
     /// A file to measure the validation loss on, in the same format; absent for the validation split of a folder, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation: Option<PathBuf>,
+    /// The share of the rows of a fine-tuning that is held out for validation where there is no such split: 1 row at least and 1,000 at
+    /// most, none of fewer than 50; 0 for none.
+    pub held_out: f64,
     /// The field of a JSON object that holds its text.
     pub field: String,
     /// A `tokenizer.json`; absent for the model's own.
@@ -72,6 +75,7 @@ impl Default for DataConfig {
             source: String::new(),
             format: DataFormat::default(),
             validation: None,
+            held_out: 0.02,
             field: "text".to_owned(),
             tokenizer: None,
             vocabulary: None,

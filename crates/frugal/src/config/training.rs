@@ -28,6 +28,13 @@ pub struct TrainingConfig {
     /// Steps between evaluations on the validation data; a fine-tuning makes one at the end in any case.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluate_every: Option<u64>,
+    /// Evaluations in a row that may be no better than the best before the training stops; absent to make all steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub patience: Option<u64>,
+    /// Evaluates before the first step too, in a fine-tuning with validation data.
+    pub baseline: bool,
+    /// Validation rows whose answers, before and after, are shown at the end of a fine-tuning.
+    pub samples: usize,
     /// Steps between reading losses from the device.
     #[serde(alias = "read_every")]
     pub log_every: u64,
@@ -51,6 +58,9 @@ impl Default for TrainingConfig {
             keep: 2,
             ignore_failed_checkpoints: false,
             evaluate_every: None,
+            patience: None,
+            baseline: true,
+            samples: 5,
             log_every: 1,
             seed: 0,
             device: "cpu".to_owned(),

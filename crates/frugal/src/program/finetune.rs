@@ -1,27 +1,39 @@
 //! `frugal finetune`.
 
 mod data;
+mod end_note;
+mod samples;
 
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, Task};
+use frugal::lora::Adapters;
 use frugal::models::hugging_face::Folder;
+use frugal::models::module::LanguageModel;
+use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
+use frugal::training::optimizer::Optimizer;
+use serde_json::json;
 use tch::Tensor;
 
 use super::Common;
 use super::adapter::AdapterArgs;
+use super::end_card;
 use super::figures::{counted, grouped, share};
+use super::kept::Writer;
 use super::merge::complete;
 use super::model::{HubArgs, same_folder};
 use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
+use super::run_flags::with_origins;
+use super::run_record::{note_other_data, write_page};
 use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, Trained, enforce, name_budget, report, save_model};
+use super::training::{Run, Saving, enforce, name_budget, report, save_model};
 use data::{Data, with_date};
 
 /// What is trained.
@@ -118,7 +130,10 @@ impl Finetune {
             let base = self.model.clone().or_else(|| config.model.name.clone());
             let adapter = config.adapter.take().unwrap_or_else(AdapterArgs::default_config);
             let mut adapter = self.adapter.apply(adapter);
-            put_some(&mut adapter.base_model_name_or_path, base);
+            // A file may have been written where the base has another path.
+            if self.model.is_some() || adapter.base_model_name_or_path.is_none() {
+                put_some(&mut adapter.base_model_name_or_path, base);
+            }
             adapter.use_dora |= self.method == Some(Method::Dora);
             config.adapter = Some(adapter);
         }
@@ -129,7 +144,7 @@ impl Finetune {
 
 pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
     let config = arguments.config(common)?;
-    launch(common, &config, &arguments.out, arguments.resume)
+    launch(&with_origins(common, &config, &arguments.settings)?, &config, &arguments.out, arguments.resume)
 }
 
 /// Fine-tunes as the configuration says, into a folder.
@@ -153,13 +168,20 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         )
     };
     let hub = HubArgs { revision: config.model.revision.clone(), offline: config.model.offline };
-    let folder = common.in_turn("the model", || hub.open(name))?;
+    let folder = Rc::new(common.in_turn("the model", || hub.open(name))?);
     if same_folder(folder.path(), out) {
         bail!("--out {} is the model's own folder; give another", out.display());
     }
     recipe.check_folder(&folder)?;
     let config = &with_date(config, &folder, out, resume)?;
-    let Data { train, validation, pad } = Data::read(common, config, &folder)?;
+    let data = Data::read(common, config, &folder)?;
+    let ends: Vec<i64> = folder.end_tokens().to_vec();
+    if let Some(note) = data.end_note(&ends) {
+        say(common, &note);
+    }
+    let rows = [data.train.len(), data.validation.len()];
+    let samples = data.samples(common, config, ends, out)?;
+    let Data { train, validation, pad, train_files, validation_files, is_chat, .. } = data;
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
     if config.data.packing.is_some_and(|positions| positions > context) {
         say(common, &format!("packed rows have {context} positions, the model's context"));
@@ -179,11 +201,19 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let validation =
         (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
-    let saving = Some(Saving::open(out, common, config, resume)?);
+    let mut saving = Saving::open(out, common, config, resume)?;
+    if common.is_first() {
+        saving.about.train = SplitRecord::of(&train_files, rows[0])?;
+        saving.about.validation = SplitRecord::of(&validation_files, rows[1])?;
+        note_other_data(common, &saving.about);
+    }
 
     let _limit = enforce(config, device)?;
     let mut prepared = recipe.open(&folder, device)?;
     if let Some(chosen) = prepared.plan_activations(&train.largest()?)? {
+        let layers: Vec<String> = chosen.layers.iter().map(|plan| format!("{plan:?}")).collect();
+        saving.about.plan =
+            json!({ "layers": layers, "peak_bytes": chosen.peak_bytes, "seconds": chosen.seconds });
         let kept =
             chosen.layers.iter().filter(|plan| **plan == frugal::training::activations::LayerPlan::KeepAll);
         say(
@@ -196,11 +226,22 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             ),
         );
     }
-    let (trainer, handles) = prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
+    let (trainer, mut handles) =
+        prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
-    let run = Run { trainer, config, handles, train: Box::new(train), validation, saving };
+    let writer: Rc<dyn Writer> =
+        Rc::new(Weights { common: common.clone(), adapters: handles.adapters.take(), base: folder.clone() });
+    let run = Run {
+        trainer,
+        config,
+        handles,
+        train: Box::new(train),
+        validation,
+        saving: Some(saving),
+        writer: Some(writer.clone()),
+    };
     let all = run.parameters();
     say(
         common,
@@ -217,8 +258,38 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             counted(steps, "step"),
         ),
     );
-    let trained = run.run(common, device, |_, _, _| Ok(()))?;
-    finish(common, &folder, out, &trained)
+    // Each token of a sample would load every offloaded layer.
+    let mut samples = samples.filter(|_| run.handles.offload.is_none());
+    let trained = run.run(common, device, |trainer, _, validation| {
+        if let Some(validation) = validation.filter(|_| trainer.step() == 0 && config.training.baseline) {
+            trainer.evaluate(validation)?;
+        }
+        match &mut samples {
+            Some(samples) => samples.before(common, trainer.model.as_ref(), trainer.step()),
+            None => Ok(()),
+        }
+    })?;
+    let path = match writer.what() {
+        "adapter" => out.to_owned(),
+        _ => out.join(MODEL),
+    };
+    let saved = writer.write(trained.model.as_ref(), trained.optimizer.as_ref(), &path);
+    common.first_failure(writer.what(), saved)?;
+    if common.is_first() {
+        report(common, Some(out), &trained, Some((writer.what(), &path)));
+        let samples = match samples.filter(|_| !trained.was_finished) {
+            Some(samples) => samples.after(common, trained.model.as_ref())?,
+            None => Vec::new(),
+        };
+        if let Some(outcome) = trained.outcome.as_ref().filter(|_| !samples.is_empty()) {
+            write_page(common, out, outcome.state);
+        }
+        if !common.json && !trained.was_finished {
+            let next = end_card::next_commands(config, out, &path, is_chat);
+            end_card::print(common, config, out, trained.outcome.as_ref(), &samples, &next);
+        }
+    }
+    Ok(())
 }
 
 /// Optimizer steps in all.
@@ -235,26 +306,27 @@ fn steps(config: &Config, batches: u64) -> u64 {
 /// Folder of the model within an output folder, after full fine-tuning.
 pub(crate) const MODEL: &str = "model";
 
-/// Writes the adapter or the model, and reports the result. The other ranks give their parts of it.
-fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> anyhow::Result<()> {
-    let (what, path, saved) = match &trained.handles.adapters {
-        Some(adapters) => {
-            let folder = common.is_first().then_some(out);
-            let lazy = |name, tensor: &Tensor| trained.optimizer.lazy_weight(name, tensor);
-            ("adapter", out.to_owned(), adapters.save_lazily(folder, &lazy).map_err(Into::into))
-        }
-        None => {
-            let path = out.join(MODEL);
-            // With what the base's folder has beside the weights.
-            let saved = save_model(common, trained, folder.config(), &path, |new| {
-                complete(folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
-            });
-            ("model", path, saved)
-        }
-    };
-    common.first_failure(what, saved)?;
-    if common.is_first() {
-        report(common, Some(out), trained, Some((what, &path)));
+/// What a fine-tuning trains: its adapters, or all weights.
+struct Weights {
+    common: Common,
+    adapters: Option<Adapters>,
+    base: Rc<Folder>,
+}
+
+impl Writer for Weights {
+    fn what(&self) -> &'static str {
+        if self.adapters.is_some() { "adapter" } else { "model" }
     }
-    Ok(())
+
+    fn write(&self, model: &dyn LanguageModel, optimizer: &dyn Optimizer, path: &Path) -> anyhow::Result<()> {
+        let Some(adapters) = &self.adapters else {
+            // With what the base's folder has beside the weights.
+            return save_model(&self.common, (model, optimizer), self.base.config(), path, |new| {
+                complete(&self.base, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+            });
+        };
+        let folder = self.common.is_first().then_some(path);
+        let lazy = |name, tensor: &Tensor| optimizer.lazy_weight(name, tensor);
+        Ok(adapters.save_lazily(folder, &lazy)?)
+    }
 }

@@ -1,17 +1,53 @@
 //! The flags that belong to the keys of a configuration.
 
-/// Keys, and the flags of `train` and `finetune` that set them.
-const FLAGS: [(&str, &str); 32] = [
+/// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
+const FLAGS: [(&str, &str); 75] = [
     ("activations.plan", "--activations"),
+    ("activations.plan", "--recompute"),
     ("activations.recompute", "--recompute-what"),
+    ("adapter.base_model_name_or_path", "--model"),
+    ("adapter.init_lora_weights", "--init"),
+    ("adapter.lora_alpha", "--alpha"),
+    ("adapter.lora_dropout", "--dropout"),
+    ("adapter.r", "--r"),
+    ("adapter.target_modules", "--targets"),
+    ("adapter.target_modules", "--target-pattern"),
+    ("adapter.use_dora", "--method"),
+    ("adapter.use_dora", "--dora"),
+    ("adapter.use_rslora", "--rslora"),
+    ("data.chat_template", "--chat-template"),
+    ("data.end_token", "--end-token"),
+    ("data.field", "--field"),
+    ("data.format", "--format"),
+    ("data.held_out", "--held-out"),
     ("data.limit", "--limit"),
+    ("data.mask", "--mask"),
+    ("data.max_length", "--max-length"),
+    ("data.max_length", "--length"),
+    ("data.overlong", "--overlong"),
+    ("data.overlong", "--skip-long"),
     ("data.packing", "--packing"),
+    ("data.shots", "--shots"),
     ("data.source", "--data"),
+    ("data.split_seed", "--split-seed"),
+    ("data.strategy", "--strategy"),
+    ("data.strip_annotations", "--strip-annotations"),
+    ("data.tokenizer", "--tokenizer"),
+    ("data.validation", "--validation"),
+    ("data.vocabulary", "--vocabulary"),
+    ("data.workers", "--workers"),
     ("loss.chunk_tokens", "--loss-chunk"),
     ("loss.head", "--loss"),
     ("mlp.level", "--mlp"),
     ("model.dtype", "--dtype"),
     ("model.name", "--model"),
+    ("model.offline", "--offline"),
+    ("model.revision", "--revision"),
+    ("model.shape.dropout", "--dropout"),
+    ("model.shape.family", "--model"),
+    ("model.shape.heads", "--heads"),
+    ("model.shape.layers", "--layers"),
+    ("model.shape.width", "--width"),
     ("offload", "--offload"),
     ("offload.method", "--offload-method"),
     ("offload.resident", "--resident"),
@@ -24,17 +60,29 @@ const FLAGS: [(&str, &str); 32] = [
     ("optimizer.schedule", "--schedule"),
     ("optimizer.warmup", "--warmup"),
     ("optimizer.weight_decay", "--weight-decay"),
+    ("optimizer.zero_stage", "--zero-stage"),
     ("precision.compute", "--precision"),
     ("training.accumulation", "--accumulation"),
+    ("training.baseline", "--no-baseline"),
     ("training.batch", "--batch-size"),
     ("training.budget", "--budget"),
     ("training.checkpoint_every", "--checkpoint-every"),
+    ("training.device", "--device"),
     ("training.epochs", "--epochs"),
     ("training.evaluate_every", "--evaluate-every"),
+    ("training.ignore_failed_checkpoints", "--ignore-failed-checkpoints"),
     ("training.keep", "--keep"),
     ("training.log_every", "--log-every"),
+    ("training.patience", "--patience"),
+    ("training.samples", "--samples"),
+    ("training.seed", "--seed"),
     ("training.steps", "--steps"),
 ];
+
+/// The flags that set a key.
+pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
+    FLAGS.iter().filter(move |(of, _)| *of == key).map(|(_, flag)| *flag)
+}
 
 /// Puts the flag behind each key that an error about a configuration names.
 pub(crate) fn named(error: anyhow::Error) -> anyhow::Error {
@@ -56,7 +104,7 @@ fn with_flags(message: &str) -> String {
         }
         text += &format!("`{part}`");
         let (key, value) = part.split_once(" = ").unwrap_or((part, ""));
-        if let Some((_, flag)) = FLAGS.iter().find(|(of, _)| *of == key) {
+        if let Some(flag) = flags_of(key).next() {
             text += &format!(" ({})", format!("{flag} {}", value.trim_matches('"')).trim_end());
         }
     }
@@ -65,7 +113,7 @@ fn with_flags(message: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::with_flags;
+    use super::*;
 
     #[test]
     fn keys_have_their_flags_behind_them() {
@@ -74,5 +122,19 @@ mod tests {
             with_flags("`offload.tier = \"file\"` and `model.freeze`; take `offload`"),
             "`offload.tier = \"file\"` (--offload file) and `model.freeze`; take `offload` (--offload)"
         );
+    }
+
+    /// Every flag of the table is one of a training.
+    #[test]
+    fn flags_exist() {
+        use clap::CommandFactory;
+        let command = crate::Cli::command();
+        let own = |name: &str| command.find_subcommand(name).unwrap().get_arguments();
+        let all = own("train").chain(own("finetune")).chain(command.get_arguments());
+        let known: Vec<String> =
+            all.filter_map(|argument| Some(format!("--{}", argument.get_long()?))).collect();
+        for (key, flag) in FLAGS {
+            assert!(known.iter().any(|one| one == flag), "{key}: {flag}");
+        }
     }
 }

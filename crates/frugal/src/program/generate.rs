@@ -1,6 +1,5 @@
 //! `frugal generate`.
 
-use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -17,16 +16,17 @@ use frugal::offload::{Offload, Tier};
 use frugal::planning::{self, MachineRates, PeakMeter};
 use frugal::training::predicted;
 use lora::peft::TENSORS_FILE;
-use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling};
+use models::generation::{FinishReason, GenerateOptions, Generated, Generator};
 use models::tensors_file::dtype_name;
 use serde_json::json;
 use tch::{Device, Kind};
 
 use super::encoding;
 use super::model::{ModelArgs, with_adapter};
-use super::output::{print_line, say};
+use super::output::{print_line, say, show};
+use super::sampling::SamplingArgs;
 use super::settings::{OffloadArg, WITHOUT_OFFLOAD};
-use frugal::text_stream::{TextStream, without_controls};
+use frugal::text_stream::TextStream;
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("text").required(true).args(["prompt", "prompts"])))]
@@ -57,35 +57,14 @@ pub(crate) struct Generate {
     /// Maximum number of new tokens per prompt
     #[arg(long, default_value_t = 256)]
     max_new_tokens: usize,
-    /// Sampling temperature; 0 for greedy decoding [default: 0, or 1 with --top-k or --top-p]
-    #[arg(long, allow_negative_numbers = true)]
-    temperature: Option<f64>,
-    /// Sample from the K most probable tokens
-    #[arg(long, value_name = "K")]
-    top_k: Option<usize>,
-    /// Sample from the smallest set of tokens with this total probability
-    #[arg(long, value_name = "SHARE")]
-    top_p: Option<f64>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
     /// Text that ends the generation and is not part of it; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
 }
 
 impl Generate {
-    /// Returns greedy decoding unless a flag asks for sampling.
-    fn sampling(&self, seed: u64) -> Sampling {
-        let cuts = self.top_k.is_some() || self.top_p.is_some();
-        if self.temperature.map_or(!cuts, |temperature| temperature == 0.0) {
-            return Sampling::Greedy;
-        }
-        Sampling::Random {
-            temperature: self.temperature.unwrap_or(1.0),
-            top_k: self.top_k,
-            top_p: self.top_p.unwrap_or(1.0),
-            seed,
-        }
-    }
-
     /// How layers are offloaded, by the flags and by what the budget leaves.
     fn offload(
         &self,
@@ -202,7 +181,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let model = with_adapter(llama, arguments.adapter.as_deref())?;
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
-        sampling: arguments.sampling(common.seed()),
+        sampling: arguments.sampling.get(common.seed()),
         end_tokens: folder.end_tokens().to_vec(),
         ..GenerateOptions::default()
     };
@@ -297,14 +276,6 @@ impl<'t> Rows<'t> {
         }
         Ok(texts)
     }
-}
-
-/// Writes text at once, to a terminal without control characters; false if the pipe is closed.
-#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-fn show(text: &str) -> bool {
-    let mut out = std::io::stdout().lock();
-    let text = if out.is_terminal() { without_controls(text) } else { text.into() };
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
 }
 
 /// Prints texts that were not streamed.

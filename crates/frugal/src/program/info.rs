@@ -1,6 +1,6 @@
 //! `frugal info`.
 
-mod training;
+pub(crate) mod training;
 
 use std::path::Path;
 

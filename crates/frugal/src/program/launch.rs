@@ -117,9 +117,9 @@ fn watch(
 
 impl Launch {
     fn command(&self) -> Command {
-        let own = self.command[0].to_str().is_some_and(|name| {
-            crate::Cli::command().get_subcommands().any(|subcommand| subcommand.get_name() == name)
-        });
+        let own = self.command[0]
+            .to_str()
+            .is_some_and(|name| crate::Cli::command().find_subcommand(name).is_some());
         let mut words = self.command.iter();
         let program = match own.then(std::env::current_exe) {
             Some(Ok(program)) => program.into_os_string(),

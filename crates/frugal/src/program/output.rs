@@ -1,8 +1,9 @@
 //! Results on standard output.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 
 use frugal::loss_log::{of_evaluation, of_step};
+use frugal::text_stream::without_controls;
 use serde_json::Value;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
@@ -27,6 +28,14 @@ pub(crate) fn print_line(value: &Value) {
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 pub(crate) fn print_text(text: &str) {
     let _ = write!(std::io::stdout().lock(), "{text}");
+}
+
+/// Writes text at once, to a terminal without control characters; false if the pipe is closed.
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+pub(crate) fn show(text: &str) -> bool {
+    let mut out = std::io::stdout().lock();
+    let text = if out.is_terminal() { without_controls(text) } else { text.into() };
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
 }
 
 /// Writes a column of names and one of texts to standard output.

@@ -8,7 +8,7 @@ mod model_args;
 mod parameters;
 mod step;
 mod step_args;
-mod table;
+pub(crate) mod table;
 mod time;
 
 use clap::{Args, Subcommand};

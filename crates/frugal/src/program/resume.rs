@@ -6,7 +6,9 @@ use anyhow::bail;
 use clap::Args;
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
+use frugal::run_folder::RunRecord;
 
+use super::run_flags::{RunArgs, origins_of_resume};
 use super::{Common, finetune, train};
 
 #[derive(Args)]
@@ -14,6 +16,8 @@ pub(crate) struct Resume {
     /// The output folder of a training: everything comes from its config.toml and its checkpoints
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
+    #[command(flatten)]
+    run: RunArgs,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
@@ -21,10 +25,14 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     if !path.is_file() {
         bail!("{}: no {CONFIG_FILE} in it; give the --out folder of a training", arguments.folder.display());
     }
-    let mut config = Config::read(&path)?;
+    let mut config = arguments.run.set(Config::read(&path)?)?;
+    arguments.run.apply(&mut config);
     if let Some(device) = &common.device {
         config.training.device.clone_from(device);
     }
+    let record = RunRecord::read(&arguments.folder)?;
+    let origins = origins_of_resume(&config, record.as_ref(), &arguments.run, &common.given)?;
+    let common = &Common { origins, ..common.clone() };
     match config.task {
         Task::Finetune => finetune::launch(common, &config, &arguments.folder, true),
         Task::Train => train::launch(common, &config, Some(&arguments.folder), true, None),

@@ -16,6 +16,7 @@ use frugal::training::schedule::Shape;
 use runtime::collectives::Launch;
 
 use super::Common;
+use super::run_flags::RunArgs;
 
 // Headings of the help.
 pub(crate) const DATA: &str = "Data";
@@ -32,7 +33,7 @@ pub(crate) const WITHOUT_OFFLOAD: &str =
 pub(crate) struct SettingsArgs {
     /// Read every setting from a TOML file; flags overrule it
     #[arg(long, value_name = "FILE", help_heading = LOOP)]
-    config: Option<PathBuf>,
+    pub(crate) config: Option<PathBuf>,
     /// Optimizer steps; if --epochs is given too, training ends at whichever comes first [default: those of --epochs; for train: 100]
     #[arg(long, help_heading = LOOP)]
     steps: Option<u64>,
@@ -120,6 +121,8 @@ pub(crate) struct SettingsArgs {
     /// Maximum gradient norm; 0 for no clipping [default: 1; for train: 0]
     #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
     clip: Option<f64>,
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
 }
 
 macro_rules! choice {
@@ -307,12 +310,12 @@ impl SettingsArgs {
         self.config.is_some()
     }
 
-    /// The configuration file's values, or `defaults`.
+    /// The configuration file's values, or `defaults`, with those of `--set`.
     ///
     /// # Errors
-    /// A file that is no configuration.
+    /// A file that is no configuration; a key that is unknown.
     pub(crate) fn base(&self, defaults: Config) -> anyhow::Result<Config> {
-        Ok(self.config.as_deref().map_or(Ok(defaults), Config::read)?)
+        self.run.set(self.config.as_deref().map_or(Ok(defaults), Config::read)?)
     }
 
     /// Overrules the configuration's values by the flags that were given.
@@ -358,6 +361,7 @@ impl SettingsArgs {
         put(&mut optimizer.warmup, self.warmup);
         put(&mut optimizer.weight_decay, self.weight_decay);
         put(&mut optimizer.clip, self.clip);
+        self.run.apply(config);
         if self.offload.is_some() {
             config.offload.get_or_insert_with(OffloadConfig::default);
         }

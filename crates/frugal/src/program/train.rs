@@ -2,18 +2,19 @@
 
 mod data;
 mod diagnosis;
+mod weights;
 
 use std::path::{Path, PathBuf};
-use std::{fs, io};
+use std::rc::Rc;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use dataloading::Tokenizer;
 use frugal::config::{Config, OptimizerConfig, ShapeConfig, ShapeFamily, Task, TrainingConfig};
 use frugal::display::Efficiency;
 use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
 use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, LlamaConfig};
+use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::Trainer;
 use frugal::training::probe::StepProbe;
@@ -22,13 +23,18 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use super::Common;
+use super::end_card;
 use super::figures::{counted, grouped};
 use super::finetune::MODEL;
+use super::kept::Writer;
 use super::output::{print_line, say};
 use super::ranks;
+use super::run_flags::with_origins;
+use super::run_record::note_other_data;
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report, save_model};
+use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report};
 use data::Data;
+use weights::{Weights, files};
 
 /// An architecture.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -167,6 +173,7 @@ impl Train {
 pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     let config = arguments.config(common)?;
     let diagnosis = arguments.diagnose.then_some(arguments.trace.as_deref());
+    let common = &with_origins(common, &config, &arguments.settings)?;
     launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis)
 }
 
@@ -213,7 +220,13 @@ fn train(
         bail!(NO_VALIDATION);
     }
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
-    let saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
+    let mut saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
+    if let Some(saving) = saving.as_mut().filter(|_| common.is_first()) {
+        saving.about.train = files(Path::new(&config.data.source))?;
+        saving.about.validation =
+            config.data.validation.as_deref().map_or_else(|| Ok(SplitRecord::default()), files)?;
+        note_other_data(common, &saving.about);
+    }
     let _limit = enforce(config, device)?;
     let mut prepared = match &file {
         Some(file) => {
@@ -230,7 +243,11 @@ fn train(
     }
     train.resume(&state)?;
     let (trainer, handles) = prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
-    let run = Run { trainer, config, handles, train, validation, saving };
+    let writer = file.clone().map(|file| {
+        let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());
+        Rc::new(Weights { common: common.clone(), config: file, tokenizer }) as Rc<dyn Writer>
+    });
+    let run = Run { trainer, config, handles, train, validation, saving, writer: writer.clone() };
     let trained = run.parameters().trainable;
     if !common.json {
         say(common, &format!("trains {} parameters; {}", grouped(trained), counted(steps, "step")));
@@ -242,28 +259,19 @@ fn train(
             Some(trace) => diagnosis::diagnose(trainer, train, validation, loading, trace, common.json),
         }
     })?;
-    let path = file.as_ref().and(out).map(|out| out.join(MODEL));
-    if let (Some(file), Some(path)) = (&file, &path) {
-        let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.as_ref());
-        let saved = save_model(common, &trained, file, path, |new| save_tokenizer(tokenizer, new));
-        common.first_failure("model", saved)?;
+    let path = writer.as_ref().and(out).map(|out| out.join(MODEL));
+    if let (Some(writer), Some(path)) = (&writer, &path) {
+        let saved = writer.write(trained.model.as_ref(), trained.optimizer.as_ref(), path);
+        common.first_failure(writer.what(), saved)?;
     }
     if common.is_first() {
         report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
+        if let Some(out) = out.filter(|_| !common.json && !trained.was_finished) {
+            let next = path.map_or_else(Vec::new, |path| end_card::next_commands(config, out, &path, false));
+            end_card::print(common, config, out, trained.outcome.as_ref(), &[], &next);
+        }
     }
     Ok(())
-}
-
-/// Writes `tokenizer.json`, and the token that ends a text into `generation_config.json`.
-fn save_tokenizer(tokenizer: Option<&Tokenizer>, folder: &Path) -> io::Result<()> {
-    let Some(tokenizer) = tokenizer else { return Ok(()) };
-    fs::write(folder.join("tokenizer.json"), tokenizer.to_json().map_err(io::Error::other)?)?;
-    match tokenizer.end_of_text() {
-        Ok(end) => {
-            fs::write(folder.join("generation_config.json"), json!({ "eos_token_id": end }).to_string())
-        }
-        Err(_) => Ok(()),
-    }
 }
 
 /// Measures how well the machine is used, for `--json`.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::path::Path;
+use std::rc::Rc;
 
 use anyhow::{Context, bail};
 use frugal::config::{CONFIG_FILE, Config, Task};
@@ -13,6 +14,7 @@ use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::planning;
 use frugal::recipe::Handles;
+use frugal::run_folder::{CHECKPOINTS, Curves, LOSSES, LossTable, Outcome, TABLE};
 use frugal::training::checkpoint::Checkpoints;
 use frugal::training::interrupt;
 use frugal::training::optimizer::Optimizer;
@@ -23,15 +25,12 @@ use serde_json::json;
 use tch::{Device, Tensor};
 
 use super::Common;
-use super::figures::counted;
+use super::end_card;
+use super::kept::{KeepBest, Writer};
 use super::output::{Lines, print_line, say};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
-
-/// Folder of the checkpoints within an output folder.
-pub(crate) const CHECKPOINTS: &str = "checkpoints";
-/// The loss log within an output folder.
-pub(crate) const LOSSES: &str = "losses.jsonl";
+use super::run_record::{About, Recorder};
 
 /// The error of `--evaluate-every` without data.
 pub(crate) const NO_VALIDATION: &str =
@@ -42,6 +41,8 @@ pub(crate) struct Saving<'a> {
     out: &'a Path,
     checkpoints: Checkpoints,
     resume: bool,
+    /// What the run's record says of the data and of the plan.
+    pub(crate) about: About,
 }
 
 impl<'a> Saving<'a> {
@@ -60,7 +61,8 @@ impl<'a> Saving<'a> {
 
     fn open_alone(out: &'a Path, common: &Common, config: &Config, resume: bool) -> anyhow::Result<Self> {
         if !common.is_first() {
-            return Ok(Self { out, checkpoints: Checkpoints::reader(&out.join(CHECKPOINTS)), resume });
+            let checkpoints = Checkpoints::reader(&out.join(CHECKPOINTS));
+            return Ok(Self { out, checkpoints, resume, about: About::default() });
         }
         std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
         let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
@@ -73,7 +75,7 @@ impl<'a> Saving<'a> {
                 "{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder"
             );
         }
-        Ok(Self { out, checkpoints, resume })
+        Ok(Self { out, checkpoints, resume, about: About::default() })
     }
 }
 
@@ -106,6 +108,8 @@ pub(crate) struct Run<'a> {
     pub(crate) train: Box<dyn Batches>,
     pub(crate) validation: Option<Box<dyn Batches>>,
     pub(crate) saving: Option<Saving<'a>>,
+    /// Writes the weights of the best evaluation.
+    pub(crate) writer: Option<Rc<dyn Writer>>,
 }
 
 /// The result of a training.
@@ -113,11 +117,14 @@ pub(crate) struct Trained {
     pub(crate) model: Box<dyn LanguageModel>,
     /// Brings the weights of which other ranks have parts.
     pub(crate) optimizer: Box<dyn Optimizer>,
-    pub(crate) handles: Handles,
+    /// The techniques live until the weights are written.
+    _handles: Handles,
     pub(crate) step: u64,
     pub(crate) losses: Losses,
     /// Whether all steps had been done before: a resume of a finished training.
     pub(crate) was_finished: bool,
+    /// How it ended, if it has an output folder.
+    pub(crate) outcome: Option<Outcome>,
 }
 
 impl Run<'_> {
@@ -136,7 +143,8 @@ impl Run<'_> {
         device: Device,
         before: impl FnOnce(&mut Trainer, &mut dyn Batches, Option<&mut dyn Batches>) -> anyhow::Result<()>,
     ) -> anyhow::Result<Trained> {
-        let Self { mut trainer, config, handles, mut train, mut validation, saving } = self;
+        let counted = self.parameters();
+        let Self { mut trainer, config, handles, mut train, mut validation, saving, writer } = self;
         common.agree(&[
             ("data".to_owned(), train.state().to_string()),
             ("steps".to_owned(), trainer.options.steps.to_string()),
@@ -145,7 +153,9 @@ impl Run<'_> {
         let summary = LossSummary::default();
         if !common.quiet {
             let display = Display::new(trainer.options.steps, device, Efficiency::default());
-            trainer.observers.push(Box::new(display));
+            trainer
+                .observers
+                .push(Box::new(display.with_budget(config.training.budget.map(|budget| budget.0))));
         }
         trainer.observers.push(Box::new(summary.clone()));
         if common.json {
@@ -157,9 +167,16 @@ impl Run<'_> {
         trainer.stop = interrupt::on_signals()?;
         let mut was_finished = false;
         let out = saving.as_ref().map(|saving| saving.out.to_owned());
-        if let Some(Saving { out, checkpoints, resume }) = saving {
+        let mut recorder = None;
+        if let Some(Saving { out, checkpoints, resume, about }) = saving {
             if common.is_first() {
                 trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
+                trainer.observers.push(Box::new(LossTable::open(&out.join(TABLE), resume)?));
+                trainer.observers.push(Box::new(Curves::new(out)));
+            }
+            if let Some(writer) = writer.filter(|_| trainer.options.evaluate_every.is_some()) {
+                let (common, out) = (common.clone(), out.to_owned());
+                trainer.best = Some(Box::new(KeepBest { common, writer, out }));
             }
             trainer.checkpoints = Some(checkpoints);
             if resume {
@@ -176,7 +193,9 @@ impl Run<'_> {
             }
             // Only after the checkpoint is known to belong to this training.
             if common.is_first() {
-                with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
+                let of = (counted, trainer.step(), trainer.options.steps, train.state());
+                let config = with_absolute_paths(config);
+                recorder = Some(Recorder::start(out, common, &config, about, of, device)?);
             }
         }
         before(&mut trainer, train.as_mut(), lend(&mut validation))?;
@@ -192,6 +211,7 @@ impl Run<'_> {
         if let Some(offload) = &handles.offload {
             offload.synchronize()?;
         }
+        let outcome = recorder.map(|recorder| recorder.end(common, ended, step)).transpose()?;
         finish(common, &trainer, ended, out.as_deref())?;
         // The log has the losses before a resume too.
         let losses = match out {
@@ -199,7 +219,7 @@ impl Run<'_> {
             _ => summary.get(),
         };
         let Trainer { model, optimizer, .. } = trainer;
-        Ok(Trained { model, optimizer, handles, step, losses, was_finished })
+        Ok(Trained { model, optimizer, _handles: handles, step, losses, was_finished, outcome })
     }
 }
 
@@ -224,8 +244,8 @@ fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Pa
     };
     match ended {
         StopReason::Interrupted => bail!("interrupted after step {step} of {steps}; {kept}"),
-        StopReason::Completed | StopReason::OutOfData if out.is_none() => Ok(()),
-        StopReason::Completed | StopReason::OutOfData => bail!("trained up to step {step}; {kept}"),
+        _ if out.is_none() => Ok(()),
+        _ => bail!("trained up to step {step}; {kept}"),
     }
 }
 
@@ -235,19 +255,19 @@ fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Pa
 /// A model of another architecture; a folder that cannot be written; a rank that failed.
 pub(crate) fn save_model(
     common: &Common,
-    trained: &Trained,
+    (model, optimizer): (&dyn LanguageModel, &dyn Optimizer),
     config: &LlamaConfig,
     path: &Path,
     complete: impl FnOnce(&Path) -> io::Result<()>,
 ) -> anyhow::Result<()> {
-    let named = module::tensors(trained.model.as_ref());
+    let named = module::tensors(model);
     let named: HashMap<String, &Tensor> = named.into_iter().map(|named| (named.name, named.tensor)).collect();
     let mut tensors = Vec::new();
     for (name, _) in config.shapes() {
         let Some(tensor) = named.get(&name) else {
             bail!("the model has no `{name}`; it is not of the architecture of its folder");
         };
-        tensors.push(trained.optimizer.lazy_weight(name, tensor));
+        tensors.push(optimizer.lazy_weight(name, tensor));
     }
     let files = ModelFiles::new(config, tensors, SHARD_BYTES)?;
     let saved = if common.is_first() { files.write(path, complete) } else { files.give() };
@@ -290,6 +310,9 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, trained: &Trained, res
         if let Some((what, path)) = result {
             line[what] = json!(path);
         }
+        for (name, value) in end_card::fields(out, trained.outcome.as_ref()) {
+            line[name] = value;
+        }
         return print_line(&json!({ "result": line }));
     }
     match out.filter(|_| was_finished) {
@@ -303,21 +326,9 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, trained: &Trained, res
                 ),
             );
         }
-        None => say(common, &losses_text(step, losses)),
+        None => say(common, &end_card::losses_text(step, losses)),
     }
     if let Some((what, path)) = result {
         say(common, &format!("the {what} is in {}", path.display()));
     }
-}
-
-/// Steps and losses as text.
-fn losses_text(step: u64, losses: Losses) -> String {
-    let mut text = counted(step, "step");
-    if let (Some(first), Some(last)) = (losses.first, losses.last) {
-        text += &format!(", training loss {first:.4} to {last:.4}");
-    }
-    if let Some(loss) = losses.validation {
-        text += &format!(", validation loss {loss:.4}");
-    }
-    text
 }

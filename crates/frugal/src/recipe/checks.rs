@@ -12,13 +12,14 @@ use crate::error::{Error, Result};
 /// Checks each value by itself.
 pub(super) fn values(config: &Config) -> Result<()> {
     let Config { training, optimizer, data, activations, .. } = config;
-    let counts: [(&'static str, Option<u64>); 13] = [
+    let counts: [(&'static str, Option<u64>); 14] = [
         ("training.steps", training.steps),
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
         ("training.accumulation", Some(training.accumulation as u64)),
         ("training.checkpoint_every", training.checkpoint_every),
         ("training.evaluate_every", training.evaluate_every),
+        ("training.patience", training.patience),
         ("training.log_every", Some(training.log_every)),
         ("training.keep", Some(training.keep as u64)),
         ("data.limit", data.limit.map(|rows| rows as u64)),
@@ -42,6 +43,14 @@ pub(super) fn values(config: &Config) -> Result<()> {
         if !(value.is_finite() && value >= 0.0) {
             return Err(Error::Value { key, found: value.to_string(), expected });
         }
+    }
+    if !(0.0..=0.5).contains(&data.held_out) {
+        let expected = "a share from 0 to 0.5 of the rows";
+        return Err(Error::Value { key: "data.held_out", found: data.held_out.to_string(), expected });
+    }
+    if let (Some(patience), None) = (training.patience, training.evaluate_every) {
+        let expected = "`training.evaluate_every` with it: patience counts evaluations";
+        return Err(Error::Value { key: "training.patience", found: patience.to_string(), expected });
     }
     if !(1..=3).contains(&optimizer.zero_stage) {
         return Err(Error::Value {

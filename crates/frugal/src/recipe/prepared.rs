@@ -179,6 +179,7 @@ impl Prepared {
             clip: (own.clip > 0.0).then_some(own.clip),
             log_every: training.log_every,
             evaluate_every: training.evaluate_every,
+            patience: training.patience,
             checkpoint_every: training.checkpoint_every,
             failed_checkpoint: match training.ignore_failed_checkpoints {
                 true => FailedCheckpoint::Continue,

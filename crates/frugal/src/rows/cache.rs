@@ -77,6 +77,14 @@ pub(super) fn key(
     Ok(digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
+/// Returns the SHA-256 of a file in hexadecimal.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn hex_digest_of(path: &Path) -> io::Result<String> {
+    Ok(digest_of(path)?.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 fn digest_of(path: &Path) -> io::Result<[u8; DIGEST]> {
     let (mut file, mut digest, mut buffer) = (fs::File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
     loop {

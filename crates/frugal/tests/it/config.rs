@@ -84,7 +84,7 @@ fn what_is_wrong_is_named_with_its_line() {
     check(
         "[trainin]\nsteps = 5",
         expect![
-            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `model`, `data`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `precision`, `optimizer`, `training`"
+            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `model`, `data`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `precision`, `optimizer`, `training`; did you mean `training`?"
         ],
     );
     check(

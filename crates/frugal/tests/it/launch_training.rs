@@ -147,9 +147,9 @@ fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
                 launch(&tiny, count, &format!("{common} {flags} --out {out} --records records-{count}"));
             let output = { output }.output().unwrap();
             succeeds(&output);
-            // Two steps, two evaluations and the result, once.
+            // Two steps, an evaluation before and after each, and the result, once.
             let printed = String::from_utf8(output.stdout).unwrap();
-            assert_eq!(printed.lines().count(), 5, "{printed}");
+            assert_eq!(printed.lines().count(), 6, "{printed}");
             (trained(&tiny.path(&out), 2), made(&tiny.path(&out)))
         };
         assert!(run(1) == run(2), "{flags}");

@@ -1,9 +1,11 @@
 //! The tests of `frugal` that need only its public interface and its program: one binary, a module per behaviour.
 
+mod chat_command;
 mod chat_data;
 mod command_line;
 mod command_line_errors;
 mod config;
+mod event_reader;
 mod examples;
 mod exchanged_memory;
 mod export_gguf;
@@ -25,6 +27,8 @@ mod plan;
 mod plan_errors;
 mod recipe;
 mod rows;
+mod run_folder;
+mod shell_and_set;
 mod techniques_over_ranks;
 mod tiny_folder;
 mod train_command;

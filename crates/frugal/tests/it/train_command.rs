@@ -69,10 +69,9 @@ fn the_folder_of_a_training_says_how_far_it_is() {
     assert!(told["loss"]["last"].is_number() && told["next"] == "frugal resume run", "{told}");
     let (_, err) = tiny.succeed("resume run");
     assert!(err.contains("resumes after step 2 of 4\n"), "{err}");
-    let log = tiny.bytes("run/losses.jsonl");
-    let first = serde_json::from_slice::<serde_json::Value>(log.split(|byte| *byte == b'\n').next().unwrap())
-        .unwrap();
-    let first = format!("4 steps, training loss {:.4} to", first["loss"].as_f64().unwrap());
+    let log = String::from_utf8(tiny.bytes("run/losses.jsonl")).unwrap();
+    let first = losses(&lines(&log))[0];
+    let first = format!("4 steps, training loss {first:.4} to");
     assert!(err.contains(&first), "the first loss is that of the first step: {err}");
     let (out, _) = tiny.succeed("info run");
     assert!(out.contains("finished after 4 of 4 steps") && out.contains("rank"), "{out}");

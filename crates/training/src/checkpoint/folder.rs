@@ -226,6 +226,13 @@ impl Checkpoints {
     }
 }
 
+/// Returns whether a process holds the lock of a folder of checkpoints. False where there is no folder, and on file systems without locks.
+pub fn is_in_use(folder: &Path) -> bool {
+    // Released at once, when the file is closed.
+    let lock = File::open(folder.join(LOCK)).map(|file| file.try_lock_shared());
+    matches!(lock, Ok(Err(TryLockError::WouldBlock)))
+}
+
 /// Lists the steps with a checkpoint in `folder`, valid or not, newest first. Writes nothing.
 ///
 /// # Errors

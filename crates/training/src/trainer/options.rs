@@ -37,6 +37,8 @@ pub struct Options {
     pub log_every: u64,
     /// Steps between evaluations.
     pub evaluate_every: Option<u64>,
+    /// Evaluations in a row that may be no better than the best before the training stops; `None` never stops it.
+    pub patience: Option<u64>,
     /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
     /// with weights that are not finite: the last good one stays the newest.
     pub checkpoint_every: Option<u64>,
@@ -60,6 +62,7 @@ impl Default for Options {
             accuracy: false,
             log_every: 10,
             evaluate_every: None,
+            patience: None,
             checkpoint_every: None,
             failed_checkpoint: FailedCheckpoint::default(),
             frozen: Frozen::default(),
@@ -73,6 +76,10 @@ impl Options {
         let every = [Some(self.log_every), self.evaluate_every, self.checkpoint_every];
         if self.accumulation == 0 || every.contains(&Some(0)) {
             let reason = "0 gradient accumulation steps, or 0 steps between loss readings, evaluations or checkpoints; expected at least 1";
+            return Err(Error::config("training", reason));
+        }
+        if self.patience == Some(0) {
+            let reason = "a patience of 0 evaluations; expected at least 1";
             return Err(Error::config("training", reason));
         }
         self.clip.map_or(Ok(()), clip::check)

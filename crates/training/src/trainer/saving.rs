@@ -8,7 +8,7 @@ use tch::Device;
 
 use super::description::Description;
 use super::frozen::kept;
-use super::{FailedCheckpoint, Trainer};
+use super::{Best, FailedCheckpoint, Trainer};
 use crate::batches::Batches;
 use crate::checkpoint::{Checkpoint, Saved, Snapshot, matched};
 use crate::clip;
@@ -82,6 +82,7 @@ impl Trainer {
             "rule": self.optimizer.rule().name(),
             "scaler": self.scaler.state(),
             "watch": self.watch,
+            "best": self.best_so_far,
             "data": train.state(),
             "steps": self.options.steps,
         });
@@ -151,6 +152,9 @@ impl Trainer {
         let step = checkpoint.step;
         self.watch = serde_json::from_value::<DivergenceMonitor>(checkpoint.state["watch"].clone())
             .unwrap_or_default();
+        // A checkpoint of an earlier version has none.
+        self.best_so_far =
+            serde_json::from_value::<Option<Best>>(checkpoint.state["best"].clone()).unwrap_or_default();
         self.pending.clear();
         (self.step, self.saved) = (step, Some(step));
         let name = checkpoint.path.display();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use models::module::{tensors, trainable};
+use models::module::{LanguageModel, tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::random::RandomState;
 use serde_json::{Value, json};
@@ -14,8 +14,8 @@ use training::observer::Observer;
 use training::optimizer::{Adam, AdamW, Group, Rule};
 use training::scaler::{GradScaler, UnscaleResult};
 use training::schedule::{LrSchedule, Shape};
-use training::trainer::{Options, StopReason};
-use training::{DeviceOptimizer, Error, Result, Trainer};
+use training::trainer::{Best, BestWeights, Options, StopReason};
+use training::{DeviceOptimizer, Error, Optimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
@@ -222,6 +222,98 @@ fn a_failed_final_checkpoint_is_reported() {
     let mut data = Synthetic { position: 5, ..data(1) };
     assert_eq!(trainer.run(&mut data, None).unwrap(), StopReason::Completed);
     assert_eq!((trainer.step(), trainer.saved()), (7, Some(5)));
+}
+
+/// The evaluations whose weights were kept.
+#[derive(Clone, Default)]
+struct Kept(Arc<Mutex<Vec<Best>>>);
+
+impl BestWeights for Kept {
+    fn keep(&mut self, _: &dyn LanguageModel, _: &dyn Optimizer, best: &Best) -> Result<()> {
+        self.0.lock().unwrap().push(*best);
+        Ok(())
+    }
+}
+
+#[test]
+fn the_best_evaluation_and_patience_survive_a_resume() {
+    let open = |folder: &Path| {
+        let mut run = Run::new(60);
+        run.options.evaluate_every = Some(2);
+        run.options.patience = Some(4);
+        // Biases are drawn.
+        runtime::random::seed(1).unwrap();
+        let (mut trainer, _) = run.open(folder);
+        let kept = Kept::default();
+        trainer.best = Some(Box::new(kept.clone()));
+        (trainer, kept)
+    };
+    let validation = || Synthetic { batches: Some(1), ..data(9) };
+    let spoil = |trainer: &mut Trainer, from: u64| {
+        let weights =
+            trainable(trainer.model.as_ref()).into_iter().map(|(_, weight)| weight.detach()).collect();
+        trainer.scaler = Box::new(Worse { step: from, weights });
+    };
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let (mut whole, kept) = open(folders[0].path());
+    spoil(&mut whole, 0);
+    assert_eq!(whole.run(&mut data(1), Some(&mut validation())).unwrap(), StopReason::StoppedEarly);
+    let best = whole.best_evaluation().unwrap();
+    assert_eq!((whole.step(), best.evaluations_since), (best.step + 8, 4));
+    let all = kept.0.lock().unwrap().clone();
+    assert!(all.len() > 2 && all.last().unwrap().step == best.step, "{all:?}");
+
+    // Cut two evaluations after the best, in the middle of the patience.
+    let (mut cut, before) = open(folders[1].path());
+    spoil(&mut cut, 0);
+    cut.advance(best.step + 5, &mut data(1), Some(&mut validation())).unwrap();
+    drop(cut);
+    let (mut rest, after) = open(folders[1].path());
+    let mut data = data(1);
+    let step = rest.resume(&mut data).unwrap().unwrap();
+    spoil(&mut rest, step);
+    assert_eq!(rest.run(&mut data, Some(&mut validation())).unwrap(), StopReason::StoppedEarly);
+    assert_eq!((rest.step(), rest.best_evaluation()), (whole.step(), Some(best)));
+    let before: Vec<Best> =
+        before.0.lock().unwrap().iter().filter(|best| best.step <= step).copied().collect();
+    assert_eq!([before, after.0.lock().unwrap().clone()].concat(), all);
+}
+
+/// Multiplies the weights by more than one in each step after the twelfth.
+#[derive(Debug)]
+struct Worse {
+    step: u64,
+    weights: Vec<Tensor>,
+}
+
+impl GradScaler for Worse {
+    fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        Ok(loss.shallow_clone())
+    }
+
+    fn unscale_(&mut self, _: &[Tensor], _: bool) -> Result<UnscaleResult> {
+        self.step += 1;
+        if self.step > 12 {
+            runtime::ops::foreach::mul_scalar_(&self.weights, 1.2)?;
+        }
+        Ok(UnscaleResult::default())
+    }
+
+    fn update(&mut self, _: bool) -> Result<()> {
+        Ok(())
+    }
+
+    fn current(&self) -> f64 {
+        1.0
+    }
+
+    fn state(&self) -> Value {
+        Value::Null
+    }
+
+    fn load_state(&mut self, _: &Value) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Resumes a checkpoint of five steps of `Run::new(5)` in another run.

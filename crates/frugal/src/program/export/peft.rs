@@ -15,7 +15,7 @@ use super::Export;
 use crate::program::Common;
 use crate::program::model::same_folder;
 use crate::program::output::{print_line, say};
-use crate::program::training::CHECKPOINTS;
+use frugal::run_folder::CHECKPOINTS;
 
 pub(super) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     let (mut config, mut tensors) = match (&arguments.checkpoints, &arguments.adapter) {

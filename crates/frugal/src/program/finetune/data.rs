@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use frugal::config::{CONFIG_FILE, Config};
+use frugal::dataloading::Tokenizer;
 use frugal::dataloading::chat::Date;
 use frugal::dataloading::records::Splits;
 use frugal::models::hugging_face::Folder;
@@ -11,6 +12,8 @@ use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
 use frugal::tasks::gsm8k;
 use frugal::training::masked_rows::MaskedRow;
 
+use super::end_note::end_note;
+use super::samples::Samples;
 use crate::program::Common;
 use crate::program::encoding::Ends;
 use crate::program::output::say;
@@ -23,6 +26,13 @@ pub(super) struct Data {
     pub(super) train: Vec<MaskedRow>,
     pub(super) validation: Vec<MaskedRow>,
     pub(super) pad: i64,
+    pub(super) train_files: Vec<PathBuf>,
+    pub(super) validation_files: Vec<PathBuf>,
+    /// Whether the model has a chat template.
+    pub(super) is_chat: bool,
+    tokenizer: Tokenizer,
+    /// Whether rows have a prompt and an answer.
+    has_answers: bool,
 }
 
 /// The configuration with the date that its chat template writes, if it writes one: that of the configuration, of the training that is
@@ -78,7 +88,8 @@ impl Data {
         let (train, validation) = match &found {
             Found::Gsm8k => problems(common, config, folder, &ends)?,
             _ => {
-                if config.training.evaluate_every.is_some() && splits.validation.is_empty() {
+                let is_without = splits.validation.is_empty() && own.held_out <= 0.0;
+                if config.training.evaluate_every.is_some() && is_without {
                     bail!(NO_VALIDATION);
                 }
                 let encoder = encoder(folder, own, &ends)?;
@@ -87,11 +98,70 @@ impl Data {
                     false => records(common, &encoder, &found, files, which, limit),
                 };
                 let train = read(&splits.train, "training", own.limit)?;
-                (train, read(&splits.validation, "validation", None)?)
+                if splits.validation.is_empty() {
+                    held_out(common, train, own.held_out)
+                } else {
+                    (train, read(&splits.validation, "validation", None)?)
+                }
             }
         };
-        Ok(Self { train, validation, pad: i64::from(ends.end) })
+        if config.training.evaluate_every.is_some() && validation.is_empty() {
+            bail!(NO_VALIDATION);
+        }
+        let has_answers = found != Found::Text;
+        let validation_files = if found == Found::Gsm8k { Vec::new() } else { splits.validation };
+        Ok(Self {
+            train,
+            validation,
+            pad: i64::from(ends.end),
+            train_files: splits.train,
+            validation_files,
+            is_chat: chat_template(folder.path(), own)?.is_some(),
+            tokenizer: ends.tokenizer,
+            has_answers,
+        })
     }
+
+    /// A note where the tuned model would not stop.
+    pub(super) fn end_note(&self, end_tokens: &[i64]) -> Option<String> {
+        self.has_answers.then(|| end_note(&self.train, &self.tokenizer, end_tokens))?
+    }
+
+    /// The rows whose answers are shown before and after, of the validation data or else of the training data. None with `--quiet`, which
+    /// does not show them, and over several ranks, of which each would have to answer.
+    pub(super) fn samples(
+        &self,
+        common: &Common,
+        config: &Config,
+        mut end_tokens: Vec<i64>,
+        out: &Path,
+    ) -> anyhow::Result<Option<Samples>> {
+        let count = config.training.samples;
+        if count == 0 || common.quiet || common.ranks.is_some() || !self.has_answers {
+            return Ok(None);
+        }
+        if !end_tokens.contains(&self.pad) {
+            end_tokens.push(self.pad);
+        }
+        let rows = if self.validation.is_empty() { &self.train } else { &self.validation };
+        Samples::of(rows, count, &self.tokenizer, end_tokens, out)
+    }
+}
+
+/// The training rows, and those of them that are held out for validation.
+fn held_out(common: &Common, rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
+    let all = rows.len();
+    let (train, held) = rows::hold_out(rows, share);
+    if !held.is_empty() {
+        say(
+            common,
+            &format!(
+                "{} of {all} rows are held out for validation, by their hash (--held-out 0 trains on all)",
+                held.len()
+            ),
+        );
+    }
+    (train, held)
 }
 
 /// The rows of a split.

@@ -5,25 +5,27 @@ use std::path::Path;
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
 use frugal::loss_log::Losses;
+use frugal::run_folder::{CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint;
 use serde_json::json;
 
 use super::Line;
 use crate::program::finetune::MODEL;
-use crate::program::training::{CHECKPOINTS, LOSSES};
 
 /// Whether a folder is the output of a training.
 pub(super) fn is_output(folder: &Path) -> bool {
     folder.join(CONFIG_FILE).is_file()
 }
 
-pub(super) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
+pub(crate) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
     let config = Config::read(&folder.join(CONFIG_FILE))?;
     let checkpoints = folder.join(CHECKPOINTS);
     let newest = if checkpoints.is_dir() { checkpoint::newest_state(&checkpoints)? } else { None };
     let step = newest.as_ref().map_or(0, |(step, _)| *step);
     let steps = newest.and_then(|(_, state)| state["steps"].as_u64()).or(config.training.steps);
-    let finished = steps.is_some_and(|steps| step >= steps);
+    let record = RunRecord::read(folder)?;
+    let stopped = record.as_ref().is_some_and(|record| record.state(folder) == State::StoppedEarly);
+    let finished = stopped || steps.is_some_and(|steps| step >= steps);
     let losses = Losses::read(&folder.join(LOSSES))?;
 
     let task = match (config.task, &config.adapter) {
@@ -34,6 +36,7 @@ pub(super) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
     };
     let of = steps.map_or_else(String::new, |steps| format!(" of {steps}"));
     let state = match (step, finished) {
+        (_, true) if stopped => format!("stopped early after {step}{of} steps"),
         (_, true) => format!("finished after {step}{of} steps"),
         (0, false) => "no checkpoint yet".to_owned(),
         (_, false) => format!("step {step}{of} is saved"),

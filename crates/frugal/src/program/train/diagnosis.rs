@@ -38,7 +38,7 @@ pub(super) fn diagnose(
                 let path = trace_file.unwrap_or(&scratch);
                 trace(trainer, train, validation, TRACED, loading, path)?
             }
-            StopReason::OutOfData | StopReason::Interrupted => None,
+            StopReason::OutOfData | StopReason::Interrupted | StopReason::StoppedEarly => None,
         }
     };
     let Some(TracedSteps { profile, facts }) = traced else {

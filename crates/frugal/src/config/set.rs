@@ -1,0 +1,103 @@
+//! Values of a configuration by their keys, as on a command line.
+
+use serde::Deserialize as _;
+use serde_json::{Map, Value};
+
+use super::{Config, nearest};
+use crate::error::{Error, Result};
+
+impl Config {
+    /// Returns the configuration with one value replaced: `optimizer.lr=1e-4`. The value is written as in TOML; a text needs no quotes.
+    ///
+    /// # Errors
+    /// [`Error::Toml`]: text without `=`; a key that is unknown, with the nearest that is known; a value of the wrong type.
+    pub fn with(&self, assignment: &str) -> Result<Self> {
+        let refuse = |reason: String| Error::Toml(format!("`{assignment}`: {reason}"));
+        let Some((key, text)) = assignment.split_once('=') else {
+            return Err(refuse("expected KEY=VALUE, such as optimizer.lr=1e-4".to_owned()));
+        };
+        let (key, text) = (key.trim(), text.trim());
+        if key.is_empty() || key.split('.').any(str::is_empty) {
+            return Err(refuse("expected a key with its section, such as optimizer.lr".to_owned()));
+        }
+        let quoted = Value::String(text.to_owned());
+        let parsed = parsed(text);
+        // `model.name=7` names a folder, though 7 is a number.
+        let attempts = parsed.into_iter().chain([quoted]).map(|value| self.replaced(key, value));
+        let mut first = None;
+        for attempt in attempts {
+            match attempt {
+                Ok(config) => return Ok(config),
+                Err(reason) => first = first.or(Some(reason)),
+            }
+        }
+        Err(refuse(first.unwrap_or_default()))
+    }
+
+    fn replaced(&self, key: &str, value: Value) -> Result<Self, String> {
+        let mut all = serde_json::to_value(self).map_err(|cause| cause.to_string())?;
+        let mut at = &mut all;
+        for (number, name) in key.split('.').enumerate() {
+            if at.is_null() {
+                *at = Value::Object(Map::new());
+            }
+            let Value::Object(fields) = at else {
+                let section = key.split('.').take(number).collect::<Vec<_>>().join(".");
+                return Err(format!("`{section}` is a value, not a section"));
+            };
+            at = fields.entry(name).or_insert(Value::Null);
+        }
+        if at.is_object() && !value.is_object() {
+            return Err(format!("`{key}` is a section; name one of its keys, as {key}.KEY=VALUE"));
+        }
+        *at = value;
+        Self::deserialize(all).map_err(|cause| nearest::with_suggestion(&cause.to_string()))
+    }
+}
+
+/// The value of a TOML expression; `None` if it is none.
+fn parsed(text: &str) -> Option<Value> {
+    let table = format!("value = {text}").parse::<toml::Table>().ok()?;
+    serde_json::to_value(table.get("value")?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Bytes, OffloadTier};
+
+    #[test]
+    fn values_are_set_by_key() {
+        let set = |assignment: &str| Config::default().with(assignment).unwrap();
+        assert_eq!(set("optimizer.lr=1e-4").optimizer.lr, 1e-4);
+        assert_eq!(set("optimizer.lr=1").optimizer.lr, 1.0);
+        assert_eq!(set("training.budget=3GiB").training.budget, Some(Bytes(3 << 30)));
+        assert_eq!(set("training.steps = 7").training.steps, Some(7));
+        assert_eq!(set("model.name=7").model.name.as_deref(), Some("7"));
+        assert_eq!(set("data.source=a = b.jsonl").data.source, "a = b.jsonl");
+        assert_eq!(set("adapter.r=3").adapter.unwrap().r, 3);
+        assert_eq!(set("offload.tier=file").offload.unwrap().tier, OffloadTier::File);
+        assert_eq!(
+            set("data.template_arguments.enable_thinking=false").data.template_arguments["enable_thinking"],
+            false
+        );
+        let names = set("adapter.target_modules=['q_proj', \"v_proj\"]").adapter.unwrap().target_modules;
+        assert_eq!(names, Some(["q_proj", "v_proj"].into()));
+    }
+
+    #[test]
+    fn what_cannot_be_set_is_named() {
+        let check = |assignment: &str, expected: &str| {
+            let error = Config::default().with(assignment).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("`{assignment}`: ")) && error.contains(expected), "{error}");
+        };
+        check("optimizer.lr", "expected KEY=VALUE");
+        check(".lr=1", "expected a key with its section");
+        check("optimiser.lr=1", "did you mean `optimizer`?");
+        check("training.step=1", "did you mean `steps`?");
+        check("training.steps=many", "invalid type: string \"many\", expected u64");
+        check("training=1", "`training` is a section");
+        check("training.batch.x=1", "`training.batch` is a value");
+        check("adapter.rank_=1", "unknown field `rank_`");
+    }
+}

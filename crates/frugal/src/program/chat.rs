@@ -1,0 +1,212 @@
+//! `frugal chat`: a conversation in the terminal.
+
+mod session;
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use frugal::Config;
+use frugal::config::{CONFIG_FILE, DataConfig};
+use frugal::models::hugging_face::Folder;
+use frugal::run_folder::BEST;
+use frugal::training::interrupt;
+use lora::LoraConfig;
+use lora::peft::CONFIG_FILE as ADAPTER_FILE;
+use models::generation::GenerateOptions;
+use serde_json::json;
+
+use super::Common;
+use super::encoding;
+use super::finetune::MODEL;
+use super::model::{HubArgs, with_adapter};
+use super::output::{print_line, say, show};
+use super::row_flags::chat_template;
+use super::sampling::SamplingArgs;
+use super::settings::{DtypeArg, put_some};
+use session::Session;
+
+#[derive(Args)]
+#[command(after_help = "\
+A line is a turn; /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer.
+
+Examples:
+  frugal chat run                                   # the model of a fine-tuning
+  frugal chat Qwen/Qwen2.5-0.5B-Instruct --system \"Answer in one sentence.\"
+  printf 'Hello\\nAnd again\\n' | frugal chat run --quiet")]
+pub(crate) struct Chat {
+    /// The output folder of a training, a model's folder or name on the hub, or an adapter's folder
+    #[arg(value_name = "FOLDER_OR_MODEL")]
+    target: String,
+    #[command(flatten)]
+    hub: HubArgs,
+    /// An adapter's folder
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
+    /// The best adapter or model of a training instead of the last
+    #[arg(long, conflicts_with = "adapter")]
+    best: bool,
+    /// Dtype of the weights [default: that of the files]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
+    /// A message to the model before the conversation
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// A Jinja file with the chat template [default: the model's own]
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    /// Maximum number of tokens of an answer
+    #[arg(long, default_value_t = 512)]
+    max_new_tokens: usize,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+/// What is loaded for a conversation.
+struct Target {
+    model: String,
+    adapter: Option<PathBuf>,
+    /// How rows were made, which decides the template's variables.
+    data: DataConfig,
+}
+
+impl Chat {
+    /// Finds the model and the adapter of what was named.
+    fn target(&self) -> anyhow::Result<Target> {
+        let path = Path::new(&self.target);
+        let (mut model, mut adapter, mut data) = (self.target.clone(), None, DataConfig::default());
+        if path.join(CONFIG_FILE).is_file() {
+            let config = Config::read(&path.join(CONFIG_FILE))?;
+            let last = if config.adapter.is_some() { path.to_owned() } else { path.join(MODEL) };
+            let chosen = if self.best { path.join(BEST) } else { last };
+            if !chosen.is_dir() || (config.adapter.is_some() && !chosen.join(ADAPTER_FILE).is_file()) {
+                bail!(
+                    "{} has no {} yet; finish the training with `frugal resume {}`",
+                    path.display(),
+                    if self.best { "best weights" } else { "trained weights" },
+                    path.display()
+                );
+            }
+            if config.adapter.is_some() {
+                model = config
+                    .model
+                    .name
+                    .clone()
+                    .ok_or_else(|| anyhow!("{}: `model.name` is missing", path.display()))?;
+                adapter = Some(chosen);
+            } else {
+                model = chosen.display().to_string();
+            }
+            data = config.data;
+        } else if self.best {
+            bail!("--best: {} is not the output folder of a training; leave it out", self.target);
+        } else if path.join(ADAPTER_FILE).is_file() {
+            let config = LoraConfig::read(&path.join(ADAPTER_FILE))?;
+            model = config.base_model_name_or_path.ok_or_else(|| {
+                anyhow!("{} does not name its base; give the base, and this folder as --adapter", self.target)
+            })?;
+            adapter = Some(path.to_owned());
+        }
+        put_some(&mut adapter, self.adapter.clone());
+        put_some(&mut data.chat_template, self.chat_template.clone());
+        Ok(Target { model, adapter, data })
+    }
+}
+
+pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
+    let device = common.device()?;
+    let Target { model, adapter, data } = arguments.target()?;
+    let folder = arguments.hub.open(&model)?;
+    let tokenizer = encoding::tokenizer(&folder)?;
+    let Some(template) = chat_template(folder.path(), &data)? else {
+        let flag = adapter.map_or_else(String::new, |adapter| format!(" --adapter {}", adapter.display()));
+        bail!(
+            "{model} has no chat template, so it was not made for conversations; continue a text with `frugal generate --model \
+             {model}{flag} --prompt TEXT`, or give a template with --chat-template"
+        );
+    };
+    let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
+    let mut session = Session::new(tokenizer, template, arguments.system.as_deref(), context);
+    let mut end_tokens = folder.end_tokens().to_vec();
+    end_tokens.extend(session.turn_end().filter(|end| !folder.end_tokens().contains(end)));
+    let options = GenerateOptions {
+        max_new_tokens: arguments.max_new_tokens,
+        sampling: arguments.sampling.get(common.seed()),
+        end_tokens,
+        ..GenerateOptions::default()
+    };
+    let llama = load(&folder, arguments, device)?;
+    let model = with_adapter(llama, adapter.as_deref())?;
+    converse(common, &mut session, model.as_ref(), &options)
+}
+
+fn load(folder: &Folder, arguments: &Chat, device: tch::Device) -> anyhow::Result<models::Llama> {
+    Ok(folder.load(arguments.dtype.map(|dtype| dtype.get().kind()), device)?)
+}
+
+/// Reads turns from standard input, and answers them.
+fn converse(
+    common: &Common,
+    session: &mut Session,
+    model: &dyn models::module::LanguageModel,
+    options: &GenerateOptions,
+) -> anyhow::Result<()> {
+    let is_terminal = std::io::stdin().is_terminal();
+    let stop = if is_terminal { interrupt::on_signals()? } else { Arc::new(AtomicBool::new(false)) };
+    if is_terminal {
+        say(common, "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer");
+    }
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        if is_terminal {
+            let mut err = std::io::stderr().lock();
+            let _ = err.write_all(b"> ").and_then(|()| err.flush());
+        }
+        let Some(line) = lines.next() else { return Ok(()) };
+        let line = line.context("standard input")?;
+        // A Ctrl-C while nothing was generated.
+        stop.store(false, Ordering::Relaxed);
+        match line.trim() {
+            "" => continue,
+            "/exit" | "/quit" => return Ok(()),
+            "/reset" => {
+                session.reset();
+                say(common, "the conversation begins anew");
+                continue;
+            }
+            other if other.starts_with('/') && !other.contains(char::is_whitespace) => {
+                say(common, &format!("{other} is no command; there are /reset and /exit"));
+                continue;
+            }
+            text => {
+                let shown = |text: &str| common.json || show(text);
+                match session.answer(model, options, text, &stop, shown) {
+                    Ok(answer) => {
+                        if answer.forgotten > 0 {
+                            say(
+                                common,
+                                &format!(
+                                    "the context is full: the first {} messages were left out",
+                                    answer.forgotten
+                                ),
+                            );
+                        }
+                        if common.json {
+                            print_line(
+                                &json!({ "role": "assistant", "content": answer.text, "tokens": answer.tokens, "ended": answer.ended }),
+                            );
+                        } else if !show("\n") {
+                            return Ok(());
+                        }
+                    }
+                    // One message that is wrong does not end a conversation with a person.
+                    Err(error) if is_terminal => say(common, &format!("error: {error:#}")),
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+    }
+}

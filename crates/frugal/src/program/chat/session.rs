@@ -1,0 +1,149 @@
+//! A conversation with a model: its messages within the context, and the next answer.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{anyhow, bail};
+use frugal::dataloading::Tokenizer;
+use frugal::dataloading::chat::{ChatTemplate, Conversation, Message};
+use frugal::text_stream::TextStream;
+use models::generation::{FinishReason, GenerateOptions, Generator};
+use models::module::LanguageModel;
+
+/// Positions that are left for an answer at least, if the context has four times as many.
+const ROOM: usize = 64;
+
+pub(super) struct Session {
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    /// The message before the conversation.
+    system: Option<Message>,
+    messages: Vec<Message>,
+    /// The most tokens that the model reads.
+    context: usize,
+}
+
+/// An answer.
+pub(super) struct Answer {
+    pub(super) text: String,
+    pub(super) tokens: usize,
+    /// Why it ended.
+    pub(super) ended: &'static str,
+    /// Messages that were left out because the context is full.
+    pub(super) forgotten: usize,
+}
+
+impl Session {
+    pub(super) fn new(
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        system: Option<&str>,
+        context: usize,
+    ) -> Self {
+        let system = system.map(|text| Message::new("system", text));
+        Self { tokenizer, template, system, messages: Vec::new(), context }
+    }
+
+    /// Forgets the messages.
+    pub(super) fn reset(&mut self) {
+        self.messages.clear();
+    }
+
+    /// The token with which the template ends an answer, where it is one of the tokenizer's added ones.
+    pub(super) fn turn_end(&self) -> Option<i64> {
+        const ANSWER: &str = "answer-to-be-found";
+        let conversation =
+            Conversation::new([Message::new("user", "question"), Message::new("assistant", ANSWER)]);
+        let text = self.template.render(&conversation, false).ok()?.text;
+        let rest = text.split_once(ANSWER)?.1.trim_start();
+        let added = self.tokenizer.added_tokens();
+        let end = added.iter().filter(|token| !token.is_empty() && rest.starts_with(token.as_str()));
+        self.tokenizer.id(end.max_by_key(|token| token.len())?).map(i64::from)
+    }
+
+    /// Answers a message: `shown` gets the text as it comes, and ends the answer if it returns false. A message that cannot be answered is
+    /// forgotten.
+    ///
+    /// # Errors
+    /// A message that the template refuses, or that is longer than the context; those of the generation.
+    pub(super) fn answer(
+        &mut self,
+        model: &dyn LanguageModel,
+        options: &GenerateOptions,
+        text: &str,
+        stop: &AtomicBool,
+        shown: impl FnMut(&str) -> bool,
+    ) -> anyhow::Result<Answer> {
+        let before = self.messages.clone();
+        self.messages.push(Message::new("user", text));
+        let answer = self.next(model, options, stop, shown);
+        if answer.is_err() {
+            self.messages = before;
+        }
+        answer
+    }
+
+    fn next(
+        &mut self,
+        model: &dyn LanguageModel,
+        options: &GenerateOptions,
+        stop: &AtomicBool,
+        mut shown: impl FnMut(&str) -> bool,
+    ) -> anyhow::Result<Answer> {
+        let (prompt, forgotten) = self.prompt()?;
+        let mut stream = TextStream::new(&self.tokenizer, &[]);
+        let (mut text, mut failed) = (String::new(), None);
+        let mut callback = |_: usize, tokens: &[i64]| match stream.push(tokens) {
+            Ok(new) => {
+                text.push_str(&new);
+                // A closed pipe ends the answer.
+                let read = new.is_empty() || shown(&new);
+                !read || stop.load(Ordering::Relaxed)
+            }
+            Err(error) => {
+                failed = Some(error);
+                true
+            }
+        };
+        let generated = Generator::new(model, options)?.generate(&[prompt], &mut callback)?;
+        if let Some(error) = failed {
+            return Err(error.into());
+        }
+        let generated =
+            generated.into_iter().next().ok_or_else(|| anyhow!("the model has generated nothing"))?;
+        let rest = stream.finish(&generated.tokens)?;
+        shown(&rest);
+        text.push_str(&rest);
+        self.messages.push(Message::new("assistant", &text));
+        let ended = match generated.finish_reason {
+            FinishReason::EndToken => "end token",
+            FinishReason::Callback => "interrupted",
+            FinishReason::MaxNewTokens => "length",
+            FinishReason::MaxSequence => "context",
+        };
+        Ok(Answer { text, tokens: generated.tokens.len(), ended, forgotten })
+    }
+
+    /// The tokens of the conversation, without its first turns if they do not fit, and how many messages are left out.
+    fn prompt(&mut self) -> anyhow::Result<(Vec<i64>, usize)> {
+        let most = self.context - ROOM.min(self.context / 4);
+        let mut forgotten = 0;
+        loop {
+            let messages = self.system.iter().chain(&self.messages).cloned();
+            let text = self.template.render(&Conversation::new(messages), true)?.text;
+            let tokens = self.tokenizer.encode(&text)?;
+            if tokens.len() <= most {
+                return Ok((tokens.into_iter().map(i64::from).collect(), forgotten));
+            }
+            // A question goes with its answer.
+            let next = self.messages.iter().skip(1).position(|message| message.role() == "user");
+            let Some(next) = next else {
+                bail!(
+                    "the message has {} tokens with its template, and the model reads {most} besides the answer; shorten it",
+                    tokens.len()
+                );
+            };
+            self.messages.drain(..=next);
+            forgotten += next + 1;
+        }
+    }
+}

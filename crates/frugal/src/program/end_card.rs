@@ -1,0 +1,149 @@
+//! What a person sees at the end of a training: losses, samples, files, and what to do next.
+
+use std::path::Path;
+
+use accounting::quantity::bytes_text;
+use frugal::Config;
+use frugal::config::Task;
+use frugal::display::duration;
+use frugal::loss_log::Losses;
+use frugal::run_folder::{BEST, Outcome, PAGE, SAMPLES, State, TABLE};
+use serde_json::{Value, json};
+
+use super::Common;
+use super::figures::counted;
+use super::kept::best_evaluation;
+use super::output::say;
+use super::run_record::base;
+
+/// The most characters of a prompt or an answer on a line.
+const WIDTH: usize = 100;
+
+/// A prompt with its answers before and after.
+pub(crate) struct Sample {
+    pub(crate) prompt: String,
+    pub(crate) before: Option<String>,
+    pub(crate) after: String,
+}
+
+/// Steps and losses as text.
+pub(crate) fn losses_text(step: u64, losses: Losses) -> String {
+    let mut text = counted(step, "step");
+    if let (Some(first), Some(last)) = (losses.first, losses.last) {
+        text += &format!(", training loss {first:.4} to {last:.4}");
+    }
+    if let Some(loss) = losses.validation {
+        let before = losses.before.map_or_else(String::new, |before| format!("{before:.4} to "));
+        text += &format!(", validation loss {before}{loss:.4}");
+    }
+    text
+}
+
+/// The best evaluation, the end and the memory of a training, for `--json`.
+pub(crate) fn fields(out: Option<&Path>, outcome: Option<&Outcome>) -> Vec<(&'static str, Value)> {
+    let mut fields = Vec::new();
+    if let Some(best) = out.and_then(best_evaluation) {
+        let path = out.map(|out| out.join(BEST));
+        fields.push(("best", json!({ "loss": best.loss, "step": best.step, "path": path })));
+    }
+    if let Some(outcome) = outcome {
+        fields.push(("state", json!(outcome.state)));
+        fields.push(("peak_bytes", json!(outcome.peak_bytes)));
+    }
+    fields
+}
+
+/// Prints what follows the losses and the result's place.
+pub(crate) fn print(
+    common: &Common,
+    config: &Config,
+    out: &Path,
+    outcome: Option<&Outcome>,
+    samples: &[Sample],
+    next: &[String],
+) {
+    let shown = out.display();
+    if let Some(best) = best_evaluation(out) {
+        let what = if config.adapter.is_some() { "adapter" } else { "model" };
+        say(
+            common,
+            &format!(
+                "the best {what} is in {shown}/{BEST} (validation loss {:.4} at step {})",
+                best.loss, best.step
+            ),
+        );
+    }
+    if let Some(outcome) = outcome {
+        let budget = config.training.budget.map_or_else(String::new, |budget| format!(" of {budget}"));
+        let memory = match outcome.peak_bytes {
+            0 => String::new(),
+            peak => format!(", at most {}{budget} held", bytes_text(peak)),
+        };
+        say(common, &format!("{}{memory}", duration(outcome.seconds)));
+        if outcome.state == State::StoppedEarly {
+            say(
+                common,
+                &format!(
+                    "stopped early: {} evaluations in a row were not better; `frugal resume {shown} --patience N` goes on",
+                    config.training.patience.unwrap_or_default()
+                ),
+            );
+        }
+    }
+    if !samples.is_empty() {
+        say(common, &format!("samples, greedy (in full in {shown}/{SAMPLES}):"));
+    }
+    for sample in samples {
+        say(common, &format!("  {}", tail(&sample.prompt)));
+        say(common, &format!("    before: {}", head(sample.before.as_deref().unwrap_or("–"))));
+        say(common, &format!("    after:  {}", head(&sample.after)));
+    }
+    say(common, &format!("curves: {shown}/{PAGE}, {shown}/{TABLE}, or `tensorboard --logdir {shown}`"));
+    if !next.is_empty() {
+        say(common, "next:");
+        next.iter().for_each(|command| say(common, &format!("  {command}")));
+    }
+}
+
+/// Three commands for what a fine-tuning has made.
+pub(crate) fn next_commands(config: &Config, out: &Path, result: &Path, is_chat: bool) -> Vec<String> {
+    let shown = out.display();
+    let model = match &config.adapter {
+        Some(_) => format!("--model {} --adapter {}", base(config), result.display()),
+        None => format!("--model {}", result.display()),
+    };
+    let mut next = Vec::new();
+    if is_chat {
+        next.push(format!("frugal chat {shown}"));
+    } else {
+        next.push(format!("frugal generate {model} --prompt TEXT"));
+    }
+    if config.task == Task::Finetune {
+        next.push(format!("frugal export {model} --format gguf --type q8_0 --out {shown}.gguf"));
+    }
+    next.push(format!("frugal runs show {shown}"));
+    next
+}
+
+/// The end of a text in one line.
+fn tail(text: &str) -> String {
+    let line = one_line(text);
+    let count = line.chars().count();
+    if count <= WIDTH { line } else { format!("…{}", line.chars().skip(count - WIDTH).collect::<String>()) }
+}
+
+/// The beginning of a text in one line.
+fn head(text: &str) -> String {
+    let line = one_line(text);
+    if line.chars().count() <= WIDTH {
+        line
+    } else {
+        format!("{}…", line.chars().take(WIDTH).collect::<String>())
+    }
+}
+
+/// A text in one line, without what could control the terminal.
+fn one_line(text: &str) -> String {
+    let words = text.split(|c: char| c.is_whitespace() || c.is_control()).filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,157 @@
+//! The record of a training in its output folder, from its start to its end.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::Context;
+use frugal::Config;
+use frugal::config::{CONFIG_FILE, Task};
+use frugal::models::module::ParameterCount;
+use frugal::planning::PeakMeter;
+use frugal::run_folder::{Outcome, RunRecord, SplitRecord, StartRecord, State, page, unix_time};
+use frugal::training::trainer::StopReason;
+use serde_json::Value;
+use tch::Device;
+
+use super::Common;
+use super::output::say;
+
+/// What a record says of the data, and of what was chosen for it.
+#[derive(Default)]
+pub(crate) struct About {
+    pub(crate) train: SplitRecord,
+    pub(crate) validation: SplitRecord,
+    pub(crate) plan: Value,
+}
+
+/// The record of a training that runs.
+pub(crate) struct Recorder<'a> {
+    out: &'a Path,
+    record: RunRecord,
+    began: Instant,
+    meter: Option<PeakMeter>,
+    device: Device,
+}
+
+impl<'a> Recorder<'a> {
+    /// Writes the configuration and the record of a start after `step` steps.
+    ///
+    /// # Errors
+    /// A folder that cannot be written.
+    pub(crate) fn start(
+        out: &'a Path,
+        common: &Common,
+        config: &Config,
+        about: About,
+        of: (ParameterCount, u64, u64, Value),
+        device: Device,
+    ) -> anyhow::Result<Self> {
+        let (counted, step, steps, batches) = of;
+        let earlier = RunRecord::read(out)?.filter(|_| step > 0).unwrap_or_default();
+        let mut starts = earlier.starts;
+        starts.push(StartRecord { unix_time: unix_time(), step, command: command() });
+        let record = RunRecord {
+            frugal: env!("CARGO_PKG_VERSION").to_owned(),
+            torch: runtime::torch_version().to_owned(),
+            model: base(config),
+            method: method(config).to_owned(),
+            steps,
+            trainable: counted.trainable,
+            parameters: counted.total,
+            train: about.train,
+            validation: about.validation,
+            batches,
+            plan: about.plan,
+            config: serde_json::to_value(config)?,
+            origins: common.origins.clone(),
+            starts,
+            outcome: None,
+        };
+        let text = common.origins.annotate(config)?;
+        let path = out.join(CONFIG_FILE);
+        runtime::atomic_write::file(&path, |file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("{} cannot be written", path.display()))?;
+        record.write(out)?;
+        // A system that does not count gives no figure.
+        let meter = PeakMeter::start(device).ok();
+        Ok(Self { out, record, began: Instant::now(), meter, device })
+    }
+
+    /// Writes how the training ended after `step` steps, and the page.
+    ///
+    /// # Errors
+    /// A folder that cannot be written.
+    pub(crate) fn end(mut self, common: &Common, ended: StopReason, step: u64) -> anyhow::Result<Outcome> {
+        let state = match ended {
+            StopReason::Completed | StopReason::OutOfData => State::Finished,
+            StopReason::StoppedEarly => State::StoppedEarly,
+            StopReason::Interrupted => State::Interrupted,
+        };
+        let peak = self.meter.and_then(|meter| meter.finish().ok());
+        let peak_bytes = peak.map_or(0, |peak| peak.counted(self.device));
+        let outcome = Outcome { state, step, seconds: self.began.elapsed().as_secs_f64(), peak_bytes };
+        self.record.outcome = Some(outcome.clone());
+        self.record.write(self.out)?;
+        write_page(common, self.out, state);
+        Ok(outcome)
+    }
+}
+
+/// Writes the page. One that cannot be written is no failure of a training.
+pub(crate) fn write_page(common: &Common, out: &Path, state: State) {
+    if let Err(error) = page::write(out, Some(state)) {
+        say(common, &format!("the page was not written: {error}"));
+    }
+}
+
+/// The command line of this process, as a shell reads it.
+fn command() -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    let quoted = |word: String| match !word.is_empty() && word.chars().all(plain) {
+        true => word,
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    };
+    let words = std::env::args_os().skip(1).map(|word| quoted(word.to_string_lossy().into_owned()));
+    std::iter::once("frugal".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
+}
+
+/// The model of a configuration.
+pub(crate) fn base(config: &Config) -> String {
+    config.model.name.clone().unwrap_or_else(|| {
+        config.model.shape.as_ref().map_or_else(|| "–".to_owned(), |shape| shape.family.name().to_owned())
+    })
+}
+
+/// What a configuration trains.
+pub(crate) fn method(config: &Config) -> &'static str {
+    match (config.task, &config.adapter) {
+        (Task::Train, _) => "from scratch",
+        (Task::Finetune, None) => "full",
+        (Task::Finetune, Some(adapter)) if adapter.use_dora => "DoRA",
+        (Task::Finetune, Some(_)) => "LoRA",
+    }
+}
+
+/// Says that the data are not those of the training whose configuration is used.
+pub(crate) fn note_other_data(common: &Common, about: &About) {
+    let Some(earlier) = &common.earlier else { return };
+    let known =
+        |split: &SplitRecord| split.files.iter().all(|file| file.sha256.is_some()) && !split.files.is_empty();
+    for (name, before, now) in
+        [("training", &earlier.train, &about.train), ("validation", &earlier.validation, &about.validation)]
+    {
+        let digests = |split: &SplitRecord| -> Vec<Option<String>> {
+            split.files.iter().map(|file| file.sha256.clone()).collect()
+        };
+        if known(before) && known(now) && digests(before) != digests(now) {
+            let files: Vec<String> = now.files.iter().map(|file| file.path.display().to_string()).collect();
+            say(
+                common,
+                &format!(
+                    "note: the {name} data have changed since the training whose configuration this is (SHA-256 of {})",
+                    files.join(", ")
+                ),
+            );
+        }
+    }
+}

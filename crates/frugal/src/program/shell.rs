@@ -1,0 +1,48 @@
+//! `frugal completions` and `frugal man`: what a shell and `man` know of the program.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+
+use super::Common;
+use super::output::{print_text, say};
+
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  frugal completions bash > ~/.local/share/bash-completion/completions/frugal
+  frugal completions zsh > ~/.zfunc/_frugal
+  frugal completions fish > ~/.config/fish/completions/frugal.fish")]
+pub(crate) struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+#[derive(Args)]
+pub(crate) struct Man {
+    /// Folder for the pages, one for each command
+    #[arg(value_name = "FOLDER")]
+    folder: PathBuf,
+}
+
+pub(crate) fn completions(arguments: &Completions) -> anyhow::Result<()> {
+    let mut script = Vec::new();
+    clap_complete::generate(arguments.shell, &mut crate::Cli::command(), "frugal", &mut script);
+    print_text(&String::from_utf8(script)?);
+    Ok(())
+}
+
+pub(crate) fn man(common: &Common, arguments: &Man) -> anyhow::Result<()> {
+    let folder = &arguments.folder;
+    let failed = || format!("{} cannot be written", folder.display());
+    std::fs::create_dir_all(folder).with_context(failed)?;
+    clap_mangen::generate_to(crate::Cli::command(), folder).with_context(failed)?;
+    say(
+        common,
+        &format!("the pages are in {0}; read one with `man {0}/frugal-finetune.1`", folder.display()),
+    );
+    Ok(())
+}

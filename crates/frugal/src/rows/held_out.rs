@@ -1,0 +1,112 @@
+//! Validation rows from training rows.
+//!
+//! Rows are ordered by a hash of their tokens and labels, and the first of them are held out. So which rows these are depends neither on
+//! the order of the file nor on a seed, equal rows are never divided, and most of them stay the same when rows are added. Rows of one
+//! record (parts of a long text, answers of one conversation) may be divided.
+
+use std::collections::BTreeMap;
+
+use dataloading::fingerprint::Fingerprint;
+use training::masked_rows::MaskedRow;
+
+/// The least rows of which any are held out.
+pub const LEAST_ROWS: usize = 50;
+/// The most rows that are held out.
+pub const MOST_HELD_OUT: usize = 1000;
+
+/// Divides rows into those to train on, in their order, and the `share` of them that is held out: 1 at least and
+/// [`MOST_HELD_OUT`] at most. None of fewer than [`LEAST_ROWS`], and none for a share of 0.
+pub fn hold_out(rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
+    if share <= 0.0 || rows.len() < LEAST_ROWS {
+        return (rows, Vec::new());
+    }
+    let count = ((share * rows.len() as f64).round() as usize).clamp(1, MOST_HELD_OUT);
+    let mut by_hash: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    for (number, row) in rows.iter().enumerate() {
+        by_hash.entry(hash(row)).or_default().push(number);
+    }
+    let mut chosen = vec![false; rows.len()];
+    let mut left = count;
+    for equal in by_hash.into_values() {
+        // Rows that are there more often than there is room for stay in the training.
+        if equal.len() <= left {
+            left -= equal.len();
+            equal.into_iter().for_each(|number| chosen[number] = true);
+        }
+        if left == 0 {
+            break;
+        }
+    }
+    let (mut train, mut held) = (Vec::with_capacity(rows.len()), Vec::new());
+    for (row, is_chosen) in rows.into_iter().zip(chosen) {
+        if is_chosen { &mut held } else { &mut train }.push(row);
+    }
+    (train, held)
+}
+
+fn hash(row: &MaskedRow) -> u64 {
+    let numbers = |values: &[i64]| values.iter().map(|value| value.cast_unsigned()).collect::<Vec<_>>();
+    Fingerprint::new("held-out rows")
+        .numbers(numbers(&row.tokens).into_iter())
+        .numbers(numbers(&row.labels).into_iter())
+        .finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(id: i64) -> MaskedRow {
+        MaskedRow { tokens: vec![id, id + 1, id % 3], labels: vec![-100, id + 1, id % 3] }
+    }
+
+    fn rows(count: i64) -> Vec<MaskedRow> {
+        (0..count).map(row).collect()
+    }
+
+    #[test]
+    fn the_share_is_held_out_within_its_bounds() {
+        for (count, share, expected) in [
+            (49, 0.02, 0),
+            (50, 0.02, 1),
+            (60, 0.001, 1),
+            (5000, 0.02, 100),
+            (5000, 0.0, 0),
+            (60_000, 0.02, 1000),
+        ] {
+            let (train, held) = hold_out(rows(count), share);
+            assert_eq!((train.len(), held.len()), (count as usize - expected, expected), "{count} {share}");
+            let mut ids: Vec<i64> = train.iter().chain(&held).map(|row| row.tokens[0]).collect();
+            assert!(train.is_sorted_by_key(|row| row.tokens[0]), "the order stays");
+            ids.sort_unstable();
+            assert!(ids.into_iter().eq(0..count), "every row is in one part");
+        }
+    }
+
+    #[test]
+    fn the_choice_depends_on_the_rows_alone() {
+        let ids = |rows: &[MaskedRow]| -> Vec<i64> {
+            let mut ids: Vec<i64> = rows.iter().map(|row| row.tokens[0]).collect();
+            ids.sort_unstable();
+            ids
+        };
+        let mut reversed = rows(2000);
+        reversed.reverse();
+        let (_, held) = hold_out(rows(2000), 0.02);
+        assert_eq!(ids(&held), ids(&hold_out(reversed, 0.02).1));
+        // A tenth more rows: about a tenth of the choice is new.
+        let (_, more) = hold_out(rows(2200), 0.02);
+        let (held, more) = (ids(&held), ids(&more));
+        assert!(held.iter().filter(|id| more.contains(id)).count() >= 36, "{held:?} {more:?}");
+    }
+
+    #[test]
+    fn equal_rows_stay_together() {
+        let (train, held) = hold_out(vec![row(7); 100], 0.02);
+        assert_eq!((train.len(), held.len()), (100, 0));
+        let twice: Vec<MaskedRow> = rows(1000).into_iter().chain(rows(1000)).collect();
+        let (train, held) = hold_out(twice, 0.02);
+        assert_eq!(held.len(), 40);
+        assert!(held.iter().all(|row| !train.contains(row)));
+    }
+}

@@ -1,0 +1,104 @@
+//! Where each value of a configuration comes from, and `config.toml` with that beside it.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::error::Result;
+
+/// The origin of a value that nobody gave.
+pub const DEFAULT: &str = "default";
+
+/// Origins by key, with its section: `optimizer.lr`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct Origins(BTreeMap<String, String>);
+
+/// Returns the values of a configuration by key, in the order of its sections. Those of a list stand together.
+///
+/// # Errors
+/// A value that JSON cannot express.
+pub fn values(config: &Config) -> Result<Vec<(String, Value)>> {
+    let value = serde_json::to_value(config).map_err(|cause| crate::Error::Toml(cause.to_string()))?;
+    let mut all = Vec::new();
+    flatten("", value, &mut all);
+    Ok(all)
+}
+
+fn flatten(prefix: &str, value: Value, into: &mut Vec<(String, Value)>) {
+    match value {
+        Value::Object(fields) => fields.into_iter().for_each(|(key, value)| {
+            let key = if prefix.is_empty() { key } else { format!("{prefix}.{key}") };
+            flatten(&key, value, into);
+        }),
+        Value::Null => {}
+        value => into.push((prefix.to_owned(), value)),
+    }
+}
+
+impl Origins {
+    /// Sets the origin of a key.
+    pub fn set(&mut self, key: &str, origin: &str) {
+        self.0.insert(key.to_owned(), origin.to_owned());
+    }
+
+    /// Returns the origin of a key: [`DEFAULT`] if none was set.
+    pub fn get(&self, key: &str) -> &str {
+        self.0.get(key).map_or(DEFAULT, String::as_str)
+    }
+
+    /// Returns the TOML text of a configuration with the origin of each value as a comment on its line.
+    ///
+    /// # Errors
+    /// As [`Config::to_toml`].
+    pub fn annotate(&self, config: &Config) -> Result<String> {
+        let plain = config.to_toml()?;
+        let mut text = String::new();
+        let mut section = String::new();
+        let mut in_text = false;
+        for line in plain.lines() {
+            text.push_str(line);
+            let key = line.split_once(" = ").map(|(key, _)| key).filter(|_| !in_text);
+            // A text of several lines has its key on the first of them.
+            in_text ^= (line.matches("\"\"\"").count() + line.matches("'''").count()) % 2 == 1;
+            if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+                section = format!("{name}.");
+            } else if let Some(key) = key.filter(|_| !in_text) {
+                let origin: String = self.get(&format!("{section}{key}")).chars().map(one_line).collect();
+                text.push_str(&format!(" # {origin}"));
+            }
+            text.push('\n');
+        }
+        // What looks like a line of TOML may stand within a text.
+        Ok(if text.parse::<Config>().is_ok_and(|read| read == *config) { text } else { plain })
+    }
+}
+
+/// A comment cannot hold control characters.
+fn one_line(c: char) -> char {
+    if c.is_control() { ' ' } else { c }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_value_has_its_origin_beside_it() {
+        let mut config = Config::default();
+        config.data.source = "a # b = c".to_owned();
+        config.model.name = Some("first\n[second]\nthird = 3".to_owned());
+        config.adapter = Some(lora::LoraConfig::default());
+        let mut origins = Origins::default();
+        origins.set("optimizer.lr", "--lr");
+        origins.set("data.source", "file\nmy.toml");
+        let text = origins.annotate(&config).unwrap();
+        assert_eq!(text.parse::<Config>().unwrap(), config);
+        assert!(text.contains("\nlr = 0.0002 # --lr\n"), "{text}");
+        assert!(text.contains("\nsource = \"a # b = c\" # file my.toml\n"), "{text}");
+        assert!(text.contains("\nr = 8 # default\n") && text.contains("batch = 4 # default\n"), "{text}");
+        let keys: Vec<String> = values(&config).unwrap().into_iter().map(|(key, _)| key).collect();
+        assert!(keys.iter().any(|key| key == "training.batch"), "{keys:?}");
+    }
+}
