@@ -177,8 +177,8 @@ fn strangers_at_the_top_are_caught() {
     check(
         &[("README.md", ""), (".gitignore", ""), ("notes.txt", ""), ("scripts/run.py", "")],
         expect![[r#"
-            notes.txt: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md LICENSE-* crates data reports xtask and dotfiles only
-            scripts: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md LICENSE-* crates data reports xtask and dotfiles only"#]],
+            notes.txt: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md SECURITY.md LICENSE-* crates data reports xtask and dotfiles only
+            scripts: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md SECURITY.md LICENSE-* crates data reports xtask and dotfiles only"#]],
     );
 }
 

@@ -20,6 +20,17 @@ pub(crate) struct Soak {
     scale: Scale,
 }
 
+/// A quantity of what a process holds.
+type Quantity = fn(&Held) -> f64;
+
+/// What must not grow: the metric, its unit, and the quantity.
+const GROWTHS: [(&str, &str, Quantity); 4] = [
+    ("resident_growth_bytes", "B", |held| held.resident),
+    ("locked_growth_bytes", "B", |held| held.locked),
+    ("open_files_growth", "", |held| held.files),
+    ("threads_growth", "", |held| held.threads),
+];
+
 /// What a process holds at one moment.
 #[derive(Clone, Copy, Debug)]
 struct Held {
@@ -48,13 +59,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Soak) -> anyhow::Result<()> {
             Metric::exact("steps", "", steps as f64),
             Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
         ];
-        let growths: [(&str, &str, fn(&Held) -> f64); 4] = [
-            ("resident_growth_bytes", "B", |held| held.resident),
-            ("locked_growth_bytes", "B", |held| held.locked),
-            ("open_files_growth", "", |held| held.files),
-            ("threads_growth", "", |held| held.threads),
-        ];
-        for (name, unit, of) in growths {
+        for (name, unit, of) in GROWTHS {
             metrics.push(match growth(&held, of) {
                 Some(growth) => Metric::exact(name, unit, growth),
                 None => Metric::not_measured(name, unit, "the run is too short"),
@@ -100,7 +105,7 @@ fn now(process: u32) -> Option<Held> {
 }
 
 /// The median over the last tenth less that over the second; `None` for fewer than 40 moments.
-fn growth(held: &[Held], of: fn(&Held) -> f64) -> Option<f64> {
+fn growth(held: &[Held], of: Quantity) -> Option<f64> {
     if held.len() < 40 {
         return None;
     }

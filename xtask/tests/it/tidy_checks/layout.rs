@@ -4,8 +4,17 @@ use std::collections::BTreeSet;
 
 use super::Tree;
 
-const TOP: [&str; 8] =
-    ["Cargo.toml", "Cargo.lock", "README.md", "ARCHITECTURE.md", "crates", "data", "reports", "xtask"];
+const TOP: [&str; 9] = [
+    "Cargo.toml",
+    "Cargo.lock",
+    "README.md",
+    "ARCHITECTURE.md",
+    "SECURITY.md",
+    "crates",
+    "data",
+    "reports",
+    "xtask",
+];
 /// Names that say nothing of what is in the file.
 const EMPTY_NAMES: [&str; 5] = ["utils", "helpers", "common", "misc", "types"];
 const SOURCES: [&str; 5] = ["rs", "cpp", "h", "hpp", "py"];
@@ -19,8 +28,8 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
     for top in tops {
         if !TOP.contains(&top) && !top.starts_with("LICENSE-") && !top.starts_with('.') {
             found.push(format!(
-                "{top}: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md LICENSE-* crates data reports \
-                 xtask and dotfiles only"
+                "{top}: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md SECURITY.md LICENSE-* crates data \
+                 reports xtask and dotfiles only"
             ));
         }
     }
