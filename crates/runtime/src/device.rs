@@ -30,6 +30,7 @@
 
 mod bytes;
 mod choice;
+mod control_group;
 mod cuda;
 mod event;
 pub mod graph;
@@ -44,6 +45,7 @@ pub use bytes::{
 };
 pub(crate) use choice::checked;
 pub use choice::{cuda_count, flag, name, select};
+pub use control_group::{ControlGroup, control_group};
 pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty, pinned_fallback};
 pub use stream::{Stream, StreamGuard};

@@ -130,6 +130,19 @@ pub fn empty_cache(device: Device) -> Result<()> {
     }
 }
 
+/// Returns whether an error, or one of its causes, is an allocation that was refused: by a [`limit`], or by a device without memory. A
+/// message that went through an autograd function keeps libtorch's words.
+pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut at = Some(error);
+    while let Some(error) = at {
+        if error.to_string().contains("out of memory") {
+            return true;
+        }
+        at = error.source();
+    }
+    false
+}
+
 /// Measures the peak of a region of code. Regions may nest and overlap, on any threads: each counts the whole process's
 /// tensors between its start and finish.
 #[derive(Debug)]

@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 use super::choice::checked;
+use super::control_group::{ControlGroup, control_group};
 use crate::error::{Error, Result};
 use crate::sys::device as sys;
 
@@ -44,7 +45,7 @@ pub fn memory_info(device: Device) -> Result<MemoryInfo> {
         free: kibibytes(&path, &text, "MemAvailable:")?,
         total: kibibytes(&path, &text, "MemTotal:")?,
     };
-    Ok(control_group().map_or(machine, |group| within(machine, group)))
+    Ok(control_group()?.map_or(machine, |group| within(machine, group)))
 }
 
 /// Returns the bytes of the device that CUDA's libraries keep for the process's matrix products: a workspace for each thread that
@@ -113,18 +114,8 @@ fn kibibytes(path: &Path, text: &str, key: &str) -> Result<u64> {
     })
 }
 
-/// Returns limit and use of this process's control group: version 2, then version 1, as a container sees its own.
-fn control_group() -> Option<(u64, u64)> {
-    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let files = [
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ];
-    files.iter().find_map(|(limit, used)| Some((number(limit)?, number(used)?)))
-}
-
-/// Restricts the machine's memory to a control group's limit. A group without one states a limit beyond the machine's.
-fn within(machine: MemoryInfo, (limit, used): (u64, u64)) -> MemoryInfo {
+/// Restricts the machine's memory to a control group's limit.
+fn within(machine: MemoryInfo, ControlGroup { limit, used }: ControlGroup) -> MemoryInfo {
     MemoryInfo { free: machine.free.min(limit.saturating_sub(used)), total: machine.total.min(limit) }
 }
 
@@ -137,9 +128,10 @@ mod tests {
     #[test]
     fn the_lower_limit_of_machine_and_group_applies() {
         let machine = MemoryInfo { free: 70, total: 100 };
-        assert_eq!(within(machine, (50, 10)), MemoryInfo { free: 40, total: 50 });
-        assert_eq!(within(machine, (u64::MAX, 10)), machine);
-        assert_eq!(within(machine, (50, 60)), MemoryInfo { free: 0, total: 50 });
+        let of = |limit, used| within(machine, ControlGroup { limit, used });
+        assert_eq!(of(50, 10), MemoryInfo { free: 40, total: 50 });
+        assert_eq!(of(u64::MAX, 10), machine);
+        assert_eq!(of(50, 60), MemoryInfo { free: 0, total: 50 });
     }
 
     #[test]
