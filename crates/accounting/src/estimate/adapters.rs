@@ -39,6 +39,7 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &TrainingPlan) -> 
             norm: plan.norm,
             trained: Trained::Adapters(lora),
             gradients: false,
+            documents: false,
         },
     )?;
     let head = HeadOptions {

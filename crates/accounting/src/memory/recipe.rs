@@ -110,6 +110,14 @@ impl Recipe {
         state: Bf16,
         ..Self::BF16_MASTER
     };
+    /// bf16 parameters and gradients with the state in fp32 and without master weights: what `training`'s optimizers keep of
+    /// bf16 weights. Not among [`Recipe::ALL`], which are the recipes of the field.
+    pub const BF16_FP32_STATE: Self = Self {
+        name: "bf16-fp32-state",
+        summary: "bf16 parameters and gradients, the optimizer's state in fp32",
+        state: Fp32,
+        ..Self::BF16
+    };
 
     /// All recipes.
     pub const ALL: [Self; 7] = [

@@ -10,6 +10,7 @@
 //! backward of layer k    (k + 1) inputs + a backward's, including the layer's gradients as they are computed
 //!                        + gradients of the head, and of other layers that have not left
 //! embedding's backward   all gradients of the fixed part + the embedding's + gradients of layers that have not left
+//! optimizer's step       all gradients + the step's copies, if every layer is resident and the optimizer is on the device
 //! ```
 //!
 //! In inference there is one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are
@@ -65,6 +66,8 @@ pub enum Moment {
     Backward(usize),
     /// Backward of the embedding.
     Embedding,
+    /// Step of the optimizer on the device.
+    Update,
 }
 
 impl std::fmt::Display for Moment {
@@ -75,6 +78,7 @@ impl std::fmt::Display for Moment {
             Self::Recomputation(layer) => write!(f, "recomputation of layer {layer}"),
             Self::Backward(layer) => write!(f, "backward of layer {layer}"),
             Self::Embedding => f.write_str("backward of the embedding"),
+            Self::Update => f.write_str("step of the optimizer"),
         }
     }
 }
@@ -124,7 +128,7 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
     let kept = kept(costs, setup)?;
     let alive = gradients(costs, setup, spans);
     let mut peak = Footprint::default();
-    for (moment, start) in moments(costs, kept.is_some(), spans) {
+    for (moment, start) in moments(costs, setup, kept.is_some(), spans) {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
         let (fixed, reducing) = match moment {
@@ -133,6 +137,7 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
                 (costs.fixed.head_gradient_bytes, costs.layers[layer].reducing_bytes)
             }
             Moment::Embedding => (costs.fixed.gradient_bytes, costs.fixed.reducing_bytes),
+            Moment::Update => (costs.fixed.gradient_bytes, 0),
         };
         if setup.method == Method::OneAtATime && matches!(moment, Moment::Head | Moment::Embedding) {
             parts.retain(|item| item.name != RING);
@@ -165,7 +170,7 @@ fn kept(costs: &StepCosts, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
 
 /// Lists every moment of a step with its start, including layers that take no time. Layers that keep their activations are not
 /// recomputed.
-fn moments(costs: &StepCosts, keeps: bool, spans: &[Span]) -> Vec<(Moment, f64)> {
+fn moments(costs: &StepCosts, setup: &Setup, keeps: bool, spans: &[Span]) -> Vec<(Moment, f64)> {
     let find = |operation, layer| {
         spans.iter().find(move |span| {
             span.stream == StreamKind::Compute && span.operation == operation && span.layer == layer
@@ -190,6 +195,10 @@ fn moments(costs: &StepCosts, keeps: bool, spans: &[Span]) -> Vec<(Moment, f64)>
             let end = find(Operation::Backward, Some(0)).map_or(f64::NEG_INFINITY, |span| span.end);
             all.push((Moment::Embedding, end));
         }
+        let resident = matches!(setup.method, Method::Resident { .. });
+        if resident && setup.optimizer == OptimizerPlace::Device && costs.working.update_bytes > 0 {
+            all.push((Moment::Update, f64::MAX));
+        }
     }
     all
 }
@@ -212,6 +221,7 @@ fn passing(costs: &StepCosts, kept: Option<&[Kept]>, moment: Moment) -> Result<[
         (Moment::Backward(layer), None) => (inputs(layer + 1)?, working.backward_bytes),
         (Moment::Backward(layer), Some(kept)) => (keeps(&kept[..=layer])?, kept[layer].backward_bytes),
         (Moment::Embedding, _) => (0, working.embedding_bytes),
+        (Moment::Update, _) => (0, working.update_bytes),
     };
     let name = if kept.is_some() { "kept activations" } else { "layer inputs" };
     Ok([Item { name, bytes: held }, Item { name: "working memory", bytes }])

@@ -6,6 +6,8 @@
 //! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer;
 //! measurements should replace them.
 
+mod update;
+
 use super::flat_bytes;
 use super::step_costs::{Fixed, Kept, Layer, StepCosts, WorkingMemory};
 use crate::activation_plan;
@@ -23,6 +25,7 @@ use crate::recompute::{NormKernel, Recompute};
 use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
+pub use update::update_bytes;
 
 /// Further settings that determine the costs of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,6 +46,8 @@ pub struct Choices {
     pub logits: Logits,
     /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
     pub product_workspaces: u64,
+    /// Whether rows are packed: attention runs document by document.
+    pub documents: bool,
 }
 
 impl Default for Choices {
@@ -58,6 +63,7 @@ impl Default for Choices {
             norm: NormKernel::default(),
             logits: Logits::default(),
             product_workspaces: 0,
+            documents: false,
         }
     }
 }
@@ -297,8 +303,14 @@ fn block_of(
     trained: Trained<'_>,
 ) -> Result<Block, Error> {
     let tokens = work.tokens()?;
-    let options =
-        BlockOptions { tokens, recipe: &choices.recipe, norm: choices.norm, trained, gradients: true };
+    let options = BlockOptions {
+        tokens,
+        recipe: &choices.recipe,
+        norm: choices.norm,
+        trained,
+        gradients: true,
+        documents: choices.documents,
+    };
     Block::new(model, &options)
 }
 

@@ -62,6 +62,9 @@ pub struct WorkingMemory {
     pub head_bytes: u64,
     /// Maximum bytes of the embedding's backward, beyond [`Fixed::gradient_bytes`].
     pub embedding_bytes: u64,
+    /// Maximum bytes of the optimizer's step on the device, beyond weights, gradients and state: copies in the dtype of its
+    /// arithmetic.
+    pub update_bytes: u64,
     /// Bytes during the whole step: tokens, labels, rotary angles, a workspace.
     pub constant_bytes: u64,
     /// A layer that keeps its activations; only [`Method::Resident`](super::Method::Resident) without recomputation reads it.

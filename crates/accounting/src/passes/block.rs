@@ -50,6 +50,8 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) trained: Trained<'a>,
     /// Whether the gradients of trained tensors are counted as they arrive, and stay; otherwise they are the caller's.
     pub(crate) gradients: bool,
+    /// Whether rows are packed: attention runs document by document, and its results are concatenated.
+    pub(crate) documents: bool,
 }
 
 /// Bytes of one projection's tensors.
@@ -77,6 +79,7 @@ pub(crate) struct Block {
     casts: bool,
     dropout: bool,
     keeps_output: bool,
+    documents: bool,
     /// Whether all weights learn.
     everything: bool,
     projections: Vec<Sizes>,
@@ -106,7 +109,7 @@ struct Recorded {
 
 impl Block {
     pub(crate) fn new(model: &Decoder, options: &BlockOptions<'_>) -> Result<Self, Error> {
-        let BlockOptions { tokens, recipe, norm, trained, gradients } = *options;
+        let BlockOptions { tokens, recipe, norm, trained, gradients, documents } = *options;
         let (everything, lora) = match trained {
             Trained::Nothing => (false, None),
             Trained::Adapters(lora) => (false, Some(lora)),
@@ -148,6 +151,7 @@ impl Block {
             casts: rounds && lora.is_some_and(|lora| lora.on_cpu),
             dropout: lora.is_some_and(|lora| lora.dropout),
             keeps_output: norm == NormKernel::Output,
+            documents,
             everything,
             projections: Projection::linears(model)?.into_iter().map(sizes).collect::<Result<_, _>>()?,
             norm_gradient,
@@ -193,6 +197,7 @@ impl Block {
         keep(of.attention, "key and value", 2 * self.key);
         keep(of.attention, "log-sum-exp of scores", self.log_sum_exp);
         keep(of.attention || self.learns(&[Output]), "attention output", self.query);
+        keep(self.keeps_both_outputs(&of), "attention output of each document", self.query);
         keep(of.middle && !self.keeps_output, "norm input", self.narrow);
         keep(of.middle, "norm statistics", self.statistic);
         keep(self.keeps_second_output(&of), "feed-forward input", self.narrow);
@@ -211,7 +216,14 @@ impl Block {
         use Projection::{Key, Output, Query, Value};
         let low = [Query, Key, Value, Output].into_iter().map(|which| self.of(which));
         let low = exact::sum("bytes of a block", low.filter(|one| one.adapted).map(|one| one.low))?;
-        exact::sum("bytes of a block", [2 * self.query, 2 * self.key, self.log_sum_exp, low])
+        let again = if self.documents && self.learns(&[Output]) { self.query } else { 0 };
+        exact::sum("bytes of a block", [2 * self.query, 2 * self.key, self.log_sum_exp, low, again])
+    }
+
+    /// Whether the results of attention are kept before and after they are concatenated: before for its backward, after for that of
+    /// the output's projection.
+    fn keeps_both_outputs(&self, of: &Recorded) -> bool {
+        self.documents && of.attention && self.learns(&[Projection::Output])
     }
 
     fn keeps_first_output(&self, of: &Recorded) -> bool {
@@ -268,6 +280,12 @@ impl Block {
         self.project(tracker, Value, record);
         tracker.make(self.query + self.log_sum_exp);
         release(tracker, of.attention, self.log_sum_exp);
+        if self.documents {
+            tracker.make(self.query);
+            if !(record && self.keeps_both_outputs(&of)) {
+                tracker.free(self.query);
+            }
+        }
         self.project(tracker, Output, record);
         // Queries, keys, values and output exist until their function ends.
         release(tracker, of.attention, self.query + 2 * self.key);
@@ -345,6 +363,7 @@ mod tests {
                     norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
                     trained: Trained::Adapters(&lora),
                     gradients: false,
+                    documents: flag(0) && flag(3),
                 };
                 let block = Block::new(&model, &options).unwrap();
                 let input = flag(3);

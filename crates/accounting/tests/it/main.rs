@@ -2,6 +2,7 @@
 
 mod activation_plan;
 mod bad_input;
+mod candidates;
 mod fixtures;
 mod offload;
 mod properties;

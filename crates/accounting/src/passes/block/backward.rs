@@ -64,6 +64,7 @@ impl Block {
         drop_if(tracker, of.attention || self.learns(&[Output]), self.query);
         if of.attention {
             tracker.make(self.query + 2 * self.key);
+            drop_if(tracker, self.keeps_both_outputs(&of), self.query);
             tracker.free(self.query);
             tracker.free(self.query + 2 * self.key + self.log_sum_exp);
             self.project_back(tracker, Value, of.input);

@@ -1,0 +1,148 @@
+//! The ways to run a training step: which layers keep their activations, which weights are on the device, and how many rows go
+//! through the model at a time. Each with its peak and its time; [`Job::search`] finds the fastest within a budget.
+//!
+//! With b rows in a batch, A batches in a step, and r ≤ b rows in a pass, a step is A·⌈b/r⌉ passes of forward and backward and one
+//! update. All ways compute the same gradients: those of one pass over the batch bit for bit, those of several up to the order of a
+//! sum.
+//!
+//! | way | the device holds | a pass costs more by |
+//! |---|---|---|
+//! | [`Way::Resident`] | all weights, and what each layer keeps | the recomputation of what is not kept |
+//! | [`Way::Offloaded`] | a ring of layers, the resident layers, every layer's input | a forward, and loads that compute does not hide |
+//! | fewer rows | the activations of these rows | nothing, but each pass loads offloaded layers again |
+//!
+//! Bytes are those of [`simulate`], for the largest batch of the data. Three things are added to it. With several passes in a step,
+//! the gradients of all parameters exist during each of them ([`Job::is_accumulated`]). A step on a CPU makes copies of 16-bit
+//! weights ([`sizes::update_bytes`]). And on a CPU memory of the host is that of the device.
+//!
+//! Seconds are FLOPs and bytes by rates, for a batch of mean size. A recomputation that repeats no product is bound by memory: it reads
+//! and writes the tensors of norms, rotary embedding, SiLU and sums once.
+//!
+//! ```
+//! use accounting::candidates::{Allowed, Batch, Job};
+//! use accounting::decoder_flops::Workload;
+//! use accounting::lora::LowRank;
+//! use accounting::offload::{Budget, Rates, sizes::Choices};
+//! use accounting::presets;
+//!
+//! let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
+//! let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled: None };
+//! let job = Job {
+//!     model: presets::find("qwen2.5-0.5b")?,
+//!     lora: Some(LowRank::default()),
+//!     choices: Choices::default(),
+//!     largest: vec![batch],
+//!     mean: batch,
+//!     accumulation: 4,
+//!     clips: true,
+//!     rates,
+//!     file_load: 2e9,
+//!     on_cpu: false,
+//! };
+//! let found = job.search(&Allowed::default(), Budget { device: 4 << 30, host: None })?;
+//! let chosen = found.chosen().expect("a way that fits");
+//! assert!(chosen.peak.total <= 4 << 30);
+//! # Ok::<(), accounting::Error>(())
+//! ```
+
+mod activations;
+mod evaluate;
+mod name;
+mod search;
+
+use crate::Decoder;
+use crate::activation_plan::Kept;
+use crate::decoder_flops::Workload;
+use crate::lora::LowRank;
+use crate::offload::sizes::Choices;
+use crate::offload::{Footprint, OptimizerPlace, Rates};
+
+pub use search::{Allowed, Found, Layers, OffloadedLayers};
+
+#[cfg(doc)]
+use crate::offload::{simulate, sizes};
+
+/// A batch of the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Rows, and positions of each, padding included.
+    pub work: Workload,
+    /// Positions with a label; `None` for all.
+    pub labelled: Option<u64>,
+}
+
+/// What a training computes in a step, on which machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Job {
+    /// The model.
+    pub model: Decoder,
+    /// The adapters of a frozen model; `None` if all weights are trained.
+    pub lora: Option<LowRank>,
+    /// Number formats, rate of products, loss.
+    pub choices: Choices,
+    /// Batches of the data, one of which has the largest peak.
+    pub largest: Vec<Batch>,
+    /// A batch of mean size, for times.
+    pub mean: Batch,
+    /// Gradient accumulation steps: batches of a step.
+    pub accumulation: u64,
+    /// Whether the gradient norm is clipped, for which all gradients must exist before the first update.
+    pub clips: bool,
+    /// Rates of layers in host memory, and of the optimizer.
+    pub rates: Rates,
+    /// Bytes per second of layers in files.
+    pub file_load: f64,
+    /// Whether the device is the host's processor.
+    pub on_cpu: bool,
+}
+
+/// Where offloaded layers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// In host memory.
+    Host,
+    /// In files. For frozen layers only.
+    File,
+}
+
+/// A way to run a pass.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Way {
+    /// All weights are on the device. What each layer keeps, in the order of forward.
+    Resident(Vec<Kept>),
+    /// Layers are loaded when they run. Each keeps its input and runs again in backward.
+    Offloaded {
+        /// Where they are between.
+        tier: Tier,
+        /// Layers on the device at a time, besides the resident ones.
+        ring: usize,
+        /// Layers that stay on the device.
+        resident: Vec<usize>,
+        /// Where the optimizer's state is.
+        optimizer: OptimizerPlace,
+    },
+}
+
+/// A way to run a step, and what it takes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// How a pass runs.
+    pub way: Way,
+    /// Rows of a pass; `None` for those of a batch.
+    pub rows: Option<u64>,
+    /// Bytes on the device at the peak; on a CPU with those of the host.
+    pub peak: Footprint,
+    /// Which of [`Job::largest`] has the peak.
+    pub batch: usize,
+    /// Bytes in host memory besides; 0 on a CPU.
+    pub host_bytes: u64,
+    /// Seconds of a step of mean batches.
+    pub seconds: f64,
+}
+
+impl Candidate {
+    /// Whether gradients have the bits of one pass over the batch whose layers keep everything.
+    pub fn keeps_bits(&self) -> bool {
+        self.rows.is_none()
+    }
+}

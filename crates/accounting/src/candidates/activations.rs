@@ -1,0 +1,138 @@
+//! The activation plan of least recomputation under a budget, on paper.
+
+use super::{Batch, Candidate, Job, Way};
+use crate::activation_plan::{Kept, LayerChoice, LayerCost, least_recomputation};
+use crate::model::Part;
+use crate::offload::StepCosts;
+use crate::offload::sizes;
+use crate::{Error, decoder_flops};
+
+/// Attempts to find a plan whose whole step fits, after that for the layers alone.
+const ATTEMPTS: usize = 6;
+
+impl Job {
+    /// What a layer may keep. What elementwise recomputation keeps depends on the kernel of attention, which is known for whole rows on
+    /// a CPU. There a copy in host memory saves nothing.
+    pub(super) fn ways_to_keep(&self) -> &'static [Kept] {
+        match (self.on_cpu, self.choices.documents) {
+            (true, false) => {
+                &[Kept::Everything, Kept::Products, Kept::Attention, Kept::FeedForward, Kept::Input]
+            }
+            (true, true) => &[Kept::Everything, Kept::Attention, Kept::FeedForward, Kept::Input],
+            (false, _) => {
+                &[Kept::Everything, Kept::Attention, Kept::FeedForward, Kept::Input, Kept::InputOnHost]
+            }
+        }
+    }
+
+    /// The costs of a layer that keeps each of `ways`, in the middle of the model.
+    pub(super) fn layer_choices(&self, batch: Batch, ways: &[Kept]) -> Result<Vec<LayerChoice<Kept>>, Error> {
+        let costs = self.costs(batch)?;
+        // Only the first layer differs.
+        let at = 1.min(costs.layers.len().saturating_sub(1));
+        ways.iter()
+            .map(|&way| {
+                let planned = self.with_plan(costs.clone(), batch, &vec![way; costs.layers.len()])?;
+                let layer = planned.layers[at];
+                let kept = layer.kept.unwrap_or_default();
+                let cost = LayerCost {
+                    held_bytes: kept.bytes,
+                    host_bytes: if way == Kept::InputOnHost { costs.working.input_bytes } else { 0 },
+                    recompute_seconds: (layer.backward_seconds - costs.layers[at].backward_seconds).max(0.0),
+                    transient_bytes: kept.backward_bytes,
+                };
+                Ok(LayerChoice { of: way, cost })
+            })
+            .collect()
+    }
+
+    /// The costs of resident layers that keep what `plan` says, with the seconds of their recomputation.
+    pub(super) fn with_plan(
+        &self,
+        costs: StepCosts,
+        batch: Batch,
+        plan: &[Kept],
+    ) -> Result<StepCosts, Error> {
+        let lora = self.lora.as_ref();
+        let mut costs =
+            sizes::with_activation_plan(costs, &self.model, lora, batch.work, &self.choices, plan)?;
+        let seconds = self.recomputation_seconds(&costs, batch)?;
+        for (layer, &way) in costs.layers.iter_mut().zip(plan) {
+            layer.backward_seconds += seconds(way);
+        }
+        Ok(costs)
+    }
+
+    /// Seconds that a layer's backward takes longer than one that keeps everything.
+    fn recomputation_seconds(
+        &self,
+        costs: &StepCosts,
+        batch: Batch,
+    ) -> Result<impl Fn(Kept) -> f64 + use<>, Error> {
+        let forward = costs.layers.first().map_or(0.0, |layer| layer.forward_seconds);
+        let flops = decoder_flops::step(&self.model, batch.work, &decoder_flops::Recomputation::default())?;
+        let of = |part: Part| {
+            let rows = flops.rows.iter().filter(|row| row.part == part);
+            rows.map(|row| row.forward.causal as f64).sum::<f64>()
+        };
+        let (attention, feed_forward) = (of(Part::Attention), of(Part::FeedForward));
+        let share = feed_forward / (attention + feed_forward).max(1.0);
+        let model = &self.model;
+        // Two norms and two sums read and write the residual stream, SiLU reads two tensors and writes one.
+        let numbers =
+            8 * model.hidden + 2 * (model.query_width()? + model.kv_width()?) + 3 * model.feed_forward;
+        let width = (self.choices.recipe.compute.storage_bits() / 8) as f64;
+        let elementwise = batch.work.tokens()? as f64 * numbers as f64 * width / self.choices.bandwidth;
+        Ok(move |way| match way {
+            Kept::Everything => 0.0,
+            Kept::Products => elementwise.min(forward),
+            Kept::Attention => forward * share,
+            Kept::FeedForward => forward * (1.0 - share),
+            Kept::Input | Kept::InputOnHost => forward,
+        })
+    }
+
+    /// The plan of least recomputation among `ways` whose step fits `budget`; `None` if none does.
+    pub(super) fn least_recomputed(
+        &self,
+        ways: &[Kept],
+        rows: Option<u64>,
+        budget: u64,
+    ) -> Result<Option<Candidate>, Error> {
+        let layers = self.model.layers as usize;
+        let batch = self.pass(self.widest(), rows);
+        let choices = self.layer_choices(batch, ways)?;
+        // What the layers may take: at first all, then less by what the whole step was beyond the budget.
+        let mut room = budget;
+        for _ in 0..ATTEMPTS {
+            let plan = match least_recomputation(layers, &choices, room) {
+                Ok(plan) => plan,
+                Err(Error::NoPlanFits { .. }) => return Ok(None),
+                Err(error) => return Err(error),
+            };
+            let candidate = self.evaluate(Way::Resident(plan.layers), rows)?;
+            let Some(excess) = candidate.peak.total.checked_sub(budget).filter(|excess| *excess > 0) else {
+                return Ok(Some(candidate));
+            };
+            // Where the peak is not in the layers, their plan must shrink more than by the excess.
+            room = room.min(plan.peak_bytes).saturating_sub(excess);
+        }
+        Ok(None)
+    }
+
+    /// The plan among `ways` that takes the fewest bytes.
+    pub(super) fn least_held(&self, ways: &[Kept], rows: Option<u64>) -> Result<Candidate, Error> {
+        let layers = self.model.layers as usize;
+        let choices = self.layer_choices(self.pass(self.widest(), rows), ways)?;
+        let least = match least_recomputation(layers, &choices, 0) {
+            Err(Error::NoPlanFits { needed, .. }) => least_recomputation(layers, &choices, needed)?,
+            other => other?,
+        };
+        let planned = self.evaluate(Way::Resident(least.layers), rows)?;
+        // The head may need more than the layers; then what is held counts, not what a backward adds.
+        let held = |way: &&LayerChoice<Kept>| (way.cost.held_bytes, way.cost.transient_bytes);
+        let Some(smallest) = choices.iter().min_by_key(held) else { return Ok(planned) };
+        let uniform = self.evaluate(Way::Resident(vec![smallest.of; layers]), rows)?;
+        Ok(if uniform.peak.total < planned.peak.total { uniform } else { planned })
+    }
+}

@@ -1,0 +1,209 @@
+//! What a candidate takes.
+
+use super::{Batch, Candidate, Job, Tier, Way};
+use crate::Error;
+use crate::decoder_flops::Workload;
+use crate::exact::sum;
+use crate::memory::Item;
+use crate::offload::sizes;
+use crate::offload::{
+    Footprint, Method, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, simulate,
+};
+
+/// A rate at which an update takes no time, for passes that none follows.
+const NO_UPDATE: f64 = 1e30;
+
+impl Job {
+    /// Whether gradients of several passes are summed before an update: then those of all parameters exist during each.
+    pub fn is_accumulated(&self, rows: Option<u64>) -> bool {
+        self.passes(self.widest(), rows) > 1
+    }
+
+    /// The batch of the most positions.
+    pub(super) fn widest(&self) -> Batch {
+        let positions = |batch: &&Batch| batch.work.batch.saturating_mul(batch.work.sequence);
+        self.largest.iter().max_by_key(positions).copied().unwrap_or(self.mean)
+    }
+
+    /// The passes of a step of batches like `batch`.
+    fn passes(&self, batch: Batch, rows: Option<u64>) -> u64 {
+        let split = rows.map_or(1, |rows| batch.work.batch.div_ceil(rows.max(1)));
+        self.accumulation.max(1).saturating_mul(split)
+    }
+
+    /// The largest pass over parts of a batch of at most `rows` rows. All labels may be in one part.
+    pub(super) fn pass(&self, batch: Batch, rows: Option<u64>) -> Batch {
+        let Workload { batch: all, sequence } = batch.work;
+        let work = Workload { batch: rows.map_or(all, |rows| rows.clamp(1, all)), sequence };
+        let labelled = batch.labelled.map(|labels| labels.min(work.batch.saturating_mul(sequence)));
+        Batch { work, labelled }
+    }
+
+    /// The costs of a pass, with its update.
+    pub(super) fn costs(&self, pass: Batch) -> Result<StepCosts, Error> {
+        let mut costs = match &self.lora {
+            Some(lora) => sizes::adapters(&self.model, lora, pass.work, pass.labelled, &self.choices)?,
+            None => sizes::training(&self.model, pass.work, &self.choices)?,
+        };
+        if self.on_cpu && self.lora.is_none() {
+            costs.working.update_bytes = sizes::update_bytes(&self.model, &self.choices.recipe)?;
+        }
+        Ok(costs)
+    }
+
+    /// The costs of a pass under `way`.
+    fn costs_of(&self, way: &Way, pass: Batch) -> Result<StepCosts, Error> {
+        let costs = self.costs(pass)?;
+        match way {
+            Way::Resident(plan) => self.with_plan(costs, pass, plan),
+            Way::Offloaded { .. } => Ok(costs),
+        }
+    }
+
+    fn rates_of(&self, way: &Way) -> Rates {
+        match way {
+            Way::Offloaded { tier: Tier::File, .. } => Rates { load: self.file_load, ..self.rates },
+            _ => self.rates,
+        }
+    }
+
+    /// Predicts a way of running a step whose passes have at most `rows` rows.
+    ///
+    /// # Errors
+    /// Those of [`simulate`]; a model whose activations are not modelled.
+    pub fn evaluate(&self, way: Way, rows: Option<u64>) -> Result<Candidate, Error> {
+        let setup = way.setup();
+        let rates = self.rates_of(&way);
+        let mut worst: Option<(Footprint, usize, u64)> = None;
+        for (number, batch) in self.largest.iter().enumerate() {
+            let costs = self.costs_of(&way, self.pass(*batch, rows))?;
+            let (peak, host) = self.peak(&way, &setup, &rates, costs, self.is_accumulated(rows))?;
+            if worst.as_ref().is_none_or(|(found, ..)| peak.total > found.total) {
+                worst = Some((peak, number, host));
+            }
+        }
+        let (peak, batch, host_bytes) = worst.ok_or(Error::Zero { what: "the number of batches" })?;
+        let seconds = self.seconds(&way, &setup, &rates, rows)?;
+        Ok(Candidate { way, rows, peak, batch, host_bytes, seconds })
+    }
+
+    /// Predicts the peak of an evaluation between steps, on batches of this size: no gradient and no graph exist, the optimizer's
+    /// state does.
+    ///
+    /// # Errors
+    /// As [`Job::evaluate`].
+    pub fn evaluation(&self, way: &Way, batch: Batch) -> Result<Footprint, Error> {
+        const WHAT: &str = "bytes of an evaluation";
+        let trained = self.costs(batch)?;
+        // The head without a gradient of its matrix, as over a frozen model.
+        let frozen = self.lora.unwrap_or_default();
+        let head = sizes::adapters(&self.model, &frozen, batch.work, batch.labelled, &self.choices)?
+            .working
+            .head_bytes;
+        let mut costs = sizes::inference(&self.model, batch.work, &self.choices)?;
+        costs.working.head_bytes = head;
+        for (layer, trained) in costs.layers.iter_mut().zip(&trained.layers) {
+            layer.slot_bytes = trained.slot_bytes;
+        }
+        let setup = way.setup();
+        let mut peak = simulate(&costs, &self.rates_of(way), &setup, Start::Warm)?.device;
+        if matches!(way, Way::Resident(_)) {
+            let state = trained.state_bytes()?;
+            peak.parts.push(Item { name: "optimizer state", bytes: state });
+            peak.total = sum(WHAT, [peak.total, state])?;
+        }
+        Ok(peak)
+    }
+
+    fn peak(
+        &self,
+        way: &Way,
+        setup: &Setup,
+        rates: &Rates,
+        costs: StepCosts,
+        accumulated: bool,
+    ) -> Result<(Footprint, u64), Error> {
+        const WHAT: &str = "bytes of a step";
+        let gradients = gradient_bytes(&costs)?;
+        let whole = accumulated && matches!(way, Way::Resident(_));
+        let costs = if whole { with_all_gradients(costs) } else { costs };
+        let SimulatedStep { device: mut peak, mut host_bytes, .. } =
+            simulate(&costs, rates, setup, Start::Warm)?;
+        if whole {
+            split_gradients(&mut peak, gradients);
+        }
+        if let Way::Offloaded { tier, resident, .. } = way {
+            let streamed = costs.layers.iter().enumerate().filter(|(layer, _)| !resident.contains(layer));
+            if *tier == Tier::File {
+                // The frozen weights are pages of files, which the system drops when memory is short.
+                let frozen = streamed.clone().map(|(_, layer)| layer.slot_bytes - layer.trainable_bytes);
+                host_bytes = host_bytes.saturating_sub(sum(WHAT, frozen)?);
+            }
+            if costs.updates() && (accumulated || self.clips) {
+                host_bytes =
+                    sum(WHAT, [host_bytes, sum(WHAT, streamed.map(|(_, layer)| layer.gradient_bytes))?])?;
+            }
+        }
+        if self.on_cpu && host_bytes > 0 {
+            peak.parts.push(Item { name: "offloaded layers", bytes: host_bytes });
+            peak.total = sum(WHAT, [peak.total, host_bytes])?;
+            host_bytes = 0;
+        }
+        Ok((peak, host_bytes))
+    }
+
+    /// Seconds of a step of mean batches.
+    fn seconds(&self, way: &Way, setup: &Setup, rates: &Rates, rows: Option<u64>) -> Result<f64, Error> {
+        let costs = self.costs_of(way, self.pass(self.mean, rows))?;
+        let passes = self.passes(self.mean, rows);
+        let last = simulate(&costs, rates, setup, Start::Warm)?.seconds;
+        if passes == 1 {
+            return Ok(last);
+        }
+        let free = Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..*rates };
+        let pass = simulate(&costs, &free, setup, Start::Warm)?.seconds;
+        Ok((passes - 1) as f64 * pass + last)
+    }
+}
+
+impl Way {
+    fn setup(&self) -> Setup {
+        match self {
+            Self::Resident(_) => Setup {
+                method: Method::Resident { recompute: false },
+                resident: Vec::new(),
+                optimizer: OptimizerPlace::Device,
+            },
+            Self::Offloaded { ring, resident, optimizer, .. } => Setup {
+                method: Method::Overlap { ring: *ring },
+                resident: resident.clone(),
+                optimizer: *optimizer,
+            },
+        }
+    }
+}
+
+fn gradient_bytes(costs: &StepCosts) -> Result<u64, Error> {
+    let layers = costs.layers.iter().map(|layer| layer.gradient_bytes);
+    sum("bytes of gradients", layers.chain([costs.fixed.gradient_bytes]))
+}
+
+/// The costs of a pass during which the gradients of earlier passes exist, as bytes that are there all the time.
+fn with_all_gradients(mut costs: StepCosts) -> StepCosts {
+    for layer in &mut costs.layers {
+        layer.state_bytes += layer.gradient_bytes;
+        layer.gradient_bytes = 0;
+    }
+    let fixed = &mut costs.fixed;
+    fixed.state_bytes += fixed.gradient_bytes;
+    (fixed.gradient_bytes, fixed.head_gradient_bytes) = (0, 0);
+    costs
+}
+
+/// Separates the gradients of [`with_all_gradients`] from the optimizer's state.
+fn split_gradients(peak: &mut Footprint, gradients: u64) {
+    if let Some(state) = peak.parts.iter_mut().find(|item| item.name == "optimizer state") {
+        state.bytes -= gradients.min(state.bytes);
+        peak.parts.push(Item { name: "gradients", bytes: gradients });
+    }
+}

@@ -1,0 +1,62 @@
+//! Names of candidates in tables.
+
+use super::{Candidate, Tier, Way};
+use crate::activation_plan::Kept;
+use crate::offload::OptimizerPlace;
+
+impl Candidate {
+    /// Returns a short name, such as `recompute 15 of 24 layers, 2 rows at a time`.
+    pub fn name(&self) -> String {
+        let way = self.way.name();
+        match self.rows {
+            None => way,
+            Some(1) => format!("{way}, 1 row at a time"),
+            Some(rows) => format!("{way}, {rows} rows at a time"),
+        }
+    }
+}
+
+impl Way {
+    /// Returns a short name.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Resident(layers) => of_layers(layers),
+            Self::Offloaded { tier, ring, resident, optimizer } => {
+                let mut name = match tier {
+                    Tier::Host => "layers in host memory".to_owned(),
+                    Tier::File => "layers in files".to_owned(),
+                };
+                name += &format!(", ring {ring}");
+                if !resident.is_empty() {
+                    name += &format!(", {} resident", resident.len());
+                }
+                if *optimizer == OptimizerPlace::Host {
+                    name += ", optimizer on the host";
+                }
+                name
+            }
+        }
+    }
+}
+
+fn of_layers(layers: &[Kept]) -> String {
+    let count = |way: Kept| layers.iter().filter(|one| **one == way).count();
+    let all = layers.len();
+    // The last layer keeps its activations where that takes no more memory: its backward follows at once.
+    let is_all = |number: usize| number > 0 && number + 1 >= all;
+    if is_all(count(Kept::Input)) && count(Kept::Everything) + count(Kept::Input) == all {
+        return "recompute all".to_owned();
+    }
+    let parts: Vec<String> = [
+        (Kept::Input, "recompute", ""),
+        (Kept::Attention, "recompute the MLP of", ""),
+        (Kept::FeedForward, "recompute the attention of", ""),
+        (Kept::Products, "recompute elementwise operations of", ""),
+        (Kept::InputOnHost, "recompute", " from inputs in host memory"),
+    ]
+    .into_iter()
+    .filter(|(way, ..)| count(*way) > 0)
+    .map(|(way, what, from)| format!("{what} {} of {all} layers{from}", count(way)))
+    .collect();
+    if parts.is_empty() { "keep all".to_owned() } else { parts.join(", ") }
+}

@@ -1,0 +1,252 @@
+//! The fastest candidate within a budget, and what is beside it.
+
+use super::{Candidate, Job, Tier, Way};
+use crate::Error;
+use crate::activation_plan::Kept;
+use crate::offload::{Budget, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
+
+/// The share of a step's time that passes over fewer rows must save to be chosen: they change the order of a sum.
+const SPLIT_GAIN: f64 = 0.02;
+
+/// Plans between the chosen one and the least, for [`Job::cheaper_plans`].
+const RUNGS: u64 = 4;
+
+/// Which candidates are considered.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Allowed {
+    /// What resident layers keep; `None` for no candidate whose layers are all resident.
+    pub layers: Option<Layers>,
+    /// How layers are offloaded; `None` for no candidate with offloaded layers.
+    pub offloaded: Option<OffloadedLayers>,
+    /// Whether a batch may go through the model in parts.
+    pub splits: bool,
+    /// Rows of a pass that were given; `None` for those of a batch, or fewer if [`Allowed::splits`].
+    pub rows: Option<u64>,
+}
+
+/// What resident layers keep.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Layers {
+    /// Any activation plan.
+    Any,
+    /// This plan.
+    Only(Vec<Kept>),
+}
+
+/// How layers are offloaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OffloadedLayers {
+    /// Where to.
+    pub tiers: Vec<Tier>,
+    /// The largest ring; with [`OffloadedLayers::resident`] the ring, unless only a smaller one fits.
+    pub most_slots: usize,
+    /// The resident layers; `None` for as many as fit.
+    pub resident: Option<Vec<usize>>,
+    /// Where the optimizer's state of offloaded layers is.
+    pub optimizer: OptimizerPlace,
+}
+
+impl Default for Allowed {
+    /// Everything, for frozen layers on a GPU.
+    fn default() -> Self {
+        Self {
+            layers: Some(Layers::Any),
+            offloaded: Some(OffloadedLayers {
+                tiers: vec![Tier::Host, Tier::File],
+                most_slots: MOST_PLANNED_SLOTS,
+                resident: None,
+                optimizer: OptimizerPlace::Device,
+            }),
+            splits: true,
+            rows: None,
+        }
+    }
+}
+
+/// The candidates of a search.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Found {
+    /// By falling peak. Of those with fewer rows, only the best.
+    pub candidates: Vec<Candidate>,
+    /// The number of the fastest that fits.
+    pub chosen: Option<usize>,
+    /// The budget.
+    pub budget: Budget,
+}
+
+impl Found {
+    /// Returns the fastest candidate that fits.
+    pub fn chosen(&self) -> Option<&Candidate> {
+        self.chosen.map(|number| &self.candidates[number])
+    }
+
+    /// Returns the candidate with the smallest peak.
+    pub fn least(&self) -> Option<&Candidate> {
+        self.candidates.last()
+    }
+
+    /// Whether a candidate fits.
+    pub fn fits(&self, candidate: &Candidate) -> bool {
+        fits(candidate, self.budget)
+    }
+
+    /// Returns the candidate of the smallest budget that is faster than the chosen one.
+    pub fn faster(&self) -> Option<&Candidate> {
+        let chosen = self.chosen()?;
+        let faster = self.candidates.iter().filter(|one| one.seconds < chosen.seconds * (1.0 - SPLIT_GAIN));
+        faster.filter(|one| !self.fits(one)).min_by_key(|one| one.peak.total)
+    }
+
+    /// Returns the fastest candidate that takes less than the chosen one.
+    pub fn cheaper(&self) -> Option<&Candidate> {
+        let chosen = self.chosen()?;
+        let cheaper = self.candidates.iter().filter(|one| one.peak.total < chosen.peak.total);
+        cheaper.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+}
+
+fn fits(candidate: &Candidate, budget: Budget) -> bool {
+    candidate.peak.total <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
+}
+
+/// Seconds, with a share for what a candidate changes.
+fn cost(candidate: &Candidate) -> f64 {
+    candidate.seconds * if candidate.keeps_bits() { 1.0 } else { 1.0 + SPLIT_GAIN }
+}
+
+impl Job {
+    /// Finds the fastest candidate that fits a budget.
+    ///
+    /// # Errors
+    /// A model whose activations are not modelled; an activation plan of another length.
+    pub fn search(&self, allowed: &Allowed, budget: Budget) -> Result<Found, Error> {
+        let mut all: Vec<Candidate> = Vec::new();
+        for rows in self.row_counts(allowed) {
+            match &allowed.layers {
+                None => {}
+                Some(Layers::Only(plan)) => all.push(self.evaluate(Way::Resident(plan.clone()), rows)?),
+                Some(Layers::Any) => all.extend(self.resident(rows, budget)?),
+            }
+            if let Some(offloaded) = &allowed.offloaded {
+                for &tier in &offloaded.tiers {
+                    all.extend(self.offloaded(offloaded, tier, rows, budget)?);
+                }
+            }
+        }
+        let best = (0..all.len()).filter(|&number| fits(&all[number], budget)).min_by(|&a, &b| {
+            cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].peak.total.cmp(&all[b].peak.total))
+        });
+        let least = (0..all.len()).min_by_key(|&number| all[number].peak.total);
+        let chosen = best.map(|number| all[number].clone());
+        let mut shown: Vec<Candidate> = Vec::new();
+        for (number, candidate) in all.into_iter().enumerate() {
+            let is_shown = candidate.rows == allowed.rows || Some(number) == best || Some(number) == least;
+            if is_shown && !shown.iter().any(|one| one.way == candidate.way && one.rows == candidate.rows) {
+                shown.push(candidate);
+            }
+        }
+        shown.sort_by_key(|candidate| std::cmp::Reverse(candidate.peak.total));
+        let chosen = chosen.and_then(|chosen| shown.iter().position(|one| *one == chosen));
+        Ok(Found { candidates: shown, chosen, budget })
+    }
+
+    /// Activation plans with the rows of `chosen` that take less and less memory, the fastest first, for a training whose memory is
+    /// less than was planned for. No gradient's bit depends on which of them computes it.
+    ///
+    /// # Errors
+    /// As [`Job::search`].
+    pub fn cheaper_plans(&self, chosen: &Candidate) -> Result<Vec<Candidate>, Error> {
+        let ways = self.ways_to_keep();
+        let least = self.least_held(ways, chosen.rows)?;
+        let mut plans: Vec<Candidate> = Vec::new();
+        let range = chosen.peak.total.saturating_sub(least.peak.total);
+        for rung in (1..RUNGS).rev() {
+            let budget = least.peak.total + range / RUNGS * rung;
+            plans.extend(self.least_recomputed(ways, chosen.rows, budget)?);
+        }
+        plans.push(least);
+        let mut below = chosen.peak.total;
+        plans.retain(|plan| {
+            let is_less = plan.peak.total < below;
+            below = below.min(plan.peak.total);
+            is_less
+        });
+        Ok(plans)
+    }
+
+    /// Rows of a pass: those of a batch, then half of them, a quarter, …, one.
+    fn row_counts(&self, allowed: &Allowed) -> Vec<Option<u64>> {
+        let mut counts = vec![allowed.rows];
+        if allowed.splits && allowed.rows.is_none() {
+            let mut rows = self.widest().work.batch;
+            while rows > 1 {
+                rows = rows.div_ceil(2);
+                counts.push(Some(rows));
+            }
+        }
+        counts
+    }
+
+    /// Everything kept, the least recomputation that fits, and the fewest bytes.
+    fn resident(&self, rows: Option<u64>, budget: Budget) -> Result<Vec<Candidate>, Error> {
+        let ways = self.ways_to_keep();
+        let keeps = self.evaluate(Way::Resident(vec![Kept::Everything; self.model.layers as usize]), rows)?;
+        let least = self.least_held(ways, rows)?;
+        let mut found = Vec::new();
+        if !fits(&keeps, budget) && least.peak.total <= budget.device {
+            found.extend(self.least_recomputed(ways, rows, budget.device)?);
+        }
+        found.extend([keeps, least]);
+        Ok(found)
+    }
+
+    /// The fastest that fits with layers in `tier`, and the one that takes the least.
+    fn offloaded(
+        &self,
+        allowed: &OffloadedLayers,
+        tier: Tier,
+        rows: Option<u64>,
+        budget: Budget,
+    ) -> Result<Vec<Candidate>, Error> {
+        let layers = self.model.layers as usize;
+        let of = |ring: usize, resident: Vec<usize>| {
+            let optimizer = allowed.optimizer;
+            self.evaluate(Way::Offloaded { tier, ring, resident, optimizer }, rows)
+        };
+        if let Some(resident) = &allowed.resident {
+            let streamed = layers.saturating_sub(resident.len()).max(1);
+            // The ring that was given, or the largest that fits.
+            let rings = (1..=allowed.most_slots.min(streamed)).rev();
+            let all = rings.map(|ring| of(ring, resident.clone())).collect::<Result<Vec<_>, _>>()?;
+            let best = all.iter().find(|one| fits(one, budget)).cloned();
+            let least = all.last().filter(|least| best.as_ref() != Some(least)).cloned();
+            return Ok(best.into_iter().chain(least).collect());
+        }
+        let mut all = Vec::new();
+        for ring in 1..=allowed.most_slots.min(layers) {
+            // The most resident layers that fit beside the ring. At least one layer is offloaded.
+            let (mut most, mut too_many) = (None, layers + 1 - ring);
+            let mut low = 0;
+            while low < too_many {
+                let stay = low + (too_many - low) / 2;
+                let candidate = of(ring, interleaved(layers, stay))?;
+                if fits(&candidate, budget) {
+                    (most, low) = (Some(candidate), stay + 1);
+                } else {
+                    too_many = stay;
+                }
+            }
+            all.extend(most);
+        }
+        all.push(of(1, Vec::new())?);
+        Ok(best_and_least(all, budget))
+    }
+}
+
+fn best_and_least(all: Vec<Candidate>, budget: Budget) -> Vec<Candidate> {
+    let fitting = all.iter().filter(|one| fits(one, budget));
+    let best = fitting.min_by(|a, b| cost(a).total_cmp(&cost(b))).cloned();
+    let least = all.iter().min_by_key(|one| one.peak.total).cloned();
+    let least = least.filter(|least| best.as_ref() != Some(least));
+    best.into_iter().chain(least).collect()
+}

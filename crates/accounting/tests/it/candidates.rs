@@ -1,0 +1,149 @@
+//! The search for the fastest way to run a step under a budget.
+
+use accounting::activation_plan::Kept;
+use accounting::candidates::{Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Tier, Way};
+use accounting::decoder_flops::Workload;
+use accounting::lora::LowRank;
+use accounting::memory::logits::Loss;
+use accounting::memory::recipe::Recipe;
+use accounting::offload::sizes::Choices;
+use accounting::offload::{Budget, OptimizerPlace, Rates};
+use accounting::presets;
+
+fn job(lora: bool) -> Job {
+    let batch = Batch { work: Workload { batch: 4, sequence: 512 }, labelled: None };
+    Job {
+        model: presets::find("qwen2.5-0.5b").unwrap(),
+        lora: lora.then(|| LowRank { on_cpu: true, ..LowRank::default() }),
+        choices: Choices {
+            flops: 1e11,
+            bandwidth: 2e10,
+            recipe: Recipe::BF16_FP32_STATE,
+            loss: Loss::LinearCrossEntropy { tokens: 128 },
+            ..Choices::default()
+        },
+        largest: vec![batch],
+        mean: batch,
+        accumulation: 4,
+        clips: true,
+        rates: Rates { load: 5e9, store: 5e9, host_optimizer: 7e8, device_optimizer: 7e8 },
+        file_load: 2e9,
+        on_cpu: true,
+    }
+}
+
+fn allowed() -> Allowed {
+    let offloaded = OffloadedLayers {
+        tiers: vec![Tier::File],
+        most_slots: 4,
+        resident: None,
+        optimizer: OptimizerPlace::Device,
+    };
+    Allowed { offloaded: Some(offloaded), ..Allowed::default() }
+}
+
+fn search(job: &Job, allowed: &Allowed, bytes: u64) -> Found {
+    job.search(allowed, Budget { device: bytes, host: None }).unwrap()
+}
+
+const ENOUGH: u64 = 1 << 40;
+
+/// The least bytes that a whole batch takes, and those of keeping everything.
+fn range(job: &Job, allowed: &Allowed) -> (u64, u64) {
+    let found = search(job, &Allowed { splits: false, ..allowed.clone() }, ENOUGH);
+    (found.least().unwrap().peak.total, found.chosen().unwrap().peak.total)
+}
+
+/// Layers that keep less than everything.
+fn again(candidate: &Candidate) -> usize {
+    let Way::Resident(layers) = &candidate.way else { return 0 };
+    layers.iter().filter(|kept| **kept != Kept::Everything).count()
+}
+
+#[test]
+fn less_memory_takes_more_time_and_what_is_chosen_fits() {
+    let job = job(true);
+    let (least, keep) = range(&job, &allowed());
+    let mut seconds = 0.0;
+    for eighths in (0..=8).rev() {
+        let budget = least + (keep - least) / 8 * eighths + 8;
+        let found = search(&job, &Allowed { splits: false, ..allowed() }, budget);
+        let Some(chosen) = found.chosen() else { panic!("{eighths}: {:?}", found.least()) };
+        assert!(chosen.peak.total <= budget, "{}", chosen.name());
+        assert_eq!(chosen.peak.total, chosen.peak.parts.iter().map(|part| part.bytes).sum::<u64>());
+        assert!(chosen.seconds >= seconds * 0.999, "{eighths}: {}", chosen.name());
+        // Nothing that is shown and fits is faster by more than what is taken for a tie.
+        let fitting = found.candidates.iter().filter(|one| found.fits(one));
+        assert!(fitting.clone().all(|one| one.seconds > chosen.seconds * 0.97), "{}", chosen.name());
+        assert!(found.cheaper().is_none_or(|one| one.peak.total < chosen.peak.total));
+        assert!(found.faster().is_none_or(|one| !found.fits(one) && one.seconds < chosen.seconds));
+        seconds = chosen.seconds;
+    }
+    let found = search(&job, &allowed(), 100 << 20);
+    assert!(found.chosen().is_none() && found.least().unwrap().peak.total > 100 << 20);
+}
+
+#[test]
+fn fewer_rows_replace_recomputation_where_they_are_allowed() {
+    let job = job(true);
+    let (least, keep) = range(&job, &allowed());
+    let budget = least + (keep - least) / 2;
+    let whole = search(&job, &Allowed { splits: false, ..allowed() }, budget);
+    let split = search(&job, &allowed(), budget);
+    assert!(whole.chosen().unwrap().keeps_bits() && again(whole.chosen().unwrap()) > 0, "{whole:?}");
+    assert!(!split.chosen().unwrap().keeps_bits());
+    assert!(split.chosen().unwrap().seconds < whole.chosen().unwrap().seconds);
+    // With room for all, the whole batch is taken.
+    let found = search(&job, &allowed(), ENOUGH);
+    assert_eq!(found.chosen().unwrap().name(), "keep all");
+}
+
+#[test]
+fn what_is_named_is_kept() {
+    let job = job(true);
+    let keep = Layers::Only(vec![Kept::Everything; 24]);
+    let only = Allowed { layers: Some(keep), offloaded: None, splits: false, rows: None };
+    let (least, keep) = range(&job, &allowed());
+    let found = search(&job, &only, (least + keep) / 2);
+    assert_eq!((found.candidates.len(), found.chosen), (1, None));
+    let rows = Allowed { rows: Some(2), ..only };
+    assert!(search(&job, &rows, ENOUGH).candidates.iter().all(|one| one.rows == Some(2)));
+    let ring = OffloadedLayers { most_slots: 3, resident: Some(vec![0, 5]), ..allowed().offloaded.unwrap() };
+    let files = Allowed { layers: None, offloaded: Some(ring), splits: false, rows: None };
+    let found = search(&job, &files, ENOUGH);
+    let Way::Offloaded { ring, resident, .. } = &found.chosen().unwrap().way else { panic!("offloaded") };
+    assert_eq!((*ring, &resident[..]), (3, &[0, 5][..]));
+}
+
+#[test]
+fn the_plans_of_a_training_that_is_short_of_memory_take_less_and_less() {
+    for lora in [true, false] {
+        let job = job(lora);
+        let found = search(&job, &Allowed { splits: false, ..allowed() }, ENOUGH);
+        let chosen = found.chosen().unwrap();
+        let plans = job.cheaper_plans(chosen).unwrap();
+        assert!(plans.len() >= 3, "{plans:?}");
+        let peaks: Vec<u64> = [chosen].into_iter().chain(&plans).map(|plan| plan.peak.total).collect();
+        assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
+        assert!(plans.iter().all(Candidate::keeps_bits));
+        assert!(job.cheaper_plans(plans.last().unwrap()).unwrap().is_empty());
+    }
+}
+
+/// All gradients exist while a second pass adds to them; a step of bf16 weights on a CPU casts them.
+#[test]
+fn accumulated_gradients_and_casts_are_counted() {
+    let one = Job { accumulation: 1, ..job(false) };
+    let keep = || Way::Resident(vec![Kept::Everything; 24]);
+    let single = one.evaluate(keep(), None).unwrap();
+    let several = job(false).evaluate(keep(), None).unwrap();
+    let parameters = presets::find("qwen2.5-0.5b").unwrap().parameters().unwrap();
+    assert_eq!(several.peak.bytes("gradients"), 2 * parameters);
+    assert_eq!(several.peak.bytes("optimizer state"), 8 * parameters);
+    assert!(several.peak.total > single.peak.total + parameters);
+    // Few activations: the largest moment is the update.
+    let tokens = Batch { work: Workload { batch: 1, sequence: 16 }, labelled: None };
+    let short = Job { largest: vec![tokens], mean: tokens, ..job(false) };
+    let update = short.evaluate(keep(), None).unwrap().peak;
+    assert_eq!(update.moment.to_string(), "step of the optimizer");
+}
