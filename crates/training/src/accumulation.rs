@@ -5,9 +5,10 @@
 //! of short micro-batches more.) Σ nᵢ must be known before the first backward, so all micro-batches of a step are fetched
 //! first; the loader counts targets on the host.
 
-use dataloading::Batch;
+use dataloading::{Batch, Counts, Packing};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, module::LossOutput};
+use tch::Tensor;
 
 use crate::batches::Batches;
 use crate::error::Result;
@@ -30,6 +31,51 @@ impl MicroBatches {
     pub fn denominator(&self) -> f64 {
         self.targets.max(1) as f64
     }
+
+    /// Divides each micro-batch into parts of at most `rows` rows, so that fewer activations exist at a time. The step's loss and
+    /// gradients are the same up to the order of their sums; dropout draws other numbers.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn split(self, rows: usize) -> Result<Self> {
+        let mut batches = Vec::new();
+        for batch in self.batches {
+            if usize::try_from(batch.tokens.size()[0]).is_ok_and(|all| all <= rows.max(1)) {
+                batches.push(batch);
+            } else {
+                batches.extend(parts(&batch, rows.max(1) as i64)?);
+            }
+        }
+        Ok(Self { batches, ..self })
+    }
+}
+
+/// Returns the parts of a batch. The counts stay with the step.
+fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
+    let (all, length) = batch.tokens.size2()?;
+    let part = |first: i64| -> Result<Batch> {
+        let count = rows.min(all - first);
+        let of = |tensor: &Tensor| tensor.f_narrow(0, first, count);
+        let packing = match &batch.packing {
+            None => None,
+            Some(packing) => {
+                let (begin, end) = ((first * length) as i32, ((first + count) * length) as i32);
+                let inside = packing.starts.iter().filter(|start| (begin..=end).contains(*start));
+                let starts: Vec<i32> = inside.map(|start| start - begin).collect();
+                let before = packing.starts.iter().filter(|start| **start < begin).count() as i64;
+                Some(Packing {
+                    positions: of(&packing.positions)?,
+                    document_ids: of(&packing.document_ids)?.f_sub_scalar(before)?,
+                    cu_seqlens: Tensor::f_from_slice(&starts)?.f_to_device(batch.tokens.device())?,
+                    longest: starts.windows(2).map(|ends| i64::from(ends[1] - ends[0])).max().unwrap_or(0),
+                    starts,
+                })
+            }
+        };
+        let counts = Counts::default();
+        Ok(Batch { tokens: of(&batch.tokens)?, labels: of(&batch.labels)?, packing, counts })
+    };
+    (0..all).step_by(rows as usize).map(part).collect()
 }
 
 /// Fetches `count` micro-batches, or fewer at the end of the data; `None` if there are none left.

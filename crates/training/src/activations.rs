@@ -137,8 +137,8 @@ pub fn every_kth(layers: usize, k: usize, plan: LayerPlan) -> Result<Vec<LayerPl
 
 const WHAT: &str = "activation plan";
 
-/// A handle on the plan of a model's layers.
-#[derive(Debug)]
+/// A handle on the plan of a model's layers. Clones share the plan.
+#[derive(Debug, Clone)]
 pub struct Activations {
     switches: Vec<Switch>,
     offload: HostOffload,

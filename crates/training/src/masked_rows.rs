@@ -59,6 +59,17 @@ impl Default for Layout {
     }
 }
 
+/// The sizes of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchShape {
+    /// Rows.
+    pub rows: usize,
+    /// Positions of each, padding included.
+    pub length: usize,
+    /// Positions with a label.
+    pub labelled: usize,
+}
+
 /// A source of batches over masked rows. See the [module](self).
 #[derive(Debug)]
 pub struct MaskedBatches {
@@ -120,6 +131,11 @@ impl MaskedBatches {
         Ok(Self { rows, together, layout, device, fingerprint: all.finish(), position: 0 })
     }
 
+    /// Returns whether rows are packed.
+    pub fn is_packed(&self) -> bool {
+        self.layout.packed.is_some()
+    }
+
     /// Returns the batches per epoch; the last one may have fewer rows.
     pub fn batches_per_epoch(&self) -> u64 {
         self.together.len().div_ceil(self.layout.batch) as u64
@@ -142,6 +158,38 @@ impl MaskedBatches {
         rows.sort_by_key(|row| std::cmp::Reverse(width(row)));
         rows.truncate(self.layout.batch);
         self.batch(&rows)
+    }
+
+    /// Returns the sizes of the next `count` batches, or of as many as there are.
+    pub fn shapes(&self, count: u64) -> impl Iterator<Item = BatchShape> + '_ {
+        let sizes = |row: &Vec<usize>| -> (usize, usize) {
+            let rows = row.iter().map(|number| &self.rows[*number]);
+            let learnt =
+                |row: &MaskedRow| row.labels[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
+            rows.fold((0, 0), |(width, labels), row| (width + positions_of(row), labels + learnt(row)))
+        };
+        let sizes: Vec<(usize, usize)> = self.together.iter().map(sizes).collect();
+        (self.position..self.position.saturating_add(count)).map_while(move |position| {
+            let of_batch = self.numbers(position)?.into_iter().map(|number| sizes[number]);
+            let (rows, widest, labelled) = of_batch
+                .fold((0, 0, 0), |(rows, widest, labelled), (width, labels)| {
+                    (rows + 1, width.max(widest), labelled + labels)
+                });
+            Some(BatchShape { rows, length: self.layout.packed.unwrap_or(widest), labelled })
+        })
+    }
+
+    /// The units of the batch at a position; `None` after the last epoch.
+    fn numbers(&self, position: u64) -> Option<Vec<usize>> {
+        let (per_epoch, units) = (self.batches_per_epoch(), self.together.len() as u64);
+        let (epoch, number) = (position / per_epoch, position % per_epoch);
+        if self.layout.epochs.is_some_and(|epochs| epoch >= epochs) {
+            return None;
+        }
+        let order = self.layout.shuffle.map(|seed| Permutation::new(units, seed, epoch, 0));
+        let first = number * self.layout.batch as u64;
+        let numbers = first..units.min(first + self.layout.batch as u64);
+        Some(numbers.map(|number| order.as_ref().map_or(number, |order| order.at(number)) as usize).collect())
     }
 
     fn batch(&self, rows: &[&[usize]]) -> Result<Batch> {
@@ -215,18 +263,9 @@ fn packed(rows: &[MaskedRow], capacity: usize) -> Result<Vec<Vec<usize>>> {
 
 impl Batches for MaskedBatches {
     fn next(&mut self) -> Result<Option<Batch>> {
-        let (per_epoch, units) = (self.batches_per_epoch(), self.together.len() as u64);
-        let (epoch, number) = (self.position / per_epoch, self.position % per_epoch);
-        if self.layout.epochs.is_some_and(|epochs| epoch >= epochs) {
-            return Ok(None);
-        }
-        let order = self.layout.shuffle.map(|seed| Permutation::new(units, seed, epoch, 0));
-        let first = number * self.layout.batch as u64;
-        let numbers = first..units.min(first + self.layout.batch as u64);
-        let rows: Vec<&[usize]> = numbers
-            .map(|number| order.as_ref().map_or(number, |order| order.at(number)))
-            .map(|number| self.together[number as usize].as_slice())
-            .collect();
+        let Some(numbers) = self.numbers(self.position) else { return Ok(None) };
+        let rows: Vec<&[usize]> =
+            numbers.into_iter().map(|number| self.together[number].as_slice()).collect();
         let batch = self.batch(&rows)?;
         self.position += 1;
         Ok(Some(batch))
@@ -253,99 +292,4 @@ impl Batches for MaskedBatches {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use super::*;
-
-    fn row(first: i64, prompt: usize, answer: usize) -> MaskedRow {
-        let tokens: Vec<i64> = (first..).take(prompt + answer).collect();
-        let labels =
-            (0..).zip(&tokens).map(|(at, id)| if at < prompt { IGNORE_INDEX } else { *id }).collect();
-        MaskedRow { tokens, labels }
-    }
-
-    fn rows() -> Vec<MaskedRow> {
-        (0..9)
-            .map(|number| row(100 * (number + 1), 2 + number as usize % 4, 1 + number as usize % 3))
-            .collect()
-    }
-
-    const PADDED: Layout = Layout { batch: 4, packed: None, pad: 7, shuffle: Some(3), epochs: Some(2) };
-
-    fn numbers(tensor: &Tensor) -> Vec<Vec<i64>> {
-        Vec::try_from(tensor).unwrap()
-    }
-
-    /// The next token of each document token, over all remaining batches.
-    fn pairs(source: &mut MaskedBatches) -> BTreeMap<(i64, i64), usize> {
-        let mut pairs = BTreeMap::new();
-        while let Some(batch) = source.next().unwrap() {
-            let (tokens, labels) = (numbers(&batch.tokens), numbers(&batch.labels));
-            let all: Vec<(i64, i64)> =
-                tokens.concat().into_iter().zip(labels.concat()).filter(|(token, _)| *token != 7).collect();
-            assert_eq!(all.len(), batch.counts.tokens);
-            assert_eq!(tokens.concat().len(), batch.counts.tokens + batch.counts.padding);
-            assert_eq!(all.iter().filter(|(_, label)| *label != IGNORE_INDEX).count(), batch.counts.targets);
-            all.into_iter().for_each(|pair| *pairs.entry(pair).or_default() += 1);
-        }
-        pairs
-    }
-
-    #[test]
-    fn every_answer_is_predicted_once_an_epoch_padded_and_packed() {
-        let mut expected = BTreeMap::new();
-        for row in rows() {
-            for at in 1..row.tokens.len() {
-                expected.insert((row.tokens[at - 1], row.labels[at]), 2);
-            }
-        }
-        for layout in [PADDED, Layout { packed: Some(9), ..PADDED }, Layout { shuffle: None, ..PADDED }] {
-            let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
-            assert_eq!(pairs(&mut source), expected, "{layout:?}");
-        }
-    }
-
-    #[test]
-    fn packed_rows_have_document_boundaries() {
-        let layout = Layout { packed: Some(9), shuffle: None, batch: 100, ..PADDED };
-        let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
-        assert!(source.together.len() < 6, "{:?}", source.together);
-        let batch = source.next().unwrap().unwrap();
-        let packing = batch.packing.unwrap();
-        let (tokens, positions) = (numbers(&batch.tokens).concat(), numbers(&packing.positions).concat());
-        for ends in packing.starts.windows(2) {
-            let document = ends[0] as usize..ends[1] as usize;
-            assert!(positions[document.clone()].iter().copied().eq(0..document.len() as i64));
-            let tokens = &tokens[document];
-            assert!(tokens[0] == 7 || tokens[0] % 100 == 0, "{tokens:?} does not begin a row");
-        }
-        assert_eq!(source.tokens_and_padding(), (batch.counts.tokens, batch.counts.padding));
-    }
-
-    #[test]
-    fn batches_resume_and_epochs_differ() {
-        let mut source = MaskedBatches::new(rows(), PADDED, Device::Cpu).unwrap();
-        let first = numbers(&source.next().unwrap().unwrap().tokens);
-        let (state, rest) = (source.state(), pairs(&mut source));
-        let mut other = MaskedBatches::new(rows(), PADDED, Device::Cpu).unwrap();
-        other.resume(&state).unwrap();
-        assert_eq!(pairs(&mut other), rest);
-        other.resume(&json!({ "rows": state["rows"], "position": other.batches_per_epoch() })).unwrap();
-        assert_ne!(numbers(&other.next().unwrap().unwrap().tokens), first);
-        for layout in [Layout { batch: 3, ..PADDED }, Layout { shuffle: Some(4), ..PADDED }] {
-            let mut other = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
-            assert!(other.resume(&state).unwrap_err().to_string().contains("same data"), "{layout:?}");
-        }
-    }
-
-    #[test]
-    fn options_without_batches_are_refused() {
-        let silent = vec![row(1, 3, 0)];
-        assert!(MaskedBatches::new(silent, PADDED, Device::Cpu).is_err());
-        assert!(MaskedBatches::new(rows(), Layout { batch: 0, ..PADDED }, Device::Cpu).is_err());
-        let error =
-            MaskedBatches::new(rows(), Layout { packed: Some(4), ..PADDED }, Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("packed rows have 4"), "{error}");
-    }
-}
+mod tests;

@@ -32,15 +32,21 @@ impl StepProbe {
     /// Those of the data and of the model.
     pub fn run(trainer: &mut Trainer, train: &mut dyn Batches) -> Result<Option<Self>> {
         let (data, random) = (train.state(), RandomState::capture_all()?);
-        let Some(micro) = fetch(train, 1)? else { return Ok(None) };
-        let Some(batch) = micro.batches.first() else { return Ok(None) };
+        let Some(mut micro) = fetch(train, 1)? else { return Ok(None) };
+        let counts = micro.batches.first().map(|batch| batch.counts).unwrap_or_default();
+        if let Some(rows) = trainer.options.rows {
+            micro = micro.split(rows)?;
+        }
         let model = trainer.model.as_ref();
         trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
-        // Announced as one of two micro-batches, so that no optimizer steps during backward.
-        trainer.optimizer.begin(StepSettings { micro_batches: 2, ..StepSettings::default() })?;
+        // Announced as one micro-batch more, so that no optimizer steps during backward.
+        let micro_batches = micro.batches.len() as u64 + 1;
+        trainer.optimizer.begin(StepSettings { micro_batches, ..StepSettings::default() })?;
         let counter = Counter::on_this_thread()?;
-        let output = forward(model, batch, true, false)?;
-        runtime::autograd::backward(&[&output.sum])?;
+        for batch in &micro.batches {
+            let output = forward(model, batch, true, false)?;
+            runtime::autograd::backward(&[&output.sum])?;
+        }
         let flops = counter.finish()?.total.flops;
         let (mut without_gradient, mut elements_without_gradient) = (Vec::new(), 0);
         for (name, tensor) in trainable(model) {
@@ -52,7 +58,7 @@ impl StepProbe {
         trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
         train.resume(&data)?;
         random.restore()?;
-        Ok(Some(Self { flops, counts: batch.counts, without_gradient, elements_without_gradient }))
+        Ok(Some(Self { flops, counts, without_gradient, elements_without_gradient }))
     }
 
     /// FLOPs of forward and backward per position, padding included; attention counts every pair of query and key within a

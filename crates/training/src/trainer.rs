@@ -17,6 +17,7 @@ mod figures;
 mod frozen;
 mod options;
 pub(crate) mod ranks;
+mod replan;
 mod retry;
 mod saving;
 
@@ -44,6 +45,7 @@ use frozen::Fingerprint;
 pub use frozen::Frozen;
 pub use options::{FailedCheckpoint, Options};
 use ranks::Owner;
+pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
@@ -90,6 +92,8 @@ pub struct Trainer {
     pub observers: Vec<Box<dyn Observer>>,
     /// Keeps the weights of the best evaluation.
     pub best: Option<Box<dyn BestWeights>>,
+    /// Activation plans to change to when memory is short.
+    pub cheaper_plans: Option<CheaperPlans>,
     /// Set from outside to end the training after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
     /// Options. May be changed between runs.
@@ -124,6 +128,7 @@ impl Trainer {
             checkpoints: None,
             observers: Vec::new(),
             best: None,
+            cheaper_plans: None,
             stop: Arc::default(),
             options,
             step: 0,
@@ -227,11 +232,15 @@ impl Trainer {
     fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let _step = range("step");
         let mut timings = Timings::default();
-        let Some(micro) = timed("data", &mut timings.data, || fetch(train, self.options.accumulation))?
-        else {
-            return Ok(false);
-        };
-        let mut attempts = self.attempts(micro.batches[0].tokens.device())?;
+        let (accumulation, rows) = (self.options.accumulation, self.options.rows);
+        let fetched = timed("data", &mut timings.data, || match (fetch(train, accumulation)?, rows) {
+            (Some(micro), Some(rows)) => micro.split(rows).map(Some),
+            (micro, _) => Ok(micro),
+        })?;
+        let Some(micro) = fetched else { return Ok(false) };
+        let device = micro.batches[0].tokens.device();
+        let mut attempts = self.attempts(device)?;
+        let repeat = self.before_step(device)?;
         let settings = StepSettings {
             micro_batches: micro.batches.len() as u64,
             factor: self.schedule.factor(self.step),
@@ -240,7 +249,13 @@ impl Trainer {
         };
         let (sums, scale, decision, started) = loop {
             self.optimizer.begin(settings)?;
-            let sums = self.gradients(&micro, &mut timings)?;
+            let sums = match self.gradients(&micro, &mut timings) {
+                Ok(sums) => sums,
+                Err(error) => {
+                    self.repeat_with_less(error, repeat.as_ref())?;
+                    continue;
+                }
+            };
             // The device's decision is added to the record when it is read.
             let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
             let started = Instant::now();
@@ -369,13 +384,4 @@ fn timed<T>(name: &str, seconds: &mut f64, part: impl FnOnce() -> Result<T>) -> 
     let result = part();
     *seconds += start.elapsed().as_secs_f64();
     result
-}
-
-impl std::fmt::Debug for Trainer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Trainer")
-            .field("step", &self.step)
-            .field("options", &self.options)
-            .finish_non_exhaustive()
-    }
 }

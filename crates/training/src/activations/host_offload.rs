@@ -21,7 +21,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 /// The copies of one model's activations.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub(super) struct HostOffload(Arc<Shared>);
 
 #[derive(Debug, Default)]

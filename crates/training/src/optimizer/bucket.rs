@@ -7,6 +7,11 @@ use super::rule::{FusedStep, Hyperparameters, Rule, Tensors, cast_gradients, wri
 use super::{Implementation, work_kind};
 use crate::error::Result;
 
+/// Bytes of weights and gradients in the dtype of the arithmetic that a bucket may hold as copies before it runs. Copies of all
+/// parameters at once would take twice the memory of 16-bit weights and gradients. What a parameter becomes does not depend on its
+/// bucket.
+const CASTS: u64 = 64 << 20;
+
 /// The arguments of one call.
 #[derive(Debug)]
 struct Bucket {
@@ -17,6 +22,8 @@ struct Bucket {
     steps: Vec<Tensor>,
     /// For each parameter the tensor that the model computes with, where that is another one.
     weights: Vec<Option<Tensor>>,
+    /// Bytes of its copies, those of the gradients included, which its run makes.
+    casts: u64,
 }
 
 /// StepArguments to run a step.
@@ -55,7 +62,7 @@ pub(super) fn step(
         let at = at.unwrap_or_else(|| {
             let slots = own.slots().iter().map(|_| Vec::new()).collect();
             let (params, grads, steps, weights) = Default::default();
-            buckets.push(Bucket { key, params, grads, slots, steps, weights });
+            buckets.push(Bucket { key, params, grads, slots, steps, weights, casts: 0 });
             buckets.len() - 1
         });
         let bucket = &mut buckets[at];
@@ -65,6 +72,10 @@ pub(super) fn step(
             // The fused kernels treat memory as contiguous.
             None => values.f_to_kind(kind)?.f_contiguous()?,
         };
+        let wide = work.numel() as u64 * kind.elt_size_in_bytes() as u64;
+        let copied =
+            u64::from(state.master.is_none() && values.kind() != kind) + u64::from(grad.kind() != kind);
+        bucket.casts += copied * wide;
         bucket.weights.push((work.data_ptr() != values.data_ptr()).then_some(values));
         bucket.params.push(work);
         bucket.grads.push(grad.f_detach()?.f_contiguous()?);
@@ -78,15 +89,15 @@ pub(super) fn step(
             state.step += 1;
             state.uncertain |= skip.is_some();
         }
-        if implementation == Implementation::ForLoop {
-            run(buckets.pop().into_iter(), groups, arguments)?;
+        if implementation == Implementation::ForLoop || bucket.casts >= CASTS {
+            run(Some(buckets.swap_remove(at)).into_iter(), groups, arguments)?;
         }
     }
     run(buckets.into_iter(), groups, arguments)
 }
 
 fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], arguments: StepArguments<'_>) -> Result<()> {
-    for Bucket { key: (group, device, _, step), params, grads, slots, steps, weights } in buckets {
+    for Bucket { key: (group, device, _, step), params, grads, slots, steps, weights, casts: _ } in buckets {
         let group = &groups[group];
         let rule = group.rule.as_deref().unwrap_or(arguments.rule);
         let hyperparameters =

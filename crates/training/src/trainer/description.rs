@@ -38,6 +38,9 @@ impl Description {
         set("optimizer", format!("{:?}", trainer.optimizer.rule()));
         set("schedule", trainer.schedule.to_string());
         set("accumulation", options.accumulation.to_string());
+        if let Some(rows) = options.rows {
+            set("rows at a time", rows.to_string());
+        }
         set("clip", clip);
         set("non-finite gradients", format!("{:?}", options.non_finite));
         set("overflowing gradients", format!("{:?}", options.overflow));
@@ -65,4 +68,13 @@ fn differences(is: &BTreeMap<String, String>, was: &BTreeMap<String, String>) ->
     };
     let differ = names.into_iter().filter(|name| is.get(*name) != was.get(*name));
     differ.map(|name| format!("{name} was {} and is now {}", of(was, name), of(is, name))).collect()
+}
+
+impl std::fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Trainer")
+            .field("step", &self.step)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
 }

@@ -6,6 +6,9 @@ use crate::divergence::Divergence;
 use crate::error::{Error, Result};
 use crate::optimizer::ZeroGrad;
 
+#[cfg(doc)]
+use crate::accumulation::MicroBatches;
+
 /// What to do if a checkpoint cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FailedCheckpoint {
@@ -23,6 +26,8 @@ pub struct Options {
     pub steps: u64,
     /// Gradient accumulation steps.
     pub accumulation: usize,
+    /// Rows that go through the model at a time; `None` for those of a batch ([`MicroBatches::split`]).
+    pub rows: Option<usize>,
     /// Maximum gradient norm.
     pub clip: Option<f64>,
     /// What to do if the norm is not finite.
@@ -55,6 +60,7 @@ impl Default for Options {
         Self {
             steps: 100,
             accumulation: 1,
+            rows: None,
             clip: None,
             non_finite: NonFinite::default(),
             overflow: Overflow::default(),

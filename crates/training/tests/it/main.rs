@@ -12,5 +12,7 @@ mod llama;
 mod optimizers;
 mod packed_equals_separate;
 mod parts;
+mod replan;
 mod resume;
+mod split;
 mod trainer;
