@@ -1,12 +1,20 @@
-//! What a plan of offloading needs of this machine: its measured rates, and how much of a budget is left for tensors.
+//! What a plan needs: this machine's rates, a budget, and what a training computes in a step.
 //!
-//! [`accounting::offload`] predicts steps from sizes and rates. [`MachineRates::measure`] gives the rates, [`tensor_budget`] what
-//! remains of a budget beside the program itself, and [`PeakUsage`] what was held in the end.
+//! [`accounting`] predicts steps from sizes and rates. [`KnownRates`] has the rates, which are measured once; [`Job`](accounting::candidates::Job)s
+//! come from a configuration by [`job`], and [`allowed`] says which ways to run a step the configuration leaves open.
+//! [`default_budget`] is the budget of a training without one, [`tensor_budget`] what remains of a budget beside the program itself, and
+//! [`PeakUsage`] what was held in the end.
 
 mod budget;
+mod data_shape;
+mod job;
+mod known_rates;
 mod rates;
 
-pub use budget::{PeakMeter, PeakUsage, enforce, tensor_budget};
+pub use budget::{FREE_SHARE, PeakMeter, PeakUsage, default_budget, enforce, tensor_budget};
+pub use data_shape::DataShape;
+pub use job::{NotPredicted, allowed, job, layer_plan, with_choice};
+pub use known_rates::KnownRates;
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 
 use accounting::memory::logits::Loss;
@@ -30,7 +38,7 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
     }
 }
 
-/// The number formats of a model whose weights are in `kind`.
+/// The number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32.
 pub fn recipe(kind: Kind) -> Recipe {
-    if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 }
+    if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16_FP32_STATE }
 }

@@ -17,6 +17,7 @@ pub(crate) mod kept;
 pub(crate) mod launch;
 pub(crate) mod merge;
 pub(crate) mod model;
+pub(crate) mod outlook;
 pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod problems;

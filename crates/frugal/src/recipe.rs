@@ -269,17 +269,22 @@ impl Recipe {
         !resident && !whole && !read && config.mlp.level.is_none()
     }
 
-    /// Puts the layers behind switches, unless all keep their activations. Offloaded layers run again as they are.
+    /// Puts the layers behind switches, unless all keep their activations to the end. Offloaded layers run again as they are.
     fn install_activations(&self, model: &mut dyn Module) -> Result<Option<Activations>> {
         let own = &self.config.activations;
         let offloaded = self.config.offload.is_some() || self.divides_layers();
-        if own.plan == ActivationPlan::Keep || offloaded {
+        // Ranks do not change their plans.
+        let keeps =
+            own.plan == ActivationPlan::Keep || own.plan == ActivationPlan::Auto && self.ranks.is_some();
+        if keeps || offloaded {
             return Ok(None);
         }
         let layers = count_blocks(model)?;
         let plan = match own.plan {
-            // What the plan will be is measured later: `Prepared::plan_activations`.
-            ActivationPlan::Keep | ActivationPlan::Plan => vec![LayerPlan::KeepAll; layers],
+            // What the plan will be is decided later: `Prepared::plan_activations`, or by who has predicted it.
+            ActivationPlan::Auto | ActivationPlan::Keep | ActivationPlan::Plan => {
+                vec![LayerPlan::KeepAll; layers]
+            }
             ActivationPlan::Recompute => activations::every_kth(layers, 1, own.recompute.layer_plan())?,
             ActivationPlan::EveryK => activations::every_kth(layers, own.every, own.recompute.layer_plan())?,
         };

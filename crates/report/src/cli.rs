@@ -59,14 +59,26 @@ impl Scale {
     }
 }
 
-/// Runs a binary's work. Prints an error in one line with its cause chain and returns exit status 1 (on a usage error clap
-/// exits with 2 before).
+/// An error that ends a program with a status of its own, such as 3 where nothing fits the memory.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    /// The exit status.
+    pub status: u8,
+    /// What is wrong, and the remedy.
+    pub message: String,
+}
+
+/// Runs a binary's work. Prints an error in one line with its cause chain and returns exit status 1, or that of a [`Failure`] (on a
+/// usage error clap exits with 2 before).
 pub fn run(work: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     match work() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
-            ExitCode::FAILURE
+            error
+                .downcast_ref::<Failure>()
+                .map_or(ExitCode::FAILURE, |failure| ExitCode::from(failure.status))
         }
     }
 }

@@ -71,8 +71,10 @@ impl Default for ActivationsConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationPlan {
-    /// All layers.
+    /// Whatever is the fastest way to run a step within the budget.
     #[default]
+    Auto,
+    /// All layers.
     Keep,
     /// No layer (activation checkpointing).
     Recompute,

@@ -18,6 +18,10 @@ pub struct TrainingConfig {
     pub batch: usize,
     /// Gradient accumulation steps: batches per optimizer step.
     pub accumulation: usize,
+    /// Rows that go through the model at a time. Fewer than `batch` take less memory; gradients are the same up to the order of their
+    /// sums. Absent for those of a batch, or fewer if a budget needs that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rows_at_once: Option<usize>,
     /// Steps between checkpoints; one is written at the end in any case.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint_every: Option<u64>,
@@ -42,7 +46,8 @@ pub struct TrainingConfig {
     pub seed: u64,
     /// Where to compute: `cpu`, `cuda` or `cuda:N`.
     pub device: String,
-    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; absent for no limit.
+    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; absent for 80 % of what is free in the program, and for no
+    /// limit in the library.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub budget: Option<Bytes>,
 }
@@ -54,6 +59,7 @@ impl Default for TrainingConfig {
             epochs: None,
             batch: 4,
             accumulation: 4,
+            rows_at_once: None,
             checkpoint_every: None,
             keep: 2,
             ignore_failed_checkpoints: false,

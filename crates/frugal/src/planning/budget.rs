@@ -10,6 +10,24 @@ use crate::error::{Error, Result};
 /// The share of a budget that a plan leaves free, for short-lived tensors and what libraries allocate as they go.
 const SLACK: f64 = 0.03;
 
+/// The share of the free memory that a training without a budget may take.
+pub const FREE_SHARE: f64 = 0.8;
+
+/// Returns the budget of a training without one: on the CPU the bytes that the process holds and [`FREE_SHARE`] of those that are
+/// free, as the kernel and the process's control group say; on a GPU that share of its free bytes.
+///
+/// # Errors
+/// A system that does not say.
+pub fn default_budget(device: Device) -> Result<u64> {
+    let free =
+        runtime::device::memory_info(device)?.free.saturating_add(runtime::memory::cached_bytes(device)?);
+    let held = match device {
+        Device::Cpu => resident_memory()?.current,
+        _ => 0,
+    };
+    Ok(held + (free as f64 * FREE_SHARE) as u64)
+}
+
 /// Returns the bytes of the device that tensors may take, of a budget that on the CPU is the whole process's.
 ///
 /// # Errors

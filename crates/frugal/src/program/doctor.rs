@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use clap::Args;
 use frugal::models::hub::Hub;
+use frugal::planning::KnownRates;
 use report::Environment;
 use report::unit::human;
 use runtime::device::{self, memory_info};
-use runtime::measure::physical;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -21,9 +21,12 @@ pub(crate) struct Doctor {
     /// Never use the network
     #[arg(long)]
     offline: bool,
-    /// Do not measure rates, which takes some seconds
+    /// Do not measure rates that are not known yet, which takes some seconds
     #[arg(long)]
     fast: bool,
+    /// Measure the rates again, and keep them for plans
+    #[arg(long, conflicts_with = "fast")]
+    measure: bool,
     /// A folder on the disk whose free space is shown
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     folder: PathBuf,
@@ -53,19 +56,25 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
             format!("{} free of {}", human(memory.free as f64, "B"), human(memory.total as f64, "B")),
             json!({ "free": memory.free, "total": memory.total }),
         );
-        if !arguments.fast {
-            let size = if device.is_cuda() { 4096 } else { 1024 };
-            let product = physical::gemm_rate(device, Kind::Float, size, size, size)?.rate();
-            let copy = physical::copy_bandwidth(device)?.rate();
-            let of =
-                |rate: Option<f64>, unit: &str| rate.map_or_else(|| "–".to_owned(), |rate| human(rate, unit));
-            tell(&format!("products on {flag}"), of(product, "FLOP/s"), json!(product));
-            tell(&format!("copies on {flag}"), of(copy, "B/s"), json!(copy));
+        let known = match (arguments.measure, arguments.fast) {
+            (true, _) => Some(KnownRates::measure(device, Kind::Float)?),
+            (false, true) => KnownRates::kept(device, Kind::Float),
+            (false, false) => Some(KnownRates::get(device, Kind::Float)?),
+        };
+        if let Some(known) = known {
+            for (what, rate, unit) in [
+                ("products on", known.flops, "FLOP/s"),
+                ("copies on", known.bandwidth, "B/s"),
+                ("layers from host memory to", known.host_load, "B/s"),
+                ("layers from files to", known.file_load, "B/s"),
+            ] {
+                tell(&format!("{what} {flag}"), human(rate, unit), json!(rate));
+            }
         }
     }
     // What the machine has; the lines above have the limit of the control group where that is less.
     tell("installed memory", human(environment.memory_bytes as f64, "B"), json!(environment.memory_bytes));
-    let group = control_group_limit();
+    let group = device::control_group()?.map(|group| group.limit);
     let shown = group.map_or_else(|| "none".to_owned(), |bytes| human(bytes as f64, "B"));
     tell("control group limit", shown, json!(group));
     let disk = free_disk(&arguments.folder)?;
@@ -87,14 +96,6 @@ fn loaded(name: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     paths.map(Path::new).find(|path| path.to_string_lossy().contains(name)).map(Path::to_owned)
-}
-
-/// The memory limit of this process's control group.
-fn control_group_limit() -> Option<u64> {
-    let files = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
-    let limits = files.iter().filter_map(|file| std::fs::read_to_string(file).ok()?.trim().parse().ok());
-    // A group without a limit states one beyond any machine's memory.
-    limits.into_iter().find(|limit: &u64| *limit < 1 << 60)
 }
 
 fn free_disk(folder: &Path) -> anyhow::Result<u64> {

@@ -13,6 +13,7 @@ use frugal::config::{Config, Task};
 use frugal::lora::Adapters;
 use frugal::models::hugging_face::Folder;
 use frugal::models::module::LanguageModel;
+use frugal::planning::DataShape;
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
@@ -27,13 +28,14 @@ use super::figures::{counted, grouped, share};
 use super::kept::Writer;
 use super::merge::complete;
 use super::model::{HubArgs, same_folder};
+use super::outlook::{Outlook, Subject};
 use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
 use super::run_flags::with_origins;
 use super::run_record::{note_other_data, write_page};
 use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, enforce, name_budget, report, save_model};
+use super::training::{Run, Saving, name_budget, report, save_model};
 use data::{Data, with_date};
 
 /// What is trained.
@@ -201,16 +203,38 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let validation =
         (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
+    let outlook = Outlook::of(
+        common,
+        config,
+        Subject {
+            shape: Some(folder.config()),
+            kind: config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?,
+            device,
+            data: DataShape::of(&train, steps.saturating_mul(config.training.accumulation as u64)),
+            validation: validation
+                .as_ref()
+                .and_then(|rows| DataShape::of(rows, u64::MAX).largest.first().map(|(_, batch)| *batch)),
+            steps,
+            resumes: resume,
+        },
+    )?;
+    outlook.tell(common);
+    let recipe = ranks::recipe(common, &outlook.applied(config))?;
+    let config = &outlook.written(config);
     let mut saving = Saving::open(out, common, config, resume)?;
+    saving.about.plan = outlook.json();
     if common.is_first() {
         saving.about.train = SplitRecord::of(&train_files, rows[0])?;
         saving.about.validation = SplitRecord::of(&validation_files, rows[1])?;
         note_other_data(common, &saving.about);
     }
 
-    let _limit = enforce(config, device)?;
+    let _limit = outlook.enforce()?;
     let mut prepared = recipe.open(&folder, device)?;
-    if let Some(chosen) = prepared.plan_activations(&train.largest()?)? {
+    outlook.apply(&prepared.handles)?;
+    if !outlook.is_predicted()
+        && let Some(chosen) = prepared.plan_activations(&train.largest()?)?
+    {
         let layers: Vec<String> = chosen.layers.iter().map(|plan| format!("{plan:?}")).collect();
         saving.about.plan =
             json!({ "layers": layers, "peak_bytes": chosen.peak_bytes, "seconds": chosen.seconds });
@@ -226,8 +250,9 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             ),
         );
     }
-    let (trainer, mut handles) =
+    let (mut trainer, mut handles) =
         prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
+    trainer.cheaper_plans = outlook.cheaper_plans(&handles)?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
@@ -241,6 +266,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         validation,
         saving: Some(saving),
         writer: Some(writer.clone()),
+        expected: outlook.expected(),
     };
     let all = run.parameters();
     say(

@@ -1,7 +1,7 @@
 //! The flags that belong to the keys of a configuration.
 
 /// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
-const FLAGS: [(&str, &str); 75] = [
+const FLAGS: [(&str, &str); 76] = [
     ("activations.plan", "--activations"),
     ("activations.plan", "--recompute"),
     ("activations.recompute", "--recompute-what"),
@@ -76,6 +76,7 @@ const FLAGS: [(&str, &str); 75] = [
     ("training.patience", "--patience"),
     ("training.samples", "--samples"),
     ("training.seed", "--seed"),
+    ("training.rows_at_once", "--rows-at-once"),
     ("training.steps", "--steps"),
 ];
 

@@ -61,10 +61,13 @@ pub(crate) struct SettingsArgs {
     /// Steps between reads of the loss, which wait for the device [default: 1; for train: 10]
     #[arg(long, alias = "read-every", value_name = "STEPS", help_heading = LOOP)]
     log_every: Option<u64>,
-    /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU
+    /// Rows that go through the model at a time: fewer take less memory [default: those of a batch, or fewer if the budget needs that]
+    #[arg(long, value_name = "ROWS", help_heading = MEMORY)]
+    rows_at_once: Option<usize>,
+    /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU [default: 80 % of the free memory]
     #[arg(long, value_name = "BYTES", help_heading = MEMORY)]
     budget: Option<Bytes>,
-    /// Which layers keep their activations for backward [default: keep]
+    /// Which layers keep their activations for backward [default: auto]
     #[arg(long, value_name = "PLAN", help_heading = MEMORY)]
     activations: Option<ActivationsArg>,
     /// What a layer that does not keep its activations recomputes [default: layer]
@@ -142,6 +145,8 @@ macro_rules! choice {
 choice! {
     /// `--activations`.
     ActivationsArg of ActivationPlan {
+        /// As many as the budget allows, or offloaded layers or fewer rows at a time where that is faster
+        Auto,
         /// All layers
         Keep,
         /// No layer: activation checkpointing
@@ -340,6 +345,7 @@ impl SettingsArgs {
         }
         put(&mut training.batch, self.batch_size);
         put(&mut training.accumulation, self.accumulation);
+        put_some(&mut training.rows_at_once, self.rows_at_once);
         put_some(&mut data.packing, self.packing);
         put_some(&mut training.checkpoint_every, self.checkpoint_every);
         put(&mut training.keep, self.keep);

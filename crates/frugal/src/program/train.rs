@@ -14,6 +14,7 @@ use frugal::display::Efficiency;
 use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
 use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, LlamaConfig};
+use frugal::planning::DataShape;
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::Trainer;
@@ -27,12 +28,13 @@ use super::end_card;
 use super::figures::{counted, grouped};
 use super::finetune::MODEL;
 use super::kept::Writer;
+use super::outlook::{Outlook, Subject};
 use super::output::{print_line, say};
 use super::ranks;
 use super::run_flags::with_origins;
 use super::run_record::note_other_data;
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report};
+use super::training::{NO_VALIDATION, Run, Saving, name_budget, report};
 use data::Data;
 use weights::{Weights, files};
 
@@ -220,34 +222,63 @@ fn train(
         bail!(NO_VALIDATION);
     }
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
+    let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
+    file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (data.vocabulary, length)))?;
+    let outlook = Outlook::of(
+        common,
+        config,
+        Subject {
+            shape: file.as_ref(),
+            kind,
+            device,
+            data: DataShape::uniform(
+                config.training.batch as u64,
+                length as u64,
+                config.data.source != "synthetic"
+                    && ["packed", "sequenced"].contains(&&*config.data.strategy),
+            ),
+            validation: None,
+            steps: data.steps,
+            resumes: resume,
+        },
+    )?;
+    outlook.tell(common);
+    let recipe =
+        if outlook.is_predicted() { ranks::recipe(common, &outlook.applied(config))? } else { recipe };
+    let config = &outlook.written(config);
     let mut saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
+    if let Some(saving) = &mut saving {
+        saving.about.plan = outlook.json();
+    }
     if let Some(saving) = saving.as_mut().filter(|_| common.is_first()) {
         saving.about.train = files(Path::new(&config.data.source))?;
         saving.about.validation =
             config.data.validation.as_deref().map_or_else(|| Ok(SplitRecord::default()), files)?;
         note_other_data(common, &saving.about);
     }
-    let _limit = enforce(config, device)?;
+    let _limit = outlook.enforce()?;
     let mut prepared = match &file {
-        Some(file) => {
-            check_sizes(config, file, (data.vocabulary, length))?;
-            let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
-            recipe.create(file, Init::Normal { std: file.initializer_range }, (kind, device))?
-        }
+        Some(file) => recipe.create(file, Init::Normal { std: file.initializer_range }, (kind, device))?,
         None => recipe.apply(small(config, data.vocabulary, length, device)?)?,
     };
     let Data { mut train, validation, steps, loading, documents, .. } = data;
     let state = train.state();
-    if let Some(batch) = train.next()? {
+    outlook.apply(&prepared.handles)?;
+    if !outlook.is_predicted()
+        && let Some(batch) = train.next()?
+    {
         prepared.plan_activations(&batch)?;
+        train.resume(&state)?;
     }
-    train.resume(&state)?;
-    let (trainer, handles) = prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
+    let (mut trainer, handles) =
+        prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
+    trainer.cheaper_plans = outlook.cheaper_plans(&handles)?;
     let writer = file.clone().map(|file| {
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());
         Rc::new(Weights { common: common.clone(), config: file, tokenizer }) as Rc<dyn Writer>
     });
-    let run = Run { trainer, config, handles, train, validation, saving, writer: writer.clone() };
+    let expected = outlook.expected();
+    let run = Run { trainer, config, handles, train, validation, saving, writer: writer.clone(), expected };
     let trained = run.parameters().trainable;
     if !common.json {
         say(common, &format!("trains {} parameters; {}", grouped(trained), counted(steps, "step")));

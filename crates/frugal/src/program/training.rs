@@ -12,7 +12,6 @@ use frugal::loss_log::{LossLog, LossSummary, Losses};
 use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
-use frugal::planning;
 use frugal::recipe::Handles;
 use frugal::run_folder::{CHECKPOINTS, Curves, LOSSES, LossTable, Outcome, TABLE};
 use frugal::training::checkpoint::Checkpoints;
@@ -20,13 +19,13 @@ use frugal::training::interrupt;
 use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
-use runtime::memory::Limit;
 use serde_json::json;
 use tch::{Device, Tensor};
 
 use super::Common;
 use super::end_card;
 use super::kept::{KeepBest, Writer};
+use super::outlook::Expected;
 use super::output::{Lines, print_line, say};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
@@ -79,25 +78,19 @@ impl<'a> Saving<'a> {
     }
 }
 
-/// Makes the allocator refuse what goes beyond the budget, if there is one. On a CPU the program's own memory counts too.
-///
-/// # Errors
-/// The program takes more already.
-pub(crate) fn enforce(config: &Config, device: Device) -> anyhow::Result<Option<Limit>> {
-    let Some(budget) = config.training.budget else { return Ok(None) };
-    let tensors = runtime::memory::live_bytes(device)? + planning::tensor_budget(budget.0, device)?;
-    Ok(planning::enforce(device, tensors)?)
-}
-
 /// Names the budget in an error about memory that it caused.
 pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Error {
-    match config.training.budget {
-        Some(budget) if format!("{error:#}").contains("out of memory on the CPU") => error.context(format!(
-            "the training needs more than the budget of {budget}; give a larger --budget, a smaller --batch-size, \
-             --activations recompute, or --offload"
-        )),
-        _ => error,
+    if !format!("{error:#}").contains("out of memory on the CPU") {
+        return error;
     }
+    let budget = config.training.budget.map_or_else(
+        || "80 % of the memory that was free".to_owned(),
+        |budget| format!("the budget of {budget}"),
+    );
+    error.context(format!(
+        "the training needs more than {budget}; give a larger --budget, a smaller --batch-size, --activations recompute, or \
+         --offload"
+    ))
 }
 
 /// A training that is ready to run.
@@ -110,6 +103,8 @@ pub(crate) struct Run<'a> {
     pub(crate) saving: Option<Saving<'a>>,
     /// Writes the weights of the best evaluation.
     pub(crate) writer: Option<Rc<dyn Writer>>,
+    /// The predicted time of a step.
+    pub(crate) expected: Option<Expected>,
 }
 
 /// The result of a training.
@@ -144,7 +139,7 @@ impl Run<'_> {
         before: impl FnOnce(&mut Trainer, &mut dyn Batches, Option<&mut dyn Batches>) -> anyhow::Result<()>,
     ) -> anyhow::Result<Trained> {
         let counted = self.parameters();
-        let Self { mut trainer, config, handles, mut train, mut validation, saving, writer } = self;
+        let Self { mut trainer, config, handles, mut train, mut validation, saving, writer, expected } = self;
         common.agree(&[
             ("data".to_owned(), train.state().to_string()),
             ("steps".to_owned(), trainer.options.steps.to_string()),
@@ -199,6 +194,9 @@ impl Run<'_> {
             }
         }
         before(&mut trainer, train.as_mut(), lend(&mut validation))?;
+        if let Some(expected) = expected {
+            expected.calibrate(common, &mut trainer, train.as_mut(), lend(&mut validation))?;
+        }
         let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
         let step = trainer.step();
         let evaluated = trainer.options.evaluate_every.is_some_and(|every| step.is_multiple_of(every));

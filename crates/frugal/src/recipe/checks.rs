@@ -17,6 +17,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
         ("training.accumulation", Some(training.accumulation as u64)),
+        ("training.rows_at_once", training.rows_at_once.map(|rows| rows as u64)),
         ("training.checkpoint_every", training.checkpoint_every),
         ("training.evaluate_every", training.evaluate_every),
         ("training.patience", training.patience),
@@ -101,7 +102,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         return refused("`offload.tier = \"file\"`", why, remedy);
     }
     let runs_again = match activations.plan {
-        ActivationPlan::Keep => true,
+        ActivationPlan::Auto | ActivationPlan::Keep => true,
         ActivationPlan::Recompute => activations.recompute == Recomputed::Layer,
         ActivationPlan::EveryK | ActivationPlan::Plan => false,
     };
@@ -281,6 +282,7 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
 /// Returns a plan's name in a configuration.
 fn plan_name(plan: ActivationPlan) -> &'static str {
     match plan {
+        ActivationPlan::Auto => "auto",
         ActivationPlan::Keep => "keep",
         ActivationPlan::Recompute => "recompute",
         ActivationPlan::EveryK => "every-k",

@@ -100,7 +100,7 @@ fn what_is_wrong_is_named_with_its_line() {
     check(
         "[activations]\nplan = \"none\"",
         expect![[
-            r#"line 2 (`plan = "none"`): unknown variant `none`, expected one of `keep`, `recompute`, `every-k`, `plan`"#
+            r#"line 2 (`plan = "none"`): unknown variant `none`, expected one of `auto`, `keep`, `recompute`, `every-k`, `plan`"#
         ]],
     );
     check(

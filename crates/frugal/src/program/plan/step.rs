@@ -2,6 +2,7 @@
 
 mod ranks;
 mod rates;
+mod search;
 mod variants;
 
 use std::path::PathBuf;
@@ -15,11 +16,13 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Bytes, OffloadTier};
 use frugal::planning::{self, MachineRates};
+use report::cli::Failure;
 use report::unit::human;
 use serde_json::json;
 use tch::{Device, Kind};
 
 use super::super::Common;
+use super::super::outlook::NOTHING_FITS;
 use super::super::output::{print_line, print_lines};
 use super::super::settings::{DtypeArg, OffloadArg};
 use super::model_args::ModelArgs;
@@ -41,7 +44,7 @@ enum Work {
 pub(crate) struct StepArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: the free memory, or that of --hardware]
+    /// Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: 80 % of the free memory, or that of --hardware]
     #[arg(long, value_name = "BYTES")]
     budget: Option<Bytes>,
     /// Memory limit of the host for offloaded layers and optimizer state [default: none]
@@ -65,6 +68,9 @@ pub(crate) struct StepArgs {
     /// Dtype of the weights: float32 or bfloat16 [default: bfloat16, and float32 where all weights are trained]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
+    /// Gradient accumulation steps: batches per optimizer step
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    accumulation: u64,
     /// Tokens whose logits exist at a time
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..))]
     loss_chunk: u64,
@@ -134,6 +140,9 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let machine = shared(arguments.rates(&planned)?, sharing);
     let budget = arguments.budget(device)?;
     let budget = Budget { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
+    if arguments.method != Work::Inference && ranks == 1 {
+        return search::run(common, arguments, &planned, &machine, budget);
+    }
     let costs = arguments.costs(&planned, &machine)?;
     let mut variants = variants(&costs, &machine.transfers, budget, tier, on_cpu)?;
     let hiding = arguments.tokens_that_hide_loads(&machine, kind, variants.last())?;
@@ -169,24 +178,12 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         return Ok(());
     }
     let source = arguments.hardware.map_or("measured", |gpu| gpu.name);
-    let mut lines = vec![
-        (
-            "parameters".to_owned(),
-            format!("{} ({})", grouped(planned.model.parameters()?.into()), bytes_text(weights)),
-        ),
-        (
-            if sharing > 1 { "budget for tensors of a rank" } else { "budget for tensors" }.into(),
-            bytes_text(budget.device),
-        ),
-        (
-            source.into(),
-            format!(
-                "{:.3e} FLOP/s of products, {:.3e} B/s of memory, {:.3e} B/s of loads",
-                machine.flops, machine.bandwidth, machine.transfers.load
-            ),
-        ),
-        blank(),
-    ];
+    let mut lines = head(&planned, &machine, source)?;
+    lines[1] = (
+        if sharing > 1 { "budget for tensors of a rank" } else { "budget for tensors" }.into(),
+        bytes_text(budget.device),
+    );
+    lines.push(blank());
     for variant in &variants {
         let fits = match variant.peak.checked_sub(budget.device) {
             None | Some(0) => "fits".to_owned(),
@@ -235,11 +232,38 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
     match chosen {
         Some(_) => Ok(()),
-        None => bail!(
-            "nothing fits {}; take fewer or shorter rows, a lower rank, or a smaller model",
-            bytes_text(budget.device)
-        ),
+        None => Err(nothing_fits(budget, variants.iter().map(|variant| variant.peak).min())),
     }
+}
+
+/// The error where nothing fits, with the least bytes of tensors that something takes.
+fn nothing_fits(budget: Budget, least: Option<u64>) -> anyhow::Error {
+    let least = least.map_or_else(String::new, |least| format!("; the least takes {}", bytes_text(least)));
+    let message = format!(
+        "nothing fits {}{least}; take fewer or shorter rows, a lower rank, or a smaller model",
+        bytes_text(budget.device)
+    );
+    Failure { status: NOTHING_FITS, message }.into()
+}
+
+/// What is planned: parameters, a line for the budget, rates.
+fn head(
+    planned: &PlannedStep,
+    machine: &MachineRates,
+    source: &str,
+) -> anyhow::Result<Vec<(String, String)>> {
+    let parameters = grouped(planned.model.parameters()?.into());
+    Ok(vec![
+        ("parameters".to_owned(), format!("{parameters} ({})", bytes_text(planned.weights))),
+        blank(),
+        (
+            source.to_owned(),
+            format!(
+                "{:.3e} FLOP/s of products, {:.3e} B/s of memory, {:.3e} B/s of loads",
+                machine.flops, machine.bandwidth, machine.transfers.load
+            ),
+        ),
+    ])
 }
 
 /// The rates of each of several ranks that share a machine.
@@ -266,7 +290,7 @@ impl StepArgs {
             (Some(budget), Some(_)) => budget.0,
             (None, Some(gpu)) => gpu.data_sheet()?.memory,
             (Some(budget), None) => planning::tensor_budget(budget.0, device)?,
-            (None, None) => runtime::device::memory_info(device)?.free,
+            (None, None) => planning::tensor_budget(planning::default_budget(device)?, device)?,
         };
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }

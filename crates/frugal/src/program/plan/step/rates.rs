@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use accounting::offload::{GEN4, Rates};
 use anyhow::{Context, bail};
 use frugal::config::OffloadTier;
-use frugal::offload::Tier;
-use frugal::planning::{self, MachineRates};
+use frugal::planning::{self, KnownRates, MachineRates};
 use tch::Device;
 
 use super::{PlannedStep, StepArgs};
@@ -52,19 +51,17 @@ impl StepArgs {
         Ok(rates)
     }
 
+    /// The rates that were measured before, or are now. What the page cache cannot hold comes from the disk in every step.
     fn measure(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
-        let &PlannedStep { ref model, work, kind, device, tier, weights } = planned;
-        // A part of the model's own product, which says the same in less time and memory.
-        let size = |of: u64, most: i64| i64::try_from(of).map_or(most, |of| of.min(most));
-        let product = [size(work.tokens()?, 2048), size(model.feed_forward, 4096), size(model.hidden, 4096)];
+        let &PlannedStep { kind, device, tier, weights, .. } = planned;
+        let known = KnownRates::get(device, kind)?;
+        let mut rates = known.machine();
         if tier == OffloadTier::Host {
-            return Ok(MachineRates::measure(product, (kind, device), &Tier::Host)?);
+            return Ok(rates);
         }
-        let scratch = self.scratch()?;
-        let tier = Tier::File(scratch.path().to_owned());
-        let mut rates = MachineRates::measure(product, (kind, device), &tier)?;
-        // What the page cache cannot hold comes from the disk in every step.
+        rates.transfers.load = known.file_load;
         if weights > runtime::device::memory_info(Device::Cpu)?.free {
+            let scratch = self.scratch()?;
             let file = match self.model.folder().map(weights_file).transpose()?.flatten() {
                 Some(file) => file,
                 None => written(scratch.path())?,

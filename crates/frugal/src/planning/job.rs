@@ -1,0 +1,299 @@
+//! What a configuration's training computes in a step, for predictions.
+
+use accounting::activation_plan::Kept;
+use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Tier, Way};
+use accounting::lora::{LowRank, Projection, Targets};
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::Optimizer;
+use accounting::memory::recipe::Recipe;
+use accounting::offload::{MOST_PLANNED_SLOTS, OptimizerPlace};
+use lora::{BiasTraining, LoraConfig};
+use models::LlamaConfig;
+use tch::{Device, Kind};
+use training::activations::{LayerPlan, every_kth};
+use training::predicted;
+
+use super::{DataShape, KnownRates, choices, recipe};
+use crate::config::{
+    self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
+    OptimizerRule,
+};
+use crate::error::Result;
+use crate::recipe::Recipe as Applied;
+
+/// Why a step is not predicted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NotPredicted(pub String);
+
+impl<E: std::error::Error> From<E> for NotPredicted {
+    fn from(error: E) -> Self {
+        Self(error.to_string())
+    }
+}
+
+fn refused(reason: &str) -> NotPredicted {
+    NotPredicted(reason.to_owned())
+}
+
+/// Returns what a training of `shape` with weights in `kind` computes in a step.
+///
+/// # Errors
+/// Techniques, dtypes and families of models whose activations `accounting` does not predict, by name.
+pub fn job(
+    config: &Config,
+    shape: &LlamaConfig,
+    (kind, device): (Kind, Device),
+    data: &DataShape,
+    rates: &KnownRates,
+) -> Result<Job, NotPredicted> {
+    let Config { mlp, loss, precision, optimizer, training, .. } = config;
+    if !matches!(kind, Kind::Float | Kind::BFloat16) {
+        return Err(refused("weights that are neither float32 nor bfloat16"));
+    }
+    if precision.compute != Compute::Fp32 {
+        return Err(refused("mixed precision"));
+    }
+    if mlp.level.is_some() {
+        return Err(refused("`mlp.level`"));
+    }
+    if loss.gradients_in_backward {
+        return Err(refused("`loss.gradients_in_backward`"));
+    }
+    if config.offload.as_ref().is_some_and(|offload| offload.method != OffloadMethod::Overlap) {
+        return Err(refused("`offload.method` other than \"overlap\""));
+    }
+    let on_cpu = device == Device::Cpu;
+    let lora = config.adapter.as_ref().map(|adapter| low_rank(adapter, shape, on_cpu)).transpose()?;
+    if lora.is_none() && config.model.freeze.is_some() {
+        return Err(refused("`model.freeze`"));
+    }
+    let is_adam = matches!(optimizer.rule, OptimizerRule::Adam | OptimizerRule::AdamW);
+    if lora.is_none() && !is_adam {
+        return Err(refused("an optimizer other than Adam and AdamW on all weights"));
+    }
+    let model = predicted::decoder(shape)?;
+    let row = model.vocabulary.saturating_mul(4).max(1);
+    let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
+        (Some(tokens), _) => tokens.unsigned_abs(),
+        (None, Some(Bytes(bytes))) => (bytes / row).max(1),
+        (None, None) => {
+            // So many tokens that all chunks but the last are full.
+            let vocabulary = shape.vocab_size;
+            fused_ce::default_chunk_tokens(1 << 40, vocabulary, kind, device).unsigned_abs()
+        }
+    };
+    let loss = match loss.head {
+        LossHeadKind::Plain => Loss::Eager,
+        LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens },
+    };
+    let formats = match (kind, optimizer.master_weights) {
+        (Kind::BFloat16, true) => Recipe::BF16_MASTER,
+        _ => recipe(kind),
+    };
+    let choices = accounting::offload::sizes::Choices {
+        recipe: formats,
+        loss,
+        optimizer: state_of(optimizer.rule),
+        documents: data.packed,
+        ..choices(kind, &rates.machine(), tokens)
+    };
+    Ok(Job {
+        model,
+        lora,
+        choices,
+        largest: data.largest.iter().map(|(_, batch)| *batch).collect(),
+        mean: data.mean,
+        accumulation: training.accumulation as u64,
+        clips: optimizer.clip > 0.0,
+        rates: rates.transfers(),
+        file_load: rates.file_load,
+        on_cpu,
+    })
+}
+
+fn state_of(rule: OptimizerRule) -> Optimizer {
+    match rule {
+        OptimizerRule::Sgd => Optimizer::Sgd,
+        OptimizerRule::Momentum | OptimizerRule::Nesterov => Optimizer::Momentum,
+        OptimizerRule::AdaGrad => Optimizer::AdaGrad,
+        OptimizerRule::RmsProp => Optimizer::RmsProp,
+        OptimizerRule::Adam => Optimizer::Adam,
+        OptimizerRule::AdamW => Optimizer::AdamW,
+    }
+}
+
+/// The adapters, if they are the same in all layers and on projections of the layers alone.
+fn low_rank(adapter: &LoraConfig, shape: &LlamaConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
+    if adapter.use_dora {
+        return Err(refused("DoRA"));
+    }
+    if adapter.bias != BiasTraining::None || adapter.modules_to_save.is_some() {
+        return Err(refused("trained biases and modules saved whole"));
+    }
+    if adapter.reads_weights()? {
+        return Err(refused("adapters whose initialisation splits the weights"));
+    }
+    let name = |layer: i64, which: Projection| {
+        let part = match which {
+            Projection::Query | Projection::Key | Projection::Value | Projection::Output => "self_attn",
+            Projection::Gate | Projection::Up | Projection::Down => "mlp",
+        };
+        format!("model.layers.{layer}.{part}.{}_proj", which.name())
+    };
+    let of_layer = |layer: i64| -> Result<Vec<Option<i64>>, NotPredicted> {
+        let rank = |which: Projection| -> Result<Option<i64>, NotPredicted> {
+            let name = name(layer, which);
+            Ok(if adapter.adapts(&name)? { Some(adapter.options(&name)?.r) } else { None })
+        };
+        Projection::ALL.into_iter().map(rank).collect()
+    };
+    let first = of_layer(0)?;
+    let mut ranks = first.iter().flatten();
+    let Some(&rank) = ranks.next() else {
+        return Err(refused("adapters outside of the layers' projections"));
+    };
+    if ranks.any(|other| *other != rank) {
+        return Err(refused("adapters of several ranks"));
+    }
+    for layer in 1..shape.num_hidden_layers {
+        if of_layer(layer)? != first {
+            return Err(refused("adapters that differ between layers"));
+        }
+    }
+    for outside in ["lm_head", "model.embed_tokens"] {
+        if adapter.adapts(outside)? {
+            return Err(NotPredicted(format!("an adapter on `{outside}`")));
+        }
+    }
+    let adapted = Projection::ALL.into_iter().zip(&first).filter(|(_, rank)| rank.is_some());
+    let targets: Vec<Projection> = adapted.map(|(which, _)| which).collect();
+    Ok(LowRank {
+        rank: rank.unsigned_abs(),
+        targets: Targets::of(&targets),
+        dropout: adapter.lora_dropout > 0.0,
+        on_cpu,
+    })
+}
+
+/// Returns which ways to run a step the configuration leaves open for a model of `layers` layers. What it names is kept.
+///
+/// # Errors
+/// `activations.every` of 0.
+pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed> {
+    let Config { activations, training, optimizer, .. } = config;
+    let rows = training.rows_at_once.filter(|rows| *rows < training.batch).map(|rows| rows as u64);
+    let splits = training.rows_at_once.is_none() && activations.plan != ActivationPlan::Plan;
+    let place = |place: config::OptimizerPlace| match place {
+        config::OptimizerPlace::Host => OptimizerPlace::Host,
+        config::OptimizerPlace::Device => OptimizerPlace::Device,
+    };
+    if let Some(offload) = &config.offload {
+        let offloaded = OffloadedLayers {
+            tiers: vec![tier(offload.tier)],
+            most_slots: offload.ring,
+            resident: Some(offload.resident.clone()),
+            optimizer: place(optimizer.place),
+        };
+        return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows });
+    }
+    let again = activations.recompute.layer_plan();
+    let kept = |plans: Vec<LayerPlan>| Layers::Only(plans.into_iter().map(kept).collect());
+    let plan = match activations.plan {
+        ActivationPlan::Auto | ActivationPlan::Plan => Layers::Any,
+        ActivationPlan::Keep => Layers::Only(vec![Kept::Everything; layers]),
+        ActivationPlan::Recompute => kept(every_kth(layers, 1, again)?),
+        ActivationPlan::EveryK => kept(every_kth(layers, activations.every, again)?),
+    };
+    let offloaded = match activations.plan {
+        ActivationPlan::Auto => offloaded_layers(config, device),
+        _ => None,
+    };
+    Ok(Allowed { layers: Some(plan), offloaded, splits, rows })
+}
+
+/// How layers may be offloaded where nothing says it.
+fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> {
+    let on_cpu = device == Device::Cpu;
+    let frozen = config.adapter.is_some();
+    // Of a CPU, host memory is the device's: only files are outside.
+    let tiers: Vec<Tier> = match (on_cpu, frozen) {
+        (true, true) => vec![Tier::File],
+        (true, false) => Vec::new(),
+        (false, true) => vec![Tier::Host, Tier::File],
+        (false, false) => vec![Tier::Host],
+    };
+    let optimizer = if frozen { OptimizerPlace::Device } else { OptimizerPlace::Host };
+    let works = |tier: &Tier| {
+        let way = Way::Offloaded { tier: *tier, ring: 1, resident: Vec::new(), optimizer };
+        Applied::new(&with_way(config, &way)).is_ok()
+    };
+    let tiers: Vec<Tier> = tiers.into_iter().filter(works).collect();
+    (!tiers.is_empty()).then_some(OffloadedLayers {
+        tiers,
+        most_slots: MOST_PLANNED_SLOTS,
+        resident: None,
+        optimizer,
+    })
+}
+
+/// Returns the configuration of a training that runs a step in the way of `candidate`. What layers on the device keep is not in it:
+/// [`Activations::change`](training::activations::Activations::change) says that.
+pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
+    let mut config = with_way(config, &candidate.way);
+    if let Some(rows) = candidate.rows {
+        config.training.rows_at_once = Some(rows as usize);
+    }
+    config
+}
+
+fn with_way(config: &Config, way: &Way) -> Config {
+    let mut config = config.clone();
+    if let Way::Offloaded { tier, ring, resident, optimizer } = way {
+        let own = config.offload.unwrap_or_default();
+        config.offload = Some(OffloadConfig {
+            tier: match tier {
+                Tier::Host => OffloadTier::Host,
+                Tier::File => OffloadTier::File,
+            },
+            ring: *ring,
+            resident: resident.clone(),
+            ..own
+        });
+        config.optimizer.place = match optimizer {
+            OptimizerPlace::Device => config::OptimizerPlace::Device,
+            OptimizerPlace::Host => config::OptimizerPlace::Host,
+        };
+    }
+    config
+}
+
+fn tier(tier: OffloadTier) -> Tier {
+    match tier {
+        OffloadTier::Host => Tier::Host,
+        OffloadTier::File => Tier::File,
+    }
+}
+
+/// What `accounting` calls a layer's plan.
+fn kept(plan: LayerPlan) -> Kept {
+    match plan {
+        LayerPlan::KeepAll => Kept::Everything,
+        LayerPlan::RecomputeElementwise => Kept::Products,
+        LayerPlan::RecomputeMlp => Kept::Attention,
+        LayerPlan::RecomputeAttention => Kept::FeedForward,
+        LayerPlan::RecomputeAll => Kept::Input,
+        LayerPlan::Offload => Kept::InputOnHost,
+    }
+}
+
+/// Returns the plan of a layer that keeps this.
+pub fn layer_plan(kept: Kept) -> LayerPlan {
+    match kept {
+        Kept::Everything => LayerPlan::KeepAll,
+        Kept::Products => LayerPlan::RecomputeElementwise,
+        Kept::Attention => LayerPlan::RecomputeMlp,
+        Kept::FeedForward => LayerPlan::RecomputeAttention,
+        Kept::Input => LayerPlan::RecomputeAll,
+        Kept::InputOnHost => LayerPlan::Offload,
+    }
+}

@@ -1,0 +1,177 @@
+//! The rates of this machine, measured once and kept.
+//!
+//! They are in `rates.json` in the cache folder (`FRUGAL_CACHE`, else the user's), by processor or GPU, number of threads, dtype of
+//! products and version of libtorch. [`KnownRates::measure`] measures them again.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use accounting::offload::Rates;
+use offload::Tier;
+use runtime::device::{memory_info, product_workspaces};
+use runtime::measure::physical;
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind};
+
+use super::rates::{MachineRates, layer_load_rate};
+use crate::error::{Error, Result};
+use crate::rows::cache_folder;
+
+/// Sizes `[m, n, k]` of the product whose rate is measured: as of a thousand tokens and a layer of half a billion parameters' model.
+const PRODUCT: [i64; 3] = [1024, 2048, 1024];
+/// Free bytes of the host without which nothing is measured: a copy of 256 MiB to another, and layers of 32 MiB.
+const NEEDED: u64 = 2 << 30;
+const FILE: &str = "rates.json";
+
+/// The rates of a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct KnownRates {
+    /// FLOP/s of products.
+    pub flops: f64,
+    /// Bytes per second of copies in the device's memory, read and written.
+    pub bandwidth: f64,
+    /// The same of the host's memory.
+    pub host_bandwidth: f64,
+    /// Bytes per second at which layers in host memory are loaded.
+    pub host_load: f64,
+    /// Bytes per second at which layers in files are loaded, from the page cache.
+    pub file_load: f64,
+    /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
+    pub product_workspaces: u64,
+}
+
+impl KnownRates {
+    /// Returns nominal rates, for a choice that does not depend on them.
+    pub fn nominal() -> Self {
+        let MachineRates { flops, bandwidth, transfers, product_workspaces } = MachineRates::NOMINAL;
+        Self {
+            flops,
+            bandwidth,
+            host_bandwidth: bandwidth,
+            host_load: transfers.load,
+            file_load: transfers.load / 2.0,
+            product_workspaces,
+        }
+    }
+
+    /// Returns the rates that were measured before, for weights in `kind`.
+    pub fn kept(device: Device, kind: Kind) -> Option<Self> {
+        let key = key(device, kind).ok()?;
+        read(&cache_file()?).remove(&key)
+    }
+
+    /// Returns the rates that were measured before, or measures them.
+    ///
+    /// # Errors
+    /// As [`KnownRates::measure`].
+    pub fn get(device: Device, kind: Kind) -> Result<Self> {
+        Self::kept(device, kind).map_or_else(|| Self::measure(device, kind), Ok)
+    }
+
+    /// Measures the rates, in some seconds, and keeps them; without keeping them where there is no cache folder. Returns nominal
+    /// rates on a machine with too little memory to measure.
+    ///
+    /// # Errors
+    /// A device that does not exist; no room for a temporary file.
+    pub fn measure(device: Device, kind: Kind) -> Result<Self> {
+        if memory_info(Device::Cpu)?.free < NEEDED {
+            return Ok(Self::nominal());
+        }
+        // Before the first product, when they are distinguishable from other memory.
+        let product_workspaces = product_workspaces(device)?;
+        let compute = runtime::matmul::compute_kind(device, kind);
+        let [m, n, k] = PRODUCT;
+        let rate = |found: runtime::measure::Measurement| found.rate().ok_or(Error::NotMeasured);
+        let flops = rate(physical::gemm_rate(device, compute, m, n, k)?)?;
+        let bandwidth = rate(physical::copy_bandwidth(device)?)?;
+        let host_bandwidth = match device {
+            Device::Cpu => bandwidth,
+            _ => rate(physical::copy_bandwidth(Device::Cpu)?)?,
+        };
+        let host_load = layer_load_rate(device, &Tier::Host)?;
+        let scratch = tempfile::tempdir().map_err(|cause| Error::File {
+            path: std::env::temp_dir(),
+            reason: format!("{cause}; set TMPDIR to a folder that can be written"),
+        })?;
+        let file_load = layer_load_rate(device, &Tier::File(scratch.path().to_owned()))?;
+        runtime::memory::empty_cache(device)?;
+        let found = Self { flops, bandwidth, host_bandwidth, host_load, file_load, product_workspaces };
+        if let Some(path) = cache_file() {
+            let mut all = read(&path);
+            all.insert(key(device, kind)?, found);
+            // The next run measures again if this fails.
+            let _ = write(&path, &all);
+        }
+        Ok(found)
+    }
+
+    /// Rates of layers in host memory, and of the optimizer on device and host.
+    pub fn transfers(&self) -> Rates {
+        Rates::of_memory(self.host_load, self.host_bandwidth, self.bandwidth)
+    }
+
+    /// The same in the form of a measurement for one tier.
+    pub fn machine(&self) -> MachineRates {
+        MachineRates {
+            flops: self.flops,
+            bandwidth: self.bandwidth,
+            transfers: self.transfers(),
+            product_workspaces: self.product_workspaces,
+        }
+    }
+}
+
+/// Returns the file of kept rates; `None` without a cache folder.
+fn cache_file() -> Option<PathBuf> {
+    Some(cache_folder()?.parent()?.join(FILE))
+}
+
+fn key(device: Device, kind: Kind) -> Result<String> {
+    let name = runtime::device::name(device)?;
+    let compute = runtime::matmul::compute_kind(device, kind);
+    let (threads, version) = (tch::get_num_threads(), runtime::torch_version());
+    Ok(format!("{name}, {threads} threads, {compute:?}, libtorch {version}"))
+}
+
+/// An unreadable file has no rates.
+fn read(path: &Path) -> BTreeMap<String, KnownRates> {
+    let text = std::fs::read(path).unwrap_or_default();
+    let mut all: BTreeMap<String, KnownRates> = serde_json::from_slice(&text).unwrap_or_default();
+    let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;
+    all.retain(|_, found| {
+        let KnownRates { flops, bandwidth, host_bandwidth, host_load, file_load, .. } = *found;
+        [flops, bandwidth, host_bandwidth, host_load, file_load].into_iter().all(is_rate)
+    });
+    all
+}
+
+fn write(path: &Path, all: &BTreeMap<String, KnownRates>) -> std::io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    // The file appears whole.
+    let mut file = tempfile::NamedTempFile::new_in(folder)?;
+    std::io::Write::write_all(&mut file, &serde_json::to_vec_pretty(all)?)?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kept_rates_are_read_again_and_damaged_ones_are_measured_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cache").join(FILE);
+        assert!(read(&path).is_empty());
+        let known = KnownRates::nominal();
+        let all = BTreeMap::from([("this machine".to_owned(), known)]);
+        write(&path, &all).unwrap();
+        assert_eq!(read(&path), all);
+        let zero = KnownRates { flops: 0.0, ..known };
+        write(&path, &BTreeMap::from([("a".to_owned(), zero), ("b".to_owned(), known)])).unwrap();
+        assert_eq!(read(&path), BTreeMap::from([("b".to_owned(), known)]));
+        std::fs::write(&path, "{").unwrap();
+        assert!(read(&path).is_empty());
+    }
+}

@@ -1,0 +1,283 @@
+//! The plan of a training: predicted before its weights are read, told, enforced, and changed when memory is short.
+
+mod calibration;
+mod changes;
+mod table;
+
+use accounting::candidates::{Batch, Candidate, Found, Job, Way};
+use accounting::offload::{Budget, Footprint};
+use accounting::quantity::bytes_text;
+use frugal::Config;
+use frugal::config::{ActivationPlan, Bytes};
+use frugal::models::LlamaConfig;
+use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
+use frugal::recipe::Handles;
+use frugal::training::activations::LayerPlan;
+use frugal::training::trainer::{CheaperPlan, CheaperPlans};
+use report::cli::Failure;
+use runtime::memory::Limit;
+use tch::{Device, Kind};
+
+use super::Common;
+use super::output::{print_line, say};
+pub(crate) use calibration::Expected;
+pub(crate) use changes::Question;
+pub(crate) use table::{Columns, candidates_json, candidates_table};
+
+/// Exit status where nothing fits the budget.
+pub(crate) const NOTHING_FITS: u8 = 3;
+
+/// Seconds that a training must take, at nominal rates, to be worth some seconds of measuring this machine.
+const WORTH_MEASURING: f64 = 60.0;
+
+/// What is trained on what.
+pub(crate) struct Subject<'a> {
+    /// The model's shape; `None` for one whose activations are not predicted.
+    pub(crate) shape: Option<&'a LlamaConfig>,
+    /// The dtype of its weights.
+    pub(crate) kind: Kind,
+    pub(crate) device: Device,
+    pub(crate) data: DataShape,
+    /// The largest batch of an evaluation.
+    pub(crate) validation: Option<Batch>,
+    pub(crate) steps: u64,
+    /// Whether it continues an earlier training, whose sums it must not reorder.
+    pub(crate) resumes: bool,
+}
+
+/// A budget of the process, or of a GPU.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlannedBudget {
+    pub(crate) bytes: u64,
+    /// What tensors may take of it.
+    pub(crate) tensors: u64,
+    /// Whether it is the share of the free memory.
+    pub(crate) is_default: bool,
+}
+
+impl PlannedBudget {
+    /// The budget of a configuration, or the default one.
+    ///
+    /// # Errors
+    /// One below what the process takes already.
+    pub(crate) fn of(given: Option<Bytes>, device: Device) -> anyhow::Result<Self> {
+        let bytes = match given {
+            Some(bytes) => bytes.0,
+            None => planning::default_budget(device)?,
+        };
+        let tensors = runtime::memory::live_bytes(device)? + planning::tensor_budget(bytes, device)?;
+        Ok(Self { bytes, tensors, is_default: given.is_none() })
+    }
+
+    /// What the program holds beside tensors, and a reserve.
+    pub(crate) fn beside(&self) -> u64 {
+        self.bytes.saturating_sub(self.tensors)
+    }
+
+    /// `3.00 GiB (80 % of the free memory)`.
+    pub(crate) fn text(&self) -> String {
+        let source = format!(" ({} % of the free memory)", (planning::FREE_SHARE * 100.0).round());
+        bytes_text(self.bytes) + if self.is_default { &source } else { "" }
+    }
+}
+
+/// What was predicted.
+pub(crate) struct Prediction {
+    pub(crate) job: Job,
+    pub(crate) found: Found,
+    data: DataShape,
+    /// Whether the rates are this machine's.
+    is_timed: bool,
+    /// The peak of an evaluation under the chosen way.
+    evaluation: Option<Footprint>,
+}
+
+/// The plan of a training.
+pub(crate) struct Outlook {
+    device: Device,
+    /// `None` for ranks without one.
+    budget: Option<PlannedBudget>,
+    /// Or why there is none.
+    prediction: Result<Prediction, NotPredicted>,
+    plan: ActivationPlan,
+}
+
+impl Outlook {
+    /// Predicts a training.
+    ///
+    /// # Errors
+    /// A budget below what the process takes already; a [`Failure`] where nothing fits.
+    pub(crate) fn of(common: &Common, config: &Config, subject: Subject<'_>) -> anyhow::Result<Self> {
+        let device = subject.device;
+        let plan = config.activations.plan;
+        if common.ranks.is_some() {
+            let given = config.training.budget;
+            let budget = given.map(|_| PlannedBudget::of(given, device)).transpose()?;
+            let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
+            return Ok(Self { device, budget, prediction, plan });
+        }
+        let budget = PlannedBudget::of(config.training.budget, device)?;
+        let predicted = match subject.shape {
+            None => Err(NotPredicted("this architecture".to_owned())),
+            Some(shape) => predict(config, shape, &subject, budget),
+        };
+        let outlook = Self { device, budget: Some(budget), prediction: predicted, plan };
+        if let (Ok(prediction), Some(shape)) = (&outlook.prediction, subject.shape)
+            && prediction.found.chosen().is_none()
+        {
+            let question = Question {
+                config,
+                shape,
+                kind: subject.kind,
+                device,
+                data: &prediction.data,
+                tensors: budget.tensors,
+                beside: budget.beside(),
+            };
+            let message = question.nothing_fits(&budget.text(), &prediction.found);
+            return Err(Failure { status: NOTHING_FITS, message }.into());
+        }
+        Ok(outlook)
+    }
+
+    /// Whether the step's memory was predicted.
+    pub(crate) fn is_predicted(&self) -> bool {
+        self.prediction.is_ok()
+    }
+
+    fn chosen(&self) -> Option<&Candidate> {
+        self.prediction.as_ref().ok()?.found.chosen()
+    }
+
+    /// The plan for programs; null where it is not predicted.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        match (&self.prediction, self.budget) {
+            (Ok(prediction), Some(budget)) => prediction.json(budget),
+            _ => serde_json::Value::Null,
+        }
+    }
+
+    /// Tells the plan, on standard error, or with `--json` on standard output.
+    pub(crate) fn tell(&self, common: &Common) {
+        match (&self.prediction, self.budget) {
+            (Ok(prediction), Some(budget)) if common.json => {
+                print_line(&serde_json::json!({ "plan": prediction.json(budget) }));
+            }
+            (Ok(prediction), Some(budget)) => say(common, prediction.text(budget).trim_end()),
+            (Err(NotPredicted(why)), Some(budget)) if common.ranks.is_none() && !common.json => say(
+                common,
+                &format!(
+                    "budget {}; the memory of a step is not predicted for {why}: layers are recomputed if it does not suffice",
+                    budget.text()
+                ),
+            ),
+            _ => {}
+        }
+    }
+
+    /// The configuration that runs in the chosen way.
+    pub(crate) fn applied(&self, config: &Config) -> Config {
+        self.chosen().map_or_else(|| config.clone(), |chosen| planning::with_choice(config, chosen))
+    }
+
+    /// The configuration as it is written for a resume: with what decides bits.
+    pub(crate) fn written(&self, config: &Config) -> Config {
+        let mut config = config.clone();
+        if let Some(rows) = self.chosen().and_then(|chosen| chosen.rows) {
+            config.training.rows_at_once = Some(rows as usize);
+        }
+        config
+    }
+
+    /// Makes the allocator refuse what goes beyond the budget. On a CPU the program's own memory counts too.
+    ///
+    /// # Errors
+    /// The program takes more already.
+    pub(crate) fn enforce(&self) -> anyhow::Result<Option<Limit>> {
+        let Some(budget) = self.budget else { return Ok(None) };
+        Ok(planning::enforce(self.device, budget.tensors)?)
+    }
+
+    /// Sets what layers on the device keep.
+    ///
+    /// # Errors
+    /// A plan for other layers.
+    pub(crate) fn apply(&self, handles: &Handles) -> anyhow::Result<()> {
+        if let (Some(Way::Resident(plan)), Some(activations)) =
+            (self.chosen().map(|chosen| &chosen.way), &handles.activations)
+        {
+            activations.change(&layer_plans(plan))?;
+        }
+        Ok(())
+    }
+
+    /// The plans that a training changes to when memory is short.
+    ///
+    /// # Errors
+    /// Those of a prediction.
+    pub(crate) fn cheaper_plans(&self, handles: &Handles) -> anyhow::Result<Option<CheaperPlans>> {
+        let Some(activations) = &handles.activations else { return Ok(None) };
+        // A plan that was named is kept.
+        if !matches!(self.plan, ActivationPlan::Auto | ActivationPlan::Plan) {
+            return Ok(None);
+        }
+        let (peak, plans) = match (&self.prediction, self.chosen()) {
+            (Ok(prediction), Some(chosen)) => {
+                let cheaper = prediction.job.cheaper_plans(chosen)?;
+                let plans = cheaper.into_iter().filter_map(|plan| {
+                    let Way::Resident(layers) = &plan.way else { return None };
+                    let (name, layers) = (plan.name(), layer_plans(layers));
+                    Some(CheaperPlan { name, layers, peak_bytes: Some(plan.peak.total) })
+                });
+                (Some(chosen.peak.total), plans.collect())
+            }
+            _ => (None, CheaperPlans::by_quarters(activations.plan().len())),
+        };
+        Ok(Some(CheaperPlans::new(activations.clone(), peak, plans)))
+    }
+
+    /// The predicted time of a step, which the first steps calibrate.
+    pub(crate) fn expected(&self) -> Option<Expected> {
+        let prediction = self.prediction.as_ref().ok().filter(|prediction| prediction.is_timed)?;
+        let work = prediction.job.mean.work;
+        Some(Expected {
+            seconds: self.chosen()?.seconds,
+            positions: (work.batch * work.sequence * prediction.job.accumulation) as f64,
+            epoch: prediction.steps_of_an_epoch(),
+        })
+    }
+}
+
+fn layer_plans(plan: &[accounting::activation_plan::Kept]) -> Vec<LayerPlan> {
+    plan.iter().map(|kept| planning::layer_plan(*kept)).collect()
+}
+
+fn predict(
+    config: &Config,
+    shape: &LlamaConfig,
+    subject: &Subject<'_>,
+    budget: PlannedBudget,
+) -> Result<Prediction, NotPredicted> {
+    let Subject { kind, device, ref data, validation, steps, resumes, .. } = *subject;
+    let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
+    allowed.splits &= !resumes;
+    let bytes = Budget { device: budget.tensors, host: None };
+    let with = |rates: &KnownRates| -> Result<(Job, Found), NotPredicted> {
+        let job = planning::job(config, shape, (kind, device), data, rates)?;
+        let found = job.search(&allowed, bytes)?;
+        Ok((job, found))
+    };
+    let kept = KnownRates::kept(device, kind);
+    let mut is_timed = kept.is_some();
+    let (mut job, mut found) = with(&kept.unwrap_or_else(KnownRates::nominal))?;
+    let seconds = found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
+    if !is_timed && seconds > WORTH_MEASURING {
+        (job, found) = with(&KnownRates::measure(device, kind)?)?;
+        is_timed = true;
+    }
+    let evaluation = match (found.chosen(), validation) {
+        (Some(chosen), Some(batch)) => Some(job.evaluation(&chosen.way, batch)?),
+        _ => None,
+    };
+    Ok(Prediction { job, found, data: data.clone(), is_timed, evaluation })
+}

@@ -1,0 +1,138 @@
+//! What to change where nothing fits.
+
+use accounting::candidates::{Allowed, Found};
+use accounting::offload::Budget;
+use accounting::quantity::bytes_text;
+use frugal::Config;
+use frugal::config::{ActivationPlan, ActivationsConfig, OptimizerPlace};
+use frugal::lora::LoraConfig;
+use frugal::models::LlamaConfig;
+use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
+use tch::{Device, Kind};
+
+use crate::program::adapter::AdapterArgs;
+
+/// Changes that are shown.
+const SHOWN: usize = 3;
+
+/// A training that does not fit.
+pub(crate) struct Question<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) shape: &'a LlamaConfig,
+    pub(crate) kind: Kind,
+    pub(crate) device: Device,
+    pub(crate) data: &'a DataShape,
+    /// What tensors may take.
+    pub(crate) tensors: u64,
+    /// What the program holds beside them.
+    pub(crate) beside: u64,
+}
+
+/// A change, and the bytes of the least way to run a step after it.
+struct Change {
+    flags: String,
+    least: u64,
+}
+
+impl Question<'_> {
+    /// The least budget, and the changes that cost the training the least.
+    pub(crate) fn nothing_fits(&self, budget: &str, found: &Found) -> String {
+        let Some(least) = found.least() else { return format!("nothing fits {budget}") };
+        let needed = least.peak.total;
+        let mut text =
+            format!(
+                "nothing fits a budget of {budget}; the least is {} ({}; {} in the {})",
+                bytes_text(needed + self.beside),
+                least.name(),
+                least.peak.parts.iter().max_by_key(|part| part.bytes).map_or_else(String::new, |part| {
+                    format!("{} are {}", bytes_text(part.bytes), part.name)
+                }),
+                least.peak.moment,
+            );
+        let mut changes: Vec<Change> =
+            self.changes().into_iter().filter(|change| change.least < needed).collect();
+        // In the order of what they change in the result; those that suffice first.
+        changes.sort_by_key(|change| change.least > self.tensors);
+        changes.truncate(SHOWN);
+        if !changes.is_empty() {
+            let shown = changes.iter().map(|Change { flags, least }| {
+                let verdict = if *least <= self.tensors { "" } else { ", still too much" };
+                format!("{flags} ({}{verdict})", bytes_text(least + self.beside))
+            });
+            text += &format!("; less would take: {}", shown.collect::<Vec<_>>().join(", or "));
+        }
+        text + &format!("; or give --budget {}MiB", (needed + self.beside).div_ceil(1 << 20))
+    }
+
+    /// Changes in the order in which they change the result.
+    fn changes(&self) -> Vec<Change> {
+        let (config, longest) = (self.config, self.longest());
+        let mut all = Vec::new();
+        let mut add = |flags: String, config: Config, kind: Kind, data: DataShape| {
+            if let Ok(least) = self.least(&config, kind, &data) {
+                all.push(Change { flags, least });
+            }
+        };
+        let pinned = config.activations.plan != ActivationPlan::Auto || config.offload.is_some();
+        if pinned || config.training.rows_at_once.is_some() {
+            let mut free = config.clone();
+            (free.activations, free.offload) = (ActivationsConfig::default(), None);
+            (free.training.rows_at_once, free.optimizer.place) = (None, OptimizerPlace::Device);
+            let flags = "leaving out --activations, --offload, --optimizer-on and --rows-at-once";
+            add(flags.to_owned(), free, self.kind, self.data.clone());
+        }
+        let mut chunks = config.clone();
+        (chunks.loss.chunk_tokens, chunks.loss.chunk_bytes) = (Some(64), None);
+        add("--loss-chunk 64".to_owned(), chunks, self.kind, self.data.clone());
+        if self.kind == Kind::Float {
+            let mut narrow = config.clone();
+            narrow.model.dtype = Some(frugal::config::Dtype::Bfloat16);
+            add("--dtype bfloat16".to_owned(), narrow, Kind::BFloat16, self.data.clone());
+        }
+        if config.adapter.is_none() {
+            let mut adapted = config.clone();
+            let names = LoraConfig { ..AdapterArgs::default_config() };
+            adapted.adapter = Some(names);
+            adapted.model.freeze = None;
+            add("--method lora".to_owned(), adapted, self.kind, self.data.clone());
+        }
+        for part in [2, 4] {
+            let length = longest / part;
+            if length >= 16 {
+                let flag = if config.data.packing.is_some() { "--packing" } else { "--max-length" };
+                add(format!("{flag} {length}"), config.clone(), self.kind, self.shortened(length));
+            }
+        }
+        if let Some(adapter) = config.adapter.as_ref().filter(|adapter| adapter.r > 4) {
+            let mut low = config.clone();
+            low.adapter = Some(LoraConfig { r: 4, ..adapter.clone() });
+            add("--r 4".to_owned(), low, self.kind, self.data.clone());
+        }
+        all
+    }
+
+    fn longest(&self) -> u64 {
+        self.data.largest.iter().map(|(_, batch)| batch.work.sequence).max().unwrap_or(1)
+    }
+
+    /// The data with rows of at most `length` positions.
+    fn shortened(&self, length: u64) -> DataShape {
+        let mut data = self.data.clone();
+        for batch in data.largest.iter_mut().map(|(_, batch)| batch).chain([&mut data.mean]) {
+            batch.work.sequence = batch.work.sequence.min(length);
+            let most = batch.work.batch * batch.work.sequence;
+            batch.labelled = batch.labelled.map(|labelled| labelled.min(most));
+        }
+        data
+    }
+
+    /// The bytes of tensors of the least way to run a step.
+    fn least(&self, config: &Config, kind: Kind, data: &DataShape) -> Result<u64, NotPredicted> {
+        let rates = KnownRates::nominal();
+        let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
+        let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
+        let allowed: Allowed = planning::allowed(config, layers, self.device)?;
+        let found = job.search(&allowed, Budget { device: self.tensors, host: None })?;
+        found.least().map(|least| least.peak.total).ok_or_else(|| NotPredicted("no candidate".to_owned()))
+    }
+}

@@ -1,0 +1,90 @@
+//! The plan at the head of a training: what it says, where nothing fits, and the default budget.
+
+use serde_json::Value;
+
+use crate::tiny_folder::Tiny;
+
+const TRAIN: &str = "finetune --model model --data problems --steps 2 --accumulation 1";
+
+#[test]
+fn a_training_tells_its_plan() {
+    let tiny = Tiny::new();
+    let (_, said) = tiny.succeed(&format!("{TRAIN} --out given --budget 2GiB"));
+    assert!(said.contains("budget 2.00 GiB, ") && said.contains("for the program and a reserve"), "{said}");
+    assert!(said.contains("▸ keep all") && said.contains("chosen: the fastest that fits"), "{said}");
+    assert!(said.contains("  recompute all") && said.contains("  layers in files, ring 1"), "{said}");
+    assert!(said.contains("the peak is in the ") && said.contains(", batch "), "{said}");
+    assert!(said.contains("less memory, "), "{said}");
+    let (_, said) = tiny.succeed(&format!("{TRAIN} --out default"));
+    assert!(said.contains(" (80 % of the free memory), "), "{said}");
+    // What is named restricts the search.
+    let (_, said) = tiny.succeed(&format!("{TRAIN} --out named --activations recompute --rows-at-once 2"));
+    assert!(said.contains("▸ recompute all, 2 rows at a time"), "{said}");
+    assert!(!said.contains("keep all") && !said.contains("in files"), "{said}");
+    let (_, said) = tiny.succeed(&format!("{TRAIN} --out unknown --method dora"));
+    assert!(said.contains("the memory of a step is not predicted for DoRA"), "{said}");
+
+    let (out, said) = tiny.succeed(&format!("{TRAIN} --out json --budget 2GiB --json"));
+    assert!(!said.contains("keep all"), "{said}");
+    let told: Value = serde_json::from_str(out.lines().next().unwrap()).unwrap();
+    let plan = &told["plan"];
+    assert_eq!((&plan["chosen"], &plan["budget_bytes"]), (&"keep all".into(), &(2u64 << 30).into()));
+    for variant in plan["variants"].as_array().unwrap() {
+        let parts = variant["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
+        assert_eq!(variant["peak_bytes"].as_u64(), Some(parts.sum::<u64>()), "{variant}");
+    }
+    assert!(plan["largest_batch"]["positions"].as_u64().unwrap() > 10, "{plan}");
+}
+
+/// Makes every width of the model 1024 times as large. The weights are a file of holes.
+fn enlarge(tiny: &Tiny) {
+    let mut shape: Value = serde_json::from_slice(&tiny.bytes("model/config.json")).unwrap();
+    let wide = |size: &Value| size.as_u64().map_or(size.clone(), |size| (size * 1024).into());
+    for key in ["hidden_size", "intermediate_size"] {
+        shape[key] = wide(&shape[key]);
+    }
+    shape.as_object_mut().unwrap().remove("head_dim");
+    std::fs::write(tiny.path("model/config.json"), shape.to_string()).unwrap();
+    let weights = tiny.bytes("model/model.safetensors");
+    let length = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&weights[8..8 + length]).unwrap();
+    let mut end = 0;
+    for (name, tensor) in header.as_object_mut().unwrap() {
+        if name == "__metadata__" {
+            continue;
+        }
+        for size in tensor["shape"].as_array_mut().unwrap() {
+            // The vocabulary stays.
+            if *size != 4096 {
+                *size = wide(size);
+            }
+        }
+        let sizes = tensor["shape"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap());
+        let begin = end;
+        end += 4 * sizes.product::<u64>();
+        tensor["data_offsets"] = serde_json::json!([begin, end]);
+    }
+    let header = header.to_string();
+    let start = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    std::fs::write(tiny.path("model/model.safetensors"), &start).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(tiny.path("model/model.safetensors")).unwrap();
+    file.set_len(start.len() as u64 + end).unwrap();
+}
+
+#[test]
+fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
+    let tiny = Tiny::new();
+    enlarge(&tiny);
+    let output = tiny.run(&format!("{TRAIN} --out out --dtype float32 --budget 1GiB --batch-size 8"));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    let error = said.lines().last().unwrap();
+    assert!(error.starts_with("error: nothing fits a budget of 1.00 GiB; the least is "), "{error}");
+    assert!(error.contains("layers in files, ring 1, 1 row at a time"), "{error}");
+    assert!(error.contains("; less would take: ") && error.contains("--dtype bfloat16 ("), "{error}");
+    assert!(error.contains("; or give --budget "), "{error}");
+    assert!(!tiny.path("out").exists());
+    // The least that it names suffices for the plan.
+    let output = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB");
+    assert_eq!(output.status.code(), Some(3));
+}

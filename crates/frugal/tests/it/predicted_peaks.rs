@@ -1,0 +1,211 @@
+//! Predicted peaks against the allocator's: models, lengths, methods and ways to run a step. The counts are the whole process's, so no
+//! other test may run at the same time.
+
+use accounting::activation_plan::Kept;
+use accounting::candidates::{Job, Tier, Way};
+use accounting::offload::OptimizerPlace;
+use frugal::config::{Config, Dtype, LossHeadKind};
+use frugal::planning::{self, DataShape, KnownRates};
+use frugal::{Recipe, runtime};
+use lora::LoraConfig;
+use models::hugging_face::{self, Folder};
+use models::{Llama, LlamaConfig};
+use runtime::device::pinned_bytes;
+use runtime::memory::{Region, live_bytes};
+use tch::{Device, Kind};
+use training::masked_rows::{Layout, MaskedBatches, MaskedRow};
+
+/// The share of the measured peak by which a prediction may be wrong.
+const TOLERANCE: f64 = 0.05;
+
+/// What a case has besides its model.
+#[derive(Clone, Copy)]
+struct Case {
+    name: &'static str,
+    kind: Kind,
+    adapted: bool,
+    /// Rows of a batch, tokens of the longest row, and positions of packed rows.
+    rows: usize,
+    length: usize,
+    packed: Option<usize>,
+    accumulation: usize,
+    way: fn(layers: usize) -> Way,
+    at_once: Option<usize>,
+}
+
+fn keep(layers: usize) -> Way {
+    Way::Resident(vec![Kept::Everything; layers])
+}
+
+fn mixed(layers: usize) -> Way {
+    let of = |layer| match layer % 4 {
+        0 => Kept::Input,
+        1 => Kept::Attention,
+        2 => Kept::FeedForward,
+        _ => Kept::Everything,
+    };
+    Way::Resident((0..layers).map(of).collect())
+}
+
+fn recompute(layers: usize) -> Way {
+    Way::Resident(vec![Kept::Input; layers])
+}
+
+fn files(_: usize) -> Way {
+    Way::Offloaded { tier: Tier::File, ring: 2, resident: vec![1], optimizer: OptimizerPlace::Device }
+}
+
+const ADAPTED: Case = Case {
+    name: "adapters",
+    kind: Kind::Float,
+    adapted: true,
+    rows: 4,
+    length: 128,
+    packed: None,
+    accumulation: 1,
+    way: keep,
+    at_once: None,
+};
+const FULL: Case = Case { name: "full", adapted: false, ..ADAPTED };
+
+const CASES: [Case; 13] = [
+    ADAPTED,
+    Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
+    Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
+    Case { name: "adapters, packed", packed: Some(128), length: 50, ..ADAPTED },
+    Case { name: "adapters, two rows at a time", at_once: Some(2), ..ADAPTED },
+    Case { name: "adapters, recomputed", way: recompute, ..ADAPTED },
+    Case { name: "adapters, mixed plan", way: mixed, accumulation: 2, ..ADAPTED },
+    Case { name: "adapters, layers in files", way: files, ..ADAPTED },
+    FULL,
+    Case { name: "full, accumulated", accumulation: 3, ..FULL },
+    Case { name: "full, recomputed", way: recompute, length: 200, ..FULL },
+    Case { name: "full, bf16", kind: Kind::BFloat16, length: 40, ..FULL },
+    Case { name: "full, one row at a time", at_once: Some(1), way: mixed, ..FULL },
+];
+
+fn models() -> [(&'static str, LlamaConfig); 2] {
+    let wide = LlamaConfig {
+        num_key_value_heads: 2,
+        max_position_embeddings: 256,
+        tie_word_embeddings: true,
+        ..LlamaConfig::qwen2(600, 64, 176, 4, 4)
+    };
+    let deep = LlamaConfig { max_position_embeddings: 256, ..LlamaConfig::llama(300, 96, 256, 6, 6) };
+    [("qwen2", wide), ("llama", deep)]
+}
+
+/// Rows of up to `length` tokens, of which the second half is learned.
+fn batches(case: &Case) -> MaskedBatches {
+    let row = |number: usize| {
+        let count = case.length + 1 - number % 5;
+        let tokens: Vec<i64> = (0..count).map(|at| ((number * 37 + at * 11) % 290) as i64).collect();
+        let labels = (0..).zip(&tokens).map(|(at, id)| if at < count / 2 { -100 } else { *id }).collect();
+        MaskedRow { tokens, labels }
+    };
+    let layout = Layout { batch: case.rows, packed: case.packed, shuffle: Some(3), ..Layout::default() };
+    MaskedBatches::new((0..6 * case.rows).map(row).collect(), layout, Device::Cpu).unwrap()
+}
+
+fn config(case: &Case) -> Config {
+    let adapter = case.adapted.then(|| LoraConfig {
+        r: 8,
+        lora_dropout: 0.05,
+        target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"].into()),
+        ..LoraConfig::default()
+    });
+    let mut config = Config { adapter, ..Config::default() };
+    (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
+    config.training.rows_at_once = case.at_once;
+    config.model.dtype = (case.kind == Kind::BFloat16).then_some(Dtype::Bfloat16);
+    config.loss.head = LossHeadKind::Fused;
+    config.loss.chunk_tokens = Some(64);
+    config
+}
+
+fn job(case: &Case, shape: &LlamaConfig) -> Job {
+    let data = DataShape::of(&batches(case), 100);
+    planning::job(&config(case), shape, (case.kind, Device::Cpu), &data, &KnownRates::nominal()).unwrap()
+}
+
+/// The peak of a third step, above what was live before the model.
+fn measured(case: &Case, folder: &Folder) -> u64 {
+    let shape = folder.config();
+    runtime::random::seed(1).unwrap();
+    let before = live_bytes(Device::Cpu).unwrap();
+    let pinned = pinned_bytes(Device::Cpu).unwrap().live;
+    let way = (case.way)(shape.num_hidden_layers as usize);
+    let candidate = job(case, shape).evaluate(way.clone(), case.at_once.map(|rows| rows as u64)).unwrap();
+    let config = planning::with_choice(&config(case), &candidate);
+    let prepared = Recipe::new(&config).unwrap().open(folder, Device::Cpu).unwrap();
+    let (mut trainer, handles) = prepared.trainer(3).unwrap();
+    if let (Way::Resident(plan), Some(activations)) = (&way, &handles.activations) {
+        let plans: Vec<_> = plan.iter().map(|kept| planning::layer_plan(*kept)).collect();
+        activations.change(&plans).unwrap();
+    }
+    let mut data = batches(case);
+    trainer.advance(2, &mut data, None).unwrap();
+    let region = Region::start(Device::Cpu).unwrap();
+    trainer.advance(3, &mut data, None).unwrap();
+    // Of a CPU, host memory of offloaded layers is outside of the allocator.
+    let peak = region.finish().unwrap().peak + pinned_bytes(Device::Cpu).unwrap().live - pinned;
+    drop((trainer, handles, data));
+    peak - before
+}
+
+#[test]
+fn predicted_peaks_are_those_of_the_allocator() {
+    runtime::memory::track_cpu().unwrap();
+    let mut wrong = Vec::new();
+    for (model, shape) in models() {
+        let path = tempfile::tempdir().unwrap();
+        let weights = Llama::new(&shape, (Kind::Float, Device::Cpu)).unwrap();
+        hugging_face::save(&weights, path.path(), hugging_face::SHARD_BYTES).unwrap();
+        drop(weights);
+        let folder = Folder::open(path.path()).unwrap();
+        // Allocations made once per process.
+        measured(&ADAPTED, &folder);
+        for case in &CASES {
+            let way = (case.way)(shape.num_hidden_layers as usize);
+            let rows = case.at_once.map(|rows| rows as u64);
+            let predicted = job(case, &shape).evaluate(way, rows).unwrap().peak;
+            let measured = measured(case, &folder);
+            let off = predicted.total as f64 / measured as f64 - 1.0;
+            let line = format!(
+                "{model}, {}: {:+.2} %, {} B predicted in the {}, {measured} B measured",
+                case.name,
+                100.0 * off,
+                predicted.total,
+                predicted.moment,
+            );
+            eprintln!("{line}");
+            if off.abs() > TOLERANCE {
+                wrong.push(format!("{line}: {}", predicted.summary()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn what_is_not_predicted_is_named() {
+    let (_, shape) = &models()[0];
+    let data = DataShape::of(&batches(&ADAPTED), 10);
+    let why = |set: fn(&mut Config)| {
+        let mut config = config(&ADAPTED);
+        set(&mut config);
+        let found = planning::job(&config, shape, (Kind::Float, Device::Cpu), &data, &KnownRates::nominal());
+        found.unwrap_err().0
+    };
+    assert_eq!(why(|config| config.adapter.as_mut().unwrap().use_dora = true), "DoRA");
+    assert_eq!(why(|config| config.precision.compute = frugal::config::Compute::Bf16), "mixed precision");
+    assert_eq!(
+        why(|config| config.adapter.as_mut().unwrap().target_modules = Some(["q_proj", "lm_head"].into())),
+        "an adapter on `lm_head`"
+    );
+    let several = |config: &mut Config| {
+        let adapter = config.adapter.as_mut().unwrap();
+        adapter.rank_pattern.insert("v_proj".to_owned(), 4.into());
+    };
+    assert_eq!(why(several), "adapters of several ranks");
+}
