@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Checks each value by itself.
 pub(super) fn values(config: &Config) -> Result<()> {
     let Config { training, optimizer, data, activations, .. } = config;
-    let counts: [(&'static str, Option<u64>); 14] = [
+    let counts: [(&'static str, Option<u64>); 15] = [
         ("training.steps", training.steps),
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
