@@ -47,6 +47,7 @@ mod rounded_linear;
 use std::sync::Arc;
 
 use runtime::matmul::compute_kind;
+use runtime::nf4::is_nf4;
 use runtime::precision::{self, Attention, Policy, PolicyGuard};
 use tch::{Kind, Tensor};
 
@@ -149,7 +150,7 @@ impl Policy for CastPolicy {
         }
         let (x, weight) = (self.cast(x)?, self.cast_weight(weight)?);
         let bias = bias.map(|bias| self.cast_weight(bias)).transpose()?;
-        if x.kind() != self.dtype || self.is_native(&x) {
+        if x.kind() != self.dtype || self.is_native(&x) || is_nf4(&weight) {
             return runtime::autograd::retain::linear(&x, &weight, bias.as_ref());
         }
         rounded_linear::linear(&x, &weight, bias.as_ref())

@@ -30,6 +30,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod bitsandbytes;
 mod index;
 mod save;
 mod weights;
@@ -38,6 +39,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use runtime::atomic_write;
+use runtime::nf4::Scales;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -142,7 +144,8 @@ impl Folder {
         Some(self.path.join(GENERATION)).filter(|path| path.is_file())
     }
 
-    /// Returns the dtype of the weights' tensors; `torch_dtype` in `config.json` is ignored.
+    /// Returns the dtype of the weights' tensors; `torch_dtype` in `config.json` is ignored. For weights that bitsandbytes quantized it is
+    /// a dtype of [`runtime::nf4`], whatever the others have.
     ///
     /// # Errors
     /// Weights of several dtypes; the message counts each.
@@ -150,15 +153,30 @@ impl Folder {
         self.weights.kind()
     }
 
+    /// Returns the dtype to load the model in: `kind`, or that of the files for `None`; for a model in NF4 with the files' form of scales,
+    /// if they have NF4 weights.
+    ///
+    /// # Errors
+    /// A dtype that models do not have; as [`Folder::kind`].
+    pub fn kind_or(&self, kind: Option<Kind>) -> Result<Kind> {
+        let kind = kind.map_or_else(|| self.kind(), Ok)?;
+        weights::check_kind(kind)?;
+        let own = self.kind().ok().filter(|own| Scales::of(*own).is_some() && Scales::of(kind).is_some());
+        Ok(own.unwrap_or(kind))
+    }
+
     /// Loads the model in a dtype (`None`: the files') onto a device. Needs no memory beyond the model's own; on a GPU also
     /// what libtorch needs to convert one tensor.
+    ///
+    /// With a dtype of [`runtime::nf4`] the projections of the blocks are quantized as they are read, from their values in bf16, and what
+    /// else there is gets bf16: that takes the memory of one matrix in bf16 beside the model's own. Files of bitsandbytes are read as they
+    /// are; in a floating dtype they are dequantized.
     ///
     /// # Errors
     /// A dtype that models do not compute in; `None` for weights of several dtypes; too little memory; a device that does not
     /// exist.
     pub fn load(&self, kind: Option<Kind>, device: Device) -> Result<Llama> {
-        let kind = kind.map_or_else(|| self.kind(), Ok)?;
-        weights::check_kind(kind)?;
+        let kind = self.kind_or(kind)?;
         // Initial values would be overwritten: every tensor of the model is in the files, which `open` has checked and
         // `copy_into` checks again before it copies.
         let model = Llama::with_init(&self.config, Init::Uninitialised, (kind, device))?;

@@ -1,5 +1,6 @@
 //! Linear projections.
 
+use runtime::nf4::{self, Scales, is_nf4, matrix_shape};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
@@ -10,7 +11,7 @@ use crate::module::{Context, Module, Projection, Visitor, VisitorMut};
 /// y = x·Wᵀ + b.
 #[derive(Debug)]
 pub struct Linear {
-    /// `[out, in]`.
+    /// `[out, in]`, or the same in NF4 ([`runtime::nf4`]): frozen, for an x of any floating dtype.
     pub weight: Tensor,
     /// `[out]`.
     pub bias: Option<Tensor>,
@@ -26,7 +27,8 @@ impl Linear {
         Self::with_init(in_features, out_features, bias.then_some(init), init, options)
     }
 
-    /// Creates a projection with the given initialisations; no bias for `None`.
+    /// Creates a projection with the given initialisations; no bias for `None`. With a dtype of [`runtime::nf4`] the weight is quantized,
+    /// and the bias is in bf16.
     ///
     /// # Errors
     /// As [`Linear::new`], and those of [`Init::parameter`].
@@ -38,21 +40,39 @@ impl Linear {
         options: (Kind, Device),
     ) -> Result<Self> {
         positive("linear", &[("in", in_features), ("out", out_features)])?;
-        let weight = weight.parameter(&[out_features, in_features], options)?;
+        let weight = match Scales::of(options.0) {
+            Some(scales) => quantized([out_features, in_features], weight, scales, options.1)?,
+            None => weight.parameter(&[out_features, in_features], options)?,
+        };
+        let options = (dense_kind(options.0), options.1);
         let bias = bias.map(|init| init.parameter(&[out_features], options)).transpose()?;
         Ok(Self { weight, bias })
     }
 }
 
+/// Returns the dtype of what is not quantized in a model of `kind`: bf16 beside NF4, else `kind`.
+pub(crate) fn dense_kind(kind: Kind) -> Kind {
+    if Scales::of(kind).is_some() { Kind::BFloat16 } else { kind }
+}
+
+fn quantized([out, inner]: [i64; 2], init: Init, scales: Scales, device: Device) -> Result<Tensor> {
+    if init == Init::Uninitialised {
+        return Ok(nf4::empty([out, inner], scales, device)?);
+    }
+    let mut dense = Tensor::f_empty([out, inner], (Kind::BFloat16, device))?;
+    init.fill(&mut dense)?;
+    Ok(nf4::quantize(&dense, scales)?)
+}
+
 /// Computes x·Wᵀ + b over the last dimension. Every projection of this crate calls this function.
 pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let width = weight.size().get(1).copied().unwrap_or(0);
+    let [_, width] = matrix_shape(weight).unwrap_or_default();
     if x.size().last() != Some(&width) {
         let expected = format!("[…, {width}]");
         return Err(Error::Shape { operation: "linear", name: "x", found: x.size(), expected });
     }
     // A mixed-precision policy, if there is one, decides the dtypes.
-    let same_kind = x.kind() == weight.kind() || precision::current().is_some();
+    let same_kind = x.kind() == weight.kind() || is_nf4(weight) || precision::current().is_some();
     if !same_kind || x.device() != weight.device() {
         return Err(Error::Placement {
             operation: "linear",
@@ -93,7 +113,7 @@ impl Projection for Linear {
     }
 
     fn in_features(&self) -> i64 {
-        self.weight.size()[1]
+        matrix_shape(&self.weight).unwrap_or_default()[1]
     }
 
     fn out_features(&self) -> i64 {

@@ -60,7 +60,7 @@ use crate::embedding::Embedding;
 use crate::error::Result;
 use crate::init::Init;
 use crate::key_value_cache::CacheShape;
-use crate::linear::Linear;
+use crate::linear::{Linear, dense_kind};
 use crate::loss_head::ProjectionHead;
 use crate::module::{
     Block, Context, Input, LanguageModel, LogitTransform, LossHead, Module, Visitor, VisitorMut,
@@ -78,7 +78,8 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// Creates a model with the published initialisation: normal with `initializer_range`, biases 0, norms 1.
+    /// Creates a model with the published initialisation: normal with `initializer_range`, biases 0, norms 1. With a dtype of
+    /// [`runtime::nf4`] the projections of the blocks are quantized, one after the other, and all else is in bf16.
     ///
     /// # Errors
     /// An invalid configuration, with the field; too little memory.
@@ -106,11 +107,13 @@ impl Llama {
         config.check()?;
         let &LlamaConfig { vocab_size, hidden_size, .. } = config;
         let rope = Rotaries::new(config, options.1)?;
+        let of_block = options;
+        let options = (dense_kind(options.0), options.1);
         let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
         let block = |layer| -> Result<Box<dyn Block>> {
             wrap(
                 layer,
-                Box::new(LlamaBlock::new(config, rope.of_layer(config, layer), layer, init, options)?),
+                Box::new(LlamaBlock::new(config, rope.of_layer(config, layer), layer, init, of_block)?),
             )
         };
         let layers = (0..config.num_hidden_layers as usize).map(block).collect::<Result<_>>()?;
@@ -140,7 +143,7 @@ impl LlamaConfig {
     /// Creates a norm of this width.
     fn norm(&self, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
         let offset = if self.family.is_gemma() { 1.0 } else { 0.0 };
-        RmsNorm::with_offset(width, self.rms_norm_eps, offset, options)
+        RmsNorm::with_offset(width, self.rms_norm_eps, offset, (dense_kind(options.0), options.1))
     }
 
     /// The factor of the embedding's rows of this dtype.

@@ -177,6 +177,16 @@ impl TensorsFile {
         }
     }
 
+    /// Returns the bytes of an entry's values.
+    pub(crate) fn bytes(&self, entry: &Entry) -> &[u8] {
+        self.mapped.get(entry.range.clone()).unwrap_or_default()
+    }
+
+    /// Releases the pages of an entry's values.
+    pub(crate) fn forget(&self, entry: &Entry) -> Result<()> {
+        Ok(self.mapped.forget(entry.range.clone())?)
+    }
+
     /// Copies an entry's values into a tensor of its shape, of any dtype and device, and releases the file's pages.
     ///
     /// # Errors
@@ -195,7 +205,7 @@ impl TensorsFile {
             ));
         };
         runtime::mapped::copy_values(values, entry.kind, destination)?;
-        Ok(self.mapped.forget(entry.range.clone())?)
+        self.forget(entry)
     }
 }
 

@@ -12,6 +12,7 @@
 //! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
 //! | [`matmul`] | matrix products into a given output tensor, with accumulation in fp32 |
+//! | [`nf4`] | frozen weights in four bits: quantization, and products that dequantize tile by tile |
 //! | [`processor`] | the choice among CPU implementations |
 //! | [`fused`] | norms and elementwise chains as one pass over memory |
 //! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
@@ -49,6 +50,7 @@ pub mod mapped;
 pub mod matmul;
 pub mod measure;
 pub mod memory;
+pub mod nf4;
 pub mod nvrtc;
 pub mod ops;
 pub mod precision;

@@ -18,6 +18,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
+use crate::nf4;
 use crate::processor;
 use crate::profile::{Flops, kernel, record_external};
 use crate::sys::gemm::{SHORTEST, gemm_f32};
@@ -92,13 +93,13 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
 /// libtorch's product is as fast.
 ///
 /// A matrix that multiplies one vector is read once, so reading it takes all the time: weights are read in their stored dtype, fp32
-/// or bf16, and summed in fp32, rounded once. So weights in bf16 take half the time. It is for the CPU, at most [`FEW`] vectors,
-/// `x` in fp32 or bf16, and large weights.
+/// or bf16, and summed in fp32, rounded once. So weights in bf16 take half the time, and those in [`nf4`] an eighth. It is for the CPU,
+/// at most [`FEW`] vectors, `x` in fp32 or bf16, and large weights.
 ///
 /// # Errors
 /// Shapes that do not match; operands that require a gradient while gradients are recorded.
 pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
-    let (&[vectors, width], &[out, stored]) = (&x.size()[..], &weight.size()[..]) else {
+    let (&[vectors, width], Some([out, stored])) = (&x.size()[..], nf4::matrix_shape(weight)) else {
         return Err(Error::invalid(
             "matrix-vector product",
             format!("x is {:?} and the weight {:?}; expected matrices", x.size(), weight.size()),
@@ -108,7 +109,7 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
         let reason = format!(
             "x is {:?}, the weight {:?}, the bias {:?}; expected [vectors, in], [out, in], [out]",
             x.size(),
-            weight.size(),
+            [out, stored],
             bias.map(Tensor::size)
         );
         return Err(Error::invalid("matrix-vector product", reason));
@@ -118,6 +119,13 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
             "matrix-vector product",
             "an operand requires a gradient, which is not recorded here; use Tensor::linear",
         ));
+    }
+    if nf4::is_nf4(weight) {
+        let Some(mut product) = nf4::matvec(x, weight)? else { return Ok(None) };
+        if let Some(bias) = bias {
+            let _ = product.f_add_(bias)?;
+        }
+        return Ok(Some(product.f_to_kind(x.kind())?));
     }
     let on_cpu = [x, weight].iter().all(|tensor| tensor.device() == Device::Cpu);
     let dtypes = matches!(

@@ -30,6 +30,7 @@ pub(crate) mod host_memory;
 pub(crate) mod mapped;
 pub(crate) mod matvec;
 pub(crate) mod memory;
+pub(crate) mod nf4;
 pub(crate) mod norm;
 pub(crate) mod ops;
 pub(crate) mod parallel;

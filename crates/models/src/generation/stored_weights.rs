@@ -2,6 +2,7 @@
 
 use runtime::autograd::retain;
 use runtime::matmul::{FEW, matvec};
+use runtime::nf4::is_nf4;
 use runtime::precision::Policy;
 use tch::Tensor;
 
@@ -17,7 +18,7 @@ impl Policy for StoredWeights {
         let mut shape = x.size();
         let Some(width) = shape.pop() else { return retain::linear(x, weight, bias) };
         let vectors: i64 = shape.iter().product();
-        let product = if vectors <= FEW && x.kind() == weight.kind() {
+        let product = if vectors <= FEW && (x.kind() == weight.kind() || is_nf4(weight)) {
             matvec(&x.f_reshape([vectors, width])?, weight, bias)?
         } else {
             None

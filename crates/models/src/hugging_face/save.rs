@@ -4,10 +4,11 @@ use std::io;
 use std::path::Path;
 
 use runtime::atomic_write;
+use runtime::nf4::{Scales, is_nf4, matrix_shape};
 use serde_json::{Map, Value, json};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
-use super::{CONFIG, INDEX, SINGLE, tensor_name};
+use super::{CONFIG, INDEX, SINGLE, bitsandbytes, tensor_name};
 use crate::error::{Error, Result};
 use crate::llama::{Llama, LlamaConfig};
 use crate::state_dict::{check_fit, state_dict};
@@ -24,6 +25,8 @@ const METADATA: [(&str, &str); 1] = [("format", "pt")];
 ///
 /// The folder is created if needed. Weights of an earlier model in it are replaced, other files stay. All files become visible
 /// together ([`atomic_write::Folder`]), so that a reader finds either the earlier model or this one.
+///
+/// Weights in NF4 are written as bitsandbytes writes them, with `quantization_config` in `config.json`, so that transformers reads them.
 ///
 /// # Errors
 /// [`Error::State`] for a model with replaced parts whose tensors differ from its configuration's (merge adapters first); a
@@ -43,8 +46,34 @@ pub fn save_with(
     max_shard_bytes: u64,
     complete: impl FnOnce(&Path) -> io::Result<()>,
 ) -> Result<()> {
-    let tensors = LazyTensor::of_each(&state_dict(model));
-    ModelFiles::new(model.llama_config(), tensors, max_shard_bytes)?.write(folder, complete)
+    let state = state_dict(model);
+    if state.iter().any(|(_, tensor)| is_nf4(tensor)) {
+        return quantized(model.llama_config(), &state, max_shard_bytes)?.write(folder, complete);
+    }
+    ModelFiles::new(model.llama_config(), LazyTensor::of_each(&state), max_shard_bytes)?
+        .write(folder, complete)
+}
+
+/// The files of a model with weights in NF4, as bitsandbytes has them.
+fn quantized(config: &LlamaConfig, state: &[(String, Tensor)], limit: u64) -> Result<ModelFiles<'static>> {
+    let shape = |tensor: &Tensor| matrix_shape(tensor).map_or_else(|| tensor.size(), |shape| shape.to_vec());
+    let given = state.iter().map(|(name, tensor)| (&**name, shape(tensor))).collect();
+    check_fit(&config.shapes(), &given, "the saved model")?;
+    let nested = state.iter().any(|(_, tensor)| tensor.kind() == Scales::Nested.kind());
+    let mut tensors = Vec::new();
+    for (name, tensor) in state {
+        let name = tensor_name(name);
+        if is_nf4(tensor) {
+            tensors.extend(bitsandbytes::tensors(&name, tensor)?);
+        } else {
+            tensors.push((name, tensor.shallow_clone()));
+        }
+    }
+    let dense = state.iter().filter(|(_, tensor)| !is_nf4(tensor));
+    let dense: Vec<_> = dense.map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+    let mut json = config_json(config, &LazyTensor::of_each(&dense));
+    json[bitsandbytes::CONFIG_FIELD] = bitsandbytes::config(nested);
+    ModelFiles::divided(json, LazyTensor::of_each(&tensors), limit)
 }
 
 /// The files of a model whose weights are brought when they are written, because other processes have parts of them: one process
@@ -63,10 +92,6 @@ impl<'a> ModelFiles<'a> {
     /// # Errors
     /// Weights that are not those of the configuration; a limit of 0.
     pub fn new(config: &LlamaConfig, tensors: Vec<LazyTensor<'a>>, max_shard_bytes: u64) -> Result<Self> {
-        if max_shard_bytes == 0 {
-            let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
-            return Err(Error::Config { what: "hugging_face::save", reason });
-        }
         let given = tensors.iter().map(|tensor| (tensor.name(), tensor.shape().to_vec())).collect();
         check_fit(&config.shapes(), &given, "the saved model")?;
         let name = |tensor: LazyTensor<'a>| {
@@ -74,7 +99,15 @@ impl<'a> ModelFiles<'a> {
             tensor.renamed(name)
         };
         let tensors: Vec<LazyTensor<'a>> = tensors.into_iter().map(name).collect();
-        let config = config_json(config, &tensors);
+        Self::divided(config_json(config, &tensors), tensors, max_shard_bytes)
+    }
+
+    /// Divides tensors, under the files' names, into files.
+    fn divided(config: Value, tensors: Vec<LazyTensor<'a>>, max_shard_bytes: u64) -> Result<Self> {
+        if max_shard_bytes == 0 {
+            let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
+            return Err(Error::Config { what: "hugging_face::save", reason });
+        }
         let total: u64 = tensors.iter().map(LazyTensor::bytes).sum();
         let mut shards = shards(tensors, max_shard_bytes);
         let content = |shard| Content::new(shard, &METADATA);
@@ -153,6 +186,10 @@ fn shards(tensors: Vec<LazyTensor<'_>>, limit: u64) -> Vec<Vec<LazyTensor<'_>>> 
 /// Returns the configuration with the fields that transformers also needs.
 fn config_json(config: &LlamaConfig, tensors: &[LazyTensor<'_>]) -> Value {
     let mut json = serde_json::to_value(config).unwrap_or_default();
+    if let Value::Object(fields) = &mut json {
+        // Of the files that the weights were read from.
+        fields.shift_remove(bitsandbytes::CONFIG_FIELD);
+    }
     json["architectures"] = json!([config.family.architecture()]);
     let kinds: Vec<Kind> = tensors.iter().map(LazyTensor::kind).collect();
     if let Some(first) = kinds.first().filter(|first| kinds.iter().all(|kind| kind == *first)) {

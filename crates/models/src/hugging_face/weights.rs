@@ -1,11 +1,13 @@
 //! The tensors of one or several weight files, under the model's names.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use runtime::atomic_write;
-use tch::{Kind, Tensor};
+use runtime::nf4::{self, Scales};
+use tch::{Device, Kind, Tensor};
 
+use super::bitsandbytes::{self, Locations, Quantized};
 use super::index::Index;
 use super::{INDEX, PREFIX, SINGLE, contents};
 use crate::error::{Error, Result};
@@ -19,9 +21,13 @@ use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name, file_e
 pub(crate) struct Weights {
     /// The path that was opened: a file or a folder.
     path: PathBuf,
-    files: Vec<TensorsFile>,
+    pub(super) files: Vec<TensorsFile>,
     /// By the model's tensor name: the index of its file, and of its entry in that file.
-    locations: BTreeMap<String, (usize, usize)>,
+    pub(super) locations: Locations,
+    /// By the model's tensor name: weights in NF4.
+    quantized: BTreeMap<String, Quantized>,
+    /// By name: what belongs to them.
+    pub(super) beside: Locations,
 }
 
 impl Weights {
@@ -49,7 +55,8 @@ impl Weights {
         let numbers: BTreeMap<&str, usize> = names.into_iter().zip(0..).collect();
         let weights = Self::collect(path, files)?;
         for (tensor, shard) in index.locations() {
-            let index = model_name(tensor).and_then(|name| weights.locations.get(name));
+            let index = model_name(tensor)
+                .and_then(|name| weights.locations.get(name).or_else(|| weights.beside.get(name)));
             if model_name(tensor).is_some() && index.map(|index| index.0) != numbers.get(shard).copied() {
                 let reason = format!("`{tensor}` should be in {shard}, which does not contain it");
                 return Err(file_error(&index_path, format!("{reason}; copy or download both again")));
@@ -59,19 +66,25 @@ impl Weights {
     }
 
     fn collect(path: &Path, files: Vec<TensorsFile>) -> Result<Self> {
-        let mut locations: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+        let (mut locations, mut beside) = (Locations::new(), Locations::new());
+        let names =
+            || files.iter().flat_map(|file| file.entries()).filter_map(|entry| model_name(&entry.name));
+        let in_nf4: BTreeSet<&str> =
+            names().filter_map(|name| name.strip_suffix(bitsandbytes::STATE)).collect();
         for (number, file) in files.iter().enumerate() {
             for (index, entry) in file.entries().iter().enumerate() {
                 let Some(name) = model_name(&entry.name) else { continue };
-                if !is_floating(entry.kind) {
+                let is_beside = bitsandbytes::of_weight(name).is_some_and(|weight| in_nf4.contains(weight));
+                if !is_floating(entry.kind) && !is_beside && !in_nf4.contains(name) {
                     let reason = format!(
-                        "`{}` is {}; expected a floating dtype (quantised weights are not supported)",
+                        "`{}` is {}; expected a floating dtype (of quantized weights, those of bitsandbytes in NF4 are supported)",
                         entry.name,
                         dtype_name(entry.kind)
                     );
                     return Err(file_error(file.path(), reason));
                 }
-                if let Some(&(other, at)) = locations.get(name) {
+                let places = if is_beside { &mut beside } else { &mut locations };
+                if let Some(&(other, at)) = places.get(name) {
                     let (file_of_other, other) = (files[other].path(), &files[other].entries()[at].name);
                     let reason = format!(
                         "`{}` exists twice: it is also `{other}` of {}",
@@ -80,10 +93,20 @@ impl Weights {
                     );
                     return Err(file_error(file.path(), reason));
                 }
-                locations.insert(name.to_owned(), (number, index));
+                places.insert(name.to_owned(), (number, index));
             }
         }
-        Ok(Self { path: path.to_owned(), files, locations })
+        let mut quantized = BTreeMap::new();
+        for name in in_nf4 {
+            let Some(&codes) = locations.get(name) else {
+                return Err(file_error(
+                    path,
+                    format!("`{name}` is missing, but its quantization state exists"),
+                ));
+            };
+            quantized.insert(name.to_owned(), bitsandbytes::read(&files, &beside, codes, name)?);
+        }
+        Ok(Self { path: path.to_owned(), files, locations, quantized, beside })
     }
 
     /// Compares names and shapes with those that a configuration requires.
@@ -99,8 +122,15 @@ impl Weights {
         self.check(&config.shapes(), config.tie_word_embeddings)
     }
 
-    /// Returns the dtype that all tensors share.
+    /// Returns the dtype that all tensors share; that of the quantized ones if there are any.
     pub(super) fn kind(&self) -> Result<Kind> {
+        if let Some(first) = self.quantized.values().next() {
+            if self.quantized.values().all(|other| other.scales == first.scales) {
+                return Ok(first.scales.kind());
+            }
+            let reason = "some weights in NF4 have nested scales and some have not; quantize the model again";
+            return Err(file_error(&self.path, reason.to_owned()));
+        }
         let mut kinds: BTreeMap<String, (Kind, usize)> = BTreeMap::new();
         for (number, index) in self.locations.values() {
             let kind = self.files[*number].entries()[*index].kind;
@@ -120,8 +150,11 @@ impl Weights {
         }
     }
 
-    /// Returns the location of a tensor's values, by the model's name.
+    /// Returns the location of a tensor's values, by the model's name; `None` for one in NF4, whose parts are several tensors.
     pub(super) fn location(&self, name: &str) -> Option<TensorLocation> {
+        if self.quantized.contains_key(name) {
+            return None;
+        }
         let (file, entry) = self.entry(*self.locations.get(name)?);
         Some(file.location(entry))
     }
@@ -134,26 +167,59 @@ impl Weights {
     /// Copies the wanted tensors, after checking that the whole model matches.
     pub(super) fn copy_some(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
         let wanted = tensors(model);
-        let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), named.tensor.size())).collect();
+        let shape = |tensor: &Tensor| match nf4::matrix_shape(tensor) {
+            Some(shape) => shape.to_vec(),
+            None => tensor.size(),
+        };
+        let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), shape(named.tensor))).collect();
         self.check(&shapes, model.llama_config().tie_word_embeddings)?;
         for named in wanted.into_iter().filter(|named| is_wanted(&named.name)) {
-            let (file, entry) = self.entry(self.locations[&named.name]);
-            file.copy(entry, named.tensor)?;
+            let _ = self.copy_one(&named.name, named.tensor)?;
         }
         Ok(())
     }
 
-    /// Copies one tensor, by the model's name; returns whether there is one of that name.
+    /// Copies one tensor, by the model's name, quantizing or dequantizing it if the target and the files differ in that; returns whether
+    /// there is one of that name.
     pub(super) fn copy_one(&self, name: &str, target: &Tensor) -> Result<bool> {
         let Some(location) = self.locations.get(name) else { return Ok(false) };
         let (file, entry) = self.entry(*location);
-        file.copy(entry, target).map(|()| true)
+        let values = match (self.quantized.get(name), nf4::is_nf4(target)) {
+            (None, false) => return file.copy(entry, target).map(|()| true),
+            (Some(quantized), true) => self.packed(name, quantized)?,
+            (Some(quantized), false) => nf4::dequantize(&self.packed(name, quantized)?, target.kind())?,
+            (None, true) => {
+                // From the values that a model in bf16 has.
+                let dense = Tensor::f_empty(&entry.shape, (Kind::BFloat16, Device::Cpu))?;
+                file.copy(entry, &dense)?;
+                nf4::quantize(&dense, Scales::of(target.kind()).unwrap_or(Scales::Nested))?
+            }
+        };
+        if (values.kind(), values.size()) != (target.kind(), target.size()) {
+            let (found, expected) = (values.size(), target.size());
+            return Err(file_error(
+                file.path(),
+                format!(
+                    "`{}` is {:?} {found:?}; expected {:?} {expected:?}",
+                    entry.name,
+                    values.kind(),
+                    target.kind()
+                ),
+            ));
+        }
+        let _no_grad = tch::no_grad_guard();
+        target.shallow_clone().f_copy_(&values)?;
+        Ok(true)
     }
 
     /// A tied head shares the embedding's weights: a copy of it in the files is ignored.
     fn check(&self, wanted: &[(String, Vec<i64>)], tied: bool) -> Result<()> {
         let given = self.locations.iter().filter(|(name, _)| !(tied && *name == LM_HEAD));
-        let given = given.map(|(name, index)| (&**name, self.entry(*index).1.shape.clone())).collect();
+        let shape = |name: &str, index| match self.quantized.get(name) {
+            Some(quantized) => quantized.shape.to_vec(),
+            None => self.entry(index).1.shape.clone(),
+        };
+        let given = given.map(|(name, index)| (&**name, shape(name, *index))).collect();
         check_fit(wanted, &given, &self.path.display().to_string())
     }
 
@@ -172,11 +238,12 @@ fn is_floating(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half | Kind::Double)
 }
 
-/// Refuses dtypes that models do not compute in.
+/// Refuses dtypes that models do not have.
 pub(super) fn check_kind(kind: Kind) -> Result<()> {
-    if is_floating(kind) {
+    if is_floating(kind) || Scales::of(kind).is_some() {
         return Ok(());
     }
-    let reason = format!("a model in {}; expected float32, bfloat16, float16 or float64", dtype_name(kind));
+    let reason =
+        format!("a model in {}; expected float32, bfloat16, float16, float64 or NF4", dtype_name(kind));
     Err(Error::Config { what: "hugging_face", reason })
 }

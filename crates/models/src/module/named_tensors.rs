@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use regex::Regex;
+use runtime::nf4::{is_nf4, matrix_shape};
 use tch::Tensor;
 
 use super::{Module, Role, Visitor};
@@ -55,7 +56,9 @@ pub struct ParameterCount {
 pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
     let mut count = ParameterCount { total: 0, trainable: 0 };
     for (_, tensor) in parameters(module) {
-        let numel = tensor.numel() as u64;
+        // Bytes of a weight in NF4 hold more than one parameter.
+        let in_nf4 = matrix_shape(tensor).filter(|_| is_nf4(tensor));
+        let numel = in_nf4.map_or(tensor.numel() as u64, |[out, inner]| (out * inner).unsigned_abs());
         count.total += numel;
         count.trainable += if tensor.requires_grad() { numel } else { 0 };
     }

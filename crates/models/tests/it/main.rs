@@ -16,6 +16,7 @@ mod hugging_face_memory;
 mod llama;
 mod llama_memory;
 mod llama_shapes;
+mod nf4;
 mod parts;
 mod sharded;
 mod tensors_file;

@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::{active, kept};
 use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::Result;
+use crate::nf4::is_nf4;
 
 /// Computes x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`, of one dtype. This is libtorch's
 /// operator; inside a segment that keeps its products, the same product with a hand-written backward:
@@ -13,9 +14,14 @@ use crate::error::Result;
 /// ∂L/∂x = g·W    ∂L/∂W = gᵀ·x    ∂L/∂b = Σ g        for g = ∂L/∂y, rows flattened
 /// ```
 ///
+/// A weight in NF4 ([`nf4`](crate::nf4)) is frozen, and x and b may have any floating dtype.
+///
 /// # Errors
 /// Those of libtorch.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    if is_nf4(weight) {
+        return crate::nf4::linear(x, weight, bias);
+    }
     if !active() {
         return Ok(x.f_linear(weight, bias)?);
     }

@@ -1,0 +1,233 @@
+//! Products with a weight in NF4, tile by tile.
+
+use tch::{Device, Kind, Tensor};
+
+use super::{BLOCK, dequantize_window, expect, refuse};
+use crate::autograd::{Backward, Forward, Function, apply, retain};
+use crate::error::Result;
+use crate::matmul;
+use crate::profile::{Flops, kernel, record_external};
+
+/// Largest number of bytes of the dequantized values that a product has at a time, unless 64 rows or columns have more.
+pub const TILE_BYTES: i64 = 8 << 20;
+
+/// Smallest number of rows or columns of a tile: products of fewer have other bits in the `gemm` crate.
+const LEAST: i64 = 128;
+
+/// Computes `out = x·Ŵᵀ`; with `accumulate`, `out += x·Ŵᵀ`: x `[m, in]`, `out [m, out]`. See [`matmul::mm_into`] for dtypes and errors; x
+/// may also have another dtype than `out`, and is then cast to that of the computation.
+///
+/// # Errors
+/// A weight that is not NF4; shapes that do not match; as [`matmul::mm_into`].
+pub fn mm_into(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
+    multiply(out, x, weight, accumulate, Side::Rows)
+}
+
+/// Computes `out = g·Ŵ`; with `accumulate`, `out += g·Ŵ`: g `[m, out]`, `out [m, in]`. See [`mm_into`].
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn mm_transposed_into(out: &mut Tensor, g: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
+    multiply(out, g, weight, accumulate, Side::Columns)
+}
+
+/// What a tile has of the weight. Either way a tile gives whole elements of the output, so that none is summed over tiles.
+#[derive(Clone, Copy, PartialEq)]
+enum Side {
+    Rows,
+    Columns,
+}
+
+fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, side: Side) -> Result<()> {
+    let [rows, columns] = expect(weight)?;
+    let (length, width) = if side == Side::Rows { (rows, columns) } else { (columns, rows) };
+    let (&[m, given], &[to, wide]) = (&x.size()[..], &out.size()[..]) else {
+        return Err(refuse(format!("a product of {:?} into {:?}; expected matrices", x.size(), out.size())));
+    };
+    if (m, given, length) != (to, width, wide) {
+        let reason = format!("{:?} times a weight [{rows}, {columns}] into {:?}", x.size(), out.size());
+        return Err(refuse(format!("{reason}; expected [m, in] into [m, out], or [m, out] into [m, in]")));
+    }
+    if m == 0 {
+        return Ok(());
+    }
+    let device = weight.device();
+    let kind = match x.kind() {
+        kind if kind == out.kind() => matmul::compute_kind(device, kind),
+        _ if out.kind() == Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    };
+    let x = x.f_to_kind(kind)?;
+    if device != Device::Cpu && side == Side::Columns {
+        return by_rows(out, &x, weight, accumulate);
+    }
+    let stored = if kind == Kind::BFloat16 { kind } else { Kind::Float };
+    let step =
+        (TILE_BYTES / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK).max(LEAST).min(length);
+    let of_tile = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
+    let memory = Tensor::f_empty([step * width], (stored, device))?;
+    for start in (0..length).step_by(step as usize) {
+        let count = step.min(length - start);
+        let mut tile = memory.f_narrow(0, 0, count * width)?.f_view(of_tile(count))?;
+        let window = start..start + count;
+        let window = if side == Side::Rows { [window, 0..columns] } else { [0..rows, window] };
+        dequantize_window(weight, window, &mut tile)?;
+        let tile = tile.f_to_kind(kind)?;
+        let right = if side == Side::Rows { tile.f_tr()? } else { tile };
+        into_window(&mut out.f_narrow(1, start, count)?, &x, &right, accumulate)?;
+    }
+    Ok(())
+}
+
+/// g·Ŵ from tiles of rows, as libtorch's operators dequantize them: each adds to all of the output, in fp32 (f64 for f64).
+fn by_rows(out: &mut Tensor, g: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
+    let [rows, columns] = expect(weight)?;
+    let wide = if g.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let mut sum = match accumulate {
+        true => out.f_to_kind(wide)?,
+        false => Tensor::f_zeros(out.size(), (wide, out.device()))?,
+    };
+    let step = (TILE_BYTES / 4 / columns).max(LEAST);
+    for start in (0..rows).step_by(step as usize) {
+        let count = step.min(rows - start);
+        let tile = super::operators::rows(weight, start..start + count)?.f_to_kind(g.kind())?;
+        matmul::mm_into(&mut sum, &g.f_narrow(1, start, count)?, &tile, true)?;
+    }
+    out.f_copy_(&sum)?;
+    Ok(())
+}
+
+/// [`matmul::mm_into`] for operands that have the dtype of the computation, and an output of any.
+fn into_window(out: &mut Tensor, x: &Tensor, right: &Tensor, accumulate: bool) -> Result<()> {
+    if x.kind() == out.kind() || out.kind() == Kind::Float && x.kind() != Kind::Double {
+        return matmul::mm_into(out, x, right, accumulate);
+    }
+    let mut wide = out.f_to_kind(x.kind())?;
+    matmul::mm_into(&mut wide, x, right, accumulate)?;
+    out.f_copy_(&wide)?;
+    Ok(())
+}
+
+/// Computes `x·Ŵᵀ` in fp32 for at most [`FEW`](matmul::FEW) vectors `x [vectors, in]` without a tile; `None` for more, on other
+/// devices, and for widths that are no multiples of 64.
+///
+/// # Errors
+/// A weight that is not NF4; another width.
+pub fn matvec(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
+    let [rows, columns] = expect(weight)?;
+    let &[vectors, width] = &x.size()[..] else {
+        return Err(refuse(format!("x is {:?}; expected [vectors, in]", x.size())));
+    };
+    if width != columns {
+        return Err(refuse(format!("x is {:?} for a weight [{rows}, {columns}]", x.size())));
+    }
+    let on_cpu = x.device() == Device::Cpu && weight.device() == Device::Cpu;
+    if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
+        return Ok(None);
+    }
+    let scope = kernel("runtime::nf4::matvec");
+    let product = crate::sys::nf4::matvec(x, weight)?;
+    drop(scope);
+    let flops = Flops::from((2 * vectors * rows * columns).unsigned_abs());
+    record_external("runtime::nf4::matvec", flops, weight.numel() as u64)?;
+    Ok(Some(product))
+}
+
+/// Computes x·Ŵᵀ + b over the last dimension, in x's dtype: x `[…, in]`, b `[out]` of any floating dtype. Keeps nothing but the weight for
+/// backward, which computes the gradients of x and b.
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let mut inputs = vec![x, weight];
+    inputs.extend(bias);
+    let function = Nf4Linear { shape: x.size(), kind: x.kind(), bias: bias.map(Tensor::kind) };
+    Ok(apply(function, &inputs)?.remove(0))
+}
+
+struct Nf4Linear {
+    /// Of x.
+    shape: Vec<i64>,
+    kind: Kind,
+    /// The dtype of the bias.
+    bias: Option<Kind>,
+}
+
+impl Function for Nf4Linear {
+    fn name(&self) -> String {
+        "nf4 linear".to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let (x, weight) = (inputs[0], inputs[1]);
+        if ctx.needs_input_grad(0) {
+            ctx.save(weight);
+        }
+        retain::kept(|| {
+            let [out, inner] = expect(weight)?;
+            let x = matrix(x, inner)?;
+            let mut y = Tensor::f_empty([x.size()[0], out], (self.kind, x.device()))?;
+            if let Some(bias) = inputs.get(2) {
+                y.f_copy_(&bias.f_expand_as(&y)?)?;
+            }
+            mm_into(&mut y, &x, weight, self.bias.is_some())?;
+            let leading = &self.shape[..self.shape.len() - 1];
+            Ok(vec![y.f_view([leading, &[out]].concat().as_slice())?])
+        })
+    }
+
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let saved = ctx.take_saved();
+        let mut result: Vec<Option<Tensor>> = vec![None, None];
+        let Some(grad) = grads.into_iter().next().flatten() else { return Ok(result) };
+        let grad = grad.f_reshape([-1, grad.size().last().copied().unwrap_or(1)])?;
+        if let (true, [weight]) = (ctx.needs_input_grad(0), &saved[..]) {
+            let [_, inner] = expect(weight)?;
+            let mut dx = Tensor::f_empty([grad.size()[0], inner], (self.kind, grad.device()))?;
+            mm_transposed_into(&mut dx, &grad, weight, false)?;
+            result[0] = Some(dx.f_view(&self.shape[..])?);
+        }
+        if let Some(kind) = self.bias {
+            let sum = |_| Ok::<_, crate::Error>(grad.f_sum_dim_intlist([0].as_slice(), false, kind)?);
+            result.push(ctx.needs_input_grad(2).then_some(()).map(sum).transpose()?);
+        }
+        Ok(result)
+    }
+}
+
+/// Views `[…, width]` as rows, also if there is none.
+fn matrix(x: &Tensor, width: i64) -> Result<Tensor> {
+    let size = x.size();
+    match size.split_last() {
+        Some((&last, leading)) if last == width => Ok(x.f_reshape([leading.iter().product(), width])?),
+        _ => Err(refuse(format!("x is {size:?} for a weight with {width} columns"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nf4::{Scales, dequantize, quantize};
+    use tch::kind;
+
+    /// The path of other devices, which adds up over tiles of rows.
+    #[test]
+    fn sums_over_tiles_of_rows_are_the_product() {
+        let options = (Kind::Float, Device::Cpu);
+        for (shape, kind, bound) in [([300, 8192], Kind::Float, 1e-6), ([77, 66], Kind::BFloat16, 1e-2)] {
+            let stored = quantize(&Tensor::randn(shape, options), Scales::Nested).unwrap();
+            let g = Tensor::randn([40, shape[0]], options).to_kind(kind);
+            let dense = dequantize(&stored, Kind::Double).unwrap();
+            let expected = g.to_kind(Kind::Double).matmul(&dense);
+            let start = Tensor::randn([40, shape[1]], kind::FLOAT_CPU).to_kind(kind);
+            for accumulate in [false, true] {
+                let mut out = start.copy();
+                by_rows(&mut out, &g, &stored, accumulate).unwrap();
+                let expected =
+                    if accumulate { &expected + start.to_kind(Kind::Double) } else { expected.copy() };
+                let error = (out.to_kind(Kind::Double) - &expected).abs().max() / expected.abs().max();
+                assert!(error.double_value(&[]) < bound, "{}", error.double_value(&[]));
+            }
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! The kernels for AVX2 and AVX-512: the table is in registers, and codes are looked up by a permutation.
+
+use std::arch::x86_64::*;
+
+use super::{BLOCK, BYTES, Packed, fill_by};
+use crate::nf4::TABLE;
+use crate::sys::simd::Element;
+
+/// # Safety
+/// The processor has AVX-512 F and BW.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+pub(super) unsafe fn fill_avx512<E: Element<Compute = f32>>(
+    packed: &Packed<'_>,
+    start: usize,
+    out: &mut [E],
+) {
+    // SAFETY: by this function's contract; the table has 16 values.
+    let table = unsafe { _mm512_loadu_ps(TABLE.as_ptr()) };
+    fill_by(
+        packed,
+        start,
+        out,
+        #[inline(always)]
+        |codes, scale, values| {
+            // SAFETY: by the function's contract; each load reads eight of 32 bytes, and each store writes 16 of 64 values.
+            unsafe {
+                let scale = _mm512_set1_ps(scale);
+                for group in 0..BYTES / 8 {
+                    let bytes = _mm_loadl_epi64(codes.as_ptr().add(8 * group).cast());
+                    // A lookup reads the lowest four bits of an index.
+                    let index = _mm_unpacklo_epi8(_mm_srli_epi16::<4>(bytes), bytes);
+                    let value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(index), table);
+                    _mm512_storeu_ps(values.as_mut_ptr().add(16 * group), _mm512_mul_ps(value, scale));
+                }
+            }
+        },
+    );
+}
+
+/// # Safety
+/// The processor has AVX2.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn fill_avx2<E: Element<Compute = f32>>(packed: &Packed<'_>, start: usize, out: &mut [E]) {
+    // SAFETY: by this function's contract; the table has 16 values.
+    let (table, shifts) = unsafe { (table_avx2(), _mm256_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24)) };
+    fill_by(
+        packed,
+        start,
+        out,
+        #[inline(always)]
+        |codes, scale, values| {
+            // SAFETY: by the function's contract; each store writes 8 of 64 values.
+            unsafe {
+                let scale = _mm256_set1_ps(scale);
+                for (group, bytes) in codes.as_chunks::<4>().0.iter().enumerate() {
+                    let index = _mm256_srlv_epi32(_mm256_set1_epi32(i32::from_le_bytes(*bytes)), shifts);
+                    let value = look_up_avx2(table, index);
+                    _mm256_storeu_ps(values.as_mut_ptr().add(8 * group), _mm256_mul_ps(value, scale));
+                }
+            }
+        },
+    );
+}
+
+/// Products of a row of whole blocks with N vectors, which are arranged.
+///
+/// # Safety
+/// The processor has AVX-512 F and DQ; codes have 32 bytes, and vectors 64 values, for each scale.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+pub(super) unsafe fn dots_avx512<const N: usize>(codes: &[u8], scales: &[f32], x: [&[f32]; N]) -> [f32; N] {
+    let words = codes.len() / 4;
+    // SAFETY: by this function's contract: `at` is a word of a block, and lanes beyond the last word are masked.
+    unsafe {
+        let table = _mm512_loadu_ps(TABLE.as_ptr());
+        let mut sums = [_mm512_setzero_ps(); N];
+        for at in (0..words).step_by(16) {
+            // One block is eight words.
+            let (mask, second) = if at + 16 <= words { (0xffff, scales[at / 8 + 1]) } else { (0x00ff, 0.0) };
+            let mut word = _mm512_maskz_loadu_epi32(mask, codes.as_ptr().add(4 * at).cast());
+            let mut of_blocks = [_mm512_setzero_ps(); N];
+            for part in 0..8 {
+                let value = _mm512_permutexvar_ps(word, table);
+                for vector in 0..N {
+                    let x = _mm512_maskz_loadu_ps(mask, x[vector].as_ptr().add(part * words + at));
+                    of_blocks[vector] = _mm512_fmadd_ps(value, x, of_blocks[vector]);
+                }
+                word = _mm512_srli_epi32::<4>(word);
+            }
+            let scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[at / 8]), _mm512_set1_ps(second));
+            for vector in 0..N {
+                sums[vector] = _mm512_fmadd_ps(of_blocks[vector], scale, sums[vector]);
+            }
+        }
+        let mut out = [0.0; N];
+        for vector in 0..N {
+            out[vector] = _mm512_reduce_add_ps(sums[vector]);
+        }
+        out
+    }
+}
+
+/// [`dots_avx512`] with vectors of eight.
+///
+/// # Safety
+/// The processor has AVX2 and FMA; codes have 32 bytes, and vectors 64 values, for each scale.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn dots_avx2<const N: usize>(codes: &[u8], scales: &[f32], x: [&[f32]; N]) -> [f32; N] {
+    let words = codes.len() / 4;
+    // SAFETY: by this function's contract: each step reads the eight words of a block, and their values.
+    unsafe {
+        let table = table_avx2();
+        let mut sums = [_mm256_setzero_ps(); N];
+        for (block, scale) in scales.iter().enumerate() {
+            let mut word = _mm256_loadu_si256(codes.as_ptr().add(BYTES * block).cast());
+            let mut of_block = [_mm256_setzero_ps(); N];
+            for part in 0..8 {
+                let value = look_up_avx2(table, word);
+                for vector in 0..N {
+                    let x = _mm256_loadu_ps(x[vector].as_ptr().add(part * words + block * BLOCK / 8));
+                    of_block[vector] = _mm256_fmadd_ps(value, x, of_block[vector]);
+                }
+                word = _mm256_srli_epi32::<4>(word);
+            }
+            for vector in 0..N {
+                sums[vector] = _mm256_fmadd_ps(of_block[vector], _mm256_set1_ps(*scale), sums[vector]);
+            }
+        }
+        let mut out = [0.0; N];
+        for vector in 0..N {
+            let mut lanes = [0f32; 8];
+            _mm256_storeu_ps(lanes.as_mut_ptr(), sums[vector]);
+            out[vector] = lanes.iter().sum();
+        }
+        out
+    }
+}
+
+/// The lower and the upper half of the table.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn table_avx2() -> [__m256; 2] {
+    // SAFETY: by this function's contract; the table has 16 values.
+    unsafe { [_mm256_loadu_ps(TABLE.as_ptr()), _mm256_loadu_ps(TABLE.as_ptr().add(8))] }
+}
+
+/// The values of the codes in the lowest four bits of each word.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn look_up_avx2(table: [__m256; 2], words: __m256i) -> __m256 {
+    // SAFETY: by this function's contract.
+    unsafe {
+        // A permutation reads three bits; the fourth chooses the half.
+        let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(words));
+        let [lower, upper] = table.map(|half| _mm256_permutevar8x32_ps(half, words));
+        _mm256_blendv_ps(lower, upper, half)
+    }
+}
