@@ -18,6 +18,7 @@
 //!
 //! Products use [`low_rank_linear`]; other operations are libtorch's, whose graph keeps x·Vᵀ for m's gradient.
 
+use runtime::nf4::{self, is_nf4};
 use tch::{Kind, Tensor};
 
 use crate::adapter::Adapter;
@@ -64,13 +65,31 @@ pub(crate) fn forward(
 /// Returns ‖W‖² of each row, `[o]`, in fp32 (f64 for f64).
 pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
     let wide = wide_kind(weight.kind());
-    let weight = weight.f_detach()?.f_to_kind(wide)?;
-    Ok(weight.f_square()?.f_sum_dim_intlist([1].as_slice(), false, wide)?)
+    let of_rows = |rows: Tensor| rows.f_square()?.f_sum_dim_intlist([1].as_slice(), false, wide);
+    if !is_nf4(weight) {
+        return Ok(of_rows(weight.f_detach()?.f_to_kind(wide)?)?);
+    }
+    let [out, inner] = nf4::matrix_shape(weight).unwrap_or_default();
+    let step = (nf4::TILE_BYTES / 4 / inner.max(1)).max(1);
+    let tile = |start: i64| Ok(of_rows(nf4::dequantize_rows(weight, start..out.min(start + step), wide)?)?);
+    let squares: Vec<Tensor> = (0..out).step_by(step as usize).map(tile).collect::<runtime::Result<_>>()?;
+    Ok(Tensor::f_cat(&squares, 0)?)
 }
 
 /// Returns ν `[o]`. The caller disables gradients.
 pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -> runtime::Result<Tensor> {
-    let weight = weight.f_detach()?.f_to_kind(squares.kind())?;
+    let weight = weight.f_detach()?;
+    let weight = if is_nf4(&weight) { weight } else { weight.f_to_kind(squares.kind())? };
+    // W·Aᵀ `[o, r]`.
+    let by_weight = |a: &Tensor| -> runtime::Result<Tensor> {
+        if !is_nf4(&weight) {
+            return Ok(weight.f_mm(&a.f_tr()?)?);
+        }
+        let mut product =
+            Tensor::f_empty([a.size()[0], squares.size()[0]], (squares.kind(), weight.device()))?;
+        nf4::mm_into(&mut product, a, &weight, false)?;
+        Ok(product.f_tr()?)
+    };
     // Offloading moves the weight to the device without these.
     let squares = squares.f_to_device(weight.device())?;
     let rows = |product: Tensor, b: &Tensor, scale: f64| -> runtime::Result<Tensor> {
@@ -79,7 +98,7 @@ pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -
     };
     let mut sum = squares.f_add_scalar(0.0)?;
     for (index, term) in terms.iter().enumerate() {
-        sum = sum.f_add_(&rows(weight.f_mm(&term.a.f_tr()?)?, term.b, 2.0 * term.scale)?)?;
+        sum = sum.f_add_(&rows(by_weight(term.a)?, term.b, 2.0 * term.scale)?)?;
         for (other_index, other) in terms.iter().enumerate().take(index + 1) {
             let twice = if other_index == index { 1.0 } else { 2.0 };
             let product = other.b.f_mm(&other.a.f_mm(&term.a.f_tr()?)?)?;

@@ -25,11 +25,14 @@
 //! sum is rounded once. A few rows, as in generation, are an exception: W is read in its dtype ([`matvec`]), or the product is
 //! libtorch's in the base's dtype, because casting all of W would cost more than the product.
 //!
+//! W may be in NF4 ([`runtime::nf4`]): both products with it dequantize tiles of it, and everything else is as with a base of x's dtype.
+//!
 //! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and recomputation runs no
 //! products.
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::matmul::{FEW, matvec, mm, mm_into};
+use runtime::nf4::{self, is_nf4, matrix_shape};
 use tch::{Kind, Tensor};
 
 use crate::dropout::Mask;
@@ -50,7 +53,7 @@ pub(crate) fn wide_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Computes x·Wᵀ + b + Σ s·D(x)·Aᵀ·Bᵀ, `[…, i]` to `[…, o]`. x, W and b have one dtype; the result has dtype `output`.
+/// Computes x·Wᵀ + b + Σ s·D(x)·Aᵀ·Bᵀ, `[…, i]` to `[…, o]`. x, W and b have one dtype, unless W is in NF4; the result has dtype `output`.
 pub(crate) fn low_rank_linear(
     x: &Tensor,
     weight: &Tensor,
@@ -63,9 +66,9 @@ pub(crate) fn low_rank_linear(
     inputs.extend(terms.iter().flat_map(|term| [term.a, term.b]));
     let function = LowRank {
         shape: x.size(),
-        bias: bias.is_some(),
+        bias: bias.map(Tensor::kind),
         terms: terms.iter().map(|term| (term.scale, term.mask)).collect(),
-        kind: weight.kind(),
+        kind: x.kind(),
         output,
         kept: Vec::new(),
     };
@@ -75,10 +78,11 @@ pub(crate) fn low_rank_linear(
 struct LowRank {
     /// The shape of x.
     shape: Vec<i64>,
-    bias: bool,
+    /// The dtype of b.
+    bias: Option<Kind>,
     /// Scale and mask of each term.
     terms: Vec<(f64, Option<Mask>)>,
-    /// The base's dtype.
+    /// x's dtype.
     kind: Kind,
     output: Kind,
     /// The saved tensors, in order.
@@ -97,7 +101,7 @@ enum Kept {
 
 impl LowRank {
     fn index_of_a(&self, term: usize) -> usize {
-        2 + usize::from(self.bias) + 2 * term
+        2 + usize::from(self.bias.is_some()) + 2 * term
     }
 
     fn input_count(&self) -> usize {
@@ -105,19 +109,26 @@ impl LowRank {
     }
 
     fn products(&self, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        let (weight, bias) = (inputs[1], self.bias.then(|| inputs[2]));
+        let (weight, bias) = (inputs[1], self.bias.map(|_| inputs[2]));
         let x = rows(inputs[0])?;
-        let (count, wide) = (x.size()[0], wide_kind(weight.kind()));
+        let (count, wide) = (x.size()[0], wide_kind(x.kind()));
+        let [width, _] = matrix_shape(weight).unwrap_or_default();
         let few = if count <= FEW { matvec(&x, weight, bias)? } else { None };
         let mut out = match few {
             Some(product) => product.f_to_kind(wide)?,
-            None if weight.kind() != wide && count <= FEW => x.f_linear(weight, bias)?.f_to_kind(wide)?,
+            None if weight.kind() != wide && !is_nf4(weight) && count <= FEW => {
+                x.f_linear(weight, bias)?.f_to_kind(wide)?
+            }
             None => {
-                let mut out = Tensor::f_empty([count, weight.size()[0]], (wide, x.device()))?;
+                let mut out = Tensor::f_empty([count, width], (wide, x.device()))?;
                 if let Some(bias) = bias {
                     out.f_copy_(&bias.f_expand_as(&out)?)?;
                 }
-                mm_into(&mut out, &x, &weight.f_tr()?, bias.is_some())?;
+                if is_nf4(weight) {
+                    nf4::mm_into(&mut out, &x, weight, bias.is_some())?;
+                } else {
+                    mm_into(&mut out, &x, &weight.f_tr()?, bias.is_some())?;
+                }
                 out
             }
         };
@@ -136,7 +147,7 @@ impl LowRank {
             mm_into(&mut out, &u.f_mul_scalar(scale)?, &b.f_tr()?, true)?;
             results.push(u);
         }
-        let shape = [&self.shape[..self.shape.len() - 1], &[weight.size()[0]]].concat();
+        let shape = [&self.shape[..self.shape.len() - 1], &[width]].concat();
         results.insert(0, out.f_to_kind(self.output)?.f_reshape(&shape)?);
         Ok(results)
     }
@@ -245,7 +256,9 @@ impl Function for LowRank {
                 None => Tensor::f_empty([grad.size()[0], inner], options)?,
             };
             let weight = find(Kept::Weight)?;
-            if grad.kind() == weight.kind() {
+            if is_nf4(weight) {
+                nf4::mm_transposed_into(&mut sum, &grad_wide, weight, accumulate)?;
+            } else if grad.kind() == weight.kind() {
                 mm_into(&mut sum, &grad, weight, accumulate)?;
             } else {
                 mm_into(&mut sum, &grad_wide, &weight.f_to_kind(wide)?, accumulate)?;
@@ -253,16 +266,16 @@ impl Function for LowRank {
             for (term, du) in &undropped {
                 mm_into(&mut sum, du, find(Kept::A(*term))?, true)?;
             }
-            result[0] = Some(sum.f_to_kind(weight.kind())?.f_reshape(&self.shape)?);
+            result[0] = Some(sum.f_to_kind(self.kind)?.f_reshape(&self.shape)?);
         }
         if wanted(1) {
             let x = rows(find(Kept::X)?)?;
             let product = mm(&grad_wide.f_tr()?, &x.f_to_kind(wide)?)?;
             result[1] = Some(product.f_to_kind(x.kind())?);
         }
-        if self.bias && wanted(2) {
+        if let Some(kind) = self.bias.filter(|_| wanted(2)) {
             let sum = grad_wide.f_sum_dim_intlist([0].as_slice(), false, wide)?;
-            result[2] = Some(sum.f_to_kind(self.kind)?);
+            result[2] = Some(sum.f_to_kind(kind)?);
         }
         Ok(result)
     }

@@ -13,10 +13,12 @@
 //! arXiv:2406.01775) the adapted projection initially equals W, so s·B₀·A₀ must be subtracted. PEFT overwrites W with W −
 //! s·B₀·A₀, rounded to its dtype. Here W does not change, and a second, frozen low-rank term subtracts s·B₀·A₀: nothing is
 //! rounded, W is unchanged, and disabling an adapter gives the base model. It costs r·(i + o) numbers and a product of rank r,
-//! where a copy of W would be i·o. Files contain only A and B, as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
+//! where a copy of W would be i·o. Nor need W be written, so a
+//! base in NF4 can have such adapters; a rank-r part of the dequantized W is what they take. Files contain only A and B, as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
+use runtime::nf4;
 use runtime::random::Generator;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::Result;
 use crate::function::wide_kind;
@@ -57,7 +59,7 @@ impl Init {
         generator: &mut Generator,
     ) -> Result<Initial> {
         let _no_grad = tch::no_grad_guard();
-        let (out, inner) = weight.size2()?;
+        let [out, inner] = nf4::matrix_shape(weight).unwrap_or_default();
         let options = (wide_kind(weight.kind()), weight.device());
         let mut uniform = |rows: i64, columns: i64, fan_in: i64| {
             let bound = 1.0 / (fan_in as f64).sqrt();
@@ -90,7 +92,10 @@ impl Init {
 
     /// Returns A₀ and B₀ of PiSSA or OLoRA twice: as initial values, and to subtract.
     fn of_weight(self, weight: &Tensor, r: i64, scaling: f64) -> Result<Initial> {
-        let wide = weight.f_detach()?.f_to_kind(wide_kind(weight.kind()))?;
+        let wide = match nf4::is_nf4(weight) {
+            true => nf4::dequantize(weight, Kind::Float)?,
+            false => weight.f_detach()?.f_to_kind(wide_kind(weight.kind()))?,
+        };
         let rank = r.min(wide.size()[0]).min(wide.size()[1]);
         let (a, b) = if self == Self::Pissa {
             let (u, singular, v) = wide.f_svd(true, true)?;

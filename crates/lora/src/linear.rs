@@ -6,6 +6,7 @@ use models::Linear;
 use models::module::{Context, Module, Projection, Visitor, VisitorMut, tensors};
 use parking_lot::Mutex;
 use runtime::autograd::note_setting;
+use runtime::nf4::{is_nf4, matrix_shape};
 use runtime::precision;
 use runtime::random::Generator;
 use tch::Tensor;
@@ -23,9 +24,9 @@ pub const DEFAULT: &str = "default";
 
 /// y = x·Wᵀ + b + s·dropout(x)·Aᵀ·Bᵀ with frozen W and b; replaces a [`Linear`].
 ///
-/// W and b keep their dtype (fp32, bf16, fp16, f64) and their names, so that checkpoints of the base can be loaded. A `[r, in]`
+/// W and b keep their dtype (fp32, bf16, fp16, f64, or [NF4](runtime::nf4) for W) and their names, so that checkpoints of the base can be loaded. A `[r, in]`
 /// and B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`; DoRA's
-/// magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype, unless a policy of
+/// magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype (any one over NF4), unless a policy of
 /// [`runtime::precision`] casts them. `function.rs` documents the mathematics, what is kept, and where it is rounded; `dora.rs`
 /// documents DoRA.
 ///
@@ -109,9 +110,13 @@ impl LoraLinear {
 
     /// Creates a layer without adapters.
     pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
-        if !weight.is_floating_point() || weight.dim() != 2 {
+        if !(weight.is_floating_point() || is_nf4(weight)) || matrix_shape(weight).is_none() {
             let found = format!("{:?} {:?}", weight.kind(), weight.size());
-            return Err(Error::Option { name: "weight", found, expected: "a floating matrix [out, in]" });
+            return Err(Error::Option {
+                name: "weight",
+                found,
+                expected: "a floating matrix [out, in], or NF4",
+            });
         }
         for tensor in std::iter::once(weight).chain(&bias) {
             let _ = tensor.f_set_requires_grad(false)?;
@@ -169,7 +174,7 @@ impl LoraLinear {
     /// if already merged.
     ///
     /// # Errors
-    /// [`Error::NotFinite`], with nothing changed.
+    /// [`Error::NotFinite`], a base in NF4; with nothing changed.
     pub fn merge(&self) -> Result<()> {
         let merged = self.merged_weight()?;
         self.put(merged, "the projection")
@@ -183,6 +188,11 @@ impl LoraLinear {
         }
         let active = self.active();
         let [first, ..] = active.as_slice() else { return Ok(None) };
+        if is_nf4(&self.weight) {
+            let reason = "the base is in NF4, whose steps are larger than what an adapter changes; load the model in the dtype of its \
+                          original files, and merge there";
+            return Err(Error::State(reason.to_owned()));
+        }
         let wide = self.weight.f_to_kind(first.a.kind())?;
         let mut sum = wide.f_add(&first.delta()?)?;
         for adapter in &active[1..] {
@@ -246,7 +256,7 @@ impl LoraLinear {
 
     fn run(&self, x: &Tensor, training: bool) -> models::Result<Tensor> {
         let weight = &self.weight;
-        let same_kind = x.kind() == weight.kind() || precision::current().is_some();
+        let same_kind = x.kind() == weight.kind() || is_nf4(weight) || precision::current().is_some();
         if x.size().last() != Some(&self.in_features()) {
             let expected = format!("[…, {}]", self.in_features());
             return Err(models::Error::Shape {
@@ -333,7 +343,7 @@ impl Projection for LoraLinear {
     }
 
     fn in_features(&self) -> i64 {
-        self.weight.size()[1]
+        matrix_shape(&self.weight).unwrap_or_default()[1]
     }
 
     fn out_features(&self) -> i64 {

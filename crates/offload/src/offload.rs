@@ -2,10 +2,13 @@
 
 use models::hugging_face::Folder;
 use models::init::Init;
-use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, try_replace};
+use models::module::{
+    Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, tensors, try_replace,
+};
 use models::tensors_file::{TensorLocation, dtype_name};
 use models::{Llama, LlamaConfig};
 use runtime::device;
+use runtime::nf4::Scales;
 use tch::{Device, Kind};
 
 use crate::blocks::{
@@ -57,23 +60,26 @@ impl Offload {
         kind: Kind,
         options: &Options,
     ) -> Result<(Llama, Self)> {
-        Self::build(config, init, kind, options, &|_| None)
+        Self::build(config, init, kind, options, &Values { stored: &|_| None, fill: &|_, _| Ok(()) })
     }
 
     /// Loads a model from a folder. With [`Tier::File`] the blocks stay in the folder's own files, which are never written: a
     /// model larger than the memory opens immediately, with frozen blocks. Otherwise blocks are read into host memory one after
     /// the other.
     ///
+    /// A model in NF4 ([`runtime::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder.
+    ///
     /// # Errors
-    /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another dtype than the files'.
+    /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another floating dtype than the files'.
     pub fn open(folder: &Folder, kind: Option<Kind>, options: &Options) -> Result<(Llama, Self)> {
-        let kind = kind.map_or_else(|| folder.kind(), Ok)?;
+        let kind = folder.kind_or(kind)?;
+        let in_nf4 = Scales::of(kind).is_some();
         let in_files = matches!(options.tier, Tier::File(_));
         if options.source.is_some() {
             let reason = "layers are opened into the tier, before their values are read; load the model, then use Offload::apply";
             return Err(Error::config("source", reason));
         }
-        if in_files && folder.kind()? != kind {
+        if in_files && !in_nf4 && folder.kind()? != kind {
             let reason = format!(
                 "its weights are {}, and layers that stay in files are not converted; load them in that dtype, or with the host \
                  tier",
@@ -81,8 +87,16 @@ impl Offload {
             );
             return Err(Error::File { path: folder.path().to_owned(), reason });
         }
-        let stored = |name: &str| folder.location(name).filter(|_| in_files);
-        let (model, offload) = Self::build(folder.config(), Init::Uninitialised, kind, options, &stored)?;
+        let stored = |name: &str| folder.location(name).filter(|_| in_files && !in_nf4);
+        // What is written to the tier's own files must have its values.
+        let fill = |name: &str, block: &dyn Block| {
+            let named = tensors(block).into_iter().filter(|_| in_files && in_nf4);
+            named.into_iter().try_for_each(|named| {
+                folder.load_tensor(&format!("{name}.{}", named.name), named.tensor).map(|_| ())
+            })
+        };
+        let values = Values { stored: &stored, fill: &fill };
+        let (model, offload) = Self::build(folder.config(), Init::Uninitialised, kind, options, &values)?;
         let resident: Vec<String> =
             options.resident.iter().map(|number| format!("layers.{number}.")).collect();
         folder.load_filtered(&model, &|name| {
@@ -98,7 +112,7 @@ impl Offload {
         init: Init,
         kind: Kind,
         options: &Options,
-        stored: &dyn Fn(&str) -> Option<TensorLocation>,
+        values: &Values<'_>,
     ) -> Result<(Llama, Self)> {
         check_resident(&options.resident, usize::try_from(config.num_hidden_layers).unwrap_or(0))?;
         let engine = Engine::new(options.clone())?;
@@ -110,8 +124,9 @@ impl Offload {
                 // Trained tensors stay in host memory, which would be the whole model.
                 freeze(&*block, ".*", true)?;
             }
-            let wrapped =
-                wrap(&engine, (&name, number), block, &|tensor| stored(&format!("{name}.{tensor}")));
+            (values.fill)(&name, &*block)?;
+            let stored = |tensor: &str| (values.stored)(&format!("{name}.{tensor}"));
+            let wrapped = wrap(&engine, (&name, number), block, &stored);
             Ok(wrapped.map_err(|(_, error)| *error)?)
         })?;
         Ok((model, Self { engine, blocks }))
@@ -198,6 +213,14 @@ impl Offload {
     pub fn check_on_host(&self) -> Result<()> {
         self.engine.check_on_host()
     }
+}
+
+/// The values of a model's blocks, while it is created.
+struct Values<'a> {
+    /// Where a tensor's values are in a file, by its name in the model.
+    stored: &'a dyn Fn(&str) -> Option<TensorLocation>,
+    /// Reads the values of a block, by its name, before it is offloaded.
+    fill: &'a dyn Fn(&str, &dyn Block) -> models::Result<()>,
 }
 
 fn check_resident(resident: &[usize], blocks: usize) -> Result<()> {

@@ -152,6 +152,14 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
             .name
             .split_once('.')
             .and_then(|(part, rest)| Some((names.iter().position(|name| *name == part)?, rest)));
+        if runtime::nf4::is_nf4(&tensor) {
+            let reason = format!(
+                "has `{}` in NF4, which a recomputed MLP does not multiply. Leave the MLP as it is, and recompute it by an activation \
+                 plan",
+                named.name
+            );
+            return Err(Error::Mlp { name: name.to_owned(), reason });
+        }
         match place {
             Some((index, "weight")) => found[index].0 = Some(tensor),
             Some((index, "bias")) => found[index].1 = Some(tensor),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use runtime::nf4::matrix_shape;
 use tch::Tensor;
 
 use super::survey::{Found, Survey};
@@ -87,7 +88,7 @@ impl AdapterPlan {
     pub(crate) fn expected(&self) -> Vec<(Vec<String>, Vec<i64>)> {
         let mut expected = Vec::new();
         for PlannedSite { name, weight, options, .. } in &self.sites {
-            let (out, inner) = (weight.size()[0], weight.size()[1]);
+            let [out, inner] = matrix_shape(weight).unwrap_or_default();
             expected.push((vec![format!("{name}.lora_A.weight")], vec![options.r, inner]));
             expected.push((vec![format!("{name}.lora_B.weight")], vec![out, options.r]));
             if options.dora {

@@ -8,6 +8,7 @@ mod fixtures_families;
 mod fuzz_adapter;
 mod lifecycle;
 mod lora_memory;
+mod nf4;
 mod recompute;
 mod targets;
 mod writers;
