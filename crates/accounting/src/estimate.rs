@@ -66,6 +66,7 @@ fn of_the_model(model: &Decoder, plan: &TrainingPlan) -> Result<Estimate, Error>
         return adapters::estimate(model, lora, plan);
     }
     let TrainingPlan { work, recipe, optimizer, sharding, host, .. } = *plan;
+    recipe.check_trained()?;
     let choices = plan.activation_choices();
     let parameters = model.parameters()?;
     let (states, hosted) = split(model_states(model, &recipe, optimizer, sharding)?, host);

@@ -12,6 +12,7 @@
 //! | [`working_set`] | temporaries of one block's backward, and of ZeRO's communication |
 //! | [`host`] | tensors on the host instead of the device |
 //! | [`kv_cache`] | keys and values of generation |
+//! | [`nf4`] | frozen weights of four bits |
 //!
 //! [`estimate`](crate::estimate) puts them together.
 
@@ -19,6 +20,7 @@ pub mod activations;
 pub mod host;
 pub mod kv_cache;
 pub mod logits;
+pub mod nf4;
 pub mod optimizer;
 pub mod published;
 pub mod recipe;

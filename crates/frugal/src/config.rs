@@ -42,6 +42,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 use lora::LoraConfig;
+use runtime::nf4::Scales;
 use serde::{Deserialize, Deserializer, Serialize};
 use tch::Kind;
 
@@ -178,16 +179,19 @@ pub enum Dtype {
     Float16,
     /// 64 bits.
     Float64,
+    /// Four bits with nested scales for the projections of the blocks, which are frozen; bfloat16 for all else.
+    Nf4,
 }
 
 impl Dtype {
-    /// The same in `tch`.
+    /// The same in `tch`; for NF4 the dtype of its tensors ([`runtime::nf4`]).
     pub fn kind(self) -> Kind {
         match self {
             Self::Float32 => Kind::Float,
             Self::Bfloat16 => Kind::BFloat16,
             Self::Float16 => Kind::Half,
             Self::Float64 => Kind::Double,
+            Self::Nf4 => Scales::Nested.kind(),
         }
     }
 }

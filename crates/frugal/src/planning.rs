@@ -21,6 +21,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{Choices, Logits};
 use accounting::recompute::NormKernel;
+use runtime::nf4::Scales;
 use tch::Kind;
 
 /// The choices of `accounting` that describe a step of this project's models: weights in `kind`, the fused loss over `loss_chunk`
@@ -40,5 +41,9 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
 
 /// The number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32.
 pub fn recipe(kind: Kind) -> Recipe {
-    if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16_FP32_STATE }
+    match kind {
+        Kind::Float => Recipe::FP32,
+        kind if Scales::of(kind).is_some() => Recipe::NF4,
+        _ => Recipe::BF16_FP32_STATE,
+    }
 }

@@ -131,6 +131,9 @@ impl Recipe {
     /// Those of [`Recipe::check_folder`], of [`Folder::load`] and of each technique.
     pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
         self.check_folder(folder)?;
+        if let Some(ranks) = &self.ranks {
+            checks::ranks(&checks::with_dtype_of(&self.config, folder), ranks.size())?;
+        }
         let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
         let shards = self.shards()?;
         if let Some(shards) = shards.clone().filter(|_| self.divides_before_values()) {

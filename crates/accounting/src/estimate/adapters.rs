@@ -7,6 +7,7 @@ use crate::exact::{product, sum};
 use crate::lora::{LowRank, not_modelled};
 use crate::memory::host::OnHost;
 use crate::memory::logits::{self, Loss};
+use crate::memory::nf4;
 use crate::memory::optimizer::StepKernel;
 use crate::memory::zero::ModelStates;
 use crate::memory::{Item, total};
@@ -24,7 +25,10 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &TrainingPlan) -> 
     let wide = |elements| LowRank::WIDE.bytes(elements);
     let tensors = lora.tensors(model)?;
     let states = ModelStates {
-        parameters: sum("bytes of the parameters", [plan.recipe.parameters.bytes(base)?, wide(adapters)?])?,
+        parameters: sum(
+            "bytes of the parameters",
+            [nf4::model_bytes(model, &plan.recipe)?, wide(adapters)?],
+        )?,
         master: 0,
         gradients: wide(adapters)?,
         optimizer: plan

@@ -10,6 +10,8 @@
 //! | `fp16-master`, `bf16-master` | 2 | 4 | 2 | 8 | 16 |
 //! | `bf16` | 2 | – | 2 | 4 | 8 |
 //!
+//! `nf4` is `bf16` with the matrices of the blocks in 4.13 bits; they cannot be trained, so it is for adapters and inference.
+//!
 //! An 8-bit Adam replaces the 8 by 2 (and 1/32 for its scales); SGD with momentum by 4.
 //!
 //! Sources: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1 (2 + 2 + 12 = 16); Anthony et al.,
@@ -41,6 +43,8 @@ pub struct Recipe {
     pub residual: Dtype,
     /// Whether autocast keeps a copy of each weight in `compute` during a forward and backward.
     pub casts: bool,
+    /// Whether the matrices of the blocks are in NF4 ([`nf4`](crate::memory::nf4)), and so frozen.
+    pub quantized: bool,
 }
 
 use Dtype::{Bf16, Fp16, Fp32};
@@ -57,6 +61,7 @@ impl Recipe {
         compute: Fp32,
         residual: Fp32,
         casts: false,
+        quantized: false,
     };
     /// `torch.autocast` in fp16 (with a loss scaler) over fp32 parameters, which are the master weights.
     pub const AMP_FP16: Self = Self {
@@ -84,6 +89,7 @@ impl Recipe {
         compute: Bf16,
         residual: Bf16,
         casts: false,
+        quantized: false,
     };
     /// The same with gradients accumulated in fp32, as Megatron does.
     pub const BF16_MASTER_FP32_GRADS: Self = Self {
@@ -119,7 +125,15 @@ impl Recipe {
         ..Self::BF16
     };
 
-    /// All recipes.
+    /// A frozen base with the matrices of its blocks in NF4, for adapters and inference.
+    pub const NF4: Self = Self {
+        name: "nf4",
+        summary: "a frozen base: the blocks' matrices in NF4, everything else in bf16",
+        quantized: true,
+        ..Self::BF16
+    };
+
+    /// All recipes that train a whole model.
     pub const ALL: [Self; 7] = [
         Self::FP32,
         Self::AMP_FP16,
@@ -129,6 +143,17 @@ impl Recipe {
         Self::BF16_MASTER_FP32_GRADS,
         Self::BF16,
     ];
+
+    /// Refuses a recipe whose weights cannot be trained.
+    pub(crate) fn check_trained(&self) -> Result<(), Error> {
+        if !self.quantized {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            what: "weights in NF4 cannot be trained".into(),
+            remedy: "train adapters of them, or take another recipe".into(),
+        })
+    }
 
     /// Returns the bytes per parameter with `optimizer`: parameter, master weight, gradient and state, without the
     /// copies of autocast.
@@ -151,10 +176,10 @@ impl FromStr for Recipe {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        Self::ALL
-            .into_iter()
+        let all = || Self::ALL.into_iter().chain([Self::NF4]);
+        all()
             .find(|recipe| recipe.name.eq_ignore_ascii_case(text))
-            .ok_or_else(|| Error::unknown("recipe", text, Self::ALL.map(|recipe| recipe.name)))
+            .ok_or_else(|| Error::unknown("recipe", text, all().map(|recipe| recipe.name)))
     }
 }
 

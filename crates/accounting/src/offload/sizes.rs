@@ -15,6 +15,7 @@ use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
 use crate::memory::logits::Loss;
+use crate::memory::nf4;
 use crate::memory::optimizer::Optimizer;
 use crate::memory::recipe::Recipe;
 use crate::memory::{kv_cache, total};
@@ -83,8 +84,7 @@ impl Choices {
 pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
     swiglu(model, work)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
-    let tensors = block(model)?;
-    let slot_bytes = region(&tensors, choices.recipe.parameters)?;
+    let slot_bytes = flat_bytes(&nf4::block_bytes(model, &choices.recipe)?)?;
     let weight_bytes = choices.recipe.parameters.bytes(outer_parameters(model)?)?;
     let layer = Layer {
         slot_bytes,
@@ -151,6 +151,7 @@ pub fn generation(
 pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
     swiglu(model, work)?;
     let recipe = choices.recipe;
+    recipe.check_trained()?;
     let flops = decoder_flops::step(model, work, &recomputation())?;
     let tensors = block(model)?;
     let numbers = sum("parameters of a layer", tensors.iter().copied())?;
@@ -214,7 +215,7 @@ pub fn adapters(
     let flops = lora::flops::step(model, lora, work, labelled, &recomputation())?;
     let tensors = lora.tensors(model)?;
     let learning = region(&tensors, LowRank::WIDE)?;
-    let frozen = region(&block(model)?, choices.recipe.parameters)?;
+    let frozen = flat_bytes(&nf4::block_bytes(model, &choices.recipe)?)?;
     let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
     let backward = flops.backward.causal + flops.recomputed.causal;
     let layer = Layer {

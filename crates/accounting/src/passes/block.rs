@@ -17,8 +17,8 @@ mod peaks;
 
 use crate::exact::product;
 use crate::lora::{LowRank, Projection};
-use crate::memory::Item;
 use crate::memory::recipe::Recipe;
+use crate::memory::{Item, nf4};
 use crate::model::{Decoder, Linear};
 use crate::passes::PeakTracker;
 use crate::recompute::NormKernel;
@@ -62,8 +62,12 @@ struct Sizes {
     output: u64,
     wide_input: u64,
     wide_output: u64,
-    /// W in fp32.
+    /// W in fp32, or the tile of a product with a quantized W that is multiplied in fp32, in forward and in backward.
     wide_weight: u64,
+    wide_weight_back: u64,
+    /// The tile of a product in the compute dtype with a quantized W that is not adapted.
+    tile: u64,
+    tile_back: u64,
     /// u, or du.
     low: u64,
     /// A byte for each element of the input.
@@ -123,6 +127,8 @@ impl Block {
             let rank = lora.map_or(0, |lora| lora.rank);
             let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
             let bias = if linear.bias { linear.outputs } else { 0 };
+            let forward = |bytes| nf4::tile_bytes(linear.outputs, linear.inputs, bytes);
+            let backward = |bytes| nf4::tile_bytes(linear.inputs, linear.outputs, bytes);
             let learns = match (gradients, everything, adapted) {
                 (true, true, _) => {
                     recipe.gradients.bytes(exact::sum("elements of a weight", [weight, bias])?)?
@@ -139,7 +145,18 @@ impl Block {
                 output: of(linear.outputs, c)?,
                 wide_input: of(linear.inputs, 4)?,
                 wide_output: of(linear.outputs, 4)?,
-                wide_weight: product("bytes of a weight", &[weight, 4])?,
+                wide_weight: if recipe.quantized {
+                    forward(4)?
+                } else {
+                    product("bytes of a weight", &[weight, 4])?
+                },
+                wide_weight_back: if recipe.quantized {
+                    backward(4)?
+                } else {
+                    product("bytes of a weight", &[weight, 4])?
+                },
+                tile: if recipe.quantized { forward(c)? } else { 0 },
+                tile_back: if recipe.quantized { backward(c)? } else { 0 },
                 low: of(rank, 4)?,
                 mask: of(linear.inputs, 1)?,
                 gradients: learns,
@@ -318,7 +335,8 @@ impl Block {
     fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
         let sizes = self.of(which);
         if !sizes.adapted {
-            return tracker.make(sizes.output);
+            tracker.make(sizes.output);
+            return tracker.touch(sizes.tile);
         }
         tracker.make(sizes.wide_output);
         if self.casts {

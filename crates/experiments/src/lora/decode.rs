@@ -22,8 +22,8 @@ pub(crate) struct Decode {
     /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
     #[arg(long)]
     shape: Option<Shape>,
-    /// Dtypes of the weights: fp32, bf16, fp16
-    #[arg(long, value_delimiter = ',', default_value = "fp32,bf16", value_parser = dtype::parse)]
+    /// Dtypes of the weights: fp32, bf16, fp16, nf4
+    #[arg(long, value_delimiter = ',', default_value = "fp32,bf16", value_parser = dtype::parse_weights)]
     dtype: Vec<Kind>,
     /// Prompts per batch
     #[arg(long, value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(i64).range(1..))]
@@ -105,6 +105,7 @@ fn measure(
         Metric::of_samples("prompt_seconds", "s", &reading),
         Metric::of_samples("token_seconds", "s", &decoding),
         Metric::of_samples("tokens_per_second", "tokens/s", &rates),
+        Metric::exact("weight_bytes", "B", bytes as f64),
         Metric::of_samples("weight_bandwidth", "B/s", &bandwidth),
         Metric::of_samples("share_of_copy_bandwidth", "ratio", &shares),
     ])

@@ -5,7 +5,6 @@ use accounting::estimate::{TrainingPlan as Budget, estimate};
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::StepKernel;
-use accounting::memory::recipe::Recipe;
 use accounting::recompute::{NormKernel, Recompute};
 use anyhow::Context;
 use clap::{Args, ValueEnum};
@@ -51,8 +50,8 @@ pub(crate) struct Step {
     /// Share of a row's tokens, at its end, that have a label
     #[arg(long, default_value_t = 0.5)]
     answers: f64,
-    /// Dtypes of the base: fp32, bf16, fp16
-    #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse)]
+    /// Dtypes of the base: fp32, bf16, fp16, nf4
+    #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse_weights)]
     dtype: Vec<Kind>,
     /// What a step keeps for backward
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
@@ -133,10 +132,7 @@ fn predict(
     };
     let budget = Budget {
         work: Workload { batch: size(arguments.batch)?, sequence: size(arguments.sequence)? },
-        recipe: match kind {
-            Kind::Float => Recipe::FP32,
-            _ => Recipe::BF16,
-        },
+        recipe: frugal::planning::recipe(kind),
         recomputation: Recomputation { checkpoint, ..Recomputation::default() },
         norm: NormKernel::Output,
         step: StepKernel::Fused,

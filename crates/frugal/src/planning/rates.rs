@@ -52,6 +52,7 @@ impl MachineRates {
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = device::product_workspaces(device)?;
         // On a CPU products of low precision run in fp32.
+        let kind = if runtime::nf4::Scales::of(kind).is_some() { Kind::BFloat16 } else { kind };
         let compute = runtime::matmul::compute_kind(device, kind);
         let [m, n, k] = product;
         let flops = rate(&physical::gemm_rate(device, compute, m, n, k)?)?;

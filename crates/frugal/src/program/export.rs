@@ -9,9 +9,12 @@ use std::path::{Path, PathBuf};
 use super::Common;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, ValueEnum};
-use frugal::config::Bytes;
+use frugal::config::{Bytes, Dtype};
 use frugal::llama_cpp::LlamaCpp;
+use models::hugging_face::{self, Folder};
+use models::state_dict::state_dict;
 use serde_json::{Value, json};
+use tch::Device;
 
 use super::merge;
 use super::model::{HubArgs, same_folder};
@@ -25,6 +28,8 @@ enum Format {
     Peft,
     /// The model with the adapter merged into its weights, as Hugging Face's files
     Merged,
+    /// The model with the matrices of its layers in NF4, as bitsandbytes' files, which transformers reads
+    Nf4,
     /// The model, with the adapter merged, as one GGUF file for llama.cpp
     Gguf,
     /// The adapter as a GGUF file that llama.cpp applies to the model's
@@ -84,7 +89,7 @@ pub(crate) struct Export {
     /// peft: name of the base model for adapter_config.json
     #[arg(long, value_name = "NAME")]
     base: Option<String>,
-    /// merged: maximum size of a file of weights
+    /// merged, nf4: maximum size of a file of weights
     #[arg(long, value_name = "BYTES", default_value = "5GB")]
     max_shard_bytes: Bytes,
     /// gguf, gguf-lora, ollama: compare log-probabilities of llama.cpp with this program's; needs a Python with xllamacpp
@@ -100,6 +105,7 @@ pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     let result = match arguments.format {
         Format::Peft => return peft::run(common, arguments),
         Format::Merged => merged(common, arguments)?,
+        Format::Nf4 => quantized(arguments)?,
         Format::Gguf => gguf_files::model(common, arguments)?,
         Format::GgufLora => gguf_files::adapter(common, arguments)?,
         Format::Ollama => gguf_files::ollama(common, arguments)?,
@@ -118,6 +124,26 @@ fn merged(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
     };
     arguments.merge(common, adapter.path(), &arguments.out)?;
     Ok(json!({ "model": arguments.out }))
+}
+
+/// Quantizes a model and writes it; reads it again and compares.
+fn quantized(arguments: &Export) -> anyhow::Result<Value> {
+    let Export { out, max_shard_bytes, .. } = arguments;
+    let folder = arguments.hub.open(arguments.model.as_deref().context("give --model")?)?;
+    if same_folder(folder.path(), out) {
+        bail!("--out {} is the model's own folder; give another", out.display());
+    }
+    let model = folder.load(Some(Dtype::Nf4.kind()), Device::Cpu)?;
+    hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
+        merge::complete(&folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+    })?;
+    let again = state_dict(&Folder::open(out)?.load(None, Device::Cpu)?);
+    for ((name, meant), (_, read)) in state_dict(&model).into_iter().zip(again) {
+        if read.kind() != meant.kind() || read != meant {
+            bail!("{}: `{name}` is read differently than it was written, or not finite", out.display());
+        }
+    }
+    Ok(json!({ "model": out }))
 }
 
 /// An adapter's folder, which may be a temporary one.
@@ -144,7 +170,10 @@ impl Export {
         let flags = [
             ("--model", self.model.is_some(), self.format != Format::Peft),
             ("--type", self.kind.is_some(), [Format::Gguf, Format::Ollama].contains(&self.format)),
-            ("--dtype", self.dtype.is_some(), !is_gguf),
+            ("--dtype", self.dtype.is_some(), !is_gguf && self.format != Format::Nf4),
+            ("--dtype nf4", self.dtype.map(DtypeArg::get) == Some(Dtype::Nf4), self.format == Format::Merged),
+            ("--adapter", self.adapter.is_some(), self.format != Format::Nf4),
+            ("--checkpoints", self.checkpoints.is_some(), self.format != Format::Nf4),
             ("--base", self.base.is_some(), self.format == Format::Peft),
             ("--verify", self.verify, is_gguf),
         ];
@@ -189,6 +218,7 @@ impl Export {
                 bail!("--out {} is {what} own folder; give another", out.display());
             }
         }
+        merge::refuse_nf4(&folder, self.dtype.map(DtypeArg::get))?;
         let model = folder.load(self.dtype.map(|dtype| dtype.get().kind()), common.device()?)?;
         merge::into_folder(&folder, model, adapter, out, self.max_shard_bytes)
     }

@@ -100,9 +100,9 @@ impl Generate {
         budget: Bytes,
         config: &mut OffloadConfig,
     ) -> anyhow::Result<()> {
-        if !matches!(kind, Kind::Float | Kind::BFloat16) {
+        if !matches!(kind, Kind::Float | Kind::BFloat16) && !planning::recipe(kind).quantized {
             bail!(
-                "the weights are {}, and a budget is planned for float32 and bfloat16; give --dtype, or --offload without --budget",
+                "the weights are {}, and a budget is planned for float32, bfloat16 and nf4; give --dtype, or --offload without --budget",
                 dtype_name(kind)
             );
         }

@@ -5,7 +5,10 @@ pub(crate) mod training;
 use std::path::Path;
 
 use super::Common;
+use ::training::predicted;
+use accounting::memory::nf4;
 use clap::Args;
+use frugal::planning;
 use lora::LoraConfig;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use models::hugging_face::Folder;
@@ -55,8 +58,15 @@ fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
     let config = folder.config();
     let parameters = config.parameter_count();
     let kind = folder.kind().ok();
-    let dtype = kind.map_or_else(|| "several".to_owned(), dtype_name);
-    let bytes = kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64);
+    let recipe = kind.map(planning::recipe).filter(|recipe| recipe.quantized);
+    let dtype = match (kind, recipe) {
+        (_, Some(recipe)) => recipe.name.to_owned(),
+        (kind, None) => kind.map_or_else(|| "several".to_owned(), dtype_name),
+    };
+    let bytes = match recipe {
+        Some(recipe) => Some(nf4::model_bytes(&predicted::decoder(config)?, &recipe)?),
+        None => kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64),
+    };
     let adapter = arguments.adapter.config(&arguments.folder);
     let trained = adapter.trainable_parameters(config)?;
     let all = parameters + trained;

@@ -1,5 +1,7 @@
 //! `frugal merge`.
 
+mod difference;
+
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
@@ -7,16 +9,20 @@ use std::path::{Path, PathBuf};
 use super::Common;
 use anyhow::{Context, bail};
 use clap::Args;
-use frugal::config::Bytes;
+use frugal::config::{Bytes, Dtype};
 use models::hugging_face::{self, Folder};
 use models::state_dict::{load_state_dict, state_dict};
 use models::tensors_file::TensorsFile;
 use models::{Llama, LlamaConfig};
+use runtime::nf4::Scales;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
+use difference::Difference;
+
 use super::model::{ModelArgs, load_adapter, same_folder};
 use super::output::{print_line, say};
+use super::settings::DtypeArg;
 
 /// Files beside a model's weights that are copied unchanged.
 const BESIDE: [&str; 9] = [
@@ -37,6 +43,9 @@ const DTYPES: [&str; 2] = ["dtype", "torch_dtype"];
 /// Keys of the rotary embedding, old and new.
 const ROPE: [&str; 3] = ["rope_theta", "rope_scaling", "rope_parameters"];
 
+/// The field of weights that are quantized, which the written model has itself if they are.
+const QUANTIZATION: &str = "quantization_config";
+
 const CONFIG: &str = "config.json";
 
 #[derive(Args)]
@@ -52,6 +61,9 @@ pub(crate) struct Merge {
     /// Maximum size of a file of weights
     #[arg(long, value_name = "BYTES", default_value = "5GB")]
     max_shard_bytes: Bytes,
+    /// Compare the merged model with the adapter over the model in NF4, on each line of this file
+    #[arg(long, value_name = "FILE")]
+    compare_nf4: Option<PathBuf>,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
@@ -63,12 +75,49 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
             bail!("--out {} is {what} own folder; give another", out.display());
         }
     }
+    refuse_nf4(&folder, arguments.model.dtype.map(DtypeArg::get))?;
     let model = arguments.model.load(&folder, device)?;
     into_folder(&folder, model, &arguments.adapter, out, arguments.max_shard_bytes)?;
+    let compared = arguments.compare_nf4.as_deref().map(|texts| {
+        let merged = Folder::open(out)?.load(None, device)?;
+        difference::measure(&folder, &arguments.adapter, &merged, texts, device)
+    });
+    let compared = compared.transpose()?;
     if common.json {
-        print_line(&json!({ "result": { "model": out } }));
-    } else {
-        say(common, &format!("the merged model is in {}", out.display()));
+        let mut result = json!({ "model": out });
+        if let Some(Difference { positions, merged, without, same_token }) = compared {
+            result["compared_with_nf4"] = json!({
+                "positions": positions, "divergence": merged, "divergence_without_adapter": without, "same_token": same_token,
+            });
+        }
+        print_line(&json!({ "result": result }));
+        return Ok(());
+    }
+    say(common, &format!("the merged model is in {}", out.display()));
+    if let Some(Difference { positions, merged, without, same_token }) = compared {
+        say(
+            common,
+            &format!(
+                "over {positions} positions its divergence from the adapter over NF4 is {merged:.4} nats, that of NF4 without the \
+                 adapter {without:.4}; {:.1} % of the most likely tokens are the same",
+                100.0 * same_token
+            ),
+        );
+    }
+    Ok(())
+}
+
+/// Refuses to merge into weights in NF4, whose steps are larger than what an adapter changes.
+///
+/// # Errors
+/// A model in NF4.
+pub(crate) fn refuse_nf4(folder: &Folder, dtype: Option<Dtype>) -> anyhow::Result<()> {
+    let in_files = folder.kind().is_ok_and(|kind| Scales::of(kind).is_some());
+    if dtype == Some(Dtype::Nf4) || dtype.is_none() && in_files {
+        bail!(
+            "an adapter is not merged into weights in NF4: their steps are larger than what it changes; give the original model's files as \
+             --model, without --dtype nf4"
+        );
     }
     Ok(())
 }
@@ -144,7 +193,7 @@ pub(crate) fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
     };
     let (mut fields, saved) = (read(base.path().join(CONFIG))?, read(out.join(CONFIG))?);
     // The old and the new form must not occur together.
-    fields.retain(|name, _| !ROPE.contains(&name.as_str()));
+    fields.retain(|name, _| !ROPE.contains(&name.as_str()) && name != QUANTIZATION);
     for name in DTYPES {
         if let (Some(field), Some(dtype)) = (fields.get_mut(name), saved.get("dtype")) {
             *field = dtype.clone();

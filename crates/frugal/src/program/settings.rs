@@ -306,6 +306,8 @@ choice! {
         Float16,
         #[value(aliases = ["f64", "fp64"])]
         Float64,
+        /// Four bits per weight in the blocks' projections, for adapters and generation; bfloat16 elsewhere
+        Nf4,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Checks before a weight is read: values outside their ranges, and techniques that do not go together.
 
 use models::hugging_face::Folder;
+use runtime::nf4::Scales;
 use tch::Kind;
 
 use crate::config::{
@@ -114,6 +115,11 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
             "leave `activations` out, or take `optimizer.zero_stage = 2`",
         );
     }
+    if optimizer.zero_stage == 3 && config.model.dtype == Some(Dtype::Nf4) {
+        let why = "layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have";
+        let remedy = "take `optimizer.zero_stage = 2`, where each rank has the whole base";
+        return refused(NF4, why, remedy);
+    }
     if config.training.device != "cpu" {
         let why = "ranks are connected over CPUs; libtorch's NCCL is not built in";
         return refused("`training.device`", why, "take `training.device = \"cpu\"`, or one process");
@@ -160,6 +166,7 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
         format!("`{key} = \"{}\"`", format!("{value:?}").to_lowercase())
     };
     let host = optimizer.place == OptimizerPlace::Host;
+    let in_nf4 = model.dtype == Some(Dtype::Nf4);
     let low = |dtype: Option<Dtype>| matches!(dtype, Some(Dtype::Float16));
     let rules = [
         Rule {
@@ -258,6 +265,27 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             remedy: "take `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
         },
         Rule {
+            is_met: in_nf4 && adapter.is_none(),
+            first: NF4.to_owned(),
+            second: "full fine-tuning".to_owned(),
+            why: "weights of four bits cannot take the steps of an optimizer",
+            remedy: "train an adapter, or take `model.dtype = \"bfloat16\"`",
+        },
+        Rule {
+            is_met: in_nf4 && mlp.level.is_some(),
+            first: NF4.to_owned(),
+            second: "`mlp.level`".to_owned(),
+            why: "the recomputed MLP is one function over three weights of a floating dtype",
+            remedy: "leave `mlp.level` out and take `activations.recompute = \"mlp\"`",
+        },
+        Rule {
+            is_met: in_nf4 && precision.compute == Compute::Fp8,
+            first: NF4.to_owned(),
+            second: "`precision.compute = \"fp8\"`".to_owned(),
+            why: "a product in fp8 rounds its weight again",
+            remedy: "take `precision.compute = \"bf16\"`",
+        },
+        Rule {
             is_met: model.freeze.is_some() && adapter.is_some(),
             first: "`model.freeze`".to_owned(),
             second: "`adapter`".to_owned(),
@@ -279,6 +307,8 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
     }
 }
 
+const NF4: &str = "`model.dtype = \"nf4\"`";
+
 /// Returns a plan's name in a configuration.
 fn plan_name(plan: ActivationPlan) -> &'static str {
     match plan {
@@ -294,6 +324,15 @@ fn plan_name(plan: ActivationPlan) -> &'static str {
 const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 /// More layers than a model has.
 const MOST_LAYERS: usize = 256;
+
+/// Returns the configuration with the dtype of files that are in NF4, unless it has one.
+pub(super) fn with_dtype_of(config: &Config, folder: &Folder) -> Config {
+    let mut config = config.clone();
+    if folder.kind().is_ok_and(|kind| Scales::of(kind).is_some()) {
+        config.model.dtype.get_or_insert(Dtype::Nf4);
+    }
+    config
+}
 
 /// Checks the techniques against the model's configuration and the dtype of its files.
 pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
@@ -311,6 +350,7 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
             });
         }
     }
+    pairs(&with_dtype_of(config, folder))?;
     let is_half = config.model.dtype.is_none() && folder.kind().is_ok_and(|kind| kind == Kind::Half);
     if is_half && config.adapter.is_none() && config.precision.compute == Compute::Fp16 {
         let dtype = Some(Dtype::Float16);

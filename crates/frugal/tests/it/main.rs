@@ -22,6 +22,7 @@ mod guide;
 mod launch;
 mod launch_training;
 mod layers_over_ranks;
+mod nf4;
 mod outlook;
 mod pairs;
 mod plan;

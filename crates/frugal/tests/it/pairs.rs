@@ -10,12 +10,14 @@ use std::sync::{Arc, Mutex};
 
 use expect_test::expect;
 use frugal::config::{
-    ActivationPlan, Bytes, Compute, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier, OptimizerPlace,
-    Recomputed, ScalerConfig,
+    ActivationPlan, Bytes, Compute, Dtype, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
+    OptimizerPlace, Recomputed, ScalerConfig,
 };
 use frugal::lora::LoraConfig;
+use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use frugal::recipe::Prepared;
 use frugal::runtime::collectives::Group;
 use frugal::runtime::random::Generator;
 use frugal::training::Batches;
@@ -253,9 +255,7 @@ fn rows() -> Vec<MaskedRow> {
 fn model(family: Family) -> Box<dyn LanguageModel> {
     let options = (Kind::Float, Device::Cpu);
     let model: Box<dyn LanguageModel> = match family {
-        Family::Llama => {
-            Box::new(Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap())
-        }
+        Family::Llama => Box::new(Llama::new(&llama(), options).unwrap()),
         Family::Gpt2 => {
             let config = Gpt2Config {
                 vocabulary: VOCABULARY,
@@ -268,12 +268,33 @@ fn model(family: Family) -> Box<dyn LanguageModel> {
             Box::new(Gpt2::new(&config, options).unwrap())
         }
     };
+    noise(model.as_ref());
+    model
+}
+
+fn noise(model: &dyn LanguageModel) {
     let mut generator = Generator::new(3).unwrap();
-    for named in module::tensors(model.as_ref()).into_iter().filter(|named| named.tensor.dim() == 2) {
-        let noise = generator.normal(&named.tensor.size(), options).unwrap() * 0.2;
+    for named in module::tensors(model).into_iter().filter(|named| named.tensor.dim() == 2) {
+        let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu)).unwrap() * 0.2;
         tch::no_grad(|| named.tensor.shallow_clone().copy_(&noise));
     }
-    model
+}
+
+/// Applies the techniques to a model: made here, or in NF4 opened from files.
+#[allow(clippy::result_large_err, reason = "a test's errors are few")]
+fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error> {
+    if recipe.config().model.dtype != Some(Dtype::Nf4) {
+        return recipe.apply(model(family));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let dense = Llama::new(&llama(), (Kind::Float, Device::Cpu)).unwrap();
+    noise(&dense);
+    hugging_face::save(&dense, folder.path(), hugging_face::SHARD_BYTES).unwrap();
+    recipe.open(&Folder::open(folder.path())?, Device::Cpu)
+}
+
+fn llama() -> LlamaConfig {
+    LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2)
 }
 
 /// What came of a training.
@@ -334,7 +355,7 @@ pub(crate) fn run_over(
         ..Layout::default()
     };
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
-    let mut prepared = recipe.apply(model(family))?;
+    let mut prepared = prepare(&recipe, family)?;
     let first = data.next()?.unwrap();
     prepared.plan_activations(&first)?;
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;

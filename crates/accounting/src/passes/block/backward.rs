@@ -108,6 +108,7 @@ impl Block {
         if !sizes.adapted {
             if of_input {
                 tracker.make(sizes.input);
+                tracker.touch(sizes.tile_back);
             }
             return tracker.make(sizes.gradients);
         }
@@ -133,7 +134,9 @@ impl Block {
             }
         }
         if of_input && self.casts {
-            tracker.touch(sizes.wide_output + sizes.wide_weight);
+            // A quantized weight is multiplied with the gradient in fp32, which is there.
+            let wide_output = if sizes.tile_back > 0 { 0 } else { sizes.wide_output };
+            tracker.touch(wide_output + sizes.wide_weight_back);
         }
         if of_input && self.rounds {
             tracker.make(sizes.input);

@@ -4,12 +4,10 @@ use accounting::activation_plan::Kept;
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
-use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{self, Choices, Logits};
 use accounting::offload::{self as paper, Footprint, Rates, Setup, Start, simulate};
 use accounting::recompute::NormKernel;
 use offload::Method;
-use tch::Kind;
 use training::activations::LayerPlan;
 use training::predicted;
 
@@ -25,7 +23,7 @@ impl Row {
         let [rows, tokens] = self.batch;
         let work = Workload { batch: rows.unsigned_abs(), sequence: tokens.unsigned_abs() };
         let choices = Choices {
-            recipe: if self.kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 },
+            recipe: frugal::planning::recipe(self.kind),
             loss: match self.head {
                 Head::Logits => Loss::Eager,
                 Head::Chunks(tokens) => Loss::LinearCrossEntropy { tokens: tokens.unsigned_abs() },

@@ -2,6 +2,7 @@
 
 use models::LlamaConfig;
 use offload::Method;
+use runtime::nf4::Scales;
 use tch::Kind;
 
 use super::{Head, OptimizerPlace, Pass, Place, Row};
@@ -75,12 +76,12 @@ pub fn rows() -> Vec<Row> {
             Place::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
         rows.push(Row { place: some, optimizer: OptimizerPlace::Host, ..row.clone() });
     }
+    let attention = Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0 };
     for row in [&base, &long] {
         let layers = row.config.num_hidden_layers as usize;
-        let attention = Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0 };
         let all =
             Pass::Adapters { targets: &["q", "k", "v", "o", "gate", "up", "down"], rank: 4, dropout: 0.1 };
-        for pass in [attention, all] {
+        for pass in [attention.clone(), all] {
             for plan in [KeepAll, RecomputeAll] {
                 let place = Place::Resident(vec![plan; layers]);
                 rows.push(Row {
@@ -96,6 +97,16 @@ pub fn rows() -> Vec<Row> {
             rows.push(Row { optimizer: OptimizerPlace::Host, ..of(offloaded(Method::Overlap, 3)) });
         }
     }
+    // A base in NF4, whose activations are in bf16.
+    let quantized = Row { kind: Scales::Nested.kind(), pass: attention, ..long.clone() };
+    for plan in [KeepAll, RecomputeAll] {
+        let place = Place::Resident(vec![plan; 4]);
+        rows.push(Row { place, optimizer: OptimizerPlace::Device, ..quantized.clone() });
+    }
+    rows.push(Row { place: offloaded(Method::Function, 1), ..quantized.clone() });
+    rows.push(Row { place: in_files(Method::Overlap, 2), ..quantized.clone() });
+    let place = offloaded(Method::Overlap, 3);
+    rows.push(Row { place, optimizer: OptimizerPlace::Host, ..quantized });
     for row in [&base, &llama] {
         rows.push(Row { head: Head::Logits, ..row.clone() });
         rows.push(Row { head: Head::Logits, place: offloaded(Method::Overlap, 2), ..row.clone() });

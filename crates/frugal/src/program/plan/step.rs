@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
+use accounting::memory::nf4;
 use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
@@ -65,7 +66,7 @@ pub(crate) struct StepArgs {
     /// Tokens of a row [default: 512, or the model's context if that is shorter]
     #[arg(long, aliases = ["tokens", "sequence"], value_parser = clap::value_parser!(u64).range(1..))]
     length: Option<u64>,
-    /// Dtype of the weights: float32 or bfloat16 [default: bfloat16, and float32 where all weights are trained]
+    /// Dtype of the weights: float32, bfloat16 or nf4 [default: bfloat16, and float32 where all weights are trained]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
     /// Gradient accumulation steps: batches per optimizer step
@@ -120,7 +121,16 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         (None, Work::Full) => Kind::Float,
         (None, _) => Kind::BFloat16,
         (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
-        (Some(_), _) => bail!("--dtype: a plan is made for float32 and bfloat16"),
+        (Some(kind), Work::Lora | Work::Inference) if planning::recipe(kind).quantized => {
+            if arguments.ranks.ranks > 1 {
+                bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16");
+            }
+            kind
+        }
+        (Some(kind), _) if planning::recipe(kind).quantized => {
+            bail!("--dtype nf4: weights of four bits are not trained; give --method lora")
+        }
+        (Some(_), _) => bail!("--dtype: a plan is made for float32, bfloat16 and nf4"),
     };
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let tier = match arguments.offload {
@@ -133,7 +143,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     }
     arguments.ranks.check(arguments)?;
     let work = Workload { batch: arguments.batch_size, sequence: tokens };
-    let weights = planning::recipe(kind).parameters.bytes(model.parameters()?)?;
+    let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
     let planned = PlannedStep { model, work, kind, device, tier, weights };
     let ranks = arguments.ranks.ranks;
     let sharing = arguments.ranks.sharing(on_cpu);
@@ -327,7 +337,8 @@ impl StepArgs {
             Work::Lora => &[Direction::Forward, Direction::FrozenBackward],
             Work::Inference => &[Direction::Forward],
         };
-        let bytes = kind.elt_size_in_bytes() as f64;
+        let quantized = planning::recipe(kind).quantized;
+        let bytes = if quantized { nf4::WEIGHT_BYTES } else { kind.elt_size_in_bytes() as f64 };
         let least = |&pass: &Direction| -> anyhow::Result<_> {
             Ok((pass, plan.least_tokens(machine.flops, &machine.transfers, bytes, pass)?))
         };

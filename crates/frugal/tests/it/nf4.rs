@@ -1,0 +1,180 @@
+//! A base in NF4 with every technique, and through the program: training, resuming, generation, planning, export, and what is refused.
+
+use std::time::Duration;
+
+use expect_test::expect;
+use frugal::Error;
+use frugal::config::{Dtype, OffloadConfig, OptimizerPlace};
+use frugal::runtime::collectives::{Group, GroupOptions, Store};
+use frugal::training::trainer::Overflow;
+use serde_json::Value;
+use test_ranks::Ranks;
+
+use crate::pairs::{Family, Outcome, Promise, ROWS, TECHNIQUES, Technique, broken, run_over};
+use crate::tiny_folder::Tiny;
+
+const NF4: Technique = Technique {
+    name: "NF4",
+    group: "dtype",
+    promise: Promise::Nothing,
+    set: |config, _| config.model.dtype = Some(Dtype::Nf4),
+};
+
+/// The optimizer's place without offloading is refused in any dtype.
+const ON_THE_HOST: Technique = Technique {
+    name: "offload, optimizer on the host",
+    group: "offload",
+    promise: Promise::Bits,
+    set: |config, _| {
+        config.offload = Some(OffloadConfig::default());
+        config.optimizer.place = OptimizerPlace::Host;
+    },
+};
+
+fn run(techniques: &[&Technique]) -> Result<Outcome, Box<Error>> {
+    run_over(Family::Llama, techniques, None, Overflow::Skip).map_err(Box::new)
+}
+
+#[test]
+fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
+    let mut refused = Vec::new();
+    for adapter in &TECHNIQUES[..2] {
+        assert_eq!(adapter.group, "adapter");
+        let without = run(&[&NF4, adapter]).unwrap();
+        for technique in TECHNIQUES.iter().chain([&ON_THE_HOST]).filter(|other| other.group != "adapter") {
+            match run(&[&NF4, adapter, technique]) {
+                Ok(with) => {
+                    let found = broken(technique.promise, &with, &without, false);
+                    assert!(found.is_none(), "{} + {}: {found:?}", adapter.name, technique.name);
+                }
+                Err(error) if matches!(*error, Error::Conflict { .. }) => {
+                    refused.push(format!("{}: {error}", technique.name));
+                }
+                Err(error) => panic!("{} + {}: {error}", adapter.name, technique.name),
+            }
+        }
+    }
+    let error = run(&[&NF4]).err().expect("an adapter is needed");
+    refused.push(format!("no adapter: {error}"));
+    refused.sort();
+    refused.dedup();
+    expect![[r#"
+        MLP level input-only: `model.dtype = "nf4"` and `mlp.level` do not go together: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and take `activations.recompute = "mlp"`
+        MLP level save-one: `model.dtype = "nf4"` and `mlp.level` do not go together: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and take `activations.recompute = "mlp"`
+        fp8: `model.dtype = "nf4"` and `precision.compute = "fp8"` do not go together: a product in fp8 rounds its weight again; take `precision.compute = "bf16"`
+        no adapter: `model.dtype = "nf4"` and full fine-tuning do not go together: weights of four bits cannot take the steps of an optimizer; train an adapter, or take `model.dtype = "bfloat16"`
+        optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&refused.join("\n"));
+}
+
+/// A rank's process runs this test alone.
+#[test]
+#[allow(clippy::print_stdout, reason = "what a rank prints is its result")]
+fn a_rank() {
+    test_ranks::rank(|(): (), launch| {
+        let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
+        let stage = |number: u8| Technique {
+            name: "stage",
+            group: "accumulation",
+            promise: Promise::Nothing,
+            set: match number {
+                2 => |config, _| {
+                    (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
+                    config.optimizer.zero_stage = 2;
+                },
+                _ => |config, _| {
+                    (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
+                    config.optimizer.zero_stage = 3;
+                },
+            },
+        };
+        let group = Group::new(&store, "nf4", GroupOptions::default()).unwrap();
+        let techniques = |number| [NF4, LORA, stage(number)];
+        let over = |number: u8, ranks: &Group| {
+            let all = techniques(number);
+            run_over(Family::Llama, &all.each_ref(), Some(ranks), Overflow::Skip)
+        };
+        let (divided, alone) = (over(2, &group).unwrap(), over(2, &Group::alone()).unwrap());
+        assert!(broken(Promise::Bits, &divided, &alone, true).is_none());
+        println!("{}", over(3, &group).map(|_| ()).unwrap_err());
+        group.barrier("end").unwrap();
+    });
+}
+
+/// As in the table, which has no copies.
+const LORA: Technique = Technique {
+    name: "LoRA",
+    group: "adapter",
+    promise: Promise::Nothing,
+    set: |config, family| (TECHNIQUES[0].set)(config, family),
+};
+
+#[test]
+fn two_ranks_compute_the_bits_of_one() {
+    let printed = Ranks::new("nf4::a_rank", 2).run(&());
+    assert_eq!(printed[0], printed[1]);
+    expect![[r#"`model.dtype = "nf4"` and 2 ranks do not go together: layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have; take `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
+}
+
+const TRAIN: &str = "finetune --model model --dtype nf4 --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3 \
+                     --lora-dropout 0.1 --steps 6 --checkpoint-every 2 --log-every 1";
+
+#[test]
+fn a_killed_training_resumes_with_the_same_bits_and_its_adapter_is_merged_into_the_original() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --out whole"));
+    tiny.kill_at_step(&format!("{TRAIN} --out killed --json"), 3);
+    tiny.succeed(&format!("{TRAIN} --out killed --resume"));
+    let adapter = "adapter_model.safetensors";
+    assert_eq!(tiny.bytes(&format!("killed/{adapter}")), tiny.bytes(&format!("whole/{adapter}")));
+
+    // Another base is refused, also in another dtype.
+    let other = TRAIN.replace("--dtype nf4", "--dtype bfloat16");
+    let output = tiny.run(&format!("{other} --out killed --resume"));
+    assert!(!output.status.success());
+
+    let (quantized, _) = tiny.succeed("export --format nf4 --model model --out quantized --json");
+    assert!(quantized.contains("quantized"));
+    let (info, _) = tiny.succeed("info quantized --json");
+    let info: Value = serde_json::from_str(&info).unwrap();
+    assert_eq!(info["dtype"], "nf4");
+    let generate = |flags: &str| {
+        tiny.succeed(&format!("generate --prompt Ann --max-new-tokens 8 --adapter whole {flags}")).0
+    };
+    let text = generate("--model model --dtype nf4");
+    assert_eq!(generate("--model quantized"), text);
+    for flags in ["--offload host", "--offload file", "--budget 2GiB"] {
+        assert_eq!(generate(&format!("--model quantized {flags}")), text, "{flags}");
+    }
+
+    let (merged, _) = tiny
+        .succeed("merge --model model --adapter whole --out merged --compare-nf4 problems/test.jsonl --json");
+    let merged: Value = serde_json::from_str(&merged).unwrap();
+    let figure = |name: &str| merged["result"]["compared_with_nf4"][name].as_f64().unwrap();
+    // The adapter does more than the base's rounding to four bits.
+    assert!(figure("divergence") < figure("divergence_without_adapter"), "{merged}");
+    assert!(figure("same_token") > 0.5 && figure("positions") > 100.0, "{merged}");
+    for flags in ["--model quantized", "--model model --dtype nf4"] {
+        let output = tiny.run(&format!("merge {flags} --adapter whole --out refused"));
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            !output.status.success() && said.contains("give the original model's files as --model"),
+            "{said}"
+        );
+    }
+    for (arguments, words) in [
+        (
+            "finetune --model quantized --method full --data problems --out x",
+            "`model.dtype = \"nf4\"` and full fine-tuning",
+        ),
+        (
+            "finetune --model model --dtype nf4 --mlp input-only --data problems --out x",
+            "and `mlp.level` do not go together",
+        ),
+        ("export --format nf4 --model model --adapter whole --out x", "--format nf4 has no --adapter"),
+        ("export --format gguf --model quantized --out x.gguf", ""),
+    ] {
+        let output = tiny.run(arguments);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && said.contains(words), "{arguments}: {said}");
+    }
+}
