@@ -91,7 +91,7 @@ fn a_rank() {
         let techniques = |number| [NF4, LORA, stage(number)];
         let over = |number: u8, ranks: &Group| {
             let all = techniques(number);
-            run_over(Family::Llama, &all.each_ref(), Some(ranks), Overflow::Skip)
+            run_over(Family::Llama, &all.each_ref(), Some(ranks), Overflow::Skip).map_err(Box::new)
         };
         let (divided, alone) = (over(2, &group).unwrap(), over(2, &Group::alone()).unwrap());
         assert!(broken(Promise::Bits, &divided, &alone, true).is_none());

@@ -171,7 +171,7 @@ fn logits_of_the_cache_are_those_of_the_whole_row() {
     let model = Llama::new(&config, (Scales::Nested.kind(), Device::Cpu)).unwrap();
     let prompt = vec![5i64, 17, 3, 60];
     let options = GenerateOptions { max_new_tokens: 8, ..GenerateOptions::default() };
-    let generated = generated(&model, &[prompt.clone()], &options);
+    let generated = generated(&model, std::slice::from_ref(&prompt), &options);
     let row: Vec<i64> = prompt.iter().chain(&generated[0]).copied().collect();
     let _no_grad = tch::no_grad_guard();
     let logits =
@@ -210,9 +210,11 @@ fn loading_takes_the_memory_of_one_matrix() {
     drop(model);
 }
 
+type Tensors = Vec<(String, Tensor)>;
+
 #[test]
 fn files_that_are_not_nf4_are_refused_by_name() {
-    let message = |change: &dyn Fn(&mut Vec<(String, Tensor)>)| {
+    let message = |change: &dyn Fn(&mut Tensors)| {
         let folder = copy(&fixtures().join("model"));
         let path = folder.path().join("model.safetensors");
         let mut tensors = tensors_file::read(&path, Device::Cpu).unwrap();
