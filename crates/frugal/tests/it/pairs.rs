@@ -255,7 +255,9 @@ fn rows() -> Vec<MaskedRow> {
 fn model(family: Family) -> Box<dyn LanguageModel> {
     let options = (Kind::Float, Device::Cpu);
     let model: Box<dyn LanguageModel> = match family {
-        Family::Llama => Box::new(Llama::new(&llama(), options).unwrap()),
+        Family::Llama => {
+            Box::new(Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap())
+        }
         Family::Gpt2 => {
             let config = Gpt2Config {
                 vocabulary: VOCABULARY,
@@ -286,15 +288,11 @@ fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error> {
     if recipe.config().model.dtype != Some(Dtype::Nf4) {
         return recipe.apply(model(family));
     }
-    let folder = tempfile::tempdir().unwrap();
-    let dense = Llama::new(&llama(), (Kind::Float, Device::Cpu)).unwrap();
+    let (folder, options) = (tempfile::tempdir().unwrap(), (Kind::Float, Device::Cpu));
+    let dense = Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap();
     noise(&dense);
     hugging_face::save(&dense, folder.path(), hugging_face::SHARD_BYTES).unwrap();
     recipe.open(&Folder::open(folder.path())?, Device::Cpu)
-}
-
-fn llama() -> LlamaConfig {
-    LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2)
 }
 
 /// What came of a training.

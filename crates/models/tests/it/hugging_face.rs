@@ -310,7 +310,7 @@ fn mismatched_weights_are_listed() {
     refused(
         |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Int8)),
         expect![
-            "DIR/model.safetensors: `model.embed_tokens.weight` is int8; expected a floating dtype (quantised weights are not supported)"
+            "DIR/model.safetensors: `model.embed_tokens.weight` is int8; expected a floating dtype (of quantized weights, those of bitsandbytes in NF4 are supported)"
         ],
     );
     refused(
@@ -324,7 +324,7 @@ fn mismatched_weights_are_listed() {
     });
     let folder = Folder::open(mixed.path()).unwrap();
     assert!(folder.load(Some(Kind::BFloat16), Device::Cpu).is_ok());
-    expect!["hugging_face: a model in int64; expected float32, bfloat16, float16 or float64"]
+    expect!["hugging_face: a model in int64; expected float32, bfloat16, float16, float64 or NF4"]
         .assert_eq(&folder.load(Some(Kind::Int64), Device::Cpu).unwrap_err().to_string());
 }
 
