@@ -13,7 +13,7 @@ use runtime::measure::physical;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use super::rates::{MachineRates, layer_load_rate};
+use super::rates::{MachineRates, layer_load_rate, product_kind};
 use crate::error::{Error, Result};
 use crate::rows::cache_folder;
 
@@ -79,7 +79,7 @@ impl KnownRates {
         }
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = product_workspaces(device)?;
-        let compute = runtime::matmul::compute_kind(device, kind);
+        let compute = runtime::matmul::compute_kind(device, product_kind(kind));
         let [m, n, k] = PRODUCT;
         let rate = |found: runtime::measure::Measurement| found.rate().ok_or(Error::NotMeasured);
         let flops = rate(physical::gemm_rate(device, compute, m, n, k)?)?;
@@ -128,7 +128,7 @@ fn cache_file() -> Option<PathBuf> {
 
 fn key(device: Device, kind: Kind) -> Result<String> {
     let name = runtime::device::name(device)?;
-    let compute = runtime::matmul::compute_kind(device, kind);
+    let compute = runtime::matmul::compute_kind(device, product_kind(kind));
     let (threads, version) = (tch::get_num_threads(), runtime::torch_version());
     Ok(format!("{name}, {threads} threads, {compute:?}, libtorch {version}"))
 }

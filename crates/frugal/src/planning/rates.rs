@@ -52,8 +52,7 @@ impl MachineRates {
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = device::product_workspaces(device)?;
         // On a CPU products of low precision run in fp32.
-        let kind = if runtime::nf4::Scales::of(kind).is_some() { Kind::BFloat16 } else { kind };
-        let compute = runtime::matmul::compute_kind(device, kind);
+        let compute = runtime::matmul::compute_kind(device, product_kind(kind));
         let [m, n, k] = product;
         let flops = rate(&physical::gemm_rate(device, compute, m, n, k)?)?;
         let bandwidth = rate(&physical::copy_bandwidth(device)?)?;
@@ -63,6 +62,11 @@ impl MachineRates {
         let transfers = Rates::of_memory(load, host, bandwidth);
         Ok(Self { flops, bandwidth, transfers, product_workspaces })
     }
+}
+
+/// Returns the dtype of the operands of weights in `kind`: bf16 for those in NF4.
+pub(super) fn product_kind(kind: Kind) -> Kind {
+    if runtime::nf4::Scales::of(kind).is_some() { Kind::BFloat16 } else { kind }
 }
 
 fn rate(measurement: &Measurement) -> Result<f64> {
