@@ -13,6 +13,7 @@ use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 use training::predicted;
 
+use super::rates::product_kind;
 use super::{DataShape, KnownRates, choices, recipe};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
@@ -47,8 +48,9 @@ pub fn job(
     rates: &KnownRates,
 ) -> Result<Job, NotPredicted> {
     let Config { mlp, loss, precision, optimizer, training, .. } = config;
-    if !matches!(kind, Kind::Float | Kind::BFloat16) {
-        return Err(refused("weights that are neither float32 nor bfloat16"));
+    let product_kind = product_kind(kind);
+    if !matches!(product_kind, Kind::Float | Kind::BFloat16) {
+        return Err(refused("weights that are neither float32, bfloat16 nor NF4"));
     }
     if precision.compute != Compute::Fp32 {
         return Err(refused("mixed precision"));
@@ -79,7 +81,7 @@ pub fn job(
         (None, None) => {
             // So many tokens that all chunks but the last are full.
             let vocabulary = shape.vocab_size;
-            fused_ce::default_chunk_tokens(1 << 40, vocabulary, kind, device).unsigned_abs()
+            fused_ce::default_chunk_tokens(1 << 40, vocabulary, product_kind, device).unsigned_abs()
         }
     };
     let loss = match loss.head {
