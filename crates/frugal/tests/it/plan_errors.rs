@@ -64,7 +64,11 @@ fn command_lines() {
         ),
         ("--model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
         ("--model qwen2.5-7b --hardware 4090 --flops 0", 1, "error: --flops is 0; give a rate above 0"),
-        ("--model qwen2.5-7b --dtype float16", 1, "error: --dtype: a plan is made for float32, bfloat16 and nf4"),
+        (
+            "--model qwen2.5-7b --dtype float16",
+            1,
+            "error: --dtype: a plan is made for float32, bfloat16 and nf4",
+        ),
         (
             "--model qwen2.5-7b --ranks 4 --nodes 2",
             2,

@@ -3,7 +3,7 @@
 use models::LlamaConfig;
 use offload::Method;
 use runtime::nf4::Scales;
-use tch::Kind;
+use tch::{Device, Kind};
 
 use super::{Head, OptimizerPlace, Pass, Place, Row};
 use training::activations::LayerPlan;
@@ -97,7 +97,10 @@ pub fn rows() -> Vec<Row> {
             rows.push(Row { optimizer: OptimizerPlace::Host, ..of(offloaded(Method::Overlap, 3)) });
         }
     }
-    // A base in NF4, whose activations are in bf16.
+    // A base in NF4, whose activations are in bf16. Where products of bf16 are computed in fp32, those with a weight in NF4 also cast
+    // their operands, which is not predicted.
+    let casts = runtime::matmul::compute_kind(Device::Cpu, Kind::BFloat16) != Kind::BFloat16;
+    let quantized_rows = rows.len();
     let quantized = Row { kind: Scales::Nested.kind(), pass: attention, ..long.clone() };
     for plan in [KeepAll, RecomputeAll] {
         let place = Place::Resident(vec![plan; 4]);
@@ -107,6 +110,9 @@ pub fn rows() -> Vec<Row> {
     rows.push(Row { place: in_files(Method::Overlap, 2), ..quantized.clone() });
     let place = offloaded(Method::Overlap, 3);
     rows.push(Row { place, optimizer: OptimizerPlace::Host, ..quantized });
+    if casts {
+        rows.truncate(quantized_rows);
+    }
     for row in [&base, &llama] {
         rows.push(Row { head: Head::Logits, ..row.clone() });
         rows.push(Row { head: Head::Logits, place: offloaded(Method::Overlap, 2), ..row.clone() });
