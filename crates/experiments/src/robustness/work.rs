@@ -21,7 +21,7 @@ pub(super) struct Work {
     pub(super) name: &'static str,
     /// Its arguments between blanks; `{out}` stands for the output's path.
     arguments: &'static str,
-    /// Files below the output that must be the same at every end; an empty name is the output itself.
+    /// Files below the output that must be the same at every end.
     results: &'static [&'static str],
     /// Whether it writes checkpoints and goes on from them.
     pub(super) resumes: bool,
@@ -43,7 +43,7 @@ pub(super) const WORKS: [Work; 7] = [
         alone: true,
     },
     Work {
-        name: "LoRA, layers offloaded",
+        name: "LoRA with offloaded layers",
         arguments: "finetune --model model --data rows.jsonl --r 4 --dropout 0.1 --offload file --batch-size 4 --steps 40 \
                     --checkpoint-every 7 --log-every 1 --resume --out {out}",
         results: &[
@@ -55,8 +55,8 @@ pub(super) const WORKS: [Work; 7] = [
         alone: true,
     },
     Work {
-        name: "full, AdamW on the host",
-        arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload file --batch-size 4 --steps 40 \
+        name: "full with AdamW on the host",
+        arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload host --batch-size 4 --steps 40 \
                     --checkpoint-every 7 --log-every 1 --resume --out {out}",
         results: &[
             "model/model.safetensors",
@@ -68,7 +68,7 @@ pub(super) const WORKS: [Work; 7] = [
     },
     Work {
         name: "LoRA over two ranks",
-        arguments: "launch -n 2 -- finetune --model model --data rows.jsonl --r 4 --zero-stage 2 --batch-size 2 --accumulation 1 --steps 40 \
+        arguments: "launch -n 2 -- finetune --model model --data rows.jsonl --r 4 --zero-stage 2 --batch-size 2 --accumulation 2 --steps 40 \
                     --checkpoint-every 7 --log-every 1 --resume --out {out}",
         results: &[
             "adapter_model.safetensors",
@@ -87,8 +87,8 @@ pub(super) const WORKS: [Work; 7] = [
     },
     Work {
         name: "export to GGUF",
-        arguments: "export --format gguf --type f16 --model model --adapter adapter --out {out}",
-        results: &[""],
+        arguments: "export --format gguf --type f16 --model model --adapter adapter --out {out}/tuned.gguf",
+        results: &["tuned.gguf"],
         resumes: false,
         alone: true,
     },
@@ -115,8 +115,8 @@ pub(super) const SOAKED: [(Work, u64); 2] = [
     ),
     (
         Work {
-            name: "full, offloaded, with checkpoints and evaluation",
-            arguments: "finetune --model model --data rows.jsonl --validation rows.jsonl --method full --optimizer-on host --offload file \
+            name: "full with offloading, checkpoints and evaluation",
+            arguments: "finetune --model model --data rows.jsonl --validation rows.jsonl --method full --optimizer-on host --offload host \
                         --batch-size 4 --log-every 1000 --checkpoint-every 100 --evaluate-every 100 --out {out}",
             results: &[],
             resumes: true,
@@ -255,7 +255,7 @@ impl Place {
     pub(super) fn results(&self, work: &Work, out: &str) -> anyhow::Result<Results> {
         let out = self.output(out);
         let file = |name: &&str| {
-            let path = if name.is_empty() { out.clone() } else { out.join(name) };
+            let path = out.join(name);
             std::fs::read(&path).with_context(|| path.display().to_string())
         };
         let files = work.results.iter().map(file).collect::<anyhow::Result<_>>()?;
@@ -275,7 +275,7 @@ impl Place {
             };
         }
         work.results.iter().zip(&expected.files).find_map(|(name, expected)| {
-            let file = if name.is_empty() { path.clone() } else { path.join(name) };
+            let file = path.join(name);
             let bytes = std::fs::read(&file).ok()?;
             (bytes != *expected)
                 .then(|| format!("{} has {} of {} bytes", file.display(), bytes.len(), expected.len()))
