@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::matmul;
 use crate::profile::{Flops, kernel, record_external};
 
-/// Largest number of bytes of the dequantized values that a product has at a time, unless 64 rows or columns have more.
+/// Largest number of bytes of the dequantized values that a product has at a time, unless 128 rows or columns have more.
 pub const TILE_BYTES: i64 = 8 << 20;
 
 /// Smallest number of rows or columns of a tile: products of fewer have other bits in the `gemm` crate.
