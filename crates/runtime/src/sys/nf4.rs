@@ -3,6 +3,7 @@
 //! Vector instructions do not change a bit of what is quantized or dequantized: each element is one product in fp32. Products are summed
 //! in another order for each choice of [`simd`].
 
+mod matvec;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -12,7 +13,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::bf16;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::parallel;
 use super::simd::Element;
@@ -22,30 +23,51 @@ use crate::nf4::{NESTED_BLOCK, expect as expect_shape, nested_map, sections};
 #[cfg(target_arch = "x86_64")]
 use crate::processor::{Simd, simd};
 
+pub(crate) use matvec::matvec;
+
 /// Weights of a block, and bytes of its codes.
 const BLOCK: usize = 64;
 const BYTES: usize = BLOCK / 2;
 /// Approximate weights of a task.
 const TASK: usize = 256 * 1024;
-/// Vectors that are multiplied at once with the weights that were read.
-const VECTORS: usize = 4;
 
 /// The bytes of a weight.
 struct Packed<'a> {
     codes: &'a [u8],
     absmax: &'a [u8],
-    /// The bytes of the factors, and the mean.
-    nested: Option<(&'a [u8], f32)>,
+    /// The values of the codes of scales, the bytes of the factors, and the mean.
+    nested: Option<(&'static [f32; 256], &'a [u8], f32)>,
 }
 
 impl Packed<'_> {
     fn scale(&self, block: usize) -> f32 {
         match self.nested {
             None => float(self.absmax, block),
-            Some((factors, mean)) => {
-                let value = nested_map()[usize::from(self.absmax[block])];
+            Some((map, factors, mean)) => {
+                let value = map[usize::from(self.absmax[block])];
                 value * float(factors, block / NESTED_BLOCK as usize) + mean
             }
+        }
+    }
+
+    /// Writes the scales of the blocks from `first` on.
+    fn scales(&self, first: usize, out: &mut [f32]) {
+        let Some((map, factors, mean)) = self.nested else {
+            for (scale, four) in out.iter_mut().zip(self.absmax[4 * first..].as_chunks::<4>().0) {
+                *scale = f32::from_ne_bytes(*four);
+            }
+            return;
+        };
+        let (mut at, mut rest) = (first, out);
+        while !rest.is_empty() {
+            let group = at / NESTED_BLOCK as usize;
+            let count = rest.len().min((group + 1) * NESTED_BLOCK as usize - at);
+            let (now, later) = rest.split_at_mut(count);
+            let factor = float(factors, group);
+            for (scale, code) in now.iter_mut().zip(&self.absmax[at..]) {
+                *scale = map[usize::from(*code)] * factor + mean;
+            }
+            (at, rest) = (at + count, later);
         }
     }
 }
@@ -179,7 +201,8 @@ fn window<E: Element<Compute = f32>>(
 }
 
 fn packed(parts: &crate::nf4::Sections) -> Packed<'_> {
-    let nested = parts.nested.as_ref().map(|(factors, mean)| (bytes(factors), float(bytes(mean), 0)));
+    let nested = parts.nested.as_ref();
+    let nested = nested.map(|(factors, mean)| (nested_map(), bytes(factors), float(bytes(mean), 0)));
     Packed { codes: bytes(&parts.codes), absmax: bytes(&parts.absmax), nested }
 }
 
@@ -227,76 +250,6 @@ fn fill_by<E: Element<Compute = f32>>(
     }
 }
 
-/// Returns `x·Ŵᵀ` in fp32. The caller has checked the shapes, that both are on the CPU, and that rows are whole blocks.
-pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let [height, inner] = expect_shape(weight)?.map(|size| size as usize);
-    let x_md = x_md.f_to_kind(Kind::Float)?.f_contiguous()?;
-    let vectors = x_md.size()[0] as usize;
-    let mut flat = vec![0f32; vectors * inner];
-    x_md.f_copy_data(&mut flat, vectors * inner)?;
-    let arranged: Vec<Vec<f32>> = flat.chunks_exact(inner).map(arrange).collect();
-    let parts = sections(weight)?;
-    let packed = packed(&parts);
-    let out = Tensor::f_empty([vectors as i64, height as i64], (Kind::Float, Device::Cpu))?;
-    let to = Output::<f32>::of(&out);
-    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-    let of_task = (TASK / inner).min(height.div_ceil(threads)).max(1);
-    let blocks = inner / BLOCK;
-    parallel::for_each(height.div_ceil(of_task), |task| {
-        let mut scales = vec![0f32; blocks];
-        for row in task * of_task..height.min((task + 1) * of_task) {
-            for (block, scale) in scales.iter_mut().enumerate() {
-                *scale = packed.scale(row * blocks + block);
-            }
-            let codes = &packed.codes[row * blocks * BYTES..(row + 1) * blocks * BYTES];
-            for (number, some) in arranged.chunks(VECTORS).enumerate() {
-                let sums = dots(codes, &scales, some);
-                for (vector, sum) in sums.iter().enumerate().take(some.len()) {
-                    let place = (number * VECTORS + vector) * height + row;
-                    // SAFETY: the output outlives the call, and each row of weights belongs to one task.
-                    unsafe { to.range(place..place + 1)[0] = *sum };
-                }
-            }
-        }
-    })?;
-    Ok(out)
-}
-
-/// Products of a row with up to [`VECTORS`] vectors, as [`arrange`] returns them.
-fn dots(codes: &[u8], scales: &[f32], x: &[Vec<f32>]) -> [f32; VECTORS] {
-    // If there are fewer vectors than are multiplied at once, the first one fills the rest.
-    let four: [&[f32]; VECTORS] = std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice());
-    let one = [four[0]];
-    let single = |[sum]: [f32; 1]| [sum, 0.0, 0.0, 0.0];
-    match (choice(), x.len()) {
-        // SAFETY: the processor has the instructions; codes, scales and vectors are of the same whole blocks.
-        #[cfg(target_arch = "x86_64")]
-        (Choice::Avx512, 1) => single(unsafe { x86::dots_avx512(codes, scales, one) }),
-        // SAFETY: likewise.
-        #[cfg(target_arch = "x86_64")]
-        (Choice::Avx512, _) => unsafe { x86::dots_avx512(codes, scales, four) },
-        // SAFETY: likewise.
-        #[cfg(target_arch = "x86_64")]
-        (Choice::Avx2, 1) => single(unsafe { x86::dots_avx2(codes, scales, one) }),
-        // SAFETY: likewise.
-        #[cfg(target_arch = "x86_64")]
-        (Choice::Avx2, _) => unsafe { x86::dots_avx2(codes, scales, four) },
-        (Choice::Portable, 1) => single(portable::dots(codes, scales, one)),
-        (Choice::Portable, _) => portable::dots(codes, scales, four),
-    }
-}
-
-/// Arranges a vector as the vector instructions read codes: of each word of 32 bits, eight codes, the lowest four bits of all words come
-/// first, then the next four bits of all words. The portable products read it as it is.
-fn arrange(x: &[f32]) -> Vec<f32> {
-    if choice() == Choice::Portable { x.to_vec() } else { arranged(x) }
-}
-
-fn arranged(x: &[f32]) -> Vec<f32> {
-    // Of each byte the high four bits are the first weight.
-    (0..8usize).flat_map(|part| x.iter().skip(part ^ 1).step_by(8).copied()).collect()
-}
-
 #[derive(Clone, Copy, PartialEq)]
 enum Choice {
     #[cfg(target_arch = "x86_64")]
@@ -321,6 +274,7 @@ fn choice() -> Choice {
 
 #[cfg(test)]
 mod tests {
+    use super::matvec::{Row, arranged};
     use super::*;
 
     fn pseudo(count: usize) -> impl Iterator<Item = u32> {
@@ -348,7 +302,8 @@ mod tests {
         let arranged: Vec<Vec<f32>> = x.iter().map(|x| arranged(x)).collect();
         let plain: [&[f32]; 4] = std::array::from_fn(|index| &x[index][..]);
         let parts: [&[f32]; 4] = std::array::from_fn(|index| &arranged[index][..]);
-        let expected = portable::dots(&codes, &scales, plain);
+        let row = Row { codes: &codes, scales: &scales };
+        let expected = portable::dots(row, plain);
         let near = |found: &[f32]| {
             let most = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(most < 2e-4, "{most}: {found:?}, {expected:?}");
@@ -369,15 +324,15 @@ mod tests {
         if Simd::Avx2.is_there() {
             // SAFETY: the processor has AVX2; codes, scales and vectors are of the same blocks.
             unsafe {
-                near(&x86::dots_avx2(&codes, &scales, parts));
-                near(&x86::dots_avx2(&codes, &scales, [parts[0]]));
+                near(&x86::dots_avx2(row, parts));
+                near(&x86::dots_avx2(row, [parts[0]]));
             }
         }
         if Simd::Avx512.is_there() {
             // SAFETY: likewise for AVX-512.
             unsafe {
-                near(&x86::dots_avx512(&codes, &scales, parts));
-                near(&x86::dots_avx512(&codes, &scales, [parts[0]]));
+                x86::dots_avx512([row; 4], parts).iter().for_each(|sums| near(sums));
+                x86::dots_avx512([row; 4], [parts[0]]).iter().for_each(|sums| near(sums));
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::sync::OnceLock;
 
+use super::matvec::Row;
 use super::{BLOCK, BYTES};
 use crate::nf4::{TABLE, nested_map};
 
@@ -15,11 +16,11 @@ pub(super) fn block(codes: &[u8; BYTES], scale: f32, out: &mut [f32; BLOCK]) {
 }
 
 /// Products of a row of whole blocks with N vectors.
-pub(super) fn dots<const N: usize>(codes: &[u8], scales: &[f32], x: [&[f32]; N]) -> [f32; N] {
+pub(super) fn dots<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> [f32; N] {
     const LANES: usize = 8;
     let mut sums = [[0f32; LANES]; N];
     let mut values = [0.0; BLOCK];
-    for (number, (codes, scale)) in codes.as_chunks::<BYTES>().0.iter().zip(scales).enumerate() {
+    for (number, (codes, scale)) in row.codes.as_chunks::<BYTES>().0.iter().zip(row.scales).enumerate() {
         block(codes, *scale, &mut values);
         for (sums, x) in sums.iter_mut().zip(x) {
             let x = &x[number * BLOCK..(number + 1) * BLOCK];

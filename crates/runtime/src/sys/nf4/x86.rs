@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::matvec::Row;
 use super::{BLOCK, BYTES, Packed, fill_by};
 use crate::nf4::TABLE;
 use crate::sys::simd::Element;
@@ -62,56 +63,73 @@ pub(super) unsafe fn fill_avx2<E: Element<Compute = f32>>(packed: &Packed<'_>, s
     );
 }
 
-/// Products of a row of whole blocks with N vectors, which are arranged.
+/// Products of R rows of whole blocks with N vectors, which are arranged. Several rows at a time share the loads of the vectors, and hide
+/// the latency of the sums.
 ///
 /// # Safety
-/// The processor has AVX-512 F and DQ; codes have 32 bytes, and vectors 64 values, for each scale.
+/// The processor has AVX-512 F and DQ; each row's codes have 32 bytes, and vectors 64 values, for each of its scales.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-pub(super) unsafe fn dots_avx512<const N: usize>(codes: &[u8], scales: &[f32], x: [&[f32]; N]) -> [f32; N] {
-    let words = codes.len() / 4;
+pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
+    rows: [Row<'_>; R],
+    x: [&[f32]; N],
+) -> [[f32; N]; R] {
+    let words = rows[0].codes.len() / 4;
     // SAFETY: by this function's contract: `at` is a word of a block, and lanes beyond the last word are masked.
     unsafe {
         let table = _mm512_loadu_ps(TABLE.as_ptr());
-        let mut sums = [_mm512_setzero_ps(); N];
+        let mut sums = [[_mm512_setzero_ps(); N]; R];
         for at in (0..words).step_by(16) {
             // One block is eight words.
-            let (mask, second) = if at + 16 <= words { (0xffff, scales[at / 8 + 1]) } else { (0x00ff, 0.0) };
-            let mut word = _mm512_maskz_loadu_epi32(mask, codes.as_ptr().add(4 * at).cast());
-            let mut of_blocks = [_mm512_setzero_ps(); N];
+            let is_pair = at + 16 <= words;
+            let mask = if is_pair { 0xffff } else { 0x00ff };
+            let mut word = [_mm512_setzero_si512(); R];
+            for (word, row) in word.iter_mut().zip(&rows) {
+                *word = _mm512_maskz_loadu_epi32(mask, row.codes.as_ptr().add(4 * at).cast());
+            }
+            let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
             for part in 0..8 {
-                let value = _mm512_permutexvar_ps(word, table);
+                let mut value = [_mm512_setzero_ps(); R];
+                for row in 0..R {
+                    value[row] = _mm512_permutexvar_ps(word[row], table);
+                    word[row] = _mm512_srli_epi32::<4>(word[row]);
+                }
                 for vector in 0..N {
                     let x = _mm512_maskz_loadu_ps(mask, x[vector].as_ptr().add(part * words + at));
-                    of_blocks[vector] = _mm512_fmadd_ps(value, x, of_blocks[vector]);
+                    for row in 0..R {
+                        of_blocks[row][vector] = _mm512_fmadd_ps(value[row], x, of_blocks[row][vector]);
+                    }
                 }
-                word = _mm512_srli_epi32::<4>(word);
             }
-            let scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[at / 8]), _mm512_set1_ps(second));
-            for vector in 0..N {
-                sums[vector] = _mm512_fmadd_ps(of_blocks[vector], scale, sums[vector]);
+            for row in 0..R {
+                let scales = &rows[row].scales[at / 8..];
+                let second = if is_pair { scales[1] } else { 0.0 };
+                let scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[0]), _mm512_set1_ps(second));
+                for vector in 0..N {
+                    sums[row][vector] = _mm512_fmadd_ps(of_blocks[row][vector], scale, sums[row][vector]);
+                }
             }
         }
-        let mut out = [0.0; N];
-        for vector in 0..N {
-            out[vector] = _mm512_reduce_add_ps(sums[vector]);
+        let mut out = [[0.0; N]; R];
+        for (out, sums) in out.iter_mut().flatten().zip(sums.iter().flatten()) {
+            *out = _mm512_reduce_add_ps(*sums);
         }
         out
     }
 }
 
-/// [`dots_avx512`] with vectors of eight.
+/// [`dots_avx512`] with vectors of eight, of one row: several are no faster.
 ///
 /// # Safety
 /// The processor has AVX2 and FMA; codes have 32 bytes, and vectors 64 values, for each scale.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn dots_avx2<const N: usize>(codes: &[u8], scales: &[f32], x: [&[f32]; N]) -> [f32; N] {
-    let words = codes.len() / 4;
+pub(super) unsafe fn dots_avx2<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> [f32; N] {
+    let words = row.codes.len() / 4;
     // SAFETY: by this function's contract: each step reads the eight words of a block, and their values.
     unsafe {
         let table = table_avx2();
         let mut sums = [_mm256_setzero_ps(); N];
-        for (block, scale) in scales.iter().enumerate() {
-            let mut word = _mm256_loadu_si256(codes.as_ptr().add(BYTES * block).cast());
+        for (block, scale) in row.scales.iter().enumerate() {
+            let mut word = _mm256_loadu_si256(row.codes.as_ptr().add(BYTES * block).cast());
             let mut of_block = [_mm256_setzero_ps(); N];
             for part in 0..8 {
                 let value = look_up_avx2(table, word);
