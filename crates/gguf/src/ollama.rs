@@ -1,8 +1,8 @@
 //! Ollama's Modelfile: the model's file, how a chat is written for it, and where a reply ends.
 //!
 //! Ollama does not run a model's chat template, which is Jinja; it has a template of Go's. So a Modelfile gets one if the Jinja template
-//! is a known [`ChatFormat`]: if it renders probing conversations to the same text ([`Chat::of`]), or where nothing can render it, if its
-//! special tokens are those of one format alone ([`Chat::by_tokens`]). Else the Modelfile has no template, and says so.
+//! is a known [`ChatFormat`]: if it renders probing conversations to the same text, or if its special tokens are those of one format
+//! alone, and the Modelfile then says what the model's own template writes otherwise. Else the Modelfile has no template, and says so.
 //!
 //! Source: Ollama's `docs/modelfile.md` and `template/template.go`.
 
@@ -22,8 +22,8 @@ pub struct Chat {
     pub format: &'static ChatFormat,
     /// The system message that the model's template writes where a conversation has none.
     pub default_system: Option<String>,
-    /// Whether the model's template was rendered and compared, and not only recognised by its special tokens.
-    pub is_compared: bool,
+    /// What the model's own template writes otherwise.
+    pub difference: Option<String>,
 }
 
 impl Chat {
@@ -33,32 +33,19 @@ impl Chat {
     /// Why no known format is the template's, in words.
     pub fn of(template: &str, begin: Option<&str>, render: Renderer<'_>) -> Result<Self, String> {
         let candidates = ChatFormat::all().iter().filter(|format| format.has_marks(template));
-        let mut tried = Vec::new();
+        let mut others = Vec::new();
         for format in candidates {
             match format.compare(begin, render) {
-                Ok(default_system) => return Ok(Self { format, default_system, is_compared: true }),
-                Err(reason) => tried.push(format!("{} ({reason})", format.name)),
+                Ok(default_system) => return Ok(Self { format, default_system, difference: None }),
+                Err(reason) => others.push((format, reason)),
             }
         }
-        Err(match tried.as_slice() {
-            [] => unknown(),
-            _ => format!("it writes other texts than {}", tried.join(" and ")),
-        })
-    }
-
-    /// Recognises the format of a chat template by its special tokens, without rendering it.
-    ///
-    /// # Errors
-    /// No format, or several, with these tokens, in words.
-    pub fn by_tokens(template: &str) -> Result<Self, String> {
-        let candidates: Vec<&ChatFormat> =
-            ChatFormat::all().iter().filter(|format| format.has_marks(template)).collect();
-        match candidates.as_slice() {
+        match others.as_slice() {
             [] => Err(unknown()),
-            [format] => Ok(Self { format, default_system: None, is_compared: false }),
+            [(format, reason)] => Ok(Self { format, default_system: None, difference: Some(reason.clone()) }),
             several => {
-                let names: Vec<&str> = several.iter().map(|format| format.name).collect();
-                Err(format!("its special tokens are those of several formats: {}", names.join(", ")))
+                let tried = several.iter().map(|(format, reason)| format!("{} ({reason})", format.name));
+                Err(format!("it writes other texts than {}", tried.collect::<Vec<_>>().join(" and ")))
             }
         }
     }
@@ -91,12 +78,9 @@ impl fmt::Display for Modelfile {
         match &self.chat {
             Some(Ok(chat)) => {
                 let name = chat.format.name;
-                match chat.is_compared {
-                    true => writeln!(f, "# The chat template is {name}.")?,
-                    false => {
-                        writeln!(f, "# The chat template is {name} by its special tokens.")?;
-                        writeln!(f, "# A system message that the model's own template adds is not here.")?;
-                    }
+                writeln!(f, "# The chat template is {name}.")?;
+                if let Some(difference) = &chat.difference {
+                    writeln!(f, "# The model's own template writes {difference} in another way.")?;
                 }
                 writeln!(f, "TEMPLATE \"\"\"{}\"\"\"", chat.format.go_template())?;
                 if let Some(system) = &chat.default_system {

@@ -49,8 +49,11 @@ fn a_fine_tuned_model_is_exported_in_every_format() {
     let left = std::fs::read_dir(tiny.path("new")).unwrap().count();
     assert_eq!(left, 1, "temporary folders are removed");
 
-    let template = r#"{ "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }} …{% endfor %}" }"#;
-    std::fs::write(tiny.path("model/tokenizer_config.json"), template).unwrap();
+    let template = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}\
+                    {% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let config = json!({ "chat_template": template }).to_string();
+    std::fs::write(tiny.path("model/tokenizer_config.json"), config).unwrap();
     tiny.succeed("export --format gguf-lora --model model --adapter adapter --out adapter.gguf");
     let file = Reader::open(&tiny.path("adapter.gguf")).unwrap();
     assert_eq!(file.header().tensors.len(), 2 * 4 * 2);
@@ -66,9 +69,9 @@ fn a_fine_tuned_model_is_exported_in_every_format() {
     expect![[r#"
         FROM ./model-q8_0.gguf
         ADAPTER ./adapter.gguf
-        # The chat template is ChatML by its special tokens.
-        # A system message that the model's own template adds is not here.
+        # The chat template is ChatML.
         TEMPLATE """{{- range $i, $_ := .Messages }}
+        SYSTEM """Be kind."""
         PARAMETER stop "<|endoftext|>"
     "#]]
     .assert_eq(&{

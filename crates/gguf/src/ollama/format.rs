@@ -179,7 +179,7 @@ impl ChatFormat {
             Some(text[begin..].to_owned())
         };
         let one = [(User, "What is 2 + 2?")];
-        let text = render(&one).ok_or("it refuses a question alone")?;
+        let text = render(&one).ok_or("a question alone")?;
         let default_system = match text == self.render(&one) {
             true => None,
             false => Some(self.default_system(&text, &one).ok_or("a question alone")?),

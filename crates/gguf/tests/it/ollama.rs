@@ -58,15 +58,22 @@ fn every_format_is_told_from_the_others() {
 fn an_unknown_template_is_said_to_be() {
     let other =
         |conversation: &[(Role, &str)]| Some(qwen(conversation)?.replace("assistant\n", "assistant: "));
-    let error = Chat::of("<|im_start|>", None, &other).unwrap_err();
-    expect!["it writes other texts than ChatML (a question alone)"].assert_eq(&error);
+    let chat = Chat::of("<|im_start|>", None, &other).unwrap();
+    assert_eq!((chat.format.name, chat.difference.as_deref()), ("ChatML", Some("a question alone")));
+    let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Ok(chat)), ..Modelfile::default() };
+    assert!(
+        file.to_string()
+            .contains("\n# The model's own template writes a question alone in another way.\nTEMPLATE")
+    );
+    expect!["it writes other texts than Mistral (a question alone) and Llama 2 (a question alone)"]
+        .assert_eq(&Chat::of("[INST] <<SYS>>", None, &other).unwrap_err());
     let error = Chat::of("### Instruction:", None, &other).unwrap_err();
     expect!["its special tokens are those of no known format; known are ChatML, Llama 3, Gemma, Phi-3, Phi-4 mini, Granite 3, Tulu (OLMo 2), Zephyr, Mistral, Llama 2"]
         .assert_eq(&error);
     // One that changes what was said before.
     let forgetful = |conversation: &[(Role, &str)]| qwen(&conversation[conversation.len() - 1..]);
-    expect!["it writes other texts than ChatML (several turns)"]
-        .assert_eq(&Chat::of("<|im_start|>", None, &forgetful).unwrap_err());
+    let chat = Chat::of("<|im_start|>", None, &forgetful).unwrap();
+    assert_eq!(chat.difference.as_deref(), Some("several turns"));
     let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Err(error)), ..Modelfile::default() };
     assert!(
         file.to_string()
@@ -74,14 +81,4 @@ fn an_unknown_template_is_said_to_be() {
     );
     let none = Modelfile { from: "m.gguf".to_owned(), ..Modelfile::default() };
     assert_eq!(none.to_string(), "FROM ./m.gguf\n# No TEMPLATE: the model has no chat template.\n");
-}
-
-#[test]
-fn special_tokens_tell_some_formats() {
-    let name = |template: &str| Chat::by_tokens(template).map(|chat| chat.format.name);
-    assert_eq!(name("{{ '<|im_start|>' + message.role }}"), Ok("ChatML"));
-    assert_eq!(name("<|start_header_id|>"), Ok("Llama 3"));
-    expect!["its special tokens are those of several formats: Mistral, Llama 2"]
-        .assert_eq(&name("[INST] <<SYS>>").unwrap_err());
-    assert!(name("### User:").unwrap_err().starts_with("its special tokens are those of no known format"));
 }

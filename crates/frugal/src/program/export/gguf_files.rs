@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
-use gguf::ollama::{Chat, Modelfile};
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use gguf::ollama::{Chat, Modelfile, Role};
 use gguf::{Adapter, Conversion, Model, TensorType};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
@@ -88,12 +89,20 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         let written = lora(common, own, folder.path(), &out.join(&names.1))?;
         result.insert("adapter".to_owned(), Value::Object(written));
     }
-    let chat = model.tokenizer().chat_template().map(Chat::by_tokens);
-    if let Some(Err(reason)) = &chat {
-        say(
+    let chat = chat(&model, folder)?;
+    match &chat {
+        Some(Err(reason)) => say(
             common,
             &format!("the Modelfile has no TEMPLATE: the model's chat template is not known: {reason}"),
-        );
+        ),
+        Some(Ok(Chat { format, difference: Some(difference), .. })) => say(
+            common,
+            &format!(
+                "the Modelfile has {}'s TEMPLATE; the model's own writes {difference} in another way",
+                format.name
+            ),
+        ),
+        _ => {}
     }
     let stops = model.tokenizer().stop_tokens().into_iter().map(str::to_owned).collect();
     let modelfile =
@@ -116,6 +125,20 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     }
     say(common, &format!("to use it: cd {} && ollama create NAME -f Modelfile", out.display()));
     Ok(Value::Object(result))
+}
+
+/// The chat template for Ollama, or why there is none; `None` for a model without one.
+fn chat(model: &Model, folder: &Path) -> anyhow::Result<Option<Result<Chat, String>>> {
+    let tokenizer = model.tokenizer();
+    let Some(source) = tokenizer.chat_template() else { return Ok(None) };
+    let Some(template) = ChatTemplate::from_folder(folder, TemplateOptions::default())? else {
+        return Ok(None);
+    };
+    let render = |conversation: &[(Role, &str)]| {
+        let messages = conversation.iter().map(|(role, content)| Message::new(role.name(), content));
+        Some(template.render(&Conversation::new(messages), true).ok()?.text)
+    };
+    Ok(Some(Chat::of(source, tokenizer.begin_token(), &render)))
 }
 
 /// Converts an adapter with the scales of its configuration.
