@@ -109,15 +109,18 @@ impl Attention for SelfAttention {
             Ok(joint.f_view([batch, sequence, width / self.head, self.head])?)
         };
         let [q, k, v] = self.project(x_btd, context)?;
-        let (q, k) = match &self.norms {
+        let normalised = match &self.norms {
             None => (heads(&q)?, heads(&k)?),
             Some((norms, true)) => (heads(&norms[0].forward(&q)?)?, heads(&norms[1].forward(&k)?)?),
             Some((norms, false)) => (norms[0].forward(&heads(&q)?)?, norms[1].forward(&heads(&k)?)?),
         };
+        // Each step's results replace those of the step before, which nothing else holds without a graph.
+        drop((q, k));
         let (q, k) = match &self.rope {
-            Some(rope) => rope.rotate(&q, &k, context)?,
-            None => (q, k),
+            Some(rope) => rope.rotate(&normalised.0, &normalised.1, context)?,
+            None => (normalised.0.shallow_clone(), normalised.1.shallow_clone()),
         };
+        drop(normalised);
         let v = heads(&v)?;
         let dropout = if context.training { self.options.dropout } else { 0.0 };
         let options = AttentionOptions { dropout, ..self.options };

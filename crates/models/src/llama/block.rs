@@ -82,20 +82,18 @@ impl LlamaBlock {
         branch: impl FnOnce(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let [pre, post] = self.around(number);
-        let update = match pre {
+        let mut update = match pre {
             Some(norm) => branch(&norm.forward(x)?)?,
             // A node of its own adds up the branch's gradients before the residual's, as a norm does: sums have one order, whether
             // the branch is recomputed or not.
             None => branch(&x.f_alias()?)?,
         };
-        let update = match post {
-            Some(norm) => norm.forward(&update)?,
-            None => update,
-        };
-        let update = match self.residual_multiplier {
-            1.0 => update,
-            multiplier => update.f_mul_scalar(multiplier)?,
-        };
+        if let Some(norm) = post {
+            update = norm.forward(&update)?;
+        }
+        if self.residual_multiplier != 1.0 {
+            update = update.f_mul_scalar(self.residual_multiplier)?;
+        }
         Ok(x.f_add(&update)?)
     }
 }
