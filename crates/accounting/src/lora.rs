@@ -147,7 +147,7 @@ impl LowRank {
         recomputation: &Recomputation,
     ) -> Result<(), Error> {
         self.check(model)?;
-        model.check_activations(work.sequence)?;
+        model.check_passes(work.sequence)?;
         if recomputation.attention == AttentionKernel::Eager {
             return Err(not_modelled(
                 "beside an attention that keeps its probabilities",

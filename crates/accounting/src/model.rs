@@ -121,6 +121,22 @@ impl Family {
         )
     }
 
+    /// Whether the memory of its blocks' passes is modelled operation by operation, as `models` runs them, where no window is shorter
+    /// than the sequence.
+    pub const fn has_modelled_passes(self) -> bool {
+        self.is_swiglu() && self.has_separate_projections() && !matches!(self, Self::Olmo2)
+    }
+
+    /// Whether queries and keys are normalised before they rotate.
+    pub const fn has_query_key_norms(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Olmo2 | Self::Gemma3)
+    }
+
+    /// Whether the branches of a block are multiplied before they are added to the residual stream, and the logits before the loss.
+    pub const fn has_multipliers(self) -> bool {
+        matches!(self, Self::Granite)
+    }
+
     /// Whether norms are RMSNorm (one weight, one statistic per token) or LayerNorm (two of both).
     pub const fn is_rms_norm(self) -> bool {
         self.is_rotary()
@@ -297,13 +313,25 @@ impl Decoder {
     /// # Errors
     /// [`Error::Shape`] with the family or the window.
     pub fn check_activations(&self, sequence: u64) -> Result<(), Error> {
+        self.check_modelled(self.family.has_modelled_activations(), sequence)
+    }
+
+    /// Refuses a model the memory of whose passes is not modelled operation by operation for rows of `sequence` tokens.
+    ///
+    /// # Errors
+    /// As [`Decoder::check_activations`].
+    pub fn check_passes(&self, sequence: u64) -> Result<(), Error> {
+        self.check_modelled(self.family.has_modelled_passes(), sequence)
+    }
+
+    fn check_modelled(&self, is_modelled: bool, sequence: u64) -> Result<(), Error> {
         let refuse = |what: String| {
             Err(Error::Shape {
                 what,
                 remedy: "its parameters, FLOPs and KV cache are; measure a step instead".into(),
             })
         };
-        if !self.family.has_modelled_activations() {
+        if !is_modelled {
             return refuse(format!("the activations of {} are not modelled", self.family.name()));
         }
         match self.windows {
@@ -313,6 +341,17 @@ impl Decoder {
             )),
             _ => Ok(()),
         }
+    }
+
+    /// Widths of the norms of queries and of keys, and how many of them a token has, if the family has such norms.
+    pub(crate) fn query_key_norms(&self) -> Result<Option<[(u64, u64); 2]>, Error> {
+        Ok(match self.family {
+            Family::Olmo2 => Some([(self.query_width()?, 1), (self.kv_width()?, 1)]),
+            family if family.has_query_key_norms() => {
+                Some([(self.head_dim, self.heads), (self.head_dim, self.kv_heads)])
+            }
+            _ => None,
+        })
     }
 
     /// Width of all heads together, `h · k`.

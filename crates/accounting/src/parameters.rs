@@ -165,12 +165,7 @@ impl Decoder {
             _ => (&["input_layernorm", "post_attention_layernorm"], &[]),
         };
         let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
-        let query_key_norms = match self.family {
-            Family::Qwen3 | Family::Gemma3 => Some([self.head_dim; 2]),
-            Family::Olmo2 => Some([self.query_width()?, self.kv_width()?]),
-            _ => None,
-        };
-        if let Some([of_queries, of_keys]) = query_key_norms {
+        if let Some([(of_queries, _), (of_keys, _)]) = self.query_key_norms()? {
             tensors.push(tensor("self_attn.q_norm.weight", &[of_queries], Part::Norm));
             tensors.push(tensor("self_attn.k_norm.weight", &[of_keys], Part::Norm));
         }

@@ -44,6 +44,7 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &TrainingPlan) -> 
             trained: Trained::Adapters(lora),
             gradients: false,
             documents: false,
+            widens: false,
         },
     )?;
     let head = HeadOptions {

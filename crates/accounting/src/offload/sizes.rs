@@ -49,6 +49,8 @@ pub struct Choices {
     pub product_workspaces: u64,
     /// Whether rows are packed: attention runs document by document.
     pub documents: bool,
+    /// Whether products of weights in NF4 with 16-bit operands are computed in fp32, as on a CPU without instructions for 16 bits.
+    pub widens: bool,
 }
 
 impl Default for Choices {
@@ -65,6 +67,7 @@ impl Default for Choices {
             logits: Logits::default(),
             product_workspaces: 0,
             documents: false,
+            widens: false,
         }
     }
 }
@@ -270,7 +273,7 @@ pub fn with_activation_plan(
 
 fn swiglu(model: &Decoder, work: Workload) -> Result<(), Error> {
     if model.family.is_swiglu() {
-        return model.check_activations(work.sequence);
+        return model.check_passes(work.sequence);
     }
     Err(Error::Shape {
         what: format!("the working memory of {}'s forward is not modelled", model.family.name()),
@@ -311,6 +314,7 @@ fn block_of(
         trained,
         gradients: true,
         documents: choices.documents,
+        widens: choices.widens,
     };
     Block::new(model, &options)
 }

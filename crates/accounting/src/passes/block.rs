@@ -1,11 +1,17 @@
-//! The forward and the backward of one block of Llama, Qwen2, Mistral or SmolLM3.
+//! The forward and the backward of one block of Llama, Qwen2, Qwen3, Mistral, SmolLM3 or Granite.
 //!
 //! With n tokens, d hidden, f feed-forward, and per element c bytes, the order in which `models` and autograd run it is
 //!
 //! ```text
-//! forward    norm · q, k · rotate · v · attention · o · add · norm · gate, up · SiLU(gate) ⊙ up · down · add
-//! backward   down · SiLU ⊙ · up, gate · norm · add · o · attention · v · rotate · k, q · norm · add
+//! forward    norm · q, k, v · [norms of q, k] · rotate · attention · o · [multiply] · add
+//!            norm · gate, up · SiLU(gate) ⊙ up · down · [multiply] · add
+//! backward   [multiply] · down · SiLU ⊙ · up, gate · norm · add
+//!            [multiply] · o · attention · rotate · [norms of k, q] · v, k, q · norm · add
 //! ```
+//!
+//! **Norms of queries and keys** (Qwen3) keep their outputs, `c·(h + n_kv)·k` per token, because the rotation makes new ones, and a
+//! number in fp32 for each head; their backward overwrites the gradient that it reads. **Multipliers** (Granite) keep nothing; each
+//! needs one more `[n, d]` while its branch begins its backward.
 //!
 //! The backward of a product computes the gradients of its input and its weight while the gradient of its output and the kept
 //! input still exist. A norm overwrites the gradient that it reads; SiLU(gate) ⊙ up needs two more gradients.
@@ -13,6 +19,7 @@
 //! The block's input and the gradient of its output are the caller's.
 
 mod backward;
+mod forward;
 mod peaks;
 
 use crate::exact::product;
@@ -20,7 +27,6 @@ use crate::lora::{LowRank, Projection};
 use crate::memory::recipe::Recipe;
 use crate::memory::{Item, nf4};
 use crate::model::{Decoder, Linear};
-use crate::passes::PeakTracker;
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
 
@@ -52,6 +58,8 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) gradients: bool,
     /// Whether rows are packed: attention runs document by document, and its results are concatenated.
     pub(crate) documents: bool,
+    /// Whether products of weights in NF4 with 16-bit operands are computed in fp32.
+    pub(crate) widens: bool,
 }
 
 /// Bytes of one projection's tensors.
@@ -62,12 +70,13 @@ struct Sizes {
     output: u64,
     wide_input: u64,
     wide_output: u64,
-    /// W in fp32, or the tile of a product with a quantized W that is multiplied in fp32, in forward and in backward.
-    wide_weight: u64,
-    wide_weight_back: u64,
-    /// The tile of a product in the compute dtype with a quantized W that is not adapted.
-    tile: u64,
-    tile_back: u64,
+    /// What a product in fp32 of an adapted W makes of its operands in 16 bits, in forward and in backward: both of them in fp32, or the
+    /// tile of a quantized W and the rows of x that are cast with it.
+    operands: u64,
+    operands_back: u64,
+    /// What a product with a quantized W that is not adapted has beside its result: a tile, and the rows that are cast.
+    beside: u64,
+    beside_back: u64,
     /// u, or du.
     low: u64,
     /// A byte for each element of the input.
@@ -89,6 +98,9 @@ pub(crate) struct Block {
     projections: Vec<Sizes>,
     /// Gradient of a norm's weight, as far as it is counted.
     norm_gradient: u64,
+    query_key_norms: Option<QueryKeyNorms>,
+    /// Whether branches are multiplied before they are added.
+    multiplies: bool,
     /// `[n, d]`
     pub(crate) narrow: u64,
     /// `[n, h·k]`
@@ -102,6 +114,13 @@ pub(crate) struct Block {
     statistic: u64,
 }
 
+/// Bytes of the norms of queries and keys together.
+struct QueryKeyNorms {
+    statistics: u64,
+    /// Gradients of the weights, as far as they are counted.
+    gradients: u64,
+}
+
 /// Which parts of a block need a gradient, and so record a graph.
 struct Recorded {
     input: bool,
@@ -113,7 +132,7 @@ struct Recorded {
 
 impl Block {
     pub(crate) fn new(model: &Decoder, options: &BlockOptions<'_>) -> Result<Self, Error> {
-        let BlockOptions { tokens, recipe, norm, trained, gradients, documents } = *options;
+        let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens } = *options;
         let (everything, lora) = match trained {
             Trained::Nothing => (false, None),
             Trained::Adapters(lora) => (false, Some(lora)),
@@ -127,8 +146,21 @@ impl Block {
             let rank = lora.map_or(0, |lora| lora.rank);
             let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
             let bias = if linear.bias { linear.outputs } else { 0 };
-            let forward = |bytes| nf4::tile_bytes(linear.outputs, linear.inputs, bytes);
-            let backward = |bytes| nf4::tile_bytes(linear.inputs, linear.outputs, bytes);
+            let (wide_input, wide_output) = (of(linear.inputs, 4)?, of(linear.outputs, 4)?);
+            let wide_weight = product("bytes of a weight", &[weight, 4])?;
+            let [operands, operands_back] = if recipe.quantized {
+                // The gradient is in fp32 for other products too.
+                let tile_back = nf4::tile_bytes(linear.inputs, linear.outputs, 4)?;
+                [nf4::widened_bytes(tokens, linear.outputs, linear.inputs, false)?, tile_back]
+            } else {
+                let with_weight = |operand| exact::sum("bytes of operands", [operand, wide_weight]);
+                [with_weight(wide_input)?, with_weight(wide_output)?]
+            };
+            let beside = |length, width| match (recipe.quantized, rounds && widens) {
+                (false, _) => Ok(0),
+                (true, false) => nf4::tile_bytes(length, width, c),
+                (true, true) => nf4::widened_bytes(tokens, length, width, true),
+            };
             let learns = match (gradients, everything, adapted) {
                 (true, true, _) => {
                     recipe.gradients.bytes(exact::sum("elements of a weight", [weight, bias])?)?
@@ -143,26 +175,25 @@ impl Block {
                 adapted,
                 input: of(linear.inputs, c)?,
                 output: of(linear.outputs, c)?,
-                wide_input: of(linear.inputs, 4)?,
-                wide_output: of(linear.outputs, 4)?,
-                wide_weight: if recipe.quantized {
-                    forward(4)?
-                } else {
-                    product("bytes of a weight", &[weight, 4])?
-                },
-                wide_weight_back: if recipe.quantized {
-                    backward(4)?
-                } else {
-                    product("bytes of a weight", &[weight, 4])?
-                },
-                tile: if recipe.quantized { forward(c)? } else { 0 },
-                tile_back: if recipe.quantized { backward(c)? } else { 0 },
+                wide_input,
+                wide_output,
+                operands,
+                operands_back,
+                beside: beside(linear.outputs, linear.inputs)?,
+                beside_back: beside(linear.inputs, linear.outputs)?,
                 low: of(rank, 4)?,
                 mask: of(linear.inputs, 1)?,
                 gradients: learns,
             })
         };
-        let norm_gradient = if gradients && everything { recipe.gradients.bytes(model.hidden)? } else { 0 };
+        let of_norm =
+            |width: u64| if gradients && everything { recipe.gradients.bytes(width) } else { Ok(0) };
+        let norms = |[queries, keys]: [(u64, u64); 2]| {
+            Ok::<_, Error>(QueryKeyNorms {
+                statistics: of(exact::sum("norms of a token", [queries.1, keys.1])?, 4)?,
+                gradients: exact::sum("bytes of gradients", [of_norm(queries.0)?, of_norm(keys.0)?])?,
+            })
+        };
         Ok(Self {
             rounds,
             casts: rounds && lora.is_some_and(|lora| lora.on_cpu),
@@ -171,7 +202,9 @@ impl Block {
             documents,
             everything,
             projections: Projection::linears(model)?.into_iter().map(sizes).collect::<Result<_, _>>()?,
-            norm_gradient,
+            norm_gradient: of_norm(model.hidden)?,
+            query_key_norms: model.query_key_norms()?.map(norms).transpose()?,
+            multiplies: model.family.has_multipliers(),
             narrow: of(model.hidden, c)?,
             query: of(model.query_width()?, c)?,
             key: of(model.kv_width()?, c)?,
@@ -210,6 +243,10 @@ impl Block {
         keep(of.input && !self.keeps_output, "norm input", self.narrow);
         keep(of.input, "norm statistics", self.statistic);
         keep(self.keeps_first_output(&of), "query, key, value input", self.narrow);
+        if let Some(norms) = &self.query_key_norms {
+            keep(of.attention, "outputs of the norms of queries and keys", self.query + self.key);
+            keep(of.attention, "norm statistics", norms.statistics);
+        }
         keep(of.attention, "query", self.query);
         keep(of.attention, "key and value", 2 * self.key);
         keep(of.attention, "log-sum-exp of scores", self.log_sum_exp);
@@ -234,7 +271,8 @@ impl Block {
         let low = [Query, Key, Value, Output].into_iter().map(|which| self.of(which));
         let low = exact::sum("bytes of a block", low.filter(|one| one.adapted).map(|one| one.low))?;
         let again = if self.documents && self.learns(&[Output]) { self.query } else { 0 };
-        exact::sum("bytes of a block", [2 * self.query, 2 * self.key, self.log_sum_exp, low, again])
+        let norms = self.query_key_norms.as_ref().map_or(0, |norms| self.query + self.key + norms.statistics);
+        exact::sum("bytes of a block", [2 * self.query, 2 * self.key, self.log_sum_exp, low, again, norms])
     }
 
     /// Whether the results of attention are kept before and after they are concatenated: before for its backward, after for that of
@@ -251,156 +289,7 @@ impl Block {
     fn keeps_second_output(&self, of: &Recorded) -> bool {
         of.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up])
     }
-
-    /// Leaves the block's output and, with `record`, what it keeps except its input; `input` as for [`Block::kept`].
-    pub(crate) fn forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
-        self.forward_with(tracker, [record; 2], input);
-    }
-
-    /// [`Block::forward`], which records the attention, and the rest, separately.
-    pub(super) fn forward_with(
-        &self,
-        tracker: &mut PeakTracker,
-        [attention, record]: [bool; 2],
-        input: bool,
-    ) {
-        let of = self.recorded(input);
-        tracker.make(self.narrow + self.statistic);
-        if !(record && of.input) {
-            tracker.free(self.statistic);
-        }
-        self.forward_attention(tracker, attention, input);
-        // The residual stream is computed, then the branch is freed.
-        tracker.make(self.narrow);
-        tracker.free(self.narrow);
-        // The input of a recomputed attention is kept in any case.
-        if !(record && (!attention || self.keeps_first_output(&of))) {
-            tracker.free(self.narrow);
-        }
-        self.forward_feed_forward(tracker, record, input);
-    }
-
-    /// From the queries' projection to the output's.
-    pub(super) fn forward_attention(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
-        use Projection::{Key, Output, Query, Value};
-        let of = self.recorded(input);
-        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
-            if !(record && kept) {
-                tracker.free(bytes);
-            }
-        };
-        self.project(tracker, Query, record);
-        self.project(tracker, Key, record);
-        // First the rotated ones, then the others are freed.
-        tracker.make(self.query + self.key);
-        tracker.free(self.query + self.key);
-        self.project(tracker, Value, record);
-        tracker.make(self.query + self.log_sum_exp);
-        release(tracker, of.attention, self.log_sum_exp);
-        if self.documents {
-            tracker.make(self.query);
-            if !(record && self.keeps_both_outputs(&of)) {
-                tracker.free(self.query);
-            }
-        }
-        self.project(tracker, Output, record);
-        // Queries, keys, values and output exist until their function ends.
-        release(tracker, of.attention, self.query + 2 * self.key);
-        release(tracker, of.attention || self.learns(&[Output]), self.query);
-    }
-
-    fn forward_feed_forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
-        use Projection::{Down, Gate, Up};
-        let of = self.recorded(input);
-        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
-            if !(record && kept) {
-                tracker.free(bytes);
-            }
-        };
-        tracker.make(self.narrow + self.statistic);
-        release(tracker, of.middle, self.statistic);
-        self.project(tracker, Gate, record);
-        self.project(tracker, Up, record);
-        tracker.make(self.wide);
-        release(tracker, of.middle || self.learns(&[Gate, Up]), 2 * self.wide);
-        self.project(tracker, Down, record);
-        release(tracker, self.learns(&[Down]), self.wide);
-        tracker.make(self.narrow);
-        tracker.free(self.narrow);
-        release(tracker, self.keeps_second_output(&of), self.narrow);
-        release(tracker, of.middle && !self.keeps_output, self.narrow);
-    }
-
-    /// Leaves the output, and u if it is kept.
-    fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
-        let sizes = self.of(which);
-        if !sizes.adapted {
-            tracker.make(sizes.output);
-            return tracker.touch(sizes.tile);
-        }
-        tracker.make(sizes.wide_output);
-        if self.casts {
-            tracker.touch(sizes.wide_input + sizes.wide_weight);
-        }
-        let wide_input = if self.rounds { sizes.wide_input } else { 0 };
-        tracker.make(wide_input + sizes.low);
-        if self.dropout {
-            tracker.touch(sizes.mask + sizes.wide_input);
-        }
-        // s·u.
-        tracker.touch(sizes.low);
-        if self.rounds {
-            tracker.make(sizes.output);
-            tracker.free(sizes.wide_output);
-        }
-        tracker.free(wide_input);
-        if !record {
-            tracker.free(sizes.low);
-        }
-    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{lora::Targets, presets};
-
-    /// Every set of targets, in either dtype, with either norm, with and without a gradient of the input.
-    #[test]
-    fn allocations_are_freed_except_listed_tensors() {
-        let model = presets::find("qwen2.5-0.5b").unwrap();
-        for set in 1..1u32 << 7 {
-            let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
-            let targets = Targets::of(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
-            for flags in 0..16u32 {
-                let flag = |bit: u32| flags >> bit & 1 == 1;
-                let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };
-                let options = BlockOptions {
-                    tokens: 128,
-                    recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
-                    norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
-                    trained: Trained::Adapters(&lora),
-                    gradients: false,
-                    documents: flag(0) && flag(3),
-                };
-                let block = Block::new(&model, &options).unwrap();
-                let input = flag(3);
-                let mut kept: u64 = block.kept(input).iter().map(|item| item.bytes).sum();
-                if input && !block.keeps_output {
-                    // The first norm's input is the caller's.
-                    kept -= block.narrow;
-                }
-                let mut tracker = PeakTracker::default();
-                block.forward(&mut tracker, false, input);
-                assert_eq!(tracker.live(), u128::from(block.narrow), "{targets} {flags:b}");
-                let mut tracker = PeakTracker::default();
-                block.forward(&mut tracker, true, input);
-                assert_eq!(tracker.live(), u128::from(kept + block.narrow), "{targets} {flags:b}");
-                // The gradient of the output takes the output's place.
-                block.backward(&mut tracker, input);
-                let left = if input { block.narrow } else { 0 };
-                assert_eq!(tracker.live(), u128::from(left), "{targets} {flags:b}");
-            }
-        }
-    }
-}
+mod tests;

@@ -2,9 +2,10 @@
 
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
+use accounting::offload::sizes::Choices;
 use accounting::offload::{Method, OptimizerPlace, Setup, Start, StepCosts, simulate, sizes};
 use anyhow::Context;
-use frugal::planning::{MachineRates, choices};
+use frugal::planning::{MachineRates, choices, widens};
 use models::LlamaConfig;
 use tch::{Device, Kind};
 
@@ -34,7 +35,10 @@ pub(crate) fn costs(
 ) -> anyhow::Result<StepCosts> {
     let model = ::training::predicted::decoder(config)?;
     let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
-    let choices = choices(kind, rates, HEAD_TOKENS.min(tokens).unsigned_abs());
+    let choices = Choices {
+        widens: widens(kind, device),
+        ..choices(kind, rates, HEAD_TOKENS.min(tokens).unsigned_abs())
+    };
     Ok(match step {
         Step::Training => sizes::training(&model, work, &choices)?,
         Step::Inference => sizes::inference(&model, work, &choices)?,

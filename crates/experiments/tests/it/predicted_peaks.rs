@@ -14,13 +14,20 @@ fn the_peak_of_every_combination_is_within_two_percent_of_the_prediction() {
     for row in rows {
         let (measured, predicted) = (row.measure().unwrap(), row.predict().unwrap());
         let error = predicted.total as f64 / measured as f64 - 1.0;
+        let line = format!(
+            "{:+.2} %, {measured} bytes measured, {} predicted in the {}: {}, {}, {}, {:?}, {}",
+            error * 100.0,
+            predicted.total,
+            predicted.moment,
+            row.shape,
+            row.pass_name(),
+            row.place_names().join(", "),
+            row.kind,
+            row.head_name(),
+        );
+        eprintln!("{line}");
         if error.abs() > 0.02 {
-            wrong.push(format!(
-                "{:+.2} %, {measured} bytes measured, {} predicted at the {}: {row:?}",
-                error * 100.0,
-                predicted.total,
-                predicted.moment
-            ));
+            wrong.push(format!("{line}: {}; {row:?}", predicted.summary()));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -13,8 +13,9 @@ use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 use training::predicted;
 
+use super::layer_plan::kept_by;
 use super::rates::product_kind;
-use super::{DataShape, KnownRates, choices, recipe};
+use super::{DataShape, KnownRates, choices, recipe, widens};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
     OptimizerRule,
@@ -97,6 +98,7 @@ pub fn job(
         loss,
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
+        widens: widens(kind, device),
         ..choices(kind, &rates.machine(), tokens)
     };
     Ok(Job {
@@ -199,7 +201,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows });
     }
     let again = activations.recompute.layer_plan();
-    let kept = |plans: Vec<LayerPlan>| Layers::Only(plans.into_iter().map(kept).collect());
+    let kept = |plans: Vec<LayerPlan>| Layers::Only(plans.into_iter().map(kept_by).collect());
     let plan = match activations.plan {
         ActivationPlan::Auto | ActivationPlan::Plan => Layers::Any,
         ActivationPlan::Keep => Layers::Only(vec![Kept::Everything; layers]),
@@ -273,29 +275,5 @@ fn tier(tier: OffloadTier) -> Tier {
     match tier {
         OffloadTier::Host => Tier::Host,
         OffloadTier::File => Tier::File,
-    }
-}
-
-/// What `accounting` calls a layer's plan.
-fn kept(plan: LayerPlan) -> Kept {
-    match plan {
-        LayerPlan::KeepAll => Kept::Everything,
-        LayerPlan::RecomputeElementwise => Kept::Products,
-        LayerPlan::RecomputeMlp => Kept::Attention,
-        LayerPlan::RecomputeAttention => Kept::FeedForward,
-        LayerPlan::RecomputeAll => Kept::Input,
-        LayerPlan::Offload => Kept::InputOnHost,
-    }
-}
-
-/// Returns the plan of a layer that keeps this.
-pub fn layer_plan(kept: Kept) -> LayerPlan {
-    match kept {
-        Kept::Everything => LayerPlan::KeepAll,
-        Kept::Products => LayerPlan::RecomputeElementwise,
-        Kept::Attention => LayerPlan::RecomputeMlp,
-        Kept::FeedForward => LayerPlan::RecomputeAttention,
-        Kept::Input => LayerPlan::RecomputeAll,
-        Kept::InputOnHost => LayerPlan::Offload,
     }
 }

@@ -135,6 +135,22 @@ fn a_product_takes_the_memory_of_a_tile() {
     assert!((forward.min(backward) as i64) > nf4::TILE_BYTES / 2);
 }
 
+/// Rows in bf16 that are multiplied in fp32 are cast in pieces: two of 450 rows beside a tile of 384. The bits are those of one product.
+#[test]
+fn rows_are_cast_in_pieces() {
+    track_cpu().unwrap();
+    let mut generator = Generator::new(6).unwrap();
+    let (tokens, out, inner) = (900i64, 640i64, 5000i64);
+    let stored = nf4::quantize(&normal(&mut generator, &[out, inner]), Scales::Nested).unwrap();
+    let x = normal(&mut generator, &[tokens, inner]).to_kind(Kind::BFloat16);
+    let mut y = Tensor::zeros([tokens, out], kind::FLOAT_CPU);
+    let region = Region::start(Device::Cpu).unwrap();
+    nf4::mm_into(&mut y, &x, &stored, false).unwrap();
+    assert_eq!(region.finish().unwrap().peak_above_start(), 4 * (384 * inner + 450 * inner) as u64);
+    let dense = nf4::dequantize(&stored, Kind::Float).unwrap();
+    assert_eq!(y, mm(&x.to_kind(Kind::Float), &dense.tr()).unwrap());
+}
+
 #[test]
 fn what_cannot_be_stored_or_multiplied_is_refused_by_name() {
     let message = |result: runtime::Result<Tensor>| result.unwrap_err().to_string();

@@ -24,7 +24,7 @@ impl Block {
         };
         let gates = of.middle || self.learns(&[Gate, Up]);
         if of.feed_forward {
-            self.project_back(tracker, Down, gates);
+            self.project_branch_back(tracker, Down, gates);
         }
         drop_if(tracker, self.learns(&[Down]), self.wide);
         if gates {
@@ -59,17 +59,22 @@ impl Block {
             }
         };
         if of.middle {
-            self.project_back(tracker, Output, of.attention);
+            self.project_branch_back(tracker, Output, of.attention);
         }
-        drop_if(tracker, of.attention || self.learns(&[Output]), self.query);
+        drop_if(tracker, !of.attention && self.learns(&[Output]), self.query);
         if of.attention {
             tracker.make(self.query + 2 * self.key);
             drop_if(tracker, self.keeps_both_outputs(&of), self.query);
+            // The output's gradient, and what attention kept, its output among it.
             tracker.free(self.query);
-            tracker.free(self.query + 2 * self.key + self.log_sum_exp);
+            tracker.free(2 * self.query + 2 * self.key + self.log_sum_exp);
+            tracker.touch(self.query + self.key);
+            if let Some(norms) = &self.query_key_norms {
+                tracker.make(norms.gradients);
+                tracker.free(self.query + self.key + norms.statistics);
+            }
             self.project_back(tracker, Value, of.input);
             tracker.free(self.key);
-            tracker.touch(self.query + self.key);
             for (which, gradient) in [(Key, self.key), (Query, self.query)] {
                 self.project_back(tracker, which, of.input);
                 tracker.free(gradient);
@@ -94,6 +99,14 @@ impl Block {
         }
     }
 
+    /// [`Block::project_back`] of a branch's last product, whose gradient is multiplied first where the branch was.
+    fn project_branch_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
+        let multiplied = if self.multiplies { self.narrow } else { 0 };
+        tracker.make(multiplied);
+        self.project_back(tracker, which, of_input);
+        tracker.free(multiplied);
+    }
+
     /// Adds two gradients of `[n, d]` into new memory, because both are views.
     fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
         if there {
@@ -108,7 +121,7 @@ impl Block {
         if !sizes.adapted {
             if of_input {
                 tracker.make(sizes.input);
-                tracker.touch(sizes.tile_back);
+                tracker.touch(sizes.beside_back);
             }
             return tracker.make(sizes.gradients);
         }
@@ -134,9 +147,7 @@ impl Block {
             }
         }
         if of_input && self.casts {
-            // A quantized weight is multiplied with the gradient in fp32, which is there.
-            let wide_output = if sizes.tile_back > 0 { 0 } else { sizes.wide_output };
-            tracker.touch(wide_output + sizes.wide_weight_back);
+            tracker.touch(sizes.operands_back);
         }
         if of_input && self.rounds {
             tracker.make(sizes.input);

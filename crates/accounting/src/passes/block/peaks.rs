@@ -19,9 +19,9 @@ pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
 /// Returns the same for a recomputed block, which keeps only its input.
 pub(crate) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, true, input);
-    // The second output is live until the backward is done, together with the gradient of the first.
+    // The gradient of the output is there first; the second output is live until the backward is done.
     tracker.make(block.narrow);
+    block.forward(&mut tracker, true, input);
     block.backward(&mut tracker, input);
     Ok(tracker.peak()? - block.narrow)
 }
@@ -108,10 +108,12 @@ pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptP
             let low = exact::sum(WHAT, low.filter(|one| one.adapted).map(|one| one.low))?;
             let product = if block.learns(&[Down]) { block.wide } else { 0 };
             let again = exact::sum(WHAT, [2 * block.wide, product, low])?;
+            // The multiplied gradient is there until the branch's backward is done.
+            let multiplied = if block.multiplies { narrow } else { 0 };
             KeptPasses {
                 held: kept - again,
                 forward: input_and(keeping)?,
-                backward: exact::sum(WHAT, [again, narrow, backward])?,
+                backward: exact::sum(WHAT, [again, narrow, backward, multiplied])?,
             }
         }
         Kept::FeedForward => {

@@ -7,8 +7,9 @@ use accounting::memory::logits::Loss;
 use accounting::offload::sizes::{self, Choices, Logits};
 use accounting::offload::{self as paper, Footprint, Rates, Setup, Start, simulate};
 use accounting::recompute::NormKernel;
+use frugal::planning::kept_by;
 use offload::Method;
-use training::activations::LayerPlan;
+use tch::Device;
 use training::predicted;
 
 use super::{Head, OptimizerPlace, Pass, Place, Row};
@@ -30,6 +31,7 @@ impl Row {
             },
             norm: NormKernel::Output,
             logits: Logits::LastToken,
+            widens: frugal::planning::widens(self.kind, Device::Cpu),
             ..Choices::default()
         };
         let lora = match &self.pass {
@@ -53,7 +55,7 @@ impl Row {
         let setup = match &self.place {
             Place::Resident(plan) => {
                 if costs.training {
-                    let plan: Vec<Kept> = plan.iter().map(|plan| kept(*plan)).collect();
+                    let plan: Vec<Kept> = plan.iter().map(|plan| kept_by(*plan)).collect();
                     costs = sizes::with_activation_plan(costs, &model, lora.as_ref(), work, &choices, &plan)?;
                 }
                 Setup {
@@ -74,17 +76,5 @@ impl Row {
         // Gradients leave before the next layer runs, as `InStep` has it.
         let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
         Ok(simulate(&costs, &rates, &setup, Start::Warm)?.device)
-    }
-}
-
-/// What `accounting` calls a way of keeping activations.
-fn kept(plan: LayerPlan) -> Kept {
-    match plan {
-        LayerPlan::KeepAll => Kept::Everything,
-        LayerPlan::RecomputeElementwise => Kept::Products,
-        LayerPlan::RecomputeMlp => Kept::Attention,
-        LayerPlan::RecomputeAttention => Kept::FeedForward,
-        LayerPlan::RecomputeAll => Kept::Input,
-        LayerPlan::Offload => Kept::InputOnHost,
     }
 }

@@ -1,6 +1,7 @@
 //! The rows of the table.
 
 use models::LlamaConfig;
+use models::llama::Family;
 use offload::Method;
 use runtime::nf4::Scales;
 use tch::{Device, Kind};
@@ -45,6 +46,21 @@ pub fn rows() -> Vec<Row> {
         ..LlamaConfig::llama(600, 96, 288, 4, 4)
     };
     let llama = Row { shape: "Llama, untied", config: llama, batch: [3, 32], ..base.clone() };
+    // Heads that are wide together, as in Qwen3-0.6B.
+    let qwen3 = LlamaConfig {
+        family: Family::Qwen3,
+        head_dim: 64,
+        ..LlamaConfig { tie_word_embeddings: true, ..qwen2(500, 128, 320, 4, 4) }
+    };
+    let qwen3 = Row { shape: "Qwen3", config: qwen3, batch: [3, 64], ..base.clone() };
+    let granite = LlamaConfig {
+        family: Family::Granite,
+        residual_multiplier: 0.22,
+        embedding_multiplier: 12.0,
+        logits_scaling: 8.0,
+        ..llama.config.clone()
+    };
+    let granite = Row { shape: "Granite", config: granite, batch: [3, 64], ..base.clone() };
     let mut rows = Vec::new();
 
     for row in [&base, &wide, &long, &llama] {
@@ -77,11 +93,19 @@ pub fn rows() -> Vec<Row> {
         rows.push(Row { place: some, optimizer: OptimizerPlace::Host, ..row.clone() });
     }
     let attention = Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0 };
+    // Other families: the plans that differ, and offloaded layers.
+    let all = Pass::Adapters { targets: &["q", "k", "v", "o", "gate", "up", "down"], rank: 4, dropout: 0.1 };
+    for (row, plan) in [(&qwen3, RecomputeAttention), (&granite, RecomputeMlp)] {
+        let of = |pass: &Pass, place| Row { pass: pass.clone(), place, ..row.clone() };
+        rows.push(of(&Pass::Full, Place::Resident(vec![KeepAll; 4])));
+        rows.push(of(&Pass::Full, Place::Resident(vec![RecomputeElementwise, plan, RecomputeAll, plan])));
+        rows.push(of(&Pass::Inference, offloaded(Method::Overlap, 2)));
+        rows.push(of(&attention, Place::Resident(vec![KeepAll; 4])));
+        rows.push(of(&all, offloaded(Method::Function, 1)));
+    }
     for row in [&base, &long] {
         let layers = row.config.num_hidden_layers as usize;
-        let all =
-            Pass::Adapters { targets: &["q", "k", "v", "o", "gate", "up", "down"], rank: 4, dropout: 0.1 };
-        for pass in [attention.clone(), all] {
+        for pass in [attention.clone(), all.clone()] {
             for plan in [KeepAll, RecomputeAll] {
                 let place = Place::Resident(vec![plan; layers]);
                 rows.push(Row {
@@ -97,21 +121,20 @@ pub fn rows() -> Vec<Row> {
             rows.push(Row { optimizer: OptimizerPlace::Host, ..of(offloaded(Method::Overlap, 3)) });
         }
     }
-    // A base in NF4, whose activations are in bf16. Where products of bf16 are computed in fp32, those with a weight in NF4 also cast
-    // their operands, which is not predicted.
-    let casts = runtime::matmul::compute_kind(Device::Cpu, Kind::BFloat16) != Kind::BFloat16;
-    let quantized_rows = rows.len();
-    let quantized = Row { kind: Scales::Nested.kind(), pass: attention, ..long.clone() };
-    for plan in [KeepAll, RecomputeAll] {
-        let place = Place::Resident(vec![plan; 4]);
-        rows.push(Row { place, optimizer: OptimizerPlace::Device, ..quantized.clone() });
-    }
-    rows.push(Row { place: offloaded(Method::Function, 1), ..quantized.clone() });
-    rows.push(Row { place: in_files(Method::Overlap, 2), ..quantized.clone() });
-    let place = offloaded(Method::Overlap, 3);
-    rows.push(Row { place, optimizer: OptimizerPlace::Host, ..quantized });
-    if casts {
-        rows.truncate(quantized_rows);
+    // A base in NF4, whose activations are in bf16. Where libtorch multiplies bf16, a product packs its operands into buffers of up to
+    // 230 KB, which is a tenth of a small peak and of no other.
+    let widens = frugal::planning::widens(Scales::Nested.kind(), Device::Cpu);
+    for row in [&wide, &long].into_iter().skip(usize::from(!widens)) {
+        let quantized = Row { kind: Scales::Nested.kind(), pass: attention.clone(), ..row.clone() };
+        for plan in [KeepAll, RecomputeAll] {
+            let place = Place::Resident(vec![plan; 4]);
+            rows.push(Row { place, optimizer: OptimizerPlace::Device, ..quantized.clone() });
+        }
+        rows.push(Row { place: offloaded(Method::Function, 1), ..quantized.clone() });
+        rows.push(Row { place: in_files(Method::Overlap, 2), ..quantized.clone() });
+        let place = offloaded(Method::Overlap, 3);
+        rows.push(Row { place, optimizer: OptimizerPlace::Host, ..quantized.clone() });
+        rows.push(Row { pass: Pass::Inference, place: offloaded(Method::Overlap, 2), ..quantized });
     }
     for row in [&base, &llama] {
         rows.push(Row { head: Head::Logits, ..row.clone() });

@@ -1,0 +1,126 @@
+//! The order in which a block's forward makes tensors and frees those that it does not keep.
+
+use super::Block;
+use crate::lora::Projection;
+use crate::passes::PeakTracker;
+
+impl Block {
+    /// Leaves the block's output and, with `record`, what it keeps except its input; `input` as for [`Block::kept`].
+    pub(crate) fn forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
+        self.forward_with(tracker, [record; 2], input);
+    }
+
+    /// [`Block::forward`], which records the attention, and the rest, separately.
+    pub(super) fn forward_with(
+        &self,
+        tracker: &mut PeakTracker,
+        [attention, record]: [bool; 2],
+        input: bool,
+    ) {
+        let of = self.recorded(input);
+        tracker.make(self.narrow + self.statistic);
+        if !(record && of.input) {
+            tracker.free(self.statistic);
+        }
+        self.forward_attention(tracker, attention, input);
+        self.add(tracker);
+        // The input of a recomputed attention is kept in any case.
+        if !(record && (!attention || self.keeps_first_output(&of))) {
+            tracker.free(self.narrow);
+        }
+        self.forward_feed_forward(tracker, record, input);
+    }
+
+    /// From the queries' projection to the output's.
+    pub(super) fn forward_attention(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
+        use Projection::{Key, Output, Query, Value};
+        let of = self.recorded(input);
+        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if !(record && kept) {
+                tracker.free(bytes);
+            }
+        };
+        self.project(tracker, Query, record);
+        self.project(tracker, Key, record);
+        self.project(tracker, Value, record);
+        // First the normalised and the rotated ones, then those that they were made of are freed.
+        if let Some(norms) = &self.query_key_norms {
+            tracker.make(self.query + self.key + norms.statistics);
+            tracker.free(self.query + self.key);
+            release(tracker, of.attention, norms.statistics);
+        }
+        tracker.make(self.query + self.key);
+        release(tracker, of.attention && self.query_key_norms.is_some(), self.query + self.key);
+        tracker.make(self.query + self.log_sum_exp);
+        release(tracker, of.attention, self.log_sum_exp);
+        if self.documents {
+            tracker.make(self.query);
+            if !(record && self.keeps_both_outputs(&of)) {
+                tracker.free(self.query);
+            }
+        }
+        self.project(tracker, Output, record);
+        // Queries, keys, values and output exist until their function ends.
+        release(tracker, of.attention, self.query + 2 * self.key);
+        release(tracker, of.attention || self.learns(&[Output]), self.query);
+    }
+
+    fn forward_feed_forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
+        use Projection::{Down, Gate, Up};
+        let of = self.recorded(input);
+        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if !(record && kept) {
+                tracker.free(bytes);
+            }
+        };
+        tracker.make(self.narrow + self.statistic);
+        release(tracker, of.middle, self.statistic);
+        self.project(tracker, Gate, record);
+        self.project(tracker, Up, record);
+        tracker.make(self.wide);
+        release(tracker, of.middle || self.learns(&[Gate, Up]), 2 * self.wide);
+        self.project(tracker, Down, record);
+        release(tracker, self.learns(&[Down]), self.wide);
+        self.add(tracker);
+        release(tracker, self.keeps_second_output(&of), self.narrow);
+        release(tracker, of.middle && !self.keeps_output, self.narrow);
+    }
+
+    /// Computes the residual stream, then frees the branch.
+    fn add(&self, tracker: &mut PeakTracker) {
+        if self.multiplies {
+            tracker.make(self.narrow);
+            tracker.free(self.narrow);
+        }
+        tracker.make(self.narrow);
+        tracker.free(self.narrow);
+    }
+
+    /// Leaves the output, and u if it is kept.
+    fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
+        let sizes = self.of(which);
+        if !sizes.adapted {
+            tracker.make(sizes.output);
+            return tracker.touch(sizes.beside);
+        }
+        tracker.make(sizes.wide_output);
+        if self.casts {
+            tracker.touch(sizes.operands);
+        }
+        let wide_input = if self.rounds { sizes.wide_input } else { 0 };
+        tracker.make(wide_input + sizes.low);
+        if self.dropout {
+            tracker.touch(sizes.mask + sizes.wide_input);
+        }
+        // s·u.
+        tracker.touch(sizes.low);
+        if self.rounds {
+            tracker.make(sizes.output);
+            tracker.free(sizes.wide_output);
+        }
+        tracker.free(wide_input);
+        if !record {
+            tracker.free(sizes.low);
+        }
+    }
+}

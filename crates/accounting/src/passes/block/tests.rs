@@ -1,0 +1,52 @@
+//! What a block's passes leave.
+
+use super::*;
+use crate::model::{Family, Shape};
+use crate::passes::PeakTracker;
+use crate::{lora::Targets, presets};
+
+/// Qwen2.5-0.5B, and as a Qwen3 and a Granite.
+fn models() -> Vec<Decoder> {
+    let qwen2 = presets::find("qwen2.5-0.5b").unwrap();
+    let families = [Family::Qwen2, Family::Qwen3, Family::Granite];
+    families.map(|family| Decoder::new(Shape { family, ..(*qwen2).clone() }).unwrap()).into()
+}
+
+/// Every set of targets, in either dtype, with either norm, with and without a gradient of the input.
+#[test]
+fn allocations_are_freed_except_listed_tensors() {
+    for (model, set) in models().iter().flat_map(|model| (1..1u32 << 7).map(move |set| (model, set))) {
+        let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
+        let targets = Targets::of(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
+        for flags in 0..16u32 {
+            let flag = |bit: u32| flags >> bit & 1 == 1;
+            let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };
+            let options = BlockOptions {
+                tokens: 128,
+                recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
+                norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
+                trained: Trained::Adapters(&lora),
+                gradients: false,
+                documents: flag(0) && flag(3),
+                widens: false,
+            };
+            let block = Block::new(model, &options).unwrap();
+            let input = flag(3);
+            let mut kept: u64 = block.kept(input).iter().map(|item| item.bytes).sum();
+            if input && !block.keeps_output {
+                // The first norm's input is the caller's.
+                kept -= block.narrow;
+            }
+            let mut tracker = PeakTracker::default();
+            block.forward(&mut tracker, false, input);
+            assert_eq!(tracker.live(), u128::from(block.narrow), "{targets} {flags:b}");
+            let mut tracker = PeakTracker::default();
+            block.forward(&mut tracker, true, input);
+            assert_eq!(tracker.live(), u128::from(kept + block.narrow), "{targets} {flags:b}");
+            // The gradient of the output takes the output's place.
+            block.backward(&mut tracker, input);
+            let left = if input { block.narrow } else { 0 };
+            assert_eq!(tracker.live(), u128::from(left), "{targets} {flags:b}");
+        }
+    }
+}
