@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -96,15 +97,28 @@ pub(crate) fn build_programs(
 
 /// Runs a building cargo command and collects the executables that it names.
 pub(crate) fn executables(workspace: &Workspace, args: &[&str]) -> Result<Vec<Executable>> {
+    let mut made = Vec::new();
+    build(workspace, args, |executable| made.push(executable))?;
+    Ok(made)
+}
+
+/// Runs a building cargo command and passes each executable to `made` as soon as it is linked.
+pub(crate) fn build(workspace: &Workspace, args: &[&str], mut made: impl FnMut(Executable)) -> Result<()> {
     eprintln!("build: cargo {}", args.join(" "));
     let mut command = command(workspace);
     command.args(args).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
-    let output =
-        command.spawn().and_then(std::process::Child::wait_with_output).context("cannot run cargo")?;
-    if !output.status.success() {
+    let mut child = command.spawn().context("cannot run cargo")?;
+    let output = child.stdout.take().expect("standard output is piped");
+    for line in BufReader::new(output).split(b'\n') {
+        let line = line.context("cannot read cargo's messages")?;
+        if let Some(executable) = executable_of(&String::from_utf8_lossy(&line)) {
+            made(executable);
+        }
+    }
+    if !child.wait().context("cannot wait for cargo")?.success() {
         bail!("the build failed; cargo's errors are above");
     }
-    Ok(String::from_utf8_lossy(&output.stdout).lines().filter_map(executable_of).collect())
+    Ok(())
 }
 
 #[derive(Deserialize)]

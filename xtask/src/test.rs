@@ -1,8 +1,9 @@
 //! `cargo xtask test`: sets up, then runs every test; in a bundle, the prebuilt ones.
 //!
-//! The whole workspace is built at once and its test executables run beside each other, one for each processor; then those whose
-//! results depend on matrix products and vector kernels run again under each other implementation ([`choices`]); then the
-//! documentation's examples. With arguments it is `cargo test` with these.
+//! The whole workspace is built at once and its test executables run beside each other, one for each processor and the first ones
+//! while the last are built. Those whose results depend on matrix products and vector kernels run again under each other
+//! implementation ([`choices`]). The documentation's examples are compiled and run beside them. With arguments it is `cargo test`
+//! with these.
 
 mod choices;
 mod jobs;
@@ -70,60 +71,61 @@ fn with_fixtures(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Runs the tests while the workspace is built, each executable as soon as it is linked.
 fn run_workspace(workspace: &Workspace, filter: &mut Filter) -> Result<Option<String>> {
-    // `--tests` links no examples; the tests that include an example compile it.
-    let mut tests = cargo::executables(workspace, &["test", "--workspace", "--tests", "--no-run"])?;
-    tests.retain(|executable| executable.test);
-    let tests = largest_first(tests);
-    let flags = choices::processor_flags();
-    let skipped = CHOICES.iter().filter_map(|choice| choice.missing(&flags)).collect::<Vec<_>>();
-    let jobs = plan(workspace, &tests, &flags);
-    let slots = slots();
-    eprintln!("test: {}, {slots} at a time", count(jobs.len(), "executable", "executables"));
     let mut fixtures = Command::new("true");
     with_fixtures(&mut fixtures)?;
     let prepare = |command: &mut Command| {
         cargo::with_libtorch(command, workspace);
-        // Waiting threads of one executable leave the processor to the other.
-        command.env("OMP_WAIT_POLICY", "passive");
         command.envs(fixtures.get_envs().filter_map(|(name, value)| Some((name, value?))));
     };
-    let mut failed = jobs::run(&jobs, slots, prepare, filter, |line| println!("{line}"))?;
-
-    let args = ["test", "--workspace", "--doc", "--no-fail-fast"];
-    eprintln!("test: cargo {}", args.join(" "));
-    let mut command = cargo::command(workspace);
-    command.args(args);
-    if !run_filtered(command, filter)?.success() {
-        failed.push("documentation examples".into());
-    }
-    skipped.into_iter().for_each(|reason| filter.skip(reason));
+    let flags = choices::processor_flags();
+    let failed = jobs::run(
+        slots(),
+        filter,
+        |line| println!("{line}"),
+        |queue| {
+            // `--tests` links no examples; the tests that include an example compile it.
+            cargo::build(workspace, &["test", "--workspace", "--tests", "--no-run"], |executable| {
+                if executable.test {
+                    plan(workspace, &executable, &flags, &prepare)
+                        .into_iter()
+                        .for_each(|job| queue.push(job));
+                }
+            })?;
+            let mut command = cargo::command(workspace);
+            command.args(["test", "--workspace", "--doc", "--no-fail-fast"]);
+            command.env("OMP_NUM_THREADS", threads().to_string());
+            // Begun first, because it takes long.
+            queue.push(Job { name: "the documentation's examples".into(), command, weight: u64::MAX });
+            Ok(())
+        },
+    )?;
+    CHOICES.iter().filter_map(|choice| choice.missing(&flags)).for_each(|reason| filter.skip(reason));
     Ok((!failed.is_empty()).then(|| format!("failed: {}", failed.join(", "))))
 }
 
-/// Returns every executable under the machine's own implementations, then the affected ones under each other choice.
-fn plan(workspace: &Workspace, tests: &[Executable], flags: &str) -> Vec<Job> {
-    let job = |test: &Executable, choice: Option<&choices::Choice>, names: &[&str]| Job {
-        name: match choice {
-            None => format!("{} of {}", test.name, test.package),
-            Some(choice) => format!("{} of {} under `{}`", test.name, test.package, choice.name),
-        },
-        executable: test.path.clone(),
-        folder: jobs::folder(&workspace.root, &test.package),
-        variables: choice.map_or_else(Vec::new, |choice| {
-            choice.variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
-        }),
-        arguments: std::iter::once("--show-output")
-            .chain(names.iter().copied())
-            .chain(choice.into_iter().flat_map(|_| choices::ONCE.iter().flat_map(|name| ["--skip", name])))
-            .map(str::to_owned)
-            .collect(),
+/// The jobs of an executable: under the machine's own implementations, and under each other choice that it depends on.
+fn plan(workspace: &Workspace, test: &Executable, flags: &str, prepare: &dyn Fn(&mut Command)) -> Vec<Job> {
+    let job = |name: String, arguments: &[&str], variables: &[(&str, &str)]| {
+        let mut command = Command::new(&test.path);
+        prepare(&mut command);
+        let folder = jobs::folder(&workspace.root, &test.package);
+        command.env("CARGO_MANIFEST_DIR", &folder).current_dir(folder);
+        command.env("RUST_TEST_THREADS", "1").env("OMP_NUM_THREADS", threads().to_string());
+        // Waiting threads of one executable leave the processor to the other.
+        command.env("OMP_WAIT_POLICY", "passive");
+        command.envs(variables.iter().copied()).arg("--show-output").args(arguments);
+        // Large executables have many tests.
+        Job { name, command, weight: std::fs::metadata(&test.path).map_or(0, |file| file.len()) }
     };
-    let own = tests.iter().map(|test| job(test, None, &[]));
-    let others = CHOICES.iter().filter(|choice| choice.missing(flags).is_none()).flat_map(|choice| {
-        tests.iter().filter_map(move |test| Some(job(test, Some(choice), choice.tests_of(&test.package)?)))
+    let name = format!("{} of {}", test.name, test.package);
+    let own = job(name.clone(), &[], &[]);
+    let others = CHOICES.iter().filter(|choice| choice.missing(flags).is_none()).filter_map(|choice| {
+        let arguments = choice.arguments(&test.package, &test.name)?;
+        Some(job(format!("{name} under `{}`", choice.name), &arguments, choice.variables))
     });
-    own.chain(others).collect()
+    std::iter::once(own).chain(others).collect()
 }
 
 fn count(n: usize, one: &str, many: &str) -> String {
@@ -171,46 +173,52 @@ fn run_bundled(
     extra: &[String],
     filter: &mut Filter,
 ) -> Result<Option<String>> {
-    let tests: Vec<Executable> = bundle
-        .tests
-        .iter()
-        .map(|test| Executable {
-            name: test.name.clone(),
-            package: test.package.clone(),
-            test: true,
-            path: workspace.root.join(&test.path),
-        })
-        .collect();
-    let mut jobs = plan(workspace, &largest_first(tests), &choices::processor_flags());
-    for job in &mut jobs {
-        job.arguments.extend(extra.iter().filter(|arg| *arg != "--").cloned());
-    }
     let fixtures = std::env::var_os("FRUGAL_FIXTURES")
         .filter(|path| !path.is_empty())
         .map_or_else(|| Ok(workspace.root.join("data/fixtures")), std::path::absolute)
         .context("FRUGAL_FIXTURES is not a usable path")?;
     let prepare = |command: &mut Command| {
-        command.env("OMP_WAIT_POLICY", "passive").env("FRUGAL_FIXTURES", &fixtures);
-        command.env("FRUGAL_EMBEDDED", workspace.root.join("data"));
+        command.env("FRUGAL_FIXTURES", &fixtures).env("FRUGAL_EMBEDDED", workspace.root.join("data"));
         for (name, path) in &bundle.programs {
             command.env(format!("CARGO_BIN_EXE_{name}"), workspace.root.join(path));
         }
     };
-    let failed = jobs::run(&jobs, slots(), prepare, filter, |line| println!("{line}"))?;
+    let flags = choices::processor_flags();
+    let failed = jobs::run(
+        slots(),
+        filter,
+        |line| println!("{line}"),
+        |queue| {
+            for test in &bundle.tests {
+                let test = Executable {
+                    name: test.name.clone(),
+                    package: test.package.clone(),
+                    test: true,
+                    path: workspace.root.join(&test.path),
+                };
+                for mut job in plan(workspace, &test, &flags, &prepare) {
+                    job.command.args(extra.iter().filter(|arg| *arg != "--"));
+                    queue.push(job);
+                }
+            }
+            Ok(())
+        },
+    )?;
     Ok((!failed.is_empty()).then(|| format!("failed: {}", failed.join(", "))))
 }
 
-/// Sorts the largest first: they run longest, so the last ones are short.
-fn largest_first(mut tests: Vec<Executable>) -> Vec<Executable> {
-    tests.sort_by_cached_key(|test| {
-        std::cmp::Reverse(std::fs::metadata(&test.path).map_or(0, |file| file.len()))
-    });
-    tests
+/// Number of executables that run concurrently.
+fn slots() -> usize {
+    processors().min(8)
 }
 
-/// Number of executables that run concurrently. Each has libtorch's own threads, so more would gain nothing.
-fn slots() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(8)
+/// Threads of each executable: with more than processors, they would wait for each other at the end of every operation.
+fn threads() -> usize {
+    processors() / slots()
+}
+
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 #[cfg(test)]
@@ -222,50 +230,32 @@ mod tests {
     #[test]
     fn what_depends_on_products_runs_once_for_each_choice() {
         let workspace = Workspace { root: PathBuf::from("/w"), bundle: None };
-        let test = |package: &str| Executable {
-            name: "it".into(),
-            package: package.into(),
-            test: true,
-            path: "/w/target/it".into(),
+        let plan = |name: &str, package: &str, flags: &str| {
+            let test =
+                Executable { name: name.into(), package: package.into(), test: true, path: "/w/it".into() };
+            plan(&workspace, &test, flags, &|_| ())
         };
-        let jobs = plan(&workspace, &[test("report"), test("lora")], "avx2 avx512_bf16");
-        let names: Vec<&str> = jobs.iter().map(|job| job.name.as_str()).collect();
-        let expected =
-            ["it of report", "it of lora", "it of lora under `avx2`", "it of lora under `bf16 products`"];
-        assert_eq!(names, expected);
-        assert!(jobs[0].variables.is_empty());
-        assert!(jobs[2].variables.contains(&("FRUGAL_SIMD".into(), "avx2".into())));
-        assert_eq!(plan(&workspace, &[test("lora")], "sse").len(), 1, "what the processor lacks is left out");
-        let jobs = plan(&workspace, &[test("frugal")], "avx2");
-        assert!(jobs[0].arguments.len() == 1 && jobs[1].arguments.len() > 1, "some of its tests run again");
-    }
-
-    #[test]
-    fn jobs_run_with_their_variables_and_those_that_fail_are_named() {
-        let job = |name: &str, script: &str| Job {
-            name: name.into(),
-            executable: "/bin/sh".into(),
-            folder: "/".into(),
-            variables: vec![("CHOICE".into(), "avx2".into())],
-            arguments: vec!["-c".into(), script.into()],
+        let names = |jobs: Vec<Job>| jobs.into_iter().map(|job| job.name).collect::<Vec<_>>();
+        assert_eq!(names(plan("it", "report", "avx2")), ["it of report"]);
+        let lora = plan("it", "lora", "avx2 avx512_bf16");
+        let variable = |job: &Job, wanted: &str| {
+            job.command
+                .get_envs()
+                .find(|(name, _)| *name == wanted)
+                .and_then(|(_, value)| value?.to_str().map(str::to_owned))
         };
-        let jobs = [
-            job(
-                "one",
-                "echo \"test result: ok. 2 passed; 0 failed\"; test \"$CHOICE $RUST_TEST_THREADS\" = 'avx2 1'",
-            ),
-            job("two", "echo \"test result: FAILED. 1 passed; 3 failed\"; exit 101"),
-        ];
-        for slots in [1, 2] {
-            let mut filter = Filter::default();
-            let shown = std::sync::Mutex::new(Vec::new());
-            let print = |line: &str| shown.lock().unwrap().push(line.to_owned());
-            assert_eq!(jobs::run(&jobs, slots, |_| {}, &mut filter, print).unwrap(), ["two"]);
-            assert_eq!((filter.passed, filter.failed), (3, 3));
-            assert!(
-                shown.into_inner().unwrap().contains(&"test result: FAILED. 1 passed; 3 failed".to_owned())
-            );
-        }
+        assert_eq!(variable(&lora[0], "FRUGAL_SIMD"), None);
+        assert_eq!(variable(&lora[1], "FRUGAL_SIMD").unwrap(), "avx2");
+        assert_eq!(variable(&lora[1], "RUST_TEST_THREADS").unwrap(), "1");
+        assert_eq!(
+            names(lora),
+            ["it of lora", "it of lora under `avx2`", "it of lora under `bf16 products`"]
+        );
+        assert_eq!(plan("it", "lora", "sse").len(), 1, "what the processor lacks is left out");
+        let frugal = plan("it", "frugal", "avx2");
+        let arguments: Vec<usize> = frugal.iter().map(|job| job.command.get_args().count()).collect();
+        assert!(arguments[0] == 1 && arguments[1] > 1, "some of its tests run again");
+        assert_eq!(plan("frugal", "frugal", "avx2").len(), 1, "none of the unit tests");
     }
 
     #[test]

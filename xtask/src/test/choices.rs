@@ -31,9 +31,45 @@ const COMPOSED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Tests that run once, wherever they are: their ranks are processes, which take long to start, and compute no products that a choice
-/// changes.
-pub(super) const ONCE: [&str; 2] = ["collectives::", "vocabulary_parallel_processes::"];
+/// Tests that run once, wherever they are, by a part of their names: nothing in them is computed otherwise under a choice.
+const ONCE: &[&str] = &[
+    // Ranks are processes, which take long to start.
+    "collectives::",
+    "vocabulary_parallel_processes::",
+    // Files, names, and what is refused.
+    "atomic_write::",
+    "bad_input::",
+    "bad_options::",
+    "families_config::",
+    "file::",
+    "fuzz_",
+    "hub::",
+    "misuse::",
+    "sharded::",
+    "targets::",
+    "writers::",
+    // The graph, streams, memory and counters.
+    "autograd",
+    "counter",
+    "device_choice::",
+    "device_failures::",
+    "device_pinned",
+    "device_schedules::",
+    "device_streams::",
+    "device_synchronize::",
+    "empty::",
+    "mapped::",
+    "measure::",
+    "memory_limit::",
+    "memory_region::",
+    "scalers::",
+    "set_grad::",
+    "trace::",
+    // For a GPU, or interpreted.
+    "cuda::",
+    "device_graph::",
+    "kernels_interpreted::",
+];
 
 /// The suite runs under the machine's own choice first.
 pub(super) const CHOICES: [Choice; 3] = [
@@ -74,13 +110,16 @@ pub(super) const CHOICES: [Choice; 3] = [
 ];
 
 impl Choice {
-    /// The tests of `package` that run under it: parts of their names, where none means all; `None` where the package does not
-    /// depend on it.
-    pub(super) fn tests_of(&self, package: &str) -> Option<&'static [&'static str]> {
-        if self.packages.contains(&package) {
-            return Some(&[]);
-        }
-        self.parts.iter().find(|(name, _)| *name == package).map(|(_, tests)| *tests)
+    /// The arguments with which an executable of `package` runs under it; `None` where the executable does not depend on it.
+    pub(super) fn arguments(&self, package: &str, executable: &str) -> Option<Vec<&'static str>> {
+        let tests: &[&str] = if self.packages.contains(&package) {
+            &[]
+        } else {
+            let (_, tests) = self.parts.iter().find(|(name, _)| *name == package && executable == "it")?;
+            tests
+        };
+        let once = ONCE.iter().flat_map(|name| ["--skip", name]);
+        Some(tests.iter().copied().chain(once).collect())
     }
 
     /// Why it cannot run here; `flags` is the list of `/proc/cpuinfo`.
@@ -100,6 +139,19 @@ pub(super) fn processor_flags() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_choice_runs_what_depends_on_it() {
+        let [avx2, bf16, scalar] = &CHOICES;
+        let first = |choice: &Choice, package: &str| choice.arguments(package, "it").map(|all| all[0]);
+        assert_eq!(first(avx2, "runtime"), Some("--skip"));
+        assert_eq!(first(avx2, "frugal"), Some("every_pair_keeps_its_promises"));
+        assert_eq!(
+            (first(bf16, "runtime"), first(scalar, "frugal"), first(avx2, "report")),
+            (None, None, None)
+        );
+        assert_eq!(avx2.arguments("frugal", "frugal"), None, "its unit tests");
+    }
 
     #[test]
     fn a_choice_that_this_processor_cannot_take_says_what_is_missing() {
