@@ -1,6 +1,7 @@
 //! Tensors whose values are in files.
 
 use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -91,7 +92,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Writes tensors to a file in its own folder and unlinks it: the open file stays for this process only.
+    /// Writes tensors to a file in its own folder and unlinks it: the open file stays for this process only. So it is not synced; the
+    /// system writes its pages when it needs their memory.
     pub(super) fn spill(&mut self, folder: &Path, region: usize, members: &[usize]) -> Result<()> {
         let own = own_folder(folder)?;
         let path = own.path().join(format!("{}.{region}.safetensors", self.name));
@@ -99,15 +101,7 @@ impl Layer {
             .iter()
             .map(|&index| Ok((self.names[index].clone(), self.tensors[index].f_detach()?)))
             .collect::<Result<_>>()?;
-        tensors_file::write(&path, &tensors).map_err(|error| match error {
-            models::Error::File { path, reason } => {
-                let reason = format!(
-                    "{reason}; the file tier needs space for the model's layers in a writable folder"
-                );
-                Error::File { path, reason }
-            }
-            other => other.into(),
-        })?;
+        write(&path, &tensors)?;
         let written = TensorsFile::open(&path)?;
         let file = Arc::new(File::open(&path).map_err(|cause| unreadable(&path, &cause))?);
         for &index in members {
@@ -165,6 +159,23 @@ impl Layer {
         }
         Ok(())
     }
+}
+
+fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
+    let written = File::create_new(path).and_then(|file| {
+        let mut out = BufWriter::new(file);
+        tensors_file::write_to(&mut out, tensors)?;
+        out.flush()
+    });
+    written.map_err(|cause| match cause.downcast::<runtime::Error>() {
+        Ok(error) => error.into(),
+        Err(cause) => Error::File {
+            path: path.to_owned(),
+            reason: format!(
+                "cannot be written: {cause}; the file tier needs space for the model's layers in a writable folder"
+            ),
+        },
+    })
 }
 
 /// Creates a folder in which a file can be written, and which is removed with the value.

@@ -137,7 +137,9 @@ fn delays_do_not_change_results() {
                     state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 *state >> 56
             };
-            (0..turns).for_each(|_| std::thread::yield_now());
+            // Some microseconds; a yield may take a turn of another process.
+            (0..turns * 64).for_each(|turn| _ = std::hint::black_box(turn));
+            std::thread::yield_now();
             Ok(())
         }
     }

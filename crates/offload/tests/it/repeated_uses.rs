@@ -264,9 +264,11 @@ struct LateAndBroken {
 impl TestHook for LateAndBroken {
     fn at(&self, point: HookPoint) -> runtime::Result<()> {
         if point == HookPoint::Store {
-            for turn in 0..20_000u64 {
+            for turn in 0..100_000u64 {
                 black_box(turn);
-                std::thread::yield_now();
+                if turn % 10_000 == 0 {
+                    std::thread::yield_now();
+                }
             }
         }
         if point == HookPoint::Load && self.loads.fetch_sub(1, Ordering::Relaxed) == 0 {
