@@ -25,7 +25,11 @@ impl Efficiency {
     /// A device that does not exist, too little memory.
     pub fn measure(probe: &StepProbe, device: Device) -> Result<Self> {
         // Large enough to fill the device, and short.
-        let size = if device.is_cuda() { 4096 } else { 1024 };
+        let size = match device {
+            Device::Cpu if tch::get_num_threads() <= 8 => 512,
+            Device::Cpu => 1024,
+            _ => 4096,
+        };
         let product = physical::gemm_rate(device, Kind::Float, size, size, size)?;
         // The best sample is the machine's limit: the others were disturbed by other work.
         let seconds = product.time.samples.iter().copied().fold(f64::INFINITY, f64::min);

@@ -80,3 +80,6 @@ pub(crate) fn run(common: &Common, arguments: &Plan) -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -26,7 +26,6 @@ mod nf4;
 mod outlook;
 mod pairs;
 mod plan;
-mod plan_errors;
 mod predicted_peaks;
 mod recipe;
 mod rows;
@@ -37,6 +36,7 @@ mod tiny_folder;
 mod train_command;
 mod train_data;
 mod train_kill;
+mod triples;
 
 /// The program, where this was built, or where the variable says on another machine.
 fn program() -> std::ffi::OsString {

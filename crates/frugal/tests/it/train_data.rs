@@ -192,14 +192,14 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
 
 #[test]
 fn every_way_of_making_batches_trains_both_models() {
-    for model in ["gpt2-like", "gpt2"] {
-        for strategy in ["base", "standard", "balanced:5", "sequenced", "packed"] {
-            let arguments =
-                format!("--data embedded --width 16 --steps 2 --model {model} --strategy {strategy}");
-            let losses = losses(&lines(&arguments).0);
-            assert_eq!(losses.len(), 2, "{arguments}");
-            assert!(losses.iter().all(|loss| (loss - 4096f64.ln()).abs() < 1.0), "{arguments}: {losses:?}");
-        }
+    let ways =
+        ["base", "standard", "balanced:5", "sequenced", "packed"].map(|strategy| ("gpt2-like", strategy));
+    // Models differ in what they do with the documents of a row.
+    for (model, strategy) in ways.into_iter().chain([("gpt2", "sequenced"), ("gpt2", "packed")]) {
+        let arguments = format!("--data embedded --width 16 --steps 2 --model {model} --strategy {strategy}");
+        let losses = losses(&lines(&arguments).0);
+        assert_eq!(losses.len(), 2, "{arguments}");
+        assert!(losses.iter().all(|loss| (loss - 4096f64.ln()).abs() < 1.0), "{arguments}: {losses:?}");
     }
 }
 
@@ -280,26 +280,25 @@ fn records_are_written_for_each_step_and_evaluation_and_go_on_with_the_run() {
 
 #[test]
 fn every_optimizer_and_schedule_trains_as_it_is_called() {
-    let rates = |arguments: &str| -> Vec<f64> {
-        let (lines, _) = lines(arguments);
-        lines.iter().filter_map(|line| line["learning_rate"].as_f64()).collect()
-    };
+    let rates_of =
+        |lines: &[Value]| lines.iter().filter_map(|line| line["learning_rate"].as_f64()).collect::<Vec<_>>();
     let mut seen = Vec::new();
     for optimizer in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
         let arguments = format!("--width 16 --steps 4 --lr 0.01 --optimizer {optimizer}");
-        let losses = losses(&lines(&arguments).0);
+        let (lines, _) = lines(&arguments);
+        assert_eq!(rates_of(&lines), [0.01; 4], "{optimizer}");
+        let losses = losses(&lines);
         assert_eq!(losses.len(), 4, "{optimizer}");
         assert!(!seen.contains(&losses), "{optimizer} is that of another name");
         seen.push(losses);
     }
     let close = |schedule: &str, expected: [f64; 4]| {
-        let have = rates(&format!("--width 16 --steps 4 --lr 0.1 {schedule}"));
+        let have = rates_of(&lines(&format!("--width 16 --steps 4 --lr 0.1 {schedule}")).0);
         assert_eq!(have.len(), 4);
         for (have, want) in have.iter().zip(expected) {
             assert!((have - want).abs() < 1e-12, "{schedule}: {have} {want}");
         }
     };
-    close("", [0.1; 4]);
     close("--warmup 1", [0.05, 0.1, 0.1, 0.1]);
     close("--schedule linear", [0.1, 0.075, 0.05, 0.025]);
     close("--schedule cosine --warmup 2", [0.1 / 3.0, 0.2 / 3.0, 0.1, 0.05]);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
 
 use frugal::training::checkpoint;
 
@@ -101,14 +102,19 @@ fn reference(data: &'static [&'static str]) -> BTreeMap<u64, u64> {
     losses
 }
 
+/// The losses of a run over synthetic data that is not stopped.
+fn unbroken() -> &'static BTreeMap<u64, u64> {
+    static LOSSES: OnceLock<BTreeMap<u64, u64>> = OnceLock::new();
+    LOSSES.get_or_init(|| reference(SYNTHETIC))
+}
+
 #[test]
 fn a_killed_run_loses_little_and_goes_on_to_the_same_bits() {
-    let reference = reference(SYNTHETIC);
     let run = Run::new();
     // A fixed sequence of moments: after so many more lines of the log, or while a checkpoint is written.
     let mut random = 0x2545_f491_4f6c_dd1du64;
     let (mut kills, mut most_lost) = (0, 0);
-    for round in 0..10 {
+    for round in 0..7 {
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
@@ -130,8 +136,8 @@ fn a_killed_run_loses_little_and_goes_on_to_the_same_bits() {
     }
     let output = run.finish();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(kills >= 5, "only {kills} kills hit a run");
-    assert_eq!(run.losses(), reference);
+    assert!(kills >= 4, "only {kills} kills hit a run");
+    assert_eq!(&run.losses(), unbroken());
     assert_eq!(run.lines().len() as u64, STEPS, "each step is in the log once");
     assert!(most_lost <= EVERY, "{most_lost} steps lost by one kill");
     eprintln!("{kills} kills, at most {most_lost} steps lost by one");
@@ -160,7 +166,6 @@ fn a_killed_run_over_packed_documents_goes_on_to_the_same_bits_with_any_number_o
 
 #[test]
 fn an_interrupted_run_loses_nothing() {
-    let reference = reference(SYNTHETIC);
     let run = Run::new();
     let mut child = run.start();
     assert!(run.wait_for(&mut child, |run| run.lines().len() >= 10), "it ended early");
@@ -175,7 +180,7 @@ fn an_interrupted_run_loses_nothing() {
     );
     assert!(message.ends_with(&expected), "{message}");
     assert!(run.finish().status.success());
-    assert_eq!(run.losses(), reference);
+    assert_eq!(&run.losses(), unbroken());
     assert_eq!(run.lines().len() as u64, STEPS, "no step was done twice");
 }
 

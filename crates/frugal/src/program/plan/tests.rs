@@ -1,13 +1,20 @@
 //! `frugal plan` refuses wrong flags and says what to give.
 
-use std::process::Command;
+use clap::Parser;
 
-/// Runs `frugal plan`; returns its exit status and the first line of standard error.
-fn run(arguments: &str) -> (Option<i32>, String) {
-    let mut command = Command::new(crate::program());
-    let output = command.arg("plan").args(arguments.split_whitespace()).output().unwrap();
-    let errors = String::from_utf8(output.stderr).unwrap();
-    (output.status.code(), errors.lines().next().unwrap_or_default().to_owned())
+use crate::{Cli, Command};
+
+/// Runs `frugal plan`, which must fail; returns its exit status and the first line of its error.
+fn run(arguments: &str) -> (i32, String) {
+    let words = ["frugal", "plan"].into_iter().chain(arguments.split_whitespace());
+    let (status, error) = match Cli::try_parse_from(words) {
+        Err(error) => (error.exit_code(), error.to_string()),
+        Ok(Cli { command: Command::Plan(plan), common }) => {
+            (1, format!("error: {:#}", super::run(&common, &plan).expect_err(arguments)))
+        }
+        Ok(_) => unreachable!("it is a plan"),
+    };
+    (status, error.lines().next().unwrap_or_default().to_owned())
 }
 
 #[test]
@@ -88,7 +95,7 @@ fn command_lines() {
     ];
     for (arguments, status, words) in table {
         let (code, line) = run(arguments);
-        assert_eq!(code, Some(status), "{arguments}: {line}");
+        assert_eq!(code, status, "{arguments}: {line}");
         assert!(line.contains(words), "{arguments}: {line}");
     }
 }
