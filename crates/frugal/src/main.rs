@@ -54,6 +54,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    runtime::memory::limit_kernel_caches();
     let mut command = Cli::command();
     let matches = command.get_matches_mut();
     let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit());

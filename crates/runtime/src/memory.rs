@@ -31,6 +31,7 @@ use tch::{Device, Tensor};
 pub use limit::{Limit, limit};
 
 use crate::error::Result;
+pub use crate::sys::kernel_caches::limit_kernel_caches;
 use crate::sys::memory as sys;
 
 /// The memory that a [`Region`] used, in bytes.
