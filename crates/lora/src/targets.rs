@@ -180,6 +180,9 @@ impl LoraConfig {
     /// An invalid regular expression.
     pub fn adapts(&self, name: &str) -> Result<bool> {
         let targets = Targets::new(self)?;
+        if targets.means_projections_only() && name.ends_with("embed_tokens") {
+            return Ok(targets.saved.iter().any(|saved| saved.is_match(name)));
+        }
         Ok(targets.saved.iter().any(|saved| saved.is_match(name)) || targets.wants(name, name == "lm_head"))
     }
 }

@@ -23,7 +23,7 @@ mod saving;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use models::module::LanguageModel;
 use runtime::precision::{self, Policy, PolicyGuard};
@@ -104,6 +104,8 @@ pub struct Trainer {
     best_so_far: Option<Best>,
     pending: Vec<Pending>,
     last: Instant,
+    /// When a checkpoint was last due by [`Options::checkpoint_interval`].
+    saved_at: Instant,
     /// Fingerprint of frozen parameters that checkpoints leave out, once computed.
     fingerprint: Fingerprint,
 }
@@ -137,6 +139,7 @@ impl Trainer {
             best_so_far: None,
             pending: Vec::new(),
             last: Instant::now(),
+            saved_at: Instant::now(),
             fingerprint: Fingerprint::default(),
         })
     }
@@ -194,7 +197,10 @@ impl Trainer {
                 break StopReason::OutOfData;
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
-            let (evaluate, save) = (due(self.options.evaluate_every), due(self.options.checkpoint_every));
+            let evaluate = due(self.options.evaluate_every);
+            let is_late = |interval: Duration| self.saved_at.elapsed() >= interval && self.step < until;
+            let save =
+                due(self.options.checkpoint_every) || self.options.checkpoint_interval.is_some_and(is_late);
             if due(Some(self.options.log_every)) || evaluate || save {
                 self.read_losses()?;
             }
@@ -204,6 +210,7 @@ impl Trainer {
             if save {
                 let began = Instant::now();
                 self.save(train, Occasion::Periodic)?;
+                self.saved_at = Instant::now();
                 self.last += began.elapsed();
             }
         };

@@ -22,7 +22,7 @@ pub struct TrainingConfig {
     /// sums. Absent for those of a batch, or fewer if a budget needs that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rows_at_once: Option<usize>,
-    /// Steps between checkpoints; one is written at the end in any case.
+    /// Steps between checkpoints; one is written at the end in any case. Absent for one every ten minutes, or over ranks for none between.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint_every: Option<u64>,
     /// Checkpoints to keep.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use frugal::Config;
-use frugal::config::{CONFIG_FILE, DataConfig};
+use frugal::config::{CONFIG_FILE, DataConfig, Task};
 use frugal::models::hugging_face::Folder;
 use frugal::run_folder::BEST;
 use frugal::training::interrupt;
@@ -83,12 +83,21 @@ impl Chat {
             let last = if config.adapter.is_some() { path.to_owned() } else { path.join(MODEL) };
             let chosen = if self.best { path.join(BEST) } else { last };
             if !chosen.is_dir() || (config.adapter.is_some() && !chosen.join(ADAPTER_FILE).is_file()) {
-                bail!(
-                    "{} has no {} yet; finish the training with `frugal resume {}`",
-                    path.display(),
-                    if self.best { "best weights" } else { "trained weights" },
-                    path.display()
-                );
+                let shown = path.display();
+                if config.task == Task::Train && config.model.name.is_none() {
+                    bail!(
+                        "{shown} has checkpoints only: it is a training of the built-in shape, which generates no text; train with \
+                         --model config.json"
+                    );
+                }
+                let (what, instead) = match self.best {
+                    true => ("best weights", String::new()),
+                    false if path.join(BEST).is_dir() => {
+                        ("last weights", format!("use the best ones with `frugal chat {shown} --best`, or "))
+                    }
+                    false => ("trained weights", String::new()),
+                };
+                bail!("{shown} has no {what} yet; {instead}finish the training with `frugal resume {shown}`");
             }
             if config.adapter.is_some() {
                 model = config

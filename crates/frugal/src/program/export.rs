@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use super::merge;
-use super::model::{HubArgs, same_folder};
+use super::model::{HubArgs, refuse_existing, same_folder};
 use super::output::{print_line, say};
 use super::settings::DtypeArg;
 
@@ -80,6 +80,9 @@ pub(crate) struct Export {
     /// Output folder; for gguf and gguf-lora the output file
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
+    /// Replace what is at --out
+    #[arg(long)]
+    overwrite: bool,
     /// peft, merged: dtype of the tensors [default: unchanged]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
@@ -182,6 +185,13 @@ impl Export {
         }
         if self.format != Format::Peft && self.model.is_none() {
             bail!("--format {format} needs the base model; give --model");
+        }
+        // Both have errors of their own.
+        let is_no_file = [Format::Gguf, Format::GgufLora].contains(&self.format) && self.out.is_dir();
+        let sources =
+            [self.adapter.as_deref(), self.checkpoints.as_deref(), self.model.as_deref().map(Path::new)];
+        if !is_no_file && !sources.into_iter().flatten().any(|source| same_folder(source, &self.out)) {
+            refuse_existing(&self.out, self.overwrite)?;
         }
         if self.verify {
             // Before anything is converted.

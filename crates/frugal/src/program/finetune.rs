@@ -130,6 +130,11 @@ impl Finetune {
             }
         } else {
             let base = self.model.clone().or_else(|| config.model.name.clone());
+            // A folder's path has to lead to it from anywhere.
+            let base = base.map(|base| match std::fs::canonicalize(&base) {
+                Ok(path) if path.is_dir() => path.display().to_string(),
+                _ => base,
+            });
             let adapter = config.adapter.take().unwrap_or_else(AdapterArgs::default_config);
             let mut adapter = self.adapter.apply(adapter);
             // A file may have been written where the base has another path.

@@ -20,7 +20,7 @@ use tch::{Device, Kind, Tensor};
 
 use difference::Difference;
 
-use super::model::{ModelArgs, load_adapter, same_folder};
+use super::model::{ModelArgs, load_adapter, refuse_existing, same_folder};
 use super::output::{print_line, say};
 use super::settings::DtypeArg;
 
@@ -58,6 +58,9 @@ pub(crate) struct Merge {
     /// Output folder of the merged model
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
+    /// Replace what is at --out
+    #[arg(long)]
+    overwrite: bool,
     /// Maximum size of a file of weights
     #[arg(long, value_name = "BYTES", default_value = "5GB")]
     max_shard_bytes: Bytes,
@@ -75,6 +78,7 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
             bail!("--out {} is {what} own folder; give another", out.display());
         }
     }
+    refuse_existing(out, arguments.overwrite)?;
     refuse_nf4(&folder, arguments.model.dtype.map(DtypeArg::get))?;
     let model = arguments.model.load(&folder, device)?;
     into_folder(&folder, model, &arguments.adapter, out, arguments.max_shard_bytes)?;

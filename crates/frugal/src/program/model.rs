@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
 use frugal::download_bar;
 use lora::Adapters;
@@ -101,6 +101,21 @@ pub(crate) fn with_adapter(
 /// As [`with_adapter`].
 pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<Adapters> {
     Adapters::load(model, folder).with_context(|| format!("the adapter {}", folder.display()))
+}
+
+/// Refuses an output that exists: a file, or a folder with something in it.
+///
+/// # Errors
+/// It exists, and is not to be replaced.
+pub(crate) fn refuse_existing(out: &Path, overwrite: bool) -> anyhow::Result<()> {
+    let exists = match out.read_dir() {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => out.exists(),
+    };
+    if exists && !overwrite {
+        bail!("--out {} exists; give another, or --overwrite to replace what is there", out.display());
+    }
+    Ok(())
 }
 
 /// Returns whether two paths are the same folder.

@@ -49,7 +49,7 @@ pub(crate) struct SettingsArgs {
     /// Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]
     #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024", help_heading = DATA)]
     packing: Option<usize>,
-    /// Steps between checkpoints; one is written at the end, and on Ctrl-C, in any case
+    /// Steps between checkpoints, besides those at the end and on Ctrl-C [default: one every ten minutes; over ranks none]
     #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     checkpoint_every: Option<u64>,
     /// Checkpoints to keep [default: 2; for train: 3]

@@ -187,7 +187,7 @@ impl Run<'_> {
                 }
             }
             // Only after the checkpoint is known to belong to this training.
-            if common.is_first() {
+            if common.is_first() && !was_finished {
                 let of = (counted, trainer.step(), trainer.options.steps, train.state());
                 let config = with_absolute_paths(config);
                 recorder = Some(Recorder::start(out, common, &config, about, of, device)?);

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dataloading::Batch;
 use lora::Adapters;
@@ -22,6 +23,9 @@ use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 use crate::planning;
 use crate::recipe::checks;
+
+/// Time between checkpoints where no number of steps is given.
+const CHECKPOINT_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
 #[derive(Debug, Default)]
@@ -182,6 +186,8 @@ impl Prepared {
             evaluate_every: training.evaluate_every,
             patience: training.patience,
             checkpoint_every: training.checkpoint_every,
+            checkpoint_interval: (training.checkpoint_every.is_none() && ranks.is_none())
+                .then_some(CHECKPOINT_INTERVAL),
             failed_checkpoint: match training.ignore_failed_checkpoints {
                 true => FailedCheckpoint::Continue,
                 false => FailedCheckpoint::Stop,

@@ -233,7 +233,7 @@ fn values_that_leave_nothing_to_do_are_refused() {
         (out.as_str(), said.as_str()),
         ("{\"result\":{\"adapter\":\"exported\",\"tensors\":16}}\n", "")
     );
-    let (_, said) = tiny.succeed("export --adapter rows --out exported --quiet");
+    let (_, said) = tiny.succeed("export --adapter rows --out exported --overwrite --quiet");
     assert_eq!(said, "");
 }
 

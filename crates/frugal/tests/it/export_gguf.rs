@@ -49,6 +49,22 @@ fn a_fine_tuned_model_is_exported_in_every_format() {
     let left = std::fs::read_dir(tiny.path("new")).unwrap().count();
     assert_eq!(left, 1, "temporary folders are removed");
 
+    // What exists is replaced only on demand.
+    tiny.succeed("export --format peft --adapter adapter --out peft");
+    for (arguments, out) in [
+        ("export --format peft --adapter adapter", "peft"),
+        ("merge --model model --adapter adapter", "peft"),
+    ] {
+        refused(
+            &tiny,
+            &format!("{arguments} --out {out}"),
+            expect![[r#"
+                error: --out peft exists; give another, or --overwrite to replace what is there
+            "#]],
+        );
+    }
+    tiny.succeed("export --format peft --adapter adapter --out peft --overwrite");
+
     let template = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}\
                     {% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";

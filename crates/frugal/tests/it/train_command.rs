@@ -53,7 +53,9 @@ fn the_folder_of_a_training_says_how_far_it_is() {
     tiny.succeed("train --width 16 --heads 2 --steps 3 --out scratch");
     let (out, _) = tiny.succeed("info scratch");
     assert!(out.contains("finished after 3 of 3 steps"), "{out}");
+    let record = tiny.bytes("scratch/run.json");
     let (_, err) = tiny.succeed("resume scratch");
+    assert_eq!(tiny.bytes("scratch/run.json"), record, "what was measured stays");
     assert!(
         err.contains("the training was finished before, after 3 steps; to continue, raise `steps`"),
         "{err}"

@@ -56,6 +56,16 @@ fn installed_adapters_match_accounting() {
 }
 
 #[test]
+fn every_linear_layer_is_no_embedding() {
+    let config = LoraConfig { target_modules: Some(Names::Pattern("all-linear".into())), ..attention() };
+    let adapts = |name: &str| config.adapts(name).unwrap();
+    assert!(adapts("model.layers.0.mlp.up_proj"));
+    assert!(!adapts("model.embed_tokens") && !adapts("lm_head"));
+    let saved = LoraConfig { modules_to_save: Some(vec!["embed_tokens".to_owned()]), ..config };
+    assert!(saved.adapts("model.embed_tokens").unwrap());
+}
+
+#[test]
 fn names_match_as_in_peft() {
     let q = |layers: &[i64]| -> Vec<String> {
         layers.iter().map(|layer| format!("model.layers.{layer}.self_attn.q_proj")).collect()

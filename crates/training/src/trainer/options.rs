@@ -1,5 +1,7 @@
 //! Options of a training.
 
+use std::time::Duration;
+
 use super::{Frozen, Overflow};
 use crate::clip::{self, NonFinite};
 use crate::divergence::Divergence;
@@ -47,6 +49,9 @@ pub struct Options {
     /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
     /// with weights that are not finite: the last good one stays the newest.
     pub checkpoint_every: Option<u64>,
+    /// Time after which a checkpoint is written, counted from the last one or from the start. For one process: ranks would not agree
+    /// on the step.
+    pub checkpoint_interval: Option<Duration>,
     /// What to do if a checkpoint cannot be written.
     pub failed_checkpoint: FailedCheckpoint,
     /// What checkpoints contain of frozen parameters.
@@ -70,6 +75,7 @@ impl Default for Options {
             evaluate_every: None,
             patience: None,
             checkpoint_every: None,
+            checkpoint_interval: None,
             failed_checkpoint: FailedCheckpoint::default(),
             frozen: Frozen::default(),
             divergence: Divergence::default(),

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use models::module::{LanguageModel, tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
@@ -153,6 +154,18 @@ impl GradScaler for Spoiler {
 
     fn load_state(&mut self, _: &Value) -> Result<()> {
         Ok(())
+    }
+}
+
+/// An interval of no time is over after each step; at the end of the training its own checkpoint is enough.
+#[test]
+fn a_checkpoint_is_written_when_the_interval_is_over() {
+    for (interval, expected) in [(Duration::ZERO, vec![3, 2, 1]), (Duration::from_secs(3600), vec![3])] {
+        let folder = tempfile::tempdir().unwrap();
+        let options = Options { checkpoint_every: None, checkpoint_interval: Some(interval), ..options(3) };
+        let (mut trainer, _) = Run { options, ..Run::new(3) }.open(folder.path());
+        trainer.run(&mut data(1), None).unwrap();
+        assert_eq!(steps(folder.path()).unwrap(), expected, "{interval:?}");
     }
 }
 
