@@ -88,12 +88,15 @@ impl Side {
     }
 }
 
-/// The order of the sides alternates from round to round, so that neither always runs on the warm machine.
-fn schedule(rounds: u32) -> impl Iterator<Item = (u32, Side)> {
-    (0..rounds).flat_map(|round| {
-        let sides = if round % 2 == 0 { [Side::Ours, Side::Peer] } else { [Side::Peer, Side::Ours] };
-        sides.map(|side| (round, side))
-    })
+/// The order of the sides alternates from round to round, so that neither always runs on the warm machine. Where the peer runs our
+/// program itself, there is one side.
+fn schedule(rounds: u32, peer_alone: bool) -> Vec<(u32, Side)> {
+    let sides = |round| match (peer_alone, round % 2) {
+        (true, _) => vec![Side::Peer],
+        (false, 0) => vec![Side::Ours, Side::Peer],
+        (false, _) => vec![Side::Peer, Side::Ours],
+    };
+    (0..rounds).flat_map(|round| sides(round).into_iter().map(move |side| (round, side))).collect()
 }
 
 /// Adds the comparison's name, the side and the round to a record, so that programs need not know that they are compared.
@@ -162,8 +165,9 @@ impl Turns<'_> {
         let turn = self.folder.run().join(format!("{name}.turn.jsonl"));
         let mut file =
             std::fs::File::create(&records).with_context(|| format!("cannot write {}", records.display()))?;
-        let total = u64::from(comparison.rounds) * 2;
-        for (done, (round, side)) in (0..).zip(schedule(comparison.rounds)) {
+        let turns = schedule(comparison.rounds, comparison.args.is_empty());
+        let total = turns.len() as u64;
+        for (done, (round, side)) in (0..).zip(turns) {
             let about = format!("round {} of {}: {}", round + 1, comparison.rounds, side.label());
             display.step(&Step { done, total, message: about.clone() });
             if turn.exists() {
@@ -254,8 +258,9 @@ mod tests {
     #[test]
     fn the_order_alternates_by_round() {
         use Side::{Ours, Peer};
-        let turns: Vec<_> = schedule(3).collect();
+        let turns = schedule(3, false);
         assert_eq!(turns, [(0, Ours), (0, Peer), (1, Peer), (1, Ours), (2, Ours), (2, Peer)]);
+        assert_eq!(schedule(2, true), [(0, Peer), (1, Peer)]);
     }
 
     #[test]

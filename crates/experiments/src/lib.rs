@@ -20,6 +20,7 @@ pub mod fused_ce;
 mod gguf;
 mod lora;
 pub mod offload;
+mod planning;
 mod processes;
 mod product_rate;
 mod robustness;
@@ -65,6 +66,9 @@ enum Measured {
     /// Weights, gradients and optimizer state on the host or in files
     #[command(subcommand)]
     Offload(crate::offload::Verb),
+    /// The plan that a training chooses, beside every other one
+    #[command(subcommand)]
+    Planning(crate::planning::Verb),
     /// The program killed, with system calls that fail, and over many steps
     #[command(subcommand)]
     Robustness(crate::robustness::Verb),
@@ -93,6 +97,7 @@ pub fn run() -> ExitCode {
         Measured::Gguf(verb) => crate::gguf::run(&common, verb),
         Measured::Lora(verb) => crate::lora::run(&common, verb),
         Measured::Offload(verb) => crate::offload::run(&common, verb),
+        Measured::Planning(verb) => crate::planning::run(&common, verb),
         Measured::Robustness(verb) => crate::robustness::run(&common, verb),
         Measured::Runtime(verb) => crate::runtime::run(&common, verb),
         Measured::Sharding(verb) => crate::sharding::run(&common, verb),

@@ -240,7 +240,7 @@ pub struct Comparison {
     /// Cargo package of our program, whose binary has the same name; `experiments` where this is missing.
     #[serde(default = "experiments")]
     pub package: String,
-    /// Arguments of our program.
+    /// Arguments of our program. Without any, the peer runs it on files that it has written.
     #[serde(default)]
     pub args: Vec<String>,
     /// The peer's script under `xtask/peers`, for example `swiglu.py`.

@@ -1,0 +1,201 @@
+//! `planning choice`: the plan that `frugal finetune` chooses under a budget, against every other way to run the same step.
+//!
+//! Each variant is a training of its own under the same budget; rounds alternate over the variants. Its time is the least, over the
+//! rounds, of the median step. A variant that the budget refuses does not fit.
+
+use models::LlamaConfig;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use tch::Kind;
+
+use super::place::{Place, Trained};
+
+const EXPERIMENT: &str = "plan-choice";
+
+/// Rows of the data.
+const ROWS: usize = 64;
+
+#[derive(clap::Args)]
+pub(crate) struct Choice {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Steps of a training [default: by scale]
+    #[arg(long)]
+    steps: Option<usize>,
+    /// Rounds over the variants [default: by scale]
+    #[arg(long)]
+    rounds: Option<usize>,
+}
+
+/// A model, a method, and a budget.
+struct Job {
+    model: &'static str,
+    config: LlamaConfig,
+    kind: Kind,
+    method: &'static str,
+    rows: usize,
+    length: usize,
+    /// `None` for the default one.
+    budget: Option<&'static str>,
+}
+
+/// A way to run a step, as flags.
+type Variant = (&'static str, &'static [&'static str]);
+
+/// The program's own choice.
+const CHOSEN: Variant = ("chosen", &[]);
+
+/// The other ways for frozen layers.
+const FROZEN: [Variant; 7] = [
+    ("keep all", &["--activations", "keep"]),
+    ("recompute elementwise operations", &["--activations", "recompute", "--recompute-what", "elementwise"]),
+    ("recompute MLPs", &["--activations", "recompute", "--recompute-what", "mlp"]),
+    ("recompute every second layer", &["--activations", "every-k"]),
+    ("recompute all", &["--activations", "recompute"]),
+    ("one row at a time", &["--activations", "keep", "--rows-at-once", "1"]),
+    ("layers in files", &["--offload", "file"]),
+];
+
+/// The other ways for trained layers.
+const TRAINED: [Variant; 7] = [
+    FROZEN[0],
+    FROZEN[1],
+    FROZEN[2],
+    FROZEN[3],
+    FROZEN[4],
+    FROZEN[5],
+    ("layers in host memory", &["--offload", "host", "--optimizer-on", "host"]),
+];
+
+impl Job {
+    fn variants(&self) -> impl Iterator<Item = Variant> {
+        let others = if self.method == "full" { TRAINED } else { FROZEN };
+        std::iter::once(CHOSEN).chain(others)
+    }
+
+    /// Such as `SmolLM2-135M, full, 4 × 256 tokens, within 3GiB`.
+    fn name(&self) -> String {
+        let Self { model, method, rows, length, .. } = self;
+        let budget = self.budget.map_or("80 % of the free memory".to_owned(), str::to_owned);
+        format!("{model}, {method}, {rows} × {length} tokens, within {budget}")
+    }
+
+    fn arguments(&self, steps: usize, variant: Variant) -> Vec<String> {
+        let rows = self.rows.to_string();
+        let steps = steps.to_string();
+        let mut arguments = vec!["--model", "model", "--data", "rows.jsonl", "--method", self.method];
+        arguments.extend(["--batch-size", &rows, "--accumulation", "1", "--steps", &steps, "--dropout", "0"]);
+        arguments.extend(["--held-out", "0", "--log-every", "1", "--samples", "0"]);
+        arguments.extend(self.budget.iter().flat_map(|budget| ["--budget", *budget]));
+        arguments.extend(variant.1);
+        arguments.into_iter().map(str::to_owned).collect()
+    }
+}
+
+/// The cases of a scale.
+fn jobs(scale: Scale) -> Vec<Job> {
+    let tied = |config: LlamaConfig, kv_heads| LlamaConfig {
+        num_key_value_heads: kv_heads,
+        tie_word_embeddings: true,
+        ..config
+    };
+    let tiny = || tied(LlamaConfig::qwen2(4096, 128, 704, 4, 2), 1);
+    let smol = || tied(LlamaConfig::llama(49_152, 576, 1536, 30, 9), 3);
+    let qwen = || tied(LlamaConfig::qwen2(151_936, 896, 4864, 24, 14), 2);
+    let job = |model, config, kind, method, rows, budget| Job {
+        model,
+        config,
+        kind,
+        method,
+        rows,
+        length: 256,
+        budget,
+    };
+    let (wide, narrow) = (Kind::Float, Kind::BFloat16);
+    if scale == Scale::Smoke {
+        return vec![Job { length: 32, ..job("tiny", tiny(), wide, "lora", 2, None) }];
+    }
+    vec![
+        job("SmolLM2-135M", smol(), wide, "lora", 4, None),
+        job("SmolLM2-135M", smol(), wide, "lora", 4, Some("1700MiB")),
+        job("SmolLM2-135M", smol(), wide, "full", 4, None),
+        job("SmolLM2-135M", smol(), wide, "full", 4, Some("3GiB")),
+        job("Qwen2.5-0.5B", qwen(), narrow, "lora", 4, None),
+        job("Qwen2.5-0.5B", qwen(), narrow, "lora", 4, Some("1280MiB")),
+    ]
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Choice) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+    let is_smoke = arguments.scale == Scale::Smoke;
+    let steps = arguments.steps.unwrap_or(if is_smoke { 6 } else { 10 });
+    let rounds = arguments.rounds.unwrap_or(if is_smoke { 1 } else { 2 });
+    let jobs = jobs(arguments.scale);
+    let place = Place::new()?;
+    let mut progress = Progress::new((jobs.len() * rounds * (1 + FROZEN.len())) as u64);
+    for job in jobs {
+        place.write_model("model", &job.config, job.kind)?;
+        place.write_rows("rows.jsonl", ROWS, job.length, common.seed)?;
+        let mut times: Vec<(Variant, Vec<Trained>)> =
+            job.variants().map(|variant| (variant, Vec::new())).collect();
+        for round in 0..rounds {
+            for (variant, trained) in &mut times {
+                progress.message(&format!("{}, {}: {}", job.model, job.method, variant.0));
+                // What did not fit once is not tried again.
+                if round == 0 || !trained.is_empty() {
+                    trained.extend(place.train(&job.arguments(steps, *variant))?);
+                }
+                progress.step();
+            }
+        }
+        place.remove("model")?;
+        put(&mut sink, &job, &times)?;
+    }
+    Ok(())
+}
+
+fn put(sink: &mut Sink, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyhow::Result<()> {
+    let case = Case::new().with("shows", "choice").with("job", job.name());
+    let seconds = |trained: &[Trained]| trained.iter().map(|one| one.step_seconds).min_by(f64::total_cmp);
+    for ((name, _), trained) in times {
+        let metric = seconds(trained).map_or_else(
+            || Metric::not_measured("step_seconds", "s", "it does not fit"),
+            |seconds| Metric::exact("step_seconds", "s", seconds),
+        );
+        let case = Case::new().with("shows", "variants").with("job", job.name()).with("variant", *name);
+        sink.put(EXPERIMENT, &case, vec![metric])?;
+    }
+    let (_, chosen) = &times[0];
+    let best = times.iter().filter_map(|(variant, trained)| Some((variant.0, seconds(trained)?)));
+    let best = best.min_by(|(_, a), (_, b)| a.total_cmp(b));
+    let (Some(own), Some((fastest, least))) = (seconds(chosen), best) else {
+        return sink.put(
+            EXPERIMENT,
+            &case,
+            vec![Metric::not_measured("time_ratio", "ratio", "nothing fits")],
+        );
+    };
+    let plan = chosen.iter().find_map(|one| one.chosen.clone()).unwrap_or_default();
+    let fitting = times.iter().filter(|(_, trained)| !trained.is_empty()).count();
+    let mut metrics = vec![
+        Metric::exact("step_seconds", "s", own),
+        Metric::exact("best_seconds", "s", least),
+        Metric::exact("time_ratio", "ratio", own / least),
+        Metric::exact("tried", "", times.len() as f64),
+        Metric::exact("fitting", "", fitting as f64),
+    ];
+    metrics.push(error_of("predicted_time_error", chosen, |(before, _)| before));
+    metrics.push(error_of("calibrated_time_error", chosen, |(_, after)| after));
+    sink.put(EXPERIMENT, &case.with("plan", plan).with("fastest", fastest), metrics)
+}
+
+/// The least error, over the trainings, of a time that each of them predicted for its own steps.
+fn error_of(name: &str, trained: &[Trained], predicted: fn((f64, f64)) -> f64) -> Metric {
+    let errors =
+        trained.iter().filter_map(|one| Some((predicted(one.predicted?) / one.step_seconds - 1.0).abs()));
+    match errors.min_by(f64::total_cmp) {
+        Some(error) => Metric::exact(name, "ratio", error),
+        None => Metric::not_measured(name, "ratio", "the training is too short to calibrate"),
+    }
+}

@@ -1,0 +1,166 @@
+//! Trainings of the program over models with random weights.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, ensure};
+use models::{Llama, LlamaConfig, hugging_face};
+use report::Record;
+use runtime::random::Generator;
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+use tempfile::TempDir;
+
+/// Exit status of a training for which nothing fits its budget.
+const NOTHING_FITS: i32 = 3;
+
+/// Steps whose times are left out of the median: the first allocates, and the program calibrates with three.
+const WARM_UP: usize = 3;
+
+/// A folder with models and data.
+pub(super) struct Place {
+    folder: TempDir,
+    program: PathBuf,
+}
+
+/// A training to the end.
+#[derive(Debug)]
+pub(super) struct Trained {
+    /// Median over the steps after the first three.
+    pub(super) step_seconds: f64,
+    /// What the program chose; `None` where it predicts nothing.
+    pub(super) chosen: Option<String>,
+    /// What it predicted for a step before the first, and after three; `None` without kept rates.
+    pub(super) predicted: Option<(f64, f64)>,
+}
+
+impl Place {
+    /// Makes the folder, and has the program measure this machine.
+    ///
+    /// # Errors
+    /// No program `frugal` beside this one.
+    pub(super) fn new() -> anyhow::Result<Self> {
+        let program = std::env::current_exe().context("finding this program")?.with_file_name("frugal");
+        ensure!(
+            program.is_file(),
+            "{} is missing; build it: cargo build --package frugal",
+            program.display()
+        );
+        let folder = tempfile::Builder::new().prefix("planning-").tempdir()?;
+        let place = Self { folder, program };
+        let Output { status, stderr, .. } = place.command().arg("doctor").stdout(Stdio::null()).output()?;
+        ensure!(status.success(), "doctor failed: {}", String::from_utf8_lossy(&stderr));
+        Ok(place)
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.current_dir(self.folder.path()).stdin(Stdio::null());
+        command.env("FRUGAL_CACHE", self.folder.path().join("cache")).env("HF_HUB_OFFLINE", "1");
+        command
+    }
+
+    /// Writes a model with random weights to the folder of this name.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub(super) fn write_model(&self, name: &str, config: &LlamaConfig, kind: Kind) -> anyhow::Result<()> {
+        let folder = self.folder.path().join(name);
+        let model = Llama::new(config, (kind, Device::Cpu))?;
+        hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES)?;
+        let tokenizer = dataloading::embedded::folder()?.join("tokenizer.json");
+        std::fs::copy(tokenizer, folder.join("tokenizer.json"))?;
+        Ok(std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#)?)
+    }
+
+    /// Removes a model.
+    ///
+    /// # Errors
+    /// A folder that is not there.
+    pub(super) fn remove(&self, name: &str) -> anyhow::Result<()> {
+        Ok(std::fs::remove_dir_all(self.folder.path().join(name))?)
+    }
+
+    /// Writes `count` rows of `length` random tokens, all learned.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub(super) fn write_rows(
+        &self,
+        name: &str,
+        count: usize,
+        length: usize,
+        seed: u64,
+    ) -> anyhow::Result<()> {
+        let mut generator = Generator::new(seed)?;
+        let mut text = String::new();
+        for _ in 0..count {
+            let drawn = generator.uniform(&[length as i64], (10.0, 4000.0), (Kind::Float, Device::Cpu))?;
+            let tokens: Vec<i64> = Vec::try_from(drawn.f_to_kind(Kind::Int64)?)?;
+            writeln!(text, "{}", json!({ "input_ids": tokens, "labels": tokens }))?;
+        }
+        Ok(std::fs::write(self.folder.path().join(name), text)?)
+    }
+
+    /// Fine-tunes with these arguments; `None` where the budget does not suffice.
+    ///
+    /// # Errors
+    /// Any other failure.
+    pub(super) fn train(&self, arguments: &[String]) -> anyhow::Result<Option<Trained>> {
+        let records = self.folder.path().join("records.jsonl");
+        let out = self.folder.path().join("out");
+        let mut command = self.command();
+        command.arg("finetune").args(arguments).args([
+            "--json",
+            "--records",
+            "records.jsonl",
+            "--out",
+            "out",
+        ]);
+        let Output { status, stdout, stderr } = command.output()?;
+        let said = String::from_utf8_lossy(&stderr);
+        let lines = std::fs::read_to_string(&records).unwrap_or_default();
+        for path in [&records, &out] {
+            if path.is_dir() {
+                std::fs::remove_dir_all(path)?;
+            } else if path.exists() {
+                std::fs::remove_file(path)?;
+            }
+        }
+        if status.code() == Some(NOTHING_FITS) || !status.success() && is_short_of_memory(&said) {
+            return Ok(None);
+        }
+        ensure!(status.success(), "{command:?} failed with {status}: {said}");
+        let mut seconds = Vec::new();
+        for line in lines.lines() {
+            let record: Record = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            seconds.extend(record.metric.value.filter(|_| record.metric.name == "step_seconds"));
+        }
+        ensure!(seconds.len() > WARM_UP, "{command:?} recorded {} steps", seconds.len());
+        let mut trained =
+            Trained { step_seconds: median(&mut seconds.split_off(WARM_UP)), chosen: None, predicted: None };
+        for line in String::from_utf8_lossy(&stdout).lines() {
+            let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            if let Some(chosen) = value["plan"]["chosen"].as_str() {
+                trained.chosen = Some(chosen.to_owned());
+            }
+            let calibration = &value["calibration"];
+            let pair =
+                calibration["predicted_step_seconds"].as_f64().zip(calibration["step_seconds"].as_f64());
+            trained.predicted = trained.predicted.or(pair);
+        }
+        Ok(Some(trained))
+    }
+}
+
+/// Whether a training ended because an allocation was refused.
+fn is_short_of_memory(said: &str) -> bool {
+    ["out of memory", "budget", "limit"].iter().any(|word| said.contains(word))
+}
+
+/// The median.
+pub(super) fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
