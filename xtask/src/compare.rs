@@ -165,7 +165,7 @@ impl Turns<'_> {
         let turn = self.folder.run().join(format!("{name}.turn.jsonl"));
         let mut file =
             std::fs::File::create(&records).with_context(|| format!("cannot write {}", records.display()))?;
-        let turns = schedule(comparison.rounds, comparison.args.is_empty());
+        let turns = schedule(comparison.rounds, comparison.peer_runs_ours);
         let total = turns.len() as u64;
         for (done, (round, side)) in (0..).zip(turns) {
             let about = format!("round {} of {}: {}", round + 1, comparison.rounds, side.label());

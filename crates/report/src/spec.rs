@@ -240,7 +240,7 @@ pub struct Comparison {
     /// Cargo package of our program, whose binary has the same name; `experiments` where this is missing.
     #[serde(default = "experiments")]
     pub package: String,
-    /// Arguments of our program. Without any, the peer runs it on files that it has written.
+    /// Arguments of our program.
     #[serde(default)]
     pub args: Vec<String>,
     /// The peer's script under `xtask/peers`, for example `swiglu.py`.
@@ -248,6 +248,9 @@ pub struct Comparison {
     /// Arguments of the peer.
     #[serde(default)]
     pub peer_args: Vec<String>,
+    /// Whether the peer runs our program, on files that it has written, and records both.
+    #[serde(default)]
+    pub peer_runs_ours: bool,
     /// Which PyTorch the peer runs on.
     #[serde(default)]
     pub peer_torch: PeerTorch,
