@@ -85,6 +85,6 @@ fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
     assert!(error.contains("; or give --budget "), "{error}");
     assert!(!tiny.path("out").exists());
     // The least that it names suffices for the plan.
-    let output = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB");
+    let output = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB --hardware rtx4090");
     assert_eq!(output.status.code(), Some(3));
 }

@@ -119,8 +119,8 @@ fn a_plan_says_what_fits_without_weights() {
     let (out, _) = tiny.succeed("plan --model qwen2.5-0.5b --budget 3GiB --length 128 --json");
     let told = &lines(&out)[0];
     assert!(told["chosen"].is_string() && told["variants"].as_array().unwrap().len() >= 4, "{told}");
-    let (out, _) = tiny.succeed("plan --model model/config.json --budget 1GiB --length 64");
+    // Rates that are given are not measured.
+    let (out, _) =
+        tiny.succeed("plan --model model/config.json --budget 1GiB --length 64 --hardware rtx4090");
     assert!(out.contains("the fastest that fits"), "{out}");
-    let refused = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB");
-    assert_eq!(refused.status.code(), Some(3));
 }

@@ -160,7 +160,7 @@ mod tests {
             let probabilities: Vec<f32> = weights.iter().map(|&w| w as f32 / sum).collect();
             let kept = kept(&probabilities, top_k, top_p);
             let mass: f64 = kept.iter().map(|&token| f64::from(probabilities[token])).sum();
-            let grid = 20_000;
+            let grid = 2_000;
             let mut counts = vec![0; probabilities.len()];
             for step in 0..grid {
                 let drawn = (f64::from(step) + 0.5) / f64::from(grid);
