@@ -86,7 +86,7 @@ impl<'a> Conversion<'a> {
     /// # Errors
     /// A value that is not finite, or too large for the type, with the tensor's name; those of the files.
     pub fn write(&self, out: &mut dyn Write) -> Result<()> {
-        let fault = |cause: io::Error| Error::Io { path: "the GGUF file".into(), cause };
+        let fault = |cause: io::Error| Error::Output { cause };
         let mut writer = Writer::new(out, &self.header).map_err(fault)?;
         let mut bytes = Vec::new();
         for (info, values) in self.header.tensors.iter().zip(&self.values) {

@@ -37,6 +37,12 @@ pub enum Error {
         /// The difference.
         reason: String,
     },
+    /// The output of a conversion cannot be written.
+    #[error("it cannot be written: {cause}")]
+    Output {
+        /// The cause.
+        cause: std::io::Error,
+    },
     /// A file that cannot be read or written.
     #[error("{}: {cause}", path.display())]
     Io {

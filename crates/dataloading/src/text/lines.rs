@@ -133,8 +133,7 @@ impl Lines {
                 return Err(self.error(
                     self.number,
                     format!(
-                        "byte {} of the file (0x{:02x}) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or \
-                         read the corpus with Encoding::Lossy",
+                        "byte {} of the file (0x{:02x}) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)",
                         start + at as u64,
                         bad.as_bytes()[at],
                     ),

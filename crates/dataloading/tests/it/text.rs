@@ -112,7 +112,7 @@ fn errors_name_the_line_and_the_remedy() {
         b"fine\ncaf\xe9\n",
         Format::Lines,
         expect![
-            "line 2: byte 8 of the file (0xe9) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or read the corpus with Encoding::Lossy"
+            "line 2: byte 8 of the file (0xe9) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)"
         ],
     );
     check_error(b" \n\n", Format::Lines, expect!["there is no text; check the files and their format"]);

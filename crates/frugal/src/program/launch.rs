@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use clap::{Args, CommandFactory};
 use runtime::collectives::ranks::{Progress, Ranks, RanksOptions, ending};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::Common;
@@ -46,7 +46,8 @@ pub(crate) struct Launch {
 const PAUSE: Duration = Duration::from_millis(20);
 
 pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("a handler of signals cannot be registered")?;
+    let mut signals =
+        Signals::new([SIGHUP, SIGINT, SIGTERM]).context("a handler of signals cannot be registered")?;
     let run_id = std::process::id().to_string();
     for restart_count in 0..=arguments.restarts {
         let options = RanksOptions { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };

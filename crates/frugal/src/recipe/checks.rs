@@ -128,7 +128,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         return Err(Error::Value {
             key: "training.accumulation",
             found: config.training.accumulation.to_string(),
-            expected: "at least one batch for each rank: a step's batches are divided among the ranks",
+            expected: "at least one batch for each rank: a step's batches are divided among the ranks; give --accumulation",
         });
     }
     Ok(())

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use accounting::quantity::bytes_text;
 use anyhow::{Context, anyhow, bail};
 use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
 use gguf::ollama::{Chat, Modelfile, Role};
@@ -163,6 +164,10 @@ fn written(common: &Common, conversion: &Conversion<'_>, out: &Path) -> anyhow::
         })
     });
     match (result, cause) {
+        (_, Some(error @ gguf::Error::Output { .. })) => {
+            let needed = bytes_text(conversion.bytes());
+            return Err(error).with_context(|| format!("{} of at least {needed}", out.display()));
+        }
         (_, Some(error)) => return Err(error.into()),
         (result, None) => result.with_context(|| format!("{} cannot be written", out.display()))?,
     }
