@@ -6,11 +6,12 @@
 //! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer;
 //! measurements should replace them.
 
+mod casts;
 mod update;
 
 use super::flat_bytes;
-use super::step_costs::{Fixed, Kept, Layer, StepCosts, WorkingMemory};
-use crate::activation_plan;
+use super::step_costs::{Fixed, Kept as LayerKept, Layer, StepCosts, WorkingMemory};
+use crate::activation_plan::Kept;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
@@ -26,6 +27,7 @@ use crate::recompute::{NormKernel, Recompute};
 use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
+use casts::cast_bytes;
 pub use update::update_bytes;
 
 /// Further settings that determine the costs of a step.
@@ -49,7 +51,8 @@ pub struct Choices {
     pub product_workspaces: u64,
     /// Whether rows are packed: attention runs document by document.
     pub documents: bool,
-    /// Whether products of weights in NF4 with 16-bit operands are computed in fp32, as on a CPU without instructions for 16 bits.
+    /// Whether products of 16 bits in mixed precision, and those with weights in NF4, are computed in fp32, as on a CPU without
+    /// instructions for 16 bits.
     pub widens: bool,
 }
 
@@ -118,10 +121,16 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<S
     })
 }
 
-/// Returns the bytes during the whole step other than weights and layers.
+/// Returns the bytes during the whole step other than weights and layers: in mixed precision with a cast of each projection of the
+/// layers, which is made once in a step.
 fn constant_bytes(model: &Decoder, head: &HeadOptions<'_>, choices: &Choices) -> Result<u64, Error> {
+    const WHAT: &str = "bytes beside the layers";
     let items = total(&outside(model, head)?[..FIXED])?;
-    sum("bytes beside the layers", [items, choices.product_workspaces])
+    let casts = match choices.recipe.casts {
+        true => product(WHAT, &[model.layers, cast_bytes(model, choices, Kept::Everything)?])?,
+        false => 0,
+    };
+    sum(WHAT, [items, choices.product_workspaces, casts])
 }
 
 /// Returns the costs of generating up to `new` tokens after prompts of `prompt`: its memory is that of reading the prompts, with
@@ -254,7 +263,7 @@ pub fn with_activation_plan(
     lora: Option<&LowRank>,
     work: Workload,
     choices: &Choices,
-    plan: &[activation_plan::Kept],
+    plan: &[Kept],
 ) -> Result<StepCosts, Error> {
     if plan.len() != costs.layers.len() {
         return Err(Error::Shape {
@@ -265,8 +274,14 @@ pub fn with_activation_plan(
     let block = block_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
     let mut costs = costs;
     for (number, (layer, &way)) in costs.layers.iter_mut().zip(plan).enumerate() {
-        let KeptPasses { held, forward, backward } = kept_passes(&block, way, number == 0)?;
-        layer.kept = Some(Kept { bytes: held, forward_bytes: forward, backward_bytes: backward });
+        let KeptPasses { held, forward, mut backward } = kept_passes(&block, way, number == 0)?;
+        // Casts with and without a graph are two: the second run of a trained layer makes those with one, which stay.
+        if choices.recipe.casts && lora.is_none() && way != Kept::Everything {
+            let casts = cast_bytes(model, choices, way)?;
+            layer.gradient_bytes = sum("bytes of gradients and casts", [layer.gradient_bytes, casts])?;
+            backward = sum("bytes of a backward", [backward, casts])?;
+        }
+        layer.kept = Some(LayerKept { bytes: held, forward_bytes: forward, backward_bytes: backward });
     }
     Ok(costs)
 }
@@ -288,7 +303,10 @@ fn recomputation() -> Recomputation {
 
 fn head_options(work: Workload, labelled: Option<u64>, choices: &Choices, trained: bool) -> HeadOptions<'_> {
     let Choices { recipe, norm, loss, .. } = choices;
-    HeadOptions { work, labelled, recipe, norm: *norm, loss: *loss, trained, on_cpu: false }
+    // On a CPU the head computes in the dtype of its weight, and the norm before it keeps its input.
+    let (recipe, norm) =
+        if recipe.casts { (const { &Recipe::FP32 }, NormKernel::Fused) } else { (recipe, *norm) };
+    HeadOptions { work, labelled, recipe, norm, loss: *loss, trained, on_cpu: false }
 }
 
 fn passes_of(
@@ -335,7 +353,7 @@ fn training_working(
         backward_bytes: passes.recomputed,
         head_bytes: head::training_bytes(model, head)?,
         constant_bytes: constant_bytes(model, head, choices)?,
-        kept: Some(Kept {
+        kept: Some(LayerKept {
             bytes: passes.kept,
             forward_bytes: sum("bytes of a forward", [passes.keeping, narrow])?,
             backward_bytes: passes.backward,

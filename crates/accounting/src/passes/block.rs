@@ -13,6 +13,12 @@
 //! number in fp32 for each head; their backward overwrites the gradient that it reads. **Multipliers** (Granite) keep nothing; each
 //! needs one more `[n, d]` while its branch begins its backward.
 //!
+//! **Mixed precision** ([`Recipe::casts`]): the residual stream and the norms are in fp32, and a norm keeps its input. Each projection
+//! that reads a norm's output casts it, `c·d` per token, and keeps the cast if its weight or adapter learns. Gradients of branches and
+//! of norms' outputs are cast on their way. Where products of 16 bits are computed in fp32, a projection also has its operands and
+//! its result in fp32 for a moment, and attention keeps queries, keys, values and its output in fp32. The weights' casts are not among
+//! a block's bytes: they stay for the whole step.
+//!
 //! The backward of a product computes the gradients of its input and its weight while the gradient of its output and the kept
 //! input still exist. A norm overwrites the gradient that it reads; SiLU(gate) ⊙ up needs two more gradients.
 //!
@@ -70,6 +76,10 @@ struct Sizes {
     output: u64,
     wide_input: u64,
     wide_output: u64,
+    /// W in fp32.
+    wide_weight: u64,
+    /// Gradients of W and b in the dtype of products, where they are cast afterwards.
+    narrow_gradients: u64,
     /// What a product in fp32 of an adapted W makes of its operands in 16 bits, in forward and in backward: both of them in fp32, or the
     /// tile of a quantized W and the rows of x that are cast with it.
     operands: u64,
@@ -90,6 +100,9 @@ pub(crate) struct Block {
     /// Whether the base is in 16 bits, so that sums in fp32 are tensors of their own.
     rounds: bool,
     casts: bool,
+    /// Whether the residual stream is in fp32 beside products in 16 bits, and whether these are computed in fp32.
+    mixed: bool,
+    mixed_in_fp32: bool,
     dropout: bool,
     keeps_output: bool,
     documents: bool,
@@ -101,12 +114,16 @@ pub(crate) struct Block {
     query_key_norms: Option<QueryKeyNorms>,
     /// Whether branches are multiplied before they are added.
     multiplies: bool,
-    /// `[n, d]`
+    /// `[n, d]` of the residual stream, and of what products read and write.
     pub(crate) narrow: u64,
+    operand: u64,
     /// `[n, h·k]`
     query: u64,
     /// `[n, n_kv·k]`
     key: u64,
+    /// Both as attention reads them.
+    attended_query: u64,
+    attended_key: u64,
     /// `[n, f]`
     wide: u64,
     log_sum_exp: u64,
@@ -140,6 +157,7 @@ impl Block {
         };
         let c = recipe.compute.storage_bits() / 8;
         let rounds = c < 4;
+        let attended = if recipe.casts && widens { 4 } else { c };
         let of = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
         let sizes = |(which, linear): (Projection, Linear)| {
             let adapted = lora.is_some_and(|lora| lora.targets.has(which));
@@ -177,6 +195,12 @@ impl Block {
                 output: of(linear.outputs, c)?,
                 wide_input,
                 wide_output,
+                wide_weight,
+                narrow_gradients: if gradients && everything && recipe.casts {
+                    recipe.compute.bytes(exact::sum("elements of a weight", [weight, bias])?)?
+                } else {
+                    0
+                },
                 operands,
                 operands_back,
                 beside: beside(linear.outputs, linear.inputs)?,
@@ -198,16 +222,21 @@ impl Block {
             rounds,
             casts: rounds && lora.is_some_and(|lora| lora.on_cpu),
             dropout: lora.is_some_and(|lora| lora.dropout),
-            keeps_output: norm == NormKernel::Output,
+            mixed: recipe.casts,
+            mixed_in_fp32: recipe.casts && widens,
+            keeps_output: norm == NormKernel::Output && !recipe.casts,
             documents,
             everything,
             projections: Projection::linears(model)?.into_iter().map(sizes).collect::<Result<_, _>>()?,
             norm_gradient: of_norm(model.hidden)?,
             query_key_norms: model.query_key_norms()?.map(norms).transpose()?,
             multiplies: model.family.has_multipliers(),
-            narrow: of(model.hidden, c)?,
+            narrow: of(model.hidden, recipe.residual.storage_bits() / 8)?,
+            operand: of(model.hidden, c)?,
             query: of(model.query_width()?, c)?,
             key: of(model.kv_width()?, c)?,
+            attended_query: of(model.query_width()?, attended)?,
+            attended_key: of(model.kv_width()?, attended)?,
             wide: of(model.feed_forward, c)?,
             log_sum_exp: of(model.heads, 4)?,
             statistic: of(1, 4)?,
@@ -243,18 +272,25 @@ impl Block {
         keep(of.input && !self.keeps_output, "norm input", self.narrow);
         keep(of.input, "norm statistics", self.statistic);
         keep(self.keeps_first_output(&of), "query, key, value input", self.narrow);
+        keep(self.mixed, "casts of the query, key, value input", self.kept_casts(&[Query, Key, Value]));
         if let Some(norms) = &self.query_key_norms {
             keep(of.attention, "outputs of the norms of queries and keys", self.query + self.key);
             keep(of.attention, "norm statistics", norms.statistics);
         }
-        keep(of.attention, "query", self.query);
-        keep(of.attention, "key and value", 2 * self.key);
+        keep(of.attention, "query", self.attended_query);
+        keep(of.attention, "key and value", 2 * self.attended_key);
         keep(of.attention, "log-sum-exp of scores", self.log_sum_exp);
-        keep(of.attention || self.learns(&[Output]), "attention output", self.query);
+        if self.mixed_in_fp32 {
+            keep(of.attention, "attention output in fp32", self.attended_query);
+            keep(self.learns(&[Output]), "attention output", self.query);
+        } else {
+            keep(of.attention || self.learns(&[Output]), "attention output", self.query);
+        }
         keep(self.keeps_both_outputs(&of), "attention output of each document", self.query);
         keep(of.middle && !self.keeps_output, "norm input", self.narrow);
         keep(of.middle, "norm statistics", self.statistic);
         keep(self.keeps_second_output(&of), "feed-forward input", self.narrow);
+        keep(self.mixed, "casts of the feed-forward input", self.kept_casts(&[Gate, Up]));
         let gates = of.middle || self.learns(&[Gate, Up]);
         keep(gates, "gate xW", self.wide);
         keep(gates, "up xV", self.wide);
@@ -270,24 +306,36 @@ impl Block {
         use Projection::{Key, Output, Query, Value};
         let low = [Query, Key, Value, Output].into_iter().map(|which| self.of(which));
         let low = exact::sum("bytes of a block", low.filter(|one| one.adapted).map(|one| one.low))?;
-        let again = if self.documents && self.learns(&[Output]) { self.query } else { 0 };
+        let again =
+            if self.documents && !self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
         let norms = self.query_key_norms.as_ref().map_or(0, |norms| self.query + self.key + norms.statistics);
-        exact::sum("bytes of a block", [2 * self.query, 2 * self.key, self.log_sum_exp, low, again, norms])
+        let casts = self.kept_casts(&[Query, Key, Value]);
+        let rounded = if self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
+        let attended = 2 * (self.attended_query + self.attended_key);
+        exact::sum("bytes of a block", [attended, self.log_sum_exp, low, again, norms, casts, rounded])
+    }
+
+    /// Casts of an input that these projections keep in mixed precision.
+    fn kept_casts(&self, which: &[Projection]) -> u64 {
+        if !self.mixed {
+            return 0;
+        }
+        which.iter().filter(|one| self.learns(&[**one])).count() as u64 * self.operand
     }
 
     /// Whether the results of attention are kept before and after they are concatenated: before for its backward, after for that of
     /// the output's projection.
     fn keeps_both_outputs(&self, of: &Recorded) -> bool {
-        self.documents && of.attention && self.learns(&[Projection::Output])
+        self.documents && !self.mixed_in_fp32 && of.attention && self.learns(&[Projection::Output])
     }
 
     fn keeps_first_output(&self, of: &Recorded) -> bool {
         use Projection::{Key, Query, Value};
-        of.input && self.keeps_output || self.learns(&[Query, Key, Value])
+        !self.mixed && (of.input && self.keeps_output || self.learns(&[Query, Key, Value]))
     }
 
     fn keeps_second_output(&self, of: &Recorded) -> bool {
-        of.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up])
+        !self.mixed && (of.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up]))
     }
 }
 

@@ -13,11 +13,16 @@ use tch::{Kind, Tensor};
 pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
-    Ok(autograd::apply(RoundedLinear { bias: bias.is_some() }, &inputs)?.remove(0))
+    let function = RoundedLinear { bias: bias.is_some(), shape: x.size(), saved: [false; 2] };
+    Ok(autograd::apply(function, &inputs)?.remove(0))
 }
 
 struct RoundedLinear {
     bias: bool,
+    /// The shape of x.
+    shape: Vec<i64>,
+    /// Whether x was saved, and whether the weight was.
+    saved: [bool; 2],
 }
 
 /// Reshapes `[…, width]` to a matrix.
@@ -29,8 +34,11 @@ fn matrix(tensor: &Tensor) -> runtime::Result<Tensor> {
 impl Function for RoundedLinear {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
         let (x, weight) = (inputs[0], inputs[1]);
-        ctx.save(x);
-        ctx.save(weight);
+        // Each is needed for the other's gradient: a frozen weight keeps no input.
+        self.saved = [ctx.needs_input_grad(1), ctx.needs_input_grad(0)];
+        for (tensor, _) in [x, weight].into_iter().zip(self.saved).filter(|(_, saved)| *saved) {
+            ctx.save(tensor);
+        }
         let rows = matrix(x)?;
         let mut shape = x.size();
         if let Some(last) = shape.last_mut() {
@@ -51,8 +59,9 @@ impl Function for RoundedLinear {
         ctx: &mut Backward,
         grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        let mut saved = ctx.take_saved();
-        let (weight, x) = (saved.remove(1), saved.remove(0));
+        let mut tensors = ctx.take_saved().into_iter();
+        let [x, weight] =
+            self.saved.map(|saved| if saved { tensors.next() } else { None }.unwrap_or_else(Tensor::new));
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..2 + usize::from(self.bias)).map(|_| None).collect());
         };
@@ -62,7 +71,8 @@ impl Function for RoundedLinear {
         let needs = |index: usize| ctx.needs_input_grad(index);
         let product =
             |a: &Tensor, b: &Tensor| Ok::<_, runtime::Error>(rounded(mm(a, &b.f_to_kind(Kind::Float)?)?)?);
-        let x_grad = needs(0).then(|| Ok::<_, runtime::Error>(product(&rows, &weight)?.f_reshape(x.size())?));
+        let x_grad =
+            needs(0).then(|| Ok::<_, runtime::Error>(product(&rows, &weight)?.f_reshape(&self.shape)?));
         let weight_grad = needs(1).then(|| product(&rows.f_tr()?, &matrix(&x)?));
         let bias_grad = needs(2).then(|| {
             let sum = rows.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?;

@@ -48,13 +48,10 @@ pub fn job(
     data: &DataShape,
     rates: &KnownRates,
 ) -> Result<Job, NotPredicted> {
-    let Config { mlp, loss, precision, optimizer, training, .. } = config;
+    let Config { mlp, loss, optimizer, training, .. } = config;
     let product_kind = product_kind(kind);
     if !matches!(product_kind, Kind::Float | Kind::BFloat16) {
         return Err(refused("weights that are neither float32, bfloat16 nor NF4"));
-    }
-    if precision.compute != Compute::Fp32 {
-        return Err(refused("mixed precision"));
     }
     if mlp.level.is_some() {
         return Err(refused("`mlp.level`"));
@@ -75,6 +72,7 @@ pub fn job(
         return Err(refused("an optimizer other than Adam and AdamW on all weights"));
     }
     let model = predicted::decoder(shape)?;
+    let mixed = mixed(config, (kind, device))?;
     let row = model.vocabulary.saturating_mul(4).max(1);
     let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
         (Some(tokens), _) => tokens.unsigned_abs(),
@@ -89,16 +87,17 @@ pub fn job(
         LossHeadKind::Plain => Loss::Eager,
         LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens },
     };
-    let formats = match (kind, optimizer.master_weights) {
-        (Kind::BFloat16, true) => Recipe::BF16_MASTER,
-        _ => recipe(kind),
+    let (formats, operands) = match (mixed, kind, optimizer.master_weights) {
+        (Some(mixed), ..) => mixed,
+        (None, Kind::BFloat16, true) => (Recipe::BF16_MASTER, kind),
+        _ => (recipe(kind), kind),
     };
     let choices = accounting::offload::sizes::Choices {
         recipe: formats,
         loss,
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
-        widens: widens(kind, device),
+        widens: widens(operands, device),
         ..choices(kind, &rates.machine(), tokens)
     };
     Ok(Job {
@@ -113,6 +112,35 @@ pub fn job(
         file_load: rates.file_load,
         on_cpu,
     })
+}
+
+/// The number formats of mixed precision, and the dtype of its products; `None` for a step without.
+fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Recipe, Kind)>, NotPredicted> {
+    let found = match config.precision.compute {
+        Compute::Fp32 => return Ok(None),
+        Compute::Bf16 => (Recipe::AMP_BF16, Kind::BFloat16),
+        Compute::Fp16 => return Err(refused("mixed precision in fp16")),
+        Compute::Fp8 => return Err(refused("mixed precision in fp8")),
+    };
+    if device != Device::Cpu {
+        return Err(refused("mixed precision on a GPU"));
+    }
+    if kind != Kind::Float {
+        return Err(refused("mixed precision of weights that are not float32"));
+    }
+    if config.offload.is_some() {
+        return Err(refused("mixed precision of offloaded layers"));
+    }
+    if config.loss.head == LossHeadKind::Plain {
+        return Err(refused("mixed precision with all logits at once"));
+    }
+    let training = &config.training;
+    let splits = training.accumulation > 1 || training.rows_at_once.is_some_and(|rows| rows < training.batch);
+    // The casts of the first pass are in the graphs of the others, and their gradients wait until the backward is done.
+    if config.adapter.is_none() && splits {
+        return Err(refused("mixed precision of all weights over several passes in a step"));
+    }
+    Ok(Some(found))
 }
 
 fn state_of(rule: OptimizerRule) -> Optimizer {
@@ -186,7 +214,10 @@ fn low_rank(adapter: &LoraConfig, shape: &LlamaConfig, on_cpu: bool) -> Result<L
 pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed> {
     let Config { activations, training, optimizer, .. } = config;
     let rows = training.rows_at_once.filter(|rows| *rows < training.batch).map(|rows| rows as u64);
-    let splits = training.rows_at_once.is_none() && activations.plan != ActivationPlan::Plan;
+    let mixed = config.precision.compute != Compute::Fp32;
+    let splits = training.rows_at_once.is_none()
+        && activations.plan != ActivationPlan::Plan
+        && !(mixed && config.adapter.is_none());
     let place = |place: config::OptimizerPlace| match place {
         config::OptimizerPlace::Host => OptimizerPlace::Host,
         config::OptimizerPlace::Device => OptimizerPlace::Device,
@@ -209,7 +240,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         ActivationPlan::EveryK => kept(every_kth(layers, activations.every, again)?),
     };
     let offloaded = match activations.plan {
-        ActivationPlan::Auto => offloaded_layers(config, device),
+        ActivationPlan::Auto if !mixed => offloaded_layers(config, device),
         _ => None,
     };
     Ok(Allowed { layers: Some(plan), offloaded, splits, rows })

@@ -4,7 +4,7 @@
 use accounting::activation_plan::Kept;
 use accounting::candidates::{Job, Tier, Way};
 use accounting::offload::OptimizerPlace;
-use frugal::config::{Config, Dtype, LossHeadKind};
+use frugal::config::{Compute, Config, Dtype, LossHeadKind};
 use frugal::planning::{self, DataShape, KnownRates};
 use frugal::{Recipe, runtime};
 use lora::LoraConfig;
@@ -31,6 +31,7 @@ struct Case {
     accumulation: usize,
     way: fn(layers: usize) -> Way,
     at_once: Option<usize>,
+    mixed: bool,
 }
 
 fn keep(layers: usize) -> Way {
@@ -45,6 +46,10 @@ fn mixed(layers: usize) -> Way {
         _ => Kept::Everything,
     };
     Way::Resident((0..layers).map(of).collect())
+}
+
+fn products(layers: usize) -> Way {
+    Way::Resident(vec![Kept::Products; layers])
 }
 
 fn recompute(layers: usize) -> Way {
@@ -65,10 +70,11 @@ const ADAPTED: Case = Case {
     accumulation: 1,
     way: keep,
     at_once: None,
+    mixed: false,
 };
 const FULL: Case = Case { name: "full", adapted: false, ..ADAPTED };
 
-const CASES: [Case; 13] = [
+const CASES: [Case; 18] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -82,6 +88,11 @@ const CASES: [Case; 13] = [
     Case { name: "full, recomputed", way: recompute, length: 100, ..FULL },
     Case { name: "full, bf16", kind: Kind::BFloat16, length: 40, ..FULL },
     Case { name: "full, one row at a time", at_once: Some(1), way: mixed, ..FULL },
+    Case { name: "adapters, mixed precision", mixed: true, accumulation: 2, ..ADAPTED },
+    Case { name: "adapters, mixed precision, mixed plan", mixed: true, way: mixed, ..ADAPTED },
+    Case { name: "full, mixed precision", mixed: true, ..FULL },
+    Case { name: "full, mixed precision, mixed plan", mixed: true, way: mixed, length: 100, ..FULL },
+    Case { name: "full, mixed precision, products kept", mixed: true, way: products, ..FULL },
 ];
 
 fn models() -> [(&'static str, LlamaConfig); 2] {
@@ -118,6 +129,9 @@ fn config(case: &Case) -> Config {
     (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
     config.training.rows_at_once = case.at_once;
     config.model.dtype = (case.kind == Kind::BFloat16).then_some(Dtype::Bfloat16);
+    if case.mixed {
+        config.precision.compute = Compute::Bf16;
+    }
     config.loss.head = LossHeadKind::Fused;
     config.loss.chunk_tokens = Some(64);
     config
@@ -165,7 +179,8 @@ fn predicted_peaks_are_those_of_the_allocator() {
         let folder = Folder::open(path.path()).unwrap();
         // Allocations made once per process.
         measured(&ADAPTED, &folder);
-        for case in &CASES {
+        // Mixed precision does not depend on the family.
+        for case in CASES.iter().filter(|case| !case.mixed || model == "qwen2") {
             let way = (case.way)(shape.num_hidden_layers as usize);
             let rows = case.at_once.map(|rows| rows as u64);
             let predicted = job(case, &shape).evaluate(way, rows).unwrap().peak;
@@ -198,7 +213,11 @@ fn what_is_not_predicted_is_named() {
         found.unwrap_err().0
     };
     assert_eq!(why(|config| config.adapter.as_mut().unwrap().use_dora = true), "DoRA");
-    assert_eq!(why(|config| config.precision.compute = frugal::config::Compute::Bf16), "mixed precision");
+    assert_eq!(why(|config| config.precision.compute = Compute::Fp8), "mixed precision in fp8");
+    let passes = |config: &mut Config| {
+        (config.adapter, config.precision.compute, config.training.accumulation) = (None, Compute::Bf16, 2);
+    };
+    assert_eq!(why(passes), "mixed precision of all weights over several passes in a step");
     assert_eq!(
         why(|config| config.adapter.as_mut().unwrap().target_modules = Some(["q_proj", "lm_head"].into())),
         "an adapter on `lm_head`"

@@ -1,6 +1,6 @@
 //! The order in which a block's backward frees what was kept and makes gradients.
 
-use super::Block;
+use super::{Block, Sizes};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
@@ -32,10 +32,8 @@ impl Block {
             // freed, and gate and up.
             tracker.make(2 * self.wide);
             tracker.free(3 * self.wide);
-            self.project_back(tracker, Up, of.middle);
-            tracker.free(self.wide);
-            self.project_back(tracker, Gate, of.middle);
-            tracker.free(self.wide);
+            self.project_norm_back(tracker, Up, self.wide, of.middle);
+            self.project_norm_back(tracker, Gate, self.wide, of.middle);
             self.add_back(tracker, of.middle);
         }
         drop_if(tracker, self.keeps_second_output(&of), self.narrow);
@@ -61,23 +59,38 @@ impl Block {
         if of.middle {
             self.project_branch_back(tracker, Output, of.attention);
         }
-        drop_if(tracker, !of.attention && self.learns(&[Output]), self.query);
-        if of.attention {
+        let rounded = !of.attention || self.mixed_in_fp32;
+        drop_if(tracker, rounded && self.learns(&[Output]), self.query);
+        if of.attention && self.mixed_in_fp32 {
+            tracker.make(self.attended_query);
+            tracker.free(self.query);
+            tracker.make(self.attended_query + 2 * self.attended_key);
+            tracker.free(self.attended_query);
+            tracker.free(2 * (self.attended_query + self.attended_key) + self.log_sum_exp);
+            for (rounded, wide) in [
+                (self.key, self.attended_key),
+                (self.key, self.attended_key),
+                (self.query, self.attended_query),
+            ] {
+                tracker.make(rounded);
+                tracker.free(wide);
+            }
+        } else if of.attention {
             tracker.make(self.query + 2 * self.key);
             drop_if(tracker, self.keeps_both_outputs(&of), self.query);
             // The output's gradient, and what attention kept, its output among it.
             tracker.free(self.query);
             tracker.free(2 * self.query + 2 * self.key + self.log_sum_exp);
+        }
+        if of.attention {
             tracker.touch(self.query + self.key);
             if let Some(norms) = &self.query_key_norms {
                 tracker.make(norms.gradients);
                 tracker.free(self.query + self.key + norms.statistics);
             }
-            self.project_back(tracker, Value, of.input);
-            tracker.free(self.key);
+            self.project_norm_back(tracker, Value, self.key, of.input);
             for (which, gradient) in [(Key, self.key), (Query, self.query)] {
-                self.project_back(tracker, which, of.input);
-                tracker.free(gradient);
+                self.project_norm_back(tracker, which, gradient, of.input);
                 self.add_back(tracker, of.input);
             }
         }
@@ -99,17 +112,35 @@ impl Block {
         }
     }
 
-    /// [`Block::project_back`] of a branch's last product, whose gradient is multiplied first where the branch was.
-    fn project_branch_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
-        let multiplied = if self.multiplies { self.narrow } else { 0 };
-        tracker.make(multiplied);
-        self.project_back(tracker, which, of_input);
-        tracker.free(multiplied);
+    /// The gradient of a branch's result where it is another tensor than that of the residual stream: it is cast as the result was,
+    /// or multiplied.
+    pub(super) fn branch_gradient(&self) -> u64 {
+        if self.mixed || self.multiplies { self.operand } else { 0 }
     }
 
-    /// Adds two gradients of `[n, d]` into new memory, because both are views.
+    /// [`Block::project_back`] of a branch's last product.
+    fn project_branch_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
+        tracker.make(self.branch_gradient());
+        self.project_back(tracker, which, of_input);
+        tracker.free(self.branch_gradient());
+    }
+
+    /// [`Block::project_back`] of a product that reads a norm's output; frees the gradient of its result.
+    fn project_norm_back(&self, tracker: &mut PeakTracker, which: Projection, gradient: u64, of_input: bool) {
+        self.project_back(tracker, which, of_input);
+        tracker.free(gradient);
+        tracker.free(self.kept_casts(&[which]));
+        if self.mixed && of_input {
+            tracker.make(self.narrow);
+            tracker.free(self.operand);
+        }
+    }
+
+    /// Adds two gradients of `[n, d]`: into new memory, because both are views, or in mixed precision into that of the first cast.
     fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
-        if there {
+        if there && self.mixed {
+            tracker.free(self.narrow);
+        } else if there {
             tracker.make(self.narrow);
             tracker.free(2 * self.narrow);
         }
@@ -119,11 +150,17 @@ impl Block {
     fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
         let sizes = self.of(which);
         if !sizes.adapted {
-            if of_input {
-                tracker.make(sizes.input);
-                tracker.touch(sizes.beside_back);
+            if self.mixed_in_fp32 {
+                self.project_back_in_fp32(tracker, sizes, of_input);
+            } else {
+                if of_input {
+                    tracker.make(sizes.input);
+                    tracker.touch(sizes.beside_back);
+                }
+                tracker.make(sizes.narrow_gradients);
             }
-            return tracker.make(sizes.gradients);
+            tracker.make(sizes.gradients);
+            return tracker.free(sizes.narrow_gradients);
         }
         tracker.make(sizes.gradients);
         let before = tracker.live();
@@ -136,6 +173,10 @@ impl Block {
             tracker.make(sizes.wide_input);
             if of_input {
                 tracker.make(sizes.wide_input);
+            }
+            // The mask is multiplied by x in fp32.
+            if self.rounds {
+                tracker.touch(sizes.wide_input);
             }
             tracker.free(sizes.wide_input);
         } else {
@@ -157,5 +198,22 @@ impl Block {
             tracker.make(sizes.input);
         }
         tracker.free(sizes.low);
+    }
+
+    /// Products in fp32 of which each result is rounded: with W, then with x.
+    fn project_back_in_fp32(&self, tracker: &mut PeakTracker, sizes: &Sizes, of_input: bool) {
+        tracker.make(sizes.wide_output);
+        let wide = sizes.wide_weight + sizes.wide_input;
+        if of_input {
+            tracker.make(wide);
+            tracker.make(sizes.input);
+            tracker.free(wide);
+        }
+        if self.everything {
+            tracker.make(wide);
+            tracker.make(sizes.narrow_gradients);
+            tracker.free(wide);
+        }
+        tracker.free(sizes.wide_output);
     }
 }

@@ -40,9 +40,9 @@ impl Block {
                 tracker.free(bytes);
             }
         };
-        self.project(tracker, Query, record);
-        self.project(tracker, Key, record);
-        self.project(tracker, Value, record);
+        for which in [Query, Key, Value] {
+            self.project_norm(tracker, which, record);
+        }
         // First the normalised and the rotated ones, then those that they were made of are freed.
         if let Some(norms) = &self.query_key_norms {
             tracker.make(self.query + self.key + norms.statistics);
@@ -51,18 +51,28 @@ impl Block {
         }
         tracker.make(self.query + self.key);
         release(tracker, of.attention && self.query_key_norms.is_some(), self.query + self.key);
-        tracker.make(self.query + self.log_sum_exp);
-        release(tracker, of.attention, self.log_sum_exp);
-        if self.documents {
-            tracker.make(self.query);
-            if !(record && self.keeps_both_outputs(&of)) {
-                tracker.free(self.query);
+        if self.mixed_in_fp32 {
+            // Operands in fp32, the result, its documents together, the same rounded.
+            let attended = 2 * (self.attended_query + self.attended_key) + self.log_sum_exp;
+            tracker.make(attended);
+            let joined = if self.documents { self.attended_query } else { 0 };
+            tracker.make(joined + self.query);
+            tracker.free(joined);
+            release(tracker, of.attention, attended);
+        } else {
+            tracker.make(self.query + self.log_sum_exp);
+            release(tracker, of.attention, self.log_sum_exp);
+            if self.documents {
+                tracker.make(self.query);
+                if !(record && self.keeps_both_outputs(&of)) {
+                    tracker.free(self.query);
+                }
             }
         }
         self.project(tracker, Output, record);
         // Queries, keys, values and output exist until their function ends.
-        release(tracker, of.attention, self.query + 2 * self.key);
-        release(tracker, of.attention || self.learns(&[Output]), self.query);
+        release(tracker, of.attention && !self.mixed_in_fp32, self.query + 2 * self.key);
+        release(tracker, of.attention && !self.mixed_in_fp32 || self.learns(&[Output]), self.query);
     }
 
     fn forward_feed_forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
@@ -75,8 +85,8 @@ impl Block {
         };
         tracker.make(self.narrow + self.statistic);
         release(tracker, of.middle, self.statistic);
-        self.project(tracker, Gate, record);
-        self.project(tracker, Up, record);
+        self.project_norm(tracker, Gate, record);
+        self.project_norm(tracker, Up, record);
         tracker.make(self.wide);
         release(tracker, of.middle || self.learns(&[Gate, Up]), 2 * self.wide);
         self.project(tracker, Down, record);
@@ -89,16 +99,34 @@ impl Block {
     /// Computes the residual stream, then frees the branch.
     fn add(&self, tracker: &mut PeakTracker) {
         if self.multiplies {
-            tracker.make(self.narrow);
-            tracker.free(self.narrow);
+            tracker.make(self.operand);
+            tracker.free(self.operand);
         }
-        tracker.make(self.narrow);
-        tracker.free(self.narrow);
+        // A branch in 16 bits is cast for the sum.
+        let cast = if self.mixed { self.narrow } else { 0 };
+        tracker.make(cast + self.narrow);
+        tracker.free(cast + self.operand);
+    }
+
+    /// [`Block::project`] of a norm's output, which mixed precision casts for each projection.
+    fn project_norm(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
+        let cast = if self.mixed { self.operand } else { 0 };
+        tracker.make(cast);
+        self.project(tracker, which, record);
+        if !(record && self.learns(&[which])) {
+            tracker.free(cast);
+        }
     }
 
     /// Leaves the output, and u if it is kept.
     fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
         let sizes = self.of(which);
+        if !sizes.adapted && self.mixed_in_fp32 {
+            tracker.make(sizes.wide_output);
+            tracker.touch(sizes.wide_input + sizes.wide_weight);
+            tracker.make(sizes.output);
+            return tracker.free(sizes.wide_output);
+        }
         if !sizes.adapted {
             tracker.make(sizes.output);
             return tracker.touch(sizes.beside);

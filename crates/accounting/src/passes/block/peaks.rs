@@ -93,9 +93,17 @@ pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptP
         Kept::Products => {
             let held = exact::sum(
                 WHAT,
-                [3 * narrow, 2 * block.query, 2 * block.key, block.log_sum_exp, 2 * block.wide, lows],
+                [
+                    narrow + 2 * block.operand,
+                    block.query + block.attended_query,
+                    2 * block.key,
+                    block.log_sum_exp,
+                    2 * block.wide,
+                    lows,
+                ],
             )?;
-            let whole = exact::sum(WHAT, [kept, narrow, narrow, backward])?;
+            let input = if block.keeps_output { narrow } else { 0 };
+            let whole = exact::sum(WHAT, [kept, input, narrow, backward])?;
             KeptPasses {
                 held,
                 forward: exact::sum(WHAT, [forward, held])?,
@@ -107,13 +115,15 @@ pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptP
             let low = [Gate, Up, Down].into_iter().map(|which| block.of(which));
             let low = exact::sum(WHAT, low.filter(|one| one.adapted).map(|one| one.low))?;
             let product = if block.learns(&[Down]) { block.wide } else { 0 };
-            let again = exact::sum(WHAT, [2 * block.wide, product, low])?;
-            // The multiplied gradient is there until the branch's backward is done.
-            let multiplied = if block.multiplies { narrow } else { 0 };
+            let again = exact::sum(WHAT, [2 * block.wide, product, low, block.kept_casts(&[Gate, Up])])?;
+            // The gradient of the branch is there until the branch's backward is done.
+            let gradient = block.branch_gradient();
+            // What the norm made is the recomputed branch's input.
+            let input = if block.mixed { narrow } else { 0 };
             KeptPasses {
-                held: kept - again,
+                held: exact::sum(WHAT, [kept - again, input])?,
                 forward: input_and(keeping)?,
-                backward: exact::sum(WHAT, [again, narrow, backward, multiplied])?,
+                backward: exact::sum(WHAT, [again, block.operand, backward, gradient])?,
             }
         }
         Kept::FeedForward => {
@@ -129,9 +139,11 @@ pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptP
             tracker.make(narrow);
             block.backward_to_attention(&mut tracker, true);
             // The second output is there until the attention's backward is done.
+            tracker.make(block.branch_gradient());
             block.forward_attention(&mut tracker, true, true);
+            tracker.free(block.branch_gradient());
             block.backward_of_attention(&mut tracker, true);
-            tracker.free(narrow + input);
+            tracker.free(block.operand + input);
             block.backward_of_first_norm(&mut tracker, true);
             KeptPasses { held, forward: input_and(forward)?, backward: tracker.peak()? - held }
         }

@@ -18,17 +18,21 @@ fn allocations_are_freed_except_listed_tensors() {
     for (model, set) in models().iter().flat_map(|model| (1..1u32 << 7).map(move |set| (model, set))) {
         let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
         let targets = Targets::of(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
-        for flags in 0..16u32 {
+        for flags in 0..32u32 {
             let flag = |bit: u32| flags >> bit & 1 == 1;
             let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };
             let options = BlockOptions {
                 tokens: 128,
-                recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
+                recipe: match (flag(0), flag(4)) {
+                    (_, true) => &Recipe::AMP_BF16,
+                    (true, _) => &Recipe::FP32,
+                    (false, _) => &Recipe::BF16,
+                },
                 norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
                 trained: Trained::Adapters(&lora),
                 gradients: false,
                 documents: flag(0) && flag(3),
-                widens: false,
+                widens: flag(0) && flag(4),
             };
             let block = Block::new(model, &options).unwrap();
             let input = flag(3);
