@@ -28,11 +28,11 @@ use super::figures::{counted, grouped, share};
 use super::kept::Writer;
 use super::merge::complete;
 use super::model::{HubArgs, same_folder};
-use super::outlook::{Outlook, Subject};
 use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
 use super::run_flags::with_origins;
+use super::run_plan::{RunPlan, Subject};
 use super::run_record::{note_other_data, write_page};
 use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
 use super::training::{Run, Saving, name_budget, report, save_model};
@@ -208,7 +208,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let validation =
         (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
-    let outlook = Outlook::of(
+    let run_plan = RunPlan::of(
         common,
         config,
         Subject {
@@ -223,21 +223,21 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             resumes: resume,
         },
     )?;
-    outlook.tell(common);
-    let recipe = ranks::recipe(common, &outlook.applied(config))?;
-    let config = &outlook.written(config);
+    run_plan.tell(common);
+    let recipe = ranks::recipe(common, &run_plan.applied(config))?;
+    let config = &run_plan.written(config);
     let mut saving = Saving::open(out, common, config, resume)?;
-    saving.about.plan = outlook.json();
+    saving.about.plan = run_plan.json();
     if common.is_first() {
         saving.about.train = SplitRecord::of(&train_files, rows[0])?;
         saving.about.validation = SplitRecord::of(&validation_files, rows[1])?;
         note_other_data(common, &saving.about);
     }
 
-    let _limit = outlook.enforce()?;
+    let _limit = run_plan.enforce()?;
     let mut prepared = recipe.open(&folder, device)?;
-    outlook.apply(&prepared.handles)?;
-    if !outlook.is_predicted()
+    run_plan.apply(&prepared.handles)?;
+    if !run_plan.is_predicted()
         && let Some(chosen) = prepared.plan_activations(&train.largest()?)?
     {
         let layers: Vec<String> = chosen.layers.iter().map(|plan| format!("{plan:?}")).collect();
@@ -257,7 +257,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     }
     let (mut trainer, mut handles) =
         prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
-    trainer.cheaper_plans = outlook.cheaper_plans(&handles)?;
+    trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
@@ -271,7 +271,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         validation,
         saving: Some(saving),
         writer: Some(writer.clone()),
-        expected: outlook.expected(),
+        expected: run_plan.expected(),
     };
     let all = run.parameters();
     say(

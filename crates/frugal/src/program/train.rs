@@ -28,10 +28,10 @@ use super::end_card;
 use super::figures::{counted, grouped};
 use super::finetune::MODEL;
 use super::kept::Writer;
-use super::outlook::{Outlook, Subject};
 use super::output::{print_line, say};
 use super::ranks;
 use super::run_flags::with_origins;
+use super::run_plan::{RunPlan, Subject};
 use super::run_record::note_other_data;
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, Saving, name_budget, report};
@@ -224,7 +224,7 @@ fn train(
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
     let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
     file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (data.vocabulary, length)))?;
-    let outlook = Outlook::of(
+    let run_plan = RunPlan::of(
         common,
         config,
         Subject {
@@ -242,13 +242,13 @@ fn train(
             resumes: resume,
         },
     )?;
-    outlook.tell(common);
+    run_plan.tell(common);
     let recipe =
-        if outlook.is_predicted() { ranks::recipe(common, &outlook.applied(config))? } else { recipe };
-    let config = &outlook.written(config);
+        if run_plan.is_predicted() { ranks::recipe(common, &run_plan.applied(config))? } else { recipe };
+    let config = &run_plan.written(config);
     let mut saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
     if let Some(saving) = &mut saving {
-        saving.about.plan = outlook.json();
+        saving.about.plan = run_plan.json();
     }
     if let Some(saving) = saving.as_mut().filter(|_| common.is_first()) {
         saving.about.train = files(Path::new(&config.data.source))?;
@@ -256,15 +256,15 @@ fn train(
             config.data.validation.as_deref().map_or_else(|| Ok(SplitRecord::default()), files)?;
         note_other_data(common, &saving.about);
     }
-    let _limit = outlook.enforce()?;
+    let _limit = run_plan.enforce()?;
     let mut prepared = match &file {
         Some(file) => recipe.create(file, Init::Normal { std: file.initializer_range }, (kind, device))?,
         None => recipe.apply(small(config, data.vocabulary, length, device)?)?,
     };
     let Data { mut train, validation, steps, loading, documents, .. } = data;
     let state = train.state();
-    outlook.apply(&prepared.handles)?;
-    if !outlook.is_predicted()
+    run_plan.apply(&prepared.handles)?;
+    if !run_plan.is_predicted()
         && let Some(batch) = train.next()?
     {
         prepared.plan_activations(&batch)?;
@@ -272,12 +272,12 @@ fn train(
     }
     let (mut trainer, handles) =
         prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
-    trainer.cheaper_plans = outlook.cheaper_plans(&handles)?;
+    trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let writer = file.clone().map(|file| {
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());
         Rc::new(Weights { common: common.clone(), config: file, tokenizer }) as Rc<dyn Writer>
     });
-    let expected = outlook.expected();
+    let expected = run_plan.expected();
     let run = Run { trainer, config, handles, train, validation, saving, writer: writer.clone(), expected };
     let trained = run.parameters().trainable;
     if !common.json {

@@ -25,10 +25,10 @@ use tch::{Device, Tensor};
 use super::Common;
 use super::end_card;
 use super::kept::{KeepBest, Writer};
-use super::outlook::Expected;
 use super::output::{Lines, print_line, say};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
+use super::run_plan::Expected;
 use super::run_record::{About, Recorder};
 
 /// The error of `--evaluate-every` without data.

@@ -23,8 +23,8 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use super::super::Common;
-use super::super::outlook::NOTHING_FITS;
 use super::super::output::{print_line, print_lines};
+use super::super::run_plan::NOTHING_FITS;
 use super::super::settings::{DtypeArg, OffloadArg};
 use super::model_args::ModelArgs;
 use ranks::RanksArgs;

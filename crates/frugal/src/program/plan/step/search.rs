@@ -12,8 +12,8 @@ use serde_json::json;
 use tch::Device;
 
 use super::super::super::Common;
-use super::super::super::outlook::{Columns, candidates_json, candidates_table};
 use super::super::super::output::{print_line, print_lines, print_text};
+use super::super::super::run_plan::{Columns, candidates_json, candidates_table};
 use super::{PlannedStep, StepArgs, Work, blank, head, nothing_fits};
 
 /// Prints the ways to run the step.

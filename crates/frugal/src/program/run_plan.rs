@@ -93,7 +93,7 @@ pub(crate) struct Prediction {
 }
 
 /// The plan of a training.
-pub(crate) struct Outlook {
+pub(crate) struct RunPlan {
     device: Device,
     /// `None` for ranks without one.
     budget: Option<PlannedBudget>,
@@ -102,7 +102,7 @@ pub(crate) struct Outlook {
     plan: ActivationPlan,
 }
 
-impl Outlook {
+impl RunPlan {
     /// Predicts a training.
     ///
     /// # Errors
@@ -121,8 +121,8 @@ impl Outlook {
             None => Err(NotPredicted("this architecture".to_owned())),
             Some(shape) => predict(config, shape, &subject, budget),
         };
-        let outlook = Self { device, budget: Some(budget), prediction: predicted, plan };
-        if let (Ok(prediction), Some(shape)) = (&outlook.prediction, subject.shape)
+        let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan };
+        if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, subject.shape)
             && prediction.found.chosen().is_none()
         {
             let question = Question {
@@ -137,7 +137,7 @@ impl Outlook {
             let message = question.nothing_fits(&budget.text(), &prediction.found);
             return Err(Failure { status: NOTHING_FITS, message }.into());
         }
-        Ok(outlook)
+        Ok(run_plan)
     }
 
     /// Whether the step's memory was predicted.
