@@ -59,13 +59,19 @@ impl PlannedBudget {
     /// The budget of a configuration, or the default one.
     ///
     /// # Errors
-    /// One below what the process takes already.
+    /// One below what the process takes already: a [`Failure`].
     pub(crate) fn of(given: Option<Bytes>, device: Device) -> anyhow::Result<Self> {
         let bytes = match given {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
         };
-        let tensors = runtime::memory::live_bytes(device)? + planning::tensor_budget(bytes, device)?;
+        let free = planning::tensor_budget(bytes, device).map_err(|error| match error {
+            frugal::Error::Budget { .. } => {
+                Failure { status: NOTHING_FITS, message: error.to_string() }.into()
+            }
+            error => anyhow::Error::from(error),
+        })?;
+        let tensors = runtime::memory::live_bytes(device)? + free;
         Ok(Self { bytes, tensors, is_default: given.is_none() })
     }
 

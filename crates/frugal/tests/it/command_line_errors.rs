@@ -203,6 +203,7 @@ fn values_that_leave_nothing_to_do_are_refused() {
     );
     assert!(!tiny.path("out").exists());
     let output = tiny.run("finetune --model model --data rows.jsonl --out out --budget 1KiB");
+    assert_eq!(output.status.code(), Some(3), "as where nothing fits");
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("error: a budget of 1.00 KiB is less than the program takes by itself"), "{said}");
     refused(

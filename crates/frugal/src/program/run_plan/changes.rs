@@ -53,6 +53,9 @@ impl Question<'_> {
             self.changes().into_iter().filter(|change| change.least < needed).collect();
         // In the order of what they change in the result; those that suffice first.
         changes.sort_by_key(|change| change.least > self.tensors);
+        if changes.first().is_some_and(|first| first.least <= self.tensors) {
+            changes.retain(|change| change.least <= self.tensors);
+        }
         changes.truncate(SHOWN);
         if !changes.is_empty() {
             let shown = changes.iter().map(|Change { flags, least }| {
