@@ -152,7 +152,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="SmolLM2-135M")
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--method")
     parser.add_argument("--variant")
     parser.add_argument("--folder", type=pathlib.Path)

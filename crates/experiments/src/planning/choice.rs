@@ -85,7 +85,8 @@ impl Job {
         let rows = self.rows.to_string();
         let steps = steps.to_string();
         let mut arguments = vec!["--model", "model", "--data", "rows.jsonl", "--method", self.method];
-        arguments.extend(["--batch-size", &rows, "--accumulation", "1", "--steps", &steps, "--dropout", "0"]);
+        arguments.extend(["--batch-size", &rows, "--accumulation", "1", "--steps", &steps]);
+        arguments.extend(["--dropout", "0"].into_iter().filter(|_| self.method == "lora"));
         arguments.extend(["--held-out", "0", "--log-every", "1", "--samples", "0"]);
         arguments.extend(self.budget.iter().flat_map(|budget| ["--budget", *budget]));
         arguments.extend(variant.1);
@@ -103,33 +104,33 @@ fn jobs(scale: Scale) -> Vec<Job> {
     let tiny = || tied(LlamaConfig::qwen2(4096, 128, 704, 4, 2), 1);
     let smol = || tied(LlamaConfig::llama(49_152, 576, 1536, 30, 9), 3);
     let qwen = || tied(LlamaConfig::qwen2(151_936, 896, 4864, 24, 14), 2);
-    let job = |model, config, kind, method, rows, budget| Job {
+    let job = |model, config, kind, method, length, budget| Job {
         model,
         config,
         kind,
         method,
-        rows,
-        length: 256,
+        rows: 4,
+        length,
         budget,
     };
     let (wide, narrow) = (Kind::Float, Kind::BFloat16);
     if scale == Scale::Smoke {
-        return vec![Job { length: 32, ..job("tiny", tiny(), wide, "lora", 2, None) }];
+        return vec![job("tiny", tiny(), wide, "lora", 32, None)];
     }
     vec![
-        job("SmolLM2-135M", smol(), wide, "lora", 4, None),
-        job("SmolLM2-135M", smol(), wide, "lora", 4, Some("1700MiB")),
-        job("SmolLM2-135M", smol(), wide, "full", 4, None),
-        job("SmolLM2-135M", smol(), wide, "full", 4, Some("3GiB")),
-        job("Qwen2.5-0.5B", qwen(), narrow, "lora", 4, None),
-        job("Qwen2.5-0.5B", qwen(), narrow, "lora", 4, Some("1280MiB")),
+        job("SmolLM2-135M", smol(), wide, "lora", 128, None),
+        job("SmolLM2-135M", smol(), wide, "lora", 128, Some("1000MiB")),
+        job("SmolLM2-135M", smol(), wide, "lora", 128, Some("600MiB")),
+        job("SmolLM2-135M", smol(), wide, "full", 128, None),
+        job("SmolLM2-135M", smol(), wide, "full", 256, Some("2560MiB")),
+        job("Qwen2.5-0.5B", qwen(), narrow, "lora", 128, Some("1000MiB")),
     ]
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Choice) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
     let is_smoke = arguments.scale == Scale::Smoke;
-    let steps = arguments.steps.unwrap_or(if is_smoke { 6 } else { 10 });
+    let steps = arguments.steps.unwrap_or(if is_smoke { 6 } else { 7 });
     let rounds = arguments.rounds.unwrap_or(if is_smoke { 1 } else { 2 });
     let jobs = jobs(arguments.scale);
     let place = Place::new()?;
