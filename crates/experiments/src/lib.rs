@@ -27,6 +27,7 @@ mod robustness;
 mod runtime;
 mod shape;
 mod sharding;
+mod started_program;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;

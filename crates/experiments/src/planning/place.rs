@@ -5,12 +5,14 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, ensure};
-use models::{Llama, LlamaConfig, hugging_face};
+use models::{Llama, LlamaConfig};
 use report::Record;
 use runtime::random::Generator;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 use tempfile::TempDir;
+
+use crate::started_program;
 
 /// Exit status of a training for which nothing fits its budget.
 const NOTHING_FITS: i32 = 3;
@@ -41,12 +43,7 @@ impl Place {
     /// # Errors
     /// No program `frugal` beside this one.
     pub(super) fn new() -> anyhow::Result<Self> {
-        let program = std::env::current_exe().context("finding this program")?.with_file_name("frugal");
-        ensure!(
-            program.is_file(),
-            "{} is missing; build it: cargo build --package frugal",
-            program.display()
-        );
+        let program = started_program::path()?;
         let folder = tempfile::Builder::new().prefix("planning-").tempdir()?;
         let place = Self { folder, program };
         let Output { status, stderr, .. } = place.command().arg("doctor").stdout(Stdio::null()).output()?;
@@ -68,10 +65,7 @@ impl Place {
     pub(super) fn write_model(&self, name: &str, config: &LlamaConfig, kind: Kind) -> anyhow::Result<()> {
         let folder = self.folder.path().join(name);
         let model = Llama::new(config, (kind, Device::Cpu))?;
-        hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES)?;
-        let tokenizer = dataloading::embedded::folder()?.join("tokenizer.json");
-        std::fs::copy(tokenizer, folder.join("tokenizer.json"))?;
-        Ok(std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#)?)
+        started_program::write_model(&model, &folder)
     }
 
     /// Removes a model.

@@ -6,13 +6,15 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, ensure};
 use models::module::tensors;
-use models::{Llama, LlamaConfig, hugging_face};
+use models::{Llama, LlamaConfig};
 use report::cli::Scale;
 use runtime::random::Generator;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 use tempfile::TempDir;
 use training::checkpoint;
+
+use crate::started_program;
 
 /// A command of the program.
 #[derive(Clone, Copy, Debug)]
@@ -160,10 +162,9 @@ impl Place {
     /// # Errors
     /// No program `frugal` beside this one; one that cannot train the adapter.
     pub(super) fn new() -> anyhow::Result<Self> {
-        let beside = std::env::current_exe().context("finding this program")?.with_file_name("frugal");
-        ensure!(beside.is_file(), "{} is missing; build it: cargo build --package frugal", beside.display());
+        let program = started_program::path()?;
         let folder = tempfile::Builder::new().prefix("robustness-").tempdir()?;
-        let place = Self { folder, program: beside };
+        let place = Self { folder, program };
         std::fs::create_dir(place.scratch())?;
         std::fs::create_dir(place.outputs())?;
         place.write_model()?;
@@ -193,12 +194,7 @@ impl Place {
             let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu))? * 0.2;
             tch::no_grad(|| named.tensor.shallow_clone().f_copy_(&noise))?;
         }
-        let folder = self.path("model");
-        hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES)?;
-        let tokenizer = dataloading::embedded::folder()?.join("tokenizer.json");
-        std::fs::copy(tokenizer, folder.join("tokenizer.json"))?;
-        std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#)?;
-        Ok(())
+        started_program::write_model(&model, &self.path("model"))
     }
 
     /// The folder of the outputs.
