@@ -191,11 +191,11 @@ fn put(sink: &mut Sink, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyhow:
     sink.put(EXPERIMENT, &case.with("plan", plan).with("fastest", fastest), metrics)
 }
 
-/// The least error, over the trainings, of a time that each of them predicted for its own steps.
+/// The largest error, over the trainings, of a time that each of them predicted for its own steps.
 fn error_of(name: &str, trained: &[Trained], predicted: fn((f64, f64)) -> f64) -> Metric {
     let errors =
         trained.iter().filter_map(|one| Some((predicted(one.predicted?) / one.step_seconds - 1.0).abs()));
-    match errors.min_by(f64::total_cmp) {
+    match errors.max_by(f64::total_cmp) {
         Some(error) => Metric::exact(name, "ratio", error),
         None => Metric::not_measured(name, "ratio", "the training is too short to calibrate"),
     }

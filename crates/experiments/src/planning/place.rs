@@ -122,7 +122,8 @@ impl Place {
                 std::fs::remove_file(path)?;
             }
         }
-        if status.code() == Some(NOTHING_FITS) || !status.success() && is_short_of_memory(&said) {
+        // The allocator's words for what a budget refuses.
+        if status.code() == Some(NOTHING_FITS) || !status.success() && said.contains("out of memory") {
             return Ok(None);
         }
         ensure!(status.success(), "{command:?} failed with {status}: {said}");
@@ -146,11 +147,6 @@ impl Place {
         }
         Ok(Some(trained))
     }
-}
-
-/// Whether a training ended because an allocation was refused.
-fn is_short_of_memory(said: &str) -> bool {
-    ["out of memory", "budget", "limit"].iter().any(|word| said.contains(word))
 }
 
 /// The median.
