@@ -1,6 +1,6 @@
 //! Cargo as a child process: builds executables with libtorch, and changes the locked `tch`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -136,6 +136,12 @@ struct Target {
     kind: Vec<String>,
 }
 
+impl Target {
+    fn is_program(&self) -> bool {
+        self.kind.iter().any(|kind| kind == "bin")
+    }
+}
+
 #[derive(Deserialize)]
 struct Profile {
     test: bool,
@@ -144,10 +150,11 @@ struct Profile {
 /// The executable in one line of cargo's messages; most lines are about something else.
 fn executable_of(line: &str) -> Option<Executable> {
     let message: Message = serde_json::from_str(line).ok()?;
-    let package = message.manifest_path.parent()?.file_name()?.to_str()?.to_owned();
+    let package = folder_of(&message.manifest_path)?;
+    let is_program = message.target.is_program();
     let mut name = message.target.name;
     // A package's library and its binary may have one name, and each has an executable of its own tests.
-    if message.profile.test && message.target.kind.iter().any(|kind| kind == "bin") {
+    if message.profile.test && is_program {
         name.push_str("-bin");
     }
     Some(Executable { name, package, test: message.profile.test, path: message.executable? })
@@ -175,7 +182,9 @@ struct Metadata {
 #[derive(Deserialize)]
 struct Package {
     name: String,
+    manifest_path: PathBuf,
     dependencies: Vec<Dependency>,
+    targets: Vec<Target>,
 }
 
 #[derive(Deserialize)]
@@ -185,6 +194,17 @@ struct Dependency {
 
 /// The workspace's packages that link libtorch.
 pub(crate) fn packages_with_torch(workspace: &Workspace) -> Result<Vec<String>> {
+    Ok(linking_torch(&packages(workspace)?))
+}
+
+/// The folders under `crates/` of the packages that have a program.
+pub(crate) fn packages_with_programs(workspace: &Workspace) -> Result<BTreeSet<String>> {
+    let packages = packages(workspace)?;
+    let with_programs = packages.iter().filter(|package| package.targets.iter().any(Target::is_program));
+    Ok(with_programs.filter_map(|package| folder_of(&package.manifest_path)).collect())
+}
+
+fn packages(workspace: &Workspace) -> Result<Vec<Package>> {
     let mut command: Command = command(workspace);
     let output = command.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).output();
     let output = output.context("cannot run cargo metadata")?;
@@ -192,7 +212,12 @@ pub(crate) fn packages_with_torch(workspace: &Workspace) -> Result<Vec<String>> 
         bail!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
     let metadata: Metadata = serde_json::from_slice(&output.stdout).context("cargo metadata gave no JSON")?;
-    Ok(linking_torch(&metadata.packages))
+    Ok(metadata.packages)
+}
+
+/// The name of the folder that holds a manifest.
+fn folder_of(manifest: &Path) -> Option<String> {
+    Some(manifest.parent()?.file_name()?.to_str()?.to_owned())
 }
 
 /// Those that depend on `tch`, directly or through another package of the workspace.
@@ -240,6 +265,8 @@ mod tests {
     fn packages_with_torch_are_found_through_others() {
         let package = |name: &str, dependencies: &[&str]| Package {
             name: name.into(),
+            manifest_path: PathBuf::new(),
+            targets: Vec::new(),
             dependencies: dependencies.iter().map(|&name| Dependency { name: name.into() }).collect(),
         };
         let all = [

@@ -7,6 +7,7 @@
 
 mod choices;
 mod jobs;
+mod linked;
 mod output;
 
 use std::io::{BufRead, BufReader};
@@ -19,6 +20,7 @@ use crate::workspace::{Manifest, Workspace};
 use crate::{cargo, setup};
 use choices::CHOICES;
 use jobs::Job;
+use linked::Linked;
 use output::Filter;
 
 /// The arguments of `cargo test`.
@@ -80,19 +82,21 @@ fn run_workspace(workspace: &Workspace, filter: &mut Filter) -> Result<Option<St
         command.envs(fixtures.get_envs().filter_map(|(name, value)| Some((name, value?))));
     };
     let flags = choices::processor_flags();
+    let mut linked = Linked::new(cargo::packages_with_programs(workspace)?);
     let failed = jobs::run(
         slots(),
         filter,
         |line| println!("{line}"),
         |queue| {
+            let start = |tests: Vec<Executable>| {
+                let jobs = tests.iter().flat_map(|test| plan(workspace, test, &flags, &prepare));
+                jobs.for_each(|job| queue.push(job));
+            };
             // `--tests` links no examples; the tests that include an example compile it.
             cargo::build(workspace, &["test", "--workspace", "--tests", "--no-run"], |executable| {
-                if executable.test {
-                    plan(workspace, &executable, &flags, &prepare)
-                        .into_iter()
-                        .for_each(|job| queue.push(job));
-                }
+                start(linked.runnable(executable));
             })?;
+            start(linked.rest());
             let mut command = cargo::command(workspace);
             command.args(["test", "--workspace", "--doc", "--no-fail-fast"]);
             command.env("OMP_NUM_THREADS", threads().to_string());
