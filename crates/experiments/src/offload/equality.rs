@@ -1,9 +1,11 @@
-//! `offload equality`: the assignment's `compare_grads`, over whole models.
+//! `offload equality`: the assignment's comparisons of logits and of gradients (`compare_grads`), over whole models.
+
+use std::slice;
 
 use clap::Args;
 use models::Llama;
 use models::LlamaConfig;
-use models::module::{Input, LanguageModel, parameters, trainable};
+use models::module::{Context, Input, LanguageModel, parameters, trainable};
 use offload::{Method, Offload, Options};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
@@ -19,6 +21,7 @@ use crate::shape::Shape;
 const EXPERIMENT: &str = "offload-equality";
 /// "Hello, world!" by Qwen2's tokenizer.
 const TOKENS: [i64; 4] = [9707, 11, 1879, 0];
+/// Those that can train.
 const METHODS: [Method; 3] = [Method::Checkpointing, Method::Function, Method::Overlap];
 
 #[derive(Args)]
@@ -26,7 +29,7 @@ pub(crate) struct Equality {
     /// How large it is
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// Layers of Qwen2.5-0.5B
+    /// Layers of Qwen2.5-0.5B that are trained
     #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
     layers: Option<i64>,
     /// Training steps
@@ -55,7 +58,26 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
     };
     let layers = arguments.layers.unwrap_or(layers);
     let config = shape.resized(layers, vocabulary, 4096)?;
-    let mut progress = report::Progress::new(1 + METHODS.len() as u64);
+    let mut progress = report::Progress::new(2 + (Method::ALL.len() + METHODS.len()) as u64);
+    // Inference holds the weights alone, so all layers fit.
+    let all =
+        if arguments.scale == Scale::Full { shape.resized(24, vocabulary, 4096)? } else { config.clone() };
+    progress.message("logits without offload");
+    let expected = logits(&all, None, common.seed, device)?;
+    progress.step();
+    for method in Method::ALL {
+        progress.message(method.name());
+        let options = Options { device, method, ..Options::default() };
+        let found = logits(&all, Some(&options), common.seed, device)?;
+        let case = Case::new().with("inference_layers", all.num_hidden_layers).with("method", method.name());
+        let metrics = vec![
+            Metric::exact("logits_difference", "", largest(slice::from_ref(&expected), &[found])?),
+            Metric::exact("largest_logit", "", expected.f_abs()?.f_max()?.f_double_value(&[])?),
+            Metric::exact("compared_logits", "count", expected.numel() as f64),
+        ];
+        sink.put(EXPERIMENT, &case, metrics)?;
+        progress.step();
+    }
     progress.message("without offload");
     let reference = train(&config, None, common.seed, arguments.steps, device)?.into_host()?;
     progress.step();
@@ -68,6 +90,27 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
         progress.step();
     }
     Ok(())
+}
+
+/// The logits of every token, on the host.
+fn logits(
+    config: &LlamaConfig,
+    options: Option<&Options>,
+    seed: u64,
+    device: Device,
+) -> anyhow::Result<Tensor> {
+    runtime::random::seed(seed)?;
+    let mut model = Llama::new(config, (Kind::Float, device))?;
+    let _offload = options.map(|options| Offload::apply(&mut model, options)).transpose()?;
+    let _no_grad = tch::no_grad_guard();
+    let hidden = model.hidden(&Input::new(&tokens(config, device)?))?;
+    Ok(model.head().logits(&hidden, &Context::default())?.f_to_device(Device::Cpu)?)
+}
+
+/// Returns `[1, 4]` token ids.
+fn tokens(config: &LlamaConfig, device: Device) -> anyhow::Result<Tensor> {
+    let tokens = Tensor::from_slice(&TOKENS.map(|token| token % config.vocab_size));
+    Ok(tokens.f_view([1, 4])?.f_to_device(device)?)
 }
 
 fn train(
@@ -83,9 +126,7 @@ fn train(
     let on_host = if offload.is_some() { OnHost::default() } else { OnHost::of(&model)? };
     let group = Group::new(on_host.stepped(&model), 1e-3);
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;
-    let tokens = Tensor::from_slice(&TOKENS.map(|token| token % config.vocab_size))
-        .view([1, 4])
-        .f_to_device(device)?;
+    let tokens = tokens(config, device)?;
     let mut losses = Vec::new();
     for step in 0..steps {
         optimizer.zero_grad(ZeroGrad::ToNone)?;
