@@ -2,6 +2,7 @@
 
 mod program;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -53,13 +54,24 @@ enum Command {
     Doctor(program::doctor::Doctor),
 }
 
-fn main() -> ExitCode {
-    runtime::memory::limit_kernel_caches();
+/// Reads a command line; its first word is the program.
+///
+/// # Errors
+/// Wrong arguments; a request for help or for the version.
+fn parse(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Cli, clap::Error> {
     let mut command = Cli::command();
-    let matches = command.get_matches_mut();
-    let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit());
+    let matches = command.try_get_matches_from_mut(words)?;
+    let mut cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     cli.common.given = program::run_flags::given(&command, &matches);
-    let run = || match &cli.command {
+    Ok(cli)
+}
+
+/// Runs a command.
+///
+/// # Errors
+/// Those of the command.
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    match &cli.command {
         Command::Train(arguments) => {
             program::train::run(&cli.common, arguments).map_err(program::flags::named)
         }
@@ -80,6 +92,14 @@ fn main() -> ExitCode {
         Command::Man(arguments) => program::shell::man(&cli.common, arguments),
         Command::Launch(arguments) => program::launch::run(&cli.common, arguments),
         Command::Doctor(arguments) => program::doctor::run(&cli.common, arguments),
-    };
-    report::cli::run(|| run().inspect_err(program::ranks::report_failure))
+    }
 }
+
+fn main() -> ExitCode {
+    runtime::memory::limit_kernel_caches();
+    let cli = parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
+    report::cli::run(|| run(&cli).inspect_err(program::ranks::report_failure))
+}
+
+#[cfg(test)]
+mod tests;

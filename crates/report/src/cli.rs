@@ -69,16 +69,26 @@ pub struct Failure {
     pub message: String,
 }
 
-/// Runs a binary's work. Prints an error in one line with its cause chain and returns exit status 1, or that of a [`Failure`] (on a
-/// usage error clap exits with 2 before).
+impl Failure {
+    /// The exit status of a program that ends with an error: 1, or that of a [`Failure`].
+    pub fn status_of(error: &anyhow::Error) -> u8 {
+        error.downcast_ref::<Self>().map_or(1, |failure| failure.status)
+    }
+}
+
+/// The line that a person reads of an error: its whole cause chain.
+pub fn error_line(error: &anyhow::Error) -> String {
+    format!("error: {error:#}")
+}
+
+/// Runs a binary's work. Prints an error as [`error_line`] and returns the status of [`Failure::status_of`] (on a usage error clap exits
+/// with 2 before).
 pub fn run(work: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     match work() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
-            error
-                .downcast_ref::<Failure>()
-                .map_or(ExitCode::FAILURE, |failure| ExitCode::from(failure.status))
+            eprintln!("{}", error_line(&error));
+            ExitCode::from(Failure::status_of(&error))
         }
     }
 }

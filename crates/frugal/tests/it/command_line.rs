@@ -351,30 +351,6 @@ fn techniques_compose_by_flags_and_a_resume_needs_the_folder_alone() {
 }
 
 #[test]
-fn what_does_not_go_together_is_refused_before_a_weight_is_read() {
-    let tiny = Tiny::new();
-    std::fs::write(tiny.path("model/model.safetensors"), "no weights").unwrap();
-    for (flags, said) in [
-        ("--optimizer-on host", "(--optimizer-on host) and weights on the device do not go together"),
-        ("--activations plan", "(--activations plan) and no budget do not go together"),
-        (
-            "--method full --offload file",
-            "and full fine-tuning do not go together: weights in files are frozen",
-        ),
-        (
-            "--mlp input-only --targets all-linear",
-            "and an adapter on the MLP's projections do not go together",
-        ),
-    ] {
-        let output = tiny.run(&format!("finetune --model model --data problems --out out {flags}"));
-        let err = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.code() == Some(1) && err.contains(said), "{flags}: {err}");
-        assert_eq!(err.lines().count(), 1, "{err}");
-    }
-    assert!(!tiny.path("out").exists());
-}
-
-#[test]
 fn the_doctor_tells_what_the_machine_offers() {
     let tiny = Tiny::new();
     let (out, _) = tiny.succeed("doctor --fast --offline --json");

@@ -120,52 +120,6 @@ fn an_adapter_that_gguf_cannot_hold_is_merged_for_ollama() {
     );
 }
 
-#[test]
-fn flags_of_another_format_and_missing_parts_are_refused() {
-    let tiny = Tiny::new();
-    for (arguments, expected) in [
-        ("gguf --adapter problems --out x.gguf", expect!["--format gguf needs the base model; give --model"]),
-        (
-            "gguf-lora --model model --out x.gguf",
-            expect!["there is no adapter; give --adapter or --checkpoints"],
-        ),
-        (
-            "merged --model model --out x",
-            expect!["there is nothing to merge; give --adapter or --checkpoints"],
-        ),
-        (
-            "gguf --model model --out problems",
-            expect!["--out problems is a folder; give a file, such as problems/model.gguf"],
-        ),
-        ("peft --adapter problems --out x --type f16", expect!["--format peft has no --type"]),
-        ("gguf --model model --out x.gguf --dtype bf16", expect!["--format gguf has no --dtype"]),
-        (
-            "merged --model model --adapter problems --out x --verify",
-            expect!["--format merged has no --verify"],
-        ),
-        (
-            "gguf --model model --out x.gguf --verify --python no-python",
-            expect!["no-python: No such file or directory (os error 2); give a Python with --python"],
-        ),
-    ] {
-        let output = tiny.run(&format!("export --format {arguments}"));
-        assert_eq!(output.status.code(), Some(1), "{arguments}");
-        let said = String::from_utf8(output.stderr).unwrap();
-        expected.assert_eq(said.lines().last().unwrap().trim_start_matches("error: "));
-    }
-    tiny.write_model("damaged", 16, 1);
-    let config = String::from_utf8(tiny.bytes("damaged/config.json")).unwrap();
-    std::fs::write(tiny.path("damaged/config.json"), config.replace("\"qwen2\"", "\"mamba\"")).unwrap();
-    refused(
-        &tiny,
-        "export --format gguf --model damaged --out x.gguf",
-        expect![[r#"
-            error: the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, olmo2, phi3, gemma2, gemma3_text
-        "#]],
-    );
-    assert!(!tiny.path("x.gguf").exists());
-}
-
 /// llama.cpp, if a Python with it is here.
 fn llama_cpp() -> Option<LlamaCpp> {
     LlamaCpp::find(None).map_err(|error| eprintln!("skipped: {error}")).ok()

@@ -166,11 +166,6 @@ fn a_killed_training_resumes_with_the_same_bits_and_its_adapter_is_merged_into_t
             "finetune --model quantized --method full --data problems --out x",
             "and full fine-tuning do not go together",
         ),
-        (
-            "finetune --model model --dtype nf4 --mlp input-only --data problems --out x",
-            "do not go together: the recomputed MLP is one function",
-        ),
-        ("export --format nf4 --model model --adapter whole --out x", "--format nf4 has no --adapter"),
         ("export --format gguf --model quantized --out x.gguf", ""),
     ] {
         let output = tiny.run(arguments);

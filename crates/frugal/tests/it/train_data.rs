@@ -3,21 +3,9 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
-use dataloading::text::{Corpus, Format};
-use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
-use dataloading::tokenizer::{Tokenizer, TrainOptions};
-use expect_test::{Expect, expect};
 use serde_json::{Value, json};
 
-const VOCABULARY: &str = "300";
-const LENGTH: usize = 32;
-/// A model with few positions.
-const LLAMA: &str = r#"{
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 16,
-    "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
-    "hidden_act": "silu", "torch_dtype": "float32"
-}"#;
+use crate::texts::{LENGTH, VOCABULARY, write_texts};
 
 /// `frugal train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
@@ -37,40 +25,6 @@ fn lines(arguments: &str) -> (Vec<Value>, String) {
 
 fn losses(lines: &[Value]) -> Vec<f64> {
     lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
-}
-
-/// What goes wrong, with the names of files left out.
-fn refused(arguments: &str, folder: &Path, expected: Expect) {
-    let output = train(arguments);
-    assert_eq!(output.status.code(), Some(1), "{arguments}");
-    let data = dataloading::embedded::folder().unwrap();
-    let message = String::from_utf8(output.stderr).unwrap();
-    let message =
-        message.replace(&*folder.to_string_lossy(), "FOLDER").replace(&*data.to_string_lossy(), "data");
-    expected.assert_eq(&message);
-}
-
-/// The same lines as WikiText, as JSON lines, and as a token store with its tokenizer.
-fn write_texts(folder: &Path) {
-    let texts: Vec<String> = (0..80)
-        .map(|n| format!("The river {} runs {} miles to Arden{}", n % 7, n * 3, " and on".repeat(n % 9)))
-        .collect();
-    std::fs::write(folder.join("lines.txt"), texts.join("\n \n")).unwrap();
-    let objects = texts.iter().map(|text| json!({ "answer": text, "question": "?" }).to_string());
-    std::fs::write(folder.join("objects.jsonl"), objects.collect::<Vec<_>>().join("\n")).unwrap();
-    let corpus = Corpus::new([folder.join("lines.txt")], Format::Lines);
-    let options = TrainOptions { vocabulary: VOCABULARY.parse().unwrap(), ..TrainOptions::default() };
-    let records = corpus.records().unwrap().map(|record| Ok(record?.text));
-    let json = Tokenizer::train_json(records, &options).unwrap();
-    std::fs::write(folder.join("tokenizer.json"), &json).unwrap();
-    let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
-    let options = TokenizeOptions {
-        end_of_text: tokenizer.end_of_text().ok(),
-        longest: Some(LENGTH),
-        ..TokenizeOptions::default()
-    };
-    let writer = WriterOptions::new(tokenizer.vocabulary());
-    tokenize_to_store(&corpus, &tokenizer, &options, &folder.join("store"), &writer, |_| ()).unwrap();
 }
 
 #[test]
@@ -103,91 +57,6 @@ fn lines_objects_and_a_store_of_the_same_texts_train_to_the_same_bits() {
     let (lines, _) = lines(&format!("{measured} {common} --evaluate-every 4"));
     assert!(lines.iter().any(|line| line["validation_loss"].as_f64().is_some_and(|loss| loss < first)));
     assert_eq!(losses(&lines), of_lines, "to measure changes nothing");
-}
-
-#[test]
-fn a_row_longer_than_the_models_positions_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("config.json");
-    std::fs::write(&path, LLAMA).unwrap();
-    let mut command = Command::new(crate::program());
-    let output = command.args(["train", "--length", "1000", "--model"]).arg(&path).output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    let message = String::from_utf8(output.stderr).unwrap();
-    expect![[r#"
-        error: --length 1000: the model of `config.json` has 64 positions; give at most that many
-    "#]]
-    .assert_eq(&message.replace(&*path.to_string_lossy(), "config.json"));
-}
-
-#[test]
-fn what_does_not_fit_is_said_before_anything_is_trained() {
-    let folder = tempfile::tempdir().unwrap();
-    write_texts(folder.path());
-    let folder = folder.path();
-    let at = |name: &str| folder.join(name).display().to_string();
-    let check = |arguments: String, expected| refused(&arguments, folder, expected);
-    check(
-        "--data embedded --vocabulary 100".into(),
-        expect![[r#"
-        error: vocabulary: 100 was requested, but the tokenizer data/tokenizer.json has 4096; leave the vocabulary out, or request 4096
-    "#]],
-    );
-    check(
-        format!("--data {} --vocabulary 100", at("store")),
-        expect![[r#"
-        error: vocabulary: 100 was requested, but the token store FOLDER/store has 300; leave the vocabulary out, or request 300
-    "#]],
-    );
-    check(
-        format!("--data embedded --validation {}", at("store")),
-        expect![[r#"
-        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store has 300; give the tokenizer that the store was made with
-    "#]],
-    );
-    check(
-        format!("--data {} --validation {}", at("store"), at("lines.txt")),
-        expect![[r#"
-        error: tokenizer: FOLDER/lines.txt is text, but the training data is a token store without a tokenizer; give the store's tokenizer.json
-    "#]],
-    );
-    let embedded = dataloading::embedded::folder().unwrap().join("tokenizer.json");
-    check(
-        format!("--data {} --tokenizer {}", at("store"), embedded.display()),
-        expect![[r#"
-        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store has 300; give the tokenizer that the store was made with
-    "#]],
-    );
-    check(
-        format!("--data {} --evaluate-every 5", at("store")),
-        expect![[r#"
-            error: --evaluate-every, and no validation data; give some as --validation, or leave it out
-        "#]],
-    );
-    check(
-        format!("--data {}", at("nowhere.txt")),
-        expect![[r#"
-            error: --data FOLDER/nowhere.txt: there is no such file or folder; expected synthetic, embedded, or a path
-        "#]],
-    );
-    check(
-        format!("--data {}", at("objects.jsonl")),
-        expect![[r#"
-        error: FOLDER/objects.jsonl: line 1: no field 'text'; the fields here are: answer, question
-    "#]],
-    );
-    check(
-        format!("--data {} --length 1000000", at("lines.txt")),
-        expect![[r#"
-            error: --length 1000000: the training data has 1424 tokens; give at most that many, or more data
-        "#]],
-    );
-    check(
-        "--data synthetic --epochs 2".into(),
-        expect![[r#"
-        error: --epochs has no meaning for synthetic data, which has no files and no end; leave it out, or name --data
-    "#]],
-    );
 }
 
 #[test]
@@ -302,14 +171,4 @@ fn every_optimizer_and_schedule_trains_as_it_is_called() {
     close("--warmup 1", [0.05, 0.1, 0.1, 0.1]);
     close("--schedule linear", [0.1, 0.075, 0.05, 0.025]);
     close("--schedule cosine --warmup 2", [0.1 / 3.0, 0.2 / 3.0, 0.1, 0.05]);
-    refused(
-        "--width 16 --steps 4 --schedule cosine --warmup 4",
-        Path::new("/nowhere"),
-        expect![[r#"
-            error: schedule: 4 steps with a warm-up of 4; expected more steps than warm-up, or a constant shape
-        "#]],
-    );
-    for wrong in ["--optimizer lion", "--schedule step"] {
-        assert_eq!(train(wrong).status.code(), Some(2), "{wrong}");
-    }
 }

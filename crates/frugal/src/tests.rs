@@ -1,0 +1,52 @@
+//! What the program refuses: the arguments, the words of the error, the exit status.
+//!
+//! The commands run in this process, because libtorch's initialization takes a third of a second of each new one. `tests/it` shows on
+//! processes that what is returned here is what a person reads and what the shell gets.
+
+mod commands;
+mod data;
+mod finetune;
+mod models;
+#[path = "../tests/it/tiny_folder/mod.rs"]
+mod tiny_folder;
+mod train;
+
+use expect_test::Expect;
+use report::cli::{Failure, error_line};
+use tiny_folder::Tiny;
+
+/// Runs a command without its notes, and returns the exit status and what it prints to standard error.
+pub(crate) fn end<'w>(words: impl IntoIterator<Item = &'w str>) -> (i32, String) {
+    match crate::parse(["frugal", "--quiet"].into_iter().chain(words)) {
+        Err(error) => (error.exit_code(), error.to_string()),
+        Ok(cli) => match crate::run(&cli) {
+            Ok(()) => (0, String::new()),
+            Err(error) => (Failure::status_of(&error).into(), error_line(&error) + "\n"),
+        },
+    }
+}
+
+/// The same for arguments between blanks in which `@` is the folder, whose path is left out of the error.
+fn ending(tiny: &Tiny, arguments: &str) -> (i32, String) {
+    let arguments = arguments.replace('@', &tiny.path("").to_string_lossy());
+    let (status, said) = end(arguments.split_whitespace());
+    (status, tiny.without_path(&said))
+}
+
+/// Checks that a command fails with this error, in one line.
+#[track_caller]
+fn refused(tiny: &Tiny, arguments: &str, expected: Expect) {
+    let (status, said) = ending(tiny, arguments);
+    assert_eq!(status, 1, "{arguments}: {said}");
+    assert_eq!(said.lines().count(), 1, "one line: {said}");
+    expected.assert_eq(&said);
+}
+
+/// Checks that a command fails with this status and an error with these words, which is one line unless it is of usage.
+#[track_caller]
+fn contains(tiny: &Tiny, arguments: &str, status: i32, words: &str) {
+    let (found, said) = ending(tiny, arguments);
+    assert_eq!(found, status, "{arguments}: {said}");
+    assert!(said.contains(words), "{arguments}: {said}");
+    assert!(status == 2 || said.lines().count() == 1, "one line: {said}");
+}

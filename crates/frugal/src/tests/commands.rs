@@ -1,0 +1,77 @@
+//! Wrong flags, and what each command but a training refuses.
+
+use expect_test::expect;
+
+use super::{Tiny, contains, ending, refused};
+
+#[test]
+fn wrong_flags_are_a_usage_error() {
+    let tiny = Tiny::new();
+    for arguments in [
+        "finetune --model model",
+        "generate --model model",
+        "generate --model model --prompt a --prompts b",
+        "eval --model model --data problems --split all",
+        "export --out out",
+        "merge --model model --adapter a --out b --dtype int8",
+        "finetune --model model --data problems --out out --activations recompute --recompute",
+        "train --optimizer lion",
+        "train --schedule step",
+    ] {
+        let (status, said) = ending(&tiny, arguments);
+        assert_eq!(status, 2, "{arguments}: {said}");
+    }
+}
+
+#[test]
+fn an_impossible_budget_of_a_generation_is_refused() {
+    let tiny = Tiny::new();
+    for (flags, status, words) in [
+        ("--budget 1MiB", 1, "error: a budget of 1.00 MiB is less than the program takes by itself ("),
+        ("--budget 2Gi", 2, "write for example 80GB or 24GiB"),
+        ("--ring 0", 2, "0 is not in 1..=64"),
+        (
+            "--ring 2",
+            1,
+            "--ring and --resident are about offloaded layers; give --offload host or --offload file",
+        ),
+        ("--budget 2GiB --resident 1", 2, "cannot be used with"),
+    ] {
+        contains(&tiny, &format!("generate --model @model --prompt The {flags}"), status, words);
+    }
+}
+
+#[test]
+fn flags_of_another_format_and_missing_parts_of_an_export_are_refused() {
+    let tiny = Tiny::new();
+    for (arguments, words) in [
+        ("gguf --adapter @problems --out @x.gguf", "--format gguf needs the base model; give --model"),
+        ("gguf-lora --model @model --out @x.gguf", "there is no adapter; give --adapter or --checkpoints"),
+        ("merged --model @model --out @x", "there is nothing to merge; give --adapter or --checkpoints"),
+        (
+            "gguf --model @model --out @problems",
+            "--out problems is a folder; give a file, such as problems/model.gguf",
+        ),
+        ("peft --adapter @problems --out @x --type f16", "--format peft has no --type"),
+        ("gguf --model @model --out @x.gguf --dtype bf16", "--format gguf has no --dtype"),
+        ("merged --model @model --adapter @problems --out @x --verify", "--format merged has no --verify"),
+        ("nf4 --model @model --adapter @problems --out @x", "--format nf4 has no --adapter"),
+        (
+            "gguf --model @model --out @x.gguf --verify --python no-python",
+            "no-python: No such file or directory (os error 2); give a Python with --python",
+        ),
+    ] {
+        let (status, said) = ending(&tiny, &format!("export --format {arguments}"));
+        assert_eq!((status, &*said), (1, &*format!("error: {words}\n")), "{arguments}");
+    }
+    let config = String::from_utf8(tiny.bytes("model/config.json")).unwrap();
+    std::fs::write(tiny.path("model/config.json"), config.replace("\"qwen2\"", "\"mamba\"")).unwrap();
+    refused(
+        &tiny,
+        "export --format gguf --model @model --out @x.gguf",
+        expect![[r#"
+            error: the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, olmo2, phi3, gemma2, gemma3_text
+        "#]],
+    );
+    assert!(!tiny.path("x.gguf").exists() && !tiny.path("x").exists());
+}
