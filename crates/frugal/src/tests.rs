@@ -1,15 +1,25 @@
-//! What the program refuses: the arguments, the words of the error, the exit status.
+//! The commands of the program without a process for each, because libtorch's initialization takes a third of a second of each new one.
 //!
-//! The commands run in this process, because libtorch's initialization takes a third of a second of each new one. `tests/it` shows on
-//! processes that what is returned here is what a person reads and what the shell gets.
+//! What the program refuses (the arguments, the words of the error, the exit status) runs in this process; what writes results runs in a
+//! [`session`], which is one process for several commands. `tests/it` shows on processes of the program that what is returned here is what
+//! a person reads and what the shell gets.
 
+mod command_line;
 mod commands;
+#[path = "../tests/it/conversations.rs"]
+mod conversations;
 mod data;
+mod data_command;
+mod export;
 mod finetune;
 mod models;
+mod plan;
+mod run_plan;
+mod session;
 #[path = "../tests/it/tiny_folder/mod.rs"]
 mod tiny_folder;
 mod train;
+mod trainings;
 
 use expect_test::Expect;
 use report::cli::{Failure, error_line};

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use expect_test::{Expect, expect};
 use frugal::llama_cpp::{LlamaCpp, Request};
 use gguf::{Reader, TensorType};
 use models::tensors_file;
@@ -11,113 +10,8 @@ use tch::{Device, Tensor};
 
 use crate::tiny_folder::Tiny;
 
-const TRAIN: &str =
-    "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --steps 2 --quiet";
-
-fn refused(tiny: &Tiny, arguments: &str, expected: Expect) {
-    let output = tiny.run(arguments);
-    assert_eq!(output.status.code(), Some(1), "{arguments}");
-    expected.assert_eq(&tiny.without_path(&String::from_utf8(output.stderr).unwrap()));
-}
-
 fn result(out: &str) -> Value {
     serde_json::from_str::<Value>(out).unwrap()["result"].clone()
-}
-
-#[test]
-fn a_fine_tuned_model_is_exported_in_every_format() {
-    let tiny = Tiny::new();
-    tiny.succeed(&format!("{TRAIN} --out adapter"));
-    let (_, said) = tiny.succeed("export --format merged --model model --checkpoints adapter --out merged");
-    assert_eq!(said, "exported to merged\n");
-    tiny.succeed("merge --model model --adapter adapter --out expected --quiet");
-    assert!(tiny.bytes("merged/model.safetensors") == tiny.bytes("expected/model.safetensors"));
-
-    let (out, _) = tiny.succeed(
-        "export --format gguf --type f32 --model model --adapter adapter --out new/tuned.gguf --json",
-    );
-    let fields = result(&out);
-    assert_eq!((&fields["file"], &fields["notes"]), (&json!("new/tuned.gguf"), &json!([])));
-    let file = Reader::open(&tiny.path("new/tuned.gguf")).unwrap();
-    assert_eq!(file.header().get("general.name"), Some(&"tuned".into()));
-    assert_eq!(fields["tensors"], file.header().tensors.len());
-    // The values are the merged ones.
-    let merged = tensors_file::read(&tiny.path("merged/model.safetensors"), Device::Cpu).unwrap();
-    let (_, up) = merged.iter().find(|(name, _)| name == "model.layers.1.self_attn.v_proj.weight").unwrap();
-    let found = file.rows(file.position("blk.1.attn_v.weight").unwrap(), 0..up.size()[0] as u64).unwrap();
-    assert_eq!(Tensor::from_slice(&found).view_as(up), *up);
-    let left = std::fs::read_dir(tiny.path("new")).unwrap().count();
-    assert_eq!(left, 1, "temporary folders are removed");
-
-    // What exists is replaced only on demand.
-    tiny.succeed("export --format peft --adapter adapter --out peft");
-    for (arguments, out) in [
-        ("export --format peft --adapter adapter", "peft"),
-        ("merge --model model --adapter adapter", "peft"),
-    ] {
-        refused(
-            &tiny,
-            &format!("{arguments} --out {out}"),
-            expect![[r#"
-                error: --out peft exists; give another, or --overwrite to replace what is there
-            "#]],
-        );
-    }
-    tiny.succeed("export --format peft --adapter adapter --out peft --overwrite");
-
-    let template = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}\
-                    {% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-                    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-    let config = json!({ "chat_template": template }).to_string();
-    std::fs::write(tiny.path("model/tokenizer_config.json"), config).unwrap();
-    tiny.succeed("export --format gguf-lora --model model --adapter adapter --out adapter.gguf");
-    let file = Reader::open(&tiny.path("adapter.gguf")).unwrap();
-    assert_eq!(file.header().tensors.len(), 2 * 4 * 2);
-
-    let (_, said) = tiny.succeed("export --format ollama --model model --adapter adapter --out chat");
-    // Of width 16, no row of this model is a multiple of 32 long.
-    expect![[r#"
-        note: 15 matrices are stored as f16, because their rows are not a multiple of 32 long: token_embd.weight, …
-        to use it: cd chat && ollama create NAME -f Modelfile
-        exported to chat
-    "#]]
-    .assert_eq(&said);
-    expect![[r#"
-        FROM ./model-q8_0.gguf
-        ADAPTER ./adapter.gguf
-        # The chat template is ChatML.
-        TEMPLATE """{{- range $i, $_ := .Messages }}
-        SYSTEM """Be kind."""
-        PARAMETER stop "<|endoftext|>"
-    "#]]
-    .assert_eq(&{
-        let text = String::from_utf8(tiny.bytes("chat/Modelfile")).unwrap();
-        let lines = text.lines().filter(|line| !line.starts_with("{{-"));
-        lines.map(|line| format!("{line}\n")).collect::<String>()
-    });
-}
-
-/// A DoRA adapter is no product of two matrices on the base.
-#[test]
-fn an_adapter_that_gguf_cannot_hold_is_merged_for_ollama() {
-    let tiny = Tiny::new();
-    tiny.succeed(&format!("{TRAIN} --dora --out adapter"));
-    let (_, said) =
-        tiny.succeed("export --format ollama --type f16 --model model --checkpoints adapter --out chat");
-    expect![[r#"
-        the adapter is merged into the model: `use_dora` of an adapter in GGUF is not supported: true; merge it into the model, and export that as GGUF
-        to use it: cd chat && ollama create NAME -f Modelfile
-        exported to chat
-    "#]]
-    .assert_eq(&said);
-    assert!(!tiny.path("chat/adapter.gguf").exists());
-    refused(
-        &tiny,
-        "export --format gguf-lora --model model --adapter adapter --out adapter.gguf",
-        expect![[r#"
-            error: `use_dora` of an adapter in GGUF is not supported: true; merge it into the model, and export that as GGUF
-        "#]],
-    );
 }
 
 /// llama.cpp, if a Python with it is here.

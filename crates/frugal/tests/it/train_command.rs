@@ -1,4 +1,4 @@
-//! `frugal train` as a process: the data it reads, what it refuses, and that a resume goes on.
+//! `frugal train` as a process: a resume goes on.
 
 use serde_json::Value;
 
@@ -14,17 +14,6 @@ fn losses(lines: &[Value]) -> Vec<f64> {
 
 fn train(tiny: &Tiny, arguments: &str) -> Vec<f64> {
     losses(&lines(&tiny.succeed(&format!("train --json --heads 2 {arguments}")).0))
-}
-
-#[test]
-fn techniques_keep_the_losses() {
-    let tiny = Tiny::new();
-    let common = "--model gpt2 --width 16 --steps 3 --batch-size 4 --accumulation 2 --clip 1";
-    let plain = train(&tiny, common);
-    assert_eq!(plain.len(), 3);
-    for flags in ["--activations recompute --recompute-what elementwise", "--offload host --ring 1"] {
-        assert_eq!(train(&tiny, &format!("{common} {flags}")), plain, "{flags}");
-    }
 }
 
 #[test]
@@ -45,82 +34,4 @@ fn a_training_goes_on_from_its_folder_to_the_same_losses() {
     };
     assert_eq!(log("cut"), whole);
     assert_eq!(log("whole"), whole);
-}
-
-#[test]
-fn the_folder_of_a_training_says_how_far_it_is() {
-    let tiny = Tiny::new();
-    tiny.succeed("train --width 16 --heads 2 --steps 3 --out scratch");
-    let (out, _) = tiny.succeed("info scratch");
-    assert!(out.contains("finished after 3 of 3 steps"), "{out}");
-    let record = tiny.bytes("scratch/run.json");
-    let (_, err) = tiny.succeed("resume scratch");
-    assert_eq!(tiny.bytes("scratch/run.json"), record, "what was measured stays");
-    assert!(
-        err.contains("the training was finished before, after 3 steps; to continue, raise `steps`"),
-        "{err}"
-    );
-
-    let finetune = "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --steps 4";
-    tiny.succeed(&format!("{finetune} --checkpoint-every 2 --out run"));
-    std::fs::remove_dir_all(tiny.path("run/checkpoints/step-000000000004")).unwrap();
-    std::fs::remove_file(tiny.path("run/adapter_config.json")).unwrap();
-    let (out, _) = tiny.succeed("info run --json");
-    let told = &lines(&out)[0];
-    assert_eq!(told["state"], serde_json::json!({ "status": "unfinished", "step": 2, "steps": 4 }));
-    assert!(told["loss"]["last"].is_number() && told["next"] == "frugal resume run", "{told}");
-    let (_, err) = tiny.succeed("resume run");
-    assert!(err.contains("resumes after step 2 of 4\n"), "{err}");
-    let log = String::from_utf8(tiny.bytes("run/losses.jsonl")).unwrap();
-    let first = losses(&lines(&log))[0];
-    let first = format!("4 steps, training loss {first:.4} to");
-    assert!(err.contains(&first), "the first loss is that of the first step: {err}");
-    let (out, _) = tiny.succeed("info run");
-    assert!(out.contains("finished after 4 of 4 steps") && out.contains("rank"), "{out}");
-    assert!(out.contains("--adapter run --prompt TEXT"), "{out}");
-}
-
-#[test]
-fn a_config_json_is_trained_into_a_model() {
-    let tiny = Tiny::new();
-    let text = String::from_utf8(tiny.bytes("model/config.json")).unwrap();
-    std::fs::write(tiny.path("shape.json"), text).unwrap();
-    tiny.succeed("train --model shape.json --data embedded --steps 2 --out scratch");
-    tiny.succeed("info scratch/model");
-}
-
-/// The README's tasks, on the model that the first one makes.
-#[test]
-fn a_model_from_scratch_is_fine_tuned_resumed_merged_and_offloaded() {
-    let tiny = Tiny::new();
-    let mut shape: serde_json::Value = serde_json::from_slice(&tiny.bytes("model/config.json")).unwrap();
-    shape["vocab_size"] = 4096.into();
-    std::fs::write(tiny.path("shape.json"), shape.to_string()).unwrap();
-    let rows = r#"{"prompt": "The river", "completion": " is long."}
-        {"prompt": "A town", "completion": " is small."}"#;
-    std::fs::write(tiny.path("my.jsonl"), rows).unwrap();
-    for command in [
-        "train --model shape.json --data embedded --steps 2 --out scratch",
-        "finetune --model scratch/model --data my.jsonl --out run --steps 2 --precision bf16 --activations recompute",
-        "resume run",
-        "generate --model scratch/model --adapter run --prompt Once --max-new-tokens 4",
-        "merge --model scratch/model --adapter run --out merged",
-        "generate --model merged --offload file --prompt Once --max-new-tokens 4",
-        "finetune --model scratch/model --data my.jsonl --out host --steps 2 --offload host --optimizer-on host",
-        "finetune --model scratch/model --data my.jsonl --out full --method full --steps 2 --mlp input-only",
-    ] {
-        tiny.succeed(command);
-    }
-}
-
-#[test]
-fn a_plan_says_what_fits_without_weights() {
-    let tiny = Tiny::new();
-    let (out, _) = tiny.succeed("plan --model qwen2.5-0.5b --budget 3GiB --length 128 --json");
-    let told = &lines(&out)[0];
-    assert!(told["chosen"].is_string() && told["variants"].as_array().unwrap().len() >= 4, "{told}");
-    // Rates that are given are not measured.
-    let (out, _) =
-        tiny.succeed("plan --model model/config.json --budget 1GiB --length 64 --hardware rtx4090");
-    assert!(out.contains("the fastest that fits"), "{out}");
 }

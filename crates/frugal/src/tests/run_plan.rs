@@ -2,13 +2,14 @@
 
 use serde_json::Value;
 
-use crate::tiny_folder::Tiny;
+use super::Tiny;
+use super::session::Session;
 
 const TRAIN: &str = "finetune --model model --data problems --steps 2 --accumulation 1";
 
 #[test]
 fn a_training_tells_its_plan() {
-    let tiny = Tiny::new();
+    let tiny = Session::new();
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out given --budget 2GiB"));
     assert!(said.contains("budget 2.00 GiB, ") && said.contains("for the program and a reserve"), "{said}");
     assert!(said.contains("▸ keep all") && said.contains("chosen: the fastest that fits"), "{said}");
@@ -73,11 +74,11 @@ fn enlarge(tiny: &Tiny) {
 
 #[test]
 fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
-    let tiny = Tiny::new();
+    let tiny = Session::new();
     enlarge(&tiny);
-    let output = tiny.run(&format!("{TRAIN} --out out --dtype float32 --budget 1GiB --batch-size 8"));
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(3), "{said}");
+    let ended = tiny.run(&format!("{TRAIN} --out out --dtype float32 --budget 1GiB --batch-size 8"));
+    let said = ended.err;
+    assert_eq!(ended.status, 3, "{said}");
     let error = said.lines().last().unwrap();
     assert!(error.starts_with("error: nothing fits a budget of 1.00 GiB; the least is "), "{error}");
     assert!(error.contains("layers in files, ring 1, 1 row at a time"), "{error}");
@@ -85,6 +86,6 @@ fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
     assert!(error.contains("; or give --budget "), "{error}");
     assert!(!tiny.path("out").exists());
     // The least that it names suffices for the plan.
-    let output = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB --hardware rtx4090");
-    assert_eq!(output.status.code(), Some(3));
+    let ended = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB --hardware rtx4090");
+    assert_eq!(ended.status, 3);
 }

@@ -1,18 +1,30 @@
 //! What `frugal plan` tells people and programs.
 
-use std::process::Command;
-
 use expect_test::expect;
 
-fn plan(arguments: &[&str]) -> String {
-    let output = Command::new(crate::program()).arg("plan").args(arguments).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+use super::session::Session;
+
+/// All in one process.
+#[test]
+fn plans() {
+    let session = Session::new();
+    the_memory_of_a_step_for_people(&session);
+    the_memory_of_a_step_for_programs(&session);
+    the_memory_of_adapters(&session);
+    every_question_is_answered_in_json(&session);
+    a_plan_for_a_card(&session);
+    a_plan_over_ranks(&session);
+    divided_layers_always_run_again_and_gather_the_frozen_base_of_adapters(&session);
 }
 
-#[test]
-fn the_memory_of_a_step_for_people() {
-    let text = plan(&["memory", "--model", "gpt2", "--batch-size", "8", "--hardware", "rtx4090"]);
+fn plan(session: &Session, arguments: &[&str]) -> String {
+    let ended = session.run_words(&[&["plan"], arguments].concat());
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    ended.out
+}
+
+fn the_memory_of_a_step_for_people(session: &Session) {
+    let text = plan(session, &["memory", "--model", "gpt2", "--batch-size", "8", "--hardware", "rtx4090"]);
     expect![[r#"
         gpt2, 124,439,808 parameters (124 M)
         batch 8 × 1024 tokens, bf16-master, adamw, flash attention
@@ -37,9 +49,8 @@ fn the_memory_of_a_step_for_people() {
     .assert_eq(&text);
 }
 
-#[test]
-fn the_memory_of_a_step_for_programs() {
-    let text = plan(&["memory", "--model", "gpt2", "--json"]);
+fn the_memory_of_a_step_for_programs(session: &Session) {
+    let text = plan(session, &["memory", "--model", "gpt2", "--json"]);
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(value["parameters"], 124_439_808);
     let peak = value["peak_bytes"].as_u64().unwrap();
@@ -47,26 +58,28 @@ fn the_memory_of_a_step_for_programs() {
     assert_eq!(totals.max(), Some(peak));
 }
 
-#[test]
-fn the_memory_of_adapters() {
-    let text = plan(&[
-        "memory",
-        "--model",
-        "qwen2.5-0.5b",
-        "--batch-size",
-        "2",
-        "--length",
-        "256",
-        "--recipe",
-        "bf16",
-        "--r",
-        "8",
-        "--targets",
-        "q,k,v,o",
-        "--loss",
-        "fused",
-        "--json",
-    ]);
+fn the_memory_of_adapters(session: &Session) {
+    let text = plan(
+        session,
+        &[
+            "memory",
+            "--model",
+            "qwen2.5-0.5b",
+            "--batch-size",
+            "2",
+            "--length",
+            "256",
+            "--recipe",
+            "bf16",
+            "--r",
+            "8",
+            "--targets",
+            "q,k,v,o",
+            "--loss",
+            "fused",
+            "--json",
+        ],
+    );
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(value["parameters"], 495_114_112);
     let summary = value["plan"].as_str().unwrap();
@@ -78,12 +91,11 @@ fn the_memory_of_adapters() {
     assert_eq!(step["parts"]["gradients"], 4 * adapters);
     assert_eq!(step["parts"]["optimizer state"], 8 * adapters);
     assert_eq!(step["parts"]["master weights"], 0);
-    let text = plan(&["flops", "--model", "qwen2.5-0.5b", "--r", "8"]);
+    let text = plan(session, &["flops", "--model", "qwen2.5-0.5b", "--r", "8"]);
     assert!(text.contains("self_attn.q_proj adapter"), "{text}");
 }
 
-#[test]
-fn every_question_is_answered_in_json() {
+fn every_question_is_answered_in_json(session: &Session) {
     let commands: [&[&str]; 7] = [
         &["parameters", "--model", "qwen2.5-7b", "--list"],
         &["flops", "--model", "llama-3-8b"],
@@ -94,14 +106,13 @@ fn every_question_is_answered_in_json() {
         &["kv-cache", "--model", "llama-3-8b", "--budget", "80GB"],
     ];
     for command in commands {
-        let text = plan(&[command, &["--json"]].concat());
+        let text = plan(session, &[command, &["--json"]].concat());
         serde_json::from_str::<serde_json::Value>(&text)
             .unwrap_or_else(|error| panic!("{command:?}: {error}"));
     }
 }
 
-#[test]
-fn a_plan_for_a_card() {
+fn a_plan_for_a_card(session: &Session) {
     let flags = ["--model", "qwen2.5-7b", "--budget", "10GiB", "--hardware", "4090", "--length", "2048"];
     expect![[r#"
         parameters          7,615,616,512 (14.2 GiB)
@@ -128,8 +139,8 @@ fn a_plan_for_a_card() {
         more memory                               14.8 GiB: recompute 27 of 28 layers from inputs in host memory, 729 ms a step
         less memory                               3.40 GiB: layers in host memory, ring 1, 1.75 s a step
         flags of finetune                         --offload host --ring 2 --resident 1,3,5,7,9,11,13,15,17,19,21,23,25,27
-    "#]].assert_eq(&plan(&flags));
-    let text = plan(&[&flags[..], &["--json"]].concat());
+    "#]].assert_eq(&plan(session, &flags));
+    let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let variants = value["variants"].as_array().unwrap();
     for variant in variants {
@@ -141,8 +152,7 @@ fn a_plan_for_a_card() {
     assert!(value["flags"].as_str().unwrap().starts_with("--offload host --ring "), "{value}");
 }
 
-#[test]
-fn a_plan_over_ranks() {
+fn a_plan_over_ranks(session: &Session) {
     let flags = [
         "--model",
         "qwen2.5-7b",
@@ -185,8 +195,8 @@ fn a_plan_over_ranks() {
         sent by a rank                    26.6 GiB
         waits for other ranks             179 ms
         flags of finetune                 --zero-stage 2
-    "#]].assert_eq(&plan(&flags));
-    let text = plan(&[&flags[..], &["--json"]].concat());
+    "#]].assert_eq(&plan(session, &flags));
+    let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let variants = value["variants"].as_array().unwrap();
     let stages: Vec<_> = variants.iter().filter_map(|variant| variant["zero_stage"].as_u64()).collect();
@@ -197,10 +207,9 @@ fn a_plan_over_ranks() {
     }
 }
 
-#[test]
-fn divided_layers_always_run_again_and_gather_the_frozen_base_of_adapters() {
+fn divided_layers_always_run_again_and_gather_the_frozen_base_of_adapters(session: &Session) {
     let flags = ["--model", "qwen2.5-0.5b", "--hardware", "h100", "--ranks", "2", "--json"];
-    let value: serde_json::Value = serde_json::from_str(&plan(&flags)).unwrap();
+    let value: serde_json::Value = serde_json::from_str(&plan(session, &flags)).unwrap();
     let of_stage = |stage: u64| -> Vec<&serde_json::Value> {
         let variants = value["variants"].as_array().unwrap().iter();
         variants.filter(|variant| variant["zero_stage"].as_u64() == Some(stage)).collect()

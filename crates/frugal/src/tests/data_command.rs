@@ -1,0 +1,88 @@
+//! `frugal data`, and conversations that are cut.
+
+use expect_test::expect;
+use serde_json::{Value, json};
+
+use super::conversations::{TEMPLATE, conversations};
+use super::session::Session;
+
+#[test]
+fn data_is_shown_as_the_model_reads_it() {
+    let tiny = Session::new();
+    conversations(&tiny);
+    let template = TEMPLATE.replace("{{ strftime_now('%d %b %Y') }}\n", "");
+    std::fs::write(tiny.path("plain.jinja"), template).unwrap();
+    let show = |flags: &str| {
+        tiny.succeed(&format!("data show chat.jsonl --model model --chat-template plain.jinja {flags}"))
+    };
+    let (out, err) = show("--number 2");
+    assert_eq!(err, "data: chat.jsonl (messages; not read: id)\n");
+    expect![[r#"
+        ── chat.jsonl: line 1: 48 tokens, 8 learned
+        user: Ann has 0 pears and buys 0 more.<|endoftext|>
+        assistant:  She has 0.<|endoftext|>
+        user: And one more?<|endoftext|>
+        assistant: ⟦[+ 1] 1.<|endoftext|>
+        ⟧
+    "#]]
+    .assert_eq(out.split("── chat.jsonl: line 2").next().unwrap());
+    assert_eq!(out.matches("──").count(), 3, "the history of the second changes: a row for each answer");
+    let (out, _) = show("--number 1 --skip 1 --color always");
+    assert!(out.contains("\u{1b}[7;32m<|endoftext|>\u{1b}[0m"), "{out:?}");
+    let (out, _) = show("--number 1 --mask all --json");
+    let row: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(row["labels"], row["input_ids"]);
+
+    let (out, _) = tiny.succeed("data stats chat.jsonl --model model --json");
+    let stats: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&stats["records"], &stats["rows"]), (&24.into(), &40.into()));
+    let (out, _) = tiny.succeed("data check chat.jsonl --model model");
+    assert!(out.starts_with("24 records, 40 rows, "), "{out}");
+}
+
+#[test]
+fn every_wrong_record_is_listed() {
+    let tiny = Session::new();
+    std::fs::write(tiny.path("model/chat_template.jinja"), TEMPLATE).unwrap();
+    let lines = [
+        json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b" }] }).to_string(),
+        "{".to_owned(),
+        json!({ "messages": [{ "role": "user", "content": "a" }] }).to_string(),
+        json!({ "messages": [{ "role": "assistant", "content": "b", "weight": 7 }] }).to_string(),
+        json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b ".repeat(300) }] })
+            .to_string(),
+        json!({ "text": "t" }).to_string(),
+    ];
+    std::fs::write(tiny.path("chat.jsonl"), lines.join("\n")).unwrap();
+    let ended = tiny.run("data check chat.jsonl --model model --format messages");
+    let said = [ended.out, ended.err];
+    assert_eq!(ended.status, 1, "{said:?}");
+    expect![[r#"
+        chat.jsonl: line 2: not JSON (EOF while parsing an object, column 1); correct or remove the line
+        chat.jsonl: line 3: nothing of it is learned; it is left out
+        chat.jsonl: line 4: `messages`, message 1: `weight` is 7; expected 0 (not learned) or 1
+        chat.jsonl: line 5: 319 tokens are more than the longest row of 200; shorten it, or choose what happens to long rows: --overlong skip, truncate or split
+        chat.jsonl: line 6: the record has text, and the data's format is messages; correct or remove it
+    "#]]
+    .assert_eq(&said[0]);
+    assert!(said[1].ends_with("error: 4 of 6 records are wrong\n"), "{said:?}");
+}
+
+#[test]
+fn long_conversations_are_cut_or_divided_where_that_is_asked_for() {
+    let tiny = Session::new();
+    conversations(&tiny);
+    let asked = json!({ "messages": [{ "role": "user", "content": "a" }] });
+    let long = json!({ "messages": [
+        { "role": "user", "content": "a" }, { "role": "assistant", "content": "b ".repeat(300) },
+    ] });
+    std::fs::write(tiny.path("long.jsonl"), format!("{asked}\n{long}\n")).unwrap();
+    for (overlong, word, rows) in [("truncate", "cut", "1 batch"), ("split", "divided", "2 batches")] {
+        let flags = format!("--overlong {overlong} --batch-size 1 --steps 1 --out {overlong} --samples 0");
+        let (_, said) = tiny.succeed(&format!("finetune --model model --data long.jsonl {flags}"));
+        assert!(
+            said.contains(&format!("rows are too long and are {word}\n")) && said.contains(rows),
+            "{said}"
+        );
+    }
+}

@@ -1,0 +1,156 @@
+//! One process for several commands of the program, because its start takes a third of a second.
+
+use std::cell::RefCell;
+use std::io::{BufRead, BufReader, Write};
+use std::ops::Deref;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+
+use report::cli::{Failure, error_line};
+
+use super::Tiny;
+
+/// The environment variable of the process that runs commands.
+const VARIABLE: &str = "FRUGAL_TEST_SESSION";
+/// The line after what a command prints; on standard output the status follows.
+const END: &str = "\u{1e}the command has ended ";
+
+/// A tiny model's folder, and a process of this executable in it, which runs commands one after another as the program does.
+pub(super) struct Session {
+    tiny: Tiny,
+    process: RefCell<Process>,
+}
+
+struct Process {
+    child: Child,
+    commands: Option<ChildStdin>,
+    out: BufReader<ChildStdout>,
+    err: BufReader<ChildStderr>,
+}
+
+/// How a command has ended.
+pub(super) struct Ended {
+    pub(super) status: i32,
+    pub(super) out: String,
+    pub(super) err: String,
+}
+
+impl Deref for Session {
+    type Target = Tiny;
+
+    fn deref(&self) -> &Tiny {
+        &self.tiny
+    }
+}
+
+impl Session {
+    pub(super) fn new() -> Self {
+        let tiny = Tiny::new();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["tests::session::the_process_of_a_session", "--exact", "--nocapture"]);
+        command.current_dir(tiny.path("")).env(VARIABLE, "1");
+        // As for a process of the program.
+        command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", tiny.path("no-cache")).env("FRUGAL_CACHE", tiny.path("cache"));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let commands = child.stdin.take();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let err = BufReader::new(child.stderr.take().unwrap());
+        let mut process = Process { child, commands, out, err };
+        // What the harness prints at the start.
+        process.ended();
+        Self { tiny, process: RefCell::new(process) }
+    }
+
+    /// Runs a command, its arguments between blanks.
+    #[track_caller]
+    pub(super) fn run(&self, arguments: &str) -> Ended {
+        self.run_words(&arguments.split_whitespace().collect::<Vec<_>>())
+    }
+
+    #[track_caller]
+    pub(super) fn run_words(&self, words: &[&str]) -> Ended {
+        let mut process = self.process.borrow_mut();
+        let line = serde_json::to_string(words).unwrap();
+        writeln!(process.commands.as_mut().unwrap(), "{line}").unwrap();
+        process.ended()
+    }
+
+    /// Standard output and standard error of a command that ends well.
+    #[track_caller]
+    pub(super) fn succeed(&self, arguments: &str) -> (String, String) {
+        let Ended { status, out, err } = self.run(arguments);
+        assert_eq!(status, 0, "{arguments}: {err}");
+        (out, err)
+    }
+}
+
+impl Process {
+    #[track_caller]
+    fn ended(&mut self) -> Ended {
+        let (out, status) = until_end(&mut self.out);
+        let (err, _) = until_end(&mut self.err);
+        let status = status.trim().parse().unwrap_or_else(|_| panic!("the process has ended: {out}{err}"));
+        Ended { status, out, err }
+    }
+}
+
+/// What is printed before the line of the end, and the rest of that line.
+fn until_end(from: &mut impl BufRead) -> (String, String) {
+    let mut text = String::new();
+    loop {
+        let start = text.len();
+        if from.read_line(&mut text).unwrap() == 0 {
+            return (text, String::new());
+        }
+        if let Some(rest) = text[start..].strip_prefix(END) {
+            let rest = rest.to_owned();
+            // And the line break before it.
+            text.truncate(start.saturating_sub(1));
+            return (text, rest);
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let process = self.process.get_mut();
+        drop(process.commands.take());
+        let _ = process.child.wait();
+    }
+}
+
+/// The process of a [`Session`] runs this test alone.
+#[test]
+#[allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "what the process prints is what a session reads"
+)]
+fn the_process_of_a_session() {
+    if std::env::var_os(VARIABLE).is_none() {
+        return;
+    }
+    let end = |status: i32| {
+        println!("\n{END}{status}");
+        eprintln!("\n{END}");
+    };
+    end(0);
+    for line in std::io::stdin().lines() {
+        let words: Vec<String> = serde_json::from_str(&line.unwrap()).unwrap();
+        let words = std::iter::once("frugal".to_owned()).chain(words);
+        end(match crate::parse(words) {
+            Err(error) => {
+                eprint!("{error}");
+                error.exit_code()
+            }
+            Ok(cli) => crate::run(&cli).map_or_else(
+                |error| {
+                    eprintln!("{}", error_line(&error));
+                    Failure::status_of(&error).into()
+                },
+                |()| 0,
+            ),
+        });
+    }
+}
