@@ -1,7 +1,7 @@
 //! The commands of the program without a process for each, because libtorch's initialization takes a third of a second of each new one.
 //!
 //! What the program refuses (the arguments, the words of the error, the exit status) runs in this process; what writes results runs in a
-//! [`session`], which is one process for several commands. `tests/it` shows on processes of the program that what is returned here is what
+//! [`session`], of which all share one process. `tests/it` shows on processes of the program that what is returned here is what
 //! a person reads and what the shell gets.
 
 mod command_line;
@@ -12,7 +12,11 @@ mod data;
 mod data_command;
 mod export;
 mod finetune;
+mod guide;
+#[path = "../tests/it/guide_commands.rs"]
+mod guide_commands;
 mod models;
+mod nf4;
 mod plan;
 mod run_plan;
 mod session;

@@ -1,9 +1,10 @@
-//! One process for several commands of the program, because its start takes a third of a second.
+//! One process for the commands of many tests, because the start of the program takes a third of a second.
 
-use std::cell::RefCell;
 use std::io::{BufRead, BufReader, Write};
 use std::ops::Deref;
+use std::path::PathBuf;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 
 use report::cli::{Failure, error_line};
 
@@ -14,15 +15,17 @@ const VARIABLE: &str = "FRUGAL_TEST_SESSION";
 /// The line after what a command prints; on standard output the status follows.
 const END: &str = "\u{1e}the command has ended ";
 
-/// A tiny model's folder, and a process of this executable in it, which runs commands one after another as the program does.
+/// The process that runs the commands of all sessions; it ends when its standard input is closed.
+static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
+
+/// A tiny model's folder in which commands run one after another as the program runs them, in a process of this executable.
 pub(super) struct Session {
     tiny: Tiny,
-    process: RefCell<Process>,
 }
 
 struct Process {
     child: Child,
-    commands: Option<ChildStdin>,
+    commands: ChildStdin,
     out: BufReader<ChildStdout>,
     err: BufReader<ChildStderr>,
 }
@@ -44,22 +47,7 @@ impl Deref for Session {
 
 impl Session {
     pub(super) fn new() -> Self {
-        let tiny = Tiny::new();
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["tests::session::the_process_of_a_session", "--exact", "--nocapture"]);
-        command.current_dir(tiny.path("")).env(VARIABLE, "1");
-        // As for a process of the program.
-        command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
-        command.env("HF_HUB_CACHE", tiny.path("no-cache")).env("FRUGAL_CACHE", tiny.path("cache"));
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let commands = child.stdin.take();
-        let out = BufReader::new(child.stdout.take().unwrap());
-        let err = BufReader::new(child.stderr.take().unwrap());
-        let mut process = Process { child, commands, out, err };
-        // What the harness prints at the start.
-        process.ended();
-        Self { tiny, process: RefCell::new(process) }
+        Self { tiny: Tiny::new() }
     }
 
     /// Runs a command, its arguments between blanks.
@@ -70,10 +58,14 @@ impl Session {
 
     #[track_caller]
     pub(super) fn run_words(&self, words: &[&str]) -> Ended {
-        let mut process = self.process.borrow_mut();
-        let line = serde_json::to_string(words).unwrap();
-        writeln!(process.commands.as_mut().unwrap(), "{line}").unwrap();
-        process.ended()
+        let mut shared = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+        // A process in which a command panics is not used again.
+        let mut process = shared.take().unwrap_or_else(Process::start);
+        let line = serde_json::to_string(&(self.tiny.path(""), words)).unwrap();
+        writeln!(process.commands, "{line}").unwrap();
+        let ended = process.ended();
+        *shared = Some(process);
+        ended
     }
 
     /// Standard output and standard error of a command that ends well.
@@ -86,11 +78,30 @@ impl Session {
 }
 
 impl Process {
+    fn start() -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["tests::session::the_process_of_all_sessions", "--exact", "--nocapture"]);
+        // As for a process of the program; the caches are in the current folder.
+        command.env(VARIABLE, "1").env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", "no-cache").env("FRUGAL_CACHE", "cache");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let commands = child.stdin.take().unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let err = BufReader::new(child.stderr.take().unwrap());
+        let mut process = Self { child, commands, out, err };
+        // What the harness prints at the start.
+        process.ended();
+        process
+    }
+
     #[track_caller]
     fn ended(&mut self) -> Ended {
         let (out, status) = until_end(&mut self.out);
         let (err, _) = until_end(&mut self.err);
-        let status = status.trim().parse().unwrap_or_else(|_| panic!("the process has ended: {out}{err}"));
+        let Ok(status) = status.trim().parse() else {
+            panic!("the process of the sessions has ended with {:?}: {out}{err}", self.child.wait());
+        };
         Ended { status, out, err }
     }
 }
@@ -112,22 +123,14 @@ fn until_end(from: &mut impl BufRead) -> (String, String) {
     }
 }
 
-impl Drop for Session {
-    fn drop(&mut self) {
-        let process = self.process.get_mut();
-        drop(process.commands.take());
-        let _ = process.child.wait();
-    }
-}
-
-/// The process of a [`Session`] runs this test alone.
+/// The process of the sessions runs this test alone.
 #[test]
 #[allow(
     clippy::print_stdout,
     clippy::print_stderr,
     reason = "what the process prints is what a session reads"
 )]
-fn the_process_of_a_session() {
+fn the_process_of_all_sessions() {
     if std::env::var_os(VARIABLE).is_none() {
         return;
     }
@@ -137,7 +140,8 @@ fn the_process_of_a_session() {
     };
     end(0);
     for line in std::io::stdin().lines() {
-        let words: Vec<String> = serde_json::from_str(&line.unwrap()).unwrap();
+        let (folder, words): (PathBuf, Vec<String>) = serde_json::from_str(&line.unwrap()).unwrap();
+        std::env::set_current_dir(folder).unwrap();
         let words = std::iter::once("frugal".to_owned()).chain(words);
         end(match crate::parse(words) {
             Err(error) => {

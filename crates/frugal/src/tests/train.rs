@@ -1,13 +1,16 @@
-//! Data and values of a training from scratch that do not fit.
+//! The data of a training from scratch in every form, and what does not fit.
 
 use expect_test::{Expect, expect};
 
+use serde_json::Value;
+
 use super::end;
+use super::session::Session;
 
 #[path = "../../tests/it/texts.rs"]
 mod texts;
 
-use texts::write_texts;
+use texts::{LENGTH, VOCABULARY, write_texts};
 
 /// A model with few positions.
 const LLAMA: &str = r#"{
@@ -104,4 +107,63 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
             error: --length 1000: the model of `FOLDER/config.json` has 64 positions; give at most that many
         "#]],
     );
+}
+
+/// What a training prints.
+fn lines(session: &Session, arguments: &str) -> Vec<Value> {
+    let (out, _) = session.succeed(&format!("train --json --heads 2 {arguments}"));
+    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn losses(lines: &[Value]) -> Vec<f64> {
+    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
+}
+
+#[test]
+fn lines_objects_and_a_store_of_the_same_texts_train_to_the_same_bits() {
+    let session = Session::new();
+    let lines = |arguments: &str| lines(&session, arguments);
+    let folder = tempfile::tempdir().unwrap();
+    write_texts(folder.path());
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let common = format!("--width 16 --length {LENGTH} --batch 16 --epochs 2");
+    let first = lines(&format!("--data {} --vocabulary {VOCABULARY} {common}", at("lines.txt")));
+    let of_lines = losses(&first);
+    assert!(of_lines.len() >= 6, "{of_lines:?}");
+    let (first, last) = (of_lines[0], of_lines[of_lines.len() - 1]);
+    assert!((first - 300f64.ln()).abs() < 1.0 && last < first, "{of_lines:?}");
+    for others in [
+        format!("--data {} --field answer --vocabulary {VOCABULARY}", at("objects.jsonl")),
+        format!("--data {} --tokenizer {}", at("lines.txt"), at("tokenizer.json")),
+        format!("--data {} --tokenizer {}", at("store"), at("tokenizer.json")),
+        format!("--data {}", at("store")),
+    ] {
+        let lines = lines(&format!("{others} {common}"));
+        assert_eq!(losses(&lines), of_lines, "{others}");
+    }
+    // Text to measure on is cut by the tokenizer of the training's.
+    let measured = format!(
+        "--data {} --validation {} --tokenizer {}",
+        at("store"),
+        at("lines.txt"),
+        at("tokenizer.json")
+    );
+    let lines = lines(&format!("{measured} {common} --evaluate-every 4"));
+    assert!(lines.iter().any(|line| line["validation_loss"].as_f64().is_some_and(|loss| loss < first)));
+    assert_eq!(losses(&lines), of_lines, "to measure changes nothing");
+}
+
+#[test]
+fn every_way_of_making_batches_trains_both_models() {
+    let session = Session::new();
+    write_texts(&session.path(""));
+    let ways =
+        ["base", "standard", "balanced:5", "sequenced", "packed"].map(|strategy| ("gpt2-like", strategy));
+    // Models differ in what they do with the documents of a row.
+    for (model, strategy) in ways.into_iter().chain([("gpt2", "sequenced"), ("gpt2", "packed")]) {
+        let arguments = format!("--data store --width 16 --steps 2 --model {model} --strategy {strategy}");
+        let losses = losses(&lines(&session, &arguments));
+        assert_eq!(losses.len(), 2, "{arguments}");
+        assert!(losses.iter().all(|loss| (loss - 300f64.ln()).abs() < 1.0), "{arguments}: {losses:?}");
+    }
 }

@@ -96,27 +96,15 @@ fn a_model_from_scratch_is_fine_tuned_resumed_merged_and_offloaded() {
 #[test]
 fn a_plan_says_what_fits_without_weights() {
     let tiny = Session::new();
-    let (out, _) = tiny.succeed("plan --model qwen2.5-0.5b --budget 3GiB --length 128 --json");
+    // Rates that are given are not measured.
+    let rates = "--flops 1e11 --link 10GB --host-bandwidth 10GB";
+    let (out, _) =
+        tiny.succeed(&format!("plan --model qwen2.5-0.5b --budget 3GiB --length 128 {rates} --json"));
     let told = &lines(&out)[0];
     assert!(told["chosen"].is_string() && told["variants"].as_array().unwrap().len() >= 4, "{told}");
-    // Rates that are given are not measured.
     let (out, _) =
         tiny.succeed("plan --model model/config.json --budget 1GiB --length 64 --hardware rtx4090");
     assert!(out.contains("the fastest that fits"), "{out}");
-}
-
-#[test]
-fn every_way_of_making_batches_trains_both_models() {
-    let tiny = Session::new();
-    let ways =
-        ["base", "standard", "balanced:5", "sequenced", "packed"].map(|strategy| ("gpt2-like", strategy));
-    // Models differ in what they do with the documents of a row.
-    for (model, strategy) in ways.into_iter().chain([("gpt2", "sequenced"), ("gpt2", "packed")]) {
-        let arguments = format!("--data embedded --width 16 --steps 2 --model {model} --strategy {strategy}");
-        let losses = train(&tiny, &arguments);
-        assert_eq!(losses.len(), 2, "{arguments}");
-        assert!(losses.iter().all(|loss| (loss - 4096f64.ln()).abs() < 1.0), "{arguments}: {losses:?}");
-    }
 }
 
 #[test]

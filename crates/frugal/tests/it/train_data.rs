@@ -5,8 +5,6 @@ use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
-use crate::texts::{LENGTH, VOCABULARY, write_texts};
-
 /// `frugal train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
     let mut command = Command::new(crate::program());
@@ -25,38 +23,6 @@ fn lines(arguments: &str) -> (Vec<Value>, String) {
 
 fn losses(lines: &[Value]) -> Vec<f64> {
     lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
-}
-
-#[test]
-fn lines_objects_and_a_store_of_the_same_texts_train_to_the_same_bits() {
-    let folder = tempfile::tempdir().unwrap();
-    write_texts(folder.path());
-    let at = |name: &str| folder.path().join(name).display().to_string();
-    let common = format!("--width 16 --length {LENGTH} --batch 16 --epochs 2");
-    let (lines_, _) = lines(&format!("--data {} --vocabulary {VOCABULARY} {common}", at("lines.txt")));
-    let of_lines = losses(&lines_);
-    assert!(of_lines.len() >= 6, "{of_lines:?}");
-    let (first, last) = (of_lines[0], of_lines[of_lines.len() - 1]);
-    assert!((first - 300f64.ln()).abs() < 1.0 && last < first, "{of_lines:?}");
-    for others in [
-        format!("--data {} --field answer --vocabulary {VOCABULARY}", at("objects.jsonl")),
-        format!("--data {} --tokenizer {}", at("lines.txt"), at("tokenizer.json")),
-        format!("--data {} --tokenizer {}", at("store"), at("tokenizer.json")),
-        format!("--data {}", at("store")),
-    ] {
-        let (lines, _) = lines(&format!("{others} {common}"));
-        assert_eq!(losses(&lines), of_lines, "{others}");
-    }
-    // Text to measure on is cut by the tokenizer of the training's.
-    let measured = format!(
-        "--data {} --validation {} --tokenizer {}",
-        at("store"),
-        at("lines.txt"),
-        at("tokenizer.json")
-    );
-    let (lines, _) = lines(&format!("{measured} {common} --evaluate-every 4"));
-    assert!(lines.iter().any(|line| line["validation_loss"].as_f64().is_some_and(|loss| loss < first)));
-    assert_eq!(losses(&lines), of_lines, "to measure changes nothing");
 }
 
 #[test]
