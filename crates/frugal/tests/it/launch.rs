@@ -5,6 +5,8 @@ use std::process::{Child, Command, Output, Stdio};
 
 use expect_test::{Expect, expect};
 
+use crate::texts::write_texts;
+
 fn launch(options: &[&str], command: &[&str]) -> Command {
     let mut launcher = Command::new(crate::program());
     launcher.arg("launch").args(options).arg("--").args(command).env_remove("OMP_NUM_THREADS");
@@ -162,11 +164,13 @@ fn an_interruption_is_passed_on_and_a_second_one_kills() {
 /// Trains a small model from scratch with `count` ranks in a stage, or without a launcher, and returns the folder's files.
 fn trained(count: usize, stage: &[&str]) -> std::collections::BTreeMap<String, Vec<u8>> {
     let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().join("run");
+    // Documents of many lengths, in rows that are packed.
+    write_texts(folder.path());
+    let (data, out) = (folder.path().join("store"), folder.path().join("run"));
     let common = [
         "train",
         "--data",
-        "embedded",
+        data.to_str().unwrap(),
         "--width",
         "16",
         "--heads",
@@ -254,8 +258,7 @@ fn what_does_not_go_with_several_ranks_is_refused_by_name() {
     let few = told(&["train", "--steps", "1"]);
     assert!(few.contains("training.accumulation") || few.contains("--accumulation"), "{few}");
     assert!(few.contains("at least one batch for each rank"), "{few}");
-    let offload = told(&["train", "--steps", "1", "--accumulation", "2", "--offload", "host"]);
-    assert!(offload.contains("2 ranks do not go together"), "{offload}");
+    // `techniques_over_ranks` has the techniques.
     let diagnose = told(&["train", "--steps", "1", "--accumulation", "2", "--diagnose"]);
     assert!(diagnose.contains("--diagnose is of one process"), "{diagnose}");
 }

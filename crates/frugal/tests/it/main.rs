@@ -32,6 +32,7 @@ mod rows;
 mod run_folder;
 mod shell_and_set;
 mod techniques_over_ranks;
+mod texts;
 mod tiny_folder;
 mod tiny_program;
 mod train_command;

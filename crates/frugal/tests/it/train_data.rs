@@ -59,7 +59,7 @@ fn padding_without_workers_is_reported() {
 
 #[test]
 fn too_few_steps_are_no_diagnosis() {
-    let (lines, message) = lines("--data embedded --width 16 --steps 5 --diagnose");
+    let (lines, message) = lines("--width 16 --steps 5 --diagnose");
     assert_eq!(losses(&lines).len(), 5);
     assert_eq!(message, "warning: nothing was diagnosed: that needs 6 steps, and the training ends before\n");
 }

@@ -7,6 +7,8 @@ use std::sync::OnceLock;
 
 use frugal::training::checkpoint;
 
+use crate::texts::write_texts;
+
 const STEPS: u64 = 60;
 const EVERY: u64 = 7;
 
@@ -16,7 +18,7 @@ struct Run {
 }
 
 const SYNTHETIC: &[&str] = &["--vocabulary", "32", "--length", "16"];
-const DOCUMENTS: &[&str] = &["--data", "embedded", "--strategy", "packed", "--length", "32"];
+const DOCUMENTS: &[&str] = &["--data", "store", "--strategy", "packed", "--length", "32"];
 
 impl Run {
     fn new() -> Self {
@@ -24,7 +26,11 @@ impl Run {
     }
 
     fn over(data: &'static [&'static str]) -> Self {
-        Self { folder: tempfile::tempdir().unwrap(), data }
+        let folder = tempfile::tempdir().unwrap();
+        if data == DOCUMENTS {
+            write_texts(folder.path());
+        }
+        Self { folder, data }
     }
 
     fn out(&self) -> PathBuf {
@@ -48,6 +54,7 @@ impl Run {
         command.arg("--out").arg(self.out());
         // One thread: no other order of summation, and room for other tests.
         command.env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+        command.current_dir(self.folder.path());
         command
     }
 
