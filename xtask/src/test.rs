@@ -125,7 +125,8 @@ fn plan(workspace: &Workspace, test: &Executable, flags: &str, prepare: &dyn Fn(
     };
     let name = format!("{} of {}", test.name, test.package);
     let own = job(name.clone(), &[], &[]);
-    let others = CHOICES.iter().filter(|choice| choice.missing(flags).is_none()).filter_map(|choice| {
+    let runs = |choice: &&choices::Choice| choice.missing(flags).is_none() && !choice.is_own(flags);
+    let others = CHOICES.iter().filter(runs).filter_map(|choice| {
         let arguments = choice.arguments(&test.package, &test.name)?;
         Some(job(format!("{name} under `{}`", choice.name), &arguments, choice.variables))
     });
@@ -241,7 +242,7 @@ mod tests {
         };
         let names = |jobs: Vec<Job>| jobs.into_iter().map(|job| job.name).collect::<Vec<_>>();
         assert_eq!(names(plan("it", "report", "avx2")), ["it of report"]);
-        let lora = plan("it", "lora", "avx2 avx512_bf16");
+        let lora = plan("it", "lora", "avx2 avx512_bf16 GenuineIntel");
         let variable = |job: &Job, wanted: &str| {
             job.command
                 .get_envs()

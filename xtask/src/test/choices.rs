@@ -31,6 +31,9 @@ const COMPOSED: &[(&str, &[&str])] = &[
     ),
 ];
 
+const BF16: &str = "bf16 products";
+const INTEL: &str = "GenuineIntel";
+
 /// Tests that run once, wherever they are, by a part of their names: nothing in them is computed otherwise under a choice.
 const ONCE: &[&str] = &[
     // Ranks are processes, which take long to start.
@@ -89,7 +92,7 @@ pub(super) const CHOICES: [Choice; 3] = [
     },
     // A processor that multiplies bf16 faster than fp32: AMD's with AVX-512, Intel's with AMX.
     Choice {
-        name: "bf16 products",
+        name: BF16,
         needs: "avx512_bf16",
         variables: &[("FRUGAL_LOW_PRECISION", "bf16")],
         packages: &["models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
@@ -122,18 +125,25 @@ impl Choice {
         Some(tests.iter().copied().chain(once).collect())
     }
 
-    /// Why it cannot run here; `flags` is the list of `/proc/cpuinfo`.
+    /// Whether the processor takes it by itself, as `runtime::processor` decides: the machine's own run has it then.
+    pub(super) fn is_own(&self, flags: &str) -> bool {
+        let has = |wanted| flags.split_whitespace().any(|flag| flag == wanted);
+        let multiplies_bf16 = has("amx_bf16") || has("avx512_bf16") && !has(INTEL);
+        self.name == BF16 && multiplies_bf16
+    }
+
+    /// Why it cannot run here; `flags` is what [`processor_flags`] returns.
     pub(super) fn missing(&self, flags: &str) -> Option<String> {
         let there = self.needs.is_empty() || flags.split_whitespace().any(|flag| flag == self.needs);
         (!there).then(|| format!("tests under `{}`: this processor has no {}", self.name, self.needs))
     }
 }
 
-/// The flags of this machine's processor; empty where the system does not list them.
+/// The flags and the vendor of this machine's processor, as `/proc/cpuinfo` has them; empty where the system does not list them.
 pub(super) fn processor_flags() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags = text.lines().find_map(|line| line.strip_prefix("flags")?.split_once(':'));
-    flags.map(|(_, flags)| flags.to_owned()).unwrap_or_default()
+    let value = |name: &str| text.lines().find_map(|line| Some(line.strip_prefix(name)?.split_once(':')?.1));
+    ["flags", "vendor_id"].iter().filter_map(|name| value(name)).collect()
 }
 
 #[cfg(test)]
@@ -161,5 +171,13 @@ mod tests {
         assert_eq!(avx2.unwrap(), "tests under `avx2`: this processor has no avx2");
         assert_eq!(bf16.unwrap(), "tests under `bf16 products`: this processor has no avx512_bf16");
         assert_eq!(scalar, None);
+    }
+
+    #[test]
+    fn what_the_processor_chooses_itself_does_not_run_twice() {
+        let own = |flags: &str| CHOICES.map(|choice| choice.is_own(flags));
+        assert_eq!(own("avx2 avx512_bf16 GenuineIntel"), [false; 3]);
+        assert_eq!(own("avx2 avx512_bf16 AuthenticAMD"), [false, true, false]);
+        assert_eq!(own("avx2 avx512_bf16 amx_bf16 GenuineIntel"), [false, true, false]);
     }
 }
