@@ -6,6 +6,7 @@ mod cost;
 mod kernels;
 mod norms;
 mod pieces;
+mod products;
 
 use std::io::Write;
 
@@ -18,8 +19,14 @@ use report::{Progress, Sink};
 pub(crate) enum Verb {
     /// Print the device, its memory, and libtorch's version
     Info,
-    /// Measure the overhead of tracking, counting and hand-written functions, and the rates of both matrix products
+    /// Measure the overhead of tracking, counting and hand-written functions
     Cost {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
+    /// Measure the matrix products of training, by every implementation that is there
+    Products {
         /// How long to measure
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
@@ -77,6 +84,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Info => info(common),
         Verb::Cost { scale } => measure(common, *scale, cost::parts),
+        Verb::Products { scale } => measure(common, *scale, products::parts),
         Verb::Norms { scale } => measure(common, *scale, norms::parts),
         Verb::FusedPieces { scale } => measure(common, *scale, pieces::parts),
         Verb::Kernels { scale } => measure(common, *scale, kernels::parts),

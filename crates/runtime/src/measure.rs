@@ -25,6 +25,7 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
+pub mod mkl;
 mod phase_timer;
 pub mod physical;
 mod samples;

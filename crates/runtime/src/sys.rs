@@ -31,6 +31,7 @@ pub(crate) mod kernel_caches;
 pub(crate) mod mapped;
 pub(crate) mod matvec;
 pub(crate) mod memory;
+pub(crate) mod mkl;
 pub(crate) mod nf4;
 pub(crate) mod norm;
 pub(crate) mod ops;

@@ -9,13 +9,9 @@ use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, Backward, Forward, Function, GradMode, Keep, checkpoint};
 use runtime::device::{graph, synchronize};
-use runtime::matmul::mm_into;
-use runtime::measure::{self, MeasurementPlan, Work, physical};
 use runtime::memory;
 use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
-
-use crate::dtype;
 
 /// Figures with the case each belongs to.
 pub(crate) type Figures = Vec<(Case, Metric)>;
@@ -41,7 +37,6 @@ pub(crate) fn parts(device: Device) -> Vec<Part> {
     let mut parts = vec![
         Part { about: "hand-written functions", experiment: cost, run: Box::new(functions) },
         Part { about: "counting work", experiment: cost, run: Box::new(counter) },
-        Part { about: "matrix products", experiment: cost, run: Box::new(products) },
         Part { about: "a captured step", experiment: cost, run: Box::new(captured_step) },
     ];
     if device == Device::Cpu {
@@ -206,54 +201,6 @@ fn counter(device: Device, scale: Scale) -> anyhow::Result<Figures> {
         counter.finish().map(|_| ())
     };
     in_turns("counting 1000 products of 64 × 64", 1, rounds, counted, products)
-}
-
-/// This project's product beside libtorch's own, over shapes of training.
-fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
-    const SHAPES: [(i64, i64, i64); 5] =
-        [(4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096), (2048, 4864, 896), (512, 512, 512)];
-    let budget = if short(scale) { 0.2 } else { 0.4 };
-    let kinds = if device == Device::Cpu {
-        vec![Kind::Float, Kind::BFloat16, Kind::Half]
-    } else {
-        vec![Kind::BFloat16]
-    };
-    let mut figures = Vec::new();
-    for kind in kinds {
-        for (m, n, k) in if short(scale) { &SHAPES[4..] } else { &SHAPES[..] } {
-            let (m, n, k) = (*m, *n, *k);
-            let case = || {
-                let shape = format!("[{m}, {k}]·[{k}, {n}]");
-                Case::new()
-                    .with("what", "matrix product")
-                    .with("dtype", dtype::name(kind))
-                    .with("shape", shape)
-            };
-            let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
-            let mut out = Tensor::f_empty([m, n], (kind, device))?;
-            let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
-            let plan = MeasurementPlan {
-                warmup: 1,
-                repeats: 20,
-                budget: Some(budget),
-                work: Some(work),
-                ..MeasurementPlan::new(device)
-            };
-            let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
-            let rates: Vec<f64> = ours.time.samples.iter().map(|seconds| work.amount / seconds).collect();
-            figures.push((case(), Metric::of_samples("rate", "FLOP/s", &rates)));
-            // libtorch's fp16 product is so slow on most processors that one of these sizes takes a minute.
-            if kind == Kind::Half && device == Device::Cpu && m * n * k > 1 << 28 {
-                let why = "libtorch's fp16 product would take minutes; see the smallest shape";
-                figures.push((case(), Metric::not_measured("libtorch_rate", "FLOP/s", why)));
-                continue;
-            }
-            let theirs = physical::gemm_rate(device, kind, m, n, k)?;
-            let rates: Vec<f64> = theirs.time.samples.iter().map(|seconds| work.amount / seconds).collect();
-            figures.push((case(), Metric::of_samples("libtorch_rate", "FLOP/s", &rates)));
-        }
-    }
-    Ok(figures)
 }
 
 /// Filling a fresh tensor of 64 MiB, whose pages the kernel must provide.
