@@ -117,9 +117,13 @@ pub const ALL: [Hardware; 10] = [
 /// The advertised rate of H100 in bf16, with sparsity: twice that of dense products.
 pub const H100_BF16_WITH_SPARSITY: f64 = 1979e12;
 
-/// Returns the device of a name, ignoring case.
+/// Returns the device of a name, ignoring case; `4090` is `rtx4090`.
+///
+/// # Errors
+/// A name that is unknown, with those that are known.
 pub fn find(name: &str) -> Result<Hardware, Error> {
+    let lower = name.to_ascii_lowercase();
     ALL.into_iter()
-        .find(|hardware| hardware.name.eq_ignore_ascii_case(name))
+        .find(|hardware| hardware.name == lower || hardware.name.strip_prefix("rtx") == Some(&lower))
         .ok_or_else(|| Error::unknown("hardware", name, ALL.map(|hardware| hardware.name)))
 }

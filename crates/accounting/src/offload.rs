@@ -58,7 +58,7 @@ pub mod sizes;
 mod step_costs;
 mod timeline;
 
-pub use condition::{Condition, Direction, GEN4, GEN5, GPUS, Gpu, gpu, least_tokens};
+pub use condition::{Condition, Direction, GEN3, GEN4, GEN5, GPUS, Gpu, gpu, least_tokens};
 pub use footprint::{Footprint, Moment};
 pub use plan::{Budget, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};

@@ -31,6 +31,7 @@
 //! ```
 
 mod bytes;
+mod checkpoint_every;
 mod data;
 mod nearest;
 mod optimizer;
@@ -47,6 +48,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use tch::Kind;
 
 pub use bytes::Bytes;
+pub use checkpoint_every::CheckpointEvery;
 pub use data::{DataConfig, DataFormat};
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
 pub use techniques::{

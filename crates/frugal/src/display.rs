@@ -131,10 +131,10 @@ impl Display {
     }
 }
 
-/// Bytes that a budget is compared with: of the process on the CPU, of tensors otherwise.
+/// Bytes that a budget is compared with: on the CPU those of the process without pages of mapped files, of tensors otherwise.
 fn held(device: Device) -> Option<u64> {
     match device {
-        Device::Cpu => runtime::device::resident_memory().ok().map(|memory| memory.current),
+        Device::Cpu => runtime::device::resident_memory().ok().map(|memory| memory.anonymous),
         _ => runtime::memory::live_bytes(device).ok(),
     }
 }

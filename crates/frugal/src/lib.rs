@@ -22,7 +22,7 @@
 //! | [`planning`] | this machine's rates and a budget, for plans of offloading |
 //! | [`rows`] | fine-tuning rows from JSON lines and text |
 //! | [`run_folder`] | what a training writes: its record, losses, TensorBoard events, a page |
-//! | [`tasks`] | GSM8K: problems, prompts, graders |
+//! | [`tasks`] | GSM8K: problems, prompts, graders; questions with reference answers |
 //! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
 //! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
 //! | [`environment`] | the machine and versions, for the records of measurements |

@@ -26,7 +26,7 @@ enum Command {
     Finetune(Box<program::finetune::Finetune>),
     /// Resume a training from its output folder
     Resume(program::resume::Resume),
-    /// Grade a model's answers to GSM8K
+    /// Measure a model: its loss on data, its answers to questions or to GSM8K
     Eval(program::eval::Eval),
     /// Talk with a model through its chat template
     Chat(program::chat::Chat),
@@ -98,7 +98,9 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 fn main() -> ExitCode {
     runtime::memory::limit_kernel_caches();
     let cli = parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
-    report::cli::run(|| run(&cli).inspect_err(program::ranks::report_failure))
+    report::cli::run(|| {
+        run(&cli).inspect_err(program::ranks::report_failure).map_err(program::ranks::with_status)
+    })
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ mod known_rates;
 mod layer_plan;
 mod rates;
 
-pub use budget::{FREE_SHARE, PeakMeter, PeakUsage, default_budget, enforce, tensor_budget};
+pub use budget::{FREE_SHARE, MemorySamples, PeakMeter, PeakUsage, default_budget, enforce, tensor_budget};
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, with_choice};
 pub use known_rates::KnownRates;

@@ -133,8 +133,11 @@ pub struct Outcome {
     pub step: u64,
     /// Seconds since its start.
     pub seconds: f64,
-    /// The most bytes that were held: of the process on a CPU, of tensors on a GPU.
+    /// The most bytes that were held, as a budget counts them: on a CPU those of the process without pages of mapped files, on a GPU those
+    /// of tensors.
     pub peak_bytes: u64,
+    /// The most bytes of pages of mapped files (weights, libraries) that were seen beside them on a CPU.
+    pub file_bytes: u64,
 }
 
 /// What a training is doing.

@@ -10,6 +10,8 @@ mod format;
 
 use std::fmt;
 
+use serde_json::Value;
+
 pub use format::{ChatFormat, Role};
 
 /// Renders a conversation by the model's own template, up to where the reply starts; `None` if the template refuses it.
@@ -67,6 +69,29 @@ pub struct Modelfile {
     pub chat: Option<Result<Chat, String>>,
     /// The texts at which a reply ends.
     pub stops: Vec<String>,
+    /// The context in tokens.
+    pub context: Option<u64>,
+    /// Parameters of sampling, by Ollama's names.
+    pub sampling: Vec<(&'static str, f64)>,
+}
+
+/// Returns what a model's `generation_config.json` says of sampling, by Ollama's names. A model that is not to be sampled has temperature
+/// 0, whatever else it says.
+pub fn sampling(generation_config: &Value) -> Vec<(&'static str, f64)> {
+    const NAMES: [(&str, &str); 5] = [
+        ("temperature", "temperature"),
+        ("top_k", "top_k"),
+        ("top_p", "top_p"),
+        ("min_p", "min_p"),
+        ("repetition_penalty", "repeat_penalty"),
+    ];
+    let is_greedy = generation_config["do_sample"] == Value::Bool(false);
+    let mut found: Vec<(&str, f64)> = if is_greedy { vec![("temperature", 0.0)] } else { Vec::new() };
+    for (name, own) in NAMES {
+        let is_kept = !is_greedy || own == "repeat_penalty";
+        found.extend(generation_config[name].as_f64().filter(|_| is_kept).map(|value| (own, value)));
+    }
+    found
 }
 
 impl fmt::Display for Modelfile {
@@ -92,7 +117,14 @@ impl fmt::Display for Modelfile {
             }
             None => writeln!(f, "# No TEMPLATE: the model has no chat template.")?,
         }
-        self.stops.iter().try_for_each(|stop| writeln!(f, "PARAMETER stop {}", quoted(stop)))
+        self.stops.iter().try_for_each(|stop| writeln!(f, "PARAMETER stop {}", quoted(stop)))?;
+        if let Some(context) = self.context {
+            writeln!(
+                f,
+                "# The model's context; a smaller one takes less memory.\nPARAMETER num_ctx {context}"
+            )?;
+        }
+        self.sampling.iter().try_for_each(|(name, value)| writeln!(f, "PARAMETER {name} {value}"))
     }
 }
 

@@ -20,6 +20,7 @@ pub(crate) mod ranks;
 mod replan;
 mod retry;
 mod saving;
+mod trouble;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -49,6 +50,8 @@ pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
+pub use trouble::StepFigures;
+use trouble::Trouble;
 
 /// Why a training ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,6 +104,7 @@ pub struct Trainer {
     step: u64,
     saved: Option<u64>,
     watch: DivergenceMonitor,
+    trouble: Trouble,
     best_so_far: Option<Best>,
     pending: Vec<Pending>,
     last: Instant,
@@ -136,6 +140,7 @@ impl Trainer {
             step: 0,
             saved: None,
             watch: DivergenceMonitor::default(),
+            trouble: Trouble::default(),
             best_so_far: None,
             pending: Vec::new(),
             last: Instant::now(),
@@ -373,6 +378,7 @@ impl Trainer {
             };
             self.tell(|observer| observer.on_step(&record))?;
             learned?;
+            self.trouble.observe(&record);
             let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
             seen.map_err(|error| self.with_last_checkpoint(error))?;
         }

@@ -16,12 +16,16 @@
 //! dtype are copied the other way and need no more than the loads if the link is as fast in both directions.
 //!
 //! The rates of [`GPUS`] are those of real trainings: about 0.55 to 0.75 of the dense bf16 peak in
-//! [`hardware`](crate::hardware). A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
+//! [`hardware`](crate::hardware). [`gpu`] assumes 0.55 of it for the other devices there. A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
 //! pinned memory, of 32 and 64 by the specification (PCI-SIG). A collective over NVLink reaches about 80 % of the link's rate in one
-//! direction: 300 GB/s on an A100, 450 GB/s on an H100 (NVIDIA's data sheets).
+//! direction: 300 GB/s on an A100, 450 GB/s on an H100, 150 GB/s on a V100, 900 GB/s on a B200 (NVIDIA's data sheets), and 448 GB/s over
+//! Infinity Fabric on an MI300X (AMD's).
 
 use crate::Error;
 use crate::hardware::{self, Hardware};
+
+/// Bytes per second that a link of PCIe 3.0 × 16 reaches.
+pub const GEN3: f64 = 12.5e9;
 
 /// Bytes per second that a link of PCIe 4.0 × 16 reaches.
 pub const GEN4: f64 = 25e9;
@@ -29,7 +33,10 @@ pub const GEN4: f64 = 25e9;
 /// Bytes per second that a link of PCIe 5.0 × 16 reaches.
 pub const GEN5: f64 = 50e9;
 
-/// A GPU with its measured rate.
+/// The share of its dense bf16 peak that a training is assumed to reach on a GPU of which no rate is known.
+const ASSUMED_SHARE: f64 = 0.55;
+
+/// A GPU with the rate that trainings reach on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gpu {
     /// The name for [`gpu`].
@@ -40,11 +47,11 @@ pub struct Gpu {
     pub flops: f64,
     /// Bytes per second of its generation's link.
     pub link: f64,
-    /// Bytes per second of a collective over NVLink; `None` if it has none.
+    /// Bytes per second of a collective over NVLink or its like; `None` if it has none.
     pub nvlink: Option<f64>,
 }
 
-/// Common GPUs.
+/// Common GPUs, whose rates are known.
 pub const GPUS: [Gpu; 5] = [
     Gpu { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4, nvlink: None },
     Gpu { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4, nvlink: None },
@@ -65,11 +72,27 @@ impl Gpu {
     }
 }
 
-/// Returns the GPU of a name, ignoring case; `rtx4090` is `4090`.
+/// Returns the GPU of a name in [`hardware`], ignoring case; `4090` is `rtx4090`.
+///
+/// # Errors
+/// A name that [`hardware::find`] does not know.
 pub fn gpu(name: &str) -> Result<Gpu, Error> {
-    GPUS.into_iter()
-        .find(|gpu| gpu.name.eq_ignore_ascii_case(name) || gpu.hardware.eq_ignore_ascii_case(name))
-        .ok_or_else(|| Error::unknown("GPU", name, GPUS.map(|gpu| gpu.name)))
+    let known = GPUS.into_iter().find(|gpu| gpu.name.eq_ignore_ascii_case(name));
+    let sheet = match known {
+        Some(gpu) => return Ok(gpu),
+        None => hardware::find(name)?,
+    };
+    if let Some(gpu) = GPUS.into_iter().find(|gpu| gpu.hardware == sheet.name) {
+        return Ok(gpu);
+    }
+    let (link, nvlink) = match sheet.name {
+        "b200" => (GEN5, Some(720e9)),
+        "mi300x" => (GEN5, Some(360e9)),
+        "a100-40gb" => (GEN4, Some(230e9)),
+        "v100" => (GEN3, Some(120e9)),
+        _ => (GEN3, None),
+    };
+    Ok(Gpu { name: sheet.name, hardware: sheet.name, flops: sheet.bf16 * ASSUMED_SHARE, link, nvlink })
 }
 
 /// A pass over the layers.
@@ -195,7 +218,19 @@ mod tests {
             assert!((0.5..0.8).contains(&(gpu.flops / sheet.bf16)), "{}", gpu.name);
         }
         assert_eq!(gpu("RTX4090").unwrap().name, "4090");
-        assert!(gpu("5090").unwrap_err().to_string().contains("known are: 3090, 4090"));
+        assert!(gpu("5090").unwrap_err().to_string().contains("known are: b200, h200"));
+    }
+
+    #[test]
+    fn every_device_of_the_list_is_planned_for() {
+        for sheet in hardware::ALL {
+            let gpu = gpu(sheet.name).unwrap();
+            assert_eq!(gpu.data_sheet().unwrap(), sheet);
+            assert!((0.5..0.8).contains(&(gpu.flops / sheet.bf16)), "{}", sheet.name);
+            assert!(gpu.link < gpu.nvlink.unwrap_or(f64::INFINITY), "{}", sheet.name);
+        }
+        // A data sheet's figures are found by both names.
+        assert_eq!(hardware::find("4090").unwrap().name, "rtx4090");
     }
 
     #[test]

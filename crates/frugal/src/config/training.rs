@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Bytes;
+use super::{Bytes, CheckpointEvery};
 
 /// The training loop.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -22,9 +22,8 @@ pub struct TrainingConfig {
     /// sums. Absent for those of a batch, or fewer if a budget needs that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rows_at_once: Option<usize>,
-    /// Steps between checkpoints; one is written at the end in any case. Absent for one every ten minutes, or over ranks for none between.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub checkpoint_every: Option<u64>,
+    /// Steps or time between checkpoints; one is written at the end in any case. Over several ranks a time has no effect.
+    pub checkpoint_every: CheckpointEvery,
     /// Checkpoints to keep.
     pub keep: usize,
     /// Continues when a checkpoint cannot be written.
@@ -46,7 +45,7 @@ pub struct TrainingConfig {
     pub seed: u64,
     /// Where to compute: `cpu`, `cuda` or `cuda:N`.
     pub device: String,
-    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; absent for 80 % of what is free in the program, and for no
+    /// Bytes that may be held: of the process on a CPU, where pages of mapped files do not count, of tensors on a GPU; absent for 80 % of what is free in the program, and for no
     /// limit in the library.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub budget: Option<Bytes>,
@@ -60,7 +59,7 @@ impl Default for TrainingConfig {
             batch: 4,
             accumulation: 4,
             rows_at_once: None,
-            checkpoint_every: None,
+            checkpoint_every: CheckpointEvery::default(),
             keep: 2,
             ignore_failed_checkpoints: false,
             evaluate_every: None,

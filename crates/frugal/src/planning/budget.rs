@@ -1,5 +1,8 @@
 //! A budget, and what is held of it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use accounting::quantity::bytes_text;
 use runtime::device::{reset_resident_peak, resident_memory};
 use runtime::memory::{Limit, Region, RegionUsage};
@@ -56,8 +59,33 @@ pub fn enforce(device: Device, budget: u64) -> Result<Option<Limit>> {
 }
 
 /// Measures the peak memory of a stretch of work.
+///
+/// The kernel keeps the peak of all resident pages, of which those of mapped files (libraries, weights) are not what a budget is of: it
+/// drops them when memory gets short. What they take is sampled, and subtracted at its most. So [`PeakUsage::anonymous`] is exact if the
+/// pages of files stay, and otherwise at least the most that a sample saw.
 pub struct PeakMeter {
     region: Region,
+    samples: MemorySamples,
+}
+
+/// The most that samples of the process's memory saw. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct MemorySamples {
+    anonymous: Arc<AtomicU64>,
+    file: Arc<AtomicU64>,
+}
+
+impl MemorySamples {
+    /// Looks at the process's memory, in some 20 microseconds.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub fn take(&self) -> Result<()> {
+        let now = resident_memory()?;
+        self.anonymous.fetch_max(now.anonymous, Ordering::Relaxed);
+        self.file.fetch_max(now.file, Ordering::Relaxed);
+        Ok(())
+    }
 }
 
 /// The peak memory of a stretch of work.
@@ -67,6 +95,10 @@ pub struct PeakUsage {
     pub tensors: RegionUsage,
     /// The most bytes that the process held in RAM.
     pub process: u64,
+    /// The most of them that are not pages of mapped files.
+    pub anonymous: u64,
+    /// The most bytes of pages of mapped files that a sample saw.
+    pub file: u64,
 }
 
 impl PeakMeter {
@@ -76,7 +108,14 @@ impl PeakMeter {
     /// A system that does not count.
     pub fn start(device: Device) -> Result<Self> {
         reset_resident_peak()?;
-        Ok(Self { region: Region::start(device)? })
+        let samples = MemorySamples::default();
+        samples.take()?;
+        Ok(Self { region: Region::start(device)?, samples })
+    }
+
+    /// The samples, to be taken between steps.
+    pub fn samples(&self) -> MemorySamples {
+        self.samples.clone()
     }
 
     /// Returns the peaks since the start.
@@ -84,13 +123,51 @@ impl PeakMeter {
     /// # Errors
     /// A system that does not count.
     pub fn finish(self) -> Result<PeakUsage> {
-        Ok(PeakUsage { tensors: self.region.finish()?, process: resident_memory()?.peak })
+        self.samples.take()?;
+        let (file, process) = (self.samples.file.load(Ordering::Relaxed), resident_memory()?.peak);
+        let anonymous = process.saturating_sub(file).max(self.samples.anonymous.load(Ordering::Relaxed));
+        Ok(PeakUsage { tensors: self.region.finish()?, process, anonymous, file })
     }
 }
 
 impl PeakUsage {
-    /// Returns the bytes that a budget is compared with: the process's on the CPU, the device's otherwise.
+    /// Returns the bytes that a budget is compared with: on the CPU those of the process without pages of mapped files, the device's
+    /// otherwise.
     pub fn counted(&self, device: Device) -> u64 {
-        if device == Device::Cpu { self.process.max(self.tensors.peak) } else { self.tensors.peak }
+        if device == Device::Cpu { self.anonymous } else { self.tensors.peak }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A mapped file is in the process's memory, and not in what a budget is compared with.
+    #[test]
+    fn pages_of_files_are_not_counted() {
+        const BYTES: usize = 96 << 20;
+        // Beside the program: a file in memory would be no file's.
+        let place = std::env::current_exe().unwrap();
+        let mut file = tempfile::NamedTempFile::new_in(place.parent().unwrap()).unwrap();
+        file.write_all(&vec![1; BYTES]).unwrap();
+        let meter = PeakMeter::start(Device::Cpu).unwrap();
+        let before = resident_memory().unwrap();
+        let mapped = runtime::mapped::MappedFile::open(file.path()).unwrap();
+        assert_eq!(
+            mapped.iter().step_by(4096).map(|byte| u64::from(*byte)).sum::<u64>(),
+            BYTES as u64 / 4096
+        );
+        meter.samples().take().unwrap();
+        drop(mapped);
+        let block = std::hint::black_box(vec![1_u8; 48 << 20]);
+        drop(block);
+        let usage = meter.finish().unwrap();
+        let slack = 16 << 20;
+        assert!(usage.file + slack >= before.file + BYTES as u64, "{usage:?} {before:?}");
+        assert!(usage.process + slack >= before.current + BYTES as u64, "{usage:?} {before:?}");
+        let counted = usage.counted(Device::Cpu);
+        assert!(counted < before.anonymous + BYTES as u64 / 2 + slack, "{usage:?} {before:?}");
     }
 }

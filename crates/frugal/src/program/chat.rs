@@ -3,28 +3,23 @@
 mod session;
 
 use std::io::{BufRead, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use clap::Args;
-use frugal::Config;
-use frugal::config::{CONFIG_FILE, DataConfig, Task};
 use frugal::models::hugging_face::Folder;
-use frugal::run_folder::BEST;
 use frugal::training::interrupt;
-use lora::LoraConfig;
-use lora::peft::CONFIG_FILE as ADAPTER_FILE;
 use models::generation::GenerateOptions;
 use serde_json::json;
 
 use super::Common;
 use super::encoding;
-use super::finetune::MODEL;
 use super::model::{HubArgs, with_adapter};
 use super::output::{print_line, say, show};
 use super::row_flags::chat_template;
+use super::run_model::{Target, WhichArgs};
 use super::sampling::SamplingArgs;
 use super::settings::{DtypeArg, put_some};
 use session::Session;
@@ -46,9 +41,8 @@ pub(crate) struct Chat {
     /// An adapter's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// The best adapter or model of a training instead of the last
-    #[arg(long, conflicts_with = "adapter")]
-    best: bool,
+    #[command(flatten)]
+    which: WhichArgs,
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
@@ -65,70 +59,15 @@ pub(crate) struct Chat {
     sampling: SamplingArgs,
 }
 
-/// What is loaded for a conversation.
-struct Target {
-    model: String,
-    adapter: Option<PathBuf>,
-    /// How rows were made, which decides the template's variables.
-    data: DataConfig,
-}
-
-impl Chat {
-    /// Finds the model and the adapter of what was named.
-    fn target(&self) -> anyhow::Result<Target> {
-        let path = Path::new(&self.target);
-        let (mut model, mut adapter, mut data) = (self.target.clone(), None, DataConfig::default());
-        if path.join(CONFIG_FILE).is_file() {
-            let config = Config::read(&path.join(CONFIG_FILE))?;
-            let last = if config.adapter.is_some() { path.to_owned() } else { path.join(MODEL) };
-            let chosen = if self.best { path.join(BEST) } else { last };
-            if !chosen.is_dir() || (config.adapter.is_some() && !chosen.join(ADAPTER_FILE).is_file()) {
-                let shown = path.display();
-                if config.task == Task::Train && config.model.name.is_none() {
-                    bail!(
-                        "{shown} has checkpoints only: it is a training of the built-in shape, which generates no text; train with \
-                         --model config.json"
-                    );
-                }
-                let (what, instead) = match self.best {
-                    true => ("best weights", String::new()),
-                    false if path.join(BEST).is_dir() => {
-                        ("last weights", format!("use the best ones with `frugal chat {shown} --best`, or "))
-                    }
-                    false => ("trained weights", String::new()),
-                };
-                bail!("{shown} has no {what} yet; {instead}finish the training with `frugal resume {shown}`");
-            }
-            if config.adapter.is_some() {
-                model = config
-                    .model
-                    .name
-                    .clone()
-                    .ok_or_else(|| anyhow!("{}: `model.name` is missing", path.display()))?;
-                adapter = Some(chosen);
-            } else {
-                model = chosen.display().to_string();
-            }
-            data = config.data;
-        } else if self.best {
-            bail!("--best: {} is not the output folder of a training; leave it out", self.target);
-        } else if path.join(ADAPTER_FILE).is_file() {
-            let config = LoraConfig::read(&path.join(ADAPTER_FILE))?;
-            model = config.base_model_name_or_path.ok_or_else(|| {
-                anyhow!("{} does not name its base; give the base, and this folder as --adapter", self.target)
-            })?;
-            adapter = Some(path.to_owned());
-        }
-        put_some(&mut adapter, self.adapter.clone());
-        put_some(&mut data.chat_template, self.chat_template.clone());
-        Ok(Target { model, adapter, data })
-    }
-}
-
 pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     let device = common.device()?;
-    let Target { model, adapter, data } = arguments.target()?;
-    let folder = arguments.hub.open(&model)?;
+    let mut target = Target::find(&arguments.target, arguments.which)?;
+    target.tell(common);
+    put_some(&mut target.adapter, arguments.adapter.clone());
+    let folder = target.open(&arguments.hub)?;
+    let Target { model, adapter, data, .. } = target;
+    let mut data = data.unwrap_or_default();
+    put_some(&mut data.chat_template, arguments.chat_template.clone());
     let tokenizer = encoding::tokenizer(&folder)?;
     let Some(template) = chat_template(folder.path(), &data)? else {
         let flag = adapter.map_or_else(String::new, |adapter| format!(" --adapter {}", adapter.display()));

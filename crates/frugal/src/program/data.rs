@@ -1,6 +1,7 @@
 //! `frugal data`: fine-tuning data as a model sees it.
 
 mod check;
+mod findings;
 mod show;
 mod stats;
 

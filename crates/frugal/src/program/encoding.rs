@@ -33,16 +33,6 @@ impl EncodingArgs {
             data.overlong = Overlong::Skip;
         }
     }
-
-    /// An encoder for the model of a folder.
-    ///
-    /// # Errors
-    /// No tokenizer in it, or one that does not fit the model; no token to end with.
-    pub(crate) fn encoder(&self, folder: &Folder) -> anyhow::Result<Encoder> {
-        let mut data = DataConfig::default();
-        self.apply(&mut data);
-        Ends::find(folder, &data)?.encoder(folder, &data)
-    }
 }
 
 /// A model's tokenizer, and the tokens that begin and end a row.

@@ -14,7 +14,6 @@ use super::Common;
 use super::figures::counted;
 use super::kept::best_evaluation;
 use super::output::say;
-use super::run_record::base;
 
 /// The most characters of a prompt or an answer on a line.
 const WIDTH: usize = 100;
@@ -49,6 +48,7 @@ pub(crate) fn fields(out: Option<&Path>, outcome: Option<&Outcome>) -> Vec<(&'st
     if let Some(outcome) = outcome {
         fields.push(("state", json!(outcome.state)));
         fields.push(("peak_bytes", json!(outcome.peak_bytes)));
+        fields.push(("file_bytes", json!(outcome.file_bytes)));
     }
     fields
 }
@@ -75,9 +75,13 @@ pub(crate) fn print(
     }
     if let Some(outcome) = outcome {
         let budget = config.training.budget.map_or_else(String::new, |budget| format!(" of {budget}"));
+        let files = match outcome.file_bytes {
+            0 => String::new(),
+            bytes => format!(", beside {} of mapped files", bytes_text(bytes)),
+        };
         let memory = match outcome.peak_bytes {
             0 => String::new(),
-            peak => format!(", at most {}{budget} held", bytes_text(peak)),
+            peak => format!(", at most {}{budget} held{files}", bytes_text(peak)),
         };
         say(common, &format!("{}{memory}", duration(outcome.seconds)));
         if outcome.state == State::StoppedEarly {
@@ -106,20 +110,16 @@ pub(crate) fn print(
 }
 
 /// Three commands for what a fine-tuning has made.
-pub(crate) fn next_commands(config: &Config, out: &Path, result: &Path, is_chat: bool) -> Vec<String> {
+pub(crate) fn next_commands(config: &Config, out: &Path, is_chat: bool) -> Vec<String> {
     let shown = out.display();
-    let model = match &config.adapter {
-        Some(_) => format!("--model {} --adapter {}", base(config), result.display()),
-        None => format!("--model {}", result.display()),
-    };
     let mut next = Vec::new();
     if is_chat {
         next.push(format!("frugal chat {shown}"));
     } else {
-        next.push(format!("frugal generate {model} --prompt TEXT"));
+        next.push(format!("frugal generate --model {shown} --prompt TEXT"));
     }
     if config.task == Task::Finetune {
-        next.push(format!("frugal export {model} --format gguf --type q8_0 --out {shown}.gguf"));
+        next.push(format!("frugal export --model {shown} --format gguf --type q8_0 --out {shown}.gguf"));
     }
     next.push(format!("frugal runs show {shown}"));
     next

@@ -1,155 +1,157 @@
-//! `frugal eval`.
+//! `frugal eval`: the loss on data, answers to questions, or answers to GSM8K.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
+mod gsm8k;
+mod loss;
+mod questions;
+
 use std::path::{Path, PathBuf};
 
+use anyhow::bail;
+use clap::{ArgGroup, Args, ValueEnum};
+use frugal::config::{DataConfig, DataFormat};
+use frugal::dataloading::chat::Mask;
+use frugal::dataloading::records::Splits;
+use frugal::rows;
+
 use super::Common;
-use anyhow::{Context, bail};
-use clap::{Args, ValueEnum};
-use frugal::tasks::gsm8k::evaluate::Graded;
-use frugal::tasks::gsm8k::{Accuracy, EvaluateOptions, Evaluation, Grader, Problem, evaluate_generation};
-use models::generation::Sampling;
-use report::Progress;
-use serde_json::{Value, json};
+use super::model::ModelArgs;
+use super::output::say;
+use super::problems::Problems;
+use super::row_flags::{RowArgs, found, found_text};
+use frugal::tasks::gsm8k::split;
 
-use super::encoding::EncodingArgs;
-use super::model::{ModelArgs, with_adapter};
-use super::output::print_line;
-use super::problems::ProblemArgs;
-use frugal::tasks::gsm8k::Solver;
-
-/// Which problems are graded.
-#[derive(Clone, Copy, Debug, ValueEnum)]
+/// Which part of a folder's data is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
-    /// The assignment's test split: 5 % of the training file
+    /// The test split; of GSM8K the assignment's, 5 % of the training file
     Test,
-    /// The validation split: another 5 %
+    /// The validation split; of GSM8K another 5 %
     Validation,
-    /// The official test set
+    /// GSM8K's official test set
     Official,
 }
 
+/// How answers to questions are graded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Grader {
+    /// The answer is the reference, but for blanks
+    Exact,
+    /// The answer contains the reference, whatever the case
+    Contains,
+    /// The last numbers of both are equal
+    Number,
+    /// The reference is a regular expression that matches within the answer
+    Regex,
+}
+
 #[derive(Args)]
+#[command(
+    group(ArgGroup::new("what").required(true).args(["data", "questions"])),
+    after_help = "\
+Examples:
+  frugal eval --model run --data test.jsonl                        # mean loss and perplexity, on rows as in the training
+  frugal eval --model run --questions qa.jsonl --grader number --out answers.jsonl
+  frugal eval --model Qwen/Qwen2.5-0.5B --data gsm8k --split official --shots 8"
+)]
 pub(crate) struct Eval {
     #[command(flatten)]
     model: ModelArgs,
-    /// An adapter's folder
+    /// An adapter's folder [default: that of a training in --model]
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
+    /// Measure the mean loss on this data, in any format of a training; GSM8K's problems are answered and graded instead, unless --format
+    /// names another format
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    /// Grade greedy answers to the questions of this file: JSON lines with `question` and `answer`
+    #[arg(long, value_name = "FILE")]
+    questions: Option<PathBuf>,
+    /// How answers to --questions are graded
+    #[arg(long, value_enum, requires = "questions", default_value = "exact")]
+    grader: Grader,
+    /// Which split of a folder [default: test; for the loss, validation if there is one]
+    #[arg(long, value_enum)]
+    split: Option<Part>,
     #[command(flatten)]
-    problems: ProblemArgs,
-    /// Problems to grade
-    #[arg(long, value_enum, default_value = "test")]
-    split: Part,
-    #[command(flatten)]
-    encoding: EncodingArgs,
-    /// Solved examples before each question
-    #[arg(long, default_value_t = frugal::tasks::gsm8k::FewShot::SHOTS)]
-    shots: usize,
-    /// Prompts per batch
-    #[arg(long, default_value_t = 4)]
-    batch_size: usize,
+    rows: RowArgs,
+    /// Rows or prompts per batch
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: u32,
     /// Maximum number of tokens of an answer
     #[arg(long, default_value_t = 256)]
     max_new_tokens: usize,
-    /// Grade the first N problems
+    /// Take the first N rows, questions or problems
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
     /// Write each answer and its grades to FILE, as JSON lines
-    #[arg(long, value_name = "FILE")]
-    transcript: Option<PathBuf>,
+    #[arg(long, value_name = "FILE", alias = "transcript")]
+    out: Option<PathBuf>,
+    /// GSM8K: solved examples before each question
+    #[arg(long, default_value_t = frugal::tasks::gsm8k::FewShot::SHOTS)]
+    shots: usize,
+    /// GSM8K: remove calculator annotations (<<6*7=42>>) from answers
+    #[arg(long)]
+    strip_annotations: bool,
+    /// GSM8K: seed of the split into 90, 5 and 5 % and of the choice of solved examples
+    #[arg(long, default_value_t = split::SEED)]
+    split_seed: u64,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
-    let device = common.device()?;
     if arguments.limit == Some(0) {
-        bail!("--limit 0 leaves no problem to grade; give 1 or more");
+        bail!("--limit 0 leaves nothing to measure; give 1 or more");
     }
-    let folder = arguments.model.open()?;
-    let encoder = arguments.encoding.encoder(&folder)?;
-    let source = arguments.problems.problems();
-    let parts = source.parts()?;
-    let few_shot = source.few_shot(&parts.train, arguments.shots)?;
-    let mut problems: Vec<Problem> = match arguments.split {
-        Part::Test => parts.test,
-        Part::Validation => parts.validation,
-        Part::Official => source.official()?,
+    if let Some(path) =
+        arguments.data.as_deref().or(arguments.questions.as_deref()).filter(|path| !path.exists())
+    {
+        bail!(
+            "{} is not there; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*",
+            path.display()
+        );
+    }
+    let model = arguments.model.find(common, arguments.adapter.as_deref())?;
+    // Rows are made as in the training, unless a flag says otherwise.
+    let mut data = DataConfig { limit: None, validation: None, ..model.data.clone().unwrap_or_default() };
+    if let Some(path) = &arguments.questions {
+        arguments.rows.apply(&mut data);
+        // The prompt is what comes before the answer.
+        (data.format, data.mask) = (DataFormat::QuestionAnswer, Mask::Answers);
+        return questions::run(common, arguments, &model, (path, &data));
+    }
+    // That of the training is of its own file.
+    data.format = DataFormat::Auto;
+    arguments.rows.apply(&mut data);
+    data.source = arguments.data.as_deref().unwrap_or(Path::new("")).display().to_string();
+    (data.strip_annotations, data.split_seed) = (arguments.strip_annotations, arguments.split_seed);
+    let splits = Splits::of(Path::new(&data.source));
+    // A folder may have GSM8K's official test set alone.
+    let detected = match arguments.split {
+        Some(Part::Official) => rows::Found::Gsm8k,
+        _ => found(splits.as_ref().map_err(|error| anyhow::anyhow!("{error}"))?, &data)?,
     };
-    problems.truncate(arguments.limit.unwrap_or(usize::MAX));
-    // Hours of answers must not end with a file that cannot be written.
-    let transcript = arguments.transcript.as_deref().map(create).transpose()?;
-    let model = with_adapter(arguments.model.load(&folder, device)?, arguments.adapter.as_deref())?;
-
-    let options = EvaluateOptions {
-        batch_size: arguments.batch_size,
-        max_new_tokens: arguments.max_new_tokens,
-        ..EvaluateOptions::default()
+    if detected == rows::Found::Gsm8k {
+        return gsm8k::run(common, arguments, &model, (&Problems::of(&data), &data));
+    }
+    if arguments.out.is_some() {
+        bail!("--out has the answers to --questions or to GSM8K; the loss on data has none");
+    }
+    let splits = splits?;
+    say(common, &found_text(&detected, &splits));
+    let is_folder = Path::new(&data.source).is_dir();
+    let files = match arguments.split {
+        _ if !is_folder => splits.train,
+        Some(Part::Validation) => splits.validation,
+        Some(Part::Test) => splits.test,
+        _ if !splits.validation.is_empty() => splits.validation,
+        _ if !splits.test.is_empty() => splits.test,
+        _ => bail!(
+            "{} has neither a validation nor a test split; name the file that is measured, as --data {}",
+            data.source,
+            splits.train.first().map_or_else(|| "FILE".to_owned(), |file| file.display().to_string())
+        ),
     };
-    let mut solver = Solver::new(model.as_ref(), Sampling::Greedy, &problems, &encoder, &few_shot)?;
-    let mut progress = (!common.quiet).then(|| Progress::new(problems.len() as u64));
-    let (mut so_far, began) = (Accuracy::default(), std::time::Instant::now());
-    let mut tokens = 0;
-    let mut observe = |graded: &[Graded]| {
-        for one in graded {
-            so_far.add(one.right[&Grader::Flexible]);
-            tokens += one.new_tokens;
-            if let Some(progress) = &mut progress {
-                progress.step();
-            }
-        }
-        let rate = tokens as f64 / began.elapsed().as_secs_f64().max(1e-9);
-        if let Some(progress) = &progress {
-            progress.message(&format!("accuracy {:.1} % {rate:.1} tokens/s", 100.0 * so_far.share()));
-        }
-    };
-    let evaluation =
-        evaluate_generation(&mut solver, &problems, &encoder, &few_shot, &options, &mut observe)?;
-    drop(progress);
-    if let (Some(file), Some(path)) = (transcript, arguments.transcript.as_deref()) {
-        write(file, &evaluation).with_context(|| format!("{} cannot be written", path.display()))?;
+    if files.is_empty() {
+        bail!("{} has no such split; leave out --split, or name a file as --data", data.source);
     }
-    tell(common, &evaluation, solver.tokens, solver.time.as_secs_f64());
-    Ok(())
-}
-
-fn create(path: &Path) -> anyhow::Result<File> {
-    File::create(path).with_context(|| format!("{} cannot be written", path.display()))
-}
-
-fn write(file: File, evaluation: &Evaluation) -> anyhow::Result<()> {
-    let mut out = BufWriter::new(file);
-    for graded in &evaluation.graded {
-        serde_json::to_writer(&mut out, graded)?;
-        out.write_all(b"\n")?;
-    }
-    Ok(out.flush()?)
-}
-
-#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-fn tell(common: &Common, evaluation: &Evaluation, tokens: usize, seconds: f64) {
-    let rate = tokens as f64 / seconds.max(1e-9);
-    if common.json {
-        let of = |grader: Grader| -> (String, Value) {
-            let accuracy = evaluation.accuracy(grader);
-            let (low, high) = accuracy.interval();
-            let figures = json!({
-                "accuracy": accuracy.share(), "low": low, "high": high, "right": accuracy.right, "of": accuracy.of,
-            });
-            (grader.name().to_owned(), figures)
-        };
-        let graders: serde_json::Map<String, Value> = Grader::ALL.into_iter().map(of).collect();
-        print_line(&json!({
-            "graders": graders, "skipped": evaluation.skipped.len(), "tokens": tokens, "tokens_per_second": rate,
-        }));
-        return;
-    }
-    let mut out = std::io::stdout().lock();
-    for grader in Grader::ALL {
-        let _ = writeln!(out, "{:9} {}", grader.name(), evaluation.accuracy(grader));
-    }
-    if !evaluation.skipped.is_empty() {
-        let _ = writeln!(out, "{} problems were too long and left out", evaluation.skipped.len());
-    }
-    let _ = writeln!(out, "{tokens} tokens, {rate:.1} tokens/s");
+    loss::run(common, arguments, &model, (&files, &detected, &data))
 }

@@ -17,9 +17,11 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use super::merge;
-use super::model::{HubArgs, refuse_existing, same_folder};
+use super::model::{HubArgs, same_folder};
 use super::output::{print_line, say};
-use super::settings::DtypeArg;
+use super::output_folder::{self, Existing};
+use super::run_model::{Target, WhichArgs};
+use super::settings::{DtypeArg, put_some};
 
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -60,7 +62,7 @@ impl Type {
     }
 }
 
-#[derive(Args)]
+#[derive(Args, Clone)]
 #[command(group(ArgGroup::new("from").required(true).multiple(true).args(["checkpoints", "adapter", "model"])))]
 pub(crate) struct Export {
     /// What to write
@@ -72,9 +74,12 @@ pub(crate) struct Export {
     /// An adapter that PEFT or this program wrote
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// The model, for every format but peft: a folder in Hugging Face's layout, or a name on the hub
+    /// The model, for every format but peft: a folder in Hugging Face's layout, or a name on the hub. For every format: the output
+    /// folder of a training, whose adapter or model is taken
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     model: Option<String>,
+    #[command(flatten)]
+    which: WhichArgs,
     #[command(flatten)]
     hub: HubArgs,
     /// Output folder; for gguf and gguf-lora the output file
@@ -104,6 +109,7 @@ pub(crate) struct Export {
 }
 
 pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
+    let arguments = &arguments.of_training(common)?;
     arguments.check()?;
     let result = match arguments.format {
         Format::Peft => return peft::run(common, arguments),
@@ -165,6 +171,24 @@ impl AdapterFolder {
 }
 
 impl Export {
+    /// The arguments with the model and the adapter of a training, if its output folder is what `--model` names.
+    fn of_training(&self, common: &Common) -> anyhow::Result<Self> {
+        let mut own = self.clone();
+        let Some(name) = &self.model else { return Ok(own) };
+        let target = Target::find(name, self.which)?;
+        if target.adapter.is_none() && target.data.is_none() {
+            return Ok(own);
+        }
+        target.tell(common);
+        if self.checkpoints.is_none() {
+            put_some(&mut own.adapter, target.adapter.filter(|_| self.adapter.is_none()));
+        }
+        let needs_base = self.format != Format::Peft || own.adapter.is_none();
+        own.model = needs_base.then_some(target.model);
+        put_some(&mut own.hub.revision, target.revision.filter(|_| self.hub.revision.is_none()));
+        Ok(own)
+    }
+
     /// Refuses flags that the format does not have.
     fn check(&self) -> anyhow::Result<()> {
         let format =
@@ -191,7 +215,7 @@ impl Export {
         let sources =
             [self.adapter.as_deref(), self.checkpoints.as_deref(), self.model.as_deref().map(Path::new)];
         if !is_no_file && !sources.into_iter().flatten().any(|source| same_folder(source, &self.out)) {
-            refuse_existing(&self.out, self.overwrite)?;
+            output_folder::check(&self.out, Existing::by_flag(self.overwrite))?;
         }
         if self.verify {
             // Before anything is converted.

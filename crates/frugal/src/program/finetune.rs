@@ -166,6 +166,11 @@ pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool)
 
 fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
     let recipe = ranks::recipe(common, config)?;
+    let own = || format!("--out {} is the model's own folder; give another", out.display());
+    if config.model.name.as_ref().is_some_and(|name| same_folder(Path::new(name), out)) {
+        bail!(own());
+    }
+    Saving::check(out, common)?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(config.training.seed)?;
@@ -177,7 +182,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let hub = HubArgs { revision: config.model.revision.clone(), offline: config.model.offline };
     let folder = Rc::new(common.in_turn("the model", || hub.open(name))?);
     if same_folder(folder.path(), out) {
-        bail!("--out {} is the model's own folder; give another", out.display());
+        bail!(own());
     }
     recipe.check_folder(&folder)?;
     let config = &with_date(config, &folder, out, resume)?;
@@ -208,6 +213,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let validation =
         (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
+    recipe.schedule(steps)?;
     let run_plan = RunPlan::of(
         common,
         config,
@@ -316,7 +322,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             write_page(common, out, outcome.state);
         }
         if !common.json && !trained.was_finished {
-            let next = end_card::next_commands(config, out, &path, is_chat);
+            let next = end_card::next_commands(config, out, is_chat);
             end_card::print(common, config, out, trained.outcome.as_ref(), &samples, &next);
         }
     }

@@ -22,7 +22,7 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use super::encoding;
-use super::model::{ModelArgs, with_adapter};
+use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
 use super::sampling::SamplingArgs;
 use super::settings::{OffloadArg, WITHOUT_OFFLOAD};
@@ -33,7 +33,7 @@ use frugal::text_stream::TextStream;
 pub(crate) struct Generate {
     #[command(flatten)]
     model: ModelArgs,
-    /// An adapter's folder
+    /// An adapter's folder [default: that of a training in --model]
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
     /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU. Layers that do not fit are offloaded
@@ -68,7 +68,7 @@ impl Generate {
     /// How layers are offloaded, by the flags and by what the budget leaves.
     fn offload(
         &self,
-        folder: &Folder,
+        (folder, adapter): (&Folder, Option<&Path>),
         device: Device,
         prompts: &[Vec<i64>],
     ) -> anyhow::Result<Option<OffloadConfig>> {
@@ -85,7 +85,7 @@ impl Generate {
         };
         if let Some(budget) = self.budget {
             let kind = self.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.get().kind()))?;
-            self.plan(folder, (kind, device), prompts, budget, &mut config)?;
+            self.plan((folder, adapter), (kind, device), prompts, budget, &mut config)?;
         }
         config.ring = self.ring.map_or(config.ring, usize::from);
         Ok(Some(config))
@@ -94,7 +94,7 @@ impl Generate {
     /// Chooses the resident layers and the ring by a budget.
     fn plan(
         &self,
-        folder: &Folder,
+        (folder, adapter): (&Folder, Option<&Path>),
         (kind, device): (Kind, Device),
         prompts: &[Vec<i64>],
         budget: Bytes,
@@ -124,7 +124,7 @@ impl Generate {
         let choices = planning::choices(kind, &rates, work.sequence);
         let costs =
             sizes::generation(&predicted::decoder(shape)?, work, self.max_new_tokens as u64, &choices)?;
-        let adapter = self.adapter.as_deref().map_or(Ok(0), adapter_bytes)?;
+        let adapter = adapter.map_or(Ok(0), adapter_bytes)?;
         // Layers in the host's memory are in a CPU's budget too.
         let on_host = match (device, config.tier) {
             (Device::Cpu, OffloadTier::Host) => costs.layer_bytes()?,
@@ -155,7 +155,7 @@ impl Generate {
 pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let device = common.device()?;
     let texts = arguments.texts()?;
-    let folder = arguments.model.open()?;
+    let Found { folder, adapter, .. } = arguments.model.find(common, arguments.adapter.as_deref())?;
     let tokenizer = encoding::tokenizer(&folder)?;
     let begin = tokenizer.begin_of_text()?;
     let prompts = texts.iter().map(|text| -> anyhow::Result<Vec<i64>> {
@@ -165,7 +165,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;
     runtime::memory::track_cpu()?;
     // Before the limit: measuring this machine needs memory of its own.
-    let offload = arguments.offload(&folder, device, &prompts)?;
+    let offload = arguments.offload((&folder, adapter.as_deref()), device, &prompts)?;
     let (meter, limit) = match arguments.budget {
         Some(budget) => (Some(PeakMeter::start(device)?), planning::enforce(device, budget.0)?),
         None => (None, None),
@@ -178,7 +178,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
             (model, Some(offload))
         }
     };
-    let model = with_adapter(llama, arguments.adapter.as_deref())?;
+    let model = with_adapter(llama, adapter.as_deref())?;
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
         sampling: arguments.sampling.get(common.seed()),

@@ -15,6 +15,7 @@ use signal_hook::iterator::Signals;
 
 use super::Common;
 use super::output::say;
+use super::ranks::Interrupted;
 use screen::Screen;
 
 #[derive(Args)]
@@ -71,8 +72,8 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
         match interrupts {
             0 if restart_count == arguments.restarts => bail!("{failure}"),
             0 => say(common, &format!("{failure}; restart {} of {}", restart_count + 1, arguments.restarts)),
-            1 => bail!("interrupted; {failure}"),
-            _ => bail!("interrupted twice; the ranks were killed"),
+            1 => return Err(Interrupted(format!("interrupted; {failure}")).into()),
+            _ => return Err(Interrupted("interrupted twice; the ranks were killed".to_owned()).into()),
         }
     }
     Ok(())

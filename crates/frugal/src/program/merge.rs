@@ -20,8 +20,9 @@ use tch::{Device, Kind, Tensor};
 
 use difference::Difference;
 
-use super::model::{ModelArgs, load_adapter, refuse_existing, same_folder};
+use super::model::{Found, ModelArgs, load_adapter, same_folder};
 use super::output::{print_line, say};
+use super::output_folder::{self, Existing};
 use super::settings::DtypeArg;
 
 /// Files beside a model's weights that are copied unchanged.
@@ -52,9 +53,9 @@ const CONFIG: &str = "config.json";
 pub(crate) struct Merge {
     #[command(flatten)]
     model: ModelArgs,
-    /// The adapter's folder
+    /// The adapter's folder [default: that of a training in --model]
     #[arg(long, value_name = "FOLDER")]
-    adapter: PathBuf,
+    adapter: Option<PathBuf>,
     /// Output folder of the merged model
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
@@ -72,19 +73,24 @@ pub(crate) struct Merge {
 pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     let device = common.device()?;
     let out = &arguments.out;
-    let folder = arguments.model.open()?;
-    for (taken, what) in [(folder.path(), "the model's"), (&arguments.adapter, "the adapter's")] {
+    let Found { folder, adapter, .. } = arguments.model.find(common, arguments.adapter.as_deref())?;
+    let Some(adapter) = adapter.as_deref() else {
+        bail!(
+            "there is nothing to merge; give --adapter, or the output folder of a training of adapters as --model"
+        )
+    };
+    for (taken, what) in [(folder.path(), "the model's"), (adapter, "the adapter's")] {
         if same_folder(taken, out) {
             bail!("--out {} is {what} own folder; give another", out.display());
         }
     }
-    refuse_existing(out, arguments.overwrite)?;
+    output_folder::check(out, Existing::by_flag(arguments.overwrite))?;
     refuse_nf4(&folder, arguments.model.dtype.map(DtypeArg::get))?;
     let model = arguments.model.load(&folder, device)?;
-    into_folder(&folder, model, &arguments.adapter, out, arguments.max_shard_bytes)?;
+    into_folder(&folder, model, adapter, out, arguments.max_shard_bytes)?;
     let compared = arguments.compare_nf4.as_deref().map(|texts| {
         let merged = Folder::open(out)?.load(None, device)?;
-        difference::measure(&folder, &arguments.adapter, &merged, texts, device)
+        difference::measure(&folder, adapter, &merged, texts, device)
     });
     let compared = compared.transpose()?;
     if common.json {

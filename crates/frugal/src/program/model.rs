@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::Args;
+use frugal::config::DataConfig;
 use frugal::download_bar;
 use lora::Adapters;
 use lora::peft::CONFIG_FILE;
@@ -13,19 +14,31 @@ use models::hugging_face::Folder;
 use models::module::LanguageModel;
 use tch::Device;
 
-use super::settings::DtypeArg;
+use super::Common;
+use super::run_model::{Target, WhichArgs};
+use super::settings::{DtypeArg, put_some};
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ModelArgs {
-    /// A folder in Hugging Face's layout, or a name on the hub, such as Qwen/Qwen2.5-0.5B
+    /// A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     pub(crate) model: String,
+    #[command(flatten)]
+    which: WhichArgs,
     #[command(flatten)]
     pub(crate) hub: HubArgs,
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<DtypeArg>,
+}
+
+/// A model that was found.
+pub(crate) struct Found {
+    pub(crate) folder: Folder,
+    pub(crate) adapter: Option<PathBuf>,
+    /// How rows were made, where a training made the weights.
+    pub(crate) data: Option<DataConfig>,
 }
 
 /// How the hub is used.
@@ -65,12 +78,16 @@ impl HubArgs {
 }
 
 impl ModelArgs {
-    /// The model's folder.
+    /// The model's folder, the adapter that was given or that a training made, and how that made its rows. Says what it takes of a
+    /// training's output folder.
     ///
     /// # Errors
-    /// Those of [`HubArgs::open`].
-    pub(crate) fn open(&self) -> anyhow::Result<Folder> {
-        self.hub.open(&self.model)
+    /// Those of [`Target::find`] and [`HubArgs::open`].
+    pub(crate) fn find(&self, common: &Common, adapter: Option<&Path>) -> anyhow::Result<Found> {
+        let mut target = Target::find(&self.model, self.which)?;
+        target.tell(common);
+        put_some(&mut target.adapter, adapter.map(Path::to_owned));
+        Ok(Found { folder: target.open(&self.hub)?, adapter: target.adapter, data: target.data })
     }
 
     /// The model.
@@ -101,21 +118,6 @@ pub(crate) fn with_adapter(
 /// As [`with_adapter`].
 pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<Adapters> {
     Adapters::load(model, folder).with_context(|| format!("the adapter {}", folder.display()))
-}
-
-/// Refuses an output that exists: a file, or a folder with something in it.
-///
-/// # Errors
-/// It exists, and is not to be replaced.
-pub(crate) fn refuse_existing(out: &Path, overwrite: bool) -> anyhow::Result<()> {
-    let exists = match out.read_dir() {
-        Ok(mut entries) => entries.next().is_some(),
-        Err(_) => out.exists(),
-    };
-    if exists && !overwrite {
-        bail!("--out {} exists; give another, or --overwrite to replace what is there", out.display());
-    }
-    Ok(())
 }
 
 /// Returns whether two paths are the same folder.

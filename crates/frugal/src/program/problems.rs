@@ -3,26 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use clap::Args;
 use frugal::config::DataConfig;
 use frugal::tasks::gsm8k::{Annotations, FewShot, Problem, PromptFormat, Split, records, split};
 
 const TRAIN: &str = "train.jsonl";
 const TEST: &str = "test.jsonl";
-
-/// Which problems.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct ProblemArgs {
-    /// A folder with GSM8K's train.jsonl and test.jsonl, or one file of JSON lines with `question` and `answer`
-    #[arg(long, value_name = "FOLDER_OR_JSONL")]
-    data: PathBuf,
-    /// Remove calculator annotations (<<6*7=42>>) from answers
-    #[arg(long)]
-    strip_annotations: bool,
-    /// Seed of the split into 90, 5 and 5 % and of the choice of solved examples
-    #[arg(long, default_value_t = split::SEED)]
-    split_seed: u64,
-}
 
 /// The problems of a file or folder.
 #[derive(Clone, Debug)]
@@ -38,14 +23,6 @@ pub(crate) struct Parts {
     pub(crate) train: Vec<Problem>,
     pub(crate) test: Vec<Problem>,
     pub(crate) validation: Vec<Problem>,
-}
-
-impl ProblemArgs {
-    /// The problems that the flags name.
-    pub(crate) fn problems(&self) -> Problems {
-        let Self { data, strip_annotations, split_seed } = self.clone();
-        Problems { data, strip_annotations, split_seed }
-    }
 }
 
 impl Problems {

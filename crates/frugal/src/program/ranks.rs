@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::bail;
 use frugal::{Config, Recipe};
+use report::cli::Failure;
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use serde_json::{Value, json};
 
@@ -35,7 +36,7 @@ impl Ranks {
     }
 }
 
-/// A training that was interrupted, and can be resumed.
+/// A training that was interrupted.
 #[derive(Debug)]
 pub(crate) struct Interrupted(pub(crate) String);
 
@@ -46,6 +47,17 @@ impl fmt::Display for Interrupted {
 }
 
 impl std::error::Error for Interrupted {}
+
+/// The exit status of a program that Ctrl-C ends, as shells expect it: 128 and the number of the signal.
+pub(crate) const INTERRUPTED: u8 = 130;
+
+/// Gives an interruption its exit status.
+pub(crate) fn with_status(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast::<Interrupted>() {
+        Ok(Interrupted(message)) => Failure { status: INTERRUPTED, message }.into(),
+        Err(error) => error,
+    }
+}
 
 /// Runs a training, as one of the ranks if a launcher started this process.
 ///
@@ -192,5 +204,18 @@ impl Common {
     /// Whether the launcher has started this process again, after a failure.
     pub(crate) fn is_restarted(&self) -> bool {
         self.ranks.as_ref().is_some_and(|ranks| ranks.launch.restart_count > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interruption_has_the_status_of_shells() {
+        let error = with_status(Interrupted("interrupted after step 3 of 9".to_owned()).into());
+        let failure = error.downcast_ref::<Failure>().unwrap();
+        assert_eq!((failure.status, &*failure.message), (130, "interrupted after step 3 of 9"));
+        assert!(with_status(anyhow::anyhow!("another")).downcast_ref::<Failure>().is_none());
     }
 }

@@ -7,8 +7,9 @@ use anyhow::Context;
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
 use frugal::models::module::ParameterCount;
-use frugal::planning::PeakMeter;
+use frugal::planning::{MemorySamples, PeakMeter};
 use frugal::run_folder::{Outcome, RunRecord, SplitRecord, StartRecord, State, page, unix_time};
+use frugal::training::observer::{Observer, StepRecord};
 use frugal::training::trainer::StopReason;
 use serde_json::Value;
 use tch::Device;
@@ -77,6 +78,12 @@ impl<'a> Recorder<'a> {
         Ok(Self { out, record, began: Instant::now(), meter, device })
     }
 
+    /// Looks at the process's memory at each step.
+    pub(crate) fn watch_memory(&self) -> Option<Box<dyn Observer>> {
+        let samples = self.meter.as_ref()?.samples();
+        Some(Box::new(MemoryAtSteps(samples)))
+    }
+
     /// Writes how the training ended after `step` steps, and the page.
     ///
     /// # Errors
@@ -89,11 +96,24 @@ impl<'a> Recorder<'a> {
         };
         let peak = self.meter.and_then(|meter| meter.finish().ok());
         let peak_bytes = peak.map_or(0, |peak| peak.counted(self.device));
-        let outcome = Outcome { state, step, seconds: self.began.elapsed().as_secs_f64(), peak_bytes };
+        let file_bytes = peak.filter(|_| self.device == Device::Cpu).map_or(0, |peak| peak.file);
+        let seconds = self.began.elapsed().as_secs_f64();
+        let outcome = Outcome { state, step, seconds, peak_bytes, file_bytes };
         self.record.outcome = Some(outcome.clone());
         self.record.write(self.out)?;
         write_page(common, self.out, state);
         Ok(outcome)
+    }
+}
+
+/// Takes a sample after each step whose loss is read.
+struct MemoryAtSteps(MemorySamples);
+
+impl Observer for MemoryAtSteps {
+    fn on_step(&mut self, _: &StepRecord) -> training::Result<()> {
+        // A figure for the report is no reason to end a training.
+        let _ = self.0.take();
+        Ok(())
     }
 }
 

@@ -6,8 +6,8 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::Config;
 use frugal::config::{
-    ActivationPlan, Bytes, Compute, DataFormat, Dtype, LossHeadKind, OffloadConfig, OffloadMethod,
-    OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+    ActivationPlan, Bytes, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, OffloadConfig,
+    OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
 };
 use frugal::dataloading::chat::Mask;
 use frugal::rows::Overlong;
@@ -49,9 +49,9 @@ pub(crate) struct SettingsArgs {
     /// Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]
     #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024", help_heading = DATA)]
     packing: Option<usize>,
-    /// Steps between checkpoints, besides those at the end and on Ctrl-C [default: one every ten minutes; over ranks none]
-    #[arg(long, value_name = "STEPS", help_heading = LOOP)]
-    checkpoint_every: Option<u64>,
+    /// Steps (500) or time (10m, 600s, 2h) between checkpoints, besides those at the end and on Ctrl-C; over ranks, only steps [default: 10m]
+    #[arg(long, value_name = "STEPS_OR_TIME", help_heading = LOOP)]
+    checkpoint_every: Option<CheckpointEvery>,
     /// Checkpoints to keep [default: 2; for train: 3]
     #[arg(long, help_heading = LOOP)]
     keep: Option<usize>,
@@ -349,7 +349,7 @@ impl SettingsArgs {
         put(&mut training.accumulation, self.accumulation);
         put_some(&mut training.rows_at_once, self.rows_at_once);
         put_some(&mut data.packing, self.packing);
-        put_some(&mut training.checkpoint_every, self.checkpoint_every);
+        put(&mut training.checkpoint_every, self.checkpoint_every);
         put(&mut training.keep, self.keep);
         put_some(&mut training.evaluate_every, self.evaluate_every);
         put(&mut training.log_every, self.log_every);

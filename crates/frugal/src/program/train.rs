@@ -213,11 +213,13 @@ fn train(
     if common.ranks.is_some() && diagnosis.is_some() {
         bail!("--diagnose is of one process; leave it out, or start the training without a launcher");
     }
+    out.map_or(Ok(()), |out| Saving::check(out, common))?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(config.training.seed)?;
     let length = config.data.max_length.unwrap_or(LENGTH);
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
+    recipe.schedule(data.steps)?;
     if config.training.evaluate_every.is_some() && data.validation.is_none() {
         bail!(NO_VALIDATION);
     }
@@ -298,7 +300,7 @@ fn train(
     if common.is_first() {
         report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
         if let Some(out) = out.filter(|_| !common.json && !trained.was_finished) {
-            let next = path.map_or_else(Vec::new, |path| end_card::next_commands(config, out, &path, false));
+            let next = path.map_or_else(Vec::new, |_| end_card::next_commands(config, out, false));
             end_card::print(common, config, out, trained.outcome.as_ref(), &[], &next);
         }
     }

@@ -26,6 +26,7 @@ use super::Common;
 use super::end_card;
 use super::kept::{KeepBest, Writer};
 use super::output::{Lines, print_line, say};
+use super::output_folder::{self, Existing};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
 use super::run_plan::Expected;
@@ -45,6 +46,14 @@ pub(crate) struct Saving<'a> {
 }
 
 impl<'a> Saving<'a> {
+    /// Refuses an output folder with what no training has written; before anything is read.
+    ///
+    /// # Errors
+    /// Such a folder, by what it holds.
+    pub(crate) fn check(out: &Path, common: &Common) -> anyhow::Result<()> {
+        if common.is_first() { output_folder::check(out, Existing::Training) } else { Ok(()) }
+    }
+
     /// Makes the output folder.
     ///
     /// # Errors
@@ -190,7 +199,9 @@ impl Run<'_> {
             if common.is_first() && !was_finished {
                 let of = (counted, trainer.step(), trainer.options.steps, train.state());
                 let config = with_absolute_paths(config);
-                recorder = Some(Recorder::start(out, common, &config, about, of, device)?);
+                let started = Recorder::start(out, common, &config, about, of, device)?;
+                trainer.observers.extend(started.watch_memory());
+                recorder = Some(started);
             }
         }
         before(&mut trainer, train.as_mut(), lend(&mut validation))?;
@@ -221,10 +232,14 @@ impl Run<'_> {
     }
 }
 
+/// The remedy for a loss that is not finite.
+const DIVERGED: &str = "; give a lower --lr, a longer --warmup, or --clip 1";
+
 /// Checks the end of a training: a last step that is not on the disk is a failure.
 fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::Result<()> {
     let (step, steps) = (trainer.step(), trainer.options.steps);
     let resume = out.map_or_else(String::new, |out| common.resume_command(out));
+    let why = trainer.refused_checkpoint().map_or_else(String::new, |why| format!(", because {why}"));
     let kept = match trainer.saved() {
         _ if out.is_none() => "nothing is saved without --out".to_owned(),
         Some(saved) if saved == step && ended == StopReason::Interrupted => {
@@ -235,15 +250,19 @@ fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Pa
         Some(saved) if saved == step => return Ok(()),
         Some(saved) => {
             format!(
-                "its checkpoint was not written, and the last is that of step {saved}; resume from it with {resume}"
+                "its checkpoint was not written{why}, and the last is that of step {saved}; resume from it with {resume}"
             )
         }
-        None => "its checkpoint was not written, and there is no earlier one".to_owned(),
+        None => format!("its checkpoint was not written{why}, and there is no earlier one"),
     };
-    match ended {
-        StopReason::Interrupted => bail!("interrupted after step {step} of {steps}; {kept}"),
-        _ if out.is_none() => Ok(()),
-        _ => bail!("trained up to step {step}; {kept}"),
+    let remedy = if trainer.first_non_finite().is_some() || !why.is_empty() { DIVERGED } else { "" };
+    match (ended, out, trainer.first_non_finite()) {
+        (StopReason::Interrupted, ..) => {
+            Err(Interrupted(format!("interrupted after step {step} of {steps}; {kept}")).into())
+        }
+        (_, None, Some(first)) => bail!("trained up to step {step}: {first}{remedy}"),
+        (_, None, None) => Ok(()),
+        (_, Some(_), _) => bail!("trained up to step {step}; {kept}{remedy}"),
     }
 }
 

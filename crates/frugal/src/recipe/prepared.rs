@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dataloading::Batch;
 use lora::Adapters;
@@ -22,10 +21,7 @@ use training::trainer::{FailedCheckpoint, Frozen, Options};
 use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 use crate::planning;
-use crate::recipe::checks;
-
-/// Time between checkpoints where no number of steps is given.
-const CHECKPOINT_INTERVAL: Duration = Duration::from_secs(600);
+use crate::recipe::{Recipe, checks};
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
 #[derive(Debug, Default)]
@@ -130,13 +126,7 @@ impl Prepared {
     pub fn trainer_over(self, steps: u64, ranks: Option<&collectives::Group>) -> Result<(Trainer, Handles)> {
         let Self { config, model, handles, precision, scaler } = self;
         let (own, training) = (&config.optimizer, &config.training);
-        if steps == 0 {
-            return Err(Error::Value {
-                key: "training.steps",
-                found: "0".to_owned(),
-                expected: "1 step or epoch at least",
-            });
-        }
+        let schedule = schedule(&config, steps)?;
         let parameters = module::trainable(model.as_ref());
         if parameters.is_empty() {
             return Err(Error::Value {
@@ -185,9 +175,9 @@ impl Prepared {
             log_every: training.log_every,
             evaluate_every: training.evaluate_every,
             patience: training.patience,
-            checkpoint_every: training.checkpoint_every,
-            checkpoint_interval: (training.checkpoint_every.is_none() && ranks.is_none())
-                .then_some(CHECKPOINT_INTERVAL),
+            checkpoint_every: training.checkpoint_every.steps(),
+            // Ranks would not agree on the step.
+            checkpoint_interval: training.checkpoint_every.time().filter(|_| ranks.is_none()),
             failed_checkpoint: match training.ignore_failed_checkpoints {
                 true => FailedCheckpoint::Continue,
                 false => FailedCheckpoint::Stop,
@@ -196,13 +186,36 @@ impl Prepared {
             ..Options::default()
         };
         let mut trainer = Trainer::new(model, optimizer, options)?;
-        trainer.schedule =
-            LrSchedule { shape: own.schedule, warmup: own.warmup_steps(steps), steps, floor: 0.0 };
-        trainer.schedule.check()?;
+        trainer.schedule = schedule;
         trainer.precision = precision;
         trainer.scaler = scaler;
         Ok((trainer, handles))
     }
+}
+
+impl Recipe {
+    /// Returns the learning-rate schedule of a training of `steps` steps. It needs no model.
+    ///
+    /// # Errors
+    /// No step; a warm-up that leaves none for the decay.
+    pub fn schedule(&self, steps: u64) -> Result<LrSchedule> {
+        schedule(&self.config, steps)
+    }
+}
+
+fn schedule(config: &Config, steps: u64) -> Result<LrSchedule> {
+    if steps == 0 {
+        let (key, expected) = ("training.steps", "1 step or epoch at least");
+        return Err(Error::Value { key, found: "0".to_owned(), expected });
+    }
+    let own = &config.optimizer;
+    let schedule = LrSchedule { shape: own.schedule, warmup: own.warmup_steps(steps), steps, floor: 0.0 };
+    if schedule.check().is_err() {
+        let found = format!("{} of the training's {steps} steps", schedule.warmup);
+        let expected = "fewer than all steps, since the learning rate decays after it, or `optimizer.schedule = \"constant\"`";
+        return Err(Error::Value { key: "optimizer.warmup", found, expected });
+    }
+    Ok(schedule)
 }
 
 impl fmt::Debug for Prepared {

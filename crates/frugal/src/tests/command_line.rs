@@ -169,7 +169,7 @@ fn folders_are_described_by_their_headers() {
         state            finished after 1 of 1 steps
         loss             8.7009 to 8.7009
         validation loss  8.3738
-        next             frugal generate --model FOLDER/model --adapter adapter --prompt TEXT
+        next             frugal generate --model adapter --prompt TEXT
         adapter          LoRA
         rank             4
         alpha            16

@@ -86,6 +86,8 @@ fn a_fine_tuned_model_is_exported_in_every_format() {
         TEMPLATE """{{- range $i, $_ := .Messages }}
         SYSTEM """Be kind."""
         PARAMETER stop "<|endoftext|>"
+        # The model's context; a smaller one takes less memory.
+        PARAMETER num_ctx 200
     "#]]
     .assert_eq(&{
         let text = String::from_utf8(tiny.bytes("chat/Modelfile")).unwrap();

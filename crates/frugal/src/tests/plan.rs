@@ -27,7 +27,7 @@ fn the_memory_of_a_step_for_people(session: &Session) {
     let text = plan(session, &["memory", "--model", "gpt2", "--batch-size", "8", "--hardware", "rtx4090"]);
     expect![[r#"
         gpt2, 124,439,808 parameters (124 M)
-        batch 8 × 1024 tokens, bf16-master, adamw, flash attention
+        batch 8 × 1024 tokens, bf16-master, adamw, flash attention, all weights are trained
 
         part                 loss *  last block  first block  embedding  optimizer step
         ───────────────────────────────────────────────────────────────────────────────
@@ -118,6 +118,7 @@ fn a_plan_for_a_card(session: &Session) {
         parameters          7,615,616,512 (14.2 GiB)
         budget for tensors  10.0 GiB
         4090                1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
+        step                adapters of rank 8 on q,k,v,o, batch 1 × 2,048 tokens
 
           plan                                                      peak    step
           keep all                                              20.3 GiB  507 ms  does not fit: 10.3 GiB too much
@@ -175,6 +176,7 @@ fn a_plan_over_ranks(session: &Session) {
         parameters                        7,615,616,512 (14.2 GiB)
         budget for tensors                74.5 GiB
         h100                              5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
+        step                              all weights are trained, batch 1 × 2,048 tokens
 
         ZeRO-1 over 16 ranks              peak 34.8 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
         ZeRO-1 over 16 ranks, recomputed  peak 34.8 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
@@ -194,7 +196,7 @@ fn a_plan_over_ranks(session: &Session) {
           working memory                  3.07 GiB
         sent by a rank                    26.6 GiB
         waits for other ranks             179 ms
-        flags of finetune                 --zero-stage 2
+        to run it                         another program: the ranks of this one are connected over CPUs (libtorch's NCCL is not built in), so this is a prediction of the method
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -215,7 +217,8 @@ fn divided_layers_always_run_again_and_gather_the_frozen_base_of_adapters(sessio
         variants.filter(|variant| variant["zero_stage"].as_u64() == Some(stage)).collect()
     };
     let [divided] = of_stage(3)[..] else { panic!("{value}") };
-    assert_eq!(divided["flags"], "--zero-stage 3");
+    // This program connects no ranks on GPUs.
+    assert_eq!(divided["flags"], "");
     // Two thirds of a gigabyte: half of each of 24 layers in bf16, 45 loads of a layer with 3 slots; and the adapters.
     let layers = 2.0 * 357_897_216.0;
     let sent = divided["sent_bytes"].as_f64().unwrap() / (0.5 * 45.0 / 24.0 * layers);

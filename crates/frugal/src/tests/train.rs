@@ -97,7 +97,7 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
     check(
         "--width 16 --steps 4 --schedule cosine --warmup 4".into(),
         expect![[r#"
-            error: schedule: 4 steps with a warm-up of 4; expected more steps than warm-up, or a constant shape
+            error: `optimizer.warmup` (--warmup) is 4 of the training's 4 steps; expected fewer than all steps, since the learning rate decays after it, or `optimizer.schedule = "constant"` (--schedule constant)
         "#]],
     );
     std::fs::write(folder.join("config.json"), LLAMA).unwrap();

@@ -57,7 +57,7 @@ fn the_folder_of_a_training_says_how_far_it_is() {
     assert!(err.contains(&first), "the first loss is that of the first step: {err}");
     let (out, _) = tiny.succeed("info run");
     assert!(out.contains("finished after 4 of 4 steps") && out.contains("rank"), "{out}");
-    assert!(out.contains("--adapter run --prompt TEXT"), "{out}");
+    assert!(out.contains("frugal generate --model run --prompt TEXT"), "{out}");
 }
 
 #[test]

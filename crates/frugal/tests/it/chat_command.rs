@@ -61,8 +61,9 @@ fn a_conversation_has_a_history_until_it_is_reset() {
     );
     let (base, _) = chat(&tiny, "model", "Say it.\n");
     assert_ne!(base[0]["content"], "yes");
-    let (_, err) = chat(&tiny, "run --best", "Say it.\n");
-    assert!(err.contains("run has no best weights yet"), "{err}");
+    // The last weights, because nothing was evaluated.
+    let (_, err) = chat(&tiny, "run", "Say it.\n");
+    assert!(err.starts_with("run: the last model (run/model)\n"), "{err}");
 }
 
 fn conversations() -> String {

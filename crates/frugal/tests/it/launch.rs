@@ -142,7 +142,7 @@ fn an_interruption_is_passed_on_and_a_second_one_kills() {
     assert_eq!(sorted(rest.as_bytes()), "[0] saved\n[1] saved\n");
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(output.status.code(), Some(130), "{said}");
     assert!(said.starts_with("interrupted; waiting for the ranks, a second Ctrl-C kills them\n"), "{said}");
     assert!(
         said.contains("error: interrupted; rank ") && said.ends_with(" of 2 ended with exit status 1\n"),
@@ -157,7 +157,7 @@ fn an_interruption_is_passed_on_and_a_second_one_kills() {
     interrupt(&child);
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(output.status.code(), Some(130), "{said}");
     assert!(said.ends_with("error: interrupted twice; the ranks were killed\n"), "{said}");
 }
 

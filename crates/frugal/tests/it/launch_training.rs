@@ -75,7 +75,9 @@ fn interrupted_and_killed_ranks_go_on_to_the_same_bits() {
     let mut child = launch(&tiny, 2, &format!("{TRAIN} --out cut")).spawn().unwrap();
     wait_for(&mut child, &tiny.path("cut/losses.jsonl"), 6);
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
-    let said = fails(&child.wait_with_output().unwrap());
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(130), "{said}");
     let step = lines(&tiny.path("cut/losses.jsonl"));
     let told = format!(
         "[0] error: interrupted after step {step} of {STEPS}, which is saved; resume with `frugal launch -n 2 -- resume cut`\n"
@@ -189,7 +191,8 @@ fn a_full_disk_of_rank_0_is_an_error_on_every_rank_and_the_last_checkpoint_stays
     names.sort();
     assert_eq!(names, [".lock", "step-000000000002", "step-000000000004"]);
     // The model at the end cannot be written: its folder's name is a file's.
-    let script = format!("mkdir -p taken; touch taken/model; exec $FRUGAL {common} 2 --method full");
+    let script =
+        format!("mkdir -p taken/checkpoints; touch taken/model; exec $FRUGAL {common} 2 --method full");
     let said = fails(&shell(&tiny, "-n 2", &script.replace("--out out", "--out taken")));
     assert_eq!(
         said.matches("taken/model: cannot be written: a file; expected a folder").count(),

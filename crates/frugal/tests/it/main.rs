@@ -6,6 +6,7 @@ mod command_line;
 mod command_line_errors;
 mod config;
 mod conversations;
+mod eval_command;
 mod event_reader;
 mod examples;
 mod exchanged_memory;

@@ -69,7 +69,7 @@ fn a_run_folder_makes_the_same_run_again_also_after_a_kill() {
         "before: ",
         "after:  ",
         "one/index.html",
-        "next:\n  frugal generate --model model --adapter one --prompt TEXT\n",
+        "next:\n  frugal generate --model one --prompt TEXT\n",
     ] {
         assert!(err.contains(part), "{part}: {err}");
     }

@@ -179,7 +179,7 @@ fn an_interrupted_run_loses_nothing() {
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
     let output = child.wait_with_output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert_eq!(output.status.code(), Some(130), "{message}");
     let at = run.lines().len();
     let expected = format!(
         "error: interrupted after step {at} of {STEPS}, which is saved; resume with `frugal resume {}`\n",
@@ -244,7 +244,7 @@ fn an_interrupted_run_that_could_not_be_saved_says_so() {
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
     let output = child.wait_with_output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert_eq!(output.status.code(), Some(130), "{message}");
     let last = message.lines().last().unwrap();
     assert!(
         last.starts_with("error: interrupted after step ") && !last.contains("which is saved"),

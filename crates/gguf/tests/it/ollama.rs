@@ -1,7 +1,8 @@
 //! Modelfiles: known formats, default system messages, stop texts, and what is said where a template is not known.
 
 use expect_test::expect;
-use gguf::ollama::{Chat, ChatFormat, Modelfile, Role};
+use gguf::ollama::{self, Chat, ChatFormat, Modelfile, Role};
+use serde_json::json;
 
 /// Qwen2.5's template writes a system message of its own where a conversation has none.
 fn qwen(conversation: &[(Role, &str)]) -> Option<String> {
@@ -24,6 +25,8 @@ fn a_modelfile_has_the_template_its_system_message_and_every_stop() {
         adapter: Some("adapter.gguf".to_owned()),
         chat: Some(chat),
         stops,
+        context: Some(32768),
+        sampling: ollama::sampling(&json!({ "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05 })),
     };
     expect![[r#"
         FROM ./model-q8_0.gguf
@@ -40,6 +43,11 @@ fn a_modelfile_has_the_template_its_system_message_and_every_stop() {
         SYSTEM """You are Qwen."""
         PARAMETER stop "<|im_end|>"
         PARAMETER stop "<|endoftext|>"
+        # The model's context; a smaller one takes less memory.
+        PARAMETER num_ctx 32768
+        PARAMETER temperature 0.7
+        PARAMETER top_k 20
+        PARAMETER repeat_penalty 1.05
     "#]]
     .assert_eq(&file.to_string());
 }
@@ -81,4 +89,13 @@ fn an_unknown_template_is_said_to_be() {
     );
     let none = Modelfile { from: "m.gguf".to_owned(), ..Modelfile::default() };
     assert_eq!(none.to_string(), "FROM ./m.gguf\n# No TEMPLATE: the model has no chat template.\n");
+}
+
+#[test]
+fn a_model_that_is_not_sampled_has_temperature_0() {
+    let config = json!({ "do_sample": false, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.1, "eos_token_id": 2 });
+    assert_eq!(ollama::sampling(&config), [("temperature", 0.0), ("repeat_penalty", 1.1)]);
+    assert_eq!(ollama::sampling(&json!({ "do_sample": true, "min_p": 0.1 })), [("min_p", 0.1)]);
+    assert!(ollama::sampling(&json!({ "temperature": null })).is_empty());
+    assert!(ollama::sampling(&json!(null)).is_empty());
 }

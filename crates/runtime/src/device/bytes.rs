@@ -28,6 +28,11 @@ pub struct ResidentMemory {
     pub current: u64,
     /// The maximum since the process started (`VmHWM`), or since [`reset_resident_peak`].
     pub peak: u64,
+    /// The part of [`current`](Self::current) that no file holds (`RssAnon` and `RssShmem`).
+    pub anonymous: u64,
+    /// The part of [`current`](Self::current) that is pages of mapped files (`RssFile`): programs, libraries, weights. The kernel drops
+    /// and reads them again as memory gets short.
+    pub file: u64,
 }
 
 /// Returns the free and total bytes of the device: on CUDA those of the driver, where memory cached by libtorch's
@@ -83,8 +88,14 @@ pub fn product_workspaces(device: Device) -> Result<u64> {
 pub fn resident_memory() -> Result<ResidentMemory> {
     let (path, text) = read("/proc/self/status")?;
     let current = kibibytes(&path, &text, "VmRSS:")?;
-    // The kernel counts pages in batches, so its high-water mark can be below its current count.
-    Ok(ResidentMemory { current, peak: kibibytes(&path, &text, "VmHWM:")?.max(current) })
+    let of = |key: &str| kibibytes(&path, &text, key);
+    Ok(ResidentMemory {
+        current,
+        // The kernel counts pages in batches, so its high-water mark can be below its current count.
+        peak: of("VmHWM:")?.max(current),
+        anonymous: of("RssAnon:")? + of("RssShmem:")?,
+        file: of("RssFile:")?,
+    })
 }
 
 /// Resets [`ResidentMemory::peak`] to the current resident memory, to measure the peak of the work that follows.

@@ -120,6 +120,9 @@ fn the_machine_reports_its_name_and_memory() {
     let block = std::hint::black_box(vec![1_u8; 64 << 20]);
     let held = device::resident_memory().unwrap();
     assert!(held.current >= before.current + (32 << 20), "{before:?} then {held:?}");
+    // What a vector holds is anonymous, and no page of a file.
+    assert!(held.anonymous >= before.anonymous + (32 << 20), "{before:?} then {held:?}");
+    assert!(held.file < before.file + (32 << 20) && held.file > 0, "{before:?} then {held:?}");
     drop(block);
     // The kernel counts pages in batches for each processor, so its figures may differ by that much.
     let after = device::resident_memory().unwrap();

@@ -36,7 +36,8 @@ impl Trainer {
         let bad = self.watch.bad();
         let troubled = bad > 0 && self.options.divergence.patience > 0;
         let reason = if !self.weights_are_finite()? {
-            Some("the weights are not finite".to_owned())
+            self.trouble.refuse("the weights are not finite");
+            self.refused_checkpoint()
         } else if troubled && occasion == Occasion::Periodic {
             Some(format!("{bad} losses in a row are bad"))
         } else {
@@ -48,11 +49,13 @@ impl Trainer {
         }
         match self.outcome_of_all(self.write(train, troubled)) {
             Ok(None) => {
+                self.trouble.save();
                 self.saved = Some(self.step);
                 Ok(())
             }
             Ok(Some(Saved { path, warnings })) => {
                 let step = self.step;
+                self.trouble.save();
                 self.saved = Some(step);
                 self.tell(|observer| observer.on_checkpoint(step, &path))?;
                 warnings.iter().try_for_each(|warning| self.warn(warning))
@@ -121,8 +124,14 @@ impl Trainer {
     /// Adds the last checkpoint to a divergence.
     pub(super) fn with_last_checkpoint(&self, error: Error) -> Error {
         match error {
-            Error::Diverged { step, reason } if self.checkpoints.is_some() => {
-                Error::Diverged { step, reason: format!("{reason}; {}", self.last_checkpoint()) }
+            Error::Diverged { step, mut reason } => {
+                if let Some(first) = self.first_non_finite().filter(|first| first.step < step) {
+                    reason = format!("{reason}: {first}");
+                }
+                if self.checkpoints.is_some() {
+                    reason = format!("{reason}; {}", self.last_checkpoint());
+                }
+                Error::Diverged { step, reason }
             }
             error => error,
         }

@@ -178,17 +178,32 @@ fn a_diverging_run_keeps_the_last_good_checkpoint() {
         Spoiler::put(&mut trainer, at, f64::NAN);
         let error = trainer.run(&mut data(1), None).unwrap_err();
         assert!(matches!(error, Error::Diverged { .. }), "{error}");
+        let error = error.to_string();
         let last = format!("; the last checkpoint is of step {good}; try a lower");
-        assert!(error.to_string().contains(&last), "{error}");
+        assert!(error.contains(&last), "{error}");
+        let since = format!("the loss is NaN at step {}, with a learning rate of ", at + 1);
+        assert!(error.contains(&since), "{error}");
+        let trouble = trainer.first_non_finite().unwrap();
+        assert!(trouble.step == at + 1 && trouble.loss.is_nan() && trouble.learning_rate > 0.0, "{trouble}");
         assert_eq!(steps(folder.path()).unwrap(), [good]);
         let model = latest(folder.path()).unwrap().checkpoint.unwrap().model;
         assert!(model.iter().all(|(_, tensor)| tensor.isfinite().all().int64_value(&[]) == 1));
         let warnings = warnings.take(folder.path());
         let first = good + 5;
-        let expected = format!(
-            "no checkpoint of step {first}: the weights are not finite; the last checkpoint is of step {good}"
+        // The step that explains it: the first without a finite loss, or that of the checkpoint.
+        let explained = if first == at { first } else { at + 1 };
+        let expected = format!("no checkpoint of step {first}: the weights are not finite: the loss is ");
+        assert!(warnings[0].starts_with(&expected), "{}", warnings[0]);
+        assert!(
+            warnings[0].contains(&format!(" at step {explained}, with a learning rate of ")),
+            "{}",
+            warnings[0]
         );
-        assert_eq!(warnings[0], expected);
+        assert!(
+            warnings[0].ends_with(&format!("; the last checkpoint is of step {good}")),
+            "{}",
+            warnings[0]
+        );
     }
 }
 

@@ -8,6 +8,7 @@ use frugal::rows::Counts;
 use serde_json::json;
 
 use super::SourceArgs;
+use super::findings::{Duplicates, Repeats};
 use crate::program::Common;
 use crate::program::figures::{counted, grouped};
 use crate::program::output::{print_line, print_text};
@@ -21,28 +22,36 @@ pub(super) struct Check {
 pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
     let source = arguments.source.open(common)?;
     let (mut all, mut wrong) = (Counts::default(), 0u64);
-    let tell = |error: bool, text: &str| {
+    let (mut repeats, mut duplicates) = (Repeats::default(), Duplicates::default());
+    let tell = |kind: &str, text: &str| {
         if common.json {
-            print_line(&json!({ "kind": if error { "error" } else { "note" }, "text": text }));
+            print_line(&json!({ "kind": kind, "text": text }));
         } else {
             print_text(&format!("{text}\n"));
         }
     };
     source.each(&mut |place, encoded| {
         match encoded {
-            Ok((_, counts)) => {
+            Ok((rows, counts)) => {
+                rows.iter().for_each(|row| duplicates.add(place, row));
                 if counts.without_label > 0 {
-                    tell(false, &format!("{place}: nothing of it is learned; it is left out"));
+                    tell("note", &format!("{place}: nothing of it is learned; it is left out"));
                 }
                 all.add(&counts);
             }
             Err(error) => {
                 wrong += 1;
-                tell(true, &error.to_string());
+                if repeats.is_new(place, &error) {
+                    tell("error", &error.to_string());
+                }
             }
         }
         Ok(ControlFlow::Continue(()))
     })?;
+    repeats.lines().iter().for_each(|line| tell("error", line));
+    if let Some(line) = duplicates.line(all.rows) {
+        tell("warning", &line);
+    }
     let records = all.records as u64 + wrong;
     if wrong > 0 {
         bail!("{} of {} are wrong", grouped(wrong), counted(records, "record"));
@@ -58,7 +67,9 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
         grouped(all.trained as u64)
     );
     if common.json {
-        print_line(&json!({ "result": all }));
+        let mut result = serde_json::to_value(all)?;
+        result["duplicates"] = json!(duplicates.count());
+        print_line(&json!({ "result": result }));
     } else {
         print_text(&format!("{text}\n"));
     }

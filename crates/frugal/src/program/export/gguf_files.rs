@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use accounting::quantity::bytes_text;
 use anyhow::{Context, anyhow, bail};
 use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
-use gguf::ollama::{Chat, Modelfile, Role};
+use gguf::ollama::{self, Chat, Modelfile, Role};
 use gguf::{Adapter, Conversion, Model, TensorType};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
+use models::LlamaConfig;
 use runtime::atomic_write;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -106,8 +107,14 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         _ => {}
     }
     let stops = model.tokenizer().stop_tokens().into_iter().map(str::to_owned).collect();
-    let modelfile =
-        Modelfile { from: names.0.clone(), adapter: own.as_ref().map(|_| names.1.clone()), chat, stops };
+    let modelfile = Modelfile {
+        from: names.0.clone(),
+        adapter: own.as_ref().map(|_| names.1.clone()),
+        chat,
+        stops,
+        context: LlamaConfig::read(&folder.join("config.json"))?.max_position_embeddings.try_into().ok(),
+        sampling: sampling(folder)?,
+    };
     let path = out.join("Modelfile");
     atomic_write::file(&path, |file| file.write_all(modelfile.to_string().as_bytes()))
         .with_context(|| format!("{} cannot be written", path.display()))?;
@@ -126,6 +133,17 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     }
     say(common, &format!("to use it: cd {} && ollama create NAME -f Modelfile", out.display()));
     Ok(Value::Object(result))
+}
+
+/// What the model's `generation_config.json` says of sampling; nothing if there is none.
+fn sampling(folder: &Path) -> anyhow::Result<Vec<(&'static str, f64)>> {
+    let path = folder.join("generation_config.json");
+    if !path.is_file() {
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read(&path).with_context(|| path.display().to_string())?;
+    let config: Value = serde_json::from_slice(&text).with_context(|| path.display().to_string())?;
+    Ok(ollama::sampling(&config))
 }
 
 /// The chat template for Ollama, or why there is none; `None` for a model without one.

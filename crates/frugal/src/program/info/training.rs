@@ -50,11 +50,9 @@ pub(crate) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
     let next = match (finished, config.task) {
         (false, _) => format!("frugal resume {shown}"),
         (true, Task::Finetune) if config.adapter.is_some() => {
-            format!("frugal generate --model {base} --adapter {shown} --prompt TEXT")
+            format!("frugal generate --model {shown} --prompt TEXT")
         }
-        (true, _) if model.is_dir() => {
-            format!("frugal generate --model {} --prompt TEXT", model.display())
-        }
+        (true, _) if model.is_dir() => format!("frugal generate --model {shown} --prompt TEXT"),
         (true, _) => format!("raise training.steps in {shown}/{CONFIG_FILE}, then frugal resume {shown}"),
     };
     let loss = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));

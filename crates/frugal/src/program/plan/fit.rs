@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::Answer;
 use super::model_args::ModelArgs;
-use super::step_args::{DeviceMemoryArgs, TrainingArgs};
+use super::step_args::{DeviceMemoryArgs, TrainingArgs, plan_text};
 use super::table::table;
 
 #[derive(clap::Args)]
@@ -82,7 +82,7 @@ impl Fit {
 
         let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
         let mut text = format!("{}, {} parameters\n", self.model.name(), grouped(model.parameters()?.into()));
-        text += &format!("{}; {} available\n\n", plan.summary(), bytes_text(available));
+        text += &format!("{}; {} available\n\n", plan_text(&plan), bytes_text(available));
         text += &table(&["question", "answer", "peak", "the next one"], &cells);
         text += "\nEach question varies one thing and keeps the others. The largest model keeps the vocabulary, the \
                  head size\nand the ratios of widths and depth.\n";

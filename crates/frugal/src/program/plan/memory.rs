@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::Answer;
 use super::model_args::ModelArgs;
-use super::step_args::{DeviceMemoryArgs, TrainingArgs};
+use super::step_args::{DeviceMemoryArgs, TrainingArgs, plan_text};
 use super::table::{rule, table};
 
 #[derive(clap::Args)]
@@ -36,7 +36,7 @@ impl Memory {
         let available = self.device.bytes();
 
         let mut text = format!("{}, {} parameters", self.model.name(), grouped(estimate.parameters.into()));
-        text += &format!(" ({})\n{}\n\n", count_text(estimate.parameters), plan.summary());
+        text += &format!(" ({})\n{}\n\n", count_text(estimate.parameters), plan_text(&plan));
         text += &moments(&estimate);
         text += &peak(&estimate, available);
         if self.list {
@@ -47,7 +47,7 @@ impl Memory {
 
         let mut json = json(&estimate);
         json["model"] = self.model.name().into();
-        json["plan"] = plan.summary().into();
+        json["plan"] = plan_text(&plan).into();
         if let Some(available) = available {
             json["available_bytes"] = available.into();
             json["fits"] = (estimate.peak().total <= available).into();

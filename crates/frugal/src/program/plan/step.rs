@@ -27,6 +27,7 @@ use super::super::output::{print_line, print_lines};
 use super::super::run_plan::NOTHING_FITS;
 use super::super::settings::{DtypeArg, OffloadArg};
 use super::model_args::ModelArgs;
+use super::step_args::known_hardware;
 use ranks::RanksArgs;
 use variants::{Variant, streaming, variants};
 
@@ -81,8 +82,7 @@ pub(crate) struct StepArgs {
     /// Folder on the disk of offloaded layers, whose read rate is measured [default: the model's, or the current one]
     #[arg(long, value_name = "FOLDER", conflicts_with = "hardware")]
     folder: Option<PathBuf>,
-    /// Plan for this GPU instead of this machine: rtx3090, rtx4090, a100, h100 or h200
-    #[arg(long, alias = "card", value_name = "NAME", value_parser = gpu)]
+    #[arg(long, alias = "card", value_name = "NAME", value_parser = gpu, help = known_hardware("Plan for this GPU instead of this machine"))]
     hardware: Option<Gpu>,
     /// FLOP/s of matrix products [default: measured, or what trainings reach on --hardware]
     #[arg(long, value_name = "FLOP/S")]
@@ -97,6 +97,10 @@ pub(crate) struct StepArgs {
     ranks: RanksArgs,
 }
 
+/// What a plan over GPUs says instead of flags.
+const ON_GPUS: &str = "another program: the ranks of this one are connected over CPUs (libtorch's NCCL is not built in), so this is a \
+    prediction of the method";
+
 /// The step that is planned.
 struct PlannedStep {
     model: Decoder,
@@ -108,6 +112,8 @@ struct PlannedStep {
     tier: OffloadTier,
     /// Bytes of the weights.
     weights: u64,
+    /// What is trained, in words.
+    trains: String,
 }
 
 pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
@@ -144,7 +150,12 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     arguments.ranks.check(arguments)?;
     let work = Workload { batch: arguments.batch_size, sequence: tokens };
     let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
-    let planned = PlannedStep { model, work, kind, device, tier, weights };
+    let trains = match arguments.method {
+        Work::Lora => format!("adapters of rank {} on {}", arguments.r, arguments.lora(device).targets),
+        Work::Full => "all weights are trained".to_owned(),
+        Work::Inference => "forward only".to_owned(),
+    };
+    let planned = PlannedStep { model, work, kind, device, tier, weights, trains };
     let ranks = arguments.ranks.ranks;
     let sharing = arguments.ranks.sharing(on_cpu);
     let machine = shared(arguments.rates(&planned)?, sharing);
@@ -236,8 +247,12 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
             }));
         }
         let command = if arguments.method == Work::Inference { "generate" } else { "finetune" };
-        let flags = if shown.flags.is_empty() { "none are needed" } else { &shown.flags };
-        lines.push((format!("flags of {command}"), flags.to_owned()));
+        if ranks > 1 && !on_cpu {
+            lines.push(("to run it".into(), ON_GPUS.to_owned()));
+        } else {
+            let flags = if shown.flags.is_empty() { "none are needed" } else { &shown.flags };
+            lines.push((format!("flags of {command}"), flags.to_owned()));
+        }
     }
     print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
     match chosen {
@@ -263,6 +278,8 @@ fn head(
     source: &str,
 ) -> anyhow::Result<Vec<(String, String)>> {
     let parameters = grouped(planned.model.parameters()?.into());
+    let Workload { batch, sequence } = planned.work;
+    let work = format!("{}, batch {batch} × {} tokens", planned.trains, grouped(sequence.into()));
     Ok(vec![
         ("parameters".to_owned(), format!("{parameters} ({})", bytes_text(planned.weights))),
         blank(),
@@ -273,6 +290,7 @@ fn head(
                 machine.flops, machine.bandwidth, machine.transfers.load
             ),
         ),
+        ("step".to_owned(), work),
     ])
 }
 

@@ -9,6 +9,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::{Optimizer, StepKernel};
 use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::{Sharding, ZeroStage};
+use accounting::model::Family;
 use accounting::quantity::{parse_bytes, parse_count};
 use accounting::recompute::{AttentionKernel, NormKernel, Recompute, SwigluLevel};
 use accounting::{Decoder, Error};
@@ -115,31 +116,85 @@ pub(crate) struct TrainingArgs {
 
 const ADAPTERS: &str = "Low-rank adapters (the base is frozen)";
 
+/// What is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Trained {
+    /// Low-rank adapters
+    Lora,
+    /// All weights
+    Full,
+}
+
+/// Rank of adapters by default, as in `frugal plan` and `frugal finetune`.
+const RANK: u64 = 8;
+
 /// Adapters, and what trains them.
 #[derive(clap::Args)]
 pub(crate) struct LoraArgs {
-    /// Train adapters of this rank
+    /// What is trained [default: lora; full for gpt2, gpt2-like and `plan flops`]
+    #[arg(long, value_enum, value_name = "METHOD", help_heading = TRAINING)]
+    method: Option<Trained>,
+    /// Rank of the adapters [default: 8]
     #[arg(long, alias = "lora-rank", value_parser = parse_count, allow_negative_numbers = true, value_name = "R", help_heading = ADAPTERS)]
     r: Option<u64>,
     /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
-    #[arg(long, alias = "lora-targets", requires = "r", value_name = "NAME,…", help_heading = ADAPTERS)]
+    #[arg(long, alias = "lora-targets", value_name = "NAME,…", help_heading = ADAPTERS)]
     targets: Option<Targets>,
     /// The adapters have dropout
-    #[arg(long, requires = "r", help_heading = ADAPTERS)]
+    #[arg(long, help_heading = ADAPTERS)]
     lora_dropout: bool,
     /// Cast a 16-bit base to fp32 for the adapters' products, as on a CPU
-    #[arg(long, requires = "r", help_heading = ADAPTERS)]
+    #[arg(long, help_heading = ADAPTERS)]
     lora_on_cpu: bool,
 }
 
 impl LoraArgs {
-    pub(crate) fn low_rank(&self) -> Option<LowRank> {
-        self.r.map(|rank| LowRank {
-            rank,
+    /// The adapters; `None` where all weights are trained.
+    ///
+    /// # Errors
+    /// Flags of adapters, and all weights are to be trained.
+    pub(crate) fn low_rank(&self, default: Trained) -> Result<Option<LowRank>, Error> {
+        let given = [
+            ("--r", self.r.is_some()),
+            ("--targets", self.targets.is_some()),
+            ("--lora-dropout", self.lora_dropout),
+            ("--lora-on-cpu", self.lora_on_cpu),
+        ];
+        let given = given.into_iter().find(|(_, given)| *given);
+        match (self.method, given) {
+            (Some(Trained::Full), Some((flag, _))) => {
+                return Err(Error::Shape {
+                    what: format!("{flag} is of adapters, and --method full trains all weights"),
+                    remedy: "leave one of them out".into(),
+                });
+            }
+            (Some(Trained::Full), None) => return Ok(None),
+            (None, None) if default == Trained::Full => return Ok(None),
+            _ => {}
+        }
+        Ok(Some(LowRank {
+            rank: self.r.unwrap_or(RANK),
             targets: self.targets.unwrap_or(Targets::ATTENTION),
             dropout: self.lora_dropout,
             on_cpu: self.lora_on_cpu,
-        })
+        }))
+    }
+}
+
+/// What is trained of a model unless a flag says it: adapters, or all weights of one that is trained from scratch.
+fn trained_by_default(model: &Decoder) -> Trained {
+    match model.family {
+        Family::Gpt2 | Family::Gpt2Like => Trained::Full,
+        _ => Trained::Lora,
+    }
+}
+
+/// What a plan trains and how, in a line.
+pub(crate) fn plan_text(plan: &TrainingPlan) -> String {
+    let summary = plan.summary();
+    match plan.lora {
+        Some(_) => summary,
+        None => format!("{summary}, all weights are trained"),
     }
 }
 
@@ -158,7 +213,7 @@ impl TrainingArgs {
             accumulate: self.accumulation > 1,
             host: self.on_host.iter().try_fold(OnHost::default(), |host, name| host.with(name))?,
             labelled: self.labelled,
-            lora: self.lora.low_rank(),
+            lora: self.lora.low_rank(trained_by_default(model))?,
             product_workspaces: 0,
         })
     }
@@ -189,14 +244,20 @@ fn zero_stage(text: &str) -> Result<ZeroStage, String> {
     ZeroStage::from_number(number).map_err(|error| error.to_string())
 }
 
+/// A help text that lists the devices of `--hardware`.
+pub(crate) fn known_hardware(what: &str) -> String {
+    let names = hardware::ALL.map(|hardware| hardware.name);
+    let (last, others) = names.split_last().unwrap_or((&"", &[]));
+    format!("{what}: {} or {last}", others.join(", "))
+}
+
 #[derive(clap::Args)]
 #[group(multiple = false)]
 pub(crate) struct DeviceMemoryArgs {
     /// Memory limit of the device, such as 24GiB
     #[arg(long, alias = "memory", value_parser = parse_bytes, allow_negative_numbers = true, value_name = "BYTES", help_heading = "Device (one of)")]
     budget: Option<u64>,
-    /// A known device: b200, h200, h100, mi300x, a100, a100-40gb, v100, rtx4090, rtx3090 or t4
-    #[arg(long, value_parser = hardware::find, value_name = "NAME", help_heading = "Device (one of)")]
+    #[arg(long, value_parser = hardware::find, value_name = "NAME", help_heading = "Device (one of)", help = known_hardware("A known device"))]
     hardware: Option<Hardware>,
 }
 

@@ -70,6 +70,16 @@ fn command_lines() {
             "layers in files cannot be trained; give --offload host",
         ),
         ("--model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
+        (
+            "fit --model qwen2.5-0.5b --budget 8GiB --method full --r 4",
+            1,
+            "--r is of adapters, and --method full trains all weights; leave one of them out",
+        ),
+        (
+            "--model qwen2.5-7b --hardware gtx",
+            2,
+            "unknown hardware `gtx`; known are: b200, h200, h100, mi300x, ",
+        ),
         ("--model qwen2.5-7b --hardware 4090 --flops 0", 1, "error: --flops is 0; give a rate above 0"),
         (
             "--model qwen2.5-7b --dtype float16",

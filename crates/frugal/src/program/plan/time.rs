@@ -10,6 +10,7 @@ use anyhow::Context;
 use serde_json::json;
 
 use super::Answer;
+use super::step_args::known_hardware;
 use super::table::{flops_json, flops_text, table};
 
 #[derive(clap::Args)]
@@ -20,8 +21,7 @@ pub(crate) struct Time {
     /// Tokens of the whole training, for example 15T
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true)]
     tokens: u64,
-    /// A known device: b200, h200, h100, mi300x, a100, a100-40gb, v100, rtx4090, rtx3090 or t4
-    #[arg(long, value_name = "NAME", value_parser = hardware::find, default_value = "h100")]
+    #[arg(long, value_name = "NAME", value_parser = hardware::find, default_value = "h100", help = known_hardware("A known device"))]
     hardware: Hardware,
     /// Number format of the matrix products: bf16, fp16 or fp32
     #[arg(long, value_name = "NAME", default_value = "bf16")]

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use frugal::Config;
 use frugal::dataloading::loader::LoaderOptions;
 use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
@@ -95,10 +95,7 @@ impl Source<'_> {
             );
         }
         if path.is_dir() && !path.join(FIRST_TOKENS).is_file() {
-            bail!(
-                "--data {}: a folder without a token store; give a text file or a .jsonl file",
-                data.source
-            );
+            bail!("{}", no_documents(path)?);
         }
         let strategy: Strategy = data.strategy.parse()?;
         let max_length = self.length;
@@ -156,8 +153,63 @@ impl Source<'_> {
     }
 }
 
+/// What is wrong with a folder that holds no token store, and what it holds instead.
+fn no_documents(folder: &Path) -> anyhow::Result<String> {
+    let mut names = Vec::new();
+    for entry in folder.read_dir().with_context(|| folder.display().to_string())? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        names.push(name);
+    }
+    names.sort();
+    let is_text =
+        |name: &&String| [".txt", ".jsonl", ".txt.gz", ".jsonl.gz"].iter().any(|end| name.ends_with(end));
+    let shown = folder.display();
+    let looked =
+        format!("--data {shown}: of a folder a token store is read, and there is no {FIRST_TOKENS} in it");
+    Ok(match names.iter().find(is_text) {
+        Some(file) => format!("{looked}; name one of its files, as --data {}", folder.join(file).display()),
+        None if names.is_empty() => format!("{looked}: it is empty; give a text file or a .jsonl file"),
+        None => {
+            let (first, more) = (names[..names.len().min(3)].join(", "), names.len().saturating_sub(3));
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{looked}, but {first}{more}; give a text file (.txt) or a .jsonl file")
+        }
+    })
+}
+
 /// Returns the steps of `epochs` epochs; accumulation crosses their ends.
 fn steps(source: &dyn BatchSource, epochs: u64, accumulation: usize) -> u64 {
     let batches = (0..epochs).fold(0u64, |sum, epoch| sum.saturating_add(source.batches(epoch) as u64));
     batches.div_ceil(accumulation.max(1) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_without_data_says_what_was_looked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let told = || no_documents(folder.path()).unwrap();
+        assert!(
+            told().contains("there is no 00000.tokens in it: it is empty; give a text file"),
+            "{}",
+            told()
+        );
+        for name in ["d", "c", "a.md", "b.py"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        assert!(
+            told().contains("no 00000.tokens in it, but a.md, b.py, c and 1 more; give a text file"),
+            "{}",
+            told()
+        );
+        let file = folder.path().join("wiki.txt");
+        std::fs::write(&file, "").unwrap();
+        assert!(
+            told().ends_with(&format!("; name one of its files, as --data {}", file.display())),
+            "{}",
+            told()
+        );
+    }
 }

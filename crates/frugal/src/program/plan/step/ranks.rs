@@ -10,6 +10,7 @@ use anyhow::bail;
 use clap::Args;
 use frugal::config::OffloadConfig;
 use frugal::planning::{self, MachineRates};
+use tch::Device;
 
 use super::variants::Variant;
 use super::{PlannedStep, StepArgs, Work as Planned};
@@ -129,7 +130,12 @@ fn variant(
     };
     Ok(Variant {
         name: format!("ZeRO-{number} over {ranks} ranks{what}"),
-        flags: format!("--zero-stage {number}{flag}"),
+        // Ranks on GPUs are not this program's.
+        flags: if arguments.hardware.is_some() || planned.device != Device::Cpu {
+            String::new()
+        } else {
+            format!("--zero-stage {number}{flag}")
+        },
         peak: simulated.device.total,
         step: simulated,
         plan: None,

@@ -27,7 +27,7 @@ pub(super) fn run(
     machine: &MachineRates,
     budget: Budget,
 ) -> anyhow::Result<()> {
-    let &PlannedStep { ref model, work, kind, device, tier, weights } = planned;
+    let &PlannedStep { ref model, work, kind, device, tier, weights, .. } = planned;
     let full = arguments.method == Work::Full;
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let batch = Batch { work, labelled: None };
