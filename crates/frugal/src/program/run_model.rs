@@ -89,7 +89,7 @@ impl Target {
             ),
             None if config.task == Task::Train && config.model.name.is_none() => bail!(
                 "{shown} has checkpoints only: a model of the shape gpt2-like or gpt2 is trained and measured, but generates no \
-                 text; train with --model llama, or with a decoder's config.json"
+                 text; train with `--model FILE`, a decoder's config.json"
             ),
             None => {
                 bail!("{shown} has no trained weights yet; finish the training with `frugal resume {shown}`")
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(found(out, false).0, out.join("model").display().to_string());
         fs::remove_file(out.join("model/config.json")).unwrap();
         fs::write(out.join(CONFIG_FILE), "task = \"train\"\n[model.shape]\nfamily = \"gpt2\"\n").unwrap();
-        assert!(error(out, false).contains("generates no text; train with --model llama"));
+        assert!(error(out, false).contains("generates no text; train with `--model FILE`"));
         fs::write(out.join(CONFIG_FILE), "[package]\nname = \"x\"\n").unwrap();
         assert!(error(out, false).contains("unknown field `package`"));
     }

@@ -183,10 +183,16 @@ fn trained(count: usize, stage: &[&str]) -> std::collections::BTreeMap<String, V
     let mut words: Vec<&str> = common.to_vec();
     words.extend(["--log-every", "1", "--checkpoint-every", "2", "--out", out.to_str().unwrap()]);
     words.extend(stage);
-    let output = match count {
-        0 => Command::new(crate::program()).args(&words).output().unwrap(),
-        _ => launch(&["-n", &count.to_string()], &words).output().unwrap(),
+    let mut command = match count {
+        0 => {
+            let mut alone = Command::new(crate::program());
+            alone.args(&words);
+            alone
+        }
+        _ => launch(&["-n", &count.to_string()], &words),
     };
+    // The bits are the same for the same number of threads of each process.
+    let output = command.env("OMP_NUM_THREADS", "1").output().unwrap();
     assert!(output.status.success(), "{count} ranks: {}", String::from_utf8_lossy(&output.stderr));
     let said =
         String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
