@@ -16,9 +16,9 @@ update)
     printf '[[package]]\nname = "torch-sys"\nversion = "%s"\n' "$5" > Cargo.lock ;;
 metadata)
     echo '{"packages":[
-        {"name":"lora","dependencies":[{"name":"runtime"}]},
-        {"name":"report","dependencies":[]},
-        {"name":"runtime","dependencies":[{"name":"tch"}]}]}' ;;
+        {"name":"lora","manifest_path":"/w/crates/lora/Cargo.toml","targets":[],"dependencies":[{"name":"runtime"}]},
+        {"name":"report","manifest_path":"/w/crates/report/Cargo.toml","targets":[],"dependencies":[]},
+        {"name":"runtime","manifest_path":"/w/crates/runtime/Cargo.toml","targets":[],"dependencies":[{"name":"tch"}]}]}' ;;
 esac
 "#;
 

@@ -135,8 +135,6 @@ pub(crate) fn backward(norm: Backward) -> Result<()> {
     let pass = backward::Pass {
         rows: shape.rows,
         columns: shape.columns,
-        center: norm.center,
-        output: norm.output_kept,
         kept: memory.read("kept", Some(norm.kept), kept, shape.matrix())?,
         upstream,
         grad: memory.write("grad", norm.grad, x, shape.matrix())?,
@@ -157,10 +155,11 @@ pub(crate) fn backward(norm: Backward) -> Result<()> {
             ($x:ty, $y:ty) => {
                 // SAFETY: `Memory` has checked every size and dtype, and that written memory overlaps nothing else.
                 unsafe {
-                    if norm.output_kept {
-                        backward::run::<$y, $y, $x>(pass)
-                    } else {
-                        backward::run::<$x, $y, $x>(pass)
+                    match (norm.center, norm.output_kept) {
+                        (true, true) => backward::run::<$y, $y, $x, true, true>(pass),
+                        (true, false) => backward::run::<$x, $y, $x, true, false>(pass),
+                        (false, true) => backward::run::<$y, $y, $x, false, true>(pass),
+                        (false, false) => backward::run::<$x, $y, $x, false, false>(pass),
                     }
                 }
             };
