@@ -19,6 +19,9 @@ pub(crate) struct Bench {
     /// Measure this shape instead: TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORE_INDEX]] (may be repeated)
     #[arg(long, value_name = "SHAPE")]
     case: Vec<Shape>,
+    /// Measure a length and eight times as many tokens instead
+    #[arg(long, conflicts_with = "case")]
+    long: bool,
     /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy
     #[arg(long, value_name = "METHODS", value_delimiter = ',')]
     methods: Vec<Implementation>,
@@ -47,6 +50,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     }
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let shapes = match (&arguments.case[..], arguments.scale) {
+        ([], Scale::Smoke) if arguments.long => shapes::LONG_SMOKE,
+        ([], _) if arguments.long => shapes::LONG,
         ([], Scale::Smoke) => shapes::SMOKE,
         ([], Scale::Laptop) => shapes::LAPTOP,
         ([], Scale::Full) => shapes::FULL,

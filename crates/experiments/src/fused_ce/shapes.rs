@@ -49,6 +49,12 @@ pub(crate) const FULL: &[Shape] = &[
     shape(1024, 256, 128_256),
 ];
 
+/// A length, and eight times as many tokens.
+pub(crate) const LONG: &[Shape] = &[shape(1024, 256, 32_000), shape(8192, 256, 32_000)];
+
+/// As [`LONG`], small.
+pub(crate) const LONG_SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(1024, 64, 4000)];
+
 /// The sizes of GPUs: Qwen2.5-0.5B's head, and Llama-3-8B's, whose sequence is the assignment's.
 pub(crate) const PAPER: &[Shape] = &[
     shape(2048, 896, 151_936),

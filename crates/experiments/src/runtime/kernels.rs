@@ -44,9 +44,13 @@ struct Line {
     libtorch: Option<Call>,
 }
 
-/// Sizes: those of a step of Llama-3-8B with 8192 tokens on CUDA, of Qwen2.5-0.5B with 1024 on a CPU.
-fn large(device: Device, scale: Scale) -> bool {
-    device.is_cuda() && scale != Scale::Smoke
+/// One of three sizes: of a step of Llama-3-8B with 8192 tokens on CUDA, of Qwen2.5-0.5B with 1024 on a CPU, or a small one.
+fn sized<T>(device: Device, scale: Scale, [of_cuda, of_cpu, of_smoke]: [T; 3]) -> T {
+    match scale {
+        Scale::Smoke => of_smoke,
+        _ if device.is_cuda() => of_cuda,
+        _ => of_cpu,
+    }
 }
 
 fn discard(result: Result<Tensor, tch::TchError>) -> runtime::Result<()> {
@@ -121,10 +125,8 @@ fn shares(samples: &[f64], bytes: f64, copied: f64, device: Device) -> anyhow::R
 }
 
 fn norms(device: Device, scale: Scale) -> anyhow::Result<Figures> {
-    let shapes: &[(i64, i64)] = match large(device, scale) {
-        true => &[(8192, 4096), (16_384, 4096), (4096, 8192), (4096, 16_384)],
-        false => &[(1024, 896)],
-    };
+    let of_cuda: &[(i64, i64)] = &[(8192, 4096), (16_384, 4096), (4096, 8192), (4096, 16_384)];
+    let shapes = sized(device, scale, [of_cuda, &[(1024, 896)], &[(64, 896)]]);
     let mut figures = Vec::new();
     for &(tokens, width) in shapes {
         let x = (0..3).map(|_| Ok(random(&[tokens, width], device)?.f_set_requires_grad(true)?));
@@ -193,7 +195,7 @@ fn backward_of(
 }
 
 fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
-    let (tokens, features) = if large(device, scale) { (8192, 14_336) } else { (1024, 4864) };
+    let (tokens, features) = sized(device, scale, [(8192, 14_336), (1024, 4864), (32, 4864)]);
     let tensors = |count: usize| -> runtime::Result<Vec<Tensor>> {
         (0..count).map(|_| random(&[tokens, features], device)).collect()
     };
@@ -233,7 +235,7 @@ fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
 
 fn rope(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let (tokens, heads, kv_heads, head) =
-        if large(device, scale) { (8192, 32, 8, 128) } else { (1024, 14, 2, 64) };
+        sized(device, scale, [(8192, 32, 8, 128), (1024, 14, 2, 64), (64, 14, 2, 64)]);
     let table = RotaryTable::new(head, tokens, &Frequencies::default(), device)?;
     let q = random(&[1, tokens, heads, head], device)?;
     let k = random(&[1, tokens, kv_heads, head], device)?;
@@ -267,12 +269,9 @@ fn rope(device: Device, scale: Scale) -> anyhow::Result<Figures> {
 
 /// Over a tile of fp32 logits, as the linear cross-entropy makes them; the gradient is rounded to bf16 in place.
 fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
-    let vocabularies: &[(i64, i64)] = match large(device, scale) {
-        true => &[(4096, 128_256), (4096, 32_000), (4096, 50_257)],
-        false => &[(64, 151_936)],
-    };
+    let of_cuda: &[(i64, i64)] = &[(4096, 128_256), (4096, 32_000), (4096, 50_257)];
     let mut figures = Vec::new();
-    for &(tokens, vocabulary) in vocabularies {
+    for &(tokens, vocabulary) in sized(device, scale, [of_cuda, &[(64, 151_936)], &[(4, 32_000)]]) {
         let tile = Tensor::f_randn([tokens, vocabulary], (Kind::Float, device))?;
         let labels = Tensor::f_randint(vocabulary, [tokens], (Kind::Int64, device))?;
         let logits = (tokens * vocabulary) as f64;
@@ -313,7 +312,7 @@ fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
 
 /// bf16 gradients and weights with fp32 masters, over several tensors.
 fn adam_w(device: Device, scale: Scale) -> anyhow::Result<Figures> {
-    let (count, side) = if large(device, scale) { (12, 4096) } else { (4, 1024) };
+    let (count, side) = sized(device, scale, [(12, 4096), (4, 1024), (4, 128)]);
     let shape = [side, side];
     let state = || -> runtime::Result<Vec<Tensor>> {
         (0..count).map(|_| Ok(Tensor::f_ones(shape, (Kind::Float, device))?)).collect()

@@ -26,8 +26,8 @@ pub(crate) struct Cost {
     /// How large it is
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// Numbers of ranks
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+    /// Numbers of ranks: 1, 2 and 4 if missing, 1 and 2 at scale smoke
+    #[arg(long, value_delimiter = ',')]
     ranks: Vec<usize>,
     /// Measure memory and transfers only
     #[arg(long)]
@@ -37,12 +37,15 @@ pub(crate) struct Cost {
 pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let full = matches!(arguments.scale, Scale::Full | Scale::Paper);
-    let sizes = if full { Sizes::LARGE } else { Sizes::SMALL };
-    let steps = if full { 7 } else { 3 };
-    let mut progress = Progress::new((arguments.ranks.len() * (STAGES.len() + 1) + 2) as u64);
+    let (sizes, steps, usual, shown): (_, _, &[usize], _) = match arguments.scale {
+        Scale::Smoke => (Sizes::TINY, 2, &[1, 2], &STAGES[2..]),
+        Scale::Laptop => (Sizes::SMALL, 3, &[1, 2, 4], &STAGES[..]),
+        Scale::Full | Scale::Paper => (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..]),
+    };
+    let numbers = if arguments.ranks.is_empty() { usual } else { &arguments.ranks };
+    let mut progress = Progress::new((numbers.len() * (STAGES.len() + 1) + 2) as u64);
     let alone = Case::new().with("shows", "memory").with("stage", ALONE).with("ranks", 1);
-    for &ranks in &arguments.ranks {
+    for &ranks in numbers {
         // Memory, in processes with one training each.
         for stage in [ALONE].into_iter().chain(STAGES).filter(|stage| ranks == 1 || *stage != ALONE) {
             progress.message(&format!("memory, {stage}, {ranks} ranks"));
@@ -89,7 +92,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
     progress.message("timeline");
     let folder = tempfile::tempdir()?;
     let trace = ["--trace".to_owned(), folder.path().display().to_string()];
-    for stage in STAGES {
+    for &stage in shown {
         let measured = rank::measure(SHOWN, &sizes, &[stage], 1, &trace)?;
         let case = Case::new().with("shows", "timeline").with("stage", stage);
         for (rank, of_rank) in measured.iter().flatten().enumerate() {

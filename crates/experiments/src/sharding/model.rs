@@ -48,6 +48,16 @@ impl Sizes {
         bucket_bytes: 1 << 20,
     };
 
+    /// 0.1 million parameters in 2 layers.
+    pub(crate) const TINY: Self = Self {
+        hidden: 64,
+        feed_forward: 176,
+        layers: 2,
+        vocabulary: 256,
+        tokens: 16,
+        bucket_bytes: 64 << 10,
+    };
+
     /// The flags that give these sizes.
     pub(crate) fn flags(&self) -> Vec<String> {
         let Self { hidden, feed_forward, layers, vocabulary, tokens, bucket_bytes } = *self;
