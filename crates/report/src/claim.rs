@@ -1,5 +1,6 @@
 //! Claims, and whether they hold on a set of records.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use crate::measurements::Measurements;
@@ -48,11 +49,17 @@ pub struct CheckedClaim {
 /// The worst matching record decides. A missing value gives "not measured" unless a measured value falls short. `runs`
 /// has the reason why an experiment left no record.
 pub fn check(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<CheckedClaim> {
-    specs.claims.iter().map(|claim| check_one(specs, claim, records, runs)).collect()
+    let mut of_experiments = HashMap::new();
+    let check = |claim: &Claim| {
+        let measured = of_experiments
+            .entry(claim.experiment.clone())
+            .or_insert_with_key(|experiment| Measurements::of(specs, experiment, records));
+        check_one(claim, measured, runs)
+    };
+    specs.claims.iter().map(check).collect()
 }
 
-fn check_one(specs: &Specs, claim: &Claim, records: &[Record], runs: &[RunOutcome]) -> CheckedClaim {
-    let measured = Measurements::of(specs, &claim.experiment, records);
+fn check_one(claim: &Claim, measured: &Measurements, runs: &[RunOutcome]) -> CheckedClaim {
     let matching: Vec<_> = measured
         .records()
         .iter()

@@ -25,7 +25,7 @@ pub struct Measurements {
 impl Measurements {
     /// The records of `experiment` among `records`, with the ratios and joined rounds where it is a comparison.
     pub fn of(specs: &Specs, experiment: &str, records: &[Record]) -> Self {
-        let mine: Vec<_> = newest(records).into_iter().filter(|r| r.experiment == experiment).collect();
+        let mine = newest(records.iter().filter(|record| record.experiment == experiment));
         match specs.comparison(experiment) {
             None => Self::from_records(&mine),
             Some(comparison) => {
@@ -78,11 +78,11 @@ impl Measurements {
 
 /// Of the records with the same experiment, case and metric the newest, in the place of the first. Of two that are
 /// equally new, the later in the list.
-pub fn newest(records: &[Record]) -> Vec<Record> {
+pub fn newest<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Record> {
     let mut place = HashMap::new();
     let mut kept: Vec<Record> = Vec::new();
     for record in records {
-        let identity = (record.experiment.clone(), record.case.identity(), record.metric.name.clone());
+        let identity = (record.experiment.as_str(), record.case.identity(), record.metric.name.as_str());
         match place.get(&identity) {
             None => {
                 place.insert(identity, kept.len());
