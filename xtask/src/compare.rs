@@ -27,7 +27,7 @@ use peers::Pythons;
 /// What to compare, and where.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Run only these comparisons
+    /// Run only these comparisons, separated by commas; an unknown name lists all
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
     /// Device: cpu, cuda or cuda:N

@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// Minutes after which no further part begins and the running one is ended
     #[arg(long, value_name = "N", default_value_t = 9.0)]
     minutes: f64,
-    /// Run only these parts
+    /// Run only these parts, separated by commas; an unknown name lists all
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
     /// Write the report to DIR

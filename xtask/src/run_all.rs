@@ -22,13 +22,13 @@ use crate::workspace::Workspace;
 /// What to run, and where.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Size of the experiments
+    /// Size of the experiments: seconds, ten minutes, hours, or a GPU's
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value_t)]
     device: Device,
-    /// Run only these experiments
+    /// Run only these experiments, separated by commas; an unknown name lists all
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
     /// Skip experiments that a run with the same revision, scale, device and seed has completed

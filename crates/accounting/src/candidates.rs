@@ -33,6 +33,7 @@
 //!     choices: Choices::default(),
 //!     largest: vec![batch],
 //!     mean: batch,
+//!     evaluation: None,
 //!     accumulation: 4,
 //!     clips: true,
 //!     rates,
@@ -84,6 +85,8 @@ pub struct Job {
     pub largest: Vec<Batch>,
     /// A batch of mean size, for times.
     pub mean: Batch,
+    /// The batch of an evaluation between steps, in the fewest rows at a time; `None` if none is made.
+    pub evaluation: Option<Batch>,
     /// Gradient accumulation steps: batches of a step.
     pub accumulation: u64,
     /// Whether the gradient norm is clipped, for which all gradients must exist before the first update.
@@ -134,6 +137,8 @@ pub struct Candidate {
     pub peak: Footprint,
     /// Which of [`Job::largest`] has the peak.
     pub batch: usize,
+    /// Bytes on the device at the peak of [`Job::evaluation`]; 0 without one.
+    pub evaluation_bytes: u64,
     /// Bytes in host memory besides; 0 on a CPU.
     pub host_bytes: u64,
     /// Seconds of a step of mean batches.
@@ -141,6 +146,11 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// Bytes that the device must have: those of the step, or of an evaluation where it takes more.
+    pub fn device_bytes(&self) -> u64 {
+        self.peak.total.max(self.evaluation_bytes)
+    }
+
     /// Whether gradients have the bits of one pass over the batch whose layers keep everything.
     pub fn keeps_bits(&self) -> bool {
         self.rows.is_none()

@@ -30,8 +30,8 @@ pub enum Error {
         /// What was expected.
         expected: &'static str,
     },
-    /// Two techniques that do not go together.
-    #[error("{first} and {second} do not go together: {why}; {remedy}")]
+    /// Two techniques that cannot be combined.
+    #[error("{first} and {second} cannot be combined: {why}; {remedy}")]
     Conflict {
         /// A technique, as the configuration says it.
         first: String,
@@ -44,7 +44,7 @@ pub enum Error {
     },
     /// A budget that the process is beyond before its work begins.
     #[error(
-        "a budget of {budget} is less than the program takes by itself ({taken}); give a larger --budget"
+        "a budget of {budget} is below the {taken} that the program itself needs; give a larger --budget"
     )]
     Budget {
         /// The budget.
@@ -56,7 +56,7 @@ pub enum Error {
     #[error("the rate of a product or a copy could not be measured; run again on an idle machine")]
     NotMeasured,
     /// A generated number that is no token id.
-    #[error("a generated token is no id")]
+    #[error("the model generated a token id that does not fit 32 bits")]
     NotAToken,
     /// Data or a tokenizer.
     #[error(transparent)]

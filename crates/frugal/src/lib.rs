@@ -20,15 +20,15 @@
 //! | [`config`] | every setting, with units, read from and written to TOML |
 //! | [`recipe`] | techniques on a model, and the trainer over it |
 //! | [`planning`] | this machine's rates and a budget, for plans of offloading |
-//! | [`rows`] | fine-tuning rows from JSON lines and text |
-//! | [`run_folder`] | what a training writes: its record, losses, TensorBoard events, a page |
+//! | [`rows`] | fine-tuning rows from a user's files: JSON, JSON lines, CSV, TSV, Parquet, text, token ids |
+//! | [`run_folder`] | what a run writes: its record, losses, TensorBoard events, a page |
 //! | [`tasks`] | GSM8K: problems, prompts, graders; questions with reference answers |
 //! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
 //! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
 //! | [`environment`] | the machine and versions, for the records of measurements |
 //!
 //! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`gguf`], [`lora`],
-//! [`models`], [`offload`], [`runtime`], [`swiglu_ckpt`], [`training`].
+//! [`models`], [`offload`], [`runtime`], [`sharding`], [`swiglu_ckpt`], [`training`], and with them [`tch`].
 
 pub mod config;
 pub mod display;
@@ -46,7 +46,8 @@ pub mod tasks;
 pub mod text_stream;
 
 pub use {
-    accounting, amp, dataloading, fused_ce, gguf, lora, models, offload, runtime, swiglu_ckpt, tch, training,
+    accounting, amp, dataloading, fused_ce, gguf, lora, models, offload, runtime, sharding, swiglu_ckpt, tch,
+    training,
 };
 
 pub use config::Config;

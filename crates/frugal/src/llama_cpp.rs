@@ -1,7 +1,7 @@
 //! llama.cpp as a reference: the log-probabilities that it computes from GGUF files, by the Python package `xllamacpp`.
 //!
 //! A GGUF file whose values are right may still be wrong: rows of another order, or a missing key, change what is computed and load
-//! without a word. Greedy tokens often stay the same then, so log-probabilities are compared.
+//! silently. Greedy tokens often stay the same then, so log-probabilities are compared.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

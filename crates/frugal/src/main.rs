@@ -24,7 +24,7 @@ enum Command {
     Train(Box<program::train::Train>),
     /// Fine-tune a model: LoRA, DoRA, or all of its weights
     Finetune(Box<program::finetune::Finetune>),
-    /// Resume a training from its output folder
+    /// Resume a training run from its output folder
     Resume(program::resume::Resume),
     /// Measure a model: its loss on data, its answers to questions or to GSM8K
     Eval(program::eval::Eval),
@@ -32,23 +32,23 @@ enum Command {
     Chat(program::chat::Chat),
     /// Generate text from a prompt
     Generate(program::generate::Generate),
-    /// Merge an adapter into its model's weights
+    /// Merge an adapter into its base model's weights
     Merge(program::merge::Merge),
-    /// Export the adapter of a checkpoint, or convert an adapter
+    /// Export a model or an adapter: PEFT, Hugging Face, NF4, GGUF or Ollama
     Export(program::export::Export),
-    /// Show, measure or check fine-tuning data as a model sees it
+    /// Show, measure or check fine-tuning data as the model reads it
     Data(Box<program::data::Data>),
-    /// List, describe and compare trainings
+    /// List, describe and compare training runs
     Runs(program::runs::Runs),
-    /// Describe a training's output folder, a model, or an adapter
+    /// Describe a training run's output folder, a model or an adapter
     Info(program::info::Info),
     /// Predict what fits, the peak memory and the time of a step; reads no weights
     Plan(Box<program::plan::Plan>),
-    /// Print what completes commands in a shell
+    /// Print a shell completion script
     Completions(program::shell::Completions),
     /// Write manual pages
     Man(program::shell::Man),
-    /// Run a program as several processes, the ranks of one machine
+    /// Start a program as several ranks on this machine, as torchrun does
     Launch(program::launch::Launch),
     /// Show this machine's libtorch, devices, rates, memory, disk and access to the hub
     Doctor(program::doctor::Doctor),

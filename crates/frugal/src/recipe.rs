@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Adapters come before everything that looks at projections, the loss head before anything wraps it, and offload last of
-//! what edits the model, so that it moves what the others left. [`Recipe::new`] refuses what does not go together before a
+//! what edits the model, so that it moves what the others left. [`Recipe::new`] refuses what cannot be combined before a
 //! weight is read. What a combination computes is tested for every pair (`tests/it/pairs.rs`).
 //!
 //! ```
@@ -35,7 +35,7 @@
 //!
 //! let refused: Config = "[optimizer]\nplace = \"host\"".parse()?;
 //! let error = Recipe::new(&refused).unwrap_err().to_string();
-//! assert!(error.contains("do not go together"), "{error}");
+//! assert!(error.contains("cannot be combined"), "{error}");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -81,7 +81,7 @@ impl Recipe {
     ///
     /// # Errors
     /// [`Error::Value`](crate::Error::Value) for a value outside its range, [`Error::Conflict`](crate::Error::Conflict) for two
-    /// techniques that do not go together; an adapter that cannot be.
+    /// techniques that cannot be combined; an adapter that cannot be.
     pub fn new(config: &Config) -> Result<Self> {
         checks::values(config)?;
         checks::pairs(config)?;
@@ -107,7 +107,7 @@ impl Recipe {
     /// Checks the techniques against a training over several ranks.
     ///
     /// # Errors
-    /// Techniques that do not go together with several ranks, or with the ZeRO stage; a device other than the CPU; fewer batches in a
+    /// Techniques that cannot be combined with several ranks, or with the ZeRO stage; a device other than the CPU; fewer batches in a
     /// step than ranks.
     pub fn check_ranks(&self, ranks: usize) -> Result<()> {
         checks::ranks(&self.config, ranks)

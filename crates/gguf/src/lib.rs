@@ -36,7 +36,7 @@
 //!
 //! # What is supported
 //! Llama, Mistral, SmolLM3, Granite, Qwen2, Qwen3, OLMo 2, Phi-3, Gemma 2 and Gemma 3 (text). An option that llama.cpp would read
-//! differently without a word (another pattern of layers, another scale of attention) is refused by name; what it leaves out, such as a
+//! silently differently (another pattern of layers, another scale of attention) is refused by name; what it leaves out, such as a
 //! sliding window, is a note of the conversion.
 
 mod adapter;

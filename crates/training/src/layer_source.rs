@@ -1,8 +1,8 @@
-//! Where the bytes of offloaded layers are, besides host memory and files.
+//! Storage of offloaded layers other than host memory and files.
 //!
-//! `offload` loads a layer into a slot, computes, and gives its gradients to whoever sums them up. A [`LayerSource`] takes the place of
-//! the layer's host memory and of the gradients' sums. So the schedule of loads serves host memory and shards on other ranks
-//! (`sharding`) alike.
+//! `offload` loads a layer into a slot, computes, and delivers its gradients. A [`LayerSource`] provides the layer's values and
+//! accumulates its gradients, in place of host memory. So one schedule of loads serves host memory and shards on other ranks
+//! (`sharding`).
 
 use std::fmt::Debug;
 use std::ops::Range;

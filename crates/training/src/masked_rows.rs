@@ -71,7 +71,7 @@ pub struct BatchShape {
 }
 
 /// A source of batches over masked rows. See the [module](self).
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct MaskedBatches {
     rows: Vec<MaskedRow>,
     /// Indices of the rows that share one row of a batch.
@@ -129,6 +129,19 @@ impl MaskedBatches {
             all = all.number(number);
         }
         Ok(Self { rows, together, layout, device, fingerprint: all.finish(), position: 0 })
+    }
+
+    /// Returns the number of rows of a batch, as the layout has it.
+    pub fn rows_per_batch(&self) -> usize {
+        self.layout.batch
+    }
+
+    /// Returns a source of the same rows in batches of another size, at the first batch.
+    ///
+    /// # Errors
+    /// A batch size of 0.
+    pub fn with_rows_per_batch(self, batch: usize) -> Result<Self> {
+        Self::new(self.rows, Layout { batch, ..self.layout }, self.device)
     }
 
     /// Returns whether rows are packed.

@@ -129,13 +129,13 @@ pub trait Optimizer: Debug + Send {
         Ok(())
     }
 
-    /// Whether the passes of a model communicate, because ranks hold parts of its weights: then all ranks run as many, in each round
-    /// of micro-batches and of an evaluation.
+    /// Returns whether forward and backward communicate, because ranks hold shards of the weights. Then all ranks must run the same
+    /// number of passes in each round of micro-batches and in each evaluation.
     fn passes_communicate(&self) -> bool {
         false
     }
 
-    /// Says whether the next backward only keeps the other ranks company: its gradients are none.
+    /// Sets whether the next backward runs only to take part in the other ranks' communication: its gradients are discarded.
     fn set_idle(&mut self, idle: bool) {
         let _ = idle;
     }
@@ -148,7 +148,7 @@ pub trait Optimizer: Debug + Send {
         Ok(tensor.f_detach()?)
     }
 
-    /// Returns one of the model's tensors, under a name, as it is brought when it is written: rank 0 gets the values.
+    /// Returns a named tensor whose values are read when it is written; rank 0 receives them.
     fn lazy_weight<'a>(&'a self, name: String, tensor: &Tensor) -> LazyTensor<'a> {
         LazyTensor::of(name, tensor)
     }
@@ -192,7 +192,7 @@ pub trait Optimizer: Debug + Send {
     /// A failure of an earlier step.
     fn state(&self) -> Result<Vec<(String, Tensor)>>;
 
-    /// [`Optimizer::state`] as it is brought when it is written. With [`Optimizer::ranks`], every rank gets the same tensors, and rank 0
+    /// [`Optimizer::state`], with values that are read when they are written. With [`Optimizer::ranks`], every rank gets the same tensors, and rank 0
     /// the values of those of which others have parts.
     ///
     /// # Errors

@@ -84,7 +84,9 @@ impl Job {
         }
         let (peak, batch, host_bytes) = worst.ok_or(Error::Zero { what: "the number of batches" })?;
         let seconds = self.seconds(&way, &setup, &rates, rows)?;
-        Ok(Candidate { way, rows, peak, batch, host_bytes, seconds })
+        let evaluation = self.evaluation.map(|batch| self.evaluation(&way, batch)).transpose()?;
+        let evaluation_bytes = evaluation.map_or(0, |peak| peak.total);
+        Ok(Candidate { way, rows, peak, batch, evaluation_bytes, host_bytes, seconds })
     }
 
     /// Predicts the peak of an evaluation between steps, on batches of this size: no gradient and no graph exist, the optimizer's

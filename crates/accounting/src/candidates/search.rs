@@ -106,7 +106,7 @@ impl Found {
 }
 
 fn fits(candidate: &Candidate, budget: Budget) -> bool {
-    candidate.peak.total <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
+    candidate.device_bytes() <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
 }
 
 /// Seconds, with a share for what a candidate changes.
@@ -134,9 +134,9 @@ impl Job {
             }
         }
         let best = (0..all.len()).filter(|&number| fits(&all[number], budget)).min_by(|&a, &b| {
-            cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].peak.total.cmp(&all[b].peak.total))
+            cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].device_bytes().cmp(&all[b].device_bytes()))
         });
-        let least = (0..all.len()).min_by_key(|&number| all[number].peak.total);
+        let least = (0..all.len()).min_by_key(|&number| all[number].device_bytes());
         let chosen = best.map(|number| all[number].clone());
         let mut shown: Vec<Candidate> = Vec::new();
         for (number, candidate) in all.into_iter().enumerate() {
@@ -145,7 +145,7 @@ impl Job {
                 shown.push(candidate);
             }
         }
-        shown.sort_by_key(|candidate| std::cmp::Reverse(candidate.peak.total));
+        shown.sort_by_key(|candidate| std::cmp::Reverse((candidate.device_bytes(), candidate.peak.total)));
         let chosen = chosen.and_then(|chosen| shown.iter().position(|one| *one == chosen));
         Ok(Found { candidates: shown, chosen, budget })
     }
@@ -246,7 +246,7 @@ impl Job {
 fn best_and_least(all: Vec<Candidate>, budget: Budget) -> Vec<Candidate> {
     let fitting = all.iter().filter(|one| fits(one, budget));
     let best = fitting.min_by(|a, b| cost(a).total_cmp(&cost(b))).cloned();
-    let least = all.iter().min_by_key(|one| one.peak.total).cloned();
+    let least = all.iter().min_by_key(|one| one.device_bytes()).cloned();
     let least = least.filter(|least| best.as_ref() != Some(least));
     best.into_iter().chain(least).collect()
 }

@@ -24,6 +24,7 @@ fn job(lora: bool) -> Job {
         },
         largest: vec![batch],
         mean: batch,
+        evaluation: None,
         accumulation: 4,
         clips: true,
         rates: Rates { load: 5e9, store: 5e9, host_optimizer: 7e8, device_optimizer: 7e8 },
@@ -146,4 +147,26 @@ fn accumulated_gradients_and_casts_are_counted() {
     let short = Job { largest: vec![tokens], mean: tokens, ..job(false) };
     let update = short.evaluate(keep(), None).unwrap().peak;
     assert_eq!(update.moment.to_string(), "step of the optimizer");
+}
+
+/// Rows of the validation data may be longer than those of the training.
+#[test]
+fn a_plan_that_no_evaluation_fits_is_not_chosen() {
+    let long = Batch { work: Workload { batch: 1, sequence: 8192 }, labelled: None };
+    let short = Batch { work: Workload { batch: 1, sequence: 64 }, labelled: None };
+    let without = Job { largest: vec![short], mean: short, ..job(true) };
+    let with = Job { evaluation: Some(long), ..without.clone() };
+    let chosen = search(&without, &allowed(), ENOUGH).chosen().unwrap().clone();
+    assert!(matches!(chosen.way, Way::Resident(_)) && chosen.evaluation_bytes == 0, "{chosen:?}");
+    let same = search(&with, &allowed(), ENOUGH).chosen().unwrap().clone();
+    assert_eq!(same.way, chosen.way);
+    assert_eq!(same.device_bytes(), with.evaluation(&same.way, long).unwrap().total);
+    assert!(same.device_bytes() > same.peak.total);
+    // The step alone would fit.
+    let budget = same.device_bytes() - 1;
+    assert!(matches!(search(&without, &allowed(), budget).chosen().unwrap().way, Way::Resident(_)));
+    let found = search(&with, &allowed(), budget);
+    let offloaded = found.chosen().unwrap();
+    assert!(matches!(offloaded.way, Way::Offloaded { .. }), "{offloaded:?}");
+    assert!(offloaded.device_bytes() <= budget && found.fits(offloaded));
 }

@@ -15,13 +15,15 @@ pub struct DataShape {
     pub packed: bool,
     /// Batches of an epoch; `None` for data without an end.
     pub epoch: Option<u64>,
+    /// The largest batch of an evaluation for each number of rows at a time, by falling numbers; empty if none is made.
+    pub evaluations: Vec<(usize, Batch)>,
 }
 
 impl DataShape {
     /// Batches of one size without an end, of which all positions have labels.
     pub fn uniform(rows: u64, length: u64, packed: bool) -> Self {
         let batch = Batch { work: Workload { batch: rows, sequence: length }, labelled: None };
-        Self { largest: vec![(0, batch)], mean: batch, packed, epoch: None }
+        Self { largest: vec![(0, batch)], mean: batch, packed, epoch: None, evaluations: Vec::new() }
     }
 
     /// Goes over the first `count` batches of a training.
@@ -53,6 +55,25 @@ impl DataShape {
         if largest.len() > 2 {
             largest = vec![largest[0], largest[largest.len() - 1]];
         }
-        Self { largest, mean, packed: batches.is_packed(), epoch: Some(batches.batches_per_epoch()) }
+        let epoch = Some(batches.batches_per_epoch());
+        Self { largest, mean, packed: batches.is_packed(), epoch, evaluations: Vec::new() }
+    }
+
+    /// Adds evaluations on `batches`, and on the same rows fewer at a time.
+    ///
+    /// # Errors
+    /// None in practice: the rows have made batches before.
+    pub fn with_evaluations(mut self, batches: &MaskedBatches) -> training::Result<Self> {
+        let mut batches = batches.clone();
+        loop {
+            let rows = batches.rows_per_batch();
+            if let Some((_, batch)) = Self::of(&batches, u64::MAX).largest.first() {
+                self.evaluations.push((rows, *batch));
+            }
+            if rows == 1 {
+                return Ok(self);
+            }
+            batches = batches.with_rows_per_batch(rows.div_ceil(2))?;
+        }
     }
 }

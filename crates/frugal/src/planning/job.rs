@@ -106,6 +106,7 @@ pub fn job(
         choices,
         largest: data.largest.iter().map(|(_, batch)| *batch).collect(),
         mean: data.mean,
+        evaluation: data.evaluations.last().map(|(_, batch)| *batch),
         accumulation: training.accumulation as u64,
         clips: optimizer.clip > 0.0,
         rates: rates.transfers(),

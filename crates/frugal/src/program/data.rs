@@ -30,7 +30,7 @@ pub(crate) struct Data {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Print rows, with what is learned highlighted
+    /// Print rows, with the tokens that count in the loss highlighted
     Show(show::Show),
     /// Count rows and tokens, and measure lengths
     Stats(stats::Stats),

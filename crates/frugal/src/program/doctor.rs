@@ -21,7 +21,7 @@ pub(crate) struct Doctor {
     /// Never use the network
     #[arg(long)]
     offline: bool,
-    /// Do not measure rates that are not known yet, which takes some seconds
+    /// Skip measuring rates that are not cached yet (it takes some seconds)
     #[arg(long)]
     fast: bool,
     /// Measure the rates again, and keep them for plans

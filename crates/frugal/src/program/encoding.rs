@@ -25,7 +25,7 @@ pub(crate) struct EncodingArgs {
 }
 
 impl EncodingArgs {
-    /// Overrules a configuration's values by the flags that were given.
+    /// Overrides a configuration's values by the flags that were given.
     pub(crate) fn apply(&self, data: &mut DataConfig) {
         put_some(&mut data.end_token, self.end_token.clone());
         put_some(&mut data.max_length, self.max_length);

@@ -34,9 +34,9 @@ enum Part {
 /// How answers to questions are graded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Grader {
-    /// The answer is the reference, but for blanks
+    /// The answer equals the reference, apart from surrounding blanks
     Exact,
-    /// The answer contains the reference, whatever the case
+    /// The answer contains the reference, ignoring case
     Contains,
     /// The last numbers of both are equal
     Number,
@@ -56,11 +56,11 @@ Examples:
 pub(crate) struct Eval {
     #[command(flatten)]
     model: ModelArgs,
-    /// An adapter's folder [default: that of a training in --model]
+    /// An adapter's folder [default: that of the run in --model]
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Measure the mean loss on this data, in any format of a training; GSM8K's problems are answered and graded instead, unless --format
-    /// names another format
+    /// Data to measure the mean loss on, in any format that finetune reads. GSM8K's problems are answered and graded instead;
+    /// --format question-answer measures their loss
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// Grade greedy answers to the questions of this file: JSON lines with `question` and `answer`

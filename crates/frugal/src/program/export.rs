@@ -68,14 +68,14 @@ pub(crate) struct Export {
     /// What to write
     #[arg(long, value_enum, default_value = "peft")]
     format: Format,
-    /// The adapter of a training's newest checkpoint: its --out folder, or the folder of checkpoints in it
+    /// A run's --out folder, or the folder of checkpoints in it: the adapter of the newest checkpoint
     #[arg(long, value_name = "FOLDER", conflicts_with = "adapter")]
     checkpoints: Option<PathBuf>,
     /// An adapter that PEFT or this program wrote
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// The model, for every format but peft: a folder in Hugging Face's layout, or a name on the hub. For every format: the output
-    /// folder of a training, whose adapter or model is taken
+    /// The model, for every format but peft: a folder in Hugging Face's layout, or a name on the hub. For every format: a run's
+    /// output folder, for its adapter or model
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     model: Option<String>,
     #[command(flatten)]
@@ -85,7 +85,7 @@ pub(crate) struct Export {
     /// Output folder; for gguf and gguf-lora the output file
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// Replace what is at --out
+    /// Overwrite --out
     #[arg(long)]
     overwrite: bool,
     /// peft, merged: dtype of the tensors [default: unchanged]

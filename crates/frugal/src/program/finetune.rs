@@ -214,6 +214,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
     recipe.schedule(steps)?;
+    let data = DataShape::of(&train, steps.saturating_mul(config.training.accumulation as u64));
     let run_plan = RunPlan::of(
         common,
         config,
@@ -221,10 +222,10 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             shape: Some(folder.config()),
             kind: config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?,
             device,
-            data: DataShape::of(&train, steps.saturating_mul(config.training.accumulation as u64)),
-            validation: validation
-                .as_ref()
-                .and_then(|rows| DataShape::of(rows, u64::MAX).largest.first().map(|(_, batch)| *batch)),
+            data: match &validation {
+                Some(validation) => data.with_evaluations(validation)?,
+                None => data,
+            },
             steps,
             resumes: resume,
         },
@@ -266,6 +267,12 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();
+    let validation = match (validation, run_plan.evaluation_rows()) {
+        (Some(batches), Some(rows)) if rows < batches.rows_per_batch() => {
+            Some(batches.with_rows_per_batch(rows)?)
+        }
+        (validation, _) => validation,
+    };
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
     let writer: Rc<dyn Writer> =
         Rc::new(Weights { common: common.clone(), adapters: handles.adapters.take(), base: folder.clone() });

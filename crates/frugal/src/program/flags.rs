@@ -120,8 +120,8 @@ mod tests {
     fn keys_have_their_flags_behind_them() {
         assert_eq!(with_flags("`training.steps` is 0"), "`training.steps` (--steps) is 0");
         assert_eq!(
-            with_flags("`offload.tier = \"file\"` and `model.freeze`; take `offload`"),
-            "`offload.tier = \"file\"` (--offload file) and `model.freeze`; take `offload` (--offload)"
+            with_flags("`offload.tier = \"file\"` and `model.freeze`; use `offload`"),
+            "`offload.tier = \"file\"` (--offload file) and `model.freeze`; use `offload` (--offload)"
         );
     }
 

@@ -23,7 +23,7 @@ use super::output::print_fields;
 
 #[derive(Args)]
 pub(crate) struct Info {
-    /// The output folder of a training, a model's folder or name on the hub, or an adapter's folder
+    /// A run's output folder, a model's folder or name on the hub, or an adapter's folder
     #[arg(value_name = "NAME_OR_FOLDER")]
     folder: String,
     /// Base model of an adapter, to show the share of trainable parameters

@@ -32,10 +32,10 @@ pub(crate) struct Launch {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     ranks: u16,
-    /// How often all ranks are started again after one has failed; a training needs --resume for that
+    /// How often all ranks are restarted after one has failed; give the training --resume, too
     #[arg(long, value_name = "K", default_value_t = 0)]
     restarts: u64,
-    /// Seconds in which the other ranks may end by themselves after one has failed
+    /// Grace period in seconds: how long the other ranks get to exit after one has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 5)]
     patience: u64,
     /// The program and its arguments; a subcommand's name runs this program

@@ -53,13 +53,13 @@ const CONFIG: &str = "config.json";
 pub(crate) struct Merge {
     #[command(flatten)]
     model: ModelArgs,
-    /// The adapter's folder [default: that of a training in --model]
+    /// The adapter's folder [default: that of the run in --model]
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
     /// Output folder of the merged model
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
-    /// Replace what is at --out
+    /// Overwrite --out
     #[arg(long)]
     overwrite: bool,
     /// Maximum size of a file of weights

@@ -85,7 +85,7 @@ pub(crate) fn run(
 /// the first print nothing.
 ///
 /// # Errors
-/// Invalid variables of the launcher; ranks that do not come; techniques that do not go together with several ranks.
+/// Invalid variables of the launcher; ranks that do not come; techniques that cannot be combined with several ranks.
 fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let Some(launch) = Launch::from_environment()? else { return Ok(common.clone()) };
     Recipe::new(config)?.check_ranks(launch.world_size)?;
@@ -106,7 +106,7 @@ fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
 /// The recipe of this process's training.
 ///
 /// # Errors
-/// Techniques that do not go together.
+/// Techniques that cannot be combined.
 pub(crate) fn recipe(common: &Common, config: &Config) -> anyhow::Result<Recipe> {
     let recipe = Recipe::new(config)?;
     Ok(match &common.ranks {

@@ -16,13 +16,13 @@ use super::settings::{FormatArg, MaskArg, OverlongArg, put, put_some};
 /// How records become rows.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct RowArgs {
-    /// Format of the data [default: found from the names and the first 100 records]
+    /// Format of the data [default: detected from file names and the first 100 records]
     #[arg(long, value_enum)]
     format: Option<FormatArg>,
     /// Field of a record that holds its text [default: text]
     #[arg(long)]
     field: Option<String>,
-    /// What of a conversation, or of a prompt with its completion, is learned [default: answers]
+    /// Which tokens of a conversation, or of a prompt with its completion, count in the loss [default: answers]
     #[arg(long, value_enum)]
     mask: Option<MaskArg>,
     /// What happens to a row that is longer than --max-length [default: error]
@@ -36,7 +36,7 @@ pub(crate) struct RowArgs {
 }
 
 impl RowArgs {
-    /// Overrules a configuration's values by the flags that were given.
+    /// Overrides a configuration's values by the flags that were given.
     pub(crate) fn apply(&self, data: &mut DataConfig) {
         put(&mut data.format, self.format.map(FormatArg::get));
         put(&mut data.field, self.field.clone());

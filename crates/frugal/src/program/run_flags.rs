@@ -18,8 +18,8 @@ const RUN: &str = "Run";
 
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct RunArgs {
-    /// Set a value of the configuration by its key, such as optimizer.lr=1e-4; may be given several times. Overrules the file, and is
-    /// overruled by flags
+    /// Set a value of the configuration by its key, such as optimizer.lr=1e-4; may be given several times. Overrides the file, and is
+    /// overridden by flags
     #[arg(long, value_name = "KEY=VALUE", help_heading = RUN)]
     set: Vec<String>,
     /// Stop after N evaluations in a row that are no better than the best [default: make all steps]
@@ -48,7 +48,7 @@ impl RunArgs {
         })
     }
 
-    /// Overrules the configuration's values by the flags that were given.
+    /// Overrides the configuration's values by the flags that were given.
     pub(crate) fn apply(&self, config: &mut Config) {
         let training = &mut config.training;
         put_some(&mut training.patience, self.patience);

@@ -4,7 +4,7 @@ mod calibration;
 mod changes;
 mod table;
 
-use accounting::candidates::{Batch, Candidate, Found, Job, Way};
+use accounting::candidates::{Candidate, Found, Job, Way};
 use accounting::offload::{Budget, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -38,8 +38,6 @@ pub(crate) struct Subject<'a> {
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) data: DataShape,
-    /// The largest batch of an evaluation.
-    pub(crate) validation: Option<Batch>,
     pub(crate) steps: u64,
     /// Whether it continues an earlier training, whose sums it must not reorder.
     pub(crate) resumes: bool,
@@ -94,8 +92,8 @@ pub(crate) struct Prediction {
     data: DataShape,
     /// Whether the rates are this machine's.
     is_timed: bool,
-    /// The peak of an evaluation under the chosen way.
-    evaluation: Option<Footprint>,
+    /// Rows at a time of an evaluation, and its peak under the chosen way.
+    evaluation: Option<(usize, Footprint)>,
 }
 
 /// The plan of a training.
@@ -181,6 +179,11 @@ impl RunPlan {
         }
     }
 
+    /// The rows at a time with which an evaluation fits the budget; `None` where it is not predicted.
+    pub(crate) fn evaluation_rows(&self) -> Option<usize> {
+        self.prediction.as_ref().ok()?.evaluation.as_ref().map(|(rows, _)| *rows)
+    }
+
     /// The configuration that runs in the chosen way.
     pub(crate) fn applied(&self, config: &Config) -> Config {
         self.chosen().map_or_else(|| config.clone(), |chosen| planning::with_choice(config, chosen))
@@ -264,7 +267,7 @@ fn predict(
     subject: &Subject<'_>,
     budget: PlannedBudget,
 ) -> Result<Prediction, NotPredicted> {
-    let Subject { kind, device, ref data, validation, steps, resumes, .. } = *subject;
+    let Subject { kind, device, ref data, steps, resumes, .. } = *subject;
     let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
     allowed.splits &= !resumes;
     let bytes = Budget { device: budget.tensors, host: None };
@@ -281,9 +284,16 @@ fn predict(
         (job, found) = with(&KnownRates::measure(device, kind)?)?;
         is_timed = true;
     }
-    let evaluation = match (found.chosen(), validation) {
-        (Some(chosen), Some(batch)) => Some(job.evaluation(&chosen.way, batch)?),
-        _ => None,
-    };
+    let mut evaluation = None;
+    if let Some(chosen) = found.chosen() {
+        for &(rows, batch) in &data.evaluations {
+            let peak = job.evaluation(&chosen.way, batch)?;
+            let fits = peak.total <= budget.tensors;
+            evaluation = Some((rows, peak));
+            if fits {
+                break;
+            }
+        }
+    }
     Ok(Prediction { job, found, data: data.clone(), is_timed, evaluation })
 }

@@ -25,11 +25,11 @@ pub(crate) struct Runs {
 
 #[derive(Subcommand)]
 enum Command {
-    /// List the trainings under folders
+    /// List the training runs under folders
     Ls(ls::Ls),
-    /// Describe one training
+    /// Describe one run
     Show(show::Show),
-    /// Compare the settings, the data and the losses of two trainings
+    /// Compare the settings, the data and the losses of two runs
     Diff(diff::Diff),
 }
 

@@ -1,4 +1,4 @@
-//! The flags of a training, each of which overrules a value of the configuration.
+//! The flags of a training, each of which overrides a value of the configuration.
 
 use std::path::PathBuf;
 
@@ -31,7 +31,7 @@ pub(crate) const WITHOUT_OFFLOAD: &str =
 /// The techniques, the optimizer and the loop.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct SettingsArgs {
-    /// Read every setting from a TOML file; flags overrule it
+    /// Read every setting from a TOML file; flags override it
     #[arg(long, value_name = "FILE", help_heading = LOOP)]
     pub(crate) config: Option<PathBuf>,
     /// Optimizer steps; if --epochs is given too, training ends at whichever comes first [default: those of --epochs; for train: 100]
@@ -61,8 +61,8 @@ pub(crate) struct SettingsArgs {
     /// Steps between reads of the loss, which wait for the device [default: 1; for train: 10]
     #[arg(long, alias = "read-every", value_name = "STEPS", help_heading = LOOP)]
     log_every: Option<u64>,
-    /// Rows that go through the model at a time: fewer take less memory [default: those of a batch, or fewer if the budget needs that]
-    #[arg(long, value_name = "ROWS", help_heading = MEMORY)]
+    /// Micro-batch size: rows per forward and backward; the gradients of a batch are summed [default: the batch, or fewer if the budget needs that]
+    #[arg(long, alias = "micro-batch-size", value_name = "ROWS", help_heading = MEMORY)]
     rows_at_once: Option<usize>,
     /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU [default: 80 % of the free memory]
     #[arg(long, value_name = "BYTES", help_heading = MEMORY)]
@@ -97,16 +97,16 @@ pub(crate) struct SettingsArgs {
     /// Layers that are not offloaded: numbers from 0, separated by commas
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', help_heading = MEMORY)]
     resident: Option<Vec<usize>>,
-    /// Precision of matrix products [default: fp32]
+    /// Precision of matrix products (autocast) [default: fp32, no autocast]
     #[arg(long, help_heading = OPTIMIZER)]
     precision: Option<PrecisionArg>,
     /// Update rule, with its usual coefficients [default: adamw]
     #[arg(long, help_heading = OPTIMIZER)]
     optimizer: Option<RuleArg>,
-    /// Where the optimizer state of offloaded layers lives [default: device]
+    /// Where the optimizer state of offloaded layers is stored and updated [default: device]
     #[arg(long, value_name = "PLACE", help_heading = MEMORY)]
     optimizer_on: Option<PlaceArg>,
-    /// ZeRO stage of a training over several ranks (`frugal launch`): 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too [default: 1]
+    /// ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: 1]
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(1..=3), help_heading = MEMORY)]
     zero_stage: Option<u8>,
     /// Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]
@@ -145,7 +145,7 @@ macro_rules! choice {
 choice! {
     /// `--activations`.
     ActivationsArg of ActivationPlan {
-        /// As many as the budget allows, or offloaded layers or fewer rows at a time where that is faster
+        /// The fastest plan that fits --budget; it may also offload layers or take fewer rows at a time
         Auto,
         /// All layers
         Keep,
@@ -197,18 +197,18 @@ choice! {
     MethodArg of OffloadMethod {
         /// One layer at a time, without a backward: inference only
         OneLayer,
-        /// One layer at a time, as a recomputed segment
+        /// One layer at a time, as a recomputed segment; to compare with
         Checkpointing,
-        /// One layer at a time, as an autograd function with its own backward
+        /// One layer at a time, as an autograd function with its own backward; to compare with
         Function,
-        /// The next layers are prefetched while one runs
+        /// The next layers are prefetched while one runs: the fastest
         Overlap,
     }
 }
 choice! {
     /// `--precision`.
     PrecisionArg of Compute {
-        /// The dtype of the weights
+        /// No autocast: that of the weights
         Fp32,
         /// bfloat16
         Bf16,
@@ -247,11 +247,11 @@ choice! {
 choice! {
     /// `--format`.
     FormatArg of DataFormat {
-        /// Found from the names and the first 100 records
+        /// Detected from file names and the first 100 records
         Auto,
         /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer
         Gsm8k,
-        /// Records of the formats below, found from the first 100
+        /// Records of one of the formats below, detected from the first 100
         Rows,
         /// messages: a list of role and content
         Messages,
@@ -274,11 +274,11 @@ choice! {
 choice! {
     /// `--mask`.
     MaskArg of Mask {
-        /// The answers, except those of weight 0
+        /// Every assistant turn or completion, except messages of weight 0
         Answers,
-        /// The last answer
+        /// The last assistant turn
         Last,
-        /// Everything
+        /// All tokens
         All,
     }
 }
@@ -325,7 +325,7 @@ impl SettingsArgs {
         self.run.set(self.config.as_deref().map_or(Ok(defaults), Config::read)?)
     }
 
-    /// Overrules the configuration's values by the flags that were given.
+    /// Overrides the configuration's values by the flags that were given.
     ///
     /// # Errors
     /// Flags about offloaded layers without `--offload`.

@@ -239,7 +239,6 @@ fn train(
                 config.data.source != "synthetic"
                     && ["packed", "sequenced"].contains(&&*config.data.strategy),
             ),
-            validation: None,
             steps: data.steps,
             resumes: resume,
         },

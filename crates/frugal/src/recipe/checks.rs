@@ -1,4 +1,4 @@
-//! Checks before a weight is read: values outside their ranges, and techniques that do not go together.
+//! Checks before a weight is read: values outside their ranges, and techniques that cannot be combined.
 
 use models::hugging_face::Folder;
 use runtime::nf4::Scales;
@@ -85,21 +85,21 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     let Config { offload, optimizer, activations, .. } = config;
     if optimizer.zero_stage < 3 && offload.is_some() {
         let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
-        return refused("`offload`", why, "take `optimizer.zero_stage = 3`, or leave `offload` out");
+        return refused("`offload`", why, "use `optimizer.zero_stage = 3`, or leave `offload` out");
     }
     if optimizer.place == OptimizerPlace::Host {
         let why = "the ranks' own optimizer steps the shards, where they are";
-        return refused("`optimizer.place = \"host\"`", why, "take `optimizer.place = \"device\"`");
+        return refused("`optimizer.place = \"host\"`", why, "use `optimizer.place = \"device\"`");
     }
     if offload.as_ref().is_some_and(|offload| offload.method != OffloadMethod::Overlap) {
         let why = "layers are gathered into the ring's slots";
-        return refused("`offload.method`", why, "take `offload.method = \"overlap\"`");
+        return refused("`offload.method`", why, "use `offload.method = \"overlap\"`");
     }
     if offload.as_ref().is_some_and(|offload| offload.tier == OffloadTier::File)
         && optimizer.frozen_weights == FrozenPlace::Sharded
     {
         let why = "shards of frozen weights are in host memory";
-        let remedy = "take `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
+        let remedy = "use `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
         return refused("`offload.tier = \"file\"`", why, remedy);
     }
     let runs_again = match activations.plan {
@@ -112,17 +112,17 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         return refused(
             "`activations.plan`",
             why,
-            "leave `activations` out, or take `optimizer.zero_stage = 2`",
+            "leave `activations` out, or use `optimizer.zero_stage = 2`",
         );
     }
     if optimizer.zero_stage == 3 && config.model.dtype == Some(Dtype::Nf4) {
         let why = "layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have";
-        let remedy = "take `optimizer.zero_stage = 2`, where each rank has the whole base";
+        let remedy = "use `optimizer.zero_stage = 2`, where each rank has the whole base";
         return refused(NF4, why, remedy);
     }
     if config.training.device != "cpu" {
         let why = "ranks are connected over CPUs; libtorch's NCCL is not built in";
-        return refused("`training.device`", why, "take `training.device = \"cpu\"`, or one process");
+        return refused("`training.device`", why, "use `training.device = \"cpu\"`, or one process");
     }
     if config.training.accumulation < ranks {
         return Err(Error::Value {
@@ -134,7 +134,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     Ok(())
 }
 
-/// Names of two techniques, why they do not go together, and what works instead.
+/// Names of two techniques, why they cannot be combined, and what works instead.
 struct Rule {
     is_met: bool,
     first: String,
@@ -173,7 +173,7 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             is_met: offloaded.is_some_and(|offload| offload.method == OffloadMethod::OneLayer),
             first: "`offload.method = \"one-layer\"`".to_owned(),
             second: "training".to_owned(),
-            why: "it lets a layer go without what backward needs",
+            why: "it frees a layer without keeping what backward needs",
             remedy: "take \"overlap\", \"function\" or \"checkpointing\"",
         },
         Rule {
@@ -191,42 +191,42 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             first: "`offload.tier = \"file\"`".to_owned(),
             second: "full fine-tuning".to_owned(),
             why: "weights in files are frozen",
-            remedy: "train an adapter, or take `offload.tier = \"host\"`",
+            remedy: "train an adapter, or use `offload.tier = \"host\"`",
         },
         Rule {
             is_met: host && offloaded.is_none(),
             first: "`optimizer.place = \"host\"`".to_owned(),
             second: "weights on the device".to_owned(),
             why: "the update on the host is that of offloaded layers",
-            remedy: "add `offload`, or take `optimizer.place = \"device\"`",
+            remedy: "add `offload`, or use `optimizer.place = \"device\"`",
         },
         Rule {
             is_met: host && optimizer.rule != OptimizerRule::AdamW,
             first: "`optimizer.place = \"host\"`".to_owned(),
             second: of("optimizer.rule", &optimizer.rule),
             why: "the host computes AdamW only",
-            remedy: "take `optimizer.rule = \"adamw\"`, or `optimizer.place = \"device\"`",
+            remedy: "use `optimizer.rule = \"adamw\"`, or `optimizer.place = \"device\"`",
         },
         Rule {
             is_met: host && precision.compute == Compute::Fp16,
             first: "`optimizer.place = \"host\"`".to_owned(),
             second: "the loss scaler of `precision.compute = \"fp16\"`".to_owned(),
             why: "layers are updated during backward, before it is known whether a gradient overflows",
-            remedy: "take `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
+            remedy: "use `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
         },
         Rule {
             is_met: mlp.level.is_some() && adapts(&mlp_names)?,
             first: "`mlp.level`".to_owned(),
             second: "an adapter on the MLP's projections".to_owned(),
             why: "the recomputed MLP is one function over its three weights, and an adapted projection is not a plain weight",
-            remedy: "adapt attention only, or leave `mlp.level` out and take `activations.recompute = \"mlp\"`",
+            remedy: "adapt attention only, or leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
         },
         Rule {
             is_met: loss.head == LossHeadKind::Fused && adapts(&["lm_head"])?,
             first: "`loss.head = \"fused\"`".to_owned(),
             second: "an adapter on `lm_head`".to_owned(),
             why: "the fused loss is over the head's plain weight",
-            remedy: "take `loss.head = \"auto\"`, or leave the head out of the adapter",
+            remedy: "use `loss.head = \"auto\"`, or leave the head out of the adapter",
         },
         Rule {
             is_met: loss.head == LossHeadKind::Plain
@@ -234,7 +234,7 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             first: "`loss.head = \"plain\"`".to_owned(),
             second: "the options of the fused loss".to_owned(),
             why: "the plain head computes all logits at once",
-            remedy: "take `loss.head = \"fused\"`, or leave the options out",
+            remedy: "use `loss.head = \"fused\"`, or leave the options out",
         },
         Rule {
             is_met: loss.chunk_tokens.is_some() && loss.chunk_bytes.is_some(),
@@ -248,42 +248,42 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             first: "`precision.scaler`".to_owned(),
             second: of("precision.compute", &precision.compute),
             why: "only fp16's gradients are too small without one",
-            remedy: "leave the scaler out, or take `precision.compute = \"fp16\"`",
+            remedy: "leave the scaler out, or use `precision.compute = \"fp16\"`",
         },
         Rule {
             is_met: precision.compute == Compute::Fp16 && low(model.dtype) && adapter.is_none(),
             first: "`precision.compute = \"fp16\"`".to_owned(),
             second: "trained weights in `model.dtype = \"float16\"`".to_owned(),
             why: "the gradients of fp16 weights are fp16, and cannot be unscaled without loss",
-            remedy: "take `model.dtype = \"float32\"`: the products are in fp16 all the same",
+            remedy: "use `model.dtype = \"float32\"`: the products are in fp16 all the same",
         },
         Rule {
             is_met: precision.compute != Compute::Fp32 && model.dtype == Some(Dtype::Float64),
             first: of("precision.compute", &precision.compute),
             second: "`model.dtype = \"float64\"`".to_owned(),
             why: "mixed precision leaves float64 as it is",
-            remedy: "take `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
+            remedy: "use `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
         },
         Rule {
             is_met: in_nf4 && adapter.is_none(),
             first: NF4.to_owned(),
             second: "full fine-tuning".to_owned(),
             why: "weights of four bits cannot take the steps of an optimizer",
-            remedy: "train an adapter, or take `model.dtype = \"bfloat16\"`",
+            remedy: "train an adapter, or use `model.dtype = \"bfloat16\"`",
         },
         Rule {
             is_met: in_nf4 && mlp.level.is_some(),
             first: NF4.to_owned(),
             second: "`mlp.level`".to_owned(),
             why: "the recomputed MLP is one function over three weights of a floating dtype",
-            remedy: "leave `mlp.level` out and take `activations.recompute = \"mlp\"`",
+            remedy: "leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
         },
         Rule {
             is_met: in_nf4 && precision.compute == Compute::Fp8,
             first: NF4.to_owned(),
             second: "`precision.compute = \"fp8\"`".to_owned(),
             why: "a product in fp8 rounds its weight again",
-            remedy: "take `precision.compute = \"bf16\"`",
+            remedy: "use `precision.compute = \"bf16\"`",
         },
         Rule {
             is_met: model.freeze.is_some() && adapter.is_some(),

@@ -27,7 +27,7 @@ fn wrong_flags_are_a_usage_error() {
 fn an_impossible_budget_of_a_generation_is_refused() {
     let tiny = Tiny::new();
     for (flags, status, words) in [
-        ("--budget 1MiB", 1, "error: a budget of 1.00 MiB is less than the program takes by itself ("),
+        ("--budget 1MiB", 1, "error: a budget of 1.00 MiB is below the "),
         ("--budget 2Gi", 2, "write for example 80GB or 24GiB"),
         ("--ring 0", 2, "0 is not in 1..=64"),
         (

@@ -67,7 +67,7 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--optimizer-on host",
         expect![[r#"
-        error: `optimizer.place = "host"` (--optimizer-on host) and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload` (--offload), or take `optimizer.place = "device"` (--optimizer-on device)
+        error: `optimizer.place = "host"` (--optimizer-on host) and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload` (--offload), or use `optimizer.place = "device"` (--optimizer-on device)
     "#]],
     );
     check(
@@ -124,7 +124,7 @@ fn values_that_leave_nothing_to_do_are_refused() {
     assert!(!tiny.path("out").exists());
     let (status, said) = ending(&tiny, &format!("{TRAIN} --budget 1KiB"));
     assert_eq!(status, 3, "as where nothing fits: {said}");
-    assert!(said.contains("error: a budget of 1.00 KiB is less than the program takes by itself"), "{said}");
+    assert!(said.contains("error: a budget of 1.00 KiB is below the "), "{said}");
     refused(
         &tiny,
         "resume @model",
@@ -186,15 +186,15 @@ fn what_does_not_go_together_is_refused_before_a_weight_is_read() {
     let tiny = Tiny::new();
     std::fs::write(tiny.path("model/model.safetensors"), "no weights").unwrap();
     for (flags, words) in [
-        ("--optimizer-on host", "(--optimizer-on host) and weights on the device do not go together"),
-        ("--activations plan", "(--activations plan) and no budget do not go together"),
+        ("--optimizer-on host", "(--optimizer-on host) and weights on the device cannot be combined"),
+        ("--activations plan", "(--activations plan) and no budget cannot be combined"),
         (
             "--method full --offload file",
-            "and full fine-tuning do not go together: weights in files are frozen",
+            "and full fine-tuning cannot be combined: weights in files are frozen",
         ),
         (
             "--mlp input-only --targets all-linear",
-            "and an adapter on the MLP's projections do not go together",
+            "and an adapter on the MLP's projections cannot be combined",
         ),
         ("--zero-stage 2", "start it with `frugal launch"),
     ] {
@@ -227,8 +227,8 @@ fn values_that_cannot_be_set_are_refused_before_anything_is_made() {
 fn a_base_in_nf4_is_not_trained_itself() {
     let tiny = Tiny::new();
     for (flags, words) in [
-        ("--method full", "and full fine-tuning do not go together"),
-        ("--mlp input-only", "do not go together: the recomputed MLP is one function"),
+        ("--method full", "and full fine-tuning cannot be combined"),
+        ("--mlp input-only", "cannot be combined: the recomputed MLP is one function"),
     ] {
         contains(&tiny, &format!("{TRAIN} --dtype nf4 {flags}"), 1, words);
     }

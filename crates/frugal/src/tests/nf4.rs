@@ -40,7 +40,7 @@ fn an_adapter_of_a_base_in_nf4_generates_and_is_merged_into_the_original() {
     for (arguments, words) in [
         (
             "finetune --model quantized --method full --data problems --out x",
-            "and full fine-tuning do not go together",
+            "and full fine-tuning cannot be combined",
         ),
         ("export --format gguf --model quantized --out x.gguf", ""),
     ] {

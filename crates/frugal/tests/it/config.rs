@@ -139,5 +139,5 @@ fn values_outside_their_range_are_refused() {
 fn the_optimizers_place_depends_on_offload() {
     let mut config = Config::default();
     config.optimizer.place = OptimizerPlace::Host;
-    expect![[r#"`optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&Recipe::new(&config).unwrap_err().to_string());
+    expect![[r#"`optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&Recipe::new(&config).unwrap_err().to_string());
 }

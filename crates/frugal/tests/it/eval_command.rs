@@ -30,7 +30,7 @@ fn a_trained_model_is_measured_on_rows_and_questions() {
     assert!((loss - expected).abs() < 1e-6, "{loss} {expected}");
     assert!((measured["perplexity"].as_f64().unwrap() - loss.exp()).abs() < 1e-3 * loss.exp());
     assert_eq!(measured["rows"], 13);
-    // A flag overrules how the training made its rows.
+    // A flag overrides how the training made its rows.
     let (out, _) = tiny.succeed("eval --model run --data valid.jsonl --mask answers --json");
     let answers: Value = serde_json::from_str(&out).unwrap();
     assert!(answers["tokens"].as_u64() < measured["tokens"].as_u64(), "{answers} {measured}");

@@ -91,7 +91,7 @@ fn fixtures_llama_cpp_computes_the_models_log_probabilities() {
     }
 }
 
-/// Rows of q and k in another order load without a word; the comparison must tell them.
+/// Rows of q and k in another order load silently; the comparison must tell them.
 #[test]
 fn fixtures_a_wrong_order_of_rows_is_told_by_llama_cpp() {
     let Some(llama_cpp) = llama_cpp() else { return };

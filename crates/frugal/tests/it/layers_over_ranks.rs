@@ -270,10 +270,10 @@ fn what_does_not_go_together_is_refused() {
         recipe.over(&Group::alone()).unwrap_err().to_string() + "\n"
     };
     expect![[r#"
-        `optimizer.place = "host"` and 1 ranks do not go together: the ranks' own optimizer steps the shards, where they are; take `optimizer.place = "device"`
-        `offload.method` and 1 ranks do not go together: layers are gathered into the ring's slots; take `offload.method = "overlap"`
-        `offload.tier = "file"` and 1 ranks do not go together: shards of frozen weights are in host memory; take `optimizer.frozen_weights = "whole"`, or `offload.tier = "host"`
-        `activations.plan` and 1 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+        `optimizer.place = "host"` and 1 ranks cannot be combined: the ranks' own optimizer steps the shards, where they are; use `optimizer.place = "device"`
+        `offload.method` and 1 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
+        `offload.tier = "file"` and 1 ranks cannot be combined: shards of frozen weights are in host memory; use `optimizer.frozen_weights = "whole"`, or `offload.tier = "host"`
+        `activations.plan` and 1 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
     "#]].assert_eq(
         &[
             refused("place = \"host\"\n", "[offload]\n"),

@@ -58,11 +58,11 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
     refused.sort();
     refused.dedup();
     expect![[r#"
-        MLP level input-only: `model.dtype = "nf4"` and `mlp.level` do not go together: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and take `activations.recompute = "mlp"`
-        MLP level save-one: `model.dtype = "nf4"` and `mlp.level` do not go together: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and take `activations.recompute = "mlp"`
-        fp8: `model.dtype = "nf4"` and `precision.compute = "fp8"` do not go together: a product in fp8 rounds its weight again; take `precision.compute = "bf16"`
-        no adapter: `model.dtype = "nf4"` and full fine-tuning do not go together: weights of four bits cannot take the steps of an optimizer; train an adapter, or take `model.dtype = "bfloat16"`
-        optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&refused.join("\n"));
+        MLP level input-only: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
+        MLP level save-one: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
+        fp8: `model.dtype = "nf4"` and `precision.compute = "fp8"` cannot be combined: a product in fp8 rounds its weight again; use `precision.compute = "bf16"`
+        no adapter: `model.dtype = "nf4"` and full fine-tuning cannot be combined: weights of four bits cannot take the steps of an optimizer; train an adapter, or use `model.dtype = "bfloat16"`
+        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused.join("\n"));
 }
 
 /// A rank's process runs this test alone.
@@ -111,7 +111,7 @@ const LORA: Technique = Technique {
 fn two_ranks_compute_the_bits_of_one() {
     let printed = Ranks::new("nf4::a_rank", 2).run(&());
     assert_eq!(printed[0], printed[1]);
-    expect![[r#"`model.dtype = "nf4"` and 2 ranks do not go together: layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have; take `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
+    expect![[r#"`model.dtype = "nf4"` and 2 ranks cannot be combined: layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have; use `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
 }
 
 const TRAIN: &str = "finetune --model model --dtype nf4 --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3 \

@@ -477,9 +477,9 @@ fn every_pair_keeps_its_promises_or_is_refused_by_name() {
     }
     let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
     expect![[r#"
-        5 × `activations.plan = "every-k"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        5 × `activations.plan = "plan"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        20 × `activations.plan = "recompute"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        12 × `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
-        19 × `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
+        5 × `activations.plan = "every-k"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        5 × `activations.plan = "plan"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        20 × `activations.plan = "recompute"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        12 × `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
+        19 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
 }

@@ -130,20 +130,20 @@ fn every_technique_computes_the_bits_of_one_rank_or_is_refused_by_name() {
     let (again, stage_3) = rest.split_at(half);
     assert_eq!(stage_2, again, "what is refused depends on the techniques alone");
     expect![[r#"
-        stage 2, offload, overlap: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        stage 2, offload, function: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        stage 2, offload, checkpointing: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        stage 2, offload, a resident layer: `offload` and 2 ranks do not go together: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; take `optimizer.zero_stage = 3`, or leave `offload` out
-        stage 2, offload to files: `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
-        stage 2, optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`
-        stage 3, recompute elementwise: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
-        stage 3, recompute MLPs: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
-        stage 3, recompute attention: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
-        stage 3, offload inputs: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
-        stage 3, recompute every second layer: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
-        stage 3, activation plan: `activations.plan` and 2 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
-        stage 3, offload, function: `offload.method` and 2 ranks do not go together: layers are gathered into the ring's slots; take `offload.method = "overlap"`
-        stage 3, offload, checkpointing: `offload.method` and 2 ranks do not go together: layers are gathered into the ring's slots; take `offload.method = "overlap"`
-        stage 3, offload to files: `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
-        stage 3, optimizer on the host: `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&[stage_2, stage_3].concat().join("\n"));
+        stage 2, offload, overlap: `offload` and 2 ranks cannot be combined: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; use `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload, function: `offload` and 2 ranks cannot be combined: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; use `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload, checkpointing: `offload` and 2 ranks cannot be combined: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; use `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload, a resident layer: `offload` and 2 ranks cannot be combined: offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets; use `optimizer.zero_stage = 3`, or leave `offload` out
+        stage 2, offload to files: `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
+        stage 2, optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`
+        stage 3, recompute elementwise: `activations.plan` and 2 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        stage 3, recompute MLPs: `activations.plan` and 2 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        stage 3, recompute attention: `activations.plan` and 2 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        stage 3, offload inputs: `activations.plan` and 2 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        stage 3, recompute every second layer: `activations.plan` and 2 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        stage 3, activation plan: `activations.plan` and 2 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        stage 3, offload, function: `offload.method` and 2 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
+        stage 3, offload, checkpointing: `offload.method` and 2 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
+        stage 3, offload to files: `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
+        stage 3, optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&[stage_2, stage_3].concat().join("\n"));
 }

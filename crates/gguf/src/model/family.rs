@@ -1,4 +1,4 @@
-//! The families of models, by `model_type` of `config.json`, and what llama.cpp takes for granted about each.
+//! The families of models, by `model_type` of `config.json`, and what llama.cpp assumes about each.
 //!
 //! Source: llama.cpp's `conversion/*.py`, `gguf-py/gguf/constants.py` and `src/models/*.cpp` of 2026.
 
@@ -189,7 +189,7 @@ impl Family {
         attention.iter().chain(norms).chain(own).copied()
     }
 
-    /// Refuses options that llama.cpp would read differently without a word.
+    /// Refuses options that llama.cpp would silently read differently.
     pub(crate) fn check(&self, config: &Fields, sizes: &Sizes) -> Result<()> {
         let refuse = |key: &str, remedy: String| {
             let found = config.get(key).map_or_else(|| "its default".to_owned(), Value::to_string);

@@ -21,7 +21,7 @@ pub(super) struct Show {
     /// Number of records to pass over first
     #[arg(long, value_name = "N", default_value_t = 0)]
     skip: usize,
-    /// Whether what is learned is coloured, or marked with ⟦ and ⟧
+    /// Highlight the tokens that count in the loss with colour, or with ⟦ and ⟧
     #[arg(long, value_enum, default_value_t)]
     color: Color,
 }

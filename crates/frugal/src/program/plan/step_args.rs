@@ -78,7 +78,7 @@ pub(crate) struct TrainingArgs {
     /// sgd, momentum, adagrad, rmsprop, adam, adamw or adam-8bit
     #[arg(long, default_value = "adamw", value_name = "NAME", help_heading = TRAINING)]
     optimizer: Optimizer,
-    /// Implementation of the optimizer's step: fused, foreach or loop
+    /// Implementation of the optimizer's step, as PyTorch names them: fused, foreach or loop (one operator and tensor at a time)
     #[arg(long, default_value = "foreach", value_name = "KERNEL", help_heading = TRAINING)]
     step: StepKernel,
     #[command(flatten)]
@@ -86,7 +86,7 @@ pub(crate) struct TrainingArgs {
     /// RMSNorm: fused (saves its input), fused-output (saves its output), or composed (separate operators, as in torch on a CPU)
     #[arg(long, default_value = "fused", value_name = "KERNEL", help_heading = TRAINING)]
     norm: NormKernel,
-    /// The model has dropout
+    /// Count the masks of dropout
     #[arg(long, help_heading = TRAINING)]
     dropout: bool,
     /// Loss: plain, fused, chunked-recompute or grad-in-forward [default: plain, or fused with --loss-chunk]
@@ -95,7 +95,7 @@ pub(crate) struct TrainingArgs {
     /// Tokens whose logits exist at a time [default: 1024 if the loss has chunks]
     #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
     loss_chunk: Option<u64>,
-    /// What is stored in host memory: parameters, gradients, optimizer, block-inputs
+    /// Parts in host memory: parameters, gradients, optimizer, block-inputs
     #[arg(long, value_delimiter = ',', value_name = "NAME,…", help_heading = TRAINING)]
     on_host: Vec<String>,
     /// Gradient accumulation steps
@@ -140,7 +140,7 @@ pub(crate) struct LoraArgs {
     /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
     #[arg(long, alias = "lora-targets", value_name = "NAME,…", help_heading = ADAPTERS)]
     targets: Option<Targets>,
-    /// The adapters have dropout
+    /// Count the masks of the adapters' dropout
     #[arg(long, help_heading = ADAPTERS)]
     lora_dropout: bool,
     /// Cast a 16-bit base to fp32 for the adapters' products, as on a CPU

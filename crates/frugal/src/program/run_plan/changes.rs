@@ -1,10 +1,10 @@
 //! What to change where nothing fits.
 
-use accounting::candidates::{Allowed, Found};
+use accounting::candidates::{Allowed, Candidate, Found};
 use accounting::offload::Budget;
 use accounting::quantity::bytes_text;
 use frugal::Config;
-use frugal::config::{ActivationPlan, ActivationsConfig, OptimizerPlace};
+use frugal::config::{ActivationPlan, ActivationsConfig, Dtype, OptimizerPlace, OptimizerRule};
 use frugal::lora::LoraConfig;
 use frugal::models::LlamaConfig;
 use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
@@ -38,7 +38,7 @@ impl Question<'_> {
     /// The least budget, and the changes that cost the training the least.
     pub(crate) fn nothing_fits(&self, budget: &str, found: &Found) -> String {
         let Some(least) = found.least() else { return format!("nothing fits {budget}") };
-        let needed = least.peak.total;
+        let needed = least.device_bytes();
         let mut text =
             format!(
                 "nothing fits a budget of {budget}; the least is {} ({}; {} in the {})",
@@ -49,6 +49,15 @@ impl Question<'_> {
                 }),
                 least.peak.moment,
             );
+        if least.evaluation_bytes > least.peak.total {
+            text = format!(
+                "nothing fits a budget of {budget}: an evaluation of the longest validation row takes {} ({}), a training step {}; \
+                 leave out long rows or give --held-out 0 without --validation",
+                bytes_text(least.evaluation_bytes + self.beside),
+                least.name(),
+                bytes_text(least.peak.total + self.beside),
+            );
+        }
         let mut changes: Vec<Change> =
             self.changes().into_iter().filter(|change| change.least < needed).collect();
         // In the order of what they change in the result; those that suffice first.
@@ -89,8 +98,24 @@ impl Question<'_> {
         add("--loss-chunk 64".to_owned(), chunks, self.kind, self.data.clone());
         if self.kind == Kind::Float {
             let mut narrow = config.clone();
-            narrow.model.dtype = Some(frugal::config::Dtype::Bfloat16);
+            narrow.model.dtype = Some(Dtype::Bfloat16);
             add("--dtype bfloat16".to_owned(), narrow, Kind::BFloat16, self.data.clone());
+        }
+        if config.adapter.is_some() && config.model.dtype != Some(Dtype::Nf4) {
+            let mut quantized = config.clone();
+            quantized.model.dtype = Some(Dtype::Nf4);
+            add("--dtype nf4".to_owned(), quantized, Dtype::Nf4.kind(), self.data.clone());
+        }
+        let is_clipped = config.training.accumulation > 1 || config.optimizer.clip > 0.0;
+        if config.adapter.is_none() && is_clipped && matches!(config.optimizer.rule, OptimizerRule::AdamW) {
+            // The gradients of all layers never exist together then.
+            let mut streamed = config.clone();
+            (streamed.training.accumulation, streamed.optimizer.clip) = (1, 0.0);
+            (streamed.activations, streamed.optimizer.place) =
+                (ActivationsConfig::default(), OptimizerPlace::Host);
+            streamed.offload.get_or_insert_default();
+            let flags = "--offload host --optimizer-on host --accumulation 1 --clip 0";
+            add(flags.to_owned(), streamed, self.kind, self.data.clone());
         }
         if config.adapter.is_none() {
             let mut adapted = config.clone();
@@ -121,7 +146,10 @@ impl Question<'_> {
     /// The data with rows of at most `length` positions.
     fn shortened(&self, length: u64) -> DataShape {
         let mut data = self.data.clone();
-        for batch in data.largest.iter_mut().map(|(_, batch)| batch).chain([&mut data.mean]) {
+        let evaluations = data.evaluations.iter_mut().map(|(_, batch)| batch);
+        for batch in
+            data.largest.iter_mut().map(|(_, batch)| batch).chain([&mut data.mean]).chain(evaluations)
+        {
             batch.work.sequence = batch.work.sequence.min(length);
             let most = batch.work.batch * batch.work.sequence;
             batch.labelled = batch.labelled.map(|labelled| labelled.min(most));
@@ -136,6 +164,6 @@ impl Question<'_> {
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;
         let found = job.search(&allowed, Budget { device: self.tensors, host: None })?;
-        found.least().map(|least| least.peak.total).ok_or_else(|| NotPredicted("no candidate".to_owned()))
+        found.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
     }
 }

@@ -5,7 +5,7 @@ use accounting::quantity::{bytes_text, grouped};
 use serde_json::{Value, json};
 
 use super::{PlannedBudget, Prediction};
-use crate::program::figures::duration;
+use crate::program::figures::{counted, duration};
 
 /// What a table of candidates shows.
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +37,7 @@ pub(crate) fn candidates_table(found: &Found, columns: Columns) -> String {
             row.extend(epoch.map(|steps| duration(candidate.seconds * steps)));
         }
         rows.push(row);
-        notes.push(match candidate.peak.total.checked_sub(found.budget.device) {
+        notes.push(match candidate.device_bytes().checked_sub(found.budget.device) {
             Some(excess) if excess > 0 => format!("does not fit: {} too much", bytes_text(excess)),
             _ if !found.fits(candidate) => "does not fit the host".to_owned(),
             _ if is_chosen => "chosen: the fastest that fits".to_owned(),
@@ -107,9 +107,18 @@ impl Prediction {
                 chosen.peak.summary(),
             );
         }
-        if let Some(evaluation) = self.evaluation.as_ref().filter(|own| own.total > chosen.peak.total) {
+        let most_rows = self.data.evaluations.first().map(|(rows, _)| *rows);
+        if let Some((rows, evaluation)) = self
+            .evaluation
+            .as_ref()
+            .filter(|(rows, own)| own.total > chosen.peak.total || Some(*rows) != most_rows)
+        {
+            let fewer = match most_rows {
+                Some(most) if *rows < most => format!(" with {} at a time", counted(*rows as u64, "row")),
+                _ => String::new(),
+            };
             text += &format!(
-                "an evaluation takes more, {} in the {}: {}\n",
+                "an evaluation{fewer} takes {} in the {}: {}\n",
                 bytes_text(evaluation.total + beside),
                 evaluation.moment,
                 evaluation.summary()
@@ -144,7 +153,8 @@ impl Prediction {
                 "number": number + 1, "rows": batch.work.batch, "positions": batch.work.sequence,
                 "labelled": batch.labelled,
             })),
-            "evaluation_peak_bytes": self.evaluation.as_ref().map(|own| own.total),
+            "evaluation_rows_at_once": self.evaluation.as_ref().map(|(rows, _)| rows),
+            "evaluation_peak_bytes": self.evaluation.as_ref().map(|(_, own)| own.total),
             "with_more_memory": self.found.faster().map(Candidate::name),
             "with_less_memory": self.found.cheaper().map(Candidate::name),
         })

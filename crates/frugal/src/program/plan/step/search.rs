@@ -37,6 +37,7 @@ pub(super) fn run(
         choices: planning::choices(kind, machine, arguments.loss_chunk),
         largest: vec![batch],
         mean: batch,
+        evaluation: None,
         accumulation: arguments.accumulation,
         clips: true,
         rates: machine.transfers,
@@ -104,7 +105,7 @@ pub(super) fn run(
     }
     match chosen {
         Some(_) => Ok(()),
-        None => Err(nothing_fits(budget, found.least().map(|least| least.peak.total))),
+        None => Err(nothing_fits(budget, found.least().map(Candidate::device_bytes))),
     }
 }
 
