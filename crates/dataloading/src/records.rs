@@ -31,6 +31,7 @@ mod csv_file;
 mod json_array;
 mod messages;
 mod parquet_file;
+mod prompt_templates;
 mod record_format;
 mod splits;
 
@@ -46,6 +47,7 @@ use crate::text::json_lines::parse_object;
 use crate::text::lines::Lines;
 
 pub use content::Content;
+pub use prompt_templates::PromptTemplates;
 pub use record_format::{DETECTED_ROWS, Detected, RecordFormat};
 pub use splits::Splits;
 

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `messages`, `conversations` | a conversation, or one for each answer ([`dataloading::chat`]) | the answers and their end tokens |
 //! | `prompt` and `completion`, `instruction` and `output`, `question` and `answer` | the record | the second and an end token |
+//! | any fields, by two [templates](dataloading::records::PromptTemplates) | the record | the second and an end token |
 //! | `text` | the record | everything, and an end token |
 //! | `input_ids` and `labels` | the record | what is labelled |
 //! | plain text | as many tokens as fit | everything |

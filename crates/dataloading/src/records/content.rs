@@ -77,7 +77,11 @@ pub(super) fn names(fields: &Map<String, Value>) -> String {
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
-fn exchange(fields: &Map<String, Value>, user: &str, assistant: &str) -> Result<Conversation, String> {
+pub(super) fn exchange(
+    fields: &Map<String, Value>,
+    user: &str,
+    assistant: &str,
+) -> Result<Conversation, String> {
     let mut conversation = messages::beside(fields)?;
     if let Some(system) = fields.get("system").and_then(Value::as_str).filter(|text| !text.is_empty()) {
         conversation.messages.push(Message::new("system", system));

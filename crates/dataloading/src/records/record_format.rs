@@ -186,7 +186,20 @@ fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
     }
     format!(
         "the fields are {}; expected `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, \
-         `question` and `answer`, `input_ids`, or `{text_field}` (another field that holds the text is named with --field)",
-        names(fields)
+         `question` and `answer`, `input_ids`, or `{text_field}` (another field that holds the text is named with --field); or say how \
+         a prompt and an answer are made of them: {}",
+        names(fields),
+        templates(fields)
     )
+}
+
+/// Flags that make a prompt and a completion of the first and the last of the texts of a record.
+fn templates(fields: &Map<String, Value>) -> String {
+    let texts: Vec<&String> =
+        fields.iter().filter(|(_, value)| value.is_string()).map(|(name, _)| name).collect();
+    let (prompt, completion) = match texts[..] {
+        [prompt, .., completion] => (prompt.as_str(), completion.as_str()),
+        _ => ("question", "answer"),
+    };
+    format!("--prompt-template '{{{prompt}}}' --completion-template '{{{completion}}}'")
 }

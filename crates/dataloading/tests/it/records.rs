@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use dataloading::records::{self, Content, Detected, RecordFormat, Splits};
+use dataloading::records::{self, Content, Detected, PromptTemplates, RecordFormat, Splits};
 use dataloading::{Error, Result};
 use flate2::write::GzEncoder;
 use serde_json::{Value, json};
@@ -340,4 +340,46 @@ fn splits_are_found_by_the_names_of_files() {
     files.write("e/config.json", "");
     assert!(of("e").contains("no training data: expected a file such as train.jsonl"), "{}", of("e"));
     assert!(of("nowhere").contains("No such file"), "{}", of("nowhere"));
+}
+
+#[test]
+fn templates_make_prompts_of_any_fields() {
+    let record = |fields: Value| records::Record {
+        fields: fields.as_object().unwrap().clone(),
+        place: records::Place { path: Path::new("f").into(), unit: "line", number: 7 },
+    };
+    let templates = PromptTemplates::new("{{n}} = {n}\n{query }?", " {response}!").unwrap();
+    assert_eq!(templates.fields().collect::<Vec<_>>(), ["n", "query", "response"]);
+    let fields = json!({ "query": "Why {x}", "n": 3, "response": "So", "system": "Be brief." });
+    let Content::Exchange { conversation, prompt, completion } = templates.content(&record(fields)).unwrap()
+    else {
+        panic!("an exchange");
+    };
+    assert_eq!((prompt.as_str(), completion.as_str()), ("{n} = 3\nWhy {x}?", " So!"));
+    let roles: Vec<_> = conversation.messages.iter().map(dataloading::chat::Message::role).collect();
+    assert_eq!(roles, ["system", "user", "assistant"]);
+    assert_eq!(conversation.messages[2].fields["content"], "So!");
+    for (fields, expected) in [
+        (json!({ "n": 1, "query": "q" }), "f: line 7: no `response`; the fields here are: n, query"),
+        (json!({ "n": [], "query": "q" }), "f: line 7: `n` is an array, expected a text or a number"),
+    ] {
+        assert_eq!(templates.content(&record(fields)).unwrap_err().to_string(), expected);
+    }
+    for (prompt, completion, expected) in [
+        ("{a", "{b}", "prompt template: \"{a\": `{` has no partner; write `{{` for the character itself"),
+        ("a}", "{b}", "prompt template: \"a}\": `}` has no partner; write `}}` for the character itself"),
+        (
+            "{a{b}}",
+            "{b}",
+            "prompt template: \"{a{b}}\": `{` has no partner; write `{{` for the character itself",
+        ),
+        ("{ }", "{b}", "prompt template: \"{ }\": `{}` names no field"),
+        (
+            "{a}",
+            "b",
+            "completion template: \"b\" names no field; write the one to be learned in braces, such as {answer}",
+        ),
+    ] {
+        assert_eq!(PromptTemplates::new(prompt, completion).unwrap_err().to_string(), expected);
+    }
 }

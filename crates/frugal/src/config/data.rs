@@ -25,6 +25,13 @@ pub struct DataConfig {
     pub held_out: f64,
     /// The field of a JSON object that holds its text.
     pub field: String,
+    /// The prompt of a record, with its fields in braces, such as `Question: {query} Answer:`; together with `completion_template`, in
+    /// place of `format`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_template: Option<String>,
+    /// The text after the prompt, which is learned, such as ` {response}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_template: Option<String>,
     /// A `tokenizer.json`; absent for the model's own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
@@ -77,6 +84,8 @@ impl Default for DataConfig {
             validation: None,
             held_out: 0.02,
             field: "text".to_owned(),
+            prompt_template: None,
+            completion_template: None,
             tokenizer: None,
             vocabulary: None,
             end_token: None,

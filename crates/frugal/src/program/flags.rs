@@ -1,7 +1,7 @@
 //! The flags that belong to the keys of a configuration.
 
 /// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
-const FLAGS: [(&str, &str); 76] = [
+const FLAGS: [(&str, &str); 78] = [
     ("activations.plan", "--activations"),
     ("activations.plan", "--recompute"),
     ("activations.recompute", "--recompute-what"),
@@ -16,6 +16,7 @@ const FLAGS: [(&str, &str); 76] = [
     ("adapter.use_dora", "--dora"),
     ("adapter.use_rslora", "--rslora"),
     ("data.chat_template", "--chat-template"),
+    ("data.completion_template", "--completion-template"),
     ("data.end_token", "--end-token"),
     ("data.field", "--field"),
     ("data.format", "--format"),
@@ -27,6 +28,7 @@ const FLAGS: [(&str, &str); 76] = [
     ("data.overlong", "--overlong"),
     ("data.overlong", "--skip-long"),
     ("data.packing", "--packing"),
+    ("data.prompt_template", "--prompt-template"),
     ("data.shots", "--shots"),
     ("data.source", "--data"),
     ("data.split_seed", "--split-seed"),

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::anyhow;
+use anyhow::{anyhow, bail};
 use clap::Args;
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::{ChatTemplate, Date, TemplateOptions};
-use frugal::dataloading::records::{Detected, Splits};
+use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Found, RowEncoder, RowOptions};
 
@@ -22,6 +22,12 @@ pub(crate) struct RowArgs {
     /// Field of a record that holds its text [default: text]
     #[arg(long)]
     field: Option<String>,
+    /// The prompt of a record, with its fields in braces: 'Question: {query}'; a user's message if the model has a chat template
+    #[arg(long, value_name = "TEXT", requires = "completion_template")]
+    prompt_template: Option<String>,
+    /// The answer of a record, which counts in the loss, with its fields in braces: '{response}'
+    #[arg(long, value_name = "TEXT", requires = "prompt_template", conflicts_with = "format")]
+    completion_template: Option<String>,
     /// Which tokens of a conversation, or of a prompt with its completion, count in the loss [default: answers]
     #[arg(long, value_enum)]
     mask: Option<MaskArg>,
@@ -40,6 +46,8 @@ impl RowArgs {
     pub(crate) fn apply(&self, data: &mut DataConfig) {
         put(&mut data.format, self.format.map(FormatArg::get));
         put(&mut data.field, self.field.clone());
+        put_some(&mut data.prompt_template, self.prompt_template.clone());
+        put_some(&mut data.completion_template, self.completion_template.clone());
         put(&mut data.mask, self.mask.map(MaskArg::get));
         put(&mut data.overlong, self.overlong.map(OverlongArg::get));
         put_some(&mut data.chat_template, self.chat_template.clone());
@@ -77,10 +85,23 @@ pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow
         end: ends.end,
         vocabulary: usize::try_from(folder.config().vocab_size).unwrap_or(0),
         field: data.field.clone(),
+        templates: templates(data)?,
     };
     let model_ends: Vec<u32> = folder.end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
     let template = chat_template(folder.path(), data)?;
     Ok(RowEncoder::new(ends.tokenizer.clone(), template, &model_ends, options))
+}
+
+/// The templates of a configuration, if it has any.
+///
+/// # Errors
+/// One without the other; a text that is no template.
+fn templates(data: &DataConfig) -> anyhow::Result<Option<PromptTemplates>> {
+    match (&data.prompt_template, &data.completion_template) {
+        (None, None) => Ok(None),
+        (Some(prompt), Some(completion)) => Ok(Some(PromptTemplates::new(prompt, completion)?)),
+        _ => bail!("`data.prompt_template` and `data.completion_template` belong together; give both"),
+    }
 }
 
 /// What the files hold, by the configuration or by their first records.
@@ -89,6 +110,10 @@ pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow
 /// Those of [`rows::detect`].
 pub(crate) fn found(splits: &Splits, data: &DataConfig) -> anyhow::Result<Found> {
     let files = &splits.train;
+    if templates(data)?.is_some() {
+        let formats = vec![(RecordFormat::PromptCompletion, 0)];
+        return Ok(Found::Records(Detected { formats, ignored: Vec::new() }));
+    }
     if let Some(format) = data.format.of_records() {
         return Ok(Found::Records(Detected { formats: vec![(format, 0)], ignored: Vec::new() }));
     }

@@ -245,12 +245,12 @@ impl RunPlan {
         Ok(Some(CheaperPlans::new(activations.clone(), peak, plans)))
     }
 
-    /// The predicted time of a step, which the first steps calibrate.
+    /// The predicted time of a step, which the first steps correct; at nominal rates there is none, but the first steps tell it.
     pub(crate) fn expected(&self) -> Option<Expected> {
-        let prediction = self.prediction.as_ref().ok().filter(|prediction| prediction.is_timed)?;
+        let prediction = self.prediction.as_ref().ok()?;
         let work = prediction.job.mean.work;
         Some(Expected {
-            seconds: self.chosen()?.seconds,
+            seconds: prediction.is_timed.then_some(self.chosen()?.seconds),
             positions: (work.batch * work.sequence * prediction.job.accumulation) as f64,
             epoch: prediction.steps_of_an_epoch(),
         })

@@ -57,6 +57,7 @@ pub(super) fn key(
         "end": options.end,
         "vocabulary": options.vocabulary,
         "field": options.field,
+        "templates": options.templates.as_ref().map(|templates| format!("{templates:?}")),
         "ends": encoder.model_ends(),
         "template": encoder.template().map(dataloading::chat::ChatTemplate::identity),
         "formats": formats,

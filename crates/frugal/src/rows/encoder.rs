@@ -1,7 +1,7 @@
 //! From what a record holds to tokens and labels.
 
 use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Segment};
-use dataloading::records::{Content, Detected, Record};
+use dataloading::records::{Content, Detected, PromptTemplates, Record};
 use dataloading::{IGNORE_INDEX, Tokenizer};
 use training::masked_rows::MaskedRow;
 
@@ -26,6 +26,8 @@ pub struct RowOptions {
     pub vocabulary: usize,
     /// The field that holds the text of a record.
     pub field: String,
+    /// How a prompt and a completion are made of a record's fields; `None` for the formats of [`dataloading::records::RecordFormat`].
+    pub templates: Option<PromptTemplates>,
 }
 
 /// Makes rows for one model.
@@ -77,7 +79,10 @@ impl RowEncoder {
     /// if that is an error. Each names the record.
     pub fn record(&self, record: &Record, detected: &Detected) -> Result<(Vec<MaskedRow>, Counts)> {
         let field = &self.options.field;
-        let content = record.content(detected.format(record, field)?, field)?;
+        let content = match &self.options.templates {
+            Some(templates) => templates.content(record)?,
+            None => record.content(detected.format(record, field)?, field)?,
+        };
         let rows = self.rows(&content).map_err(|error| record.place.error(error))?;
         let mut counts = Counts { records: 1, ..Counts::default() };
         let mut kept = Vec::new();

@@ -86,3 +86,35 @@ fn long_conversations_are_cut_or_divided_where_that_is_asked_for() {
         );
     }
 }
+
+/// Fields of any names become a prompt and an answer; the templates are kept for a resume.
+#[test]
+fn templates_name_the_fields_of_a_prompt() {
+    let tiny = Session::new();
+    let rows: String = (0..12).map(|n| format!("\"How much is {n} + 1?\",{}\n", n + 1)).collect();
+    std::fs::write(tiny.path("sums.csv"), format!("query,response\n{rows}")).unwrap();
+    let refused = tiny.run("data check sums.csv --model model").err;
+    assert!(
+        refused.contains("--prompt-template '{query}' --completion-template '{response}'"),
+        "the fields of the file: {refused}"
+    );
+    let templates = ["--prompt-template", "Q: {query} A:", "--completion-template", " {response}"];
+    let shown = ["data", "show", "sums.csv", "--model", "model", "--number", "1", "--color", "never"];
+    let ended = tiny.run_words(&[&shown[..], &templates].concat());
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    expect![[r#"
+        ── sums.csv: line 2: 13 tokens, 2 learned
+        Q: How much is 0 + 1? A:⟦ 1<|endoftext|>⟧
+    "#]]
+    .assert_eq(&ended.out);
+    let train = "finetune --model model --data sums.csv --accumulation 1 --steps 2 --out run";
+    let words: Vec<&str> = train.split(' ').chain(templates).collect();
+    let ended = tiny.run_words(&words);
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    tiny.succeed("resume run --set training.steps=3");
+    let config = std::fs::read_to_string(tiny.path("run/config.toml")).unwrap();
+    assert!(config.contains("prompt_template = \"Q: {query} A:\""), "{config}");
+    let one =
+        tiny.run_words(&["data", "check", "sums.csv", "--model", "model", "--prompt-template", "{query}"]);
+    assert_eq!(one.status, 2, "{}", one.err);
+}

@@ -25,6 +25,10 @@ fn a_training_tells_its_plan() {
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out unknown --method dora"));
     assert!(said.contains("the memory of a step is not predicted for DoRA"), "{said}");
 
+    let (_, said) = tiny.succeed(&format!("{} --out timed", TRAIN.replace("--steps 2", "--steps 8")));
+    assert!(said.contains("a step takes ") && said.contains("an epoch "), "{said}");
+    assert!(said.contains("the 5 steps left "), "{said}");
+
     let (out, said) = tiny.succeed(&format!("{TRAIN} --out json --budget 2GiB --json"));
     assert!(!said.contains("keep all"), "{said}");
     let told: Value = serde_json::from_str(out.lines().next().unwrap()).unwrap();
@@ -88,40 +92,4 @@ fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
     // The least that it names suffices for the plan.
     let ended = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB --hardware rtx4090");
     assert_eq!(ended.status, 3);
-}
-
-/// Validation rows that are longer than the training's go through the model fewer at a time, where the budget needs that.
-#[test]
-fn an_evaluation_is_split_to_fit_the_budget() {
-    let tiny = Session::new();
-    let row = |tokens: usize| {
-        let ids: Vec<usize> = (0..tokens).map(|at| 10 + at % 900).collect();
-        serde_json::json!({ "input_ids": ids, "labels": ids }).to_string() + "\n"
-    };
-    std::fs::write(tiny.path("short.jsonl"), row(8).repeat(8)).unwrap();
-    std::fs::write(tiny.path("long.jsonl"), row(3000).repeat(8)).unwrap();
-    let config = tiny.bytes("model/config.json");
-    let mut config: Value = serde_json::from_slice(&config).unwrap();
-    config["max_position_embeddings"] = 4096.into();
-    std::fs::write(tiny.path("model/config.json"), config.to_string()).unwrap();
-    let train = |out: &str, budget: u64| -> (Value, f64) {
-        let command = "finetune --model model --data short.jsonl --validation long.jsonl --steps 2 --batch-size 8 --json";
-        let (told, _) = tiny.succeed(&format!("{command} --accumulation 1 --out {out} --budget {budget}"));
-        let lines: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        let plan = lines.iter().find_map(|line| line.get("plan")).unwrap().clone();
-        let losses = std::fs::read_to_string(tiny.path(out).join("losses.jsonl")).unwrap();
-        let loss = losses
-            .lines()
-            .rev()
-            .find_map(|line| serde_json::from_str::<Value>(line).unwrap()["validation_loss"].as_f64());
-        (plan, loss.unwrap_or_else(|| panic!("{losses}")))
-    };
-    let (plan, loss) = train("whole", 4 << 30);
-    assert_eq!(plan["evaluation_rows_at_once"], 8, "{plan}");
-    let [budget, tensors, evaluation] = ["budget_bytes", "tensor_bytes", "evaluation_peak_bytes"]
-        .map(|key| plan[key].as_u64().unwrap_or_else(|| panic!("{plan}")));
-    let (split, again) = train("split", budget - tensors + evaluation * 3 / 5);
-    let rows = split["evaluation_rows_at_once"].as_u64().unwrap();
-    assert!((1..8).contains(&rows), "{split}");
-    assert!((again / loss - 1.0).abs() < 1e-5, "{again} {loss}");
 }

@@ -49,4 +49,5 @@ pub(crate) fn prepare(tiny: &Tiny) {
             .unwrap();
     }
     std::fs::write(tiny.path("train.jsonl"), rows).unwrap();
+    std::fs::write(tiny.path("pairs.csv"), "english,french\none,un\ntwo,deux\n").unwrap();
 }

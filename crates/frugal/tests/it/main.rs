@@ -39,6 +39,7 @@ mod tiny_program;
 mod train_command;
 mod train_data;
 mod train_kill;
+mod training_budget;
 mod triples;
 
 /// The program, where this was built, or where the variable says on another machine.

@@ -25,6 +25,7 @@ impl Setting {
             end: END,
             vocabulary: 4096,
             field: "text".to_owned(),
+            templates: None,
         };
         Self { folder: tempfile::tempdir().unwrap(), options, template: None }
     }

@@ -13,8 +13,8 @@ const STEPS: u64 = 3;
 
 /// The predicted time of a step.
 pub(crate) struct Expected {
-    /// Seconds of a step of mean size.
-    pub(super) seconds: f64,
+    /// Predicted seconds of a step of mean size; `None` if this machine's rates are not known.
+    pub(super) seconds: Option<f64>,
     /// Positions of such a step.
     pub(super) positions: f64,
     /// Steps of an epoch, if an epoch ends.
@@ -60,9 +60,9 @@ impl Expected {
         let epoch =
             self.epoch.map_or_else(String::new, |steps| format!(", an epoch {}", duration(steps * step)));
         Ok(trainer.note(&format!(
-            "a step takes {} (predicted: {}){epoch}, the {} left {}\n",
+            "a step takes {}{}{epoch}, the {} left {}\n",
             duration(step),
-            duration(self.seconds),
+            self.seconds.map_or_else(String::new, |seconds| format!(" (predicted: {})", duration(seconds))),
             counted(left, "step"),
             duration(left as f64 * step)
         ))?)
