@@ -1,12 +1,12 @@
 //! SwiGLU with activation checkpointing: an MLP that keeps or recomputes its activations.
 //!
 //! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward layer of Llama and Qwen, takes most of a decoder's activation memory: with
-//! hidden size H and feed-forward size F, a graph of operators keeps H + 4F elements per token for backward. This crate's
+//! a hidden size H and a feed-forward size F, W and V of [H, F] and U of [F, H], a graph of operators keeps H + 4F elements per token for backward. This crate's
 //! hand-written backward lets the caller choose what to keep, per layer, by [`CheckpointLevel`]:
 //!
 //! | level | kept per token | extra matrix products (of 9) |
 //! |---|---|---|
-//! | plain operators | H + 4F | 0 |
+//! | eager: separate operators | H + 4F | 0 |
 //! | [`SaveAll`](CheckpointLevel::SaveAll) | H + 3F | 0 |
 //! | [`SaveGateUp`](CheckpointLevel::SaveGateUp) | H + 2F | 0 |
 //! | [`SaveOne`](CheckpointLevel::SaveOne) | H + F | 1 |
@@ -19,18 +19,17 @@
 //! use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
 //! use tch::{Kind, Tensor, kind};
 //!
-//! let config = SwigluConfig { level: CheckpointLevel::InputOnly, ..SwigluConfig::new(64, 172) };
+//! let config = SwigluConfig { level: CheckpointLevel::InputOnly, ..SwigluConfig::new(512, 2048) };
 //! let mlp = SwigluMlp::new(&config)?;
-//! let x = Tensor::randn([2, 16, 64], kind::FLOAT_CPU).set_requires_grad(true);
+//! let x = Tensor::randn([2, 16, 512], kind::FLOAT_CPU).set_requires_grad(true);
 //! let y = mlp.forward(&x)?;
 //! runtime::autograd::backward(&[&y.sum(Kind::Float)])?;
-//! assert_eq!(x.grad().size(), [2, 16, 64]);
+//! assert_eq!(x.grad().size(), [2, 16, 512]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`mod@install`] replaces the MLPs of a Llama, Qwen2 or GPT-2. [`function`] documents the mathematics and what each level
-//! keeps. `experiments swiglu-ckpt bench` measures time and memory
-//! of every level.
+//! [`mod@install`] replaces the MLPs of GPT-2 and of every Llama-like model with a SwiGLU. [`function`] documents the mathematics and
+//! what each level keeps. `experiments swiglu-ckpt bench` measures time and memory of every level.
 
 mod arguments;
 pub mod error;

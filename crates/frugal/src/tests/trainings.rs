@@ -69,7 +69,7 @@ fn a_config_json_is_trained_into_a_model() {
     tiny.succeed("info scratch/model");
 }
 
-/// The README's tasks, on the model that the first one makes.
+/// A model that a training from scratch has made is a base for all others.
 #[test]
 fn a_model_from_scratch_is_fine_tuned_resumed_merged_and_offloaded() {
     let tiny = Session::new();

@@ -1,4 +1,4 @@
-//! The commands of a page of the guide, and a folder in which they run.
+//! The commands of the README and of a page of the guide, and a folder in which they run.
 
 use std::fmt::Write as _;
 
@@ -7,6 +7,31 @@ use super::tiny_folder::Tiny;
 /// The arguments of each command of a page.
 pub(crate) fn commands(page: &str) -> Vec<Vec<&str>> {
     lines(page).into_iter().map(words).collect()
+}
+
+/// The commands of each of the README's tasks, with fewer steps.
+pub(crate) fn tasks() -> Vec<Vec<String>> {
+    let readme = include_str!("../../../../README.md");
+    let tasks: Vec<Vec<String>> = readme
+        .split("\n**")
+        .skip(1)
+        .map(|task| {
+            let commands = task
+                .lines()
+                .filter_map(|line| line.strip_prefix("    "))
+                .filter(|line| line.starts_with("frugal "));
+            let short = |line: &str| {
+                let command = line.split(" #").next().unwrap_or(line).trim_end();
+                command
+                    .replace("--steps 1000", "--steps 6")
+                    .replace("--checkpoint-every 100", "--checkpoint-every 3")
+            };
+            commands.map(short).collect()
+        })
+        .collect();
+    let count: usize = tasks.iter().map(Vec::len).sum();
+    assert!(tasks.len() == 5 && count > 15, "{tasks:?}");
+    tasks
 }
 
 /// The lines of the blocks of shell commands.
@@ -24,7 +49,7 @@ fn lines(page: &str) -> Vec<&str> {
     commands
 }
 
-fn words(command: &str) -> Vec<&str> {
+pub(crate) fn words(command: &str) -> Vec<&str> {
     let (program, arguments) = command.split_once(' ').unwrap();
     assert_eq!(program, "frugal", "{command}");
     assert!(!arguments.contains('\''), "{command}: quote with \"");
@@ -35,19 +60,29 @@ fn words(command: &str) -> Vec<&str> {
     parts
 }
 
-/// Makes the folder one with the hub's cache, in which the model has the name that the guide uses, and with data.
+/// Makes the folder one with the hub's cache, in which the model has the names that README and guide use, and with data.
 pub(crate) fn prepare(tiny: &Tiny) {
-    let cached = "no-cache/models--Qwen--Qwen2.5-0.5B";
-    std::fs::create_dir_all(tiny.path(&format!("{cached}/refs"))).unwrap();
-    std::fs::create_dir_all(tiny.path(&format!("{cached}/snapshots"))).unwrap();
-    std::fs::write(tiny.path(&format!("{cached}/refs/main")), "0123abcd").unwrap();
-    std::fs::rename(tiny.path("model"), tiny.path(&format!("{cached}/snapshots/0123abcd"))).unwrap();
+    for size in ["7B", "0.5B"] {
+        let cached = format!("no-cache/models--Qwen--Qwen2.5-{size}");
+        let snapshot = tiny.path(&format!("{cached}/snapshots/0123abcd"));
+        std::fs::create_dir_all(tiny.path(&format!("{cached}/refs"))).unwrap();
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::write(tiny.path(&format!("{cached}/refs/main")), "0123abcd").unwrap();
+        for file in std::fs::read_dir(tiny.path("model")).unwrap().map(Result::unwrap) {
+            std::fs::copy(file.path(), snapshot.join(file.file_name())).unwrap();
+        }
+    }
+    std::fs::remove_dir_all(tiny.path("model")).unwrap();
     let mut rows = String::new();
     for (a, b) in (0..40).map(|n| (n % 9, n / 4)) {
         let question = format!("Ann has {a} pears and buys {b} more. How many has she?");
         writeln!(rows, "{}", serde_json::json!({ "question": question, "answer": (a + b).to_string() }))
             .unwrap();
     }
-    std::fs::write(tiny.path("train.jsonl"), rows).unwrap();
+    for name in ["train.jsonl", "my.jsonl", "test.jsonl"] {
+        std::fs::write(tiny.path(name), &rows).unwrap();
+    }
+    let article = " = Rivers = \n \n The river is long and the town is small . \n The bridge is old . \n";
+    std::fs::write(tiny.path("corpus.txt"), article.repeat(200)).unwrap();
     std::fs::write(tiny.path("pairs.csv"), "english,french\none,un\ntwo,deux\n").unwrap();
 }
