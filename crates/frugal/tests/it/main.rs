@@ -32,6 +32,7 @@ mod recipe;
 mod rows;
 mod run_folder;
 mod shell_and_set;
+mod techniques;
 mod techniques_over_ranks;
 mod texts;
 mod tiny_folder;

@@ -9,7 +9,8 @@ use frugal::runtime::collectives::{Group, GroupOptions, Store};
 use frugal::training::trainer::Overflow;
 use test_ranks::Ranks;
 
-use crate::pairs::{Family, Outcome, Promise, ROWS, TECHNIQUES, Technique, broken, run_over};
+use crate::pairs::{Outcome, ROWS, broken, run_over};
+use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 use crate::tiny_folder::Tiny;
 
 const NF4: Technique = Technique {
@@ -58,8 +59,10 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
     refused.sort();
     refused.dedup();
     expect![[r#"
+        MLP level input-only-tiled: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
         MLP level input-only: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
         MLP level save-one: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
+        a frozen layer: `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
         fp8: `model.dtype = "nf4"` and `precision.compute = "fp8"` cannot be combined: a product in fp8 rounds its weight again; use `precision.compute = "bf16"`
         no adapter: `model.dtype = "nf4"` and full fine-tuning cannot be combined: weights of four bits cannot take the steps of an optimizer; train an adapter, or use `model.dtype = "bfloat16"`
         optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused.join("\n"));

@@ -9,11 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use expect_test::expect;
-use frugal::config::{
-    ActivationPlan, Bytes, Compute, Dtype, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
-    OptimizerPlace, Recomputed, ScalerConfig,
-};
-use frugal::lora::LoraConfig;
+use frugal::config::{Dtype, LossHeadKind};
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
@@ -27,215 +23,7 @@ use frugal::training::trainer::Overflow;
 use frugal::{Config, Error, Recipe};
 use tch::{Device, Kind, Tensor};
 
-/// What a technique promises of losses, gradient norms and weights, compared with training without it.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Promise {
-    /// The same bits.
-    Bits,
-    /// Losses and gradient norms within this share.
-    Within(f64),
-    /// It computes something else.
-    Nothing,
-}
-
-pub(crate) struct Technique {
-    pub(crate) name: &'static str,
-    /// Two techniques of a group are two values of one setting.
-    pub(crate) group: &'static str,
-    pub(crate) promise: Promise,
-    pub(crate) set: fn(&mut Config, Family),
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Family {
-    Llama,
-    Gpt2,
-}
-
-fn adapter(family: Family, dora: bool) -> LoraConfig {
-    let targets = match family {
-        Family::Llama => vec!["q_proj", "v_proj", "o_proj"],
-        Family::Gpt2 => vec!["c_attn"],
-    };
-    LoraConfig {
-        r: 2,
-        use_dora: dora,
-        // B is not 0, so that A has a gradient from the first step on.
-        init_lora_weights: false.into(),
-        target_modules: Some(frugal::lora::Names::List(targets.into_iter().map(str::to_owned).collect())),
-        ..LoraConfig::default()
-    }
-}
-
-fn recompute(config: &mut Config, recompute: Recomputed) {
-    (config.activations.plan, config.activations.recompute) = (ActivationPlan::Recompute, recompute);
-}
-
-fn offloaded(config: &mut Config, method: OffloadMethod) {
-    config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
-}
-
-pub(crate) const TECHNIQUES: [Technique; 24] = [
-    Technique {
-        name: "LoRA",
-        group: "adapter",
-        promise: Promise::Nothing,
-        set: |config, family| config.adapter = Some(adapter(family, false)),
-    },
-    Technique {
-        name: "DoRA",
-        group: "adapter",
-        promise: Promise::Nothing,
-        set: |config, family| config.adapter = Some(adapter(family, true)),
-    },
-    Technique {
-        name: "fused loss",
-        group: "loss",
-        promise: Promise::Within(1e-5),
-        set: |config, _| {
-            (config.loss.head, config.loss.chunk_tokens) = (LossHeadKind::Fused, Some(32));
-        },
-    },
-    Technique {
-        name: "fused loss, gradients in backward",
-        group: "loss",
-        promise: Promise::Within(1e-5),
-        set: |config, _| {
-            (config.loss.head, config.loss.gradients_in_backward) = (LossHeadKind::Fused, true);
-        },
-    },
-    Technique {
-        name: "recompute layers",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| recompute(config, Recomputed::Layer),
-    },
-    Technique {
-        name: "recompute elementwise",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| recompute(config, Recomputed::Elementwise),
-    },
-    Technique {
-        name: "recompute MLPs",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| recompute(config, Recomputed::Mlp),
-    },
-    Technique {
-        name: "recompute attention",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| recompute(config, Recomputed::Attention),
-    },
-    Technique {
-        name: "offload inputs",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| recompute(config, Recomputed::Offload),
-    },
-    Technique {
-        name: "recompute every second layer",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| config.activations.plan = ActivationPlan::EveryK,
-    },
-    Technique {
-        name: "activation plan",
-        group: "activations",
-        promise: Promise::Bits,
-        set: |config, _| {
-            config.activations.plan = ActivationPlan::Plan;
-            config.activations.budget = Some(Bytes(1 << 30));
-        },
-    },
-    Technique {
-        name: "MLP level input-only",
-        group: "mlp",
-        // Its products are not libtorch's.
-        promise: Promise::Within(1e-5),
-        set: |config, _| config.mlp.level = Some("input-only".to_owned()),
-    },
-    Technique {
-        name: "MLP level save-one",
-        group: "mlp",
-        promise: Promise::Within(1e-5),
-        set: |config, _| config.mlp.level = Some("save-one".to_owned()),
-    },
-    Technique {
-        name: "offload, overlap",
-        group: "offload",
-        promise: Promise::Bits,
-        set: |config, _| offloaded(config, OffloadMethod::Overlap),
-    },
-    Technique {
-        name: "offload, function",
-        group: "offload",
-        promise: Promise::Bits,
-        set: |config, _| offloaded(config, OffloadMethod::Function),
-    },
-    Technique {
-        name: "offload, checkpointing",
-        group: "offload",
-        promise: Promise::Bits,
-        set: |config, _| offloaded(config, OffloadMethod::Checkpointing),
-    },
-    Technique {
-        name: "offload, a resident layer",
-        group: "offload",
-        promise: Promise::Bits,
-        set: |config, _| {
-            config.offload = Some(OffloadConfig { resident: vec![1], ..OffloadConfig::default() });
-        },
-    },
-    Technique {
-        name: "offload to files",
-        group: "offload",
-        promise: Promise::Bits,
-        set: |config, _| {
-            config.offload = Some(OffloadConfig { tier: OffloadTier::File, ..OffloadConfig::default() });
-        },
-    },
-    Technique {
-        name: "bf16",
-        group: "precision",
-        promise: Promise::Nothing,
-        set: |config, _| config.precision.compute = Compute::Bf16,
-    },
-    Technique {
-        name: "fp16",
-        group: "precision",
-        promise: Promise::Nothing,
-        set: |config, _| {
-            config.precision.compute = Compute::Fp16;
-            config.precision.scaler = Some(ScalerConfig::Static { scale: 1024.0 });
-        },
-    },
-    Technique {
-        name: "fp8",
-        group: "precision",
-        promise: Promise::Nothing,
-        set: |config, _| config.precision.compute = Compute::Fp8,
-    },
-    Technique {
-        name: "optimizer on the host",
-        group: "optimizer",
-        promise: Promise::Bits,
-        set: |config, _| config.optimizer.place = OptimizerPlace::Host,
-    },
-    Technique {
-        name: "accumulation",
-        group: "accumulation",
-        promise: Promise::Within(1e-5),
-        set: |config, _| (config.training.batch, config.training.accumulation) = (ROWS / 2, 2),
-    },
-    Technique {
-        name: "packing",
-        group: "packing",
-        promise: Promise::Within(1e-5),
-        set: |config, _| config.data.packing = Some(24),
-    },
-];
+use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
 /// Rows of an epoch, all of which are one step.
 pub(crate) const ROWS: usize = 8;
@@ -480,6 +268,7 @@ fn every_pair_keeps_its_promises_or_is_refused_by_name() {
         5 × `activations.plan = "every-k"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
         5 × `activations.plan = "plan"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
         20 × `activations.plan = "recompute"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        12 × `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
-        19 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
+        2 × `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
+        16 × `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
+        23 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
 }

@@ -11,7 +11,8 @@ use sha2::{Digest, Sha256};
 use tch::Kind;
 use test_ranks::Ranks;
 
-use crate::pairs::{Family, Outcome, Promise, ROWS, TECHNIQUES, Technique, broken, run_over};
+use crate::pairs::{Outcome, ROWS, broken, run_over};
+use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
 /// What a step that overflows crosses: its gradients are infinite at the first scales.
 const OVERFLOWING: Technique = Technique {

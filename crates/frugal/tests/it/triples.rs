@@ -4,11 +4,14 @@ use std::collections::BTreeSet;
 
 use frugal::Recipe;
 
-use crate::pairs::{Family, TECHNIQUES, base, cross, distinct};
+use crate::pairs::{base, cross, distinct};
+use crate::techniques::{Family, TECHNIQUES};
 
-/// Each pair that works together is met in a triple that does.
+/// Settings of the loop, which meet each pair once; of the others every triple runs that a recipe takes.
+const SETTINGS: [&str; 4] = ["rows", "clipping", "freezing", "accumulation"];
+
 #[test]
-fn triples_of_full_fine_tuning_that_have_every_pair_keep_their_promises() {
+fn every_triple_of_full_fine_tuning_keeps_its_promises() {
     let of: Vec<usize> =
         (0..TECHNIQUES.len()).filter(|index| TECHNIQUES[*index].group != "adapter").collect();
     let mut sets = Vec::new();
@@ -22,9 +25,12 @@ fn triples_of_full_fine_tuning_that_have_every_pair_keep_their_promises() {
         let mut config = base();
         set.iter().for_each(|index| (TECHNIQUES[*index].set)(&mut config, Family::Llama));
         let works = distinct(set) && Recipe::new(&config).is_ok();
-        works && [[0, 1], [0, 2], [1, 2]].map(|[a, b]| met.insert([set[a], set[b]])).contains(&true)
+        let is_setting = set.iter().any(|index| SETTINGS.contains(&TECHNIQUES[*index].group));
+        let pairs = [[0, 1], [0, 2], [1, 2]].map(|[a, b]| [set[a], set[b]]);
+        works && (pairs.map(|pair| met.insert(pair)).contains(&true) || !is_setting)
     });
+
     let (refused, failures) = cross(Family::Llama, &sets);
     assert!(failures.is_empty() && refused.is_empty(), "\n{}{}", failures.join("\n"), refused.join("\n"));
-    assert!(sets.len() > 50 && met.len() > 100, "{} triples, {} pairs", sets.len(), met.len());
+    assert!(sets.len() > 300 && met.len() > 100, "{} triples, {} pairs", sets.len(), met.len());
 }
