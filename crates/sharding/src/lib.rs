@@ -1,4 +1,4 @@
-//! Data parallelism with weights, gradients and optimizer state divided among ranks (ZeRO stages 1, 2 and 3).
+//! Data parallelism with weights, gradients and optimizer state sharded over ranks (ZeRO stages 1, 2 and 3).
 //!
 //! N processes train one model; rank r computes every N-th micro-batch. Each rank owns a shard of the parameters: it sums their
 //! gradients over all micro-batches, steps them with its shard of the optimizer's state, and sends the result to the others. With
@@ -34,7 +34,7 @@
 //! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, options)?;
 //! ```
 //!
-//! # The same bits at any number of ranks
+//! # Bitwise identical at any number of ranks
 //!
 //! **Parameters, optimizer state, losses and gradient norms do not depend on N**, given the same number of threads for each rank,
 //! the same kind of processor, and micro-batches of the same size. PyTorch's FSDP, DeepSpeed and Megatron do not promise that.

@@ -1,6 +1,7 @@
 //! Trainings in processes: this binary starts itself as the ranks.
 
 mod bits;
+mod example;
 mod faults;
 mod faulty;
 mod kill;
