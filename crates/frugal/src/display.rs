@@ -50,11 +50,8 @@ pub struct Display {
     progress: Progress,
     done: u64,
     device: Device,
-    efficiency: Efficiency,
     /// Tokens per second.
     rate: f64,
-    /// Positions per second, padding included.
-    positions_rate: f64,
     validation: Option<f64>,
     /// Bytes that may be held.
     budget: Option<u64>,
@@ -71,15 +68,13 @@ const SMOOTHING: f64 = 0.1;
 
 impl Display {
     /// Makes a display of a training of `steps` steps on `device`.
-    pub fn new(steps: u64, device: Device, efficiency: Efficiency) -> Self {
+    pub fn new(steps: u64, device: Device) -> Self {
         let progress = Progress::new(steps);
         Self {
             progress,
             done: 0,
             device,
-            efficiency,
             rate: 0.0,
-            positions_rate: 0.0,
             validation: None,
             budget: None,
             steps,
@@ -91,12 +86,6 @@ impl Display {
     /// Shows memory against a budget.
     pub fn with_budget(mut self, budget: Option<u64>) -> Self {
         self.budget = budget;
-        self
-    }
-
-    /// Adds the MFU to the display.
-    pub fn with_efficiency(mut self, efficiency: Efficiency) -> Self {
-        self.efficiency = efficiency;
         self
     }
 
@@ -119,15 +108,13 @@ impl Display {
             (Some(bytes), of) => format!(" {}{of} GiB", gibibytes(bytes)),
             (None, _) => String::new(),
         };
-        let mfu = self.efficiency.mfu(self.positions_rate);
-        let mfu = mfu.map_or_else(String::new, |share| format!(" MFU {:.0} %", share * 100.0));
         let validation = self.validation.map_or_else(String::new, |loss| format!(" (valid {loss:.3})"));
         let left = match self.steps.saturating_sub(record.step) {
             0 => String::new(),
             left => format!(" {} left", duration(left as f64 * self.seconds)),
         };
         // As long as there is room for beside a bar on 80 columns.
-        format!("loss {:.3}{validation}{left} {:.0} tokens/s{mfu}{memory}", record.loss, self.rate)
+        format!("loss {:.3}{validation}{left} {:.0} tokens/s{memory}", record.loss, self.rate)
     }
 }
 
@@ -159,7 +146,6 @@ impl Observer for Display {
             if rate == 0.0 { latest } else { rate + SMOOTHING * (latest - rate) }
         };
         self.rate = smooth(self.rate, record.tokens);
-        self.positions_rate = smooth(self.positions_rate, record.tokens + record.padding);
         self.seconds += if self.seconds == 0.0 { seconds } else { SMOOTHING * (seconds - self.seconds) };
         self.advance(record.step);
         self.line = self.line(record);

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, bail};
 use frugal::config::{CONFIG_FILE, Config, Task};
-use frugal::display::{Display, Efficiency};
+use frugal::display::Display;
 use frugal::loss_log::{LossLog, LossSummary, Losses};
 use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
@@ -156,7 +156,7 @@ impl Run<'_> {
         ])?;
         let summary = LossSummary::default();
         if !common.quiet {
-            let display = Display::new(trainer.options.steps, device, Efficiency::default());
+            let display = Display::new(trainer.options.steps, device);
             trainer
                 .observers
                 .push(Box::new(display.with_budget(config.training.budget.map(|budget| budget.0))));
