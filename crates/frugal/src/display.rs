@@ -141,11 +141,8 @@ pub fn duration(seconds: f64) -> String {
 impl Observer for Display {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
         let seconds = record.timings.total.max(1e-9);
-        let smooth = |rate: f64, positions: usize| {
-            let latest = positions as f64 / seconds;
-            if rate == 0.0 { latest } else { rate + SMOOTHING * (latest - rate) }
-        };
-        self.rate = smooth(self.rate, record.tokens);
+        let latest = record.tokens as f64 / seconds;
+        self.rate += if self.rate == 0.0 { latest } else { SMOOTHING * (latest - self.rate) };
         self.seconds += if self.seconds == 0.0 { seconds } else { SMOOTHING * (seconds - self.seconds) };
         self.advance(record.step);
         self.line = self.line(record);

@@ -1,7 +1,7 @@
 //! The loss log of a training: a file of JSON lines, which a resume continues.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -123,14 +123,15 @@ impl Losses {
     /// # Errors
     /// A file that cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = match fs::read_to_string(path) {
-            Ok(text) => text,
+        let file = match fs::File::open(path) {
+            Ok(file) => file,
             Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
             Err(cause) => return Err(Error::File { path: path.to_owned(), reason: cause.to_string() }),
         };
         let mut losses = Self::default();
         // A kill may have cut the last line short.
-        for value in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        let lines = BufReader::new(file).lines().map_while(std::result::Result::ok);
+        for value in lines.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
             let step = value["step"].as_u64().unwrap_or_default();
             if let Some(loss) = value["loss"].as_f64() {
                 losses.add(step, loss, value["seconds"].as_f64().unwrap_or_default());

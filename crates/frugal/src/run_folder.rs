@@ -17,6 +17,7 @@ pub mod event_file;
 mod loss_table;
 pub mod origins;
 pub mod page;
+mod points;
 
 use std::fs;
 use std::io;

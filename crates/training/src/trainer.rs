@@ -24,7 +24,7 @@ mod trouble;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use models::module::LanguageModel;
 use runtime::precision::{self, Policy, PolicyGuard};
@@ -195,7 +195,8 @@ impl Trainer {
             if self.best_so_far.is_some_and(|best| best.exhausts(self.options.patience)) {
                 break StopReason::StoppedEarly;
             }
-            if self.stop_requested()? {
+            let requests = self.requests()?;
+            if requests.stop {
                 break StopReason::Interrupted;
             }
             if !self.train_step(train)? {
@@ -203,9 +204,7 @@ impl Trainer {
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
             let evaluate = due(self.options.evaluate_every);
-            let is_late = |interval: Duration| self.saved_at.elapsed() >= interval && self.step < until;
-            let save =
-                due(self.options.checkpoint_every) || self.options.checkpoint_interval.is_some_and(is_late);
+            let save = due(self.options.checkpoint_every) || requests.save && self.step < until;
             if due(Some(self.options.log_every)) || evaluate || save {
                 self.read_losses()?;
             }

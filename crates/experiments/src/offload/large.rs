@@ -52,7 +52,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let (name, layers, vocabulary, tokens, allowed) = match arguments.scale {
         Scale::Smoke => ("tiny", 6, 512, 16, 1 << 30),
-        Scale::Laptop => ("Qwen2.5-7B's blocks", 2, 8192, 16, 3 << 29),
+        Scale::Laptop => ("Qwen2.5-7B's blocks", 3, 8192, 16, 11 << 27),
         Scale::Full => ("Qwen2.5-7B's blocks", 4, 32_768, 64, 2 << 30),
         Scale::Paper => ("Qwen2.5-7B", 28, 152_064, 256, 10 << 30),
     };
@@ -85,6 +85,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let rates = &measured.transfers;
     let plan = plan(&costs[1], rates, Budget { device: for_tensors, host: None })?;
     progress.print(&format!("{plan}"));
+    if arguments.budget.is_none() && plan.ring() == 0 {
+        bail!(
+            "{name}, {} of weights, stays wholly on the device in {}: nothing is offloaded; give a smaller --budget",
+            bytes_text(whole),
+            bytes_text(allowed)
+        );
+    }
     let from_products = [simulate(&costs[0], rates, &plan.setup, Start::Warm)?, plan.step.clone()];
 
     progress.message("measuring a few layers");

@@ -107,6 +107,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()>
             sink.put(EXPERIMENT, &case(&work, &fault), metrics)?;
             progress.step();
         }
+        place.remove("reference")?;
     }
     Ok(())
 }

@@ -11,8 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub enum CheckpointEvery {
     /// After this many steps.
     Steps(u64),
-    /// After this time since the last one, at the end of a step. Not over several ranks, which would not agree on the step: there, none is
-    /// written between.
+    /// After this time since the last one, at the end of the first step that begins after it; over ranks, by the clock of rank 0.
     Time(Duration),
 }
 

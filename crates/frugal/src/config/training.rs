@@ -22,7 +22,7 @@ pub struct TrainingConfig {
     /// sums. Absent for those of a batch, or fewer if a budget needs that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rows_at_once: Option<usize>,
-    /// Steps or time between checkpoints; one is written at the end in any case. Over several ranks a time has no effect.
+    /// Steps or time between checkpoints; one is written at the end in any case.
     pub checkpoint_every: CheckpointEvery,
     /// Checkpoints to keep.
     pub keep: usize,

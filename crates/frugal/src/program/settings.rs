@@ -49,7 +49,7 @@ pub(crate) struct SettingsArgs {
     /// Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]
     #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024", help_heading = DATA)]
     packing: Option<usize>,
-    /// Steps (500) or time (10m, 600s, 2h) between checkpoints, besides those at the end and on Ctrl-C; over ranks, only steps [default: 10m]
+    /// Steps (500) or time (10m, 600s, 2h) between checkpoints, besides those at the end and on Ctrl-C [default: 10m]
     #[arg(long, value_name = "STEPS_OR_TIME", help_heading = LOOP)]
     checkpoint_every: Option<CheckpointEvery>,
     /// Checkpoints to keep [default: 2; for train: 3]

@@ -176,8 +176,7 @@ impl Prepared {
             evaluate_every: training.evaluate_every,
             patience: training.patience,
             checkpoint_every: training.checkpoint_every.steps(),
-            // Ranks would not agree on the step.
-            checkpoint_interval: training.checkpoint_every.time().filter(|_| ranks.is_none()),
+            checkpoint_interval: training.checkpoint_every.time(),
             failed_checkpoint: match training.ignore_failed_checkpoints {
                 true => FailedCheckpoint::Continue,
                 false => FailedCheckpoint::Stop,

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use accounting::quantity::{bytes_text, grouped};
@@ -9,6 +10,7 @@ use report::plot::curves::{self, Curve, CurveAxes};
 use report::plot::escape;
 use serde_json::Value;
 
+use super::points::Points;
 use super::{CHECKPOINTS, LOSSES, PAGE, RunRecord, SAMPLES, State};
 use crate::config::CONFIG_FILE;
 use crate::error::{Error, Result};
@@ -76,7 +78,7 @@ pub fn html(folder: &Path, state: Option<State>) -> Result<String> {
     ] {
         let lines: Vec<Curve> = lines
             .into_iter()
-            .map(|(name, points)| Curve { name: name.to_owned(), points: points.clone() })
+            .map(|(name, points)| Curve { name: name.to_owned(), points: points.means() })
             .collect();
         if let Some(svg) = curves::draw(axes(title, y), &lines, SIZE) {
             let _ = write!(body, "<h2>{title}</h2>\n{}", report::plot::without_style(&svg));
@@ -102,36 +104,44 @@ pub fn html(folder: &Path, state: Option<State>) -> Result<String> {
     ))
 }
 
-/// The points of the loss log.
+/// The curves of the loss log.
 #[derive(Default)]
 struct Log {
-    loss: Vec<(f64, f64)>,
-    validation: Vec<(f64, f64)>,
-    learning_rate: Vec<(f64, f64)>,
-    norm: Vec<(f64, f64)>,
-    rate: Vec<(f64, f64)>,
+    loss: Points,
+    validation: Points,
+    learning_rate: Points,
+    norm: Points,
+    rate: Points,
+    /// The latest tokens per second.
+    latest_rate: Option<f64>,
     seconds: f64,
+    steps: u64,
     step: u64,
 }
 
 impl Log {
-    /// Reads what there is.
+    /// Reads what there is, line by line: the page of a long training takes no more memory than that of a short one.
     fn read(path: &Path) -> Self {
         let mut log = Self::default();
-        let text = fs::read_to_string(path).unwrap_or_default();
-        for value in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        let Ok(file) = fs::File::open(path) else { return log };
+        let lines = BufReader::new(file).lines().map_while(Result::ok);
+        for value in lines.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
             let Some(step) = value["step"].as_u64() else { continue };
             let number = |key: &str| value[key].as_f64();
-            let push = |points: &mut Vec<(f64, f64)>, y: Option<f64>| {
-                points.extend(y.map(|y| (step as f64, y)));
+            let push = |points: &mut Points, y: Option<f64>| {
+                if let Some(y) = y {
+                    points.push(step as f64, y);
+                }
             };
             push(&mut log.loss, number("loss"));
             push(&mut log.validation, number("validation_loss"));
             push(&mut log.learning_rate, number("learning_rate"));
             push(&mut log.norm, number("gradient_norm"));
             if let (Some(tokens), Some(seconds)) = (number("tokens"), number("seconds")) {
-                push(&mut log.rate, Some(tokens / seconds.max(1e-9)));
+                log.latest_rate = Some(tokens / seconds.max(1e-9));
+                push(&mut log.rate, log.latest_rate);
                 log.seconds += seconds;
+                log.steps += 1;
             }
             log.step = step;
         }
@@ -155,14 +165,14 @@ fn figures(record: &RunRecord, log: &Log, losses: Losses) -> String {
     if let Some((best, step)) = losses.best {
         all.push(("best validation loss", format!("{} at step {step}", loss(best))));
     }
-    if let Some((_, rate)) = log.rate.last() {
+    if let Some(rate) = log.latest_rate {
         all.push(("speed", format!("{rate:.0} tokens/s")));
     }
     if log.seconds > 0.0 {
         all.push(("time of the steps", crate::display::duration(log.seconds)));
         let left = record.steps.saturating_sub(log.step);
         if left > 0 && log.step > 0 {
-            let per_step = log.seconds / log.loss.len().max(1) as f64;
+            let per_step = log.seconds / log.steps.max(1) as f64;
             all.push(("left", crate::display::duration(per_step * left as f64)));
         }
     }

@@ -86,15 +86,30 @@ fn interrupted_and_killed_ranks_go_on_to_the_same_bits() {
     succeeds(&launch(&tiny, 2, "resume cut").output().unwrap());
     assert!(trained(&tiny.path("cut"), STEPS) == whole, "after an interruption");
 
-    // A rank is killed after it has done six steps; the launcher starts all again.
+    // A rank is stopped after six steps for longer than the time between checkpoints, and killed as soon as one has been written; the
+    // launcher starts all again.
     let kill = "if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then \
-                (until [ \"$(cat killed/losses.jsonl 2> /dev/null | wc -l)\" -ge 6 ]; do sleep 0.02; done; kill -9 $$) & fi; ";
+                (until [ \"$(cat killed/losses.jsonl 2> /dev/null | wc -l)\" -ge 6 ]; do sleep 0.02; done; \
+                kill -STOP $$; sleep 1.1; kill -CONT $$; \
+                until ls killed/checkpoints | grep -q ^step; do sleep 0.01; done; kill -9 $$) & fi; ";
+    let timed = TRAIN.replace("--checkpoint-every 4", "--checkpoint-every 1s");
     let said =
-        shell(&tiny, "-n 2 --restarts 1", &format!("{kill} exec $FRUGAL {TRAIN} --resume --out killed"));
+        shell(&tiny, "-n 2 --restarts 1", &format!("{kill} exec $FRUGAL {timed} --resume --out killed"));
     let said = succeeds(&said);
     assert!(said.contains("rank 1 of 2 was ended by signal 9; restart 1 of 1"), "{said}");
     assert!(said.contains("[0] resumes after step "), "{said}");
     assert!(trained(&tiny.path("killed"), STEPS) == whole, "after a restart");
+
+    // Ranks on machines that do not share the folder.
+    let copied =
+        Command::new("cp").args(["-r", "killed", "own"]).current_dir(tiny.path("")).status().unwrap();
+    assert!(copied.success());
+    std::fs::remove_dir_all(tiny.path(&format!("own/checkpoints/step-{STEPS:012}"))).unwrap();
+    let resume =
+        "[ $RANK = 0 ] && folder=killed || folder=own; exec $FRUGAL resume $folder --set training.steps=44";
+    let said = fails(&shell(&tiny, "-n 2 --patience 1", resume));
+    let expected = format!("`step of the newest valid checkpoint` is {STEPS} on rank 0 and ");
+    assert!(said.contains(&expected), "{said}");
 }
 
 #[test]

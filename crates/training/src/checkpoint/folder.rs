@@ -44,6 +44,16 @@ pub struct Checkpoint {
     pub state: Value,
 }
 
+impl Checkpoint {
+    /// Returns the SHA-256 of its manifest, which has those of its files.
+    ///
+    /// # Errors
+    /// A file that is no longer there.
+    pub fn digest(&self) -> Result<String> {
+        Manifest::digest(&self.path)
+    }
+}
+
 /// The result of [`Checkpoints::latest`].
 #[derive(Debug)]
 pub struct Found {

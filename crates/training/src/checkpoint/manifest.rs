@@ -81,6 +81,13 @@ impl Manifest {
         self.write(folder, CHECKSUM, |out| out.write_all(line.as_bytes()))
     }
 
+    /// Returns the SHA-256 of a folder's manifest, as its checksum's file has it.
+    pub(super) fn digest(folder: &Path) -> Result<String> {
+        let path = folder.join(CHECKSUM);
+        let line = std::fs::read_to_string(&path).map_err(|cause| Error::Io { path, cause })?;
+        Ok(line.split_whitespace().next().unwrap_or_default().to_owned())
+    }
+
     /// Reads the manifest, checks that it lists exactly these files, and verifies each.
     pub(super) fn verify(folder: &Path, expected_files: &[&str]) -> Result<Self> {
         let path = folder.join(NAME);

@@ -49,8 +49,8 @@ pub struct Options {
     /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
     /// with weights that are not finite: the last good one stays the newest.
     pub checkpoint_every: Option<u64>,
-    /// Time after which a checkpoint is written, counted from the last one or from the start. For one process: ranks would not agree
-    /// on the step.
+    /// Time after which a checkpoint is written, counted from the last one or from the start: at the end of the first step that begins
+    /// after it. Over ranks, rank 0's clock decides.
     pub checkpoint_interval: Option<Duration>,
     /// What to do if a checkpoint cannot be written.
     pub failed_checkpoint: FailedCheckpoint,

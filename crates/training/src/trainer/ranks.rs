@@ -7,6 +7,7 @@
 //! none.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use runtime::collectives::{Group, ReduceOptions};
 use runtime::random;
@@ -37,6 +38,14 @@ pub(super) enum Owner {
     Idle,
     /// Another rank's.
     Other,
+}
+
+/// What is asked of a training before a step, the same on every rank.
+pub(super) struct Requests {
+    /// To end.
+    pub(super) stop: bool,
+    /// To write a checkpoint after the step.
+    pub(super) save: bool,
 }
 
 /// Whether this rank has no batch in the last round, if the last batch is number `last`.
@@ -96,22 +105,22 @@ impl Trainer {
         }
     }
 
-    /// Waits for all ranks.
-    pub(super) fn barrier(&self, label: &str) -> Result<()> {
-        self.optimizer.ranks().map_or(Ok(()), |group| Ok(group.barrier(label)?))
+    /// Returns whether any rank has been asked to stop, and whether the interval between checkpoints is over by the clock of rank 0:
+    /// by clocks of their own, ranks would not agree on the step.
+    pub(super) fn requests(&self) -> Result<Requests> {
+        let is_over = |interval: Duration| self.saved_at.elapsed() >= interval;
+        let decides = self.optimizer.ranks().is_none_or(|group| group.rank() == 0);
+        let save = decides && self.options.checkpoint_interval.is_some_and(is_over);
+        let [stop, save] = self.any_rank([self.stop.load(Ordering::Relaxed), save], "requests")?;
+        Ok(Requests { stop, save })
     }
 
-    /// Returns whether any rank has been asked to stop.
-    pub(super) fn stop_requested(&self) -> Result<bool> {
-        let own = self.stop.load(Ordering::Relaxed);
-        self.any_rank(own, "stop")
-    }
-
-    /// Returns whether `own` is true on any rank.
-    pub(super) fn any_rank(&self, own: bool, label: &str) -> Result<bool> {
+    /// Returns which of `own` are true on any rank.
+    pub(super) fn any_rank<const N: usize>(&self, own: [bool; N], label: &str) -> Result<[bool; N]> {
         let Some(group) = self.optimizer.ranks() else { return Ok(own) };
-        let flag = Tensor::f_full([1], i64::from(own), (Kind::Int64, Device::Cpu))?;
-        group.all_reduce(&flag, ReduceOptions::default(), label)?;
-        Ok(flag.f_int64_value(&[0])? > 0)
+        let flags = Tensor::f_from_slice(&own.map(i64::from))?;
+        group.all_reduce(&flags, ReduceOptions::default(), label)?;
+        let flags = Vec::<i64>::try_from(&flags)?;
+        Ok(std::array::from_fn(|index| flags[index] > 0))
     }
 }

@@ -99,7 +99,8 @@ impl Trainer {
 
     fn weights_are_finite(&self) -> Result<bool> {
         let finite = clip::norm(&self.optimizer.own_weights())?.read()?.is_finite();
-        Ok(!self.any_rank(!finite, "weights that are not finite")?)
+        let [not_finite] = self.any_rank([!finite], "weights that are not finite")?;
+        Ok(!not_finite)
     }
 
     /// The devices of the model.
@@ -150,8 +151,14 @@ impl Trainer {
     pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
         let found = checkpoints.latest()?;
-        // No rank changes the folder before all have read it.
-        self.barrier("resume")?;
+        // No rank changes the folder before all have read it, and all have read the same: `--out` is a folder that they share.
+        if let Some(group) = self.optimizer.ranks() {
+            let (step, digest) = match &found.checkpoint {
+                Some(checkpoint) => (checkpoint.step.to_string(), checkpoint.digest()?),
+                None => ("none".to_owned(), "none".to_owned()),
+            };
+            group.agree(&[("step of the newest valid checkpoint", &step), ("manifest of it", &digest)])?;
+        }
         for reason in &found.refused {
             self.warn(&format!("a checkpoint was skipped: {reason}"))?;
         }
