@@ -25,7 +25,7 @@ mod prepare;
 pub use cache::folder as cache_folder;
 pub(crate) use cache::hex_digest_of;
 pub use encoder::{RowEncoder, RowOptions};
-pub use held_out::{LEAST_ROWS, MOST_HELD_OUT, hold_out};
+pub use held_out::{MAX_HELD_OUT, MIN_ROWS, hold_out};
 pub use marked::{Marks, marked};
 pub use overlong::Overlong;
 pub use plain_text::text;

@@ -157,7 +157,7 @@ fn part(part: &Part) -> String {
             let links = row.sections.iter().map(|(_, title)| format!("[{title}](#{})", anchor(title)));
             let code = row.code.iter().map(|path| format!("`{path}`"));
             let places: Vec<String> = links.chain(code).collect();
-            vec![row.asks.clone(), row.answers.join(" "), places.join(", ")]
+            vec![row.asks.clone(), row.answers.join("<br>"), places.join(", ")]
         };
         let rows: Vec<_> = part.rows.iter().map(row).collect();
         text += &format!("\n{}", loose(&header, &rows));

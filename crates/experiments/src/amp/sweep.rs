@@ -42,27 +42,33 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> 
         anyhow::bail!("the training in fp32 diverged")
     };
     progress.step();
-    let mut put = |scaler: &str, exponent: i32, outcome: &Outcome| {
-        let case = Case::new().with("scaler", scaler).with("log2_scale", exponent);
-        sink.put(EXPERIMENT, &case, metrics(outcome, full))
-    };
+    // The losses with static scales.
+    let mut of_static = Vec::new();
     for exponent in STATIC {
         progress.message(&format!("static, 2^{exponent}"));
         let scales = at(exponent, training.scales);
-        put("static", exponent, &train(&corpus, Setup::Static, &Training { scales, ..training.clone() })?)?;
+        let outcome = train(&corpus, Setup::Static, &Training { scales, ..training.clone() })?;
+        of_static.extend(outcome.last().map(|last| (exponent, last.loss)));
+        sink.put(EXPERIMENT, &case("static", exponent), metrics(&outcome, full))?;
         progress.step();
     }
     for (exponent, interval) in DYNAMIC {
         progress.message(&format!("dynamic, from 2^{exponent}"));
         let scales = Scales { short_interval: interval, ..at(exponent, training.scales) };
-        put(
-            "dynamic, from here",
-            exponent,
-            &train(&corpus, Setup::Retry, &Training { scales, ..training.clone() })?,
-        )?;
+        let outcome = train(&corpus, Setup::Retry, &Training { scales, ..training.clone() })?;
+        let mut metrics = metrics(&outcome, full);
+        let same = of_static.iter().find(|(of, _)| *of == exponent);
+        if let (Some(last), Some((_, loss))) = (outcome.last(), same) {
+            metrics.push(Metric::exact("loss_vs_static", "ratio", last.loss / loss));
+        }
+        sink.put(EXPERIMENT, &case("dynamic, from here", exponent), metrics)?;
         progress.step();
     }
     Ok(())
+}
+
+fn case(scaler: &str, exponent: i32) -> Case {
+    Case::new().with("scaler", scaler).with("log2_scale", exponent)
 }
 
 /// The constants with the middle scale at 2^`exponent`.

@@ -36,6 +36,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     let kinds: Vec<Kind> = sizes::kinds(arguments.scale).iter().copied().filter(native).collect();
     let turns = u64::from(arguments.rounds) * (Way::ALL.len() * kinds.len()) as u64;
     let mut progress = Progress::new(turns);
+    for kind in sizes::kinds(arguments.scale).iter().filter(|kind| !native(kind)) {
+        let case = Case::new().with("loss", "frugal").with("dtype", dtype::name(*kind));
+        let why = "this processor's products in it are computed in fp32";
+        sink.put(EXPERIMENT, &case, vec![Metric::not_measured("step_seconds", "s", why)])?;
+    }
     for kind in kinds {
         let training = sizes::training(arguments.scale, kind, device, common.seed);
         compare(&training, arguments.rounds, &mut progress, &mut sink)?;
@@ -81,6 +86,7 @@ fn compare(training: &Training, rounds: u32, progress: &mut Progress, sink: &mut
             EXPERIMENT,
             &case,
             vec![
+                Metric::exact("positions", "token", of_way[0].positions as f64),
                 Metric::exact("final_loss", "exact", last),
                 Metric::exact("share_of_tolerance", "ratio", furthest),
                 Metric::of_samples("step_seconds", "s", &seconds),

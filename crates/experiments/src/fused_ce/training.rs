@@ -1,11 +1,14 @@
 //! The same training with each loss: the assignment's original, Malek's and Liger's.
 
 use std::fmt;
+use std::sync::Arc;
 
 use accounting::memory::logits::Loss;
-use anyhow::Result;
+use anyhow::{Result, bail};
+use dataloading::Order;
+use dataloading::datasets::{PackedDataset, PackedOptions};
 use dataloading::loader::LoaderOptions;
-use dataloading::{BatchOptions, Order};
+use dataloading::packing::PackingOptions;
 use fused_ce::Chunk;
 use models::module::{LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
@@ -15,7 +18,6 @@ use training::Trainer;
 use training::activations::{self, LayerPlan};
 use training::loader_batches::LoaderBatches;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
-use training::strategy::Strategy;
 use training::trainer::Options;
 
 use super::baselines::{self, Implementation, install};
@@ -120,6 +122,8 @@ pub(crate) struct Training {
 pub(crate) struct Outcome {
     /// The loss of each step.
     pub losses: Vec<f64>,
+    /// Positions of a step.
+    pub positions: usize,
     /// Seconds of each step but the first two.
     pub seconds: Vec<f64>,
     /// The most bytes that were live during a step, beyond what was before the training.
@@ -150,15 +154,15 @@ pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Ou
     let &Training { batch_size, sequence, steps, lr, device, seed, .. } = training;
     let before = live_bytes(device)?;
     runtime::random::seed(seed)?;
-    let options = BatchOptions {
-        batch_size,
-        max_length: sequence,
+    let options = PackedOptions {
+        rows: batch_size,
+        plan: PackingOptions { capacity: sequence, ..PackingOptions::default() },
         pad: corpus.pad(),
         seed,
         order: Order::Shuffled,
-        ..Default::default()
+        ..PackedOptions::default()
     };
-    let source = Strategy::Packed.source(corpus.train.clone(), &options)?;
+    let source = Arc::new(PackedDataset::new(corpus.train.clone(), &options)?);
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader)?;
     let kind = training.kind;
@@ -172,7 +176,13 @@ pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Ou
     trainer.run(&mut batches, None)?;
     drop(trainer);
     let seen = watcher.seen();
+    let positions = batch_size * sequence;
+    if let Some(other) = seen.steps.iter().find(|step| step.tokens + step.padding != positions) {
+        let has = other.tokens + other.padding;
+        bail!("step {} has {has} positions instead of {positions}", other.step);
+    }
     Ok(Outcome {
+        positions,
         losses: seen.steps.iter().map(|step| step.loss).collect(),
         seconds: seen.steps.iter().skip(2).map(|step| step.timings.total).collect(),
         peak_bytes: seen.peak_bytes().saturating_sub(before),

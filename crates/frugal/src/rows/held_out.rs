@@ -9,18 +9,18 @@ use std::collections::BTreeMap;
 use dataloading::fingerprint::Fingerprint;
 use training::masked_rows::MaskedRow;
 
-/// The least rows of which any are held out.
-pub const LEAST_ROWS: usize = 50;
+/// Rows that there must be for any to be held out.
+pub const MIN_ROWS: usize = 50;
 /// The most rows that are held out.
-pub const MOST_HELD_OUT: usize = 1000;
+pub const MAX_HELD_OUT: usize = 1000;
 
 /// Divides rows into those to train on, in their order, and the `share` of them that is held out: 1 at least and
-/// [`MOST_HELD_OUT`] at most. None of fewer than [`LEAST_ROWS`], and none for a share of 0.
+/// [`MAX_HELD_OUT`] at most. None of fewer than [`MIN_ROWS`], and none for a share of 0.
 pub fn hold_out(rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
-    if share <= 0.0 || rows.len() < LEAST_ROWS {
+    if share <= 0.0 || rows.len() < MIN_ROWS {
         return (rows, Vec::new());
     }
-    let count = ((share * rows.len() as f64).round() as usize).clamp(1, MOST_HELD_OUT);
+    let count = ((share * rows.len() as f64).round() as usize).clamp(1, MAX_HELD_OUT);
     let mut by_hash: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for (number, row) in rows.iter().enumerate() {
         by_hash.entry(hash(row)).or_default().push(number);
