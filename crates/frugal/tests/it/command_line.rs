@@ -33,11 +33,17 @@ fn load(tiny: &Tiny, folder: &str) -> Llama {
 fn a_training_ends_in_an_adapter_with_its_log() {
     let tiny = Tiny::new();
     let (out, err) = tiny.succeed(&format!("{TRAIN} --out adapter --steps 20 --evaluate-every 10 --json"));
+    // The only line with a measured time.
+    let lines_of = |timed: bool| -> String {
+        err.lines().filter(|line| line.starts_with("a step takes ") == timed).flat_map(|line| [line, "\n"]).collect()
+    };
     expect![[r#"
         data: problems/train.jsonl (GSM8K: question and answer)
         trains 896 of 70,416 (1.27 %) parameters; an epoch is 1,476 tokens in 9 batches; 20 steps
     "#]]
-    .assert_eq(&err);
+    .assert_eq(&lines_of(false));
+    let timed = lines_of(true);
+    assert!(timed.starts_with("a step takes ") && timed.contains(", the 17 steps left "), "{err}");
     let all = lines(&out);
     let result = &all[all.len() - 1]["result"];
     assert_eq!((&result["steps"], &result["trainable"]), (&20.into(), &896.into()));
