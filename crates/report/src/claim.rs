@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 
 use crate::measurements::Measurements;
+use crate::part::OtherReport;
 use crate::record::Record;
 use crate::run::{RunOutcome, RunState};
 use crate::spec::{Claim, Op, Specs};
@@ -31,7 +32,8 @@ pub enum Verdict {
 
 /// A claim with its verdict.
 ///
-/// Its `Display` is one line: `claim fused-ce/time-vs-eager 0.97 <= 1.00 holds (against PyTorch 2.15.0)`.
+/// Its `Display` is one line: `claim fused-ce/time-vs-eager 0.97 <= 1.00 holds (against PyTorch 2.15.0)`, and
+/// `holds (on NVIDIA H200)` where the value is another report's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CheckedClaim {
     /// The claim.
@@ -42,6 +44,8 @@ pub struct CheckedClaim {
     pub verdict: Verdict,
     /// A note on the deciding value, such as which PyTorch a ratio is relative to.
     pub note: Option<String>,
+    /// The machine of the deciding value, where another report has it.
+    pub machine: Option<String>,
 }
 
 /// Checks every claim of `specs` against `records`, in the order of registration.
@@ -57,6 +61,27 @@ pub fn check(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Chec
         check_one(claim, measured, runs)
     };
     specs.claims.iter().map(check).collect()
+}
+
+/// [`check`], where a claim that `records` do not measure takes the verdict of the first other report that measures it.
+pub fn check_anywhere(
+    specs: &Specs,
+    records: &[Record],
+    runs: &[RunOutcome],
+    others: &[OtherReport],
+) -> Vec<CheckedClaim> {
+    let mut checked = check(specs, records, runs);
+    for other in others {
+        for open in checked.iter_mut().filter(|checked| !checked.is_measured()) {
+            let measured = Measurements::of(specs, &open.claim.experiment, &other.records);
+            let there = check_one(&open.claim, &measured, &[]);
+            if there.is_measured() {
+                let machine = other.machine_of(&open.claim.experiment).to_owned();
+                *open = CheckedClaim { machine: Some(machine), ..there };
+            }
+        }
+    }
+    checked
 }
 
 fn check_one(claim: &Claim, measured: &Measurements, runs: &[RunOutcome]) -> CheckedClaim {
@@ -81,7 +106,7 @@ fn check_one(claim: &Claim, measured: &Measurements, runs: &[RunOutcome]) -> Che
     };
     let unit = matching.first().map_or_else(|| claim.unit.clone(), |record| record.metric.unit.clone());
     let note = note.filter(|_| !matches!(verdict, Verdict::NotMeasured { .. }));
-    CheckedClaim { claim: claim.clone(), unit, verdict, note }
+    CheckedClaim { claim: claim.clone(), unit, verdict, note, machine: None }
 }
 
 fn why_no_record(claim: &Claim, runs: &[RunOutcome]) -> String {
@@ -93,6 +118,22 @@ fn why_no_record(claim: &Claim, runs: &[RunOutcome]) -> String {
 }
 
 impl CheckedClaim {
+    /// Whether there is a value.
+    pub fn is_measured(&self) -> bool {
+        !matches!(self.verdict, Verdict::NotMeasured { .. })
+    }
+
+    /// What stands behind the verdict: the machine where another report has the value, the note, or why there is no value.
+    pub fn remarks(&self) -> Option<String> {
+        let machine = self.machine.as_ref().map(|machine| format!("on {machine}"));
+        let words = match &self.verdict {
+            Verdict::NotMeasured { why } => Some(why),
+            _ => self.note.as_ref(),
+        };
+        let all: Vec<String> = machine.into_iter().chain(words.cloned()).collect();
+        (!all.is_empty()).then(|| all.join("; "))
+    }
+
     /// `holds`, `falls short` or `not measured`.
     pub fn word(&self) -> &'static str {
         match self.verdict {
@@ -128,18 +169,10 @@ impl fmt::Display for CheckedClaim {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (value, limit) = self.figures();
         let Claim { name, op, .. } = &self.claim;
-        match (&self.verdict, value) {
-            (Verdict::NotMeasured { why }, _) => write!(f, "claim {name} not measured ({why})"),
-            (_, value) => {
-                write!(
-                    f,
-                    "claim {name} {} {} {limit} {}",
-                    value.unwrap_or_default(),
-                    op.symbol(),
-                    self.word()
-                )?;
-                self.note.iter().try_for_each(|note| write!(f, " ({note})"))
-            }
+        match value {
+            None => write!(f, "claim {name} {}", self.word())?,
+            Some(value) => write!(f, "claim {name} {value} {} {limit} {}", op.symbol(), self.word())?,
         }
+        self.remarks().iter().try_for_each(|remarks| write!(f, " ({remarks})"))
     }
 }

@@ -32,6 +32,11 @@ pub struct Environment {
 }
 
 impl Environment {
+    /// The GPU that computed, or the processor.
+    pub fn machine(&self) -> &str {
+        if self.device == "cpu" { &self.cpu } else { &self.device }
+    }
+
     /// Describes this machine for a computation on `device` (`cpu` or a GPU's name).
     pub fn detect(device: &str, torch: Option<&str>) -> Self {
         let revision = std::env::var("FRUGAL_REVISION").unwrap_or_else(|_| git_revision());

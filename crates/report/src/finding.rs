@@ -4,6 +4,8 @@
 
 mod words;
 
+use std::cmp::Ordering;
+
 use crate::filter::Filter;
 use crate::measurements::{Measurements, plain};
 use crate::record::{Case, Record};
@@ -93,13 +95,18 @@ impl Group<'_> {
     fn template(&self) -> Result<&Template, Lack> {
         match &self.finding.wording {
             Wording::Always(text) => Ok(text),
-            Wording::BySign { decides, less, more, same } => match self.change(decides)? {
-                change if change.within => Ok(same),
-                change if change.ratio < 1.0 => Ok(less),
-                change if change.ratio > 1.0 => Ok(more),
-                _ => Ok(same),
-            },
+            Wording::BySign { decides, less, more, same } => Ok(match self.sign(decides)? {
+                Ordering::Less => less,
+                Ordering::Greater => more,
+                Ordering::Equal => same,
+            }),
         }
+    }
+
+    /// On which side of its baseline a value is; equal where it is within the spread.
+    fn sign(&self, decides: &Operand) -> Result<Ordering, Lack> {
+        let change = self.change(decides)?;
+        Ok(if change.within { Ordering::Equal } else { change.ratio.total_cmp(&1.0) })
     }
 
     /// The values of the template's quantities, in their order.
@@ -203,8 +210,20 @@ fn varies(record: &Record) -> bool {
 
 /// One sentence for all groups, whose quantities are ranges. Groups that lack a value are counted at its end.
 fn over_all(finding: &Finding, measured: &Measurements, groups: &[Case]) -> Sentence {
-    let Wording::Always(template) = &finding.wording else {
-        return missing(&Case::new(), "the words of several groups cannot follow one sign");
+    let template = match &finding.wording {
+        Wording::Always(text) => text,
+        Wording::BySign { decides, less, more, same } => {
+            let sign = |case| Group { finding, measured, case }.sign(decides).ok();
+            let signs: Vec<Ordering> = groups.iter().filter_map(sign).collect();
+            match () {
+                () if signs.is_empty() => {
+                    return missing(&Case::new(), &format!("no record of {}", decides.metric));
+                }
+                () if signs.contains(&Ordering::Less) => less,
+                () if signs.contains(&Ordering::Greater) => more,
+                () => same,
+            }
+        }
     };
     let (mut rows, mut lacking) = (Vec::new(), Vec::new());
     for case in groups {

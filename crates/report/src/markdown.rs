@@ -66,14 +66,13 @@ pub fn claims(claims: &[CheckedClaim]) -> String {
         .iter()
         .map(|checked| {
             let (value, limit) = checked.figures();
-            let (word, words) = match &checked.verdict {
-                Verdict::NotMeasured { why } => ("not measured", Some(why)),
-                Verdict::Holds { .. } => ("holds", checked.note.as_ref()),
-                Verdict::FallsShort { .. } => ("**falls short**", checked.note.as_ref()),
+            let word = match &checked.verdict {
+                Verdict::FallsShort { .. } => "**falls short**",
+                _ => checked.word(),
             };
-            let verdict = words.map_or_else(|| word.to_owned(), |words| format!("{word} ({words})"));
+            let remarks = checked.remarks().map(|words| format!(" ({words})")).unwrap_or_default();
             vec![
-                verdict,
+                word.to_owned() + &remarks,
                 checked.claim.name.clone(),
                 checked.claim.what.clone(),
                 value.unwrap_or_else(|| "–".into()),
@@ -104,10 +103,10 @@ fn index(document: &Document) -> String {
     if let Some(opening) = &document.opening {
         let header = ["figure", "measured", "limit", "verdict"].map(str::to_owned);
         let row = |headline: &Headline| {
-            let Headline { title, claim, machine, baseline } = headline;
+            let Headline { title, claim, baseline } = headline;
             let (value, limit) = claim.figures();
-            let of = baseline.as_ref().map(|name| format!(" of {name}")).unwrap_or_default();
-            let on = machine.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
+            let of = baseline.as_ref().map(|name| format!(" × {name}")).unwrap_or_default();
+            let on = claim.machine.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
             let value = value.map_or_else(|| "–".into(), |value| format!("{value}{of}{on}"));
             vec![
                 title.clone(),
@@ -196,7 +195,8 @@ fn section(section: &Section) -> String {
         text += &format!("\nReproduce: `{}`\n", section.command);
     }
     for (machine, page) in &section.elsewhere {
-        text += &format!("\nAlso measured on [{machine}]({page})\n");
+        let also = if section.has_records { "Also measured" } else { "Measured" };
+        text += &format!("\n{also} on [{machine}]({page})\n");
     }
     for environment in &section.environments {
         text += &format!("\nMeasured on {environment}\n");

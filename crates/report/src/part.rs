@@ -1,6 +1,6 @@
 //! The report as it is read: an opening screen, then a part for each assignment.
 
-use crate::claim::{self, CheckedClaim, Verdict};
+use crate::claim::{self, CheckedClaim};
 use crate::finding;
 use crate::measurements::{Measurements, distinct};
 use crate::record::Record;
@@ -21,12 +21,13 @@ impl OtherReport {
     /// Its GPU, its processor where it has none, or its folder where there is no record.
     fn machine(&self) -> &str {
         let named = self.records.iter().find(|record| record.environment.device != "cpu");
-        named.or(self.records.first()).map_or(&self.folder, |record| {
-            match record.environment.device.as_str() {
-                "cpu" => &record.environment.cpu,
-                device => device,
-            }
-        })
+        named.or(self.records.first()).map_or(&self.folder, |record| record.environment.machine())
+    }
+
+    /// The GPU or the processor that its records of `experiment` are of.
+    pub(crate) fn machine_of(&self, experiment: &str) -> &str {
+        let record = self.records.iter().find(|record| record.experiment == experiment);
+        record.map_or(self.machine(), |record| record.environment.machine())
     }
 
     /// Its page.
@@ -68,8 +69,6 @@ pub struct Headline {
     pub title: String,
     /// The claim with its verdict.
     pub claim: CheckedClaim,
-    /// The machine, where it is another report's.
-    pub machine: Option<String>,
     /// What has the value 1.
     pub baseline: Option<String>,
 }
@@ -107,14 +106,10 @@ pub struct Row {
 impl Document {
     /// Computes the report of `records`. `others` are the reports of other machines.
     pub fn of(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[OtherReport]) -> Self {
-        let claims = claim::check(specs, records, runs);
+        let claims = claim::check_anywhere(specs, records, runs, others);
         let opening = specs.opening.as_ref().map(|opening| Opening {
             about: opening.about.clone(),
-            headlines: opening
-                .headlines
-                .iter()
-                .filter_map(|one| headline(specs, one, &claims, others))
-                .collect(),
+            headlines: opening.headlines.iter().filter_map(|one| headline(one, &claims)).collect(),
         });
         Self {
             opening,
@@ -138,22 +133,9 @@ impl Document {
     }
 }
 
-/// The figure of this machine, or of the first other one that has it.
-fn headline(
-    specs: &Specs,
-    spec: &spec::Headline,
-    claims: &[CheckedClaim],
-    others: &[OtherReport],
-) -> Option<Headline> {
-    let here = claims.iter().find(|checked| checked.claim.name == spec.claim)?;
-    let measured = |checked: &CheckedClaim| !matches!(checked.verdict, Verdict::NotMeasured { .. });
-    let one = Specs { claims: vec![here.claim.clone()], ..specs.clone() };
-    let elsewhere = others.iter().filter(|_| !measured(here)).find_map(|other| {
-        let checked = claim::check(&one, &other.records, &[]).pop().filter(measured)?;
-        Some((checked, Some(other.machine().to_owned())))
-    });
-    let (claim, machine) = elsewhere.unwrap_or_else(|| (here.clone(), None));
-    Some(Headline { title: spec.title.clone(), claim, machine, baseline: spec.baseline.clone() })
+fn headline(spec: &spec::Headline, claims: &[CheckedClaim]) -> Option<Headline> {
+    let claim = claims.iter().find(|checked| checked.claim.name == spec.claim)?.clone();
+    Some(Headline { title: spec.title.clone(), claim, baseline: spec.baseline.clone() })
 }
 
 /// The parts; sections that none of them names stand in the last one.
@@ -161,7 +143,8 @@ fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[Other
     let mut left = sections(specs, records, runs);
     for section in &mut left {
         let has = |other: &&OtherReport| other.records.iter().any(|record| record.experiment == section.name);
-        let found = others.iter().filter(has).map(|other| (other.machine().to_owned(), other.page()));
+        let machine = |other: &OtherReport| other.machine_of(&section.name).to_owned();
+        let found = others.iter().filter(has).map(|other| (machine(other), other.page()));
         section.elsewhere = found.collect();
     }
     let row = |row: &spec::Row| answer(specs, row, records, others);
@@ -204,9 +187,8 @@ fn answer(specs: &Specs, row: &spec::Row, records: &[Record], others: &[OtherRep
         let here = finding::of(finding, &Measurements::of(specs, experiment, records));
         let elsewhere = others.iter().flat_map(|other| {
             let said = finding::of(finding, &Measurements::of(specs, experiment, &other.records));
-            let said: Vec<_> =
-                said.into_iter().filter(|sentence| sentence.measured).map(|s| s.text).collect();
-            (!said.is_empty()).then(|| format!("On {}: {}", other.machine(), said.join(" ")))
+            let said = said.into_iter().filter(|sentence| sentence.measured);
+            said.map(|sentence| format!("On {}: {}", other.machine_of(experiment), sentence.text))
         });
         let elsewhere: Vec<String> = elsewhere.collect();
         let anywhere = !elsewhere.is_empty() || here.iter().any(|sentence| sentence.measured);
@@ -235,10 +217,11 @@ fn answer(specs: &Specs, row: &spec::Row, records: &[Record], others: &[OtherRep
 fn not_measured(specs: &Specs, row: &spec::Row, experiment: Option<&String>, why: &str) -> String {
     let why = match &row.missing {
         Some(reason) => reason.trim_end_matches('.'),
-        None => why.strip_prefix("not measured (").and_then(|why| why.strip_suffix(')')).unwrap_or(why),
+        None => why.strip_suffix(')').unwrap_or(why),
     };
+    let why = why.replacen("not measured (", "", 1);
     let command = row.run.clone().or_else(|| specs.command(experiment?));
-    let why = if why.is_empty() { "no record" } else { why };
+    let why = if why.is_empty() { "no record" } else { &why };
     let command = command.map(|command| format!(" Measure it with `{command}`.")).unwrap_or_default();
     format!("**Not measured**: {why}.{command}")
 }

@@ -178,16 +178,21 @@ fn value_cell(metrics: &[&Metric], shared: Option<(&Multiple, usize)>, notes: &m
                     (&own, unit::decimals(&[value / own.divisor], &own, &metric.unit), own.symbol.as_str())
                 }
             };
-            let show = |value: f64| unit::fixed(value / multiple.divisor, decimals);
-            // A spread that these decimals would round to nothing gets as many as show its first digit.
+            let seen =
+                |quotient: f64| quotient == 0.0 || quotient.abs() >= 0.5 * 0.1f64.powi(decimals as i32);
+            let show = |quotient: f64| match metric.unit.as_str() {
+                // What is exact never looks like 0.
+                "exact" if !seen(quotient) => format!("{quotient:.2e}"),
+                _ => unit::fixed(quotient, decimals),
+            };
+            // A spread that these decimals would round to nothing gets as many as show its first digit, or an exponent.
             let spread = metric.spread.filter(|_| metric.n > 1).map(|spread| {
                 let quotient = spread / multiple.divisor;
-                let seen = quotient == 0.0 || quotient >= 0.5 * 0.1f64.powi(decimals as i32);
-                let needed = if seen { decimals } else { -quotient.log10().floor() as usize };
-                unit::fixed(quotient, needed)
+                let needed = if seen(quotient) { decimals } else { -quotient.log10().floor() as usize };
+                if needed > decimals + 2 { format!("{quotient:.0e}") } else { unit::fixed(quotient, needed) }
             });
             Cell {
-                text: unit::with_symbol(&show(value), symbol),
+                text: unit::with_symbol(&show(value / multiple.divisor), symbol),
                 spread,
                 note: metric.note.clone().and_then(note),
                 number: true,

@@ -24,7 +24,7 @@ pub(super) fn html(document: &Document) -> String {
 }
 
 fn card(headline: &Headline) -> String {
-    let Headline { title, claim, machine, baseline } = headline;
+    let Headline { title, claim, baseline } = headline;
     let (value, limit) = claim.figures();
     let (kind, note) = match &claim.verdict {
         Verdict::Holds { .. } => ("good", None),
@@ -33,12 +33,12 @@ fn card(headline: &Headline) -> String {
     };
     let figure = match (&value, baseline) {
         (Some(value), Some(baseline)) => {
-            format!("<strong>{}</strong> of {}", escape(value), escape(baseline))
+            format!("<strong>{}</strong> × {}", escape(value), escape(baseline))
         }
         (Some(value), None) => format!("<strong>{}</strong>", escape(value)),
         (None, _) => format!("<span class=\"small\">{}</span>", escape(note.map_or("", String::as_str))),
     };
-    let machine = machine.as_ref().map(|name| format!(" · {}", escape(name))).unwrap_or_default();
+    let machine = claim.machine.as_ref().map(|name| format!(" · {}", escape(name))).unwrap_or_default();
     format!(
         "<a class=\"card\" href=\"#x-{}\"><span class=\"title\">{}</span><span class=\"figure\">{figure}</span>\n{}<span \
          class=\"small\">{} limit {} {}{machine}</span></a>\n",
@@ -84,8 +84,8 @@ fn machines(document: &Document) -> String {
     if let Some(machine) = &document.machine {
         let more = match document.environments.len() - 1 {
             0 => String::new(),
-            1 => " and one other revision or setting".into(),
-            several => format!(" and {several} other revisions or settings"),
+            1 => "; and one other revision or setting".into(),
+            several => format!("; and {several} other revisions or settings"),
         };
         lines.push(format!("{}{more}", escape(machine)));
     }
@@ -156,7 +156,7 @@ fn claims(checked: &[CheckedClaim]) -> String {
     format!(
         "<div class=\"claims-of\" id=\"claims\">\n{}{}{}</div>\n",
         group("falls short", "fall short", " open"),
-        group("not measured", "are not measured on this machine", ""),
+        group("not measured", "are not measured", ""),
         group("holds", "hold", ""),
     )
 }
@@ -165,13 +165,13 @@ fn claim_table(checked: &[&CheckedClaim]) -> String {
     let mut rows = String::new();
     for one in checked {
         let (value, limit) = one.figures();
-        let (kind, words) = match &one.verdict {
-            Verdict::Holds { .. } => ("good", one.note.as_ref()),
-            Verdict::FallsShort { .. } => ("bad", one.note.as_ref()),
-            Verdict::NotMeasured { why } => ("open", Some(why)),
+        let kind = match &one.verdict {
+            Verdict::Holds { .. } => "good",
+            Verdict::FallsShort { .. } => "bad",
+            Verdict::NotMeasured { .. } => "open",
         };
-        let words =
-            words.map(|words| format!("<div class=\"small\">{}</div>", escape(words))).unwrap_or_default();
+        let words = one.remarks().map(|words| format!("<div class=\"small\">{}</div>", escape(&words)));
+        let words = words.unwrap_or_default();
         rows += &format!(
             "<tr><td>{}{words}</td><td><strong>{}</strong><div class=\"small\">{}</div></td><td class=\"n\">{}</td><td \
              class=\"n\">{} {}</td><td><code>{}</code></td></tr>\n",

@@ -44,7 +44,8 @@ pub(super) fn html(s: &Section) -> String {
     }
     source.extend(s.elsewhere.iter().map(|(machine, page)| {
         format!(
-            "Also measured on <a href=\"{}#{}\">{}</a>",
+            "{} on <a href=\"{}#{}\">{}</a>",
+            if s.has_records { "Also measured" } else { "Measured" },
             escape(page),
             escape(&section_id(s)),
             escape(machine)

@@ -136,7 +136,7 @@ fn nice_step(rough: f64) -> f64 {
 }
 
 fn label(value: f64, decimals: usize) -> String {
-    if value != 0.0 && (value.abs() >= 1e7 || decimals > 6) {
+    if value != 0.0 && (value.abs() >= 1e9 || decimals > 6) {
         return format!("{value:.1e}").replace(".0e", "e");
     }
     crate::unit::grouped(&format!("{:.decimals$}", value + 0.0))

@@ -123,10 +123,7 @@ impl Pen<'_> {
 
     fn bar(&self, svg: &mut Svg, series: usize, bar: &Bar, top: f64) {
         let zero = self.axis.at(0.0);
-        let Some(value) = bar.value else {
-            svg.text("soft", Anchor::Start, (zero + 6.0, top + self.thick / 2.0 + 4.0), "not measured");
-            return;
-        };
+        let Some(value) = bar.value else { return self.not_measured(svg, top) };
         let end = self.axis.at(value / self.multiple.divisor);
         let (from, to) = (zero.min(end), zero.max(end));
         svg.rect(&svg::fill(series), (from, top + 1.0), (to - from, self.thick - 2.0), &bar.hover);
@@ -141,7 +138,15 @@ impl Pen<'_> {
         self.figure(svg, value, tip, top);
     }
 
+    fn not_measured(&self, svg: &mut Svg, top: f64) {
+        let at = (self.axis.at(0.0) + 6.0, top + self.thick / 2.0 + 4.0);
+        svg.text("soft", Anchor::Start, at, "not measured");
+    }
+
     fn stack(&self, svg: &mut Svg, group: &Group, top: f64, sum: f64) {
+        if group.bars.iter().flatten().all(|bar| bar.value.is_none()) {
+            return self.not_measured(svg, top);
+        }
         let mut from = 0.0;
         for (series, bar) in group.bars.iter().enumerate() {
             let Some((bar, value)) = bar.as_ref().and_then(|bar| Some((bar, bar.value?))) else { continue };

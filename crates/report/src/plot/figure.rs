@@ -79,6 +79,15 @@ pub(super) fn series_of(spec: &Plot, case: &Case) -> String {
     spec.series.as_ref().and_then(|key| case.get(key)).map(plain).unwrap_or_default()
 }
 
+/// The names of the series in a legend: a number needs its key beside it.
+fn titles(spec: &Plot, series: Vec<String>) -> Vec<String> {
+    let title = |name: String| match &spec.series {
+        Some(key) if name.parse::<f64>().is_ok() => format!("{} {name}", words(key)),
+        _ => name,
+    };
+    series.into_iter().map(title).collect()
+}
+
 impl Dimension {
     fn of(name: &str, cases: &[&Case], measured: &Measurements) -> Self {
         let values: Vec<&Value> = cases.iter().filter_map(|case| case.get(name)).collect();
@@ -152,7 +161,7 @@ pub(super) fn points(spec: &Plot, measured: &Measurements) -> Option<Points> {
         Panel { title, items }
     };
     let panels: Vec<_> = panels(spec, &cases).into_iter().map(build).collect();
-    (!panels.is_empty()).then_some(Points { x, y, series, panels })
+    (!panels.is_empty()).then_some(Points { x, y, series: titles(spec, series), panels })
 }
 
 pub(super) fn bars(spec: &Plot, measured: &Measurements) -> Option<Bars> {
@@ -197,5 +206,5 @@ pub(super) fn bars(spec: &Plot, measured: &Measurements) -> Option<Bars> {
     let heading = if stacked { "total".to_owned() } else { unit::heading(&spec.y, &unit) };
     let value = Dimension { heading, unit, names: None, key: false };
     let panels: Vec<_> = panels(spec, &cases).into_iter().map(build).collect();
-    (!panels.is_empty()).then_some(Bars { value, series, panels })
+    (!panels.is_empty()).then_some(Bars { value, series: titles(spec, series), panels })
 }

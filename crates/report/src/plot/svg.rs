@@ -143,7 +143,7 @@ pub(super) fn stroke(series: usize) -> String {
 }
 
 /// Class names stand under `.frugal-plot`, so that inlined in a page they touch nothing else. On paper the light
-/// colours are used.
+/// colours are used. Texts have an outline in the page's colour, so that no line crosses them.
 pub(super) fn style() -> String {
     format!("<style>{}</style>\n", rules())
 }
@@ -158,12 +158,14 @@ pub(super) fn rules() -> String {
     };
     format!(
         ".frugal-plot{{color:#1f2328;font:{FONT}px system-ui,-apple-system,\"Segoe UI\",\"Liberation Sans\",\
-         Arial,sans-serif}}.frugal-plot text{{fill:currentColor}}.frugal-plot .soft{{fill-opacity:.72}}\
+         Arial,sans-serif}}.frugal-plot text{{fill:currentColor;stroke:#fff;stroke-width:3px;stroke-linejoin:round;\
+         paint-order:stroke}}.frugal-plot text.inside{{stroke:none}}.frugal-plot .soft{{fill-opacity:.72}}\
          .frugal-plot .head{{font-weight:600}}.frugal-plot .grid{{stroke:currentColor;stroke-opacity:.13}}\
          .frugal-plot .base{{stroke:currentColor;stroke-opacity:.55}}.frugal-plot polyline{{fill:none;stroke-width:2;\
          stroke-linejoin:round}}.frugal-plot .front{{stroke:currentColor;stroke-opacity:.6;stroke-width:1.5;\
          stroke-dasharray:5 3}}.frugal-plot .whisker{{stroke-width:1.2;stroke-opacity:.65}}.frugal-plot .hollow\
          {{fill:none;stroke-width:1.8}}{}\n@media screen and (prefers-color-scheme:dark){{.frugal-plot{{color:#e4e7eb}}\
+         .frugal-plot text{{stroke:#12161b}}.frugal-plot text.inside{{stroke:none}}\
          {}}}",
         rules(|c| c.0),
         rules(|c| c.1),

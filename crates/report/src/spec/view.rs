@@ -210,7 +210,7 @@ pub enum Wording {
     /// One sentence, whose figures carry their sign in words.
     Always(Template),
     /// The sentence that the sign of a figure chooses: `decides = "step_seconds"` or `"speed_ratio@0.95"`. A difference within
-    /// the spread is none.
+    /// the spread is none. Over several groups `less` is chosen where one of them is below, else `more` where one is above.
     BySign {
         /// The figure.
         decides: Operand,
@@ -272,10 +272,8 @@ impl TryFrom<FindingFields> for Finding {
                 );
             }
         };
-        if !over.is_empty() && (!per.is_empty() || matches!(wording, Wording::BySign { .. })) {
-            return Err(
-                "a finding with `over` has one `text` for all groups; remove `per` and `decides`".into()
-            );
+        if !over.is_empty() && !per.is_empty() {
+            return Err("a finding with `over` has one sentence for all groups; remove `per`".into());
         }
         if against.is_none() {
             if let Wording::BySign { decides: Operand { metric, baseline: None }, .. } = &wording {

@@ -7,6 +7,7 @@ mod fuzz_files;
 mod page;
 mod parts;
 mod records;
+mod small_figures;
 mod spec_errors;
 mod timeline;
 mod views;

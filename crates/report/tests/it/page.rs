@@ -96,7 +96,7 @@ fn the_page_has_its_parts_in_order() {
         th: limit
         th: command
         span: falls short
-        summary: 1 of 3 claims are not measured on this machine
+        summary: 1 of 3 claims are not measured
         th: verdict
         th: claim
         th: measured

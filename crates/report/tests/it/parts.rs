@@ -91,11 +91,21 @@ fn a_question_without_a_record_says_why_and_how() {
     assert_eq!(answers(&[1.0], &[1.0], &[])[1], gap);
     let other = OtherReport { folder: "gpu".into(), records: vec![seconds("elsewhere", &[0.5, 0.5, 0.5])] };
     let specs: Specs = toml::from_str(PART).unwrap();
-    let document = Document::of(&specs, &[], &[], &[other]);
+    let document = Document::of(&specs, &[], &[], std::slice::from_ref(&other));
     assert_eq!(document.parts[0].rows[1].answers, ["On Test CPU: It takes 500 ms."]);
     let opening = document.opening.as_ref().unwrap();
-    assert_eq!(opening.headlines[0].machine.as_deref(), Some("Test CPU"), "another machine has the figure");
+    assert_eq!(
+        opening.headlines[0].claim.machine.as_deref(),
+        Some("Test CPU"),
+        "another machine has the figure"
+    );
     assert_eq!(document.gaps().len(), 1, "the first question has no record anywhere");
+    let claim = |records: &[Record]| {
+        let document = Document::of(&specs, records, &[], std::slice::from_ref(&other));
+        document.claims[0].to_string()
+    };
+    assert_eq!(claim(&[]), "claim c/e 0.50 s <= 2.00 s holds (on Test CPU)");
+    assert_eq!(claim(&[seconds("ours", &[3.0])]), "claim c/e 3.00 s <= 2.00 s falls short");
 }
 
 #[test]
@@ -123,6 +133,30 @@ fn ranges_over_groups() {
     assert_eq!(text(&[0.9, 1.5]), "2 sizes: between 10.0 % less and 50.0 % more time, 900 ms to 1.50 s");
     assert_eq!(text(&[1.0, 1.5]), "2 sizes: up to 50.0 % more time, 1 to 1.50 s");
     assert_eq!(text(&[1.0, 1.0]), "2 sizes: neither more nor less time, 1 s");
+}
+
+#[test]
+fn the_words_of_several_groups_follow_those_that_are_below() {
+    let finding: Finding = toml::from_str(
+        "over = ['size']\nof = {}\ndecides = 'found@1'\nless = 'Not all of {groups}.'\nsame = 'All {groups}.'\n\
+         more = 'All {groups}, and more.'",
+    )
+    .unwrap();
+    let text = |values: &[f64]| {
+        let one = |(value, size): (&f64, u64)| {
+            record("e", Case::new().with("size", size), Metric::exact("found", "count", *value))
+        };
+        let records: Vec<_> = values.iter().zip(1..).map(one).collect();
+        finding::sentences(&finding, &Measurements::from_records(&records)).join("\n")
+    };
+    assert_eq!(text(&[1.0, 1.0]), "All 2.");
+    assert_eq!(text(&[2.0, 0.0]), "Not all of 2.");
+    assert_eq!(text(&[2.0, 1.0]), "All 2, and more.");
+    let measured = Measurements::from_records(&[seconds("ours", &[1.0])]);
+    let by_method: Finding =
+        toml::from_str("over = ['method']\nof = {}\ndecides = 'found@1'\nless = '-'\nsame = '-'\nmore = '-'")
+            .unwrap();
+    assert_eq!(finding::sentences(&by_method, &measured), ["not measured (no record of found)"]);
 }
 
 #[test]
