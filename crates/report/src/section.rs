@@ -128,7 +128,13 @@ fn section(
         tables: tables.iter().filter_map(|table| Table::build(table, measured)).collect(),
         plots: views.plots.iter().filter_map(draw).collect(),
         findings: match has_records {
-            true => views.findings.iter().flat_map(|finding| finding::sentences(finding, measured)).collect(),
+            // A finding about cases that this run does not have says nothing.
+            true => views
+                .findings
+                .iter()
+                .filter(|finding| measured.cases().any(|case| finding.of.matches(case)))
+                .flat_map(|finding| finding::sentences(finding, measured))
+                .collect(),
             false => Vec::new(),
         },
         command,
