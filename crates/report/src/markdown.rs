@@ -184,6 +184,9 @@ fn section(section: &Section) -> String {
     }
     for plot in &section.plots {
         text += &format!("\n![{}]({})\n", plot.title, plot.file);
+        if let Some((file, _)) = &plot.trace {
+            text += &format!("\n[Trace for ui.perfetto.dev]({file})\n");
+        }
     }
     if !section.findings.is_empty() {
         text.push('\n');

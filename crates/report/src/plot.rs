@@ -46,6 +46,12 @@ fn draw_in(spec: &Plot, measured: &Measurements, width: f64) -> Option<String> {
     }
 }
 
+/// The spans of a timeline as a trace that ui.perfetto.dev and chrome://tracing open. `None` without a record, or where
+/// `spec` asks for none.
+pub fn trace(spec: &Plot, measured: &Measurements) -> Option<String> {
+    spec.trace.then(|| timeline::spans(spec, measured).map(|figure| timeline::trace(&figure)))?
+}
+
 /// Whether a drawing of this width is for a narrow page.
 fn is_narrow(width: f64) -> bool {
     width < 600.0

@@ -49,6 +49,8 @@ pub struct DrawnPlot {
     pub svg: String,
     /// The same for a narrow page.
     pub narrow: String,
+    /// The trace of a timeline: its file, relative to the report's folder, and its text.
+    pub trace: Option<(String, String)>,
 }
 
 impl Section {
@@ -119,7 +121,9 @@ fn section(
     let draw = |spec: &spec::Plot| {
         let file = format!("plots/{name}-{}.svg", spec.name);
         let (svg, narrow) = (plot::draw(spec, measured)?, plot::draw_narrow(spec, measured)?);
-        Some(DrawnPlot { title: spec.title.clone(), file, svg, narrow })
+        let trace =
+            plot::trace(spec, measured).map(|text| (format!("traces/{name}-{}.json", spec.name), text));
+        Some(DrawnPlot { title: spec.title.clone(), file, svg, narrow, trace })
     };
     Section {
         name: name.into(),

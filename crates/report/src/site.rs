@@ -37,7 +37,7 @@ pub struct Written {
 }
 
 /// Writes `index.html`, `report.md` with a `part-<name>.md` for each part, `<experiment>.csv` and
-/// `plots/<experiment>-<plot>.svg` into the folder `out`, which is created if missing. Files of the same names are replaced,
+/// `plots/<experiment>-<plot>.svg`, and a timeline's `traces/<experiment>-<plot>.json`, into the folder `out`, which is created if missing. Files of the same names are replaced,
 /// others stay. `others` are reports of other machines, in folders within `out`, whose figures are shown beside.
 pub fn write(
     specs: &Specs,
@@ -52,6 +52,9 @@ pub fn write(
     for section in document.sections() {
         for plot in &section.plots {
             folder.write(&plot.file, &plot.svg)?;
+            if let Some((file, text)) = &plot.trace {
+                folder.write(file, text)?;
+            }
         }
         let mut mine: Vec<_> = records.iter().filter(|r| r.experiment == section.name).cloned().collect();
         if let Some(comparison) = specs.comparison(&section.name) {

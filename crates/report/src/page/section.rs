@@ -24,11 +24,16 @@ pub(super) fn html(s: &Section) -> String {
     );
     html += &s.tables.iter().map(table).collect::<String>();
     for plot in &s.plots {
+        let trace = plot.trace.as_ref().map(|(file, _)| {
+            let file = escape(file);
+            format!(" <a class=\"small\" href=\"{file}\">trace for ui.perfetto.dev</a>")
+        });
         // The drawings are our own writer's, which has escaped every text in them.
         html += &format!(
-            "<figure>\n<figcaption>{}</figcaption>\n<div class=\"on-wide\">{}</div>\n<div class=\"on-narrow\">{}</div>\n\
+            "<figure>\n<figcaption>{}{}</figcaption>\n<div class=\"on-wide\">{}</div>\n<div class=\"on-narrow\">{}</div>\n\
              </figure>\n",
             escape(&plot.title),
+            trace.unwrap_or_default(),
             plot::without_style(&plot.svg),
             plot::without_style(&plot.narrow)
         );

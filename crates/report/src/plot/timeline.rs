@@ -1,5 +1,7 @@
 //! Spans of time in rows: what ran when, row by row.
 
+use serde_json::json;
+
 use super::axis::Axis;
 use super::figure::{Panel, cases, drawable, panels, series_of};
 use super::place::{Sample, legend};
@@ -79,6 +81,28 @@ pub(super) fn spans(spec: &Plot, measured: &Measurements) -> Option<Spans> {
     let panels: Vec<_> = panels(spec, &cases).into_iter().map(build).collect();
     let last = cases.iter().filter_map(|case| ends(case)).map(|(_, end)| end).fold(0.0, f64::max);
     (!panels.is_empty()).then_some(Spans { unit, series, panels, last })
+}
+
+/// The spans in Chrome's trace format: a process for each panel, a thread for each row, times in microseconds.
+pub(super) fn trace(figure: &Spans) -> String {
+    let mut events = Vec::new();
+    for (process, panel) in figure.panels.iter().enumerate() {
+        events
+            .push(json!({"ph": "M", "name": "process_name", "pid": process, "args": {"name": panel.title}}));
+        for (thread, row) in panel.items.iter().enumerate() {
+            let name = json!({"name": row.name});
+            events
+                .push(json!({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": name}));
+            for span in &row.spans {
+                let label = span.label.as_ref().map(|label| format!(" {label}")).unwrap_or_default();
+                events.push(json!({
+                    "ph": "X", "name": format!("{}{label}", figure.series[span.series]), "pid": process, "tid": thread,
+                    "ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start),
+                }));
+            }
+        }
+    }
+    json!({"traceEvents": events, "displayTimeUnit": "ms"}).to_string() + "\n"
 }
 
 /// Draws a figure of spans.

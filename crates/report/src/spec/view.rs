@@ -85,6 +85,8 @@ pub struct Plot {
     pub filter: Filter,
     /// The case key whose value is written beside each point, or into each bar of a timeline.
     pub label: Option<String>,
+    /// Whether the spans of a timeline, whose times are in seconds, are also written as `traces/<experiment>-<name>.json`.
+    pub trace: bool,
 }
 
 #[derive(Deserialize)]
@@ -115,6 +117,8 @@ struct PlotFields {
     filter: Filter,
     #[serde(default)]
     label: Option<String>,
+    #[serde(default)]
+    trace: bool,
 }
 
 impl TryFrom<PlotFields> for Plot {
@@ -152,6 +156,9 @@ impl TryFrom<PlotFields> for Plot {
         if !timeline && !f.end.is_empty() {
             return Err(format!("the plot `{name}` has `end`; remove it, or set `kind = \"timeline\"`"));
         }
+        if !timeline && f.trace {
+            return Err(format!("the plot `{name}` has `trace`; remove it, or set `kind = \"timeline\"`"));
+        }
         if timeline && (f.log_x || f.log_y) {
             return Err(format!(
                 "the timeline `{name}` asks for a logarithmic axis; remove it, the length of a span is its time"
@@ -182,8 +189,25 @@ impl TryFrom<PlotFields> for Plot {
             log_y,
             filter,
             label,
+            trace,
         } = f;
-        Ok(Self { name, title, kind, x, y, end, stack, series, facet, pareto, log_x, log_y, filter, label })
+        Ok(Self {
+            name,
+            title,
+            kind,
+            x,
+            y,
+            end,
+            stack,
+            series,
+            facet,
+            pareto,
+            log_x,
+            log_y,
+            filter,
+            label,
+            trace,
+        })
     }
 }
 

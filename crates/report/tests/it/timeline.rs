@@ -150,3 +150,30 @@ fn odd_times_draw() {
         assert!(!svg.contains("width=\"-"), "{times:?}: {svg}");
     }
 }
+
+#[test]
+fn a_timeline_is_a_trace_too() {
+    let spans = [
+        span("overlap", "load", "weights", 0, [0.0, 0.01]),
+        span("overlap", "compute", "forward", 0, [0.02, 0.05]),
+    ];
+    let records: Vec<_> = spans.into_iter().flatten().collect();
+    let measured = Measurements::from_records(&records);
+    let text = plot::trace(
+        &timeline("trace = true\nseries = 'what'\nlabel = 'index'\nfacet = ['method']"),
+        &measured,
+    )
+    .unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let names: Vec<_> =
+        events.iter().filter(|event| event["ph"] == "M").map(|event| event["args"]["name"].clone()).collect();
+    assert_eq!(names, ["overlap", "load", "compute"]);
+    let last = events.last().unwrap();
+    assert_eq!((last["name"].as_str(), last["tid"].as_u64()), (Some("forward 0"), Some(1)));
+    assert!(
+        (last["ts"].as_f64().unwrap() - 2e4).abs() < 1e-6
+            && (last["dur"].as_f64().unwrap() - 3e4).abs() < 1e-6
+    );
+    assert_eq!(plot::trace(&timeline(""), &measured), None, "only where it is asked for");
+}
