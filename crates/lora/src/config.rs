@@ -5,7 +5,6 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::init::Init;
-use crate::options::Options;
 
 /// Module names: a list of names or name suffixes, or a regular expression for whole names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,7 +47,6 @@ pub enum BiasTraining {
 
 /// Which modules are adapted, and how: PEFT's `LoraConfig`, field by field. Other fields are preserved when a file is read and
 /// written; one that would change the computation is refused by name.
-/// written back; one that would change what is computed is refused by name.
 ///
 /// ```
 /// use lora::LoraConfig;
@@ -181,56 +179,5 @@ impl LoraConfig {
     pub fn reads_weights(&self) -> Result<bool> {
         let trains_base = self.bias != BiasTraining::None || self.modules_to_save.is_some();
         Ok(self.use_dora || trains_base || matches!(self.init()?, Init::Pissa | Init::Olora))
-    }
-
-    /// Returns the options of one projection, by its whole name.
-    ///
-    /// # Errors
-    /// An invalid regular expression, or a pattern without a numeric value; an option outside its range.
-    pub fn options(&self, name: &str) -> Result<Options> {
-        let r = crate::targets::pattern_value(&self.rank_pattern, name)?;
-        let alpha = crate::targets::pattern_value(&self.alpha_pattern, name)?;
-        let number = |field: &'static str, value: &Value| {
-            value.as_f64().ok_or_else(|| Error::Option {
-                name: field,
-                found: value.to_string(),
-                expected: "a number for each pattern",
-            })
-        };
-        let rank = match r {
-            Some(value) => value.as_i64().ok_or_else(|| Error::Option {
-                name: "rank_pattern",
-                found: value.to_string(),
-                expected: "a whole number for each pattern",
-            })?,
-            None => self.r,
-        };
-        let options = Options {
-            r: rank,
-            alpha: alpha.map_or(Ok(self.lora_alpha), |value| number("alpha_pattern", value))?,
-            dropout: self.lora_dropout,
-            rslora: self.use_rslora,
-            dora: self.use_dora,
-            init: self.init()?,
-            seed: 0,
-        };
-        options.check()?;
-        Ok(options)
-    }
-
-    /// Refuses invalid and unsupported configurations.
-    ///
-    /// # Errors
-    /// [`Error::Option`], [`Error::Unsupported`].
-    pub fn check(&self) -> Result<()> {
-        crate::peft::check_unsupported(&self.read)?;
-        if self.fan_in_fan_out {
-            return Err(Error::Unsupported {
-                field: "fan_in_fan_out".to_owned(),
-                found: "true".to_owned(),
-                remedy: "projections here are [out, in]; set it to false",
-            });
-        }
-        self.options("").map(drop)
     }
 }

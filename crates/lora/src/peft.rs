@@ -74,8 +74,26 @@ fn others() -> Value {
     })
 }
 
+impl LoraConfig {
+    /// Refuses invalid and unsupported configurations.
+    ///
+    /// # Errors
+    /// [`Error::Option`], [`Error::Unsupported`].
+    pub fn check(&self) -> Result<()> {
+        check_unsupported(&self.read)?;
+        if self.fan_in_fan_out {
+            return Err(Error::Unsupported {
+                field: "fan_in_fan_out".to_owned(),
+                found: "true".to_owned(),
+                remedy: "projections here are [out, in]; set it to false",
+            });
+        }
+        self.options("").map(drop)
+    }
+}
+
 /// Refuses fields that would change the computation.
-pub(crate) fn check_unsupported(read: &Map<String, Value>) -> Result<()> {
+fn check_unsupported(read: &Map<String, Value>) -> Result<()> {
     let refuse = |field: &str, found: &Value, remedy| {
         Err(Error::Unsupported { field: field.to_owned(), found: found.to_string(), remedy })
     };

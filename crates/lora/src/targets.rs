@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Error, Result};
+use crate::options::Options;
 
 /// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
@@ -119,7 +120,7 @@ impl<'a> Targets<'a> {
 }
 
 /// Returns the value of the first pattern that matches the end of a name.
-pub(crate) fn pattern_value<'a>(patterns: &'a Map<String, Value>, name: &str) -> Result<Option<&'a Value>> {
+fn pattern_value<'a>(patterns: &'a Map<String, Value>, name: &str) -> Result<Option<&'a Value>> {
     for (pattern, value) in patterns {
         if compile(pattern, &format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(name) {
             return Ok(Some(value));
@@ -147,6 +148,41 @@ fn compile(pattern: &str, whole: &str) -> Result<Regex> {
 }
 
 impl LoraConfig {
+    /// Returns the options of one projection, by its whole name.
+    ///
+    /// # Errors
+    /// An invalid regular expression, or a pattern without a numeric value; an option outside its range.
+    pub fn options(&self, name: &str) -> Result<Options> {
+        let r = pattern_value(&self.rank_pattern, name)?;
+        let alpha = pattern_value(&self.alpha_pattern, name)?;
+        let number = |field: &'static str, value: &Value| {
+            value.as_f64().ok_or_else(|| Error::Option {
+                name: field,
+                found: value.to_string(),
+                expected: "a number for each pattern",
+            })
+        };
+        let rank = match r {
+            Some(value) => value.as_i64().ok_or_else(|| Error::Option {
+                name: "rank_pattern",
+                found: value.to_string(),
+                expected: "a whole number for each pattern",
+            })?,
+            None => self.r,
+        };
+        let options = Options {
+            r: rank,
+            alpha: alpha.map_or(Ok(self.lora_alpha), |value| number("alpha_pattern", value))?,
+            dropout: self.lora_dropout,
+            rslora: self.use_rslora,
+            dora: self.use_dora,
+            init: self.init()?,
+            seed: 0,
+        };
+        options.check()?;
+        Ok(options)
+    }
+
     /// Returns the number of trainable parameters of this configuration for a model, without creating either. Modules that are
     /// saved whole and biases are not counted.
     ///
@@ -171,9 +207,7 @@ impl LoraConfig {
         let names = projections.into_iter().map(|(name, _)| name).collect();
         Err(Error::NoTarget { targets: targets.described(), names })
     }
-}
 
-impl LoraConfig {
     /// Whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.
     ///
     /// # Errors

@@ -2,35 +2,11 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::activation::Activation;
 use crate::dropout::dropout;
 use crate::error::Result;
 use crate::linear::Linear;
 use crate::module::{Context, Mlp, MlpFunction, Module, Projection, Visitor, VisitorMut};
-
-/// The activation function between the two layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// max(x, 0)
-    Relu,
-    /// x·Φ(x) (Hendrycks & Gimpel 2016), exact.
-    Gelu,
-    /// Its tanh approximation, as in GPT-2.
-    GeluTanh,
-}
-
-impl Activation {
-    /// Computes f(x), element by element.
-    ///
-    /// # Errors
-    /// Those of libtorch.
-    pub fn apply(self, x: &Tensor) -> Result<Tensor> {
-        Ok(match self {
-            Self::Relu => x.f_relu()?,
-            Self::Gelu => x.f_gelu("none")?,
-            Self::GeluTanh => x.f_gelu("tanh")?,
-        })
-    }
-}
 
 /// y = f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂, with dropout if the original model has it.
 #[derive(Debug)]

@@ -13,12 +13,13 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::activation::Activation;
 use crate::attention::{AttentionPath, causal_attention};
 use crate::decoder_layer::split_heads;
 use crate::dropout::{check_rate, dropout};
 use crate::embedding::Embedding;
 use crate::error::{Error, Result};
-use crate::feed_forward::{Activation, FeedForward};
+use crate::feed_forward::FeedForward;
 use crate::init::Init;
 use crate::linear::{Linear, positive};
 use crate::loss_head::ProjectionHead;

@@ -45,6 +45,7 @@ pub mod state_dict;
 pub mod strict_json;
 pub mod tensors_file;
 
+mod activation;
 mod decoder_layer;
 mod dropout;
 mod embedding;
@@ -58,11 +59,12 @@ mod norm;
 mod position;
 mod swiglu;
 
+pub use activation::Activation;
 pub use attention::{AttentionPath, Documents};
 pub use decoder_layer::TransformerDecoderLayer;
 pub use embedding::Embedding;
 pub use error::{Error, Result};
-pub use feed_forward::{Activation, FeedForward};
+pub use feed_forward::FeedForward;
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use gpt2_like::{Gpt2Like, Gpt2LikeConfig};
 pub use init::Init;

@@ -50,8 +50,8 @@ pub use named_tensors::{
 pub use replace::{Replaceable, replace, try_replace};
 pub use visitor::{ModuleMapper, Role, Visitor, VisitorMut, map_modules};
 
+use crate::activation::Activation;
 use crate::error::Result;
-use crate::feed_forward::Activation;
 use crate::key_value_cache::CacheShape;
 
 /// Has named tensors and named parts.

@@ -42,7 +42,7 @@ use crate::storage::{FileLocation, Layer, Placement, own_folder};
 use crate::trace::{Span, StreamKind, Trace};
 pub(crate) use fetch::Fetched;
 use fetch::Use;
-pub(crate) use gradients::{GradientConsumer, Gradients};
+pub(crate) use gradients::GradientConsumer;
 pub(crate) use graph::Outstanding;
 use pass::EndRequest;
 use pinned_pool::PinnedPool;

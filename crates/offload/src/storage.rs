@@ -34,6 +34,9 @@ pub enum Tier {
     File(PathBuf),
 }
 
+/// Gradients of a layer's tensors, by index, in host memory or in transfer.
+pub(crate) type Gradients = Vec<(usize, Tensor)>;
+
 /// A piece of a layer to be loaded.
 pub(crate) enum Piece {
     /// In host memory.

@@ -11,9 +11,7 @@ use tch::Tensor;
 
 use super::Engine;
 use crate::error::Result;
-
-/// Gradients of a layer's tensors, by index, in host memory or on their way.
-pub(crate) type Gradients = Vec<(usize, Tensor)>;
+use crate::storage::Gradients;
 
 /// Consumes the gradients of a layer's backward.
 pub(crate) trait GradientConsumer: Send + Sync {

@@ -6,11 +6,11 @@ use runtime::autograd::GradMode;
 use runtime::device::{self, Event, Stream};
 use tch::{Device, Tensor};
 
-use super::gradients::Gradients;
 use super::{Engine, State};
 use crate::error::{Error, Result};
 use crate::options::HookPoint;
 use crate::schedule::Direction;
+use crate::storage::Gradients;
 use crate::trace::StreamKind;
 
 /// Gradients in host memory, and the events that mark their arrival.

@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 use training::optimizer::StepSettings;
 
 use super::state::{LayerGradients, MAX_WAITING, Shared, State};
-use crate::engine::{Engine, GradientConsumer, Gradients};
+use crate::engine::{Engine, GradientConsumer};
 use crate::error::{Error, Result};
+use crate::storage::Gradients;
 
 impl GradientConsumer for Shared {
     fn accept(&self, engine: &Engine, layer: usize, gradients: Gradients) -> Result<()> {

@@ -10,8 +10,9 @@ use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, StepSettings};
 
-use crate::engine::{Engine, Gradients, Transferred};
+use crate::engine::{Engine, Transferred};
 use crate::error::Result;
+use crate::storage::Gradients;
 
 /// Maximum number of layers whose updates wait for the host thread, each with its gradients.
 pub(super) const MAX_WAITING: usize = 2;

@@ -9,8 +9,7 @@ use runtime::device;
 use tch::{Device, Kind};
 use training::layer_source::{LayerRegion, LayerSource, is_placeholder, set_placeholder};
 
-use super::Layer;
-use crate::engine::Gradients;
+use super::{Gradients, Layer};
 use crate::error::{Error, Result};
 use crate::layout::view;
 
@@ -107,12 +106,12 @@ impl Layer {
 
     /// Separates the gradients of regions that a source holds. Every trained region is among the deliveries, also without gradients.
     pub(crate) fn deliveries(&self, gradients: Gradients) -> (Gradients, Vec<Delivery>) {
-        let mut home = Vec::new();
+        let mut own = Vec::new();
         let mut by_region: Vec<Gradients> = self.sources.iter().map(|_| Vec::new()).collect();
         for (index, gradient) in gradients {
             let region = self.layout.extents[index].region;
             match self.sources[region] {
-                None => home.push((index, gradient)),
+                None => own.push((index, gradient)),
                 Some(_) => {
                     let before = self.layout.extents[..index].iter().filter(|extent| extent.region == region);
                     by_region[region].push((before.count(), gradient));
@@ -123,6 +122,6 @@ impl Layer {
         let deliveries = deliveries
             .filter(|((_, region), _)| region.trained)
             .filter_map(|((source, _), gradients)| Some(Delivery { region: source.clone()?, gradients }));
-        (home, deliveries.collect())
+        (own, deliveries.collect())
     }
 }
