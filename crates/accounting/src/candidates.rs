@@ -1,14 +1,14 @@
-//! The ways to run a training step: which layers keep their activations, which weights are on the device, and how many rows go
-//! through the model at a time. Each with its peak and its time; [`Job::search`] finds the fastest within a budget.
+//! Candidate plans of a training step: which layers keep their activations, which weights are on the device, and how many rows go
+//! through the model at a time. Each has a peak and a time; [`Job::search`] finds the fastest within a budget.
 //!
 //! With b rows in a batch, A batches in a step, and r ≤ b rows in a pass, a step is A·⌈b/r⌉ passes of forward and backward and one
-//! update. All ways compute the same gradients: those of one pass over the batch bit for bit, those of several up to the order of a
+//! update. All candidates compute the same gradients: those of one pass over the batch bit for bit, those of several up to the order of a
 //! sum.
 //!
-//! | way | the device holds | a pass costs more by |
+//! | placement | the device holds | a pass costs more by |
 //! |---|---|---|
-//! | [`Way::Resident`] | all weights, and what each layer keeps | the recomputation of what is not kept |
-//! | [`Way::Offloaded`] | a ring of layers, the resident layers, every layer's input | a forward, and loads that compute does not hide |
+//! | [`Placement::Resident`] | all weights, and what each layer keeps | the recomputation of what is not kept |
+//! | [`Placement::Offloaded`] | a ring of layers, the resident layers, every layer's input | a forward, and loads that compute does not hide |
 //! | fewer rows | the activations of these rows | nothing, but each pass loads offloaded layers again |
 //!
 //! Bytes are those of [`simulate`], for the largest batch of the data. Three things are added to it. With several passes in a step,
@@ -41,7 +41,7 @@
 //!     on_cpu: false,
 //! };
 //! let found = job.search(&Allowed::default(), Budget { device: 4 << 30, host: None })?;
-//! let chosen = found.chosen().expect("a way that fits");
+//! let chosen = found.chosen().expect("a candidate that fits");
 //! assert!(chosen.peak.total <= 4 << 30);
 //! # Ok::<(), accounting::Error>(())
 //! ```
@@ -108,9 +108,9 @@ pub enum Tier {
     File,
 }
 
-/// A way to run a pass.
+/// Where the layers of a pass are, and what they keep for backward.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Way {
+pub enum Placement {
     /// All weights are on the device. What each layer keeps, in the order of forward.
     Resident(Vec<Kept>),
     /// Layers are loaded when they run. Each keeps its input and runs again in backward.
@@ -126,11 +126,11 @@ pub enum Way {
     },
 }
 
-/// A way to run a step, and what it takes.
+/// A plan of a step, with its peak and its time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// How a pass runs.
-    pub way: Way,
+    /// Where the layers are, and what they keep.
+    pub placement: Placement,
     /// Rows of a pass; `None` for those of a batch.
     pub rows: Option<u64>,
     /// Bytes on the device at the peak; on a CPU with those of the host.

@@ -32,7 +32,7 @@
 //! | which weights should be offloaded, and how long does a step take then? | [`offload`] |
 //! | what does each of several ranks hold and send? | [`sharding`] |
 //! | how long is a step on many GPUs, what bounds it, and what do failures cost? | [`scale`] |
-//! | which of all these ways is the fastest that fits a budget? | [`candidates`] |
+//! | which plan of a step is the fastest that fits a budget? | [`candidates`] |
 //! | how long does a training take? | [`hardware`], [`training_time`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].

@@ -59,7 +59,7 @@ pub const PIECE: u64 = 1 << 20;
 
 /// Where a parameter is in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum LayerPosition {
     /// Before the layers, whose gradients come last.
     Before,
     /// In the layer of that number.
@@ -72,7 +72,7 @@ pub(crate) enum Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Parameter {
     range: Range<u64>,
-    place: Place,
+    position: LayerPosition,
 }
 
 /// Parameters of one dtype that are divided, reduced and gathered together.

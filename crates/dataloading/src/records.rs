@@ -1,4 +1,4 @@
-//! Records: the rows of JSON lines, JSON, CSV and Parquet files, each with its place, and what they hold.
+//! Records: the rows of JSON lines, JSON, CSV and Parquet files, each with its location, and what they hold.
 //!
 //! ```
 //! use dataloading::records::{self, Content, RecordFormat};
@@ -7,7 +7,7 @@
 //! let path = folder.path().join("train.jsonl");
 //! std::fs::write(&path, "{\"messages\": [{\"role\": \"user\", \"content\": \"2+2?\"}]}\n")?;
 //! let record = records::read(&path)?.next().expect("a record")?;
-//! assert_eq!(record.place.to_string(), format!("{}: line 1", path.display()));
+//! assert_eq!(record.location.to_string(), format!("{}: line 1", path.display()));
 //!
 //! let format = RecordFormat::of(&record.fields, "text").expect("a known format");
 //! assert_eq!(format, RecordFormat::Messages);
@@ -53,7 +53,7 @@ pub use splits::Splits;
 
 /// Where a record is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct RecordLocation {
     /// The file.
     pub path: Arc<Path>,
     /// What is counted: `line`, or `row` in a file without lines.
@@ -62,7 +62,7 @@ pub struct Place {
     pub number: u64,
 }
 
-impl Place {
+impl RecordLocation {
     /// Returns an error about the record here.
     pub fn error(&self, reason: impl fmt::Display) -> Error {
         Error::Record {
@@ -73,7 +73,7 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RecordLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} {}", self.path.display(), self.unit, self.number)
     }
@@ -85,7 +85,7 @@ pub struct Record {
     /// Its fields, in the file's order.
     pub fields: Map<String, Value>,
     /// Where it is.
-    pub place: Place,
+    pub location: RecordLocation,
 }
 
 impl Record {
@@ -94,7 +94,7 @@ impl Record {
     /// # Errors
     /// A field that is missing or holds something else.
     pub fn content(&self, format: RecordFormat, text_field: &str) -> Result<Content> {
-        format.content(&self.fields, text_field).map_err(|reason| self.place.error(reason))
+        format.content(&self.fields, text_field).map_err(|reason| self.location.error(reason))
     }
 }
 
@@ -189,10 +189,11 @@ impl Iterator for JsonLines {
             match self.lines.next() {
                 Ok(Some(line)) if line.text.trim().is_empty() => {}
                 Ok(Some(line)) => {
-                    let place = Place { path: self.path.clone(), unit: "line", number: line.number };
+                    let location =
+                        RecordLocation { path: self.path.clone(), unit: "line", number: line.number };
                     return Some(match parse_object(&line.text) {
-                        Ok(fields) => Ok(Record { fields, place }),
-                        Err(reason) => Err(place.error(reason)),
+                        Ok(fields) => Ok(Record { fields, location }),
+                        Err(reason) => Err(location.error(reason)),
                     });
                 }
                 Ok(None) => self.is_done = true,

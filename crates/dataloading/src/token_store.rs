@@ -90,7 +90,7 @@ impl TokenStore {
                 Some(former) => file(
                     path,
                     format!(
-                        "its replacement was interrupted, and the former store lies in {}; rename it, or write the store again",
+                        "its replacement was interrupted, and the former store is in {}; rename it, or write the store again",
                         former.display()
                     ),
                 ),

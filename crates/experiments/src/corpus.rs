@@ -187,9 +187,9 @@ fn lines(files: &[PathBuf]) -> dataloading::Result<Box<dyn Iterator<Item = datal
             match record.fields.get(TEXT) {
                 Some(Value::String(text)) => Ok(text.trim().to_owned()),
                 Some(Value::Null) => Ok(String::new()),
-                _ => {
-                    Err(record.place.error(format!("no text in the column `{TEXT}`; give files of WikiText")))
-                }
+                _ => Err(record
+                    .location
+                    .error(format!("no text in the column `{TEXT}`; give files of WikiText"))),
             }
         });
         return Ok(Box::new(texts.filter(|line| !line.as_ref().is_ok_and(String::is_empty))));

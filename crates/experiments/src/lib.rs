@@ -31,7 +31,7 @@ mod started_program;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;
-mod watcher;
+mod training_recorder;
 
 /// Measures what each crate of the project costs and saves, for the reports
 #[derive(Parser)]

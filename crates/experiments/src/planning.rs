@@ -1,7 +1,7 @@
-//! `planning`: the plan that a training chooses, beside every other one.
+//! `planning`: the chosen plan of a training, compared with every other one.
 
 mod choice;
-mod place;
+mod sandbox;
 
 use clap::Subcommand;
 use report::cli::CommonArgs;
@@ -9,7 +9,7 @@ use report::cli::CommonArgs;
 /// What is compared.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Train under budgets: in the chosen way, and in every other one
+    /// Train under budgets with the chosen plan, and with every other one
     Choice(choice::Choice),
 }
 

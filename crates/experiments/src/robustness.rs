@@ -2,6 +2,7 @@
 
 mod faults;
 mod kills;
+mod recovery;
 mod soak;
 mod work;
 

@@ -15,7 +15,7 @@ use serde_json::Value as Json;
 use crate::conversion::{Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
-use crate::model::{Family, Sizes, place};
+use crate::model::{Family, Sizes, gguf_name};
 use crate::safetensors::Tensors;
 use crate::tensor_type::TensorType;
 use crate::value::Value;
@@ -106,7 +106,8 @@ impl Adapter {
 
     fn pair(&self, module: &str, a: &str, b: &str, alpha: f64, scale: Scale<'_>) -> Result<[Planned; 2]> {
         let weight = format!("{module}.weight");
-        let target = place(self.family, &self.sizes, &weight).filter(|_| !module.ends_with("embed_tokens"));
+        let target =
+            gguf_name(self.family, &self.sizes, &weight).filter(|_| !module.ends_with("embed_tokens"));
         let (Some(target), Some(shape)) = (target, self.sizes.shape(self.family, &weight)) else {
             return Err(unsupported("an adapter", format!("of `{module}`"), EXPORT_MERGED));
         };

@@ -121,14 +121,14 @@ impl<'a> Conversion<'a> {
         if file.header().tensors != self.header.tensors {
             return wrong("tensors", "their names, shapes or types are others".to_owned());
         }
-        for (place, (info, values)) in self.header.tensors.iter().zip(&self.values).enumerate() {
+        for (index, (info, values)) in self.header.tensors.iter().zip(&self.values).enumerate() {
             let (_, columns) = info.rows_and_columns().unwrap_or((0, 1));
             for part in self.parts(info, values) {
                 let rows = match info.shape.len() {
                     1 => 0..1,
                     _ => part.start / columns..part.end / columns,
                 };
-                let mut found = file.rows(place, rows)?;
+                let mut found = file.rows(index, rows)?;
                 if info.shape.len() == 1 {
                     found = found[part.start as usize..part.end as usize].to_vec();
                 }
@@ -169,7 +169,7 @@ impl<'a> Conversion<'a> {
         Ok(chunk)
     }
 
-    /// The values of a range of the file by another way than [`Conversion::converted`]: each source value's place is computed.
+    /// The values of a range of the file by another way than [`Conversion::converted`]: each source value's index is computed.
     fn meant(&self, values: &Values, part: Range<u64>, info: &TensorInfo) -> Result<Vec<f32>> {
         let (location, rows) = match values {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
@@ -248,7 +248,7 @@ fn first_difference(kind: TensorType, meant: &[f32], found: &[f32]) -> Option<(f
     None
 }
 
-/// The place of a tensor in the file.
+/// The sort key of a tensor, by which the file is ordered.
 fn order(name: &str) -> (u8, u32, String) {
     let block = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse().ok());
     match block {

@@ -17,7 +17,7 @@ use crate::value::Value;
 use crate::writer::TensorInfo;
 
 pub(crate) use family::{Family, Sizes};
-pub(crate) use names::{Place, place};
+pub(crate) use names::{TensorName, gguf_name};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
@@ -97,7 +97,7 @@ impl Model {
             if name.ends_with("rotary_emb.inv_freq") || (name == HEAD && tied) {
                 continue;
             }
-            let Some(Place { name: new, transform }) = place(self.family, &self.sizes, name) else {
+            let Some(TensorName { name: new, transform }) = gguf_name(self.family, &self.sizes, name) else {
                 unknown.push(name);
                 continue;
             };

@@ -55,7 +55,7 @@ impl Reader {
         &self.path
     }
 
-    /// Returns the place of a tensor among [`Header::tensors`].
+    /// Returns the index of a tensor among [`Header::tensors`].
     pub fn position(&self, name: &str) -> Option<usize> {
         self.header.tensors.iter().position(|tensor| tensor.name == name)
     }

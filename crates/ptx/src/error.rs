@@ -109,7 +109,7 @@ pub enum FaultKind {
     },
     /// Two asynchronous copies of a thread to one place, of which the second begins before the first is waited for: either may
     /// end last.
-    #[error("a race: an asynchronous copy to {place} begins while another one to it is on its way")]
+    #[error("a race: an asynchronous copy to {place} begins while another one to it is in flight")]
     CopiesOverlap {
         /// The address.
         place: String,
@@ -159,7 +159,7 @@ pub enum FaultKind {
         problem: String,
     },
     /// `bra.uni` with threads that disagree.
-    #[error("a branch that is said to be uniform, and is not")]
+    #[error("a branch that is marked uniform diverges")]
     DivergentBranch,
     /// `trap`, which is how a kernel gives up.
     #[error("the kernel traps")]

@@ -110,7 +110,7 @@ pub(crate) struct Region {
 }
 
 /// A run of bytes of a region.
-pub(crate) type Place = (usize, usize);
+pub(crate) type ByteRange = (usize, usize);
 
 impl Memory {
     /// Without buffers.
@@ -198,7 +198,7 @@ impl Region {
 
     pub(crate) fn load(
         &mut self,
-        (at, bytes): Place,
+        (at, bytes): ByteRange,
         access: &Access,
         who: Who,
         lines: &dyn Fn(u32) -> usize,

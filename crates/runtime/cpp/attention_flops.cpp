@@ -15,7 +15,7 @@ enum class Mask { TOP_LEFT, BOTTOM_RIGHT, BY_NUMBER };
 enum class Layout { HEADS_FIRST, TOKENS_FIRST };
 
 // Indices of the arguments that determine an operator's work; -1 for those that it does not have.
-struct Places {
+struct ArgumentIndices {
   int query;
   int causal;
   Mask mask;
@@ -54,20 +54,20 @@ std::optional<int64_t> integer(Inputs inputs, int index) {
   return inputs[index].toInt();
 }
 
-Window window_of(Inputs inputs, const Places& places) {
+Window window_of(Inputs inputs, const ArgumentIndices& indices) {
   Window window;
-  const auto& causal = inputs[places.causal];
-  window.from_the_end = places.mask == Mask::BOTTOM_RIGHT;
-  if (places.mask == Mask::BY_NUMBER) {
+  const auto& causal = inputs[indices.causal];
+  window.from_the_end = indices.mask == Mask::BOTTOM_RIGHT;
+  if (indices.mask == Mask::BY_NUMBER) {
     const auto number = causal.isInt() ? causal.toInt() : 0;
     window.from_the_end = number == 2;
     if (number != 0) window.right = 0;
   } else if (causal.isBool() && causal.toBool()) {
     window.right = 0;
   }
-  if (places.window >= 0) {
-    window.left = integer(inputs, places.window).value_or(-1);
-    if (window.right < 0) window.right = integer(inputs, places.window + 1).value_or(-1);
+  if (indices.window >= 0) {
+    window.left = integer(inputs, indices.window).value_or(-1);
+    if (window.right < 0) window.right = integer(inputs, indices.window + 1).value_or(-1);
   }
   return window;
 }
@@ -87,19 +87,19 @@ std::vector<int64_t> lengths(const at::Tensor& starts) {
   return result;
 }
 
-std::optional<Flops> attention(Inputs inputs, const Places& places) {
-  if (inputs.size() <= static_cast<size_t>(std::max(places.query + 2, places.causal))) return std::nullopt;
+std::optional<Flops> attention(Inputs inputs, const ArgumentIndices& indices) {
+  if (inputs.size() <= static_cast<size_t>(std::max(indices.query + 2, indices.causal))) return std::nullopt;
   for (int i = 0; i < 3; ++i) {
-    const auto& value = inputs[places.query + i];
+    const auto& value = inputs[indices.query + i];
     if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().is_nested()) return std::nullopt;
   }
-  const auto& q = inputs[places.query].toTensor();
-  const auto& k = inputs[places.query + 1].toTensor();
-  const auto& v = inputs[places.query + 2].toTensor();
-  const auto window = window_of(inputs, places);
+  const auto& q = inputs[indices.query].toTensor();
+  const auto& k = inputs[indices.query + 1].toTensor();
+  const auto& v = inputs[indices.query + 2].toTensor();
+  const auto window = window_of(inputs, indices);
 
   uint64_t dense = 0, kept = 0, heads = 0;
-  const auto *starts_q = starts(inputs, places.starts_q), *starts_k = starts(inputs, places.starts_k);
+  const auto *starts_q = starts(inputs, indices.starts_q), *starts_k = starts(inputs, indices.starts_k);
   if (starts_q != nullptr && starts_k != nullptr) {
     if (q.dim() < 3 || starts_q->is_meta() || starts_k->is_meta()) return std::nullopt;
     const auto queries = lengths(*starts_q), keys = lengths(*starts_k);
@@ -110,39 +110,39 @@ std::optional<Flops> attention(Inputs inputs, const Places& places) {
     heads = static_cast<uint64_t>(q.size(-2));
   } else {
     if (q.dim() != 4 || k.dim() != 4) return std::nullopt;
-    const int tokens = places.layout == Layout::HEADS_FIRST ? 2 : 1;
+    const int tokens = indices.layout == Layout::HEADS_FIRST ? 2 : 1;
     dense = static_cast<uint64_t>(q.size(tokens) * k.size(tokens));
     kept = kept_pairs(q.size(tokens), k.size(tokens), window);
     heads = static_cast<uint64_t>(q.size(0) * q.size(3 - tokens));
   }
   const auto d = static_cast<uint64_t>(q.size(-1)), dv = static_cast<uint64_t>(v.size(-1));
-  const uint64_t per_pair = heads * (places.backward ? 6 * d + 4 * dv : 2 * d + 2 * dv);
+  const uint64_t per_pair = heads * (indices.backward ? 6 * d + 4 * dv : 2 * d + 2 * dv);
   return Flops{dense * per_pair, kept * per_pair};
 }
 
-template <const Places& places>
+template <const ArgumentIndices& indices>
 std::optional<Flops> formula(Inputs inputs) {
   // The operators that read the starts are not counted.
   at::RecordFunctionGuard silent(false);
-  return attention(inputs, places);
+  return attention(inputs, indices);
 }
 
 // clang-format off
-constexpr Places CPU            {0, 4, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
-constexpr Places CPU_BACKWARD   {1, 7, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
-constexpr Places SDPA_FLASH     {0, 4, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
-constexpr Places SDPA_FLASH_BACKWARD {1, 11, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
-constexpr Places SDPA_EFFICIENT {0, 6, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
-constexpr Places SDPA_EFFICIENT_BACKWARD {1, 11, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
-constexpr Places SDPA_CUDNN     {0, 6, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
-constexpr Places CUDNN          {0, 10, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, 4, 5, -1};
-constexpr Places CUDNN_BACKWARD {1, 14, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, 9, 10, -1};
-constexpr Places OVERRIDEABLE   {0, 5, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
-constexpr Places OVERRIDEABLE_BACKWARD {1, 13, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
-constexpr Places FLASH          {0, 8, Mask::BOTTOM_RIGHT, Layout::TOKENS_FIRST, false, 3, 4, 11};
-constexpr Places FLASH_BACKWARD {1, 11, Mask::BOTTOM_RIGHT, Layout::TOKENS_FIRST, true, 6, 7, 15};
-constexpr Places EFFICIENT      {0, 9, Mask::BY_NUMBER, Layout::TOKENS_FIRST, false, 4, 5, -1};
-constexpr Places EFFICIENT_BACKWARD {1, 14, Mask::BY_NUMBER, Layout::TOKENS_FIRST, true, 6, 7, -1};
+constexpr ArgumentIndices CPU            {0, 4, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
+constexpr ArgumentIndices CPU_BACKWARD   {1, 7, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
+constexpr ArgumentIndices SDPA_FLASH     {0, 4, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
+constexpr ArgumentIndices SDPA_FLASH_BACKWARD {1, 11, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
+constexpr ArgumentIndices SDPA_EFFICIENT {0, 6, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
+constexpr ArgumentIndices SDPA_EFFICIENT_BACKWARD {1, 11, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
+constexpr ArgumentIndices SDPA_CUDNN     {0, 6, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
+constexpr ArgumentIndices CUDNN          {0, 10, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, 4, 5, -1};
+constexpr ArgumentIndices CUDNN_BACKWARD {1, 14, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, 9, 10, -1};
+constexpr ArgumentIndices OVERRIDEABLE   {0, 5, Mask::TOP_LEFT, Layout::HEADS_FIRST, false, -1, -1, -1};
+constexpr ArgumentIndices OVERRIDEABLE_BACKWARD {1, 13, Mask::TOP_LEFT, Layout::HEADS_FIRST, true, -1, -1, -1};
+constexpr ArgumentIndices FLASH          {0, 8, Mask::BOTTOM_RIGHT, Layout::TOKENS_FIRST, false, 3, 4, 11};
+constexpr ArgumentIndices FLASH_BACKWARD {1, 11, Mask::BOTTOM_RIGHT, Layout::TOKENS_FIRST, true, 6, 7, 15};
+constexpr ArgumentIndices EFFICIENT      {0, 9, Mask::BY_NUMBER, Layout::TOKENS_FIRST, false, 4, 5, -1};
+constexpr ArgumentIndices EFFICIENT_BACKWARD {1, 14, Mask::BY_NUMBER, Layout::TOKENS_FIRST, true, 6, 7, -1};
 // clang-format on
 } // namespace
 

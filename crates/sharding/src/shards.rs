@@ -50,7 +50,7 @@ type Values = Box<dyn Fn(&str, &Tensor) -> Result<bool> + Send>;
 struct State {
     regions: Vec<Region>,
     /// By a tensor's identity: its region, and its index there.
-    places: HashMap<usize, (usize, usize)>,
+    indices: HashMap<usize, (usize, usize)>,
     /// Takes the gradients, once there is an optimizer.
     round: Option<Weak<Mutex<Round>>>,
 }
@@ -61,13 +61,13 @@ struct Region {
     division: Division,
     /// This rank's weights.
     shard: Tensor,
-    members: Vec<Held>,
+    members: Vec<LayerTensor>,
     /// Its number among the optimizer's buckets.
     bucket: Option<usize>,
 }
 
 /// A tensor of a region.
-struct Held {
+struct LayerTensor {
     name: String,
     tensor: Tensor,
     range: std::ops::Range<i64>,
@@ -114,7 +114,7 @@ impl Shards {
     }
 
     pub(crate) fn holds(&self, tensor: &Tensor) -> Result<bool> {
-        Ok(self.0.state.lock().places.contains_key(&identity(tensor)?))
+        Ok(self.0.state.lock().indices.contains_key(&identity(tensor)?))
     }
 
     /// What all ranks must agree on: each tensor's name, shape and sum.
@@ -130,7 +130,7 @@ impl Shards {
         let mut buckets = Vec::new();
         for region in self.0.state.lock().regions.iter_mut().filter(|region| region.trained) {
             let mut members = Vec::new();
-            for Held { name, tensor, range, .. } in &region.members {
+            for LayerTensor { name, tensor, range, .. } in &region.members {
                 let Some(&parameter) = parameters.get(&identity(tensor)?) else {
                     return Err(refused(format!(
                         "`{name}` is trained, but in no group; give all trained parameters"
@@ -152,22 +152,22 @@ impl Shards {
     /// Returns a tensor's values, whole; `None` if no layer has it. Each owner sends its part to all.
     pub(crate) fn whole(&self, tensor: &Tensor) -> Result<Option<Tensor>> {
         let _no_grad = tch::no_grad_guard();
-        let Some(place) = self.place(tensor)? else { return Ok(None) };
+        let Some(found) = self.find(tensor)? else { return Ok(None) };
         let whole = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), Device::Cpu))?;
         for rank in 0..self.0.ranks.size() {
-            let Some((part, in_shard)) = place.part(rank) else { continue };
+            let Some((part, in_shard)) = found.part(rank) else { continue };
             let mut part = narrow(&whole, &part)?;
             if rank == self.0.ranks.rank() {
-                part.f_copy_(&narrow(&place.shard, &in_shard)?)?;
+                part.f_copy_(&narrow(&found.shard, &in_shard)?)?;
             }
-            self.0.ranks.broadcast(&part, rank, &place.name)?;
+            self.0.ranks.broadcast(&part, rank, &found.name)?;
         }
         Ok(Some(whole.f_view(tensor.size().as_slice())?))
     }
 
     /// Returns a tensor as rank 0 writes it; `None` if no layer has it.
     pub(crate) fn divided(&self, tensor: &Tensor) -> Option<Divided> {
-        let Place { name, range, division, shard } = self.place(tensor).ok()??;
+        let TensorShard { name, range, division, shard } = self.find(tensor).ok()??;
         let rank = self.0.ranks.rank();
         let first = division.range(rank).start;
         let (start, end) = (range.start.max(first), range.end.min(division.range(rank).end));
@@ -178,21 +178,21 @@ impl Shards {
     /// Writes this rank's part of a tensor's values; returns whether a layer has it.
     pub(crate) fn set(&self, tensor: &Tensor, values: &Tensor) -> Result<bool> {
         let _no_grad = tch::no_grad_guard();
-        let Some(place) = self.place(tensor)? else { return Ok(false) };
-        if let Some((part, in_shard)) = place.part(self.0.ranks.rank()) {
-            let mut own = narrow(&place.shard, &in_shard)?;
+        let Some(found) = self.find(tensor)? else { return Ok(false) };
+        if let Some((part, in_shard)) = found.part(self.0.ranks.rank()) {
+            let mut own = narrow(&found.shard, &in_shard)?;
             own.f_copy_(&narrow(&values.f_reshape([-1])?, &part)?)?;
         }
         runtime::autograd::mark_written(tensor)?;
         Ok(true)
     }
 
-    fn place(&self, tensor: &Tensor) -> Result<Option<Place>> {
+    fn find(&self, tensor: &Tensor) -> Result<Option<TensorShard>> {
         let state = self.0.state.lock();
-        let Some(&(region, index)) = state.places.get(&identity(tensor)?) else { return Ok(None) };
+        let Some(&(region, index)) = state.indices.get(&identity(tensor)?) else { return Ok(None) };
         let Region { division, shard, members, .. } = &state.regions[region];
-        let Held { name, range, .. } = &members[index];
-        Ok(Some(Place {
+        let LayerTensor { name, range, .. } = &members[index];
+        Ok(Some(TensorShard {
             name: name.clone(),
             range: range.clone(),
             division: *division,
@@ -202,14 +202,14 @@ impl Shards {
 }
 
 /// Where a tensor is.
-struct Place {
+struct TensorShard {
     name: String,
     range: std::ops::Range<i64>,
     division: Division,
     shard: Tensor,
 }
 
-impl Place {
+impl TensorShard {
     /// Returns a rank's part of the tensor: its elements in the tensor, and in the rank's shard.
     fn part(&self, rank: usize) -> Option<(std::ops::Range<i64>, std::ops::Range<i64>)> {
         let owned = owned(&self.range, self.division, rank);
@@ -235,7 +235,7 @@ impl LayerSource for Shards {
         shard.shallow_clone().f_copy_(&own)?;
         let mut members = Vec::new();
         for (name, tensor, range) in &region.tensors {
-            members.push(Held {
+            members.push(LayerTensor {
                 name: name.clone(),
                 tensor: tensor.shallow_clone(),
                 range: range.clone(),
@@ -245,7 +245,7 @@ impl LayerSource for Shards {
         let mut state = self.0.state.lock();
         let number = state.regions.len();
         for (index, held) in members.iter().enumerate() {
-            state.places.insert(identity(&held.tensor)?, (number, index));
+            state.indices.insert(identity(&held.tensor)?, (number, index));
         }
         let (layer, trained) = (region.layer.to_owned(), region.trained);
         state.regions.push(Region { layer, trained, division, shard, members, bucket: None });

@@ -49,7 +49,7 @@ use ranks::Owner;
 pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
 pub use retry::Overflow;
-use saving::Occasion;
+use saving::SaveReason;
 pub use trouble::StepFigures;
 use trouble::Trouble;
 
@@ -171,7 +171,7 @@ impl Trainer {
         validation: Option<&mut dyn Batches>,
     ) -> Result<StopReason> {
         let ended = self.advance(self.options.steps, train, validation)?;
-        self.save(train, Occasion::End)?;
+        self.save(train, SaveReason::End)?;
         Ok(ended)
     }
 
@@ -213,7 +213,7 @@ impl Trainer {
             }
             if save {
                 let began = Instant::now();
-                self.save(train, Occasion::Periodic)?;
+                self.save(train, SaveReason::Periodic)?;
                 self.saved_at = Instant::now();
                 self.last += began.elapsed();
             }

@@ -1,6 +1,6 @@
 //! The activation plan of least recomputation under a budget, on paper.
 
-use super::{Batch, Candidate, Job, Way};
+use super::{Batch, Candidate, Job, Placement};
 use crate::activation_plan::{Kept, LayerChoice, LayerCost, least_recomputation};
 use crate::model::Part;
 use crate::offload::StepCosts;
@@ -13,7 +13,7 @@ const ATTEMPTS: usize = 6;
 impl Job {
     /// What a layer may keep. What elementwise recomputation keeps depends on the kernel of attention, which is known for whole rows on
     /// a CPU. There a copy in host memory saves nothing.
-    pub(super) fn ways_to_keep(&self) -> &'static [Kept] {
+    pub(super) fn kept_options(&self) -> &'static [Kept] {
         match (self.on_cpu, self.choices.documents) {
             (true, false) => {
                 &[Kept::Everything, Kept::Products, Kept::Attention, Kept::FeedForward, Kept::Input]
@@ -25,23 +25,28 @@ impl Job {
         }
     }
 
-    /// The costs of a layer that keeps each of `ways`, in the middle of the model.
-    pub(super) fn layer_choices(&self, batch: Batch, ways: &[Kept]) -> Result<Vec<LayerChoice<Kept>>, Error> {
+    /// The costs of a layer that keeps each of `options`, in the middle of the model.
+    pub(super) fn layer_choices(
+        &self,
+        batch: Batch,
+        options: &[Kept],
+    ) -> Result<Vec<LayerChoice<Kept>>, Error> {
         let costs = self.costs(batch)?;
         // Only the first layer differs.
         let at = 1.min(costs.layers.len().saturating_sub(1));
-        ways.iter()
-            .map(|&way| {
-                let planned = self.with_plan(costs.clone(), batch, &vec![way; costs.layers.len()])?;
+        options
+            .iter()
+            .map(|&option| {
+                let planned = self.with_plan(costs.clone(), batch, &vec![option; costs.layers.len()])?;
                 let layer = planned.layers[at];
                 let kept = layer.kept.unwrap_or_default();
                 let cost = LayerCost {
                     held_bytes: kept.bytes,
-                    host_bytes: if way == Kept::InputOnHost { costs.working.input_bytes } else { 0 },
+                    host_bytes: if option == Kept::InputOnHost { costs.working.input_bytes } else { 0 },
                     recompute_seconds: (layer.backward_seconds - costs.layers[at].backward_seconds).max(0.0),
                     transient_bytes: kept.backward_bytes,
                 };
-                Ok(LayerChoice { of: way, cost })
+                Ok(LayerChoice { of: option, cost })
             })
             .collect()
     }
@@ -57,8 +62,8 @@ impl Job {
         let mut costs =
             sizes::with_activation_plan(costs, &self.model, lora, batch.work, &self.choices, plan)?;
         let seconds = self.recomputation_seconds(&costs, batch)?;
-        for (layer, &way) in costs.layers.iter_mut().zip(plan) {
-            layer.backward_seconds += seconds(way);
+        for (layer, &kept) in costs.layers.iter_mut().zip(plan) {
+            layer.backward_seconds += seconds(kept);
         }
         Ok(costs)
     }
@@ -83,7 +88,7 @@ impl Job {
             8 * model.hidden + 2 * (model.query_width()? + model.kv_width()?) + 3 * model.feed_forward;
         let width = (self.choices.recipe.compute.storage_bits() / 8) as f64;
         let elementwise = batch.work.tokens()? as f64 * numbers as f64 * width / self.choices.bandwidth;
-        Ok(move |way| match way {
+        Ok(move |kept| match kept {
             Kept::Everything => 0.0,
             Kept::Products => elementwise.min(forward),
             Kept::Attention => forward * share,
@@ -92,47 +97,47 @@ impl Job {
         })
     }
 
-    /// The plan of least recomputation among `ways` whose step fits `budget`; `None` if none does.
+    /// The plan of least recomputation among `options` whose step fits `budget`; `None` if none does.
     pub(super) fn least_recomputed(
         &self,
-        ways: &[Kept],
+        options: &[Kept],
         rows: Option<u64>,
         budget: u64,
     ) -> Result<Option<Candidate>, Error> {
         let layers = self.model.layers as usize;
         let batch = self.pass(self.widest(), rows);
-        let choices = self.layer_choices(batch, ways)?;
+        let choices = self.layer_choices(batch, options)?;
         // What the layers may take: at first all, then less by what the whole step was beyond the budget.
-        let mut room = budget;
+        let mut available = budget;
         for _ in 0..ATTEMPTS {
-            let plan = match least_recomputation(layers, &choices, room) {
+            let plan = match least_recomputation(layers, &choices, available) {
                 Ok(plan) => plan,
                 Err(Error::NoPlanFits { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             };
-            let candidate = self.evaluate(Way::Resident(plan.layers), rows)?;
+            let candidate = self.evaluate(Placement::Resident(plan.layers), rows)?;
             let Some(excess) = candidate.peak.total.checked_sub(budget).filter(|excess| *excess > 0) else {
                 return Ok(Some(candidate));
             };
             // Where the peak is not in the layers, their plan must shrink more than by the excess.
-            room = room.min(plan.peak_bytes).saturating_sub(excess);
+            available = available.min(plan.peak_bytes).saturating_sub(excess);
         }
         Ok(None)
     }
 
-    /// The plan among `ways` that takes the fewest bytes.
-    pub(super) fn least_held(&self, ways: &[Kept], rows: Option<u64>) -> Result<Candidate, Error> {
+    /// The plan among `options` that takes the fewest bytes.
+    pub(super) fn least_held(&self, options: &[Kept], rows: Option<u64>) -> Result<Candidate, Error> {
         let layers = self.model.layers as usize;
-        let choices = self.layer_choices(self.pass(self.widest(), rows), ways)?;
+        let choices = self.layer_choices(self.pass(self.widest(), rows), options)?;
         let least = match least_recomputation(layers, &choices, 0) {
             Err(Error::NoPlanFits { needed, .. }) => least_recomputation(layers, &choices, needed)?,
             other => other?,
         };
-        let planned = self.evaluate(Way::Resident(least.layers), rows)?;
+        let planned = self.evaluate(Placement::Resident(least.layers), rows)?;
         // The head may need more than the layers; then what is held counts, not what a backward adds.
-        let held = |way: &&LayerChoice<Kept>| (way.cost.held_bytes, way.cost.transient_bytes);
+        let held = |choice: &&LayerChoice<Kept>| (choice.cost.held_bytes, choice.cost.transient_bytes);
         let Some(smallest) = choices.iter().min_by_key(held) else { return Ok(planned) };
-        let uniform = self.evaluate(Way::Resident(vec![smallest.of; layers]), rows)?;
+        let uniform = self.evaluate(Placement::Resident(vec![smallest.of; layers]), rows)?;
         Ok(if uniform.peak.total < planned.peak.total { uniform } else { planned })
     }
 }

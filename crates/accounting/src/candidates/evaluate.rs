@@ -1,6 +1,6 @@
 //! What a candidate takes.
 
-use super::{Batch, Candidate, Job, Tier, Way};
+use super::{Batch, Candidate, Job, Placement, Tier};
 use crate::Error;
 use crate::decoder_flops::Workload;
 use crate::exact::sum;
@@ -51,42 +51,42 @@ impl Job {
         Ok(costs)
     }
 
-    /// The costs of a pass under `way`.
-    fn costs_of(&self, way: &Way, pass: Batch) -> Result<StepCosts, Error> {
+    /// The costs of a pass under `placement`.
+    fn costs_of(&self, placement: &Placement, pass: Batch) -> Result<StepCosts, Error> {
         let costs = self.costs(pass)?;
-        match way {
-            Way::Resident(plan) => self.with_plan(costs, pass, plan),
-            Way::Offloaded { .. } => Ok(costs),
+        match placement {
+            Placement::Resident(plan) => self.with_plan(costs, pass, plan),
+            Placement::Offloaded { .. } => Ok(costs),
         }
     }
 
-    fn rates_of(&self, way: &Way) -> Rates {
-        match way {
-            Way::Offloaded { tier: Tier::File, .. } => Rates { load: self.file_load, ..self.rates },
+    fn rates_of(&self, placement: &Placement) -> Rates {
+        match placement {
+            Placement::Offloaded { tier: Tier::File, .. } => Rates { load: self.file_load, ..self.rates },
             _ => self.rates,
         }
     }
 
-    /// Predicts a way of running a step whose passes have at most `rows` rows.
+    /// Predicts a step whose passes have at most `rows` rows.
     ///
     /// # Errors
     /// Those of [`simulate`]; a model whose activations are not modelled.
-    pub fn evaluate(&self, way: Way, rows: Option<u64>) -> Result<Candidate, Error> {
-        let setup = way.setup();
-        let rates = self.rates_of(&way);
+    pub fn evaluate(&self, placement: Placement, rows: Option<u64>) -> Result<Candidate, Error> {
+        let setup = placement.setup();
+        let rates = self.rates_of(&placement);
         let mut worst: Option<(Footprint, usize, u64)> = None;
         for (number, batch) in self.largest.iter().enumerate() {
-            let costs = self.costs_of(&way, self.pass(*batch, rows))?;
-            let (peak, host) = self.peak(&way, &setup, &rates, costs, self.is_accumulated(rows))?;
+            let costs = self.costs_of(&placement, self.pass(*batch, rows))?;
+            let (peak, host) = self.peak(&placement, &setup, &rates, costs, self.is_accumulated(rows))?;
             if worst.as_ref().is_none_or(|(found, ..)| peak.total > found.total) {
                 worst = Some((peak, number, host));
             }
         }
         let (peak, batch, host_bytes) = worst.ok_or(Error::Zero { what: "the number of batches" })?;
-        let seconds = self.seconds(&way, &setup, &rates, rows)?;
-        let evaluation = self.evaluation.map(|batch| self.evaluation(&way, batch)).transpose()?;
+        let seconds = self.seconds(&placement, &setup, &rates, rows)?;
+        let evaluation = self.evaluation.map(|batch| self.evaluation(&placement, batch)).transpose()?;
         let evaluation_bytes = evaluation.map_or(0, |peak| peak.total);
-        Ok(Candidate { way, rows, peak, batch, evaluation_bytes, host_bytes, seconds })
+        Ok(Candidate { placement, rows, peak, batch, evaluation_bytes, host_bytes, seconds })
     }
 
     /// Predicts the peak of an evaluation between steps, on batches of this size: no gradient and no graph exist, the optimizer's
@@ -94,7 +94,7 @@ impl Job {
     ///
     /// # Errors
     /// As [`Job::evaluate`].
-    pub fn evaluation(&self, way: &Way, batch: Batch) -> Result<Footprint, Error> {
+    pub fn evaluation(&self, placement: &Placement, batch: Batch) -> Result<Footprint, Error> {
         const WHAT: &str = "bytes of an evaluation";
         let trained = self.costs(batch)?;
         // The head without a gradient of its matrix, as over a frozen model.
@@ -107,9 +107,9 @@ impl Job {
         for (layer, trained) in costs.layers.iter_mut().zip(&trained.layers) {
             layer.slot_bytes = trained.slot_bytes;
         }
-        let setup = way.setup();
-        let mut peak = simulate(&costs, &self.rates_of(way), &setup, Start::Warm)?.device;
-        if matches!(way, Way::Resident(_)) {
+        let setup = placement.setup();
+        let mut peak = simulate(&costs, &self.rates_of(placement), &setup, Start::Warm)?.device;
+        if matches!(placement, Placement::Resident(_)) {
             let state = trained.state_bytes()?;
             peak.parts.push(Item { name: "optimizer state", bytes: state });
             peak.total = sum(WHAT, [peak.total, state])?;
@@ -119,7 +119,7 @@ impl Job {
 
     fn peak(
         &self,
-        way: &Way,
+        placement: &Placement,
         setup: &Setup,
         rates: &Rates,
         costs: StepCosts,
@@ -127,14 +127,14 @@ impl Job {
     ) -> Result<(Footprint, u64), Error> {
         const WHAT: &str = "bytes of a step";
         let gradients = gradient_bytes(&costs)?;
-        let whole = accumulated && matches!(way, Way::Resident(_));
+        let whole = accumulated && matches!(placement, Placement::Resident(_));
         let costs = if whole { with_all_gradients(costs) } else { costs };
         let SimulatedStep { device: mut peak, mut host_bytes, .. } =
             simulate(&costs, rates, setup, Start::Warm)?;
         if whole {
             split_gradients(&mut peak, gradients);
         }
-        if let Way::Offloaded { tier, resident, .. } = way {
+        if let Placement::Offloaded { tier, resident, .. } = placement {
             let streamed = costs.layers.iter().enumerate().filter(|(layer, _)| !resident.contains(layer));
             if *tier == Tier::File {
                 // The frozen weights are pages of files, which the system drops when memory is short.
@@ -155,8 +155,14 @@ impl Job {
     }
 
     /// Seconds of a step of mean batches.
-    fn seconds(&self, way: &Way, setup: &Setup, rates: &Rates, rows: Option<u64>) -> Result<f64, Error> {
-        let costs = self.costs_of(way, self.pass(self.mean, rows))?;
+    fn seconds(
+        &self,
+        placement: &Placement,
+        setup: &Setup,
+        rates: &Rates,
+        rows: Option<u64>,
+    ) -> Result<f64, Error> {
+        let costs = self.costs_of(placement, self.pass(self.mean, rows))?;
         let passes = self.passes(self.mean, rows);
         let last = simulate(&costs, rates, setup, Start::Warm)?.seconds;
         if passes == 1 {
@@ -168,7 +174,7 @@ impl Job {
     }
 }
 
-impl Way {
+impl Placement {
     fn setup(&self) -> Setup {
         match self {
             Self::Resident(_) => Setup {

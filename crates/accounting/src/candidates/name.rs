@@ -1,22 +1,22 @@
 //! Names of candidates in tables.
 
-use super::{Candidate, Tier, Way};
+use super::{Candidate, Placement, Tier};
 use crate::activation_plan::Kept;
 use crate::offload::OptimizerPlace;
 
 impl Candidate {
     /// Returns a short name, such as `recompute 15 of 24 layers, 2 rows at a time`.
     pub fn name(&self) -> String {
-        let way = self.way.name();
+        let placement = self.placement.name();
         match self.rows {
-            None => way,
-            Some(1) => format!("{way}, 1 row at a time"),
-            Some(rows) => format!("{way}, {rows} rows at a time"),
+            None => placement,
+            Some(1) => format!("{placement}, 1 row at a time"),
+            Some(rows) => format!("{placement}, {rows} rows at a time"),
         }
     }
 }
 
-impl Way {
+impl Placement {
     /// Returns a short name.
     pub fn name(&self) -> String {
         match self {
@@ -40,7 +40,7 @@ impl Way {
 }
 
 fn of_layers(layers: &[Kept]) -> String {
-    let count = |way: Kept| layers.iter().filter(|one| **one == way).count();
+    let count = |kept: Kept| layers.iter().filter(|one| **one == kept).count();
     let all = layers.len();
     // The last layer keeps its activations where that takes no more memory: its backward follows at once.
     let is_all = |number: usize| number > 0 && number + 1 >= all;
@@ -55,8 +55,8 @@ fn of_layers(layers: &[Kept]) -> String {
         (Kept::InputOnHost, "recompute", " from inputs in host memory"),
     ]
     .into_iter()
-    .filter(|(way, ..)| count(*way) > 0)
-    .map(|(way, what, from)| format!("{what} {} of {all} layers{from}", count(way)))
+    .filter(|(kept, ..)| count(*kept) > 0)
+    .map(|(kept, what, from)| format!("{what} {} of {all} layers{from}", count(kept)))
     .collect();
     if parts.is_empty() { "keep all".to_owned() } else { parts.join(", ") }
 }

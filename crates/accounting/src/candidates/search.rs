@@ -1,6 +1,6 @@
 //! The fastest candidate within a budget, and what is beside it.
 
-use super::{Candidate, Job, Tier, Way};
+use super::{Candidate, Job, Placement, Tier};
 use crate::Error;
 use crate::activation_plan::Kept;
 use crate::offload::{Budget, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
@@ -9,7 +9,7 @@ use crate::offload::{Budget, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
 const SPLIT_GAIN: f64 = 0.02;
 
 /// Plans between the chosen one and the least, for [`Job::cheaper_plans`].
-const RUNGS: u64 = 4;
+const LEVELS: u64 = 4;
 
 /// Which candidates are considered.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,7 +124,7 @@ impl Job {
         for rows in self.row_counts(allowed) {
             match &allowed.layers {
                 None => {}
-                Some(Layers::Only(plan)) => all.push(self.evaluate(Way::Resident(plan.clone()), rows)?),
+                Some(Layers::Only(plan)) => all.push(self.evaluate(Placement::Resident(plan.clone()), rows)?),
                 Some(Layers::Any) => all.extend(self.resident(rows, budget)?),
             }
             if let Some(offloaded) = &allowed.offloaded {
@@ -141,7 +141,9 @@ impl Job {
         let mut shown: Vec<Candidate> = Vec::new();
         for (number, candidate) in all.into_iter().enumerate() {
             let is_shown = candidate.rows == allowed.rows || Some(number) == best || Some(number) == least;
-            if is_shown && !shown.iter().any(|one| one.way == candidate.way && one.rows == candidate.rows) {
+            if is_shown
+                && !shown.iter().any(|one| one.placement == candidate.placement && one.rows == candidate.rows)
+            {
                 shown.push(candidate);
             }
         }
@@ -156,13 +158,13 @@ impl Job {
     /// # Errors
     /// As [`Job::search`].
     pub fn cheaper_plans(&self, chosen: &Candidate) -> Result<Vec<Candidate>, Error> {
-        let ways = self.ways_to_keep();
-        let least = self.least_held(ways, chosen.rows)?;
+        let options = self.kept_options();
+        let least = self.least_held(options, chosen.rows)?;
         let mut plans: Vec<Candidate> = Vec::new();
         let range = chosen.peak.total.saturating_sub(least.peak.total);
-        for rung in (1..RUNGS).rev() {
-            let budget = least.peak.total + range / RUNGS * rung;
-            plans.extend(self.least_recomputed(ways, chosen.rows, budget)?);
+        for level in (1..LEVELS).rev() {
+            let budget = least.peak.total + range / LEVELS * level;
+            plans.extend(self.least_recomputed(options, chosen.rows, budget)?);
         }
         plans.push(least);
         let mut below = chosen.peak.total;
@@ -189,12 +191,13 @@ impl Job {
 
     /// Everything kept, the least recomputation that fits, and the fewest bytes.
     fn resident(&self, rows: Option<u64>, budget: Budget) -> Result<Vec<Candidate>, Error> {
-        let ways = self.ways_to_keep();
-        let keeps = self.evaluate(Way::Resident(vec![Kept::Everything; self.model.layers as usize]), rows)?;
-        let least = self.least_held(ways, rows)?;
+        let options = self.kept_options();
+        let keeps =
+            self.evaluate(Placement::Resident(vec![Kept::Everything; self.model.layers as usize]), rows)?;
+        let least = self.least_held(options, rows)?;
         let mut found = Vec::new();
         if !fits(&keeps, budget) && least.peak.total <= budget.device {
-            found.extend(self.least_recomputed(ways, rows, budget.device)?);
+            found.extend(self.least_recomputed(options, rows, budget.device)?);
         }
         found.extend([keeps, least]);
         Ok(found)
@@ -211,7 +214,7 @@ impl Job {
         let layers = self.model.layers as usize;
         let of = |ring: usize, resident: Vec<usize>| {
             let optimizer = allowed.optimizer;
-            self.evaluate(Way::Offloaded { tier, ring, resident, optimizer }, rows)
+            self.evaluate(Placement::Offloaded { tier, ring, resident, optimizer }, rows)
         };
         if let Some(resident) = &allowed.resident {
             let streamed = layers.saturating_sub(resident.len()).max(1);

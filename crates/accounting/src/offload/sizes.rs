@@ -7,6 +7,7 @@
 //! measurements should replace them.
 
 mod casts;
+mod choices;
 mod update;
 
 use super::flat_bytes;
@@ -15,9 +16,7 @@ use crate::activation_plan::Kept;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
-use crate::memory::logits::Loss;
 use crate::memory::nf4;
-use crate::memory::optimizer::Optimizer;
 use crate::memory::recipe::Recipe;
 use crate::memory::{kv_cache, total};
 use crate::model::{Decoder, Part};
@@ -28,59 +27,8 @@ use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
 use casts::cast_bytes;
+pub use choices::Choices;
 pub use update::update_bytes;
-
-/// Further settings that determine the costs of a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choices {
-    /// FLOP/s that products reach.
-    pub flops: f64,
-    /// Bytes per second of the device's memory, which bounds a step of few tokens.
-    pub bandwidth: f64,
-    /// Number formats.
-    pub recipe: Recipe,
-    /// The optimizer of the trained parameters.
-    pub optimizer: Optimizer,
-    /// The implementation of the loss.
-    pub loss: Loss,
-    /// The implementation of an RMSNorm.
-    pub norm: NormKernel,
-    /// The tokens whose logits an inference computes.
-    pub logits: Logits,
-    /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
-    pub product_workspaces: u64,
-    /// Whether rows are packed: attention runs document by document.
-    pub documents: bool,
-    /// Whether products of 16 bits in mixed precision, and those with weights in NF4, are computed in fp32, as on a CPU without
-    /// instructions for 16 bits.
-    pub widens: bool,
-}
-
-impl Default for Choices {
-    /// Returns 100 TFLOP/s, 1 TB/s, everything in bf16 with fp32 master weights, AdamW, a loss in tiles of 1024 tokens,
-    /// and the logits of every token.
-    fn default() -> Self {
-        Self {
-            flops: 100e12,
-            bandwidth: 1e12,
-            recipe: Recipe::BF16_MASTER,
-            optimizer: Optimizer::AdamW,
-            loss: Loss::LinearCrossEntropy { tokens: 1024 },
-            norm: NormKernel::default(),
-            logits: Logits::default(),
-            product_workspaces: 0,
-            documents: false,
-            widens: false,
-        }
-    }
-}
-
-impl Choices {
-    /// Seconds of products with these FLOPs that go over weights so many times.
-    fn seconds(&self, flops: f64, passes: f64, weight_bytes: u64) -> f64 {
-        (flops / self.flops).max(passes * weight_bytes as f64 / self.bandwidth)
-    }
-}
 
 /// Returns the costs of a forward that keeps nothing and ends in logits.
 ///
@@ -273,11 +221,11 @@ pub fn with_activation_plan(
     }
     let block = block_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
     let mut costs = costs;
-    for (number, (layer, &way)) in costs.layers.iter_mut().zip(plan).enumerate() {
-        let KeptPasses { held, forward, mut backward } = kept_passes(&block, way, number == 0)?;
+    for (number, (layer, &kept)) in costs.layers.iter_mut().zip(plan).enumerate() {
+        let KeptPasses { held, forward, mut backward } = kept_passes(&block, kept, number == 0)?;
         // Casts with and without a graph are two: the second run of a trained layer makes those with one, which stay.
-        if choices.recipe.casts && lora.is_none() && way != Kept::Everything {
-            let casts = cast_bytes(model, choices, way)?;
+        if choices.recipe.casts && lora.is_none() && kept != Kept::Everything {
+            let casts = cast_bytes(model, choices, kept)?;
             layer.gradient_bytes = sum("bytes of gradients and casts", [layer.gradient_bytes, casts])?;
             backward = sum("bytes of a backward", [backward, casts])?;
         }

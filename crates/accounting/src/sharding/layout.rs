@@ -1,6 +1,6 @@
 //! Which parameters are divided together.
 
-use super::{ALIGNMENT, BUCKET_BYTES, Parameter, Place, Region};
+use super::{ALIGNMENT, BUCKET_BYTES, LayerPosition, Parameter, Region};
 use crate::exact::{positive, product, sum};
 use crate::lora::LowRank;
 use crate::memory::recipe::Recipe;
@@ -21,8 +21,8 @@ pub struct Layout {
     pub regions: Vec<Region>,
 }
 
-/// Elements of a parameter, and its place.
-type Placed = (u64, Place);
+/// Elements of a parameter, and its position in the model.
+type Placed = (u64, LayerPosition);
 
 /// Dtypes of weights and of gradients, if any.
 type Formats = (Dtype, Option<Dtype>);
@@ -49,18 +49,18 @@ impl Layout {
     ) -> Result<Self, Error> {
         let formats = (recipe.parameters, Some(recipe.gradients));
         let block = elements(model.block_tensors()?)?;
-        let at = |tensors: Vec<ParameterTensor>, place: Place| -> Result<Vec<Placed>, Error> {
-            Ok(elements(tensors)?.into_iter().map(|elements| (elements, place)).collect())
+        let at = |tensors: Vec<ParameterTensor>, position: LayerPosition| -> Result<Vec<Placed>, Error> {
+            Ok(elements(tensors)?.into_iter().map(|elements| (elements, position)).collect())
         };
-        let before = at(model.tensors_before_blocks(), Place::Before)?;
-        let after = at(model.tensors_after_blocks(), Place::After)?;
+        let before = at(model.tensors_before_blocks(), LayerPosition::Before)?;
+        let after = at(model.tensors_after_blocks(), LayerPosition::After)?;
         if stage == ZeroStage::Three {
             let outside = [before, after].concat();
             let regions = buckets(&outside, formats, bucket_bytes)?;
             return Self::new(stage, ranks, regions)?.with_layers(model, &[(&block, formats)]);
         }
         let blocks = (0..model.layers)
-            .flat_map(|layer| block.iter().map(move |&elements| (elements, Place::Layer(layer))));
+            .flat_map(|layer| block.iter().map(move |&elements| (elements, LayerPosition::Layer(layer))));
         let all: Vec<Placed> = before.into_iter().chain(blocks).chain(after).collect();
         Self::new(stage, ranks, buckets(&all, formats, bucket_bytes)?)
     }
@@ -83,12 +83,12 @@ impl Layout {
             let layer: [(&[u64], Formats); 2] = [(&frozen, (base, None)), (&adapters, trained)];
             return Self::new(stage, ranks, Vec::new())?.with_layers(model, &layer);
         }
-        let of_layer = |layer| adapters.iter().map(move |&elements| (elements, Place::Layer(layer)));
+        let of_layer = |layer| adapters.iter().map(move |&elements| (elements, LayerPosition::Layer(layer)));
         let all: Vec<Placed> = (0..model.layers).flat_map(of_layer).collect();
         let mut regions = buckets(&all, trained, BUCKET_BYTES)?;
         for layer in 0..model.layers {
             let placed: Vec<Placed> =
-                frozen.iter().map(|&elements| (elements, Place::Layer(layer))).collect();
+                frozen.iter().map(|&elements| (elements, LayerPosition::Layer(layer))).collect();
             regions.push(region(&placed, (base, None), ALIGNMENT, None)?);
         }
         Self::new(stage, ranks, regions)
@@ -103,7 +103,7 @@ impl Layout {
         for layer in 0..model.layers {
             for (elements, formats) in parts {
                 let placed: Vec<Placed> =
-                    elements.iter().map(|&elements| (elements, Place::Layer(layer))).collect();
+                    elements.iter().map(|&elements| (elements, LayerPosition::Layer(layer))).collect();
                 let alignment = offload::ALIGNMENT * 8 / formats.0.storage_bits();
                 self.regions.push(region(&placed, *formats, alignment, Some(layer))?);
             }
@@ -125,9 +125,9 @@ pub(super) fn region(
 ) -> Result<Region, Error> {
     const WHAT: &str = "elements of a region";
     let (mut parameters, mut elements) = (Vec::new(), 0);
-    for &(count, place) in placed {
+    for &(count, position) in placed {
         let end = sum(WHAT, [elements, count])?;
-        parameters.push(Parameter { range: elements..end, place });
+        parameters.push(Parameter { range: elements..end, position });
         elements = product(WHAT, &[end.div_ceil(alignment), alignment])?;
     }
     Ok(Region { parameters, elements, dtype, gradients, layer })
@@ -136,8 +136,8 @@ pub(super) fn region(
 /// Divides parameters into buckets of whole ones.
 pub(super) fn buckets(placed: &[Placed], formats: Formats, bucket_bytes: u64) -> Result<Vec<Region>, Error> {
     let (mut regions, mut bucket, mut bytes) = (Vec::new(), Vec::new(), 0);
-    for &(elements, place) in placed {
-        bucket.push((elements, place));
+    for &(elements, position) in placed {
+        bucket.push((elements, position));
         bytes += formats.0.bytes(elements)?;
         if bytes >= bucket_bytes {
             regions.push(region(&bucket, formats, ALIGNMENT, None)?);

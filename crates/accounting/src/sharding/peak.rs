@@ -11,7 +11,7 @@
 //!
 //! One rank alone adds gradients to its sums without copies, but for those of layers in stage 3.
 
-use super::{Layout, Place, Region};
+use super::{LayerPosition, Layout, Region};
 use crate::Error;
 use crate::exact::sum;
 use crate::memory::optimizer::Optimizer;
@@ -92,7 +92,7 @@ impl Layout {
     }
 
     fn reduce_during_backward(&self, costs: &mut StepCosts, pieces: u64) -> Result<(), Error> {
-        let after = self.gradients_at(|place| place == Place::After)?;
+        let after = self.gradients_at(|position| position == LayerPosition::After)?;
         costs.fixed.head_gradient_bytes = costs.fixed.head_gradient_bytes.saturating_sub(after);
         costs.fixed.gradient_bytes = costs.fixed.gradient_bytes.saturating_sub(after);
         let mut regions: Vec<(&Region, u64)> = Vec::new();
@@ -141,14 +141,14 @@ impl Layout {
         Ok(())
     }
 
-    /// Returns the bytes of the gradients of parameters at some places.
-    fn gradients_at(&self, is: impl Fn(Place) -> bool) -> Result<u64, Error> {
+    /// Returns the bytes of the gradients of parameters at some positions.
+    fn gradients_at(&self, is: impl Fn(LayerPosition) -> bool) -> Result<u64, Error> {
         let mut bytes = 0;
         for region in self.trained() {
             let elements: u64 = region
                 .parameters
                 .iter()
-                .filter(|parameter| is(parameter.place))
+                .filter(|parameter| is(parameter.position))
                 .map(|parameter| parameter.range.end - parameter.range.start)
                 .sum();
             bytes += region.gradients.map_or(Ok(0), |dtype| dtype.bytes(elements))?;
@@ -160,10 +160,10 @@ impl Layout {
 impl Region {
     /// Whether all its gradients are there when the backward of a layer has ended.
     fn is_complete_after(&self, layer: u64) -> bool {
-        self.parameters.iter().all(|parameter| match parameter.place {
-            Place::Before => false,
-            Place::Layer(number) => number >= layer,
-            Place::After => true,
+        self.parameters.iter().all(|parameter| match parameter.position {
+            LayerPosition::Before => false,
+            LayerPosition::Layer(number) => number >= layer,
+            LayerPosition::After => true,
         })
     }
 }

@@ -7,7 +7,7 @@ const BF16: Recipe = Recipe { master: Some(Dtype::Fp32), ..Recipe::BF16_MASTER }
 
 #[test]
 fn shards_begin_at_blocks_and_may_be_empty() {
-    let placed = [10_000, 65, 1].map(|elements| (elements, Place::Before));
+    let placed = [10_000, 65, 1].map(|elements| (elements, LayerPosition::Before));
     let region = region(&placed, (Dtype::Fp32, Some(Dtype::Fp32)), ALIGNMENT, None).unwrap();
     assert_eq!(region.elements, 10_048 + 128 + 64);
     let owned: Vec<_> = (0..4).map(|rank| region.owned(rank, 4)).collect();
@@ -19,7 +19,7 @@ fn shards_begin_at_blocks_and_may_be_empty() {
 
 #[test]
 fn buckets_have_whole_parameters() {
-    let placed = [100, 1, 50].map(|elements| (elements, Place::Before));
+    let placed = [100, 1, 50].map(|elements| (elements, LayerPosition::Before));
     let counts = |bytes| -> Vec<u64> {
         let regions = buckets(&placed, (Dtype::Fp32, Some(Dtype::Fp32)), bytes).unwrap();
         regions.iter().map(|region| region.elements).collect()

@@ -1,7 +1,9 @@
 //! The search for the fastest way to run a step under a budget.
 
 use accounting::activation_plan::Kept;
-use accounting::candidates::{Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Tier, Way};
+use accounting::candidates::{
+    Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Placement, Tier,
+};
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
@@ -57,7 +59,7 @@ fn range(job: &Job, allowed: &Allowed) -> (u64, u64) {
 
 /// Layers that keep less than everything.
 fn again(candidate: &Candidate) -> usize {
-    let Way::Resident(layers) = &candidate.way else { return 0 };
+    let Placement::Resident(layers) = &candidate.placement else { return 0 };
     layers.iter().filter(|kept| **kept != Kept::Everything).count()
 }
 
@@ -112,7 +114,9 @@ fn what_is_named_is_kept() {
     let ring = OffloadedLayers { most_slots: 3, resident: Some(vec![0, 5]), ..allowed().offloaded.unwrap() };
     let files = Allowed { layers: None, offloaded: Some(ring), splits: false, rows: None };
     let found = search(&job, &files, ENOUGH);
-    let Way::Offloaded { ring, resident, .. } = &found.chosen().unwrap().way else { panic!("offloaded") };
+    let Placement::Offloaded { ring, resident, .. } = &found.chosen().unwrap().placement else {
+        panic!("offloaded")
+    };
     assert_eq!((*ring, &resident[..]), (3, &[0, 5][..]));
 }
 
@@ -135,7 +139,7 @@ fn the_plans_of_a_training_that_is_short_of_memory_take_less_and_less() {
 #[test]
 fn accumulated_gradients_and_casts_are_counted() {
     let one = Job { accumulation: 1, ..job(false) };
-    let keep = || Way::Resident(vec![Kept::Everything; 24]);
+    let keep = || Placement::Resident(vec![Kept::Everything; 24]);
     let single = one.evaluate(keep(), None).unwrap();
     let several = job(false).evaluate(keep(), None).unwrap();
     let parameters = presets::find("qwen2.5-0.5b").unwrap().parameters().unwrap();
@@ -157,16 +161,19 @@ fn a_plan_that_no_evaluation_fits_is_not_chosen() {
     let without = Job { largest: vec![short], mean: short, ..job(true) };
     let with = Job { evaluation: Some(long), ..without.clone() };
     let chosen = search(&without, &allowed(), ENOUGH).chosen().unwrap().clone();
-    assert!(matches!(chosen.way, Way::Resident(_)) && chosen.evaluation_bytes == 0, "{chosen:?}");
+    assert!(matches!(chosen.placement, Placement::Resident(_)) && chosen.evaluation_bytes == 0, "{chosen:?}");
     let same = search(&with, &allowed(), ENOUGH).chosen().unwrap().clone();
-    assert_eq!(same.way, chosen.way);
-    assert_eq!(same.device_bytes(), with.evaluation(&same.way, long).unwrap().total);
+    assert_eq!(same.placement, chosen.placement);
+    assert_eq!(same.device_bytes(), with.evaluation(&same.placement, long).unwrap().total);
     assert!(same.device_bytes() > same.peak.total);
     // The step alone would fit.
     let budget = same.device_bytes() - 1;
-    assert!(matches!(search(&without, &allowed(), budget).chosen().unwrap().way, Way::Resident(_)));
+    assert!(matches!(
+        search(&without, &allowed(), budget).chosen().unwrap().placement,
+        Placement::Resident(_)
+    ));
     let found = search(&with, &allowed(), budget);
     let offloaded = found.chosen().unwrap();
-    assert!(matches!(offloaded.way, Way::Offloaded { .. }), "{offloaded:?}");
+    assert!(matches!(offloaded.placement, Placement::Offloaded { .. }), "{offloaded:?}");
     assert!(offloaded.device_bytes() <= budget && found.fits(offloaded));
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use csv::ErrorKind;
 use serde_json::{Map, Value};
 
-use super::{Place, Record, Records};
+use super::{Record, RecordLocation, Records};
 use crate::error::{Error, Result};
 use crate::text::{LONGEST_RECORD, open as open_bytes};
 
@@ -27,9 +27,9 @@ pub(super) fn open(path: &Path, separator: u8) -> Result<Records> {
         Ok(names) => names.iter().map(|name| name.trim().to_owned()).collect(),
         Err(error) => return Err(wrong(&path, 1, 0, &error)),
     };
-    let place = Place { path: path.clone(), unit: "line", number: 1 };
+    let location = RecordLocation { path: path.clone(), unit: "line", number: 1 };
     if let Some((at, name)) = names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
-        return Err(place.error(format!("column {} has the name `{name}` of another; rename it", at + 1)));
+        return Err(location.error(format!("column {} has the name `{name}` of another; rename it", at + 1)));
     }
     Ok(Box::new(Rows { reader, names, path, behind, is_done: false }))
 }
@@ -59,9 +59,9 @@ impl Iterator for Rows {
             }
             Ok(true) => {
                 let number = row.position().map_or(line, csv::Position::line) + self.behind;
-                let place = Place { path: self.path.clone(), unit: "line", number };
+                let location = RecordLocation { path: self.path.clone(), unit: "line", number };
                 let fields = self.names.iter().cloned().zip(row.iter().map(Value::from));
-                Some(Ok(Record { fields: fields.collect::<Map<_, _>>(), place }))
+                Some(Ok(Record { fields: fields.collect::<Map<_, _>>(), location }))
             }
             Err(error) => {
                 self.is_done = error.is_io_error();
@@ -73,19 +73,19 @@ impl Iterator for Rows {
 
 fn wrong(path: &Arc<Path>, line: u64, behind: u64, error: &csv::Error) -> Error {
     let number = error.position().map_or(line, csv::Position::line) + behind;
-    let place = Place { path: path.clone(), unit: "line", number };
+    let location = RecordLocation { path: path.clone(), unit: "line", number };
     match error.kind() {
         ErrorKind::Io(cause) => {
             Error::File { path: path.to_path_buf(), reason: format!("it cannot be read further: {cause}") }
         }
-        ErrorKind::UnequalLengths { expected_len, len, .. } => place.error(format!(
+        ErrorKind::UnequalLengths { expected_len, len, .. } => location.error(format!(
             "{len} values, and the first line names {expected_len} columns; put a value with separators or line breaks \
              between double quotes"
         )),
-        ErrorKind::Utf8 { err, .. } => place.error(format!(
+        ErrorKind::Utf8 { err, .. } => location.error(format!(
             "column {} is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)",
             err.field() + 1
         )),
-        _ => place.error(error),
+        _ => location.error(error),
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Place, Record};
+use super::{Record, RecordLocation};
 use crate::error::{Error, Result};
 use crate::text::LONGEST_RECORD;
 use crate::text::json_lines::kind;
@@ -60,8 +60,8 @@ impl JsonArray {
         Ok(Self { reader: open(path)?, path: path.into(), line: 1, state: State::Before })
     }
 
-    fn place(&self, line: u64) -> Place {
-        Place { path: self.path.clone(), unit: "line", number: line }
+    fn location(&self, line: u64) -> RecordLocation {
+        RecordLocation { path: self.path.clone(), unit: "line", number: line }
     }
 
     fn byte(&mut self) -> Result<Option<u8>> {
@@ -101,7 +101,7 @@ impl JsonArray {
                 let reason = format!(
                     "a record is longer than {LONGEST_RECORD} bytes; is a bracket or a quote missing?"
                 );
-                return Err(self.place(first).error(reason));
+                return Err(self.location(first).error(reason));
             }
         }
         Ok((bytes, first, End::File))
@@ -114,29 +114,29 @@ impl JsonArray {
             while self.byte()?.is_some_and(|byte| byte != b'[') {}
         }
         let (bytes, line, end) = self.element()?;
-        let place = self.place(line);
+        let location = self.location(line);
         let is_empty = bytes.iter().all(|byte| is_blank(*byte));
         match end {
             End::Comma => {}
             End::Bracket => self.state = State::After,
             End::File => {
                 self.state = State::After;
-                return Err(place.error("the array does not end with `]`; the file is cut off"));
+                return Err(location.error("the array does not end with `]`; the file is cut off"));
             }
         }
         if is_empty && self.state == State::After {
             return Ok(None);
         }
         match serde_json::from_slice(&bytes) {
-            Ok(Value::Object(fields)) => Ok(Some(Record { fields, place })),
-            Ok(other) => Err(place.error(format!(
+            Ok(Value::Object(fields)) => Ok(Some(Record { fields, location })),
+            Ok(other) => Err(location.error(format!(
                 "expected an object, found {}; an element of the array is one record",
                 kind(&other)
             ))),
             Err(cause) => {
                 let said = cause.to_string();
                 let said = said.split(" at line ").next().unwrap_or_default().to_owned();
-                let at = self.place(line + cause.line().saturating_sub(1) as u64);
+                let at = self.location(line + cause.line().saturating_sub(1) as u64);
                 Err(at.error(format!("not JSON ({said}); correct or remove the record")))
             }
         }

@@ -13,7 +13,7 @@ use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use serde_json::{Map, Number, Value};
 
-use super::{Place, Record};
+use super::{Record, RecordLocation};
 use crate::error::{Error, Result};
 
 /// The key that may be null within a column.
@@ -62,16 +62,16 @@ impl Iterator for ParquetRows {
             return None;
         }
         self.number += 1;
-        let place = Place { path: self.path.clone(), unit: "row", number: self.number };
+        let location = RecordLocation { path: self.path.clone(), unit: "row", number: self.number };
         match guarded(|| self.rows.next().transpose().map_err(|error| error.to_string())) {
-            Ok(Some(row)) => Some(Ok(Record { fields: fields(&row, true), place })),
+            Ok(Some(row)) => Some(Ok(Record { fields: fields(&row, true), location })),
             Ok(None) => {
                 self.is_done = true;
                 None
             }
             Err(reason) => {
                 self.is_done = true;
-                Some(Err(place.error(format!("it cannot be read: {reason}"))))
+                Some(Err(location.error(format!("it cannot be read: {reason}"))))
             }
         }
     }

@@ -71,7 +71,7 @@ impl PromptTemplates {
             let conversation = exchange(&record.fields, prompt.trim(), completion.trim())?;
             Ok(Content::Exchange { conversation, prompt, completion })
         };
-        make().map_err(|reason: String| record.place.error(reason))
+        make().map_err(|reason: String| record.location.error(reason))
     }
 }
 

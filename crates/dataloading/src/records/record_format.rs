@@ -104,7 +104,7 @@ impl Detected {
             };
             seen += 1;
             let Some(format) = RecordFormat::of(&record.fields, text_field) else {
-                return Err(record.place.error(unknown(&record.fields, text_field)));
+                return Err(record.location.error(unknown(&record.fields, text_field)));
             };
             match formats.iter_mut().find(|(other, _)| *other == format) {
                 Some((_, count)) => *count += 1,
@@ -148,7 +148,7 @@ impl Detected {
             .find(|format| has(*format))
         {
             Some(format) => Ok(format),
-            None => Err(record.place.error(match RecordFormat::of(&record.fields, text_field) {
+            None => Err(record.location.error(match RecordFormat::of(&record.fields, text_field) {
                 None => unknown(&record.fields, text_field),
                 Some(other) => {
                     format!("the record has {other}, and the data's format is {self}; correct or remove it")

@@ -30,7 +30,7 @@ impl Files {
             Err(error) => return vec![error.to_string().replace(&place, "")],
         };
         let shown = read.map(|record| match record {
-            Ok(record) => format!("{} {}", record.place, Value::Object(record.fields)),
+            Ok(record) => format!("{} {}", record.location, Value::Object(record.fields)),
             Err(error) => format!("error {error}"),
         });
         shown.map(|text| text.replace(&place, "")).collect()
@@ -136,7 +136,10 @@ fn rows_of_parquet_are_those_that_pyarrow_wrote() {
     let texts = |bytes: &[u8]| {
         let path = files.write("rows.parquet", bytes);
         let rows: Vec<_> = records::read(&path).unwrap().map(|row| row.unwrap()).collect();
-        assert_eq!(rows.last().unwrap().place.to_string(), format!("{}: row {}", path.display(), rows.len()));
+        assert_eq!(
+            rows.last().unwrap().location.to_string(),
+            format!("{}: row {}", path.display(), rows.len())
+        );
         rows.iter()
             .filter_map(|row| row.fields["text"].as_str())
             .map(|text| text.trim().to_owned())
@@ -167,8 +170,8 @@ fn rows_of_parquet_are_those_that_pyarrow_wrote() {
 fn content(fields: Value) -> Result<Content, String> {
     let fields = fields.as_object().unwrap().clone();
     let format = RecordFormat::of(&fields, "text").ok_or("no format")?;
-    let place = records::Place { path: Path::new("f").into(), unit: "line", number: 1 };
-    let record = records::Record { fields, place };
+    let location = records::RecordLocation { path: Path::new("f").into(), unit: "line", number: 1 };
+    let record = records::Record { fields, location };
     record.content(format, "text").map_err(|error| error.to_string())
 }
 
@@ -346,7 +349,7 @@ fn splits_are_found_by_the_names_of_files() {
 fn templates_make_prompts_of_any_fields() {
     let record = |fields: Value| records::Record {
         fields: fields.as_object().unwrap().clone(),
-        place: records::Place { path: Path::new("f").into(), unit: "line", number: 7 },
+        location: records::RecordLocation { path: Path::new("f").into(), unit: "line", number: 7 },
     };
     let templates = PromptTemplates::new("{{n}} = {n}\n{query }?", " {response}!").unwrap();
     assert_eq!(templates.fields().collect::<Vec<_>>(), ["n", "query", "response"]);

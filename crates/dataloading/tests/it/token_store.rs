@@ -350,7 +350,7 @@ fn a_store_with_an_interrupted_replacement_is_recovered() {
     interrupt();
     let error = TokenStore::open(&path).unwrap_err().to_string();
     expect![
-        "store: its replacement was interrupted, and the former store lies in .store.replaced; rename it, or write the store again"
+        "store: its replacement was interrupted, and the former store is in .store.replaced; rename it, or write the store again"
     ]
     .assert_eq(&error.replace(&format!("{}/", folder.path().display()), ""));
     // A writer without permission to replace, and one that does not finish.

@@ -24,7 +24,7 @@ use training::trainer::Options;
 
 use super::setup::{Parts, Scales, Setup};
 use crate::corpus::Corpus;
-use crate::watcher::Watcher;
+use crate::training_recorder::TrainingRecorder;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]
@@ -122,11 +122,11 @@ pub(crate) fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Resul
     let device = training.device;
     let before = runtime::memory::live_bytes(device)?;
     let Prepared { mut trainer, mut batches, mut validation, autocast } = prepare(corpus, setup, training)?;
-    let watcher = Watcher::of(&mut trainer, device)?;
+    let recorder = TrainingRecorder::of(&mut trainer, device)?;
     let ended = trainer.run(&mut batches, Some(&mut validation)).map(|_| ());
     let ended = ended.and_then(|()| trainer.evaluate(&mut validation).map(|_| ()));
     drop(trainer);
-    let seen = watcher.seen();
+    let seen = recorder.seen();
     let point = |&Evaluation { step, loss, accuracy, .. }: &Evaluation| Point { step, loss, accuracy };
     let mut outcome = Outcome {
         steps: seen.steps.clone(),

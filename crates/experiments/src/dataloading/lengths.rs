@@ -22,9 +22,9 @@ use super::throughput::{BATCH, LENGTH};
 /// Tokens of a bin of the histogram.
 const BIN: usize = 16;
 
-/// A way to make batches.
+/// How batches are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Batching {
     /// All padded to one length.
     OneLength,
     /// Padded to the longest of a random batch.
@@ -38,14 +38,14 @@ pub enum Way {
 }
 
 /// All of them, from the most padding to the least.
-pub const WAYS: [Way; 7] = [
-    Way::OneLength,
-    Way::Longest,
-    Way::Balanced(64),
-    Way::Balanced(20),
-    Way::Balanced(5),
-    Way::Sequenced,
-    Way::Packed,
+pub const BATCHINGS: [Batching; 7] = [
+    Batching::OneLength,
+    Batching::Longest,
+    Batching::Balanced(64),
+    Batching::Balanced(20),
+    Batching::Balanced(5),
+    Batching::Sequenced,
+    Batching::Packed,
 ];
 
 /// Counts of whole epochs.
@@ -59,7 +59,7 @@ pub struct Counted {
     pub dropped: Vec<f64>,
 }
 
-impl Way {
+impl Batching {
     /// As records call it.
     pub fn name(self) -> String {
         match self {
@@ -152,17 +152,17 @@ pub fn measure(text: Text, seed: u64, scale: Scale) -> Result<Vec<Figures>> {
         all.push(figures(case, vec![Metric::exact("share_of_lines", "ratio", share)]));
     }
     let epochs = if scale == Scale::Smoke { 1 } else { 5 };
-    for way in WAYS {
-        let counted = way.count(lines.clone(), epochs, seed)?;
+    for batching in BATCHINGS {
+        let counted = batching.count(lines.clone(), epochs, seed)?;
         let mut metrics = vec![
             Metric::of_samples("positions", "count", &counted.positions),
             Metric::of_samples("padding", "ratio", &counted.padding),
             Metric::of_samples("dropped_tokens", "count", &counted.dropped),
         ];
-        if let Some(waste) = way.computed(&statistics) {
+        if let Some(waste) = batching.computed(&statistics) {
             metrics.push(Metric::exact("expected_padding", "ratio", waste.share()));
         }
-        all.push(figures(of_text().with("batches", way.name()), metrics));
+        all.push(figures(of_text().with("batches", batching.name()), metrics));
     }
     Ok(all)
 }

@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::sizes;
 use super::step_memory::{StepMemory, measure, predict, thinned};
-use super::training::Way;
+use super::training::Variant;
 
 const EXPERIMENT: &str = "fused-ce-memory";
 /// Points of a timeline.
@@ -25,15 +25,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let sizes = sizes::training(arguments.scale, Kind::Float, device, common.seed);
-    let mut progress = Progress::new(Way::ALL.len() as u64);
-    for way in Way::ALL {
-        progress.message(&format!("one step, {way}"));
+    let mut progress = Progress::new(Variant::ALL.len() as u64);
+    for variant in Variant::ALL {
+        progress.message(&format!("one step, {variant}"));
         let rows = [sizes.batch_size as i64, sizes.sequence as i64];
-        let step = measure(&sizes.model, way, rows, Kind::Float, common.seed, device)?;
+        let step = measure(&sizes.model, variant, rows, Kind::Float, common.seed, device)?;
         progress.step();
-        let case = Case::new().with("loss", way.to_string());
+        let case = Case::new().with("loss", variant.to_string());
         let StepMemory { parameters, optimizer, gradients, activations, logits, peak, .. } = step;
-        let predicted = predict(&sizes.model, way, rows, device)?;
+        let predicted = predict(&sizes.model, variant, rows, device)?;
         for (part, bytes, on_paper) in [
             ("parameters", parameters, Part::Parameters),
             ("optimizer state", optimizer, Part::OptimizerState),

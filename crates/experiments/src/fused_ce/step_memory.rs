@@ -17,7 +17,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-use super::training::{Way, model};
+use super::training::{Variant, model};
 
 /// Bytes of a step's parts, as the allocator counted them.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -44,7 +44,7 @@ pub(crate) struct StepMemory {
 /// Those of the model and of the optimizer.
 pub(crate) fn measure(
     config: &LlamaConfig,
-    way: Way,
+    variant: Variant,
     [rows, sequence]: [i64; 2],
     kind: Kind,
     seed: u64,
@@ -52,7 +52,7 @@ pub(crate) fn measure(
 ) -> Result<StepMemory> {
     let before = live_bytes(device)?;
     runtime::random::seed(seed)?;
-    let model = model(config, way, rows * sequence, (kind, device))?;
+    let model = model(config, variant, rows * sequence, (kind, device))?;
     let parameters = live_bytes(device)? - before;
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let drawn = Generator::new(seed)?.uniform(&[rows, sequence + 1], (0.0, 1.0), (Kind::Double, device))?;
@@ -117,13 +117,13 @@ fn step(
 }
 
 /// What `accounting` predicts of the same step, from the configuration and the chunks that the implementation takes. The loss of
-/// [`Way::Original`] is that of a program that keeps its logits until the step ends, as one does that returns them.
+/// [`Variant::Original`] is that of a program that keeps its logits until the step ends, as one does that returns them.
 ///
 /// # Errors
 /// Sizes that it cannot count.
 pub(crate) fn predict(
     config: &LlamaConfig,
-    way: Way,
+    variant: Variant,
     [rows, sequence]: [i64; 2],
     device: Device,
 ) -> Result<Estimate> {
@@ -134,7 +134,7 @@ pub(crate) fn predict(
         recomputation: Recomputation { swiglu: SwigluLevel::SaveAll, ..Recomputation::default() },
         // On a CPU a norm keeps its output, which the next product keeps too.
         norm: if device.is_cuda() { NormKernel::Fused } else { NormKernel::Output },
-        loss: way.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?,
+        loss: variant.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?,
         ..TrainingPlan::default()
     };
     Ok(estimate(&decoder, &plan)?)

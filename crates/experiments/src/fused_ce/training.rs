@@ -22,11 +22,11 @@ use training::trainer::Options;
 
 use super::baselines::{self, Implementation, install};
 use crate::corpus::Corpus;
-use crate::watcher::Watcher;
+use crate::training_recorder::TrainingRecorder;
 
-/// A way to compute the loss of a model.
+/// An implementation of the loss in the assignment's comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Variant {
     /// All logits, as transformers does.
     Original,
     /// Malek's: gradients in forward, an eighth of the tokens at a time.
@@ -37,7 +37,7 @@ pub(crate) enum Way {
     Frugal,
 }
 
-impl Way {
+impl Variant {
     /// All of them.
     pub(crate) const ALL: [Self; 4] = [Self::Original, Self::Malek, Self::Liger, Self::Frugal];
 
@@ -61,7 +61,7 @@ impl Way {
     }
 }
 
-impl Way {
+impl Variant {
     /// The same in the words of `accounting`.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for Variant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Original => "original",
@@ -130,18 +130,18 @@ pub(crate) struct Outcome {
     pub peak_bytes: u64,
 }
 
-/// A model whose loss is computed this way.
+/// A model whose loss is computed by `variant`.
 ///
 /// # Errors
 /// Those of the model.
 pub(crate) fn model(
     config: &LlamaConfig,
-    way: Way,
+    variant: Variant,
     tokens: i64,
     options: (Kind, Device),
 ) -> Result<Box<dyn LanguageModel>> {
     let mut model = Llama::new(config, options)?;
-    let (implementation, chunk) = way.implementation(tokens, config.hidden_size, config.vocab_size);
+    let (implementation, chunk) = variant.implementation(tokens, config.hidden_size, config.vocab_size);
     install(&mut model, implementation, chunk)?;
     Ok(Box::new(model))
 }
@@ -150,7 +150,7 @@ pub(crate) fn model(
 ///
 /// # Errors
 /// Those of the data, the model and the loop.
-pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> {
+pub(crate) fn train(corpus: &Corpus, variant: Variant, training: &Training) -> Result<Outcome> {
     let &Training { batch_size, sequence, steps, lr, device, seed, .. } = training;
     let before = live_bytes(device)?;
     runtime::random::seed(seed)?;
@@ -166,16 +166,16 @@ pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Ou
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader)?;
     let kind = training.kind;
-    let mut model = model(&training.model, way, (batch_size * sequence) as i64, (kind, device))?;
+    let mut model = model(&training.model, variant, (batch_size * sequence) as i64, (kind, device))?;
     let layers = training.model.num_hidden_layers as usize;
     let _activations = activations::apply(&mut *model, &vec![LayerPlan::RecomputeAll; layers])?;
     let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
     let optimizer = if kind == Kind::Float { optimizer } else { optimizer.with_master_weights() };
     let mut trainer = Trainer::new(model, Box::new(optimizer), Options { steps, ..Default::default() })?;
-    let watcher = Watcher::of(&mut trainer, device)?;
+    let recorder = TrainingRecorder::of(&mut trainer, device)?;
     trainer.run(&mut batches, None)?;
     drop(trainer);
-    let seen = watcher.seen();
+    let seen = recorder.seen();
     let positions = batch_size * sequence;
     if let Some(other) = seen.steps.iter().find(|step| step.tokens + step.padding != positions) {
         let has = other.tokens + other.padding;

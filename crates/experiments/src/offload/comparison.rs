@@ -3,6 +3,8 @@
 //! A machine's speed drifts by a quarter within minutes. So all methods run once in each round, and a ratio is taken within the
 //! round, in which they ran one after the other.
 
+mod rounds;
+
 use std::time::Instant;
 
 use accounting::offload::Method as Paper;
@@ -20,10 +22,11 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use super::measured_model::{MeasuredModel, Passes};
 use super::predicted::{Step, costs, peak};
 use super::spans;
+use rounds::{Moved, Sample, moved, ratios, samples, unexplained};
 
 /// Where a model's layers are.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum Placement {
     /// On the device, and nothing is computed again.
     Resident,
     /// As the options say.
@@ -38,7 +41,7 @@ pub(crate) struct Variant {
     /// What the table calls it.
     pub(crate) method: &'static str,
     pub(crate) tier: &'static str,
-    pub(crate) place: Place,
+    pub(crate) placement: Placement,
     /// The same on paper.
     pub(crate) paper: Paper,
     /// Whether its inference is a row.
@@ -53,8 +56,8 @@ pub(crate) struct Variant {
 
 impl Variant {
     fn case(&self, pass: &str) -> Case {
-        let (ring, memory) = match &self.place {
-            Place::Offloaded(options) => (
+        let (ring, memory) = match &self.placement {
+            Placement::Offloaded(options) => (
                 if options.method == offload::Method::Overlap && options.resident.is_empty() {
                     options.ring.to_string()
                 } else {
@@ -67,7 +70,7 @@ impl Variant {
                     (.., false) => "pageable",
                 },
             ),
-            Place::Resident | Place::Host => ("–".to_owned(), "–"),
+            Placement::Resident | Placement::Host => ("–".to_owned(), "–"),
         };
         case(pass, self.method, self.tier).with("ring", ring).with("memory", memory)
     }
@@ -106,26 +109,6 @@ struct Once {
     host_bytes: u64,
     /// Seconds of steps of an ordinary AdamW, where the parameters are.
     optimizer: Vec<f64>,
-}
-
-/// One pass of one variant in a round.
-#[derive(Clone, Copy)]
-struct Sample {
-    passes: Passes,
-    moved: Option<Moved>,
-}
-
-/// The transfers of a pass, from its trace.
-#[derive(Clone, Copy)]
-struct Moved {
-    link_rate: Option<f64>,
-    overlap: f64,
-    transfer_seconds: f64,
-    compute_seconds: f64,
-    unexplained_seconds: f64,
-    late: f64,
-    loaded: f64,
-    stored: f64,
 }
 
 struct Runner {
@@ -178,10 +161,10 @@ pub(crate) fn run(
 impl Runner {
     fn new(conditions: &Conditions, variant: &Variant) -> anyhow::Result<Self> {
         let &Conditions { ref config, device, tokens, seed, .. } = conditions;
-        let (device, options) = match &variant.place {
-            Place::Resident => (device, None),
-            Place::Host => (Device::Cpu, None),
-            Place::Offloaded(options) => (device, Some(options)),
+        let (device, options) = match &variant.placement {
+            Placement::Resident => (device, None),
+            Placement::Host => (Device::Cpu, None),
+            Placement::Offloaded(options) => (device, Some(options)),
         };
         let pinned = options.map_or(Device::Cpu, |options| if options.pinned { device } else { Device::Cpu });
         let host_before = pinned_bytes(pinned)?.live;
@@ -368,46 +351,4 @@ fn step_on_host(model: &MeasuredModel, optimizer: &mut HostAdamW) -> anyhow::Res
 
 fn one_at_a_time(variant: &Variant) -> bool {
     variant.paper == Paper::OneAtATime
-}
-
-/// Speed relative to the reference's, round by round, each side with so many seconds more.
-fn ratios([reference, rounds]: [&[Sample]; 2], [more_of_it, more]: [f64; 2]) -> impl Iterator<Item = f64> {
-    let pairs = reference.iter().zip(rounds);
-    pairs.map(move |(of, round)| (of.passes.total() + more_of_it) / (round.passes.total() + more))
-}
-
-/// The share of a step in which what computes waits between two layers, and no transfer is why.
-fn unexplained(rounds: &[Sample]) -> Metric {
-    samples(
-        "unexplained_share",
-        "ratio",
-        rounds.iter().filter_map(|round| Some(round.moved?.unexplained_seconds / round.passes.total())),
-    )
-}
-
-fn moved(rounds: &[Sample]) -> Vec<Metric> {
-    let all: Vec<Moved> = rounds.iter().filter_map(|round| round.moved).collect();
-    let bytes = |name: &str, of: fn(&Moved) -> f64| {
-        samples(name, "B", rounds.iter().map(move |round| round.moved.as_ref().map_or(0.0, of)))
-    };
-    let mut metrics =
-        vec![bytes("loaded_bytes", |moved| moved.loaded), bytes("stored_bytes", |moved| moved.stored)];
-    let rates: Vec<f64> = all.iter().filter_map(|moved| moved.link_rate).collect();
-    if rates.is_empty() {
-        return metrics;
-    }
-    let idle =
-        rounds.iter().filter_map(|round| Some(1.0 - round.moved?.compute_seconds / round.passes.total()));
-    metrics.extend([
-        Metric::of_samples("link_rate", "B/s", &rates),
-        samples("overlap", "ratio", all.iter().map(|moved| moved.overlap)),
-        samples("transfer_seconds", "s", all.iter().map(|moved| moved.transfer_seconds)),
-        samples("beside_layers", "ratio", idle),
-        samples("late_loads", "count", all.iter().map(|moved| moved.late)),
-    ]);
-    metrics
-}
-
-fn samples(name: &str, unit: &str, values: impl Iterator<Item = f64>) -> Metric {
-    Metric::of_samples(name, unit, &values.collect::<Vec<_>>())
 }

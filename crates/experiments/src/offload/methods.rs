@@ -8,7 +8,7 @@ use report::{Metric, Sink};
 use runtime::device;
 use tch::Device;
 
-use super::comparison::{self, Conditions, Place, Variant};
+use super::comparison::{self, Conditions, Placement, Variant};
 use super::folder::scratch;
 use crate::shape::Shape;
 
@@ -82,7 +82,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
         Variant {
             method: method.name(),
             tier: if *tier == Tier::Host { "host" } else { "file" },
-            place: Place::Offloaded(options),
+            placement: Placement::Offloaded(options),
             paper: on_paper,
             infers: true,
             // What is trained does not live in files.
@@ -93,10 +93,10 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
     };
     let references = |reported: bool| {
         let all = Options { device, resident: (0..layers as usize).collect(), ..Options::default() };
-        let resident = |method, place, recompute| Variant {
+        let resident = |method, placement, recompute| Variant {
             method,
             tier: "device",
-            place,
+            placement,
             paper: Paper::Resident { recompute },
             infers: true,
             trains: true,
@@ -104,8 +104,8 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
             reported,
         };
         vec![
-            resident("resident", Place::Resident, false),
-            resident("resident, recomputed", Place::Offloaded(all), true),
+            resident("resident", Placement::Resident, false),
+            resident("resident, recomputed", Placement::Offloaded(all), true),
         ]
     };
     let host = |method, ring| of(method, ring, &Tier::Host, true);
@@ -138,7 +138,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
         third.push(Variant {
             method: ON_THE_CPU,
             tier: "host",
-            place: Place::Host,
+            placement: Placement::Host,
             reported: true,
             ..third[0].clone()
         });

@@ -26,13 +26,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Peaks) -> anyhow::Result<()> 
     // What is made once for the whole process.
     rows[0].measure()?;
     for row in rows.iter().step_by(every) {
-        let [place, ring, tier] = row.place_names();
-        progress.message(&format!("{}, {}, {place}", row.shape, row.pass_name()));
+        let [placement, ring, tier] = row.place_names();
+        progress.message(&format!("{}, {}, {placement}", row.shape, row.pass_name()));
         let (measured, predicted) = (row.measure()?, row.predict()?);
         let case = Case::new()
             .with("shape", row.shape)
             .with("step", row.pass_name())
-            .with("layers", place)
+            .with("layers", placement)
             .with("ring", ring)
             .with("tier", tier)
             .with("optimizer", row.optimizer.name())

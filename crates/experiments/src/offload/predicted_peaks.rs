@@ -32,7 +32,7 @@ pub enum Pass {
 
 /// Where layers are.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Place {
+pub enum Placement {
     /// On the device, under an activation plan.
     Resident(Vec<LayerPlan>),
     /// In host memory or in files.
@@ -82,7 +82,7 @@ pub struct Row {
     /// What a step does.
     pub pass: Pass,
     /// Where layers are.
-    pub place: Place,
+    pub placement: Placement,
     /// Where the optimizer's state is.
     pub optimizer: OptimizerPlace,
     /// How the loss is computed.
@@ -117,12 +117,12 @@ impl Row {
     /// How layers are kept or moved, the ring's slots and the tier, for tables.
     pub fn place_names(&self) -> [String; 3] {
         let none = || "–".to_owned();
-        match &self.place {
-            Place::Resident(plan) if plan.iter().all(|of| *of == plan[0]) => {
+        match &self.placement {
+            Placement::Resident(plan) if plan.iter().all(|of| *of == plan[0]) => {
                 [format!("resident, {}", plan[0]), none(), none()]
             }
-            Place::Resident(_) => ["resident, one plan for each layer".to_owned(), none(), none()],
-            Place::Offloaded { method, ring, in_files, resident } => {
+            Placement::Resident(_) => ["resident, one plan for each layer".to_owned(), none(), none()],
+            Placement::Offloaded { method, ring, in_files, resident } => {
                 let some = if resident.is_empty() {
                     String::new()
                 } else {

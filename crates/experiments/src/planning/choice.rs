@@ -8,7 +8,7 @@ use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
-use super::place::{Place, Trained};
+use super::sandbox::{Sandbox, Trained};
 
 const EXPERIMENT: &str = "plan-choice";
 
@@ -133,11 +133,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Choice) -> anyhow::Result<()>
     let steps = arguments.steps.unwrap_or(if is_smoke { 6 } else { 7 });
     let rounds = arguments.rounds.unwrap_or(if is_smoke { 1 } else { 2 });
     let jobs = jobs(arguments.scale);
-    let place = Place::new()?;
+    let sandbox = Sandbox::new()?;
     let mut progress = Progress::new((jobs.len() * rounds * (1 + FROZEN.len())) as u64);
     for job in jobs {
-        place.write_model("model", &job.config, job.kind)?;
-        place.write_rows("rows.jsonl", ROWS, job.length, common.seed)?;
+        sandbox.write_model("model", &job.config, job.kind)?;
+        sandbox.write_rows("rows.jsonl", ROWS, job.length, common.seed)?;
         let mut times: Vec<(Variant, Vec<Trained>)> =
             job.variants().map(|variant| (variant, Vec::new())).collect();
         for round in 0..rounds {
@@ -145,12 +145,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Choice) -> anyhow::Result<()>
                 progress.message(&format!("{}, {}: {}", job.model, job.method, variant.0));
                 // What did not fit once is not tried again.
                 if round == 0 || !trained.is_empty() {
-                    trained.extend(place.train(&job.arguments(steps, *variant))?);
+                    trained.extend(sandbox.train(&job.arguments(steps, *variant))?);
                 }
                 progress.step();
             }
         }
-        place.remove("model")?;
+        sandbox.remove("model")?;
         put(&mut sink, &job, &times)?;
     }
     Ok(())

@@ -11,7 +11,8 @@ use anyhow::{Context, ensure};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
-use super::work::{Place, Results, Work, named};
+use super::recovery::Recovery;
+use super::work::{Results, Sandbox, Work, named};
 
 const EXPERIMENT: &str = "faults";
 
@@ -57,10 +58,7 @@ struct Outcome {
     clear: usize,
     /// An error that does not, or a panic.
     unclear: usize,
-    damaged: usize,
-    different: usize,
-    failed: usize,
-    left: usize,
+    recovery: Recovery,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()> {
@@ -72,8 +70,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()>
         Scale::Laptop => 3,
         Scale::Full | Scale::Paper => 100,
     });
-    let place = Place::new()?;
-    let library = match compile(&place.path("faults.so")) {
+    let sandbox = Sandbox::new()?;
+    let library = match compile(&sandbox.path("faults.so")) {
         Ok(library) => library,
         Err(error) => {
             let why = format!("{error:#}");
@@ -86,28 +84,24 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()>
     let mut progress = Progress::new((works.len() * FAULTS.len()) as u64);
     for work in works {
         progress.message(work.name);
-        place.succeed(place.command(&work, "reference"))?;
-        let expected = place.results(&work, "reference")?;
-        let calls = count(&place, &work, &library)?;
+        sandbox.succeed(sandbox.command(&work, "reference"))?;
+        let expected = sandbox.results(&work, "reference")?;
+        let calls = count(&sandbox, &work, &library)?;
         for fault in FAULTS {
-            let outcome = of(&place, &work, &fault, &library, spread(calls, tries), &expected)?;
+            let outcome = of(&sandbox, &work, &fault, &library, spread(calls, tries), &expected)?;
             let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
-            let metrics = vec![
+            let mut metrics = vec![
                 count("calls", calls as usize),
                 count("tries", outcome.tries),
                 count("tolerated", outcome.tolerated),
                 count("clear_errors", outcome.clear),
                 count("unclear_errors", outcome.unclear),
-                count("damaged_files", outcome.damaged),
-                count("different_results", outcome.different),
-                count("failed_restarts", outcome.failed),
-                count("files_left", outcome.left),
-                count("lost", outcome.damaged + outcome.different + outcome.failed + outcome.left),
             ];
+            metrics.extend(outcome.recovery.metrics());
             sink.put(EXPERIMENT, &case(&work, &fault), metrics)?;
             progress.step();
         }
-        place.remove("reference")?;
+        sandbox.remove("reference")?;
     }
     Ok(())
 }
@@ -134,19 +128,19 @@ fn compile(to: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// The command with the library loaded.
-fn command(place: &Place, work: &Work, out: &str, library: &Path, kind: &str) -> Command {
-    let mut command = place.command(work, out);
-    command.env("LD_PRELOAD", library).env("FAULT_FOLDER", place.outputs()).env("FAULT_KIND", kind);
+fn command(sandbox: &Sandbox, work: &Work, out: &str, library: &Path, kind: &str) -> Command {
+    let mut command = sandbox.command(work, out);
+    command.env("LD_PRELOAD", library).env("FAULT_FOLDER", sandbox.outputs()).env("FAULT_KIND", kind);
     command
 }
 
 /// The calls of an undisturbed run.
-fn count(place: &Place, work: &Work, library: &Path) -> anyhow::Result<u64> {
-    let file = place.path("calls");
-    let mut command = command(place, work, "counted", library, "count");
+fn count(sandbox: &Sandbox, work: &Work, library: &Path) -> anyhow::Result<u64> {
+    let file = sandbox.path("calls");
+    let mut command = command(sandbox, work, "counted", library, "count");
     command.env("FAULT_COUNT", &file);
-    place.succeed(command)?;
-    place.remove("counted")?;
+    sandbox.succeed(command)?;
+    sandbox.remove("counted")?;
     let calls = std::fs::read_to_string(&file).context("the number of calls")?;
     calls.trim().parse().context("the number of calls")
 }
@@ -158,7 +152,7 @@ fn spread(calls: u64, most: u64) -> impl Iterator<Item = u64> {
 }
 
 fn of(
-    place: &Place,
+    sandbox: &Sandbox,
     work: &Work,
     fault: &Fault,
     library: &Path,
@@ -169,7 +163,7 @@ fn of(
     for number in numbers {
         let note = |what: &str| eprintln!("{}, {}, call {number}: {what}", work.name, fault.name);
         let out = format!("fault-{number}");
-        let mut command = command(place, work, &out, library, fault.kind);
+        let mut command = command(sandbox, work, &out, library, fault.kind);
         let Output { status, stderr, .. } = command.env("FAULT_AT", number.to_string()).output()?;
         let said = String::from_utf8_lossy(&stderr);
         outcome.tries += 1;
@@ -181,27 +175,8 @@ fn of(
             outcome.unclear += 1;
             note(&format!("{status}: {said}"));
         }
-        if let Some(damage) = place.damage(work, &out, expected) {
-            outcome.damaged += 1;
-            note(&damage);
-        }
-        match place.succeed(place.command(work, &out)) {
-            Err(error) => {
-                outcome.failed += 1;
-                note(&format!("{error:#}"));
-            }
-            Ok(_) if place.results(work, &out)? != *expected => {
-                outcome.different += 1;
-                note("the results differ");
-            }
-            Ok(_) => {}
-        }
-        let left = place.left(&out);
-        if !left.is_empty() {
-            note(&format!("left: {left:?}"));
-        }
-        outcome.left += left.len();
-        place.remove(&out)?;
+        outcome.recovery.inspect((sandbox, work), &out, expected, &note);
+        outcome.recovery.run_again((sandbox, work), &out, expected, &note)?;
     }
     Ok(outcome)
 }

@@ -9,7 +9,8 @@ use anyhow::ensure;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
-use super::work::{Place, Work, named};
+use super::recovery::Recovery;
+use super::work::{Sandbox, Work, named};
 
 const EXPERIMENT: &str = "kills";
 /// Kills before a command may end.
@@ -33,10 +34,7 @@ pub(crate) struct Kills {
 struct Outcome {
     kills: usize,
     ends: usize,
-    different: usize,
-    damaged: usize,
-    failed: usize,
-    left: usize,
+    recovery: Recovery,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Kills) -> anyhow::Result<()> {
@@ -47,29 +45,22 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Kills) -> anyhow::Result<()> 
         Scale::Full | Scale::Paper => 100,
     });
     let works = named(&arguments.only, arguments.scale)?;
-    let place = Place::new()?;
+    let sandbox = Sandbox::new()?;
     let mut progress = Progress::new((works.len() * tries) as u64);
     let mut random = Uniform(common.seed ^ 0x2545_f491_4f6c_dd1d);
     for work in works {
         progress.message(work.name);
-        let outcome = of(&place, &work, tries, &mut random, &mut progress)?;
+        let outcome = of(&sandbox, &work, tries, &mut random, &mut progress)?;
         let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
-        let metrics = vec![
-            count("kills", outcome.kills),
-            count("runs_to_the_end", outcome.ends),
-            count("different_results", outcome.different),
-            count("damaged_files", outcome.damaged),
-            count("failed_restarts", outcome.failed),
-            count("files_left", outcome.left),
-            count("lost", outcome.different + outcome.damaged + outcome.failed + outcome.left),
-        ];
+        let mut metrics = vec![count("kills", outcome.kills), count("runs_to_the_end", outcome.ends)];
+        metrics.extend(outcome.recovery.metrics());
         sink.put(EXPERIMENT, &Case::new().with("command", work.name), metrics)?;
     }
     Ok(())
 }
 
 fn of(
-    place: &Place,
+    sandbox: &Sandbox,
     work: &Work,
     tries: usize,
     random: &mut Uniform,
@@ -80,16 +71,16 @@ fn of(
     // Twice: the second one has the caches that the tries will have, and shows that the results repeat.
     for out in ["reference", "again"] {
         let start = Instant::now();
-        place.succeed(place.command(work, out))?;
+        sandbox.succeed(sandbox.command(work, out))?;
         seconds = start.elapsed().as_secs_f64();
-        let results = place.results(work, out)?;
+        let results = sandbox.results(work, out)?;
         ensure!(
             expected.as_ref().is_none_or(|before| *before == results),
             "two undisturbed runs of {} differ",
             work.name
         );
         expected = Some(results);
-        place.remove(out)?;
+        sandbox.remove(out)?;
     }
     let expected = expected.expect("two runs");
     let mut outcome = Outcome::default();
@@ -98,7 +89,7 @@ fn of(
         let out = format!("try-{}", outcome.ends);
         let mut in_a_row = 0;
         while in_a_row < IN_A_ROW && outcome.kills < tries {
-            let mut child = place.command(work, &out).spawn()?;
+            let mut child = sandbox.command(work, &out).spawn()?;
             std::thread::sleep(Duration::from_secs_f64(random.next() * seconds));
             if child.try_wait()?.is_some() {
                 break;
@@ -106,34 +97,15 @@ fn of(
             child.kill()?;
             child.wait()?;
             if !work.alone {
-                wait_for_ranks(&place.output(&out).display().to_string())?;
+                wait_for_ranks(&sandbox.output(&out).display().to_string())?;
             }
             outcome.kills += 1;
             in_a_row += 1;
             progress.step();
-            if let Some(damage) = place.damage(work, &out, &expected) {
-                outcome.damaged += 1;
-                note(&damage);
-            }
+            outcome.recovery.inspect((sandbox, work), &out, &expected, &note);
         }
-        match place.succeed(place.command(work, &out)) {
-            Err(error) => {
-                outcome.failed += 1;
-                note(&format!("{error:#}"));
-            }
-            Ok(_) if place.results(work, &out)? != expected => {
-                outcome.different += 1;
-                note("the results differ");
-            }
-            Ok(_) => {}
-        }
-        let left = place.left(&out);
-        if !left.is_empty() {
-            note(&format!("left: {left:?}"));
-        }
-        outcome.left += left.len();
+        outcome.recovery.run_again((sandbox, work), &out, &expected, &note)?;
         outcome.ends += 1;
-        place.remove(&out)?;
     }
     Ok(outcome)
 }

@@ -9,7 +9,7 @@ use anyhow::ensure;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
-use super::work::{Place, SOAKED, Work};
+use super::work::{SOAKED, Sandbox, Work};
 
 const EXPERIMENT: &str = "soak";
 
@@ -21,7 +21,7 @@ pub(crate) struct Soak {
 }
 
 /// A quantity of what a process holds.
-type Quantity = fn(&Held) -> f64;
+type Quantity = fn(&ResourceUse) -> f64;
 
 /// What must not grow: the metric, its unit, and the quantity.
 const GROWTHS: [(&str, &str, Quantity); 4] = [
@@ -33,7 +33,7 @@ const GROWTHS: [(&str, &str, Quantity); 4] = [
 
 /// What a process holds at one moment.
 #[derive(Clone, Copy, Debug)]
-struct Held {
+struct ResourceUse {
     resident: f64,
     locked: f64,
     files: f64,
@@ -42,7 +42,7 @@ struct Held {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Soak) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
-    let place = Place::new()?;
+    let sandbox = Sandbox::new()?;
     let share = match arguments.scale {
         Scale::Smoke => 1000,
         Scale::Laptop => 100,
@@ -53,7 +53,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Soak) -> anyhow::Result<()> {
         progress.message(work.name);
         let steps = steps / share;
         let start = Instant::now();
-        let held = watch(&place, &work, steps)?;
+        let held = watch(&sandbox, &work, steps)?;
         let case = Case::new().with("command", work.name);
         let mut metrics = vec![
             Metric::exact("steps", "", steps as f64),
@@ -73,8 +73,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Soak) -> anyhow::Result<()> {
 }
 
 /// Runs a command of so many steps to its end, and returns what it held every half second.
-fn watch(place: &Place, work: &Work, steps: u64) -> anyhow::Result<Vec<Held>> {
-    let mut command = place.command(work, "soaked");
+fn watch(sandbox: &Sandbox, work: &Work, steps: u64) -> anyhow::Result<Vec<ResourceUse>> {
+    let mut command = sandbox.command(work, "soaked");
     command.args(["--steps", &steps.to_string()]);
     let mut child = command.spawn()?;
     let mut held = Vec::new();
@@ -84,19 +84,19 @@ fn watch(place: &Place, work: &Work, steps: u64) -> anyhow::Result<Vec<Held>> {
     }
     let output = child.wait_with_output()?;
     ensure!(output.status.success(), "{}: {}", work.name, String::from_utf8_lossy(&output.stderr));
-    place.remove("soaked")?;
+    sandbox.remove("soaked")?;
     Ok(held)
 }
 
 /// What a process holds, from /proc; `None` when it has ended.
-fn now(process: u32) -> Option<Held> {
+fn now(process: u32) -> Option<ResourceUse> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let field = |name: &str| -> Option<f64> {
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         line.trim_start_matches(':').split_whitespace().next()?.parse().ok()
     };
     let files = std::fs::read_dir(format!("/proc/{process}/fd")).ok()?.count();
-    Some(Held {
+    Some(ResourceUse {
         resident: field("VmRSS")? * 1024.0,
         locked: field("VmLck")? * 1024.0,
         files: files as f64,
@@ -105,12 +105,12 @@ fn now(process: u32) -> Option<Held> {
 }
 
 /// The median over the last tenth less that over the second; `None` for fewer than 40 moments.
-fn growth(held: &[Held], of: Quantity) -> Option<f64> {
+fn growth(held: &[ResourceUse], of: Quantity) -> Option<f64> {
     if held.len() < 40 {
         return None;
     }
     let tenth = held.len() / 10;
-    let median = |part: &[Held]| {
+    let median = |part: &[ResourceUse]| {
         let mut values: Vec<f64> = part.iter().map(of).collect();
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
@@ -124,10 +124,10 @@ mod tests {
 
     #[test]
     fn growth_is_what_a_leak_makes_and_not_what_the_start_takes() {
-        let held = |resident: f64| Held { resident, locked: 0.0, files: 3.0, threads: 1.0 };
-        let steady: Vec<Held> = (0..100).map(|at| held(if at < 5 { 1.0 } else { 9.0 })).collect();
+        let held = |resident: f64| ResourceUse { resident, locked: 0.0, files: 3.0, threads: 1.0 };
+        let steady: Vec<ResourceUse> = (0..100).map(|at| held(if at < 5 { 1.0 } else { 9.0 })).collect();
         assert_eq!(growth(&steady, |held| held.resident), Some(0.0));
-        let leaking: Vec<Held> = (0..100).map(|at| held(f64::from(at))).collect();
+        let leaking: Vec<ResourceUse> = (0..100).map(|at| held(f64::from(at))).collect();
         assert_eq!(growth(&leaking, |held| held.resident), Some(80.0));
         assert_eq!(growth(&steady[..20], |held| held.resident), None);
     }

@@ -151,12 +151,12 @@ pub(super) fn named(only: &[String], scale: Scale) -> anyhow::Result<Vec<Work>> 
 }
 
 /// A folder with a model, data and an adapter, in which commands run.
-pub(super) struct Place {
+pub(super) struct Sandbox {
     folder: TempDir,
     program: PathBuf,
 }
 
-impl Place {
+impl Sandbox {
     /// Makes the folder.
     ///
     /// # Errors
@@ -164,20 +164,20 @@ impl Place {
     pub(super) fn new() -> anyhow::Result<Self> {
         let program = started_program::path()?;
         let folder = tempfile::Builder::new().prefix("robustness-").tempdir()?;
-        let place = Self { folder, program };
-        std::fs::create_dir(place.scratch())?;
-        std::fs::create_dir(place.outputs())?;
-        place.write_model()?;
+        let sandbox = Self { folder, program };
+        std::fs::create_dir(sandbox.scratch())?;
+        std::fs::create_dir(sandbox.outputs())?;
+        sandbox.write_model()?;
         let mut rows = String::new();
         for (a, b) in (0..40).map(|n| (n % 9, n / 4)) {
             let question = format!("Ann has {a} pears and buys {b} more. How many has she?");
             writeln!(rows, "{}", json!({ "question": question, "answer": (a + b).to_string() }))?;
         }
-        std::fs::write(place.path("rows.jsonl"), rows)?;
+        std::fs::write(sandbox.path("rows.jsonl"), rows)?;
         let train = "finetune --model model --data rows.jsonl --r 4 --batch-size 4 --steps 4 --checkpoint-every 2 --out trained";
-        place.succeed(place.program(train))?;
-        place.succeed(place.program("export --format peft --checkpoints trained --out adapter"))?;
-        Ok(place)
+        sandbox.succeed(sandbox.program(train))?;
+        sandbox.succeed(sandbox.program("export --format peft --checkpoints trained --out adapter"))?;
+        Ok(sandbox)
     }
 
     /// Writes a Qwen2 of two layers with the tokenizer of the embedded data.

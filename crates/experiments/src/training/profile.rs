@@ -16,7 +16,7 @@ use super::injected_slowdowns::Inefficiency;
 use super::profiling::{Effort, Pair, Turn, detector, measure_pair, profile};
 use super::setup::{Common, Setup};
 use super::sizes::{Sizes, Which};
-use super::trace_spans::{Place, Span, spans};
+use super::trace_spans::{Span, TracePart, spans};
 use crate::corpus::Corpus;
 
 #[derive(clap::Args)]
@@ -116,8 +116,8 @@ impl Measurement {
                 continue;
             }
             let (on, off) = setups(inefficiency);
-            let place = Some(Place::of(inefficiency));
-            let diagnosis = self.compare(inefficiency.name(), "on", [&on, &off], place, scratch)?;
+            let part = Some(TracePart::of(inefficiency));
+            let diagnosis = self.compare(inefficiency.name(), "on", [&on, &off], part, scratch)?;
             let detected = match detector(inefficiency) {
                 Some(name) => {
                     Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some())))
@@ -138,26 +138,26 @@ impl Measurement {
     }
 
     /// Times a setup in turns with one without, and profiles both over the same batches, as far as they make the same. Records
-    /// what both traces show at `place`.
+    /// what both traces show at `part`.
     fn compare(
         &mut self,
         name: &str,
         state: &str,
         [on, off]: [&BTreeSet<Inefficiency>; 2],
-        place: Option<Place>,
+        part: Option<TracePart>,
         scratch: &Path,
     ) -> anyhow::Result<Diagnosis> {
         let mut with = Setup::new(&self.corpus, on, &self.common)?;
         let mut without = Setup::new(&self.corpus, off, &self.common)?;
         let pair = measure_pair(&mut with, &mut without, self.effort)?;
         let (base, beside) = profile(&mut without, self.effort, scratch)?;
-        let repaired = match place {
-            Some(place) => Some(spans(&Profile::read(scratch)?, place)),
+        let repaired = match part {
+            Some(part) => Some(spans(&Profile::read(scratch)?, part)),
             None => None,
         };
         let (composition, diagnosis) = profile(&mut with, self.effort, scratch)?;
-        if let (Some(place), Some(repaired)) = (place, repaired) {
-            self.put_spans(name, "with it", spans(&Profile::read(scratch)?, place))?;
+        if let (Some(part), Some(repaired)) = (part, repaired) {
+            self.put_spans(name, "with it", spans(&Profile::read(scratch)?, part))?;
             self.put_spans(name, "repaired", repaired)?;
         }
         self.put(name, "clean", &base, None, &beside, vec![token_seconds(&pair.off)])?;

@@ -9,7 +9,7 @@ const MOST: usize = 24;
 
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum TracePart {
     /// All of it.
     Step,
     /// From its beginning until some time after its batch is there.
@@ -22,7 +22,7 @@ pub(crate) enum Place {
     Optimizer,
 }
 
-impl Place {
+impl TracePart {
     /// Where an inefficiency shows.
     pub(crate) fn of(inefficiency: Inefficiency) -> Self {
         match inefficiency {
@@ -57,8 +57,8 @@ pub(crate) struct Span {
     pub end: f64,
 }
 
-/// The spans in `place` of the trace's last step: its phases, the operators that the program called, and the loader's work.
-pub(crate) fn spans(profile: &Profile, place: Place) -> Vec<Span> {
+/// The spans in `part` of the trace's last step: its phases, the operators that the program called, and the loader's work.
+pub(crate) fn spans(profile: &Profile, part: TracePart) -> Vec<Span> {
     let ranges =
         |name: &'static str| profile.ranges.iter().filter(move |range| profile.range_name(range) == name);
     let Some(step) = ranges("step").max_by_key(|range| range.start) else { return Vec::new() };
@@ -68,21 +68,21 @@ pub(crate) fn spans(profile: &Profile, place: Place) -> Vec<Span> {
     let phase = |name| ranges(name).filter(within).map(|range| (range.start, range.end));
     let whole = (step.start, step.end);
     let called = called(profile, step);
-    let (from, until) = match place {
-        Place::Step => whole,
-        Place::Beginning => {
+    let (from, until) = match part {
+        TracePart::Step => whole,
+        TracePart::Beginning => {
             let (start, end) = phase("data").next().unwrap_or((step.start, step.start));
             (start, (end + 2 * (end - start)).max(end + (step.end - step.start) / 200))
         }
-        Place::Forward => phase("forward").next().unwrap_or(whole),
-        Place::Loss => {
+        TracePart::Forward => phase("forward").next().unwrap_or(whole),
+        TracePart::Loss => {
             let (start, end) = phase("forward").next().unwrap_or(whole);
             let mut inside = called.iter().filter(|operator| operator.start >= start && operator.end <= end);
             let projection = inside.rfind(|operator| kind(profile.operator_name(operator)) == "product");
             (projection.map_or(start, |operator| operator.start), end)
         }
         // The range of the step, and that of unscaling and clipping before it.
-        Place::Optimizer => {
+        TracePart::Optimizer => {
             let both = || phase("optimizer").chain(phase("clip"));
             let start = both().map(|(start, _)| start).min();
             (start.unwrap_or(step.start), both().map(|(_, end)| end).max().unwrap_or(step.end))

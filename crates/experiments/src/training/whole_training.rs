@@ -18,7 +18,7 @@ use training::strategy::Strategy;
 use training::trainer::Options;
 
 use crate::corpus::Corpus;
-use crate::watcher::Watcher;
+use crate::training_recorder::TrainingRecorder;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]
@@ -129,13 +129,13 @@ pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) ->
         Options { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
     )?;
     trainer.schedule = LrSchedule { warmup, shape: Shape::Constant, ..Default::default() };
-    let watcher = Watcher::of(&mut trainer, device)?;
+    let recorder = TrainingRecorder::of(&mut trainer, device)?;
     trainer.run(&mut batches, Some(&mut validation))?;
     trainer.evaluate(&mut validation)?;
     drop(trainer);
     let loader = batches.stats();
     let all = region.finish()?;
-    let seen = watcher.seen();
+    let seen = recorder.seen();
     let mut outcome = Outcome {
         steps: seen.steps.len() as u64,
         seconds,

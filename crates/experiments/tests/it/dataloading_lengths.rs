@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dataloading::LengthStatistics;
-use experiments::dataloading::lengths::{WAYS, Way};
+use experiments::dataloading::lengths::{BATCHINGS, Batching};
 use experiments::dataloading::texts::Text;
 
 fn lines() -> Arc<Vec<Vec<u32>>> {
@@ -14,13 +14,13 @@ fn lines() -> Arc<Vec<Vec<u32>>> {
 fn computed_and_counted_padding_agree() {
     let lines = lines();
     let statistics = LengthStatistics::of(&*lines).unwrap();
-    for way in WAYS {
-        let Some(waste) = way.computed(&statistics) else { continue };
-        let epochs = if way == Way::Longest { 40 } else { 2 };
-        let counted = way.count(lines.clone(), epochs, 7).unwrap();
+    for batching in BATCHINGS {
+        let Some(waste) = batching.computed(&statistics) else { continue };
+        let epochs = if batching == Batching::Longest { 40 } else { 2 };
+        let counted = batching.count(lines.clone(), epochs, 7).unwrap();
         let n = counted.positions.len() as f64;
         let mean = counted.positions.iter().sum::<f64>() / n;
-        if way == Way::Longest {
+        if batching == Batching::Longest {
             let variance =
                 counted.positions.iter().map(|count| (count - mean).powi(2)).sum::<f64>() / (n - 1.0);
             let error = (variance / n).sqrt();
@@ -32,20 +32,25 @@ fn computed_and_counted_padding_agree() {
                 waste.positions
             );
         } else {
-            assert!(counted.positions.iter().all(|&count| count == waste.positions), "{way:?}");
-            assert!(counted.padding.iter().all(|padding| (padding - waste.share()).abs() < 1e-12), "{way:?}");
+            assert!(counted.positions.iter().all(|&count| count == waste.positions), "{batching:?}");
+            assert!(
+                counted.padding.iter().all(|padding| (padding - waste.share()).abs() < 1e-12),
+                "{batching:?}"
+            );
         }
-        assert!(counted.dropped.iter().all(|&dropped| dropped == waste.dropped), "{way:?}");
+        assert!(counted.dropped.iter().all(|&dropped| dropped == waste.dropped), "{batching:?}");
     }
 }
 
 #[test]
 fn each_way_pads_less_than_the_one_before() {
     let lines = lines();
-    let padding: Vec<f64> =
-        WAYS[..6].iter().map(|way| way.count(lines.clone(), 1, 0).unwrap().padding[0]).collect();
+    let padding: Vec<f64> = BATCHINGS[..6]
+        .iter()
+        .map(|batching| batching.count(lines.clone(), 1, 0).unwrap().padding[0])
+        .collect();
     assert!(padding.is_sorted_by(|more, less| more > less), "{padding:?}");
-    let packed = Way::Packed.count(lines.clone(), 1, 0).unwrap();
+    let packed = Batching::Packed.count(lines.clone(), 1, 0).unwrap();
     assert!(packed.padding[0] < 0.02, "{packed:?}");
     assert_eq!(packed.dropped, [0.0]);
     let tokens: usize = lines.iter().map(Vec::len).sum();

@@ -1,7 +1,7 @@
 //! What a configuration's training computes in a step, for predictions.
 
 use accounting::activation_plan::Kept;
-use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Tier, Way};
+use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::lora::{LowRank, Projection, Targets};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
@@ -260,8 +260,8 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
     };
     let optimizer = if frozen { OptimizerPlace::Device } else { OptimizerPlace::Host };
     let works = |tier: &Tier| {
-        let way = Way::Offloaded { tier: *tier, ring: 1, resident: Vec::new(), optimizer };
-        Applied::new(&with_way(config, &way)).is_ok()
+        let placement = Placement::Offloaded { tier: *tier, ring: 1, resident: Vec::new(), optimizer };
+        Applied::new(&with_placement(config, &placement)).is_ok()
     };
     let tiers: Vec<Tier> = tiers.into_iter().filter(works).collect();
     (!tiers.is_empty()).then_some(OffloadedLayers {
@@ -272,19 +272,19 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
     })
 }
 
-/// Returns the configuration of a training that runs a step in the way of `candidate`. What layers on the device keep is not in it:
+/// Returns the configuration of a training that runs a step as `candidate` plans it. What layers on the device keep is not in it:
 /// [`Activations::change`](training::activations::Activations::change) says that.
 pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
-    let mut config = with_way(config, &candidate.way);
+    let mut config = with_placement(config, &candidate.placement);
     if let Some(rows) = candidate.rows {
         config.training.rows_at_once = Some(rows as usize);
     }
     config
 }
 
-fn with_way(config: &Config, way: &Way) -> Config {
+fn with_placement(config: &Config, placement: &Placement) -> Config {
     let mut config = config.clone();
-    if let Way::Offloaded { tier, ring, resident, optimizer } = way {
+    if let Placement::Offloaded { tier, ring, resident, optimizer } = placement {
         let own = config.offload.unwrap_or_default();
         config.offload = Some(OffloadConfig {
             tier: match tier {

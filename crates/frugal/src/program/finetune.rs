@@ -32,7 +32,7 @@ use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
 use super::run_flags::with_origins;
-use super::run_plan::{RunPlan, Subject};
+use super::run_plan::{RunPlan, PlannedTraining};
 use super::run_record::{note_other_data, write_page};
 use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
 use super::training::{Run, Saving, name_budget, report, save_model};
@@ -218,7 +218,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let run_plan = RunPlan::of(
         common,
         config,
-        Subject {
+        PlannedTraining {
             shape: Some(folder.config()),
             kind: config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?,
             device,

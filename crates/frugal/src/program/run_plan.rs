@@ -4,7 +4,7 @@ mod calibration;
 mod changes;
 mod table;
 
-use accounting::candidates::{Candidate, Found, Job, Way};
+use accounting::candidates::{Candidate, Found, Job, Placement};
 use accounting::offload::{Budget, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -30,8 +30,8 @@ pub(crate) const NOTHING_FITS: u8 = 3;
 /// Seconds that a training must take, at nominal rates, to be worth some seconds of measuring this machine.
 const WORTH_MEASURING: f64 = 60.0;
 
-/// What is trained on what.
-pub(crate) struct Subject<'a> {
+/// What of a training its plan depends on.
+pub(crate) struct PlannedTraining<'a> {
     /// The model's shape; `None` for one whose activations are not predicted.
     pub(crate) shape: Option<&'a LlamaConfig>,
     /// The dtype of its weights.
@@ -111,8 +111,8 @@ impl RunPlan {
     ///
     /// # Errors
     /// A budget below what the process takes already; a [`Failure`] where nothing fits.
-    pub(crate) fn of(common: &Common, config: &Config, subject: Subject<'_>) -> anyhow::Result<Self> {
-        let device = subject.device;
+    pub(crate) fn of(common: &Common, config: &Config, planned: PlannedTraining<'_>) -> anyhow::Result<Self> {
+        let device = planned.device;
         let plan = config.activations.plan;
         if common.ranks.is_some() {
             let given = config.training.budget;
@@ -121,18 +121,18 @@ impl RunPlan {
             return Ok(Self { device, budget, prediction, plan });
         }
         let budget = PlannedBudget::of(config.training.budget, device)?;
-        let predicted = match subject.shape {
+        let predicted = match planned.shape {
             None => Err(NotPredicted("this architecture".to_owned())),
-            Some(shape) => predict(config, shape, &subject, budget),
+            Some(shape) => predict(config, shape, &planned, budget),
         };
         let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan };
-        if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, subject.shape)
+        if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
             && prediction.found.chosen().is_none()
         {
             let question = Question {
                 config,
                 shape,
-                kind: subject.kind,
+                kind: planned.kind,
                 device,
                 data: &prediction.data,
                 tensors: budget.tensors,
@@ -212,8 +212,8 @@ impl RunPlan {
     /// # Errors
     /// A plan for other layers.
     pub(crate) fn apply(&self, handles: &Handles) -> anyhow::Result<()> {
-        if let (Some(Way::Resident(plan)), Some(activations)) =
-            (self.chosen().map(|chosen| &chosen.way), &handles.activations)
+        if let (Some(Placement::Resident(plan)), Some(activations)) =
+            (self.chosen().map(|chosen| &chosen.placement), &handles.activations)
         {
             activations.change(&layer_plans(plan))?;
         }
@@ -234,7 +234,7 @@ impl RunPlan {
             (Ok(prediction), Some(chosen)) => {
                 let cheaper = prediction.job.cheaper_plans(chosen)?;
                 let plans = cheaper.into_iter().filter_map(|plan| {
-                    let Way::Resident(layers) = &plan.way else { return None };
+                    let Placement::Resident(layers) = &plan.placement else { return None };
                     let (name, layers) = (plan.name(), layer_plans(layers));
                     Some(CheaperPlan { name, layers, peak_bytes: Some(plan.peak.total) })
                 });
@@ -264,10 +264,10 @@ fn layer_plans(plan: &[accounting::activation_plan::Kept]) -> Vec<LayerPlan> {
 fn predict(
     config: &Config,
     shape: &LlamaConfig,
-    subject: &Subject<'_>,
+    planned: &PlannedTraining<'_>,
     budget: PlannedBudget,
 ) -> Result<Prediction, NotPredicted> {
-    let Subject { kind, device, ref data, steps, resumes, .. } = *subject;
+    let PlannedTraining { kind, device, ref data, steps, resumes, .. } = *planned;
     let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
     allowed.splits &= !resumes;
     let bytes = Budget { device: budget.tensors, host: None };
@@ -287,7 +287,7 @@ fn predict(
     let mut evaluation = None;
     if let Some(chosen) = found.chosen() {
         for &(rows, batch) in &data.evaluations {
-            let peak = job.evaluation(&chosen.way, batch)?;
+            let peak = job.evaluation(&chosen.placement, batch)?;
             let fits = peak.total <= budget.tensors;
             evaluation = Some((rows, peak));
             if fits {

@@ -31,7 +31,7 @@ use super::kept::Writer;
 use super::output::{print_line, say};
 use super::ranks;
 use super::run_flags::with_origins;
-use super::run_plan::{RunPlan, Subject};
+use super::run_plan::{RunPlan, PlannedTraining};
 use super::run_record::note_other_data;
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, Saving, name_budget, report};
@@ -229,7 +229,7 @@ fn train(
     let run_plan = RunPlan::of(
         common,
         config,
-        Subject {
+        PlannedTraining {
             shape: file.as_ref(),
             kind,
             device,

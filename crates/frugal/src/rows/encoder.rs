@@ -83,7 +83,7 @@ impl RowEncoder {
             Some(templates) => templates.content(record)?,
             None => record.content(detected.format(record, field)?, field)?,
         };
-        let rows = self.rows(&content).map_err(|error| record.place.error(error))?;
+        let rows = self.rows(&content).map_err(|error| record.location.error(error))?;
         let mut counts = Counts { records: 1, ..Counts::default() };
         let mut kept = Vec::new();
         if rows.is_empty() {
@@ -99,7 +99,7 @@ impl RowEncoder {
                     "token {id} is beyond the model's vocabulary of {}; take the tokenizer that came with the model",
                     self.options.vocabulary
                 );
-                return Err(record.place.error(reason).into());
+                return Err(record.location.error(reason).into());
             }
             let longest = self.options.longest;
             let parts = match self.options.overlong {
@@ -110,7 +110,7 @@ impl RowEncoder {
                          rows: --overlong skip, truncate or split",
                         row.tokens.len(),
                     );
-                    return Err(record.place.error(reason).into());
+                    return Err(record.location.error(reason).into());
                 }
                 Overlong::Skip => {
                     counts.skipped += 1;

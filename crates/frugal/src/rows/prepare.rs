@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use dataloading::records::{self, Detected, FileKind, Place, Record};
+use dataloading::records::{self, Detected, FileKind, Record, RecordLocation};
 use rayon::prelude::*;
 use training::masked_rows::MaskedRow;
 
@@ -117,7 +117,7 @@ pub fn encode<E: From<Error>>(
     files: &[PathBuf],
     encoder: &RowEncoder,
     detected: &Detected,
-    mut each: impl FnMut(Option<&Place>, Result<(Vec<MaskedRow>, Counts)>) -> Result<ControlFlow<()>, E>,
+    mut each: impl FnMut(Option<&RecordLocation>, Result<(Vec<MaskedRow>, Counts)>) -> Result<ControlFlow<()>, E>,
 ) -> Result<(), E> {
     let mut records = records::read_all(files).map_err(Error::from)?;
     loop {
@@ -128,7 +128,7 @@ pub fn encode<E: From<Error>>(
         let encoded: Vec<_> = chunk
             .into_par_iter()
             .map(|record| match record {
-                Ok(record) => (encoder.record(&record, detected), Some(record.place)),
+                Ok(record) => (encoder.record(&record, detected), Some(record.location)),
                 Err(error) => (Err(error.into()), None),
             })
             .collect();

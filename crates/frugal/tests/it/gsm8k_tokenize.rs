@@ -148,7 +148,7 @@ fn a_row_longer_than_the_context_is_refused_or_skipped_and_counted() {
     assert_eq!(
         error,
         format!(
-            "problem 0: {} tokens are more than the context of 10; take fewer examples, a model with a longer context, or skip \
+            "problem 0: {} tokens are more than the context of 10; give fewer examples, a model with a longer context, or skip \
              such problems",
             lengths[0]
         )
@@ -159,7 +159,7 @@ fn a_row_longer_than_the_context_is_refused_or_skipped_and_counted() {
 fn a_tokenizer_that_does_not_fit_is_refused() {
     let error = |options| Encoder::new(gsm8k_data::tokenizer(), options).unwrap_err().to_string();
     let small = error(EncodeOptions { vocabulary: 4000, ..options() });
-    assert!(small.starts_with("the tokenizer does not fit the model: it gives the id 4095 ("), "{small}");
+    assert!(small.starts_with("the tokenizer does not match the model: it gives the id 4095 ("), "{small}");
     assert!(
         small.ends_with(
             "and the model's vocabulary is 4000 (0 to 3999); take the tokenizer.json that came with the model"
@@ -168,7 +168,7 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
     );
     assert!(error(EncodeOptions { end: 151_643, ..options() }).contains("the id 151643 (\"\")"));
     assert!(error(EncodeOptions { begin: Some(9999), ..options() }).contains("9999"));
-    expect!["context: 0 places; give the model's `max_position_embeddings`"]
+    expect!["context: 0 positions; give the model's `max_position_embeddings`"]
         .assert_eq(&error(EncodeOptions { context: 0, ..options() }));
 }
 

@@ -2,7 +2,7 @@
 //! other test may run at the same time.
 
 use accounting::activation_plan::Kept;
-use accounting::candidates::{Job, Tier, Way};
+use accounting::candidates::{Job, Placement, Tier};
 use accounting::offload::OptimizerPlace;
 use frugal::config::{Compute, Config, Dtype, LossHeadKind};
 use frugal::planning::{self, DataShape, KnownRates};
@@ -29,35 +29,35 @@ struct Case {
     length: usize,
     packed: Option<usize>,
     accumulation: usize,
-    way: fn(layers: usize) -> Way,
+    placement: fn(layers: usize) -> Placement,
     at_once: Option<usize>,
     mixed: bool,
 }
 
-fn keep(layers: usize) -> Way {
-    Way::Resident(vec![Kept::Everything; layers])
+fn keep(layers: usize) -> Placement {
+    Placement::Resident(vec![Kept::Everything; layers])
 }
 
-fn mixed(layers: usize) -> Way {
+fn mixed(layers: usize) -> Placement {
     let of = |layer| match layer % 4 {
         0 => Kept::Input,
         1 => Kept::Attention,
         2 => Kept::FeedForward,
         _ => Kept::Everything,
     };
-    Way::Resident((0..layers).map(of).collect())
+    Placement::Resident((0..layers).map(of).collect())
 }
 
-fn products(layers: usize) -> Way {
-    Way::Resident(vec![Kept::Products; layers])
+fn products(layers: usize) -> Placement {
+    Placement::Resident(vec![Kept::Products; layers])
 }
 
-fn recompute(layers: usize) -> Way {
-    Way::Resident(vec![Kept::Input; layers])
+fn recompute(layers: usize) -> Placement {
+    Placement::Resident(vec![Kept::Input; layers])
 }
 
-fn files(_: usize) -> Way {
-    Way::Offloaded { tier: Tier::File, ring: 2, resident: vec![1], optimizer: OptimizerPlace::Device }
+fn files(_: usize) -> Placement {
+    Placement::Offloaded { tier: Tier::File, ring: 2, resident: vec![1], optimizer: OptimizerPlace::Device }
 }
 
 const ADAPTED: Case = Case {
@@ -68,7 +68,7 @@ const ADAPTED: Case = Case {
     length: 64,
     packed: None,
     accumulation: 1,
-    way: keep,
+    placement: keep,
     at_once: None,
     mixed: false,
 };
@@ -80,19 +80,19 @@ const CASES: [Case; 18] = [
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
     Case { name: "adapters, packed", packed: Some(64), length: 25, ..ADAPTED },
     Case { name: "adapters, two rows at a time", at_once: Some(2), ..ADAPTED },
-    Case { name: "adapters, recomputed", way: recompute, ..ADAPTED },
-    Case { name: "adapters, mixed plan", way: mixed, accumulation: 2, ..ADAPTED },
-    Case { name: "adapters, layers in files", way: files, ..ADAPTED },
+    Case { name: "adapters, recomputed", placement: recompute, ..ADAPTED },
+    Case { name: "adapters, mixed plan", placement: mixed, accumulation: 2, ..ADAPTED },
+    Case { name: "adapters, layers in files", placement: files, ..ADAPTED },
     FULL,
     Case { name: "full, accumulated", accumulation: 3, ..FULL },
-    Case { name: "full, recomputed", way: recompute, length: 100, ..FULL },
+    Case { name: "full, recomputed", placement: recompute, length: 100, ..FULL },
     Case { name: "full, bf16", kind: Kind::BFloat16, length: 40, ..FULL },
-    Case { name: "full, one row at a time", at_once: Some(1), way: mixed, ..FULL },
+    Case { name: "full, one row at a time", at_once: Some(1), placement: mixed, ..FULL },
     Case { name: "adapters, mixed precision", mixed: true, accumulation: 2, ..ADAPTED },
-    Case { name: "adapters, mixed precision, mixed plan", mixed: true, way: mixed, ..ADAPTED },
+    Case { name: "adapters, mixed precision, mixed plan", mixed: true, placement: mixed, ..ADAPTED },
     Case { name: "full, mixed precision", mixed: true, ..FULL },
-    Case { name: "full, mixed precision, mixed plan", mixed: true, way: mixed, length: 100, ..FULL },
-    Case { name: "full, mixed precision, products kept", mixed: true, way: products, ..FULL },
+    Case { name: "full, mixed precision, mixed plan", mixed: true, placement: mixed, length: 100, ..FULL },
+    Case { name: "full, mixed precision, products kept", mixed: true, placement: products, ..FULL },
 ];
 
 fn models() -> [(&'static str, LlamaConfig); 2] {
@@ -148,12 +148,13 @@ fn measured(case: &Case, folder: &Folder) -> u64 {
     runtime::random::seed(1).unwrap();
     let before = live_bytes(Device::Cpu).unwrap();
     let pinned = pinned_bytes(Device::Cpu).unwrap().live;
-    let way = (case.way)(shape.num_hidden_layers as usize);
-    let candidate = job(case, shape).evaluate(way.clone(), case.at_once.map(|rows| rows as u64)).unwrap();
+    let placement = (case.placement)(shape.num_hidden_layers as usize);
+    let candidate =
+        job(case, shape).evaluate(placement.clone(), case.at_once.map(|rows| rows as u64)).unwrap();
     let config = planning::with_choice(&config(case), &candidate);
     let prepared = Recipe::new(&config).unwrap().open(folder, Device::Cpu).unwrap();
     let (mut trainer, handles) = prepared.trainer(3).unwrap();
-    if let (Way::Resident(plan), Some(activations)) = (&way, &handles.activations) {
+    if let (Placement::Resident(plan), Some(activations)) = (&placement, &handles.activations) {
         let plans: Vec<_> = plan.iter().map(|kept| planning::layer_plan(*kept)).collect();
         activations.change(&plans).unwrap();
     }
@@ -181,9 +182,9 @@ fn predicted_peaks_are_those_of_the_allocator() {
         measured(&ADAPTED, &folder);
         // Mixed precision does not depend on the family.
         for case in CASES.iter().filter(|case| !case.mixed || model == "qwen2") {
-            let way = (case.way)(shape.num_hidden_layers as usize);
+            let placement = (case.placement)(shape.num_hidden_layers as usize);
             let rows = case.at_once.map(|rows| rows as u64);
-            let predicted = job(case, &shape).evaluate(way, rows).unwrap().peak;
+            let predicted = job(case, &shape).evaluate(placement, rows).unwrap().peak;
             let measured = measured(case, &folder);
             let off = predicted.total as f64 / measured as f64 - 1.0;
             let line = format!(

@@ -5,21 +5,21 @@ use crate::conversion::Rows;
 
 /// A tensor's name in the file, and what happens to its rows.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Place {
+pub(crate) struct TensorName {
     pub(crate) name: String,
     pub(crate) transform: Rows,
 }
 
 /// Returns where a tensor of a Hugging Face model goes; `None` for one that the family does not have.
-pub(crate) fn place(family: &Family, sizes: &Sizes, name: &str) -> Option<Place> {
+pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<TensorName> {
     let (module, kind) = name.rsplit_once('.')?;
-    let own = |name: &str| Some(Place { name: name.to_owned(), transform: Rows::default() });
+    let own = |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default() });
     match (module, kind) {
         ("model.embed_tokens", "weight") => return own("token_embd.weight"),
         ("lm_head", "weight") => return own("output.weight"),
         ("model.norm", "weight") => {
             let transform = Rows { add: norm_offset(family), ..Rows::default() };
-            return Some(Place { name: "output_norm.weight".to_owned(), transform });
+            return Some(TensorName { name: "output_norm.weight".to_owned(), transform });
         }
         _ => {}
     }
@@ -65,7 +65,7 @@ pub(crate) fn place(family: &Family, sizes: &Sizes, name: &str) -> Option<Place>
         ("post_feedforward_layernorm", _) => "post_ffw_norm",
         _ => return None,
     };
-    Some(Place { name: format!("blk.{layer}.{new}.{kind}"), transform })
+    Some(TensorName { name: format!("blk.{layer}.{new}.{kind}"), transform })
 }
 
 fn norm_offset(family: &Family) -> f32 {

@@ -327,11 +327,11 @@ fn a_packed_row_equals_its_documents_alone() {
         for attention in [AttentionPath::Fused, AttentionPath::DenseMask, AttentionPath::Explicit] {
             let model = Llama::new(&LlamaConfig { attention, ..config.clone() }, F64).unwrap();
             let tokens = (Tensor::arange(16, (Kind::Int64, Device::Cpu)) * 7).remainder(40).view([1, 16]);
-            let places: Vec<i64> = lengths.iter().flat_map(|&length| 0..length as i64).collect();
-            let places = Tensor::from_slice(&places).view([1, 16]);
+            let positions: Vec<i64> = lengths.iter().flat_map(|&length| 0..length as i64).collect();
+            let positions = Tensor::from_slice(&positions).view([1, 16]);
             let documents = Documents::new(&[&lengths[..]], Device::Cpu).unwrap();
             let context = Context { documents: Some(&documents), ..Context::default() };
-            let packed = run(&model, &Input { tokens: &tokens, positions: Some(&places), context });
+            let packed = run(&model, &Input { tokens: &tokens, positions: Some(&positions), context });
             let unmoved = run(&model, &Input { tokens: &tokens, positions: None, context });
             let (mut start, mut sums): (i64, Option<Vec<Tensor>>) = (0, None);
             for length in lengths.map(|length| length as i64) {
@@ -354,7 +354,7 @@ fn a_packed_row_equals_its_documents_alone() {
             // ... and without the documents it is not.
             let mixed = run(
                 &model,
-                &Input { tokens: &tokens, positions: Some(&places), context: Context::default() },
+                &Input { tokens: &tokens, positions: Some(&positions), context: Context::default() },
             );
             assert!((mixed.0 - &packed.0).abs().max().double_value(&[]) > 1e-3);
         }

@@ -102,7 +102,7 @@ fn asynchronous_copies_have_values_once_their_group_is_waited_for() {
     let again = "cp.async.cg.shared.global [%r0], [%d0], 16; cp.async.wait_all;";
     assert!(copies(&format!("cp.async.wait_group 1; {again}"), "0").is_ok());
     let message = copies(&format!("cp.async.wait_group 2; {again}"), "0").unwrap_err();
-    assert!(message.contains("begins while another one to it is on its way"), "{message}");
+    assert!(message.contains("begins while another one to it is in flight"), "{message}");
 }
 
 #[test]

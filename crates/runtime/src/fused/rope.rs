@@ -31,7 +31,7 @@
 //! let q = Tensor::ones([1, 3, 2, 4], kind::FLOAT_CPU);
 //! let k = Tensor::ones([1, 3, 1, 4], kind::FLOAT_CPU);
 //! let (q, k) = table.rotate(&q, &k, None)?;
-//! // Place 0 is not turned; place 2 turns the first pair by 2 rad.
+//! // Position 0 is not rotated; position 2 rotates the first pair by 2 rad.
 //! assert_eq!(k.double_value(&[0, 0, 0, 0]), 1.0);
 //! assert!((q.double_value(&[0, 2, 1, 0]) - (2f64.cos() - 2f64.sin())).abs() < 1e-6);
 //! # Ok::<(), runtime::Error>(())

@@ -7,9 +7,9 @@ use tch::{Device, Kind, Tensor, kind};
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-fn table(head: i64, places: i64) -> RotaryTable {
+fn table(head: i64, max_positions: i64) -> RotaryTable {
     let frequencies = Frequencies { theta: 500_000.0, scaling: Scaling::None };
-    RotaryTable::new(head, places, &frequencies, Device::Cpu).unwrap()
+    RotaryTable::new(head, max_positions, &frequencies, Device::Cpu).unwrap()
 }
 
 /// x·cos + rotate_half(x)·sin in f64, with angles computed here.
@@ -23,9 +23,9 @@ fn oracle(x: &Tensor, positions: &Tensor) -> Tensor {
     &x * angles.cos() + Tensor::cat(&[-&halves[1], halves[0].shallow_clone()], 3) * angles.sin()
 }
 
-fn positions(batch: i64, sequence: i64, places: i64) -> Tensor {
-    let count = Tensor::arange(batch * sequence, kind::INT64_CPU);
-    ((count * 37 + 5).remainder(places)).view([batch, sequence])
+fn positions(batch: i64, sequence: i64, count: i64) -> Tensor {
+    let numbers = Tensor::arange(batch * sequence, kind::INT64_CPU);
+    ((numbers * 37 + 5).remainder(count)).view([batch, sequence])
 }
 
 /// Every dtype, odd sizes, from partial blocks to several tasks; views of a joint projection, and transposed ones.
@@ -167,9 +167,9 @@ fn gradients_of_every_layout_are_rotated_back() {
 fn changing_positions_before_backward_is_an_error() {
     let table = table(4, 9);
     let x = Tensor::ones([1, 2, 1, 4], F64).set_requires_grad(true);
-    let mut places = Tensor::from_slice(&[1i64, 2]).view([1, 2]);
-    let (q, _) = table.rotate(&x, &x, Some(&places)).unwrap();
-    let _ = places.f_add_scalar_(1).unwrap();
+    let mut positions = Tensor::from_slice(&[1i64, 2]).view([1, 2]);
+    let (q, _) = table.rotate(&x, &x, Some(&positions)).unwrap();
+    let _ = positions.f_add_scalar_(1).unwrap();
     let error = autograd::backward(&[&q.sum(Kind::Double)]).unwrap_err().to_string();
     assert!(error.contains("modified by an inplace operation"), "{error}");
 }
@@ -182,7 +182,7 @@ fn mismatched_inputs_are_refused() {
     let words = |q: &Tensor, k: &Tensor, positions: Option<&Tensor>| {
         table.rotate(q, k, positions).unwrap_err().to_string()
     };
-    let at = |places: &[i64]| Tensor::from_slice(places).view([1, -1]);
+    let at = |positions: &[i64]| Tensor::from_slice(positions).view([1, -1]);
     let cases = [
         (words(&x(&[2, 1, 4]), &good, None), "`q` has shape [2, 1, 4]; expected [b, t, heads, 4]"),
         (words(&good, &x(&[1, 2, 1, 6]), None), "`k` has shape [1, 2, 1, 6]; expected [1, 2, heads, 4]"),
@@ -219,12 +219,12 @@ fn mismatched_inputs_are_refused() {
 /// A long table is computed as far as it is used, and a part of it has the bits of the whole.
 #[test]
 fn a_table_grows_as_positions_are_used() {
-    let places = 40_000;
-    let whole: Tensor = table(8, places).values(places).unwrap();
-    assert_eq!(whole.size(), [places, 2, 4]);
+    let count = 40_000;
+    let whole: Tensor = table(8, count).values(count).unwrap();
+    assert_eq!(whole.size(), [count, 2, 4]);
     let q = Tensor::arange(3 * 2 * 8, (Kind::Float, Device::Cpu)).view([1, 3, 2, 8]);
-    for top in [8191i64, 8192, 20_000, places - 1] {
-        let growing = table(8, places);
+    for top in [8191i64, 8192, 20_000, count - 1] {
+        let growing = table(8, count);
         let layer = growing.clone();
         assert_eq!(growing.values(1).unwrap().size()[0], 8192);
         let positions = Tensor::from_slice(&[7, top, 0]).view([1, 3]);
@@ -232,15 +232,15 @@ fn a_table_grows_as_positions_are_used() {
         let rows = layer.values(1).unwrap();
         assert!(rows.size()[0] > top, "the clones share the rows");
         assert_eq!(rows, whole.narrow(0, 0, rows.size()[0]));
-        let full = table(8, places);
-        assert_eq!(full.values(places).unwrap(), whole);
+        let full = table(8, count);
+        assert_eq!(full.values(count).unwrap(), whole);
         assert_eq!(full.rotate(&q, &q, Some(&positions)).unwrap().0, rotated);
     }
     let long = Tensor::ones([1, 9000, 1, 8], (Kind::Float, Device::Cpu));
-    let growing = table(8, places);
+    let growing = table(8, count);
     let _ = growing.rotate(&long, &long, None).unwrap();
     assert_eq!(growing.values(1).unwrap().size()[0], 16_384);
-    for (position, sequence) in [(places, 3), (-1, 3)] {
+    for (position, sequence) in [(count, 3), (-1, 3)] {
         let positions = Tensor::from_slice(&[0, position, 1]).view([1, sequence]);
         let error = growing.rotate(&q, &q, Some(&positions)).unwrap_err().to_string();
         let expected = format!("position {position} is outside the table's 40000 positions (0 to 39999)");

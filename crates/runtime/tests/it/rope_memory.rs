@@ -18,13 +18,13 @@ fn saved_bytes_equal_the_prediction() {
     track_cpu().unwrap();
     let live = || live_bytes(CPU).unwrap();
     let table = RotaryTable::new(16, 64, &Frequencies::default(), CPU).unwrap();
-    let places = Tensor::zeros([2, 50], (Kind::Int64, CPU));
+    let zeros = Tensor::zeros([2, 50], (Kind::Int64, CPU));
     for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
         let (of_q, of_k) = ([2, 50, 4, 16], [2, 50, 2, 16]);
         let size = |shape: &[i64]| shape.iter().product::<i64>() as u64 * kind.elt_size_in_bytes() as u64;
         let both = size(&of_q) + size(&of_k);
         let leaves = [of_q, of_k].map(|shape| ones(&shape, kind).set_requires_grad(true));
-        for positions in [None, Some(&places)] {
+        for positions in [None, Some(&zeros)] {
             // Nothing else holds the rotated tensor, as with a projection's output: it is freed after the rotation.
             let (q, k) = (&leaves[0] * 1.0, &leaves[1] * 1.0);
             let before = live() - both;

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 
 /// Why a checkpoint is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Occasion {
+pub(super) enum SaveReason {
     /// A regular interval has passed.
     Periodic,
     /// The training ends.
@@ -27,7 +27,7 @@ pub(super) enum Occasion {
 impl Trainer {
     /// Saves a checkpoint, unless this step is already saved or the run is diverging: a diverging run never evicts a good
     /// checkpoint.
-    pub(super) fn save(&mut self, train: &dyn Batches, occasion: Occasion) -> Result<()> {
+    pub(super) fn save(&mut self, train: &dyn Batches, reason: SaveReason) -> Result<()> {
         if self.checkpoints.is_none() || self.saved == Some(self.step) {
             return Ok(());
         }
@@ -38,7 +38,7 @@ impl Trainer {
         let reason = if !self.weights_are_finite()? {
             self.trouble.refuse("the weights are not finite");
             self.refused_checkpoint()
-        } else if troubled && occasion == Occasion::Periodic {
+        } else if troubled && reason == SaveReason::Periodic {
             Some(format!("{bad} losses in a row are bad"))
         } else {
             None
@@ -193,7 +193,7 @@ impl Trainer {
         let rule = &checkpoint.state["rule"];
         if rule != self.optimizer.rule().name() {
             let own = self.optimizer.rule().name();
-            let reason = format!("it is of the optimizer {rule}, but this run has {own}");
+            let reason = format!("it was saved by the optimizer {rule}, but this run uses {own}");
             return Err(Error::file(&checkpoint.path, reason));
         }
         let Ok(before) = serde_json::from_value::<Description>(checkpoint.state["run"].clone()) else {

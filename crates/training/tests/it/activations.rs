@@ -47,7 +47,7 @@ fn documents() -> Documents {
     Documents::new(&[vec![4, 6], vec![10], vec![1, 2, 7]], Device::Cpu).unwrap()
 }
 
-fn places() -> Tensor {
+fn positions() -> Tensor {
     let row = |lengths: &[i64]| lengths.iter().flat_map(|&length| 0..length).collect::<Vec<i64>>();
     Tensor::from_slice2(&[row(&[4, 6]), row(&[10]), row(&[1, 2, 7])])
 }
@@ -62,9 +62,11 @@ fn step(model: &dyn LanguageModel, documents: Option<&Documents>, batches: u64) 
     for batch in 0..batches {
         let (tokens, labels) = (tokens(batch), tokens(batch + 100));
         let context = Context { documents, training: true, ..Context::default() };
-        let places = documents.map(|_| places());
-        let loss =
-            model.loss(&Input { tokens: &tokens, positions: places.as_ref(), context }, &labels).unwrap().sum;
+        let positions = documents.map(|_| positions());
+        let loss = model
+            .loss(&Input { tokens: &tokens, positions: positions.as_ref(), context }, &labels)
+            .unwrap()
+            .sum;
         backward(&[&loss]).unwrap();
         results.push(Some(loss.detach()));
     }

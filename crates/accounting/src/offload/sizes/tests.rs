@@ -1,5 +1,6 @@
 use super::*;
 use crate::estimate::{TrainingPlan, estimate};
+use crate::memory::logits::Loss;
 use crate::memory::optimizer::StepKernel;
 use crate::offload::{self, Method, OptimizerPlace, Rates, Setup, Start, simulate};
 use crate::presets;

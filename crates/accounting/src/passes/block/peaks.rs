@@ -72,9 +72,9 @@ pub(crate) struct KeptPasses {
     pub(crate) backward: u64,
 }
 
-/// The passes of `block`, the first layer or another, which keeps `way`.
+/// The passes of `block`, the first layer or another, which keeps `what`.
 ///
-/// | way | held | made again before the backward |
+/// | what | held | made again before the backward |
 /// |---|---|---|
 /// | everything | all | – |
 /// | products | the input, and the results of products and attention | the other tensors of "everything", and the output |
@@ -82,13 +82,13 @@ pub(crate) struct KeptPasses {
 /// | feed-forward | all but the attention's from the queries to its output | these, and the attention's output |
 /// | input | the input | all, and the output |
 /// | input on the host | – | the same; the input and the one of the layer before come back |
-pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptPasses, Error> {
+pub(crate) fn kept_passes(block: &Block, what: Kept, first: bool) -> Result<KeptPasses, Error> {
     const WHAT: &str = "bytes of a block";
     let Passes { forward, recomputed, kept, keeping, backward } = passes(block)?;
     let narrow = block.narrow;
     let input_and = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
     let lows = exact::sum(WHAT, block.projections.iter().filter(|one| one.adapted).map(|one| one.low))?;
-    Ok(match way {
+    Ok(match what {
         Kept::Everything => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
         Kept::Products => {
             let held = exact::sum(

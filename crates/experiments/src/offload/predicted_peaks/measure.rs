@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor};
 use training::activations;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-use super::{Head, OptimizerPlace, Pass, Place, Row};
+use super::{Head, OptimizerPlace, Pass, Placement, Row};
 
 /// Makes compute wait for the gradients of the layer before: how many are under way at a time would otherwise depend on the speed of
 /// two threads.
@@ -60,9 +60,9 @@ impl Row {
         runtime::random::seed(1)?;
         let in_step = Arc::new(InStep::default());
         let folder = tempfile::tempdir()?;
-        let (mut model, offload) = match &self.place {
-            Place::Resident(_) => (Llama::new(&self.config, (self.kind, device))?, None),
-            Place::Offloaded { method, ring, in_files, resident } => {
+        let (mut model, offload) = match &self.placement {
+            Placement::Resident(_) => (Llama::new(&self.config, (self.kind, device))?, None),
+            Placement::Offloaded { method, ring, in_files, resident } => {
                 let options = Options {
                     method: *method,
                     ring: *ring,
@@ -90,9 +90,9 @@ impl Row {
             };
             Adapters::install(&mut model, &config, 1)?;
         }
-        let plan = match &self.place {
-            Place::Resident(plan) => Some(activations::apply(&mut model, plan)?),
-            Place::Offloaded { .. } => None,
+        let plan = match &self.placement {
+            Placement::Resident(plan) => Some(activations::apply(&mut model, plan)?),
+            Placement::Offloaded { .. } => None,
         };
         in_step.watch(offload.clone());
         let mut optimizer = match (self.optimizer, &offload) {

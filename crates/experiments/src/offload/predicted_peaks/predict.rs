@@ -12,7 +12,7 @@ use offload::Method;
 use tch::Device;
 use training::predicted;
 
-use super::{Head, OptimizerPlace, Pass, Place, Row};
+use super::{Head, OptimizerPlace, Pass, Placement, Row};
 
 impl Row {
     /// The same step as `accounting` predicts it.
@@ -52,8 +52,8 @@ impl Row {
             costs.fixed.state_bytes = 0;
             costs.layers.iter_mut().for_each(|layer| layer.state_bytes = 0);
         }
-        let setup = match &self.place {
-            Place::Resident(plan) => {
+        let setup = match &self.placement {
+            Placement::Resident(plan) => {
                 if costs.training {
                     let plan: Vec<Kept> = plan.iter().map(|plan| kept_by(*plan)).collect();
                     costs = sizes::with_activation_plan(costs, &model, lora.as_ref(), work, &choices, &plan)?;
@@ -64,7 +64,7 @@ impl Row {
                     optimizer: paper::OptimizerPlace::Device,
                 }
             }
-            Place::Offloaded { method, ring, resident, .. } => Setup {
+            Placement::Offloaded { method, ring, resident, .. } => Setup {
                 method: match method {
                     Method::Overlap => paper::Method::Overlap { ring: *ring },
                     _ => paper::Method::OneAtATime,

@@ -6,7 +6,7 @@ use offload::Method;
 use runtime::nf4::Scales;
 use tch::{Device, Kind};
 
-use super::{Head, OptimizerPlace, Pass, Place, Row};
+use super::{Head, OptimizerPlace, Pass, Placement, Row};
 use training::activations::LayerPlan;
 
 /// A Qwen2 of few layers.
@@ -18,25 +18,26 @@ fn qwen2(vocabulary: i64, hidden: i64, inner: i64, layers: i64, heads: i64) -> L
     }
 }
 
-/// The table: every method, ring, tier, activation plan, set of adapters and place of the optimizer, on several shapes.
+/// The table: every method, ring, tier, activation plan, set of adapters and placement of the optimizer, on several shapes.
 pub fn rows() -> Vec<Row> {
     use LayerPlan::{KeepAll, Offload, RecomputeAll, RecomputeAttention, RecomputeElementwise, RecomputeMlp};
-    let offloaded = |method, ring| Place::Offloaded { method, ring, in_files: false, resident: Vec::new() };
-    let in_files = |method, ring| Place::Offloaded { method, ring, in_files: true, resident: Vec::new() };
+    let offloaded =
+        |method, ring| Placement::Offloaded { method, ring, in_files: false, resident: Vec::new() };
+    let in_files = |method, ring| Placement::Offloaded { method, ring, in_files: true, resident: Vec::new() };
     let base = Row {
         shape: "square",
         config: qwen2(400, 128, 512, 4, 4),
         batch: [2, 48],
         kind: Kind::Float,
         pass: Pass::Full,
-        place: Place::Resident(vec![KeepAll; 4]),
+        placement: Placement::Resident(vec![KeepAll; 4]),
         optimizer: OptimizerPlace::None,
         head: Head::Chunks(32),
     };
     // A wide one of few tokens, whose weights are most of a step, and one of many tokens, whose activations are.
     let wide =
         Row { config: qwen2(300, 192, 768, 4, 4), batch: [1, 24], head: Head::Chunks(24), ..base.clone() };
-    let wide = Row { place: Place::Resident(vec![KeepAll; 4]), ..wide };
+    let wide = Row { placement: Placement::Resident(vec![KeepAll; 4]), ..wide };
     let long =
         Row { config: qwen2(500, 64, 192, 4, 4), batch: [4, 96], head: Head::Chunks(96), ..base.clone() };
     let llama = LlamaConfig {
@@ -67,55 +68,55 @@ pub fn rows() -> Vec<Row> {
         let layers = row.config.num_hidden_layers as usize;
         // Activation plans, with the optimizer's state on the device and without.
         for plan in [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll, Offload] {
-            rows.push(Row { place: Place::Resident(vec![plan; layers]), ..row.clone() });
+            rows.push(Row { placement: Placement::Resident(vec![plan; layers]), ..row.clone() });
         }
         rows.push(Row {
-            place: Place::Resident(vec![RecomputeAll, RecomputeMlp, RecomputeElementwise, KeepAll]),
+            placement: Placement::Resident(vec![RecomputeAll, RecomputeMlp, RecomputeElementwise, KeepAll]),
             optimizer: OptimizerPlace::Device,
             ..row.clone()
         });
         // Methods and rings.
         for pass in [Pass::Inference, Pass::Full] {
-            let of = |place| Row { pass: pass.clone(), place, ..row.clone() };
+            let of = |placement| Row { pass: pass.clone(), placement, ..row.clone() };
             let one = if pass == Pass::Inference { Method::OneLayer } else { Method::Checkpointing };
             rows.push(of(offloaded(one, 1)));
             rows.push(of(offloaded(Method::Function, 1)));
             rows.extend([1, 2, 3].map(|ring| of(offloaded(Method::Overlap, ring))));
         }
-        rows.push(Row { pass: Pass::Inference, place: in_files(Method::Overlap, 2), ..row.clone() });
+        rows.push(Row { pass: Pass::Inference, placement: in_files(Method::Overlap, 2), ..row.clone() });
         rows.push(Row {
-            place: offloaded(Method::Overlap, 2),
+            placement: offloaded(Method::Overlap, 2),
             optimizer: OptimizerPlace::Host,
             ..row.clone()
         });
         let some =
-            Place::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
-        rows.push(Row { place: some, optimizer: OptimizerPlace::Host, ..row.clone() });
+            Placement::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
+        rows.push(Row { placement: some, optimizer: OptimizerPlace::Host, ..row.clone() });
     }
     let attention = Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0 };
     // Other families: the plans that differ, and offloaded layers.
     let all = Pass::Adapters { targets: &["q", "k", "v", "o", "gate", "up", "down"], rank: 4, dropout: 0.1 };
     for (row, plan) in [(&qwen3, RecomputeAttention), (&granite, RecomputeMlp)] {
-        let of = |pass: &Pass, place| Row { pass: pass.clone(), place, ..row.clone() };
-        rows.push(of(&Pass::Full, Place::Resident(vec![KeepAll; 4])));
-        rows.push(of(&Pass::Full, Place::Resident(vec![RecomputeElementwise, plan, RecomputeAll, plan])));
+        let of = |pass: &Pass, placement| Row { pass: pass.clone(), placement, ..row.clone() };
+        rows.push(of(&Pass::Full, Placement::Resident(vec![KeepAll; 4])));
+        rows.push(of(&Pass::Full, Placement::Resident(vec![RecomputeElementwise, plan, RecomputeAll, plan])));
         rows.push(of(&Pass::Inference, offloaded(Method::Overlap, 2)));
-        rows.push(of(&attention, Place::Resident(vec![KeepAll; 4])));
+        rows.push(of(&attention, Placement::Resident(vec![KeepAll; 4])));
         rows.push(of(&all, offloaded(Method::Function, 1)));
     }
     for row in [&base, &long] {
         let layers = row.config.num_hidden_layers as usize;
         for pass in [attention.clone(), all.clone()] {
             for plan in [KeepAll, RecomputeAll] {
-                let place = Place::Resident(vec![plan; layers]);
+                let placement = Placement::Resident(vec![plan; layers]);
                 rows.push(Row {
                     pass: pass.clone(),
-                    place,
+                    placement,
                     optimizer: OptimizerPlace::Device,
                     ..row.clone()
                 });
             }
-            let of = |place| Row { pass: pass.clone(), place, ..row.clone() };
+            let of = |placement| Row { pass: pass.clone(), placement, ..row.clone() };
             rows.push(of(offloaded(Method::Function, 1)));
             rows.push(of(in_files(Method::Overlap, 2)));
             rows.push(Row { optimizer: OptimizerPlace::Host, ..of(offloaded(Method::Overlap, 3)) });
@@ -127,18 +128,18 @@ pub fn rows() -> Vec<Row> {
     for row in [&wide, &long].into_iter().skip(usize::from(!widens)) {
         let quantized = Row { kind: Scales::Nested.kind(), pass: attention.clone(), ..row.clone() };
         for plan in [KeepAll, RecomputeAll] {
-            let place = Place::Resident(vec![plan; 4]);
-            rows.push(Row { place, optimizer: OptimizerPlace::Device, ..quantized.clone() });
+            let placement = Placement::Resident(vec![plan; 4]);
+            rows.push(Row { placement, optimizer: OptimizerPlace::Device, ..quantized.clone() });
         }
-        rows.push(Row { place: offloaded(Method::Function, 1), ..quantized.clone() });
-        rows.push(Row { place: in_files(Method::Overlap, 2), ..quantized.clone() });
-        let place = offloaded(Method::Overlap, 3);
-        rows.push(Row { place, optimizer: OptimizerPlace::Host, ..quantized.clone() });
-        rows.push(Row { pass: Pass::Inference, place: offloaded(Method::Overlap, 2), ..quantized });
+        rows.push(Row { placement: offloaded(Method::Function, 1), ..quantized.clone() });
+        rows.push(Row { placement: in_files(Method::Overlap, 2), ..quantized.clone() });
+        let placement = offloaded(Method::Overlap, 3);
+        rows.push(Row { placement, optimizer: OptimizerPlace::Host, ..quantized.clone() });
+        rows.push(Row { pass: Pass::Inference, placement: offloaded(Method::Overlap, 2), ..quantized });
     }
     for row in [&base, &llama] {
         rows.push(Row { head: Head::Logits, ..row.clone() });
-        rows.push(Row { head: Head::Logits, place: offloaded(Method::Overlap, 2), ..row.clone() });
+        rows.push(Row { head: Head::Logits, placement: offloaded(Method::Overlap, 2), ..row.clone() });
     }
     rows
 }

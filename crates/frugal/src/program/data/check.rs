@@ -57,7 +57,7 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
         bail!("{} of {} are wrong", grouped(wrong), counted(records, "record"));
     }
     if all.rows == 0 {
-        bail!("{} and no row to learn from", counted(records, "record"));
+        bail!("{} and no row to train on", counted(records, "record"));
     }
     let text = format!(
         "{}, {}, {} of which {} are learned",

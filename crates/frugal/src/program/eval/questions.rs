@@ -131,12 +131,12 @@ fn read(
         let (Some(row), Some(answer)) =
             (rows.first(), field("answer").and_then(|text| Some(text.as_str()?.to_owned())))
         else {
-            bail!("{}: nothing is to be answered; give `question` and `answer` as texts", record.place);
+            bail!("{}: nothing is to be answered; give `question` and `answer` as texts", record.location);
         };
-        let reference = Reference::new(grader, &answer).map_err(|reason| record.place.error(reason))?;
+        let reference = Reference::new(grader, &answer).map_err(|reason| record.location.error(reason))?;
         let learned = row.labels.iter().position(|label| *label != IGNORE_INDEX).unwrap_or(0);
         if learned == 0 {
-            bail!("{}: the question is empty", record.place);
+            bail!("{}: the question is empty", record.location);
         }
         end_tokens.extend(end_of(row, &added).filter(|end| !end_tokens.contains(end)));
         let question = field("question").unwrap_or_default();

@@ -40,9 +40,7 @@ impl Fit {
         let model = self.model.decoder()?;
         let plan = self.training.plan(&model)?;
         let Some(available) = self.device.bytes() else {
-            anyhow::bail!(
-                "how much has to fit is not given; give --budget, for example 24GiB, or --hardware"
-            );
+            anyhow::bail!("there is no memory limit; give --budget, for example 24GiB, or --hardware");
         };
         let number = |fit: accounting::fit::Fit<u64>| Found {
             text: grouped(fit.largest.into()),

@@ -51,7 +51,7 @@ pub enum Error {
     },
     /// A row that is longer than the model's context.
     #[error(
-        "problem {number}: {tokens} tokens{} are more than the context of {context}; take fewer examples, a model with a \
+        "problem {number}: {tokens} tokens{} are more than the context of {context}; give fewer examples, a model with a \
          longer context, or skip such problems", room(*new)
     )]
     TooLong {
@@ -66,7 +66,7 @@ pub enum Error {
     },
     /// Ids that the model does not know.
     #[error(
-        "the tokenizer does not fit the model: it gives the id {id} ({token:?}) and the model's vocabulary is {vocabulary} (0 \
+        "the tokenizer does not match the model: it gives the id {id} ({token:?}) and the model's vocabulary is {vocabulary} (0 \
          to {}); take the tokenizer.json that came with the model", vocabulary.saturating_sub(1)
     )]
     Vocabulary {

@@ -86,7 +86,7 @@ impl Encoder {
         if options.context == 0 {
             return Err(Error::Config {
                 what: "context",
-                reason: "0 places; give the model's `max_position_embeddings`".into(),
+                reason: "0 positions; give the model's `max_position_embeddings`".into(),
             });
         }
         let encoder = Self { tokenizer, options };

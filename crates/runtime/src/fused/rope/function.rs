@@ -90,11 +90,12 @@ fn rotate(
         let x = if sys::reads(&x) { x } else { x.f_contiguous()? };
         turns.push((x, target));
     }
-    let places = positions.map(|places| Vec::<i64>::try_from(places.f_reshape([-1])?)).transpose()?;
+    let positions =
+        positions.map(|positions| Vec::<i64>::try_from(positions.f_reshape([-1])?)).transpose()?;
     let pairs: Vec<sys::Turn<'_>> =
         turns.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
     let _scope = kernel("runtime::rope");
-    sys::rotate(table, places.as_deref(), &pairs, inverse)?;
+    sys::rotate(table, positions.as_deref(), &pairs, inverse)?;
     let bytes = |x: &Tensor| (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64;
     record_external("runtime::rope", Flops::default(), turns.iter().map(|(from, _)| bytes(from)).sum())?;
     Ok(turns.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())

@@ -30,10 +30,10 @@ fn rotations_are_correct_for_every_dtype_in_place_and_with_positions() {
             [(2, 5, 3, 6, 1), (1, 7, 14, 64, wide(kind)), (2, 3, 4, 128, wide(kind)), (1, 2, 1, 2, 1)]
         {
             let x = normal(&mut generator, &[batch, sequence, heads, head], kind);
-            let places = 300;
-            let table = RotaryTable::new(head, places, &Frequencies::default(), Device::Cpu).unwrap();
-            let values = table.values(places).unwrap().contiguous();
-            let positions = Tensor::randint(places, [batch, sequence], (Kind::Int64, Device::Cpu));
+            let max_positions = 300;
+            let table = RotaryTable::new(head, max_positions, &Frequencies::default(), Device::Cpu).unwrap();
+            let values = table.values(max_positions).unwrap().contiguous();
+            let positions = Tensor::randint(max_positions, [batch, sequence], (Kind::Int64, Device::Cpu));
             for positions in [None, Some(&positions)] {
                 let given = x.to_kind(kind);
                 let threads = (heads * head / 2 / width).clamp(1, 256) as u32;
@@ -57,7 +57,7 @@ fn rotations_are_correct_for_every_dtype_in_place_and_with_positions() {
                         Given::I32(sequence),
                         Given::I32(heads),
                         Given::I32(head / 2),
-                        Given::I64(places),
+                        Given::I64(max_positions),
                         Given::F32(1.0),
                     ],
                     Shift::default(),

@@ -1,7 +1,7 @@
 //! The ways to run a training step of one process, and the fastest that fits.
 
 use accounting::activation_plan::Kept;
-use accounting::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Tier, Way};
+use accounting::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::lora::LowRank;
 use accounting::offload::{Budget, Condition, Direction, MOST_PLANNED_SLOTS, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
@@ -116,8 +116,8 @@ fn print(lines: &[(String, String)]) {
 /// The flags of a training that runs in this way.
 fn flags(candidate: &Candidate) -> String {
     let mut flags = Vec::new();
-    match &candidate.way {
-        Way::Resident(layers) => {
+    match &candidate.placement {
+        Placement::Resident(layers) => {
             let mixed = layers.iter().any(|kept| *kept != layers[0]);
             match layers.first() {
                 Some(Kept::Everything) if !mixed => {}
@@ -126,7 +126,7 @@ fn flags(candidate: &Candidate) -> String {
                 _ => flags.push("--budget BYTES".to_owned()),
             }
         }
-        Way::Offloaded { tier, ring, resident, optimizer } => {
+        Placement::Offloaded { tier, ring, resident, optimizer } => {
             let tier = if *tier == Tier::Host { "host" } else { "file" };
             flags.push(format!("--offload {tier} --ring {ring}"));
             if !resident.is_empty() {
@@ -148,7 +148,7 @@ fn tokens_that_hide_loads(
     candidate: &Candidate,
     full: bool,
 ) -> anyhow::Result<Vec<(Direction, u64)>> {
-    let Way::Offloaded { resident, .. } = &candidate.way else { return Ok(Vec::new()) };
+    let Placement::Offloaded { resident, .. } = &candidate.placement else { return Ok(Vec::new()) };
     let backward = if full { Direction::Backward } else { Direction::FrozenBackward };
     let condition = Condition {
         flops: job.choices.flops,

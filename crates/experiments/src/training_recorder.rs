@@ -11,7 +11,7 @@ use crate::step_peak::StepPeak;
 
 /// What was recorded of a training.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct RecordedTraining {
     /// Every step.
     pub(crate) steps: Vec<StepRecord>,
     /// Every evaluation, the first of each step: one at the end may follow one at the last step.
@@ -19,33 +19,34 @@ pub(crate) struct Watched {
     peak: StepPeak,
 }
 
-impl Watched {
+impl RecordedTraining {
     /// The most bytes that were live during a training step.
     pub(crate) fn peak_bytes(&self) -> u64 {
         self.peak.bytes()
     }
 }
 
-/// Watches one training.
+/// Records one training.
 #[derive(Clone, Debug)]
-pub(crate) struct Watcher(Arc<Mutex<Watched>>);
+pub(crate) struct TrainingRecorder(Arc<Mutex<RecordedTraining>>);
 
-impl Watcher {
-    /// Starts to watch `trainer`, and the first region of its peak.
+impl TrainingRecorder {
+    /// Starts to record `trainer`, and the first region of its peak.
     pub(crate) fn of(trainer: &mut Trainer, device: Device) -> training::Result<Self> {
-        let watched = Watched { steps: Vec::new(), evaluations: Vec::new(), peak: StepPeak::start(device)? };
-        let watcher = Self(Arc::new(Mutex::new(watched)));
-        trainer.observers.push(Box::new(watcher.clone()));
-        Ok(watcher)
+        let recorded =
+            RecordedTraining { steps: Vec::new(), evaluations: Vec::new(), peak: StepPeak::start(device)? };
+        let recorder = Self(Arc::new(Mutex::new(recorded)));
+        trainer.observers.push(Box::new(recorder.clone()));
+        Ok(recorder)
     }
 
     /// Returns what was recorded so far.
-    pub(crate) fn seen(&self) -> MutexGuard<'_, Watched> {
+    pub(crate) fn seen(&self) -> MutexGuard<'_, RecordedTraining> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Observer for Watcher {
+impl Observer for TrainingRecorder {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
         let mut seen = self.seen();
         seen.peak.after_step()?;

@@ -21,7 +21,7 @@ const NOTHING_FITS: i32 = 3;
 const WARM_UP: usize = 3;
 
 /// A folder with models and data.
-pub(super) struct Place {
+pub(super) struct Sandbox {
     folder: TempDir,
     program: PathBuf,
 }
@@ -37,7 +37,7 @@ pub(super) struct Trained {
     pub(super) predicted: Option<(f64, f64)>,
 }
 
-impl Place {
+impl Sandbox {
     /// Makes the folder, and has the program measure this machine.
     ///
     /// # Errors
@@ -45,10 +45,10 @@ impl Place {
     pub(super) fn new() -> anyhow::Result<Self> {
         let program = started_program::path()?;
         let folder = tempfile::Builder::new().prefix("planning-").tempdir()?;
-        let place = Self { folder, program };
-        let Output { status, stderr, .. } = place.command().arg("doctor").stdout(Stdio::null()).output()?;
+        let sandbox = Self { folder, program };
+        let Output { status, stderr, .. } = sandbox.command().arg("doctor").stdout(Stdio::null()).output()?;
         ensure!(status.success(), "doctor failed: {}", String::from_utf8_lossy(&stderr));
-        Ok(place)
+        Ok(sandbox)
     }
 
     fn command(&self) -> Command {
