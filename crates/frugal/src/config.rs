@@ -42,6 +42,7 @@ mod training;
 use std::path::Path;
 use std::str::FromStr;
 
+use clap::ValueEnum;
 use lora::LoraConfig;
 use runtime::nf4::Scales;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -66,13 +67,13 @@ pub const CONFIG_FILE: &str = "config.toml";
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// What is done with it.
+    /// Whether a model is fine-tuned or trained from scratch.
     pub task: Task,
     /// Which model.
     pub model: ModelConfig,
-    /// What it learns from.
+    /// The training data.
     pub data: DataConfig,
-    /// Low-rank adapters, in PEFT's words; absent for full fine-tuning.
+    /// Low-rank adapters, under PEFT's names; absent for full fine-tuning.
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "strict_adapter")]
     pub adapter: Option<LoraConfig>,
     /// What the MLPs keep for backward.
@@ -81,7 +82,7 @@ pub struct Config {
     pub loss: LossConfig,
     /// What the layers keep for backward.
     pub activations: ActivationsConfig,
-    /// Weights that live outside of the device; absent for weights on the device.
+    /// Weight offloading; absent to keep all weights on the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadConfig>,
     /// Mixed precision.
@@ -92,11 +93,11 @@ pub struct Config {
     pub training: TrainingConfig,
 }
 
-/// What a configuration is of.
+/// Whether a model is fine-tuned or trained from scratch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Task {
-    /// Fine-tunes a model that is there.
+    /// Fine-tunes an existing model.
     #[default]
     Finetune,
     /// Trains a model from scratch.
@@ -149,7 +150,7 @@ impl Default for ShapeConfig {
 }
 
 /// An architecture to train from scratch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ShapeFamily {
     /// One post-norm decoder layer.
@@ -170,18 +171,22 @@ impl ShapeFamily {
 }
 
 /// A dtype of weights, by PyTorch's name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// 32 bits.
+    #[value(aliases = ["f32", "fp32"])]
     Float32,
-    /// 16 bits, the exponent of float32.
+    /// 16 bits, with the exponent of float32.
+    #[value(alias = "bf16")]
     Bfloat16,
     /// 16 bits, IEEE half.
+    #[value(aliases = ["f16", "fp16"])]
     Float16,
     /// 64 bits.
+    #[value(aliases = ["f64", "fp64"])]
     Float64,
-    /// Four bits with nested scales for the projections of the blocks, which are frozen; bfloat16 for all else.
+    /// 4 bits (nested scales) in the frozen projections of the blocks, for adapters and generation; bfloat16 elsewhere.
     Nf4,
 }
 

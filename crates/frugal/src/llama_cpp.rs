@@ -78,7 +78,7 @@ impl LlamaCpp {
         let line = out.lines().next_back().unwrap_or_default();
         let rows: Vec<Vec<Option<f64>>> = serde_json::from_str::<Value>(line)
             .and_then(serde_json::from_value)
-            .map_err(|cause| refuse(format!("llama.cpp answered something else: {cause}")))?;
+            .map_err(|cause| refuse(format!("llama.cpp gave an unexpected answer: {cause}")))?;
         let whole = |row: Vec<Option<f64>>| row.into_iter().collect::<Option<Vec<f64>>>();
         rows.into_iter()
             .map(whole)

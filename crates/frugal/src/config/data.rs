@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::ValueEnum;
 use dataloading::chat::Mask;
 use dataloading::records::RecordFormat;
 use serde::{Deserialize, Serialize};
@@ -106,31 +107,33 @@ impl Default for DataConfig {
     }
 }
 
-/// What files of training data hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+/// The format of training data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormat {
-    /// Found from the names and the first 100 records: problems with `question` and an `answer` with `####` are GSM8K; other records
-    /// have the format that their fields show; files of other types are text.
+    /// Detected from file names and the first 100 records.
+    ///
+    /// Problems with `question` and an `answer` with `####` are GSM8K; other records have the format that their fields show; files of
+    /// other types are text.
     #[default]
     Auto,
-    /// GSM8K: a folder with `train.jsonl` and `test.jsonl`, or one file of JSON lines with `question` and `answer`.
+    /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer.
     Gsm8k,
-    /// Records of any of the following formats, found from the first 100.
+    /// Records of one of the following formats, detected from the first 100.
     Rows,
-    /// `messages`: a list of `{"role": …, "content": …}`.
+    /// messages: a list of role and content.
     Messages,
-    /// `conversations`: a list of `{"from": …, "value": …}`.
+    /// conversations: a list of from and value.
     Conversations,
-    /// `prompt` and `completion`.
+    /// prompt and completion.
     PromptCompletion,
-    /// `instruction`, `input` and `output`.
+    /// instruction, input and output.
     Instruction,
-    /// `question` and `answer`.
+    /// question and answer.
     QuestionAnswer,
-    /// `input_ids` and `labels`.
+    /// input_ids and labels.
     Tokens,
-    /// `text`, or the field that `field` names.
+    /// text, or the field that --field names.
     TextField,
     /// Plain text, cut into rows.
     Text,

@@ -1,5 +1,6 @@
 //! The optimizer of a training.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rule, Sgd};
 use training::schedule::Shape;
@@ -20,7 +21,7 @@ pub struct OptimizerConfig {
     pub weight_decay: f64,
     /// Maximum gradient norm; 0 for no clipping.
     pub clip: f64,
-    /// Where the optimizer state of offloaded layers lives, and the update runs.
+    /// Where the optimizer state of offloaded layers is stored and updated.
     pub place: OptimizerPlace,
     /// Keeps unrounded fp32 copies of weights in low precision.
     pub master_weights: bool,
@@ -59,8 +60,9 @@ impl OptimizerConfig {
 }
 
 /// An update rule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
+#[value(rename_all = "lower")]
 pub enum OptimizerRule {
     /// Stochastic gradient descent.
     Sgd,
@@ -105,13 +107,13 @@ pub enum FrozenPlace {
     Sharded,
 }
 
-/// Where optimizer state lives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+/// Where the optimizer state of offloaded layers is stored and updated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerPlace {
     /// On the device, beside the weights.
     #[default]
     Device,
-    /// In the host's memory, where offloaded layers are updated during backward (ZeRO-Offload).
+    /// In host memory; layers are updated there during backward (ZeRO-Offload).
     Host,
 }

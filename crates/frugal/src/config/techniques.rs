@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Bytes;
@@ -34,15 +35,15 @@ pub struct LossConfig {
 }
 
 /// A loss head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LossHeadKind {
-    /// The fused loss, or the plain one where the head is adapted.
+    /// fused, or plain if the head has an adapter.
     #[default]
     Auto,
-    /// All logits, then cross-entropy.
+    /// All logits at once, then cross-entropy.
     Plain,
-    /// The output projection and cross-entropy in one operation that never holds all logits.
+    /// Output projection and cross-entropy as one operation, over a chunk of logits at a time.
     Fused,
 }
 
@@ -52,7 +53,7 @@ pub enum LossHeadKind {
 pub struct ActivationsConfig {
     /// Which layers keep their activations.
     pub plan: ActivationPlan,
-    /// What a layer that does not keep all computes again.
+    /// What a layer that does not keep its activations recomputes.
     pub recompute: Recomputed,
     /// k of `every-k`: every k-th layer does not keep its activations.
     pub every: usize,
@@ -68,44 +69,44 @@ impl Default for ActivationsConfig {
 }
 
 /// Which layers keep their activations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationPlan {
-    /// Whatever is the fastest way to run a step within the budget.
+    /// The fastest plan that fits the budget; it may also offload layers or take fewer rows at a time.
     #[default]
     Auto,
     /// All layers.
     Keep,
-    /// No layer (activation checkpointing).
+    /// No layer: activation checkpointing.
     Recompute,
-    /// All but every k-th layer.
+    /// All but every k-th layer (k is `activations.every` of the configuration, 2 by default).
     EveryK,
-    /// The layers that fit the budget: the plan of least recomputation, from measured costs.
+    /// As many as fit the budget, with the least recomputation by measured costs.
     Plan,
 }
 
-/// What a layer computes again in backward. Gradients have the same bits with each.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+/// What a layer that does not keep its activations recomputes in backward. Gradients have the same bits with each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Recomputed {
-    /// The whole layer; its input stays.
+    /// The whole layer; its input is kept.
     #[default]
     Layer,
-    /// Norms, activations, dropout and sums; the results of products and attention stay.
+    /// Norms, activation functions, dropout and sums; the results of matrix products and attention are kept.
     Elementwise,
-    /// The MLP; everything of attention stays.
+    /// The MLP.
     Mlp,
-    /// The attention; everything of the MLP stays.
+    /// The attention.
     Attention,
-    /// The whole layer; its input goes to the host's memory.
+    /// The whole layer; its input is offloaded to host memory.
     Offload,
 }
 
-/// Weights that live outside of the device.
+/// Weight offloading.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OffloadConfig {
-    /// Where the layers live.
+    /// Where offloaded layers are stored.
     pub tier: OffloadTier,
     /// How they are transferred.
     pub method: OffloadMethod,
@@ -133,28 +134,28 @@ impl Default for OffloadConfig {
     }
 }
 
-/// Where offloaded layers live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+/// Where offloaded layers are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum OffloadTier {
-    /// In the host's memory.
+    /// Host memory.
     #[default]
     Host,
-    /// In files. A model in Hugging Face's layout is read from its own.
+    /// Files; a model in Hugging Face's layout is read from its own.
     File,
 }
 
 /// How offloaded layers are transferred.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum OffloadMethod {
-    /// One layer at a time. Inference only.
+    /// One layer at a time, without a backward: inference only.
     OneLayer,
-    /// One layer at a time, as a recomputed segment.
+    /// One layer at a time, as a recomputed segment; for comparison.
     Checkpointing,
-    /// One layer at a time, as an autograd function with its own backward.
+    /// One layer at a time, as an autograd function with its own backward; for comparison.
     Function,
-    /// The next layers are prefetched while one runs.
+    /// The next layers are prefetched while one runs: the fastest.
     #[default]
     Overlap,
 }
@@ -171,17 +172,17 @@ pub struct PrecisionConfig {
 }
 
 /// The precision of products. Weights, gradients, norms, softmax and losses stay as they are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Compute {
-    /// That of the weights: fp32, unless `model.dtype` says otherwise.
+    /// No autocast: the dtype of the weights.
     #[default]
     Fp32,
     /// bfloat16.
     Bf16,
-    /// IEEE half, with a loss scaler.
+    /// IEEE half, with a dynamic loss scaler unless the configuration has another.
     Fp16,
-    /// fp8 in linear layers with a scale for each tensor, bf16 elsewhere.
+    /// fp8 in linear layers, with a scale per tensor; bf16 elsewhere.
     Fp8,
 }
 

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, bail};
 use clap::Args;
+use frugal::config::Dtype;
 use frugal::models::hugging_face::Folder;
 use frugal::training::interrupt;
 use models::generation::GenerateOptions;
@@ -21,7 +22,7 @@ use super::output::{print_line, say, show};
 use super::row_flags::chat_template;
 use super::run_model::{Target, WhichArgs};
 use super::sampling::SamplingArgs;
-use super::settings::{DtypeArg, put_some};
+use super::settings::put_some;
 use session::Session;
 
 #[derive(Args)]
@@ -45,7 +46,7 @@ pub(crate) struct Chat {
     which: WhichArgs,
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    dtype: Option<Dtype>,
     /// A message to the model before the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -92,7 +93,7 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
 }
 
 fn load(folder: &Folder, arguments: &Chat, device: tch::Device) -> anyhow::Result<models::Llama> {
-    Ok(folder.load(arguments.dtype.map(|dtype| dtype.get().kind()), device)?)
+    Ok(folder.load(arguments.dtype.map(|dtype| dtype.kind()), device)?)
 }
 
 /// Reads turns from standard input, and answers them.

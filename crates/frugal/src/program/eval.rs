@@ -105,7 +105,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         arguments.data.as_deref().or(arguments.questions.as_deref()).filter(|path| !path.exists())
     {
         bail!(
-            "{} is not there; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*",
+            "{} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*",
             path.display()
         );
     }

@@ -21,7 +21,7 @@ use super::model::{HubArgs, same_folder};
 use super::output::{print_line, say};
 use super::output_folder::{self, Existing};
 use super::run_model::{Target, WhichArgs};
-use super::settings::{DtypeArg, put_some};
+use super::settings::put_some;
 
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -90,7 +90,7 @@ pub(crate) struct Export {
     overwrite: bool,
     /// peft, merged: dtype of the tensors [default: unchanged]
     #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    dtype: Option<Dtype>,
     /// gguf, ollama: type of the matrices [default: q8_0 for ollama, else f16]
     #[arg(long = "type", value_enum)]
     kind: Option<Type>,
@@ -198,7 +198,7 @@ impl Export {
             ("--model", self.model.is_some(), self.format != Format::Peft),
             ("--type", self.kind.is_some(), [Format::Gguf, Format::Ollama].contains(&self.format)),
             ("--dtype", self.dtype.is_some(), !is_gguf && self.format != Format::Nf4),
-            ("--dtype nf4", self.dtype.map(DtypeArg::get) == Some(Dtype::Nf4), self.format == Format::Merged),
+            ("--dtype nf4", self.dtype == Some(Dtype::Nf4), self.format == Format::Merged),
             ("--adapter", self.adapter.is_some(), self.format != Format::Nf4),
             ("--checkpoints", self.checkpoints.is_some(), self.format != Format::Nf4),
             ("--base", self.base.is_some(), self.format == Format::Peft),
@@ -252,8 +252,8 @@ impl Export {
                 bail!("--out {} is {what} own folder; give another", out.display());
             }
         }
-        merge::refuse_nf4(&folder, self.dtype.map(DtypeArg::get))?;
-        let model = folder.load(self.dtype.map(|dtype| dtype.get().kind()), common.device()?)?;
+        merge::refuse_nf4(&folder, self.dtype)?;
+        let model = folder.load(self.dtype.map(|dtype| dtype.kind()), common.device()?)?;
         merge::into_folder(&folder, model, adapter, out, self.max_shard_bytes)
     }
 }

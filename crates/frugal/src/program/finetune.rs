@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::config::{Config, Task};
+use frugal::config::{Config, Dtype, Task};
 use frugal::lora::Adapters;
 use frugal::models::hugging_face::Folder;
 use frugal::models::module::LanguageModel;
@@ -32,9 +32,9 @@ use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
 use super::run_flags::with_origins;
-use super::run_plan::{RunPlan, PlannedTraining};
+use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::{note_other_data, write_page};
-use super::settings::{DATA, DtypeArg, SettingsArgs, put, put_some};
+use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{Run, Saving, name_budget, report, save_model};
 use data::{Data, with_date};
 
@@ -58,7 +58,7 @@ pub(crate) struct Finetune {
     hub: HubArgs,
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    dtype: Option<Dtype>,
     /// Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz) with messages, prompts and
     /// completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.*, and validation.*
     /// if there is one
@@ -115,7 +115,7 @@ impl Finetune {
         put_some(&mut config.model.name, self.model.as_deref().map(str::to_owned));
         put_some(&mut config.model.revision, self.hub.revision.clone());
         config.model.offline |= self.hub.offline;
-        put_some(&mut config.model.dtype, self.dtype.map(DtypeArg::get));
+        put_some(&mut config.model.dtype, self.dtype);
         put(&mut config.data.source, self.data.as_deref().map(str::to_owned));
         put_some(&mut config.data.validation, self.validation.clone());
         put(&mut config.data.shots, self.shots);

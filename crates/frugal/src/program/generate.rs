@@ -25,7 +25,7 @@ use super::encoding;
 use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
 use super::sampling::SamplingArgs;
-use super::settings::{OffloadArg, WITHOUT_OFFLOAD};
+use super::settings::WITHOUT_OFFLOAD;
 use frugal::text_stream::TextStream;
 
 #[derive(Args)]
@@ -41,7 +41,7 @@ pub(crate) struct Generate {
     budget: Option<Bytes>,
     /// Where offloaded layers are stored, so that the model may be larger than the device's memory [default with --budget: file]
     #[arg(long, value_name = "TIER")]
-    offload: Option<OffloadArg>,
+    offload: Option<OffloadTier>,
     /// Number of offloaded layers on the device at a time [default: 3, or what fits --budget]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     ring: Option<u16>,
@@ -79,12 +79,12 @@ impl Generate {
             return Ok(None);
         }
         let mut config = OffloadConfig {
-            tier: self.offload.map_or(OffloadTier::File, OffloadArg::get),
+            tier: self.offload.unwrap_or(OffloadTier::File),
             resident: self.resident.clone(),
             ..OffloadConfig::default()
         };
         if let Some(budget) = self.budget {
-            let kind = self.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.get().kind()))?;
+            let kind = self.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?;
             self.plan((folder, adapter), (kind, device), prompts, budget, &mut config)?;
         }
         config.ring = self.ring.map_or(config.ring, usize::from);
@@ -173,7 +173,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let (llama, offload) = match offload {
         None => (arguments.model.load(&folder, device)?, None),
         Some(config) => {
-            let kind = arguments.model.dtype.map(|dtype| dtype.get().kind());
+            let kind = arguments.model.dtype.map(|dtype| dtype.kind());
             let (model, offload) = Offload::open(&folder, kind, &config.options(device))?;
             (model, Some(offload))
         }

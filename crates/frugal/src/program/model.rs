@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
-use frugal::config::DataConfig;
+use frugal::config::{DataConfig, Dtype};
 use frugal::download_bar;
 use lora::Adapters;
 use lora::peft::CONFIG_FILE;
@@ -16,7 +16,7 @@ use tch::Device;
 
 use super::Common;
 use super::run_model::{Target, WhichArgs};
-use super::settings::{DtypeArg, put_some};
+use super::settings::put_some;
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
@@ -30,7 +30,7 @@ pub(crate) struct ModelArgs {
     pub(crate) hub: HubArgs,
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
-    pub(crate) dtype: Option<DtypeArg>,
+    pub(crate) dtype: Option<Dtype>,
 }
 
 /// A model that was found.
@@ -95,7 +95,7 @@ impl ModelArgs {
     /// # Errors
     /// Those of [`Folder::load`].
     pub(crate) fn load(&self, folder: &Folder, device: Device) -> anyhow::Result<Llama> {
-        Ok(folder.load(self.dtype.map(|dtype| dtype.get().kind()), device)?)
+        Ok(folder.load(self.dtype.map(|dtype| dtype.kind()), device)?)
     }
 }
 

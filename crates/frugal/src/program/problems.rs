@@ -56,7 +56,7 @@ impl Problems {
     pub(crate) fn all(&self) -> anyhow::Result<Vec<Problem>> {
         if !self.data.exists() {
             bail!(
-                "{} is not there; give a folder with GSM8K's {TRAIN} and {TEST}, or one file of JSON lines",
+                "{} does not exist; give a folder with GSM8K's {TRAIN} and {TEST}, or one file of JSON lines",
                 self.data.display()
             );
         }

@@ -8,17 +8,17 @@ use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::{ChatTemplate, Date, TemplateOptions};
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::models::hugging_face::Folder;
-use frugal::rows::{self, Found, RowEncoder, RowOptions};
+use frugal::rows::{self, Found, Overlong, RowEncoder, RowOptions};
 
 use super::encoding::{EncodingArgs, Ends};
-use super::settings::{FormatArg, MaskArg, OverlongArg, put, put_some};
+use super::settings::{MaskArg, put, put_some};
 
 /// How records become rows.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct RowArgs {
     /// Format of the data [default: detected from file names and the first 100 records]
     #[arg(long, value_enum)]
-    format: Option<FormatArg>,
+    format: Option<DataFormat>,
     /// Field of a record that holds its text [default: text]
     #[arg(long)]
     field: Option<String>,
@@ -33,7 +33,7 @@ pub(crate) struct RowArgs {
     mask: Option<MaskArg>,
     /// What happens to a row that is longer than --max-length [default: error]
     #[arg(long, value_enum, value_name = "ACTION", conflicts_with = "skip_long")]
-    overlong: Option<OverlongArg>,
+    overlong: Option<Overlong>,
     /// A Jinja file with the chat template [default: the model's own]
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
@@ -44,12 +44,12 @@ pub(crate) struct RowArgs {
 impl RowArgs {
     /// Overrides a configuration's values by the flags that were given.
     pub(crate) fn apply(&self, data: &mut DataConfig) {
-        put(&mut data.format, self.format.map(FormatArg::get));
+        put(&mut data.format, self.format);
         put(&mut data.field, self.field.clone());
         put_some(&mut data.prompt_template, self.prompt_template.clone());
         put_some(&mut data.completion_template, self.completion_template.clone());
         put(&mut data.mask, self.mask.map(MaskArg::get));
-        put(&mut data.overlong, self.overlong.map(OverlongArg::get));
+        put(&mut data.overlong, self.overlong);
         put_some(&mut data.chat_template, self.chat_template.clone());
         self.encoding.apply(data);
     }

@@ -65,7 +65,7 @@ impl Target {
         }
         let config = LoraConfig::read(&path.join(ADAPTER_FILE))?;
         let model = config.base_model_name_or_path.with_context(|| {
-            format!("{name} does not name its base; give the base as the model, and this folder as --adapter")
+            format!("{name} does not name its base model; give that as --model, and this folder as --adapter")
         })?;
         let note = Some(format!("{name} is an adapter; its base is {model}"));
         Ok(Self { model, adapter: Some(path.to_owned()), note, ..Self::default() })

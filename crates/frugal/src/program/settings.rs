@@ -6,11 +6,10 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::Config;
 use frugal::config::{
-    ActivationPlan, Bytes, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, OffloadConfig,
-    OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+    ActivationPlan, Bytes, CheckpointEvery, Compute, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
+    OptimizerPlace, OptimizerRule, Recomputed,
 };
 use frugal::dataloading::chat::Mask;
-use frugal::rows::Overlong;
 use frugal::training::schedule::Shape;
 
 use runtime::collectives::Launch;
@@ -26,7 +25,7 @@ const OPTIMIZER: &str = "Precision and optimizer";
 
 /// The error of flags about offloaded layers where no layer is offloaded.
 pub(crate) const WITHOUT_OFFLOAD: &str =
-    "--ring and --resident are about offloaded layers; give --offload host or --offload file";
+    "--ring and --resident apply to offloaded layers only; give --offload host or --offload file";
 
 /// The techniques, the optimizer and the loop.
 #[derive(Args, Clone, Debug, Default)]
@@ -69,10 +68,10 @@ pub(crate) struct SettingsArgs {
     budget: Option<Bytes>,
     /// Which layers keep their activations for backward [default: auto]
     #[arg(long, value_name = "PLAN", help_heading = MEMORY)]
-    activations: Option<ActivationsArg>,
+    activations: Option<ActivationPlan>,
     /// What a layer that does not keep its activations recomputes [default: layer]
     #[arg(long, value_name = "WHAT", help_heading = MEMORY)]
-    recompute_what: Option<RecomputedArg>,
+    recompute_what: Option<Recomputed>,
     /// Short for --activations recompute
     #[arg(long, conflicts_with = "activations", help_heading = MEMORY)]
     recompute: bool,
@@ -81,16 +80,16 @@ pub(crate) struct SettingsArgs {
     mlp: Option<String>,
     /// Loss head [default: auto]
     #[arg(long, value_name = "HEAD", help_heading = MEMORY)]
-    loss: Option<LossArg>,
+    loss: Option<LossHeadKind>,
     /// Tokens whose logits exist at a time in the fused loss [default: as many as fit 128 MiB on a CPU, 1 GiB on a GPU]
     #[arg(long, value_name = "TOKENS", help_heading = MEMORY)]
     loss_chunk: Option<i64>,
     /// Offload the layers' weights, and load them when they are needed
     #[arg(long, value_name = "TIER", help_heading = MEMORY)]
-    offload: Option<OffloadArg>,
+    offload: Option<OffloadTier>,
     /// How offloaded layers are transferred [default: overlap]
     #[arg(long, value_name = "METHOD", help_heading = MEMORY)]
-    offload_method: Option<MethodArg>,
+    offload_method: Option<OffloadMethod>,
     /// Number of offloaded layers on the device at a time [default: 3]
     #[arg(long, value_name = "LAYERS", help_heading = MEMORY)]
     ring: Option<usize>,
@@ -99,13 +98,13 @@ pub(crate) struct SettingsArgs {
     resident: Option<Vec<usize>>,
     /// Precision of matrix products (autocast) [default: fp32, no autocast]
     #[arg(long, help_heading = OPTIMIZER)]
-    precision: Option<PrecisionArg>,
+    precision: Option<Compute>,
     /// Update rule, with its usual coefficients [default: adamw]
     #[arg(long, help_heading = OPTIMIZER)]
-    optimizer: Option<RuleArg>,
+    optimizer: Option<OptimizerRule>,
     /// Where the optimizer state of offloaded layers is stored and updated [default: device]
     #[arg(long, value_name = "PLACE", help_heading = MEMORY)]
-    optimizer_on: Option<PlaceArg>,
+    optimizer_on: Option<OptimizerPlace>,
     /// ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: 1]
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(1..=3), help_heading = MEMORY)]
     zero_stage: Option<u8>,
@@ -128,6 +127,7 @@ pub(crate) struct SettingsArgs {
     pub(crate) run: RunArgs,
 }
 
+/// A flag's values for an enum of a library, which knows no command line.
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident of $to:ty { $($(#[$each:meta])* $variant:ident),* $(,)? }) => {
         #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -143,91 +143,6 @@ macro_rules! choice {
 }
 
 choice! {
-    /// `--activations`.
-    ActivationsArg of ActivationPlan {
-        /// The fastest plan that fits --budget; it may also offload layers or take fewer rows at a time
-        Auto,
-        /// All layers
-        Keep,
-        /// No layer: activation checkpointing
-        Recompute,
-        /// All but every k-th layer (`activations.every` of the configuration; 2 by default)
-        EveryK,
-        /// As many as fit the budget, with the least recomputation
-        Plan,
-    }
-}
-choice! {
-    /// `--recompute-what`.
-    RecomputedArg of Recomputed {
-        /// The whole layer; its input is kept
-        Layer,
-        /// Norms and activation functions; the results of matrix products and attention are kept
-        Elementwise,
-        /// The MLP
-        Mlp,
-        /// The attention
-        Attention,
-        /// The whole layer; its input is offloaded to host memory
-        Offload,
-    }
-}
-choice! {
-    /// `--loss`.
-    LossArg of LossHeadKind {
-        /// fused, or plain if the head has an adapter
-        Auto,
-        /// All logits at once
-        Plain,
-        /// A chunk of logits at a time, never all
-        Fused,
-    }
-}
-choice! {
-    /// `--offload`.
-    OffloadArg of OffloadTier {
-        /// In the host's memory
-        Host,
-        /// In files; a model in Hugging Face's layout is read from its own files
-        File,
-    }
-}
-choice! {
-    /// `--offload-method`.
-    MethodArg of OffloadMethod {
-        /// One layer at a time, without a backward: inference only
-        OneLayer,
-        /// One layer at a time, as a recomputed segment; to compare with
-        Checkpointing,
-        /// One layer at a time, as an autograd function with its own backward; to compare with
-        Function,
-        /// The next layers are prefetched while one runs: the fastest
-        Overlap,
-    }
-}
-choice! {
-    /// `--precision`.
-    PrecisionArg of Compute {
-        /// No autocast: that of the weights
-        Fp32,
-        /// bfloat16
-        Bf16,
-        /// IEEE half, with a dynamic loss scaler
-        Fp16,
-        /// fp8 in linear layers, bf16 elsewhere
-        Fp8,
-    }
-}
-choice! {
-    /// `--optimizer-on`.
-    PlaceArg of OptimizerPlace {
-        /// On the device
-        Device,
-        /// In the host's memory, updated during backward
-        Host,
-    }
-}
-choice! {
     /// `--schedule`.
     ScheduleArg of Shape {
         /// No decay
@@ -236,39 +151,6 @@ choice! {
         Linear,
         /// Cosine decay to 0 at the last step
         Cosine,
-    }
-}
-
-choice! {
-    /// `--optimizer`.
-    #[value(rename_all = "lower")]
-    RuleArg of OptimizerRule { Sgd, Momentum, Nesterov, AdaGrad, RmsProp, Adam, AdamW }
-}
-choice! {
-    /// `--format`.
-    FormatArg of DataFormat {
-        /// Detected from file names and the first 100 records
-        Auto,
-        /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer
-        Gsm8k,
-        /// Records of one of the formats below, detected from the first 100
-        Rows,
-        /// messages: a list of role and content
-        Messages,
-        /// conversations: a list of from and value
-        Conversations,
-        /// prompt and completion
-        PromptCompletion,
-        /// instruction, input and output
-        Instruction,
-        /// question and answer
-        QuestionAnswer,
-        /// input_ids and labels
-        Tokens,
-        /// text, or the field that --field names
-        TextField,
-        /// Plain text
-        Text,
     }
 }
 choice! {
@@ -280,34 +162,6 @@ choice! {
         Last,
         /// All tokens
         All,
-    }
-}
-choice! {
-    /// `--overlong`.
-    OverlongArg of Overlong {
-        /// End with an error that names the row
-        Error,
-        /// Leave it out
-        Skip,
-        /// Divide it
-        Split,
-        /// Keep its beginning
-        Truncate,
-    }
-}
-choice! {
-    /// A dtype of weights, by its name in PyTorch or for short.
-    DtypeArg of Dtype {
-        #[value(aliases = ["f32", "fp32"])]
-        Float32,
-        #[value(alias = "bf16")]
-        Bfloat16,
-        #[value(aliases = ["f16", "fp16"])]
-        Float16,
-        #[value(aliases = ["f64", "fp64"])]
-        Float64,
-        /// Four bits per weight in the blocks' projections, for adapters and generation; bfloat16 elsewhere
-        Nf4,
     }
 }
 
@@ -332,7 +186,7 @@ impl SettingsArgs {
     pub(crate) fn apply(&self, config: &mut Config, common: &Common) -> anyhow::Result<()> {
         if self.zero_stage.is_some() && Launch::from_environment()?.is_none() {
             bail!(
-                "--zero-stage is of a training over several ranks; start it with `frugal launch -n RANKS -- frugal …`"
+                "--zero-stage applies to training over several ranks only; start it with `frugal launch -n RANKS -- frugal …`"
             );
         }
         let Config { training, activations, loss, precision, optimizer, data, mlp, .. } = config;
@@ -354,15 +208,15 @@ impl SettingsArgs {
         put_some(&mut training.evaluate_every, self.evaluate_every);
         put(&mut training.log_every, self.log_every);
         put_some(&mut training.budget, self.budget);
-        put(&mut activations.plan, self.activations.map(ActivationsArg::get));
+        put(&mut activations.plan, self.activations);
         put(&mut activations.plan, self.recompute.then_some(ActivationPlan::Recompute));
-        put(&mut activations.recompute, self.recompute_what.map(RecomputedArg::get));
+        put(&mut activations.recompute, self.recompute_what);
         put_some(&mut mlp.level, self.mlp.clone());
-        put(&mut loss.head, self.loss.map(LossArg::get));
+        put(&mut loss.head, self.loss);
         put_some(&mut loss.chunk_tokens, self.loss_chunk);
-        put(&mut precision.compute, self.precision.map(PrecisionArg::get));
-        put(&mut optimizer.rule, self.optimizer.map(RuleArg::get));
-        put(&mut optimizer.place, self.optimizer_on.map(PlaceArg::get));
+        put(&mut precision.compute, self.precision);
+        put(&mut optimizer.rule, self.optimizer);
+        put(&mut optimizer.place, self.optimizer_on);
         put(&mut optimizer.zero_stage, self.zero_stage);
         put(&mut optimizer.lr, self.lr);
         put(&mut optimizer.schedule, self.schedule.map(ScheduleArg::get));
@@ -374,14 +228,14 @@ impl SettingsArgs {
             config.offload.get_or_insert_with(OffloadConfig::default);
         }
         if let Some(offload) = &mut config.offload {
-            put(&mut offload.tier, self.offload.map(OffloadArg::get));
-            put(&mut offload.method, self.offload_method.map(MethodArg::get));
+            put(&mut offload.tier, self.offload);
+            put(&mut offload.method, self.offload_method);
             put(&mut offload.ring, self.ring);
             put(&mut offload.resident, self.resident.clone());
         } else if self.ring.is_some() || self.resident.is_some() {
             bail!(WITHOUT_OFFLOAD);
         } else if self.offload_method.is_some() {
-            bail!("--offload-method is about offloaded layers; give --offload host or --offload file");
+            bail!("--offload-method applies to offloaded layers only; give --offload host or --offload file");
         }
         Ok(())
     }

@@ -31,21 +31,12 @@ use super::kept::Writer;
 use super::output::{print_line, say};
 use super::ranks;
 use super::run_flags::with_origins;
-use super::run_plan::{RunPlan, PlannedTraining};
+use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::note_other_data;
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, Saving, name_budget, report};
 use data::Data;
 use weights::{Weights, files};
-
-/// An architecture.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Family {
-    /// One post-norm decoder layer
-    Gpt2Like,
-    /// GPT-2: pre-norm, of any depth
-    Gpt2,
-}
 
 #[derive(Args)]
 pub(crate) struct Train {
@@ -134,14 +125,10 @@ impl Train {
     fn config(&self, common: &Common) -> anyhow::Result<Config> {
         let mut config = self.settings.base(Self::defaults())?;
         config.task = Task::Train;
-        match self.model.as_deref().map(|name| (name, Family::from_str(name, true))) {
+        match self.model.as_deref().map(|name| (name, ShapeFamily::from_str(name, true))) {
             None => {}
             Some((_, Ok(family))) => {
-                let shape = config.model.shape.get_or_insert_default();
-                shape.family = match family {
-                    Family::Gpt2Like => ShapeFamily::Gpt2Like,
-                    Family::Gpt2 => ShapeFamily::Gpt2,
-                };
+                config.model.shape.get_or_insert_default().family = family;
                 config.model.name = None;
             }
             Some((path, Err(_))) => (config.model.name, config.model.shape) = (Some(path.to_owned()), None),
@@ -154,7 +141,7 @@ impl Train {
             put(&mut shape.dropout, self.dropout);
         } else if self.width.or(self.heads).or(self.layers).is_some() || self.dropout.is_some() {
             bail!(
-                "--width, --heads, --layers and --dropout are of gpt2-like and gpt2; a config.json has its own sizes"
+                "--width, --heads, --layers and --dropout apply to gpt2-like and gpt2 only; a config.json has its own sizes"
             );
         }
         let data = &mut config.data;
@@ -206,12 +193,12 @@ fn train(
     let recipe = ranks::recipe(common, config)?;
     if config.adapter.is_some() || config.data.packing.is_some() {
         bail!(
-            "adapters and --packing are of fine-tuning; a training from scratch trains all weights, and packs documents with \
+            "adapters and --packing apply to fine-tuning only; training from scratch trains all weights, and packs documents with \
              --strategy packed"
         );
     }
     if common.ranks.is_some() && diagnosis.is_some() {
-        bail!("--diagnose is of one process; leave it out, or start the training without a launcher");
+        bail!("--diagnose works in one process only; leave it out, or start the training without a launcher");
     }
     out.map_or(Ok(()), |out| Saving::check(out, common))?;
     let device = runtime::device::select(&config.training.device)?;

@@ -1,21 +1,24 @@
 //! Rows that are longer than the longest one.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use training::masked_rows::MaskedRow;
 
 /// What happens to a row that is too long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Overlong {
-    /// It is an error.
+    /// End with an error that names the row.
     #[default]
     Error,
-    /// It is left out, and counted.
+    /// Leave the row out, and count it.
     Skip,
-    /// It is divided into rows. The last token of one is the first of the next, so that every token is predicted once; the later
-    /// ones are learned without what was before.
+    /// Divide the row.
+    ///
+    /// The last token of one part is the first of the next, so that every token is predicted once. Each part is learned without the
+    /// text before it.
     Split,
-    /// Only its beginning is kept.
+    /// Keep only the beginning of the row.
     Truncate,
 }
 

@@ -33,7 +33,7 @@ fn an_impossible_budget_of_a_generation_is_refused() {
         (
             "--ring 2",
             1,
-            "--ring and --resident are about offloaded layers; give --offload host or --offload file",
+            "--ring and --resident apply to offloaded layers only; give --offload host or --offload file",
         ),
         ("--budget 2GiB --resident 1", 2, "cannot be used with"),
     ] {

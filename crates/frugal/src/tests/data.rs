@@ -46,7 +46,7 @@ fn bad_problems_are_named_by_their_line() {
         &tiny,
         "finetune --model @model --data @nothing.jsonl --out @out",
         expect![[r#"
-            error: nothing.jsonl is not there; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*
+            error: nothing.jsonl does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*
         "#]],
     );
     refused(

@@ -61,7 +61,7 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--ring 2",
         expect![[r#"
-        error: --ring and --resident are about offloaded layers; give --offload host or --offload file
+        error: --ring and --resident apply to offloaded layers only; give --offload host or --offload file
     "#]],
     );
     check(
@@ -170,7 +170,7 @@ fn an_adapter_of_another_base_is_told() {
         &tiny,
         "generate --model @out --prompt a",
         1,
-        "error: out does not name its base; give the base as the model, and this folder as --adapter",
+        "error: out does not name its base model; give that as --model, and this folder as --adapter",
     );
     refused(
         &tiny,

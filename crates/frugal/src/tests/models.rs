@@ -59,7 +59,7 @@ fn a_tokenizer_that_does_not_fit_is_told() {
         &tiny,
         TRAIN,
         expect![[r#"
-        error: the tokenizer does not fit the model: it gives the id 4096 ("<|beyond|>") and the model's vocabulary is 4096 (0 to 4095); take the tokenizer.json that came with the model
+        error: the tokenizer does not match the model: it gives the id 4096 ("<|beyond|>") and the model's vocabulary is 4096 (0 to 4095); take the tokenizer.json that came with the model
     "#]],
     );
     std::fs::write(&path, text).unwrap();
@@ -87,14 +87,14 @@ fn a_prompt_beyond_the_context_is_told() {
         &tiny,
         &format!("{TRAIN} --shots 9"),
         expect![[r#"
-        error: the training rows (--skip-long leaves long ones out): problem 0: 429 tokens are more than the context of 200; take fewer examples, a model with a longer context, or skip such problems
+        error: the training rows (--skip-long leaves long ones out): problem 0: 429 tokens are more than the context of 200; give fewer examples, a model with a longer context, or skip such problems
     "#]],
     );
     refused(
         &tiny,
         "eval --model @model --data @problems --shots 1 --max-new-tokens 190",
         expect![[r#"
-        error: problem 0: 69 tokens and 190 to be generated are more than the context of 200; take fewer examples, a model with a longer context, or skip such problems
+        error: problem 0: 69 tokens and 190 to be generated are more than the context of 200; give fewer examples, a model with a longer context, or skip such problems
     "#]],
     );
     std::fs::write(tiny.path("long.txt"), "pears ".repeat(300)).unwrap();

@@ -266,7 +266,7 @@ fn what_does_not_go_with_several_ranks_is_refused_by_name() {
     assert!(few.contains("at least one batch for each rank"), "{few}");
     // `techniques_over_ranks` has the techniques.
     let diagnose = told(&["train", "--steps", "1", "--accumulation", "2", "--diagnose"]);
-    assert!(diagnose.contains("--diagnose is of one process"), "{diagnose}");
+    assert!(diagnose.contains("--diagnose works in one process only"), "{diagnose}");
 }
 
 #[test]

@@ -34,7 +34,7 @@ pub(super) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     }
     if let Some(dtype) = arguments.dtype {
         let cast = |(name, tensor): &(String, Tensor)| -> Result<_, tch::TchError> {
-            Ok((name.clone(), tensor.f_to_kind(dtype.get().kind())?))
+            Ok((name.clone(), tensor.f_to_kind(dtype.kind())?))
         };
         tensors = tensors.iter().map(cast).collect::<Result<_, _>>()?;
     }

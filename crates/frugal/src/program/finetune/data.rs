@@ -67,11 +67,11 @@ impl Data {
         let path = Path::new(&own.source);
         let ends = Ends::find(folder, own)?;
         if own.source.is_empty() {
-            bail!("`data.source` is missing; give what to learn from as --data");
+            bail!("`data.source` is missing; give the training data as --data");
         }
         if !path.exists() {
             bail!(
-                "{} is not there; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
+                "{} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
                  train.*",
                 path.display()
             );
@@ -225,12 +225,12 @@ fn problems(
     }
     if matches!(own.overlong, Overlong::Split | Overlong::Truncate) {
         bail!(
-            "--overlong {}: GSM8K's answers end with their result; take --overlong skip, or --format question-answer",
+            "--overlong {}: GSM8K's answers end with their result; use --overlong skip, or --format question-answer",
             own.overlong.name()
         );
     }
     if own.mask != frugal::dataloading::chat::Mask::Answers {
-        bail!("--mask: of GSM8K the answers are learned; take --format question-answer for another mask");
+        bail!("--mask: GSM8K trains on the answers only; use --format question-answer for another mask");
     }
     let encoder = ends.encoder(folder, own)?;
     let problems = Problems::of(own);

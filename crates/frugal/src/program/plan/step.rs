@@ -15,7 +15,7 @@ use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::config::{Bytes, OffloadTier};
+use frugal::config::{Bytes, Dtype, OffloadTier};
 use frugal::planning::{self, MachineRates};
 use report::cli::Failure;
 use report::unit::human;
@@ -25,7 +25,6 @@ use tch::{Device, Kind};
 use super::super::Common;
 use super::super::output::{print_line, print_lines};
 use super::super::run_plan::NOTHING_FITS;
-use super::super::settings::{DtypeArg, OffloadArg};
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
 use ranks::RanksArgs;
@@ -69,7 +68,7 @@ pub(crate) struct StepArgs {
     length: Option<u64>,
     /// Dtype of the weights: float32, bfloat16 or nf4 [default: bfloat16, and float32 where all weights are trained]
     #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    dtype: Option<Dtype>,
     /// Gradient accumulation steps: batches per optimizer step
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     accumulation: u64,
@@ -78,7 +77,7 @@ pub(crate) struct StepArgs {
     loss_chunk: u64,
     /// Where offloaded layers are stored [default: host; on a CPU file, because frozen layers then need no memory]
     #[arg(long, value_name = "TIER")]
-    offload: Option<OffloadArg>,
+    offload: Option<OffloadTier>,
     /// Folder on the disk of offloaded layers, whose read rate is measured [default: the model's, or the current one]
     #[arg(long, value_name = "FOLDER", conflicts_with = "hardware")]
     folder: Option<PathBuf>,
@@ -123,7 +122,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     if tokens > model.context {
         bail!("--length {tokens}: the model takes rows of {} at most", model.context);
     }
-    let kind = match (arguments.dtype.map(|dtype| dtype.get().kind()), arguments.method) {
+    let kind = match (arguments.dtype.map(|dtype| dtype.kind()), arguments.method) {
         (None, Work::Full) => Kind::Float,
         (None, _) => Kind::BFloat16,
         (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
@@ -134,13 +133,13 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
             kind
         }
         (Some(kind), _) if planning::recipe(kind).quantized => {
-            bail!("--dtype nf4: weights of four bits are not trained; give --method lora")
+            bail!("--dtype nf4: 4-bit weights cannot be trained; give --method lora")
         }
         (Some(_), _) => bail!("--dtype: a plan is made for float32, bfloat16 and nf4"),
     };
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let tier = match arguments.offload {
-        Some(tier) => tier.get(),
+        Some(tier) => tier,
         None if on_cpu && arguments.method != Work::Full => OffloadTier::File,
         None => OffloadTier::Host,
     };

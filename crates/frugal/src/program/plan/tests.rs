@@ -46,7 +46,7 @@ fn command_lines() {
         ("memory --model gpt2 --length 2048", 1, "error: a sequence of 2048 tokens has no position vectors"),
         ("memory --model nowhere.json", 1, "error: cannot read nowhere.json: No such file"),
         ("memory --family llama --hidden 64", 1, "error: --family llama needs --heads"),
-        ("fit --model gpt2", 1, "error: how much has to fit is not given; give --budget, for example 24GiB"),
+        ("fit --model gpt2", 1, "error: there is no memory limit; give --budget, for example 24GiB"),
         ("fit --model gpt2 --budget 3apples", 2, "cannot read `3apples` as a number of bytes"),
         (
             "time --parameters 7B --tokens 1T --mfu 1.5",
@@ -99,7 +99,7 @@ fn command_lines() {
         (
             "--model qwen2.5-7b --ranks 2 --method inference",
             1,
-            "error: --ranks are of a training; give --method",
+            "error: --ranks applies to training only; give --method",
         ),
         ("", 2, "error: the following required arguments were not provided:"),
     ];

@@ -52,7 +52,7 @@ impl RanksArgs {
             );
         }
         if self.ranks > 1 && planned.method == Planned::Inference {
-            bail!("--ranks are of a training; give --method lora or full");
+            bail!("--ranks applies to training only; give --method lora or full");
         }
         Ok(())
     }
