@@ -7,40 +7,22 @@ use lora::{Adapters, LoraConfig};
 use models::generation::{GenerateOptions, generate};
 use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
-use models::{Llama, tensors_file};
+use models::tensors_file;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use super::Tiny;
 use super::session::{Ended, Session};
-
-const TRAIN: &str =
-    "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3";
-
-fn lines(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-/// The steps' losses of a log.
-fn losses(tiny: &Tiny, out: &str) -> Vec<(u64, f64)> {
-    let text = String::from_utf8(tiny.bytes(&format!("{out}/losses.jsonl"))).unwrap();
-    let of = |line: Value| Some((line["step"].as_u64()?, line["loss"].as_f64()?));
-    lines(&text).into_iter().filter_map(of).collect()
-}
+use super::tiny_folder::{FINETUNE, lines};
 
 fn logits(model: &dyn LanguageModel) -> Tensor {
     let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9, 2, 6, 5, 35]).view([2, 5]);
     tch::no_grad(|| model.logits(&Input::new(&tokens)).unwrap())
 }
 
-fn load(tiny: &Tiny, folder: &str) -> Llama {
-    Folder::open(&tiny.path(folder)).unwrap().load(None, Device::Cpu).unwrap()
-}
-
 #[test]
 fn answers_are_generated_and_graded() {
     let tiny = Session::new();
-    tiny.succeed(&format!("{TRAIN} --steps 2 --out adapter"));
+    tiny.succeed(&format!("{FINETUNE} --steps 2 --out adapter"));
     let eval = "eval --model model --data problems --batch-size 2 --max-new-tokens 8";
     let (out, _) = tiny.succeed(&format!(
         "{eval} --split official --shots 1 --limit 3 --adapter adapter --transcript said.jsonl --json"
@@ -68,7 +50,7 @@ fn text_comes_as_the_library_generates_it() {
     let tokenizer = Tokenizer::from_file(&tiny.path("model/tokenizer.json")).unwrap();
     let prompt: Vec<i64> = tokenizer.encode("Ann has").unwrap().into_iter().map(i64::from).collect();
     let options = GenerateOptions { max_new_tokens: 12, end_tokens: vec![0], ..GenerateOptions::default() };
-    let expected = generate(&load(&tiny, "model"), &[prompt], &options, &mut ()).unwrap();
+    let expected = generate(&tiny.load("model"), &[prompt], &options, &mut ()).unwrap();
     let ids: Vec<u32> = expected[0].tokens.iter().map(|token| *token as u32).collect();
     let expected = tokenizer.decode(&ids).unwrap();
 
@@ -98,16 +80,16 @@ fn text_comes_as_the_library_generates_it() {
 #[test]
 fn a_merged_model_computes_what_its_adapter_does() {
     let tiny = Session::new();
-    tiny.succeed(&format!("{TRAIN} --steps 6 --out adapter"));
-    tiny.succeed(&format!("{TRAIN} --steps 6 --out head --targets v_proj,lm_head"));
+    tiny.succeed(&format!("{FINETUNE} --steps 6 --out adapter"));
+    tiny.succeed(&format!("{FINETUNE} --steps 6 --out head --targets v_proj,lm_head"));
     std::fs::write(tiny.path("model/merges.txt"), "as it is").unwrap();
-    let base = logits(&load(&tiny, "model"));
+    let base = logits(&tiny.load("model"));
     for adapter in ["adapter", "head"] {
         let merged = format!("merged-{adapter}");
         tiny.succeed(&format!("merge --model model --adapter {adapter} --out {merged}"));
-        let mut model = load(&tiny, "model");
+        let mut model = tiny.load("model");
         Adapters::load(&mut model, &tiny.path(adapter)).unwrap();
-        let (expected, found) = (logits(&model), logits(&load(&tiny, &merged)));
+        let (expected, found) = (logits(&model), logits(&tiny.load(&merged)));
         let apart = |other: &Tensor| (&found - other).abs().max().double_value(&[]);
         assert!(apart(&expected) < 1e-4 && apart(&base) > 0.05, "{} {}", apart(&expected), apart(&base));
         for file in ["tokenizer.json", "generation_config.json", "merges.txt"] {
@@ -128,7 +110,7 @@ fn a_merged_model_computes_what_its_adapter_does() {
 #[test]
 fn an_adapter_is_taken_out_of_a_checkpoint() {
     let tiny = Session::new();
-    tiny.succeed(&format!("{TRAIN} --steps 3 --out adapter --dora --targets q_proj,lm_head"));
+    tiny.succeed(&format!("{FINETUNE} --steps 3 --out adapter --dora --targets q_proj,lm_head"));
     let base = tiny.path("model").canonicalize().unwrap();
     tiny.succeed(&format!("export --checkpoints adapter --base {} --out exported", base.display()));
     tiny.succeed("export --adapter adapter --out halved --dtype bf16 --base elsewhere");
@@ -140,13 +122,13 @@ fn an_adapter_is_taken_out_of_a_checkpoint() {
     assert!(halved.iter().all(|(_, x)| x.kind() == Kind::BFloat16));
     let config = LoraConfig::read(&tiny.path("halved").join(CONFIG_FILE)).unwrap();
     assert_eq!(config.base_model_name_or_path.as_deref(), Some("elsewhere"));
-    Adapters::load(&mut load(&tiny, "model"), &tiny.path("halved")).unwrap();
+    Adapters::load(&mut tiny.load("model"), &tiny.path("halved")).unwrap();
 }
 
 #[test]
 fn folders_are_described_by_their_headers() {
     let tiny = Session::new();
-    tiny.succeed(&format!("{TRAIN} --steps 1 --out adapter"));
+    tiny.succeed(&format!("{FINETUNE} --steps 1 --out adapter"));
     expect![[r#"
         model        Qwen2ForCausalLM
         parameters   69,520
@@ -205,7 +187,7 @@ fn full_fine_tuning_of_rows_and_of_text_ends_in_a_model() {
             "finetune --model model --data {data} --method full --out {out} --steps 6 --accumulation 1 --lr 0.01"
         ));
         assert!(err.contains("trains 69,520 of 69,520 (100.00 %) parameters"), "{err}");
-        let losses = losses(&tiny, out);
+        let losses = tiny.losses(out);
         assert!(losses[5].1 < losses[0].1, "{losses:?}");
         assert!(tiny.bytes(&format!("{out}/model/model.safetensors")) != base);
         tiny.succeed(&format!("generate --model {out}/model --prompt Ann --max-new-tokens 2"));
@@ -223,12 +205,12 @@ fn techniques_compose_by_flags_and_a_resume_needs_the_folder_alone() {
         ("planned", "--activations plan --budget 2GiB"),
     ] {
         tiny.succeed(&format!("{train} --out {out} {flags}"));
-        assert_eq!(losses(&tiny, out), losses(&tiny, "plain"), "{flags}");
+        assert_eq!(tiny.losses(out), tiny.losses("plain"), "{flags}");
         let weights = |out: &str| tiny.bytes(&format!("{out}/model/model.safetensors"));
         assert!(weights(out) == weights("plain"), "{flags}");
     }
     tiny.succeed(&format!("{train} --out low --precision bf16 --loss plain"));
-    let (low, plain) = (losses(&tiny, "low"), losses(&tiny, "plain"));
+    let (low, plain) = (tiny.losses("low"), tiny.losses("plain"));
     assert!((low[3].1 - plain[3].1).abs() < 0.05 * plain[3].1, "{low:?} {plain:?}");
 
     // Two steps, then two more: more steps are the same training at a constant rate.
@@ -238,5 +220,5 @@ fn techniques_compose_by_flags_and_a_resume_needs_the_folder_alone() {
     std::fs::write(tiny.path("cut/config.toml"), text.replace("steps = 2", "steps = 4")).unwrap();
     tiny.succeed("resume cut");
     tiny.succeed(&format!("{train} --schedule constant --warmup 0 --out whole"));
-    assert_eq!(losses(&tiny, "cut"), losses(&tiny, "whole"));
+    assert_eq!(tiny.losses("cut"), tiny.losses("whole"));
 }

@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::end;
 use super::session::Session;
+use super::tiny_folder::{self, losses};
 
 #[path = "../../tests/it/texts.rs"]
 mod texts;
@@ -112,11 +113,7 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
 /// What a training prints.
 fn lines(session: &Session, arguments: &str) -> Vec<Value> {
     let (out, _) = session.succeed(&format!("train --json --heads 2 {arguments}"));
-    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-fn losses(lines: &[Value]) -> Vec<f64> {
-    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
+    tiny_folder::lines(&out)
 }
 
 #[test]

@@ -3,14 +3,7 @@
 use serde_json::Value;
 
 use super::session::Session;
-
-fn lines(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-fn losses(lines: &[Value]) -> Vec<f64> {
-    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
-}
+use super::tiny_folder::{lines, losses};
 
 fn train(tiny: &Session, arguments: &str) -> Vec<f64> {
     losses(&lines(&tiny.succeed(&format!("train --json --heads 2 {arguments}")).0))

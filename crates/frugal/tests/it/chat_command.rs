@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::process::Stdio;
 
-use crate::tiny_folder::Tiny;
+use crate::tiny_folder::{self, Tiny};
 use serde_json::Value;
 
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>\n{% endfor %}\
@@ -18,7 +18,7 @@ fn chat(tiny: &Tiny, arguments: &str, lines: &str) -> (Vec<Value>, String) {
     let output = child.wait_with_output().unwrap();
     let err = String::from_utf8(output.stderr).unwrap();
     let out = String::from_utf8(output.stdout).unwrap();
-    (out.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), err)
+    (tiny_folder::lines(&out), err)
 }
 
 #[test]

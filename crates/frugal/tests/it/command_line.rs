@@ -2,37 +2,17 @@
 
 use std::path::Path;
 
-use crate::tiny_folder::Tiny;
+use crate::tiny_folder::{FINETUNE, Tiny, lines};
 use expect_test::expect;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use lora::{Adapters, LoraConfig};
-use models::hugging_face::Folder;
-use models::{Llama, tensors_file};
-use serde_json::Value;
+use models::tensors_file;
 use tch::{Device, Kind};
-
-const TRAIN: &str =
-    "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3";
-
-fn lines(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-/// The steps' losses of a log.
-fn losses(tiny: &Tiny, out: &str) -> Vec<(u64, f64)> {
-    let text = String::from_utf8(tiny.bytes(&format!("{out}/losses.jsonl"))).unwrap();
-    let of = |line: Value| Some((line["step"].as_u64()?, line["loss"].as_f64()?));
-    lines(&text).into_iter().filter_map(of).collect()
-}
-
-fn load(tiny: &Tiny, folder: &str) -> Llama {
-    Folder::open(&tiny.path(folder)).unwrap().load(None, Device::Cpu).unwrap()
-}
 
 #[test]
 fn a_training_ends_in_an_adapter_with_its_log() {
     let tiny = Tiny::new();
-    let (out, err) = tiny.succeed(&format!("{TRAIN} --out adapter --steps 20 --evaluate-every 10 --json"));
+    let (out, err) = tiny.succeed(&format!("{FINETUNE} --out adapter --steps 20 --evaluate-every 10 --json"));
     // The only line with a measured time.
     let lines_of = |timed: bool| -> String {
         err.lines().filter(|line| line.starts_with("a step takes ") == timed).flat_map(|line| [line, "\n"]).collect()
@@ -47,7 +27,7 @@ fn a_training_ends_in_an_adapter_with_its_log() {
     let all = lines(&out);
     let result = &all[all.len() - 1]["result"];
     assert_eq!((&result["steps"], &result["trainable"]), (&20.into(), &896.into()));
-    let losses = losses(&tiny, "adapter");
+    let losses = tiny.losses("adapter");
     assert!(losses.iter().map(|(step, _)| *step).eq(1..=20), "{losses:?}");
     let mean = |part: &[(u64, f64)]| part.iter().map(|(_, loss)| loss).sum::<f64>() / part.len() as f64;
     assert!(mean(&losses[15..]) < mean(&losses[..5]) - 0.4, "{losses:?}");
@@ -77,31 +57,31 @@ fn a_training_ends_in_an_adapter_with_its_log() {
 #[test]
 fn recomputation_packing_and_dora_train_too() {
     let tiny = Tiny::new();
-    let plain = format!("{TRAIN} --steps 4 --out plain");
+    let plain = format!("{FINETUNE} --steps 4 --out plain");
     tiny.succeed(&plain);
-    tiny.succeed(&format!("{TRAIN} --steps 4 --out recomputed --recompute"));
+    tiny.succeed(&format!("{FINETUNE} --steps 4 --out recomputed --recompute"));
     let tensors = |out: &str| tiny.bytes(&format!("{out}/{TENSORS_FILE}"));
     assert!(tensors("plain") == tensors("recomputed"), "recomputation changes no bit");
-    let (_, err) = tiny.succeed(&format!("{TRAIN} --steps 4 --out packed --packing 150 --shots 1"));
+    let (_, err) = tiny.succeed(&format!("{FINETUNE} --steps 4 --out packed --packing 150 --shots 1"));
     assert!(err.contains("positions of padding; 4 steps"), "{err}");
-    let first = losses(&tiny, "plain")[0].1;
+    let first = tiny.losses("plain")[0].1;
     for (out, flags) in [
         ("dora", "--dora --targets all-linear"),
         ("head", "--targets q_proj,lm_head --dtype bf16"),
         ("pissa", "--init pissa --rslora --target-pattern .*\\.(k|v)_proj"),
     ] {
-        tiny.succeed(&format!("{TRAIN} --steps 6 --out {out} {flags}"));
-        let losses = losses(&tiny, out);
+        tiny.succeed(&format!("{FINETUNE} --steps 6 --out {out} {flags}"));
+        let losses = tiny.losses(out);
         assert!(losses.len() == 6 && (losses[0].1 - first).abs() < 0.1, "begins as the base: {losses:?}");
         assert!(losses[5].1 < losses[0].1, "{out}: {losses:?}");
-        Adapters::load(&mut load(&tiny, "model"), &tiny.path(out)).unwrap();
+        Adapters::load(&mut tiny.load("model"), &tiny.path(out)).unwrap();
     }
 }
 
 #[test]
 fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
     let tiny = Tiny::new();
-    let train = format!("{TRAIN} --dropout 0.2 --steps 40 --checkpoint-every 4 --json");
+    let train = format!("{FINETUNE} --dropout 0.2 --steps 40 --checkpoint-every 4 --json");
     tiny.succeed(&format!("{train} --out unbroken"));
     tiny.kill_at_step(&format!("{train} --out broken"), 6);
     assert!(!tiny.path("broken").join(TENSORS_FILE).exists(), "it was not done");
@@ -117,7 +97,7 @@ fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
         let of = |out: &str| tiny.bytes(&format!("{out}/{file}"));
         assert!(of("broken") == of("unbroken"), "{file}");
     }
-    assert_eq!(losses(&tiny, "broken"), losses(&tiny, "unbroken"));
+    assert_eq!(tiny.losses("broken"), tiny.losses("unbroken"));
 
     // Another base of the same shapes, and other data, are other trainings.
     tiny.write_model("other", 16, 2);

@@ -1,6 +1,6 @@
 //! `frugal eval` on the output folder of a training: its rows' loss, and answers to questions.
 
-use crate::tiny_folder::Tiny;
+use crate::tiny_folder::{self, Tiny};
 use serde_json::{Value, json};
 
 /// The loss that `eval` measures is that of the training's last evaluation, to the bit; the answers are graded row by row.
@@ -44,7 +44,7 @@ fn a_trained_model_is_measured_on_rows_and_questions() {
     );
     let told: Value = serde_json::from_str(&out).unwrap();
     let graded = std::fs::read_to_string(tiny.path("graded.jsonl")).unwrap();
-    let graded: Vec<Value> = graded.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let graded = tiny_folder::lines(&graded);
     assert_eq!((graded.len(), &told["questions"]), (3, &json!(3)));
     for row in &graded {
         // The pattern is one character of any kind but a line break.

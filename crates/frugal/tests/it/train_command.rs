@@ -1,16 +1,6 @@
 //! `frugal train` as a process: a resume goes on.
 
-use serde_json::Value;
-
-use crate::tiny_folder::Tiny;
-
-fn lines(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-fn losses(lines: &[Value]) -> Vec<f64> {
-    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
-}
+use crate::tiny_folder::{Tiny, lines, losses};
 
 fn train(tiny: &Tiny, arguments: &str) -> Vec<f64> {
     losses(&lines(&tiny.succeed(&format!("train --json --heads 2 {arguments}")).0))

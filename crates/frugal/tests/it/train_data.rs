@@ -5,6 +5,8 @@ use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
+use crate::tiny_folder::{self, losses};
+
 /// `frugal train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
     let mut command = Command::new(crate::program());
@@ -18,11 +20,7 @@ fn lines(arguments: &str) -> (Vec<Value>, String) {
     let message = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{arguments}: {message}");
     let text = String::from_utf8(output.stdout).unwrap();
-    (text.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), message)
-}
-
-fn losses(lines: &[Value]) -> Vec<f64> {
-    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
+    (tiny_folder::lines(&text), message)
 }
 
 #[test]

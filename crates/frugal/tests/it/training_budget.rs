@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::tiny_folder::Tiny;
+use crate::tiny_folder::{self, Tiny};
 
 /// Validation rows that are longer than the training's go through the model fewer at a time, where the budget needs that.
 #[test]
@@ -21,7 +21,7 @@ fn an_evaluation_is_split_to_fit_the_budget() {
     let train = |out: &str, budget: u64| -> (Value, f64) {
         let command = "finetune --model model --data short.jsonl --validation long.jsonl --steps 2 --batch-size 8 --json";
         let (told, _) = tiny.succeed(&format!("{command} --accumulation 1 --out {out} --budget {budget}"));
-        let lines: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let lines = tiny_folder::lines(&told);
         let plan = lines.iter().find_map(|line| line.get("plan")).unwrap().clone();
         let losses = std::fs::read_to_string(tiny.path(out).join("losses.jsonl")).unwrap();
         let loss = losses

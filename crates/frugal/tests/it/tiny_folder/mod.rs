@@ -7,8 +7,22 @@ use std::path::{Path, PathBuf};
 use models::module::tensors;
 use models::{Llama, LlamaConfig, hugging_face};
 use runtime::random::Generator;
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind};
+
+/// A fine-tuning of the model on the problems, without its length and its output.
+pub(crate) const FINETUNE: &str =
+    "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3";
+
+/// The values of JSON lines.
+pub(crate) fn lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The steps' losses in what a training prints, or in its log.
+pub(crate) fn losses(lines: &[Value]) -> Vec<f64> {
+    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
+}
 
 /// A folder with a model, problems, and room for what is written.
 pub(crate) struct Tiny {
@@ -60,6 +74,17 @@ impl Tiny {
 
     pub(crate) fn bytes(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// The steps of a training's log, and their losses.
+    pub(crate) fn losses(&self, out: &str) -> Vec<(u64, f64)> {
+        let text = String::from_utf8(self.bytes(&format!("{out}/losses.jsonl"))).unwrap();
+        let of = |line: Value| Some((line["step"].as_u64()?, line["loss"].as_f64()?));
+        lines(&text).into_iter().filter_map(of).collect()
+    }
+
+    pub(crate) fn load(&self, folder: &str) -> Llama {
+        hugging_face::Folder::open(&self.path(folder)).unwrap().load(None, Device::Cpu).unwrap()
     }
 
     /// A text without the folder's own path.
