@@ -40,8 +40,9 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 
-use crate::Error;
+use std::fmt;
 
+use crate::Error;
 use crate::exact::{positive, product, sum};
 use crate::quantity::bytes_text;
 
@@ -58,21 +59,55 @@ pub struct LayerCost {
     pub transient_bytes: u64,
 }
 
-/// What a decoder layer keeps between its forward and its backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kept {
-    /// Everything that the backward needs.
-    Everything,
-    /// Inputs and results of products; elementwise operations are recomputed.
-    Products,
-    /// The attention; the feed-forward layer is recomputed.
-    Attention,
-    /// The feed-forward layer; the attention is recomputed.
-    FeedForward,
-    /// The block's input; the block is recomputed.
-    Input,
-    /// Nothing on the device: the block's input is on the host, and the block is recomputed.
-    InputOnHost,
+/// What a decoder layer keeps between its forward and its backward, and what it recomputes. `training::activations` runs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LayerPlan {
+    /// Keeps everything that backward needs (no checkpointing).
+    KeepAll,
+    /// Keeps products, recomputes elementwise operations (selective): the results of linear layers and attention are kept. The
+    /// result of attention is kept only from libtorch's CPU flash kernel; with dropout, on CUDA, and with explicit attention it is
+    /// recomputed.
+    RecomputeElementwise,
+    /// Keeps attention, recomputes the MLP (selective): keeps the MLP's input, not its inner activations.
+    RecomputeMlp,
+    /// Keeps the MLP, recomputes the attention (selective): keeps the attention's input, not its inner activations. For the
+    /// models whose blocks have one attention: Llama, Qwen2 and GPT-2.
+    RecomputeAttention,
+    /// Keeps the layer's input and recomputes the layer (full).
+    RecomputeAll,
+    /// Copies the layer's input to pinned host memory on its own stream and recomputes the layer; the input of the previous
+    /// layer is prefetched meanwhile (full, offloaded).
+    Offload,
+}
+
+impl LayerPlan {
+    /// All plans, from most to fewest bytes on the device.
+    pub const ALL: [Self; 6] = [
+        Self::KeepAll,
+        Self::RecomputeElementwise,
+        Self::RecomputeMlp,
+        Self::RecomputeAttention,
+        Self::RecomputeAll,
+        Self::Offload,
+    ];
+
+    /// Returns the name in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::KeepAll => "keep all",
+            Self::RecomputeElementwise => "recompute elementwise",
+            Self::RecomputeMlp => "recompute MLP",
+            Self::RecomputeAttention => "recompute attention",
+            Self::RecomputeAll => "recompute all",
+            Self::Offload => "offload",
+        }
+    }
+}
+
+impl fmt::Display for LayerPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// A choice for a layer's activations, with its cost.

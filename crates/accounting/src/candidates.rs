@@ -52,7 +52,7 @@ mod name;
 mod search;
 
 use crate::Decoder;
-use crate::activation_plan::Kept;
+use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::Workload;
 use crate::lora::LowRank;
 use crate::offload::sizes::Choices;
@@ -112,7 +112,7 @@ pub enum Tier {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Placement {
     /// All weights are on the device. What each layer keeps, in the order of forward.
-    Resident(Vec<Kept>),
+    Resident(Vec<LayerPlan>),
     /// Layers are loaded when they run. Each keeps its input and runs again in backward.
     Offloaded {
         /// Where they are between.
@@ -146,12 +146,12 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// Bytes that the device must have: those of the step, or of an evaluation where it takes more.
+    /// Returns the bytes that the device must have: those of the step, or of an evaluation where it takes more.
     pub fn device_bytes(&self) -> u64 {
         self.peak.total.max(self.evaluation_bytes)
     }
 
-    /// Whether gradients have the bits of one pass over the batch whose layers keep everything.
+    /// Returns whether gradients have the bits of one pass over the batch whose layers keep everything.
     pub fn keeps_bits(&self) -> bool {
         self.rows.is_none()
     }

@@ -9,14 +9,12 @@ mod budget;
 mod data_shape;
 mod job;
 mod known_rates;
-mod layer_plan;
 mod rates;
 
 pub use budget::{FREE_SHARE, MemorySamples, PeakMeter, PeakUsage, default_budget, enforce, tensor_budget};
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, with_choice};
 pub use known_rates::KnownRates;
-pub use layer_plan::{kept_by, layer_plan};
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 
 use accounting::memory::logits::Loss;
@@ -26,7 +24,7 @@ use accounting::recompute::NormKernel;
 use runtime::nf4::Scales;
 use tch::{Device, Kind};
 
-/// The choices of `accounting` that describe a step of this project's models: weights in `kind`, the fused loss over `loss_chunk`
+/// Returns the choices of `accounting` that describe a step of this project's models: weights in `kind`, the fused loss over `loss_chunk`
 /// tokens at a time, logits of the last token in inference.
 pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
     Choices {
@@ -41,13 +39,13 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
     }
 }
 
-/// Whether products of weights in `kind` are computed in fp32, as those of 16 bits and of NF4 on a CPU without instructions for them.
+/// Returns whether products of weights in `kind` are computed in fp32, as those of 16 bits and of NF4 on a CPU without instructions for them.
 pub fn widens(kind: Kind, device: Device) -> bool {
     let product = rates::product_kind(kind);
     runtime::matmul::compute_kind(device, product) != product
 }
 
-/// The number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32.
+/// Returns the number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32.
 pub fn recipe(kind: Kind) -> Recipe {
     match kind {
         Kind::Float => Recipe::FP32,

@@ -47,69 +47,18 @@ mod probe;
 mod step_predictor;
 mod switched;
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use models::module::{Attention, Block, Mlp, Module, ModuleMapper, map_modules, replace};
 
+pub use accounting::activation_plan::LayerPlan;
 pub use probe::LayerProbe;
 pub use step_predictor::{StepCost, StepPredictor};
 
 use crate::error::{Error, Result};
 use host_offload::HostOffload;
 use switched::{Switched, SwitchedBlock};
-
-/// What a layer does with its activations. See the [module](self).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum LayerPlan {
-    /// Keeps everything that backward needs (no checkpointing).
-    KeepAll,
-    /// Keeps products, recomputes elementwise operations (selective): the results of linear layers and attention are kept
-    /// ([`runtime::autograd::retain`]). The result of attention is kept only from libtorch's CPU flash kernel; with dropout, on
-    /// CUDA, and with [`models::AttentionPath::Explicit`] it is recomputed.
-    RecomputeElementwise,
-    /// Keeps attention, recomputes the MLP (selective): keeps the MLP's input, not its inner activations.
-    RecomputeMlp,
-    /// Keeps the MLP, recomputes the attention (selective): keeps the attention's input, not its inner activations. For the
-    /// models whose blocks have one [`Attention`]: Llama, Qwen2 and GPT-2.
-    RecomputeAttention,
-    /// Keeps the layer's input and recomputes the layer (full).
-    RecomputeAll,
-    /// Copies the layer's input to pinned host memory on its own stream and recomputes the layer; the input of the previous
-    /// layer is prefetched meanwhile (full, offloaded).
-    Offload,
-}
-
-impl LayerPlan {
-    /// All plans, from most to fewest bytes on the device.
-    pub const ALL: [Self; 6] = [
-        Self::KeepAll,
-        Self::RecomputeElementwise,
-        Self::RecomputeMlp,
-        Self::RecomputeAttention,
-        Self::RecomputeAll,
-        Self::Offload,
-    ];
-
-    /// The name in tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::KeepAll => "keep all",
-            Self::RecomputeElementwise => "recompute elementwise",
-            Self::RecomputeMlp => "recompute MLP",
-            Self::RecomputeAttention => "recompute attention",
-            Self::RecomputeAll => "recompute all",
-            Self::Offload => "offload",
-        }
-    }
-}
-
-impl fmt::Display for LayerPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// Returns `plan` for every `k`-th of `layers` layers from the first on, and keep-all for the others and for the last layer,
 /// whose backward follows its forward immediately, so that nothing would be saved.

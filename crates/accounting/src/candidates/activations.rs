@@ -1,7 +1,7 @@
 //! The activation plan of least recomputation under a budget, on paper.
 
 use super::{Batch, Candidate, Job, Placement};
-use crate::activation_plan::{Kept, LayerChoice, LayerCost, least_recomputation};
+use crate::activation_plan::{LayerChoice, LayerCost, LayerPlan, least_recomputation};
 use crate::model::Part;
 use crate::offload::StepCosts;
 use crate::offload::sizes;
@@ -13,15 +13,28 @@ const ATTEMPTS: usize = 6;
 impl Job {
     /// What a layer may keep. What elementwise recomputation keeps depends on the kernel of attention, which is known for whole rows on
     /// a CPU. There a copy in host memory saves nothing.
-    pub(super) fn kept_options(&self) -> &'static [Kept] {
+    pub(super) fn kept_options(&self) -> &'static [LayerPlan] {
         match (self.on_cpu, self.choices.documents) {
-            (true, false) => {
-                &[Kept::Everything, Kept::Products, Kept::Attention, Kept::FeedForward, Kept::Input]
-            }
-            (true, true) => &[Kept::Everything, Kept::Attention, Kept::FeedForward, Kept::Input],
-            (false, _) => {
-                &[Kept::Everything, Kept::Attention, Kept::FeedForward, Kept::Input, Kept::InputOnHost]
-            }
+            (true, false) => &[
+                LayerPlan::KeepAll,
+                LayerPlan::RecomputeElementwise,
+                LayerPlan::RecomputeMlp,
+                LayerPlan::RecomputeAttention,
+                LayerPlan::RecomputeAll,
+            ],
+            (true, true) => &[
+                LayerPlan::KeepAll,
+                LayerPlan::RecomputeMlp,
+                LayerPlan::RecomputeAttention,
+                LayerPlan::RecomputeAll,
+            ],
+            (false, _) => &[
+                LayerPlan::KeepAll,
+                LayerPlan::RecomputeMlp,
+                LayerPlan::RecomputeAttention,
+                LayerPlan::RecomputeAll,
+                LayerPlan::Offload,
+            ],
         }
     }
 
@@ -29,8 +42,8 @@ impl Job {
     pub(super) fn layer_choices(
         &self,
         batch: Batch,
-        options: &[Kept],
-    ) -> Result<Vec<LayerChoice<Kept>>, Error> {
+        options: &[LayerPlan],
+    ) -> Result<Vec<LayerChoice<LayerPlan>>, Error> {
         let costs = self.costs(batch)?;
         // Only the first layer differs.
         let at = 1.min(costs.layers.len().saturating_sub(1));
@@ -42,7 +55,7 @@ impl Job {
                 let kept = layer.kept.unwrap_or_default();
                 let cost = LayerCost {
                     held_bytes: kept.bytes,
-                    host_bytes: if option == Kept::InputOnHost { costs.working.input_bytes } else { 0 },
+                    host_bytes: if option == LayerPlan::Offload { costs.working.input_bytes } else { 0 },
                     recompute_seconds: (layer.backward_seconds - costs.layers[at].backward_seconds).max(0.0),
                     transient_bytes: kept.backward_bytes,
                 };
@@ -56,7 +69,7 @@ impl Job {
         &self,
         costs: StepCosts,
         batch: Batch,
-        plan: &[Kept],
+        plan: &[LayerPlan],
     ) -> Result<StepCosts, Error> {
         let lora = self.lora.as_ref();
         let mut costs =
@@ -73,7 +86,7 @@ impl Job {
         &self,
         costs: &StepCosts,
         batch: Batch,
-    ) -> Result<impl Fn(Kept) -> f64 + use<>, Error> {
+    ) -> Result<impl Fn(LayerPlan) -> f64 + use<>, Error> {
         let forward = costs.layers.first().map_or(0.0, |layer| layer.forward_seconds);
         let flops = decoder_flops::step(&self.model, batch.work, &decoder_flops::Recomputation::default())?;
         let of = |part: Part| {
@@ -89,18 +102,18 @@ impl Job {
         let width = (self.choices.recipe.compute.storage_bits() / 8) as f64;
         let elementwise = batch.work.tokens()? as f64 * numbers as f64 * width / self.choices.bandwidth;
         Ok(move |kept| match kept {
-            Kept::Everything => 0.0,
-            Kept::Products => elementwise.min(forward),
-            Kept::Attention => forward * share,
-            Kept::FeedForward => forward * (1.0 - share),
-            Kept::Input | Kept::InputOnHost => forward,
+            LayerPlan::KeepAll => 0.0,
+            LayerPlan::RecomputeElementwise => elementwise.min(forward),
+            LayerPlan::RecomputeMlp => forward * share,
+            LayerPlan::RecomputeAttention => forward * (1.0 - share),
+            LayerPlan::RecomputeAll | LayerPlan::Offload => forward,
         })
     }
 
     /// The plan of least recomputation among `options` whose step fits `budget`; `None` if none does.
     pub(super) fn least_recomputed(
         &self,
-        options: &[Kept],
+        options: &[LayerPlan],
         rows: Option<u64>,
         budget: u64,
     ) -> Result<Option<Candidate>, Error> {
@@ -126,7 +139,7 @@ impl Job {
     }
 
     /// The plan among `options` that takes the fewest bytes.
-    pub(super) fn least_held(&self, options: &[Kept], rows: Option<u64>) -> Result<Candidate, Error> {
+    pub(super) fn least_held(&self, options: &[LayerPlan], rows: Option<u64>) -> Result<Candidate, Error> {
         let layers = self.model.layers as usize;
         let choices = self.layer_choices(self.pass(self.widest(), rows), options)?;
         let least = match least_recomputation(layers, &choices, 0) {
@@ -135,7 +148,7 @@ impl Job {
         };
         let planned = self.evaluate(Placement::Resident(least.layers), rows)?;
         // The head may need more than the layers; then what is held counts, not what a backward adds.
-        let held = |choice: &&LayerChoice<Kept>| (choice.cost.held_bytes, choice.cost.transient_bytes);
+        let held = |choice: &&LayerChoice<LayerPlan>| (choice.cost.held_bytes, choice.cost.transient_bytes);
         let Some(smallest) = choices.iter().min_by_key(held) else { return Ok(planned) };
         let uniform = self.evaluate(Placement::Resident(vec![smallest.of; layers]), rows)?;
         Ok(if uniform.peak.total < planned.peak.total { uniform } else { planned })

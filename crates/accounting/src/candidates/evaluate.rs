@@ -14,7 +14,7 @@ use crate::offload::{
 const NO_UPDATE: f64 = 1e30;
 
 impl Job {
-    /// Whether gradients of several passes are summed before an update: then those of all parameters exist during each.
+    /// Returns whether gradients of several passes are summed before an update: then those of all parameters exist during each.
     pub fn is_accumulated(&self, rows: Option<u64>) -> bool {
         self.passes(self.widest(), rows) > 1
     }

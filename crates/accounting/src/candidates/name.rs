@@ -1,7 +1,7 @@
 //! Names of candidates in tables.
 
 use super::{Candidate, Placement, Tier};
-use crate::activation_plan::Kept;
+use crate::activation_plan::LayerPlan;
 use crate::offload::OptimizerPlace;
 
 impl Candidate {
@@ -39,20 +39,22 @@ impl Placement {
     }
 }
 
-fn of_layers(layers: &[Kept]) -> String {
-    let count = |kept: Kept| layers.iter().filter(|one| **one == kept).count();
+fn of_layers(layers: &[LayerPlan]) -> String {
+    let count = |kept: LayerPlan| layers.iter().filter(|one| **one == kept).count();
     let all = layers.len();
     // The last layer keeps its activations where that takes no more memory: its backward follows at once.
     let is_all = |number: usize| number > 0 && number + 1 >= all;
-    if is_all(count(Kept::Input)) && count(Kept::Everything) + count(Kept::Input) == all {
+    if is_all(count(LayerPlan::RecomputeAll))
+        && count(LayerPlan::KeepAll) + count(LayerPlan::RecomputeAll) == all
+    {
         return "recompute all".to_owned();
     }
     let parts: Vec<String> = [
-        (Kept::Input, "recompute", ""),
-        (Kept::Attention, "recompute the MLP of", ""),
-        (Kept::FeedForward, "recompute the attention of", ""),
-        (Kept::Products, "recompute elementwise operations of", ""),
-        (Kept::InputOnHost, "recompute", " from inputs in host memory"),
+        (LayerPlan::RecomputeAll, "recompute", ""),
+        (LayerPlan::RecomputeMlp, "recompute the MLP of", ""),
+        (LayerPlan::RecomputeAttention, "recompute the attention of", ""),
+        (LayerPlan::RecomputeElementwise, "recompute elementwise operations of", ""),
+        (LayerPlan::Offload, "recompute", " from inputs in host memory"),
     ]
     .into_iter()
     .filter(|(kept, ..)| count(*kept) > 0)

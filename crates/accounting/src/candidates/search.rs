@@ -2,7 +2,7 @@
 
 use super::{Candidate, Job, Placement, Tier};
 use crate::Error;
-use crate::activation_plan::Kept;
+use crate::activation_plan::LayerPlan;
 use crate::offload::{Budget, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
 
 /// The share of a step's time that passes over fewer rows must save to be chosen: they change the order of a sum.
@@ -30,7 +30,7 @@ pub enum Layers {
     /// Any activation plan.
     Any,
     /// This plan.
-    Only(Vec<Kept>),
+    Only(Vec<LayerPlan>),
 }
 
 /// How layers are offloaded.
@@ -85,7 +85,7 @@ impl Found {
         self.candidates.last()
     }
 
-    /// Whether a candidate fits.
+    /// Returns whether a candidate fits.
     pub fn fits(&self, candidate: &Candidate) -> bool {
         fits(candidate, self.budget)
     }
@@ -152,7 +152,7 @@ impl Job {
         Ok(Found { candidates: shown, chosen, budget })
     }
 
-    /// Activation plans with the rows of `chosen` that take less and less memory, the fastest first, for a training whose memory is
+    /// Returns the activation plans with the rows of `chosen` that take less and less memory, the fastest first, for a training whose memory is
     /// less than was planned for. No gradient's bit depends on which of them computes it.
     ///
     /// # Errors
@@ -193,7 +193,7 @@ impl Job {
     fn resident(&self, rows: Option<u64>, budget: Budget) -> Result<Vec<Candidate>, Error> {
         let options = self.kept_options();
         let keeps =
-            self.evaluate(Placement::Resident(vec![Kept::Everything; self.model.layers as usize]), rows)?;
+            self.evaluate(Placement::Resident(vec![LayerPlan::KeepAll; self.model.layers as usize]), rows)?;
         let least = self.least_held(options, rows)?;
         let mut found = Vec::new();
         if !fits(&keeps, budget) && least.peak.total <= budget.device {

@@ -12,7 +12,7 @@ mod update;
 
 use super::flat_bytes;
 use super::step_costs::{Fixed, Kept as LayerKept, Layer, StepCosts, WorkingMemory};
-use crate::activation_plan::Kept;
+use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
@@ -75,7 +75,7 @@ fn constant_bytes(model: &Decoder, head: &HeadOptions<'_>, choices: &Choices) ->
     const WHAT: &str = "bytes beside the layers";
     let items = total(&outside(model, head)?[..FIXED])?;
     let casts = match choices.recipe.casts {
-        true => product(WHAT, &[model.layers, cast_bytes(model, choices, Kept::Everything)?])?,
+        true => product(WHAT, &[model.layers, cast_bytes(model, choices, LayerPlan::KeepAll)?])?,
         false => 0,
     };
     sum(WHAT, [items, choices.product_workspaces, casts])
@@ -211,7 +211,7 @@ pub fn with_activation_plan(
     lora: Option<&LowRank>,
     work: Workload,
     choices: &Choices,
-    plan: &[Kept],
+    plan: &[LayerPlan],
 ) -> Result<StepCosts, Error> {
     if plan.len() != costs.layers.len() {
         return Err(Error::Shape {
@@ -224,7 +224,7 @@ pub fn with_activation_plan(
     for (number, (layer, &kept)) in costs.layers.iter_mut().zip(plan).enumerate() {
         let KeptPasses { held, forward, mut backward } = kept_passes(&block, kept, number == 0)?;
         // Casts with and without a graph are two: the second run of a trained layer makes those with one, which stay.
-        if choices.recipe.casts && lora.is_none() && kept != Kept::Everything {
+        if choices.recipe.casts && lora.is_none() && kept != LayerPlan::KeepAll {
             let casts = cast_bytes(model, choices, kept)?;
             layer.gradient_bytes = sum("bytes of gradients and casts", [layer.gradient_bytes, casts])?;
             backward = sum("bytes of a backward", [backward, casts])?;

@@ -1,6 +1,6 @@
 //! The search for the fastest way to run a step under a budget.
 
-use accounting::activation_plan::Kept;
+use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{
     Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Placement, Tier,
 };
@@ -60,7 +60,7 @@ fn range(job: &Job, allowed: &Allowed) -> (u64, u64) {
 /// Layers that keep less than everything.
 fn again(candidate: &Candidate) -> usize {
     let Placement::Resident(layers) = &candidate.placement else { return 0 };
-    layers.iter().filter(|kept| **kept != Kept::Everything).count()
+    layers.iter().filter(|kept| **kept != LayerPlan::KeepAll).count()
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn fewer_rows_replace_recomputation_where_they_are_allowed() {
 #[test]
 fn what_is_named_is_kept() {
     let job = job(true);
-    let keep = Layers::Only(vec![Kept::Everything; 24]);
+    let keep = Layers::Only(vec![LayerPlan::KeepAll; 24]);
     let only = Allowed { layers: Some(keep), offloaded: None, splits: false, rows: None };
     let (least, keep) = range(&job, &allowed());
     let found = search(&job, &only, (least + keep) / 2);
@@ -139,7 +139,7 @@ fn the_plans_of_a_training_that_is_short_of_memory_take_less_and_less() {
 #[test]
 fn accumulated_gradients_and_casts_are_counted() {
     let one = Job { accumulation: 1, ..job(false) };
-    let keep = || Placement::Resident(vec![Kept::Everything; 24]);
+    let keep = || Placement::Resident(vec![LayerPlan::KeepAll; 24]);
     let single = one.evaluate(keep(), None).unwrap();
     let several = job(false).evaluate(keep(), None).unwrap();
     let parameters = presets::find("qwen2.5-0.5b").unwrap().parameters().unwrap();

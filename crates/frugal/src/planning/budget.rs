@@ -113,7 +113,7 @@ impl PeakMeter {
         Ok(Self { region: Region::start(device)?, samples })
     }
 
-    /// The samples, to be taken between steps.
+    /// Returns the samples, to be taken between steps.
     pub fn samples(&self) -> MemorySamples {
         self.samples.clone()
     }

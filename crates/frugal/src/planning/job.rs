@@ -1,6 +1,5 @@
 //! What a configuration's training computes in a step, for predictions.
 
-use accounting::activation_plan::Kept;
 use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::lora::{LowRank, Projection, Targets};
 use accounting::memory::logits::Loss;
@@ -13,7 +12,6 @@ use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 use training::predicted;
 
-use super::layer_plan::kept_by;
 use super::rates::product_kind;
 use super::{DataShape, KnownRates, choices, recipe, widens};
 use crate::config::{
@@ -233,12 +231,11 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows });
     }
     let again = activations.recompute.layer_plan();
-    let kept = |plans: Vec<LayerPlan>| Layers::Only(plans.into_iter().map(kept_by).collect());
     let plan = match activations.plan {
         ActivationPlan::Auto | ActivationPlan::Plan => Layers::Any,
-        ActivationPlan::Keep => Layers::Only(vec![Kept::Everything; layers]),
-        ActivationPlan::Recompute => kept(every_kth(layers, 1, again)?),
-        ActivationPlan::EveryK => kept(every_kth(layers, activations.every, again)?),
+        ActivationPlan::Keep => Layers::Only(vec![LayerPlan::KeepAll; layers]),
+        ActivationPlan::Recompute => Layers::Only(every_kth(layers, 1, again)?),
+        ActivationPlan::EveryK => Layers::Only(every_kth(layers, activations.every, again)?),
     };
     let offloaded = match activations.plan {
         ActivationPlan::Auto if !mixed => offloaded_layers(config, device),

@@ -110,7 +110,7 @@ impl KnownRates {
         Rates::of_memory(self.host_load, self.host_bandwidth, self.bandwidth)
     }
 
-    /// The same in the form of a measurement for one tier.
+    /// Returns the same in the form of a measurement for one tier.
     pub fn machine(&self) -> MachineRates {
         MachineRates {
             flops: self.flops,

@@ -73,7 +73,7 @@ fn rate(measurement: &Measurement) -> Result<f64> {
     measurement.rate().ok_or(Error::NotMeasured)
 }
 
-/// Bytes per second at which layers come from a tier: of two layers of 32 MiB, loaded one at a time. Layers in files come from the
+/// Returns the bytes per second at which layers come from a tier: of two layers of 32 MiB, loaded one at a time. Layers in files come from the
 /// page cache then; what a disk gives is [`file_read_rate`].
 ///
 /// # Errors
@@ -97,7 +97,7 @@ pub fn layer_load_rate(device: Device, tier: &Tier) -> Result<f64> {
     Ok(Samples { samples }.median())
 }
 
-/// Bytes per second at which a file is read from its disk: up to 256 MiB of it, which are dropped from the page cache first.
+/// Returns the bytes per second at which a file is read from its disk: up to 256 MiB of it, which are dropped from the page cache first.
 ///
 /// # Errors
 /// A file that cannot be read or is empty.
@@ -124,7 +124,7 @@ pub fn file_read_rate(path: &Path) -> Result<f64> {
     }
 }
 
-/// Bytes per second that each of two ranks on this machine sends while they gather a tensor of 32 MiB.
+/// Returns the bytes per second that each of two ranks on this machine sends while they gather a tensor of 32 MiB.
 ///
 /// # Errors
 /// A loopback interface that does not connect them.

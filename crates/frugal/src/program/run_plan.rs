@@ -12,7 +12,6 @@ use frugal::config::{ActivationPlan, Bytes};
 use frugal::models::LlamaConfig;
 use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
 use frugal::recipe::Handles;
-use frugal::training::activations::LayerPlan;
 use frugal::training::trainer::{CheaperPlan, CheaperPlans};
 use report::cli::Failure;
 use runtime::memory::Limit;
@@ -215,7 +214,7 @@ impl RunPlan {
         if let (Some(Placement::Resident(plan)), Some(activations)) =
             (self.chosen().map(|chosen| &chosen.placement), &handles.activations)
         {
-            activations.change(&layer_plans(plan))?;
+            activations.change(plan)?;
         }
         Ok(())
     }
@@ -235,7 +234,7 @@ impl RunPlan {
                 let cheaper = prediction.job.cheaper_plans(chosen)?;
                 let plans = cheaper.into_iter().filter_map(|plan| {
                     let Placement::Resident(layers) = &plan.placement else { return None };
-                    let (name, layers) = (plan.name(), layer_plans(layers));
+                    let (name, layers) = (plan.name(), layers.clone());
                     Some(CheaperPlan { name, layers, peak_bytes: Some(plan.peak.total) })
                 });
                 (Some(chosen.peak.total), plans.collect())
@@ -255,10 +254,6 @@ impl RunPlan {
             epoch: prediction.steps_of_an_epoch(),
         })
     }
-}
-
-fn layer_plans(plan: &[accounting::activation_plan::Kept]) -> Vec<LayerPlan> {
-    plan.iter().map(|kept| planning::layer_plan(*kept)).collect()
 }
 
 fn predict(

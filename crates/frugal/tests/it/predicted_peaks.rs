@@ -1,7 +1,7 @@
 //! Predicted peaks against the allocator's: models, lengths, methods and ways to run a step. The counts are the whole process's, so no
 //! other test may run at the same time.
 
-use accounting::activation_plan::Kept;
+use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Job, Placement, Tier};
 use accounting::offload::OptimizerPlace;
 use frugal::config::{Compute, Config, Dtype, LossHeadKind};
@@ -35,25 +35,25 @@ struct Case {
 }
 
 fn keep(layers: usize) -> Placement {
-    Placement::Resident(vec![Kept::Everything; layers])
+    Placement::Resident(vec![LayerPlan::KeepAll; layers])
 }
 
 fn mixed(layers: usize) -> Placement {
     let of = |layer| match layer % 4 {
-        0 => Kept::Input,
-        1 => Kept::Attention,
-        2 => Kept::FeedForward,
-        _ => Kept::Everything,
+        0 => LayerPlan::RecomputeAll,
+        1 => LayerPlan::RecomputeMlp,
+        2 => LayerPlan::RecomputeAttention,
+        _ => LayerPlan::KeepAll,
     };
     Placement::Resident((0..layers).map(of).collect())
 }
 
 fn products(layers: usize) -> Placement {
-    Placement::Resident(vec![Kept::Products; layers])
+    Placement::Resident(vec![LayerPlan::RecomputeElementwise; layers])
 }
 
 fn recompute(layers: usize) -> Placement {
-    Placement::Resident(vec![Kept::Input; layers])
+    Placement::Resident(vec![LayerPlan::RecomputeAll; layers])
 }
 
 fn files(_: usize) -> Placement {
@@ -155,8 +155,7 @@ fn measured(case: &Case, folder: &Folder) -> u64 {
     let prepared = Recipe::new(&config).unwrap().open(folder, Device::Cpu).unwrap();
     let (mut trainer, handles) = prepared.trainer(3).unwrap();
     if let (Placement::Resident(plan), Some(activations)) = (&placement, &handles.activations) {
-        let plans: Vec<_> = plan.iter().map(|kept| planning::layer_plan(*kept)).collect();
-        activations.change(&plans).unwrap();
+        activations.change(plan).unwrap();
     }
     let mut data = batches(case);
     trainer.advance(2, &mut data, None).unwrap();

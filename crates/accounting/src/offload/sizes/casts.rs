@@ -2,16 +2,16 @@
 
 use super::Choices;
 use crate::Error;
-use crate::activation_plan::Kept;
+use crate::activation_plan::LayerPlan;
 use crate::exact::{product, sum};
 use crate::model::{Decoder, Linear, Part};
 
 /// Bytes of the casts of a layer's weights that are in what a layer of this plan recomputes; of all of them if it recomputes nothing.
-pub(super) fn cast_bytes(model: &Decoder, choices: &Choices, kept: Kept) -> Result<u64, Error> {
+pub(super) fn cast_bytes(model: &Decoder, choices: &Choices, kept: LayerPlan) -> Result<u64, Error> {
     const WHAT: &str = "bytes of casts";
     let within = |part: Part| match kept {
-        Kept::Attention => part == Part::FeedForward,
-        Kept::FeedForward => part == Part::Attention,
+        LayerPlan::RecomputeMlp => part == Part::FeedForward,
+        LayerPlan::RecomputeAttention => part == Part::Attention,
         _ => true,
     };
     let linears = model.block_linears()?;

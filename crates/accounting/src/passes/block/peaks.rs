@@ -1,7 +1,7 @@
 //! Peaks of a block's passes.
 
 use super::Block;
-use crate::activation_plan::Kept;
+use crate::activation_plan::LayerPlan;
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 use crate::{Error, exact};
@@ -82,15 +82,15 @@ pub(crate) struct KeptPasses {
 /// | feed-forward | all but the attention's from the queries to its output | these, and the attention's output |
 /// | input | the input | all, and the output |
 /// | input on the host | – | the same; the input and the one of the layer before come back |
-pub(crate) fn kept_passes(block: &Block, what: Kept, first: bool) -> Result<KeptPasses, Error> {
+pub(crate) fn kept_passes(block: &Block, what: LayerPlan, first: bool) -> Result<KeptPasses, Error> {
     const WHAT: &str = "bytes of a block";
     let Passes { forward, recomputed, kept, keeping, backward } = passes(block)?;
     let narrow = block.narrow;
     let input_and = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
     let lows = exact::sum(WHAT, block.projections.iter().filter(|one| one.adapted).map(|one| one.low))?;
     Ok(match what {
-        Kept::Everything => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
-        Kept::Products => {
+        LayerPlan::KeepAll => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
+        LayerPlan::RecomputeElementwise => {
             let held = exact::sum(
                 WHAT,
                 [
@@ -110,7 +110,7 @@ pub(crate) fn kept_passes(block: &Block, what: Kept, first: bool) -> Result<Kept
                 backward: whole.saturating_sub(held),
             }
         }
-        Kept::Attention => {
+        LayerPlan::RecomputeMlp => {
             use Projection::{Down, Gate, Up};
             let low = [Gate, Up, Down].into_iter().map(|which| block.of(which));
             let low = exact::sum(WHAT, low.filter(|one| one.adapted).map(|one| one.low))?;
@@ -126,7 +126,7 @@ pub(crate) fn kept_passes(block: &Block, what: Kept, first: bool) -> Result<Kept
                 backward: exact::sum(WHAT, [again, block.operand, backward, gradient])?,
             }
         }
-        Kept::FeedForward => {
+        LayerPlan::RecomputeAttention => {
             let again = block.attention_bytes()?;
             let mut tracker = PeakTracker::default();
             block.forward_with(&mut tracker, [false, true], true);
@@ -147,8 +147,10 @@ pub(crate) fn kept_passes(block: &Block, what: Kept, first: bool) -> Result<Kept
             block.backward_of_first_norm(&mut tracker, true);
             KeptPasses { held, forward: input_and(forward)?, backward: tracker.peak()? - held }
         }
-        Kept::Input => KeptPasses { held: narrow, forward: input_and(forward)?, backward: recomputed },
-        Kept::InputOnHost => KeptPasses {
+        LayerPlan::RecomputeAll => {
+            KeptPasses { held: narrow, forward: input_and(forward)?, backward: recomputed }
+        }
+        LayerPlan::Offload => KeptPasses {
             held: 0,
             forward: input_and(forward)?,
             backward: exact::sum(WHAT, [recomputed, narrow, if first { 0 } else { narrow }])?,

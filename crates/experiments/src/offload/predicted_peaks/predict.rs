@@ -1,13 +1,11 @@
 //! The step of a row, as `accounting` predicts it.
 
-use accounting::activation_plan::Kept;
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
 use accounting::offload::sizes::{self, Choices, Logits};
 use accounting::offload::{self as paper, Footprint, Rates, Setup, Start, simulate};
 use accounting::recompute::NormKernel;
-use frugal::planning::kept_by;
 use offload::Method;
 use tch::Device;
 use training::predicted;
@@ -55,8 +53,7 @@ impl Row {
         let setup = match &self.placement {
             Placement::Resident(plan) => {
                 if costs.training {
-                    let plan: Vec<Kept> = plan.iter().map(|plan| kept_by(*plan)).collect();
-                    costs = sizes::with_activation_plan(costs, &model, lora.as_ref(), work, &choices, &plan)?;
+                    costs = sizes::with_activation_plan(costs, &model, lora.as_ref(), work, &choices, plan)?;
                 }
                 Setup {
                     method: paper::Method::Resident { recompute: false },

@@ -1,6 +1,6 @@
 //! The ways to run a training step of one process, and the fastest that fits.
 
-use accounting::activation_plan::Kept;
+use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::lora::LowRank;
 use accounting::offload::{Budget, Condition, Direction, MOST_PLANNED_SLOTS, OptimizerPlace, least_tokens};
@@ -120,8 +120,8 @@ fn flags(candidate: &Candidate) -> String {
         Placement::Resident(layers) => {
             let mixed = layers.iter().any(|kept| *kept != layers[0]);
             match layers.first() {
-                Some(Kept::Everything) if !mixed => {}
-                Some(Kept::Input) if !mixed => flags.push("--activations recompute".to_owned()),
+                Some(LayerPlan::KeepAll) if !mixed => {}
+                Some(LayerPlan::RecomputeAll) if !mixed => flags.push("--activations recompute".to_owned()),
                 // Found again under the same budget.
                 _ => flags.push("--budget BYTES".to_owned()),
             }
