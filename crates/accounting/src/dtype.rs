@@ -57,7 +57,7 @@ impl Dtype {
         Self::Int4,
     ];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fp64 => "fp64",
@@ -97,7 +97,7 @@ impl Dtype {
         }
     }
 
-    /// Bytes of `elements` elements, packed: an odd number of int4 elements takes the last byte whole.
+    /// Returns the bytes of `elements` elements, packed: an odd number of int4 elements takes the last byte whole.
     pub fn bytes(self, elements: u64) -> Result<u64, Error> {
         if self == Self::Int4 {
             return Ok(elements.div_ceil(2));
@@ -105,7 +105,7 @@ impl Dtype {
         exact::product("bytes of a tensor", &[elements, self.storage_bits() / 8])
     }
 
-    /// Bytes of a tensor of `shape`; a scalar has the empty shape. A size of 0 gives 0 bytes.
+    /// Returns the bytes of a tensor of `shape`; a scalar has the empty shape. A size of 0 gives 0 bytes.
     pub fn tensor_bytes(self, shape: &[u64]) -> Result<u64, Error> {
         self.bytes(exact::product("elements of a tensor", shape)?)
     }

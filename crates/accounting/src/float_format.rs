@@ -48,7 +48,7 @@ impl FloatFormat {
         Self { exponent_bits, mantissa_bits, finite: false }
     }
 
-    /// The exponent's bias `2^(E-1) - 1`.
+    /// Returns the exponent's bias `2^(E-1) - 1`.
     pub const fn bias(self) -> i32 {
         (1 << (self.exponent_bits - 1)) - 1
     }
@@ -69,22 +69,22 @@ impl FloatFormat {
         }
     }
 
-    /// The largest finite number.
+    /// Returns the largest finite number.
     pub fn max(self) -> f64 {
         self.decode(self.max_code())
     }
 
-    /// The smallest positive normal number, `2^(1-B)`.
+    /// Returns the smallest positive normal number, `2^(1-B)`.
     pub fn min_normal(self) -> f64 {
         self.decode(1 << self.mantissa_bits)
     }
 
-    /// The smallest positive number, `2^(1-B-M)`.
+    /// Returns the smallest positive number, `2^(1-B-M)`.
     pub fn min_subnormal(self) -> f64 {
         self.decode(1)
     }
 
-    /// The distance from 1 to the next number, `2^-M`.
+    /// Returns the distance from 1 to the next number, `2^-M`.
     pub fn epsilon(self) -> f64 {
         power_of_two(-(self.mantissa_bits as i32))
     }
@@ -94,7 +94,7 @@ impl FloatFormat {
         (f64::from(self.mantissa_bits) * std::f64::consts::LOG10_2) as u32
     }
 
-    /// The value of the code in the low [`bits`](Self::bits) bits of `code`; higher bits are ignored.
+    /// Returns the value of the code in the low [`bits`](Self::bits) bits of `code`; higher bits are ignored.
     pub fn decode(self, code: u64) -> f64 {
         let mantissa_field = code & ((1 << self.mantissa_bits) - 1);
         let exponent_field = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1);
@@ -114,7 +114,7 @@ impl FloatFormat {
         if negative { -magnitude } else { magnitude }
     }
 
-    /// The code nearest to `value`, a tie to the even code; see the [module](self) for overflow.
+    /// Returns the code nearest to `value`, a tie to the even code; see the [module](self) for overflow.
     pub fn encode(self, value: f64) -> u64 {
         let sign = if value.is_sign_negative() { self.sign_bit() } else { 0 };
         if value.is_nan() {

@@ -31,12 +31,12 @@ pub struct MatrixProduct {
 }
 
 impl MatrixProduct {
-    /// One product `[rows, inner] · [inner, columns]`.
+    /// Returns one product `[rows, inner] · [inner, columns]`.
     pub const fn new(rows: u64, inner: u64, columns: u64) -> Self {
         Self { batch: 1, rows, inner, columns }
     }
 
-    /// FLOPs of the product, `2·batch·m·k·n`.
+    /// Returns the FLOPs of the product, `2·batch·m·k·n`.
     ///
     /// ```
     /// use accounting::flops::MatrixProduct;
@@ -47,7 +47,7 @@ impl MatrixProduct {
         wide_product("FLOPs of a matrix product", &[2, self.batch, self.rows, self.inner, self.columns])
     }
 
-    /// FLOPs of the gradients of those factors that need one.
+    /// Returns the FLOPs of the gradients of those factors that need one.
     pub fn backward_flops(self, left_needs_grad: bool, right_needs_grad: bool) -> Result<u128, Error> {
         let one = self.flops()?;
         let count = u128::from(left_needs_grad) + u128::from(right_needs_grad);
@@ -82,7 +82,7 @@ pub struct AttentionCore {
 }
 
 impl AttentionCore {
-    /// FLOPs of `Q·Kᵀ` with a window of w tokens: w pairs per query, or those that a causal mask keeps of them.
+    /// Returns the FLOPs of `Q·Kᵀ` with a window of w tokens: w pairs per query, or those that a causal mask keeps of them.
     ///
     /// # Errors
     /// More than 128 bits.
@@ -105,7 +105,7 @@ impl AttentionCore {
         }
     }
 
-    /// FLOPs of `Q·Kᵀ`, `2·b·h·pairs·k`, which `P·V` equals.
+    /// Returns the FLOPs of `Q·Kᵀ`, `2·b·h·pairs·k`, which `P·V` equals.
     pub fn score_flops(self, convention: Convention) -> Result<u128, Error> {
         let Self { batch, sequence, heads, head_dim } = self;
         match convention {
@@ -126,25 +126,25 @@ impl AttentionCore {
         }
     }
 
-    /// FLOPs of the forward, `4·b·h·pairs·k`.
+    /// Returns the FLOPs of the forward, `4·b·h·pairs·k`.
     pub fn forward_flops(self, convention: Convention) -> Result<u128, Error> {
         let scores = self.score_flops(convention)?;
         exact::wide_sum("FLOPs of an attention", [scores, scores])
     }
 
-    /// FLOPs of the backward's four products (gradients of Q, K, P and V), `8·b·h·pairs·k`.
+    /// Returns the FLOPs of the backward's four products (gradients of Q, K, P and V), `8·b·h·pairs·k`.
     pub fn backward_flops(self, convention: Convention) -> Result<u128, Error> {
         let forward = self.forward_flops(convention)?;
         exact::wide_sum("FLOPs of an attention's backward", [forward, forward])
     }
 }
 
-/// Forward FLOPs of `tokens` through a SwiGLU layer, `(SiLU(xW) ⊙ xV)·U`: `6·T·d·f`.
+/// Returns the forward FLOPs of `tokens` through a SwiGLU layer, `(SiLU(xW) ⊙ xV)·U`: `6·T·d·f`.
 pub fn swiglu(tokens: u64, hidden: u64, feed_forward: u64) -> Result<u128, Error> {
     wide_product("FLOPs of a SwiGLU layer", &[6, tokens, hidden, feed_forward])
 }
 
-/// Forward FLOPs of the output projection to `vocabulary` logits: `2·T·d·v`.
+/// Returns the forward FLOPs of the output projection to `vocabulary` logits: `2·T·d·v`.
 pub fn logits(tokens: u64, hidden: u64, vocabulary: u64) -> Result<u128, Error> {
     MatrixProduct::new(tokens, hidden, vocabulary).flops()
 }

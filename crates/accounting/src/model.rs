@@ -159,7 +159,7 @@ impl Decoder {
         Ok(Self { windows: Some(windows).filter(|windows| windows.layers > 0), ..self })
     }
 
-    /// The layers with a window, if there are any.
+    /// Returns the layers with a window, if there are any.
     pub fn windows(&self) -> Option<Windows> {
         self.windows
     }
@@ -210,12 +210,12 @@ impl Decoder {
         })
     }
 
-    /// Width of all heads together, `h · k`.
+    /// Returns the width of all heads together, `h · k`.
     pub fn query_width(&self) -> Result<u64, Error> {
         exact::product("width of the query heads", &[self.heads, self.head_dim])
     }
 
-    /// Width of all key-value heads together, `n · k`.
+    /// Returns the width of all key-value heads together, `n · k`.
     pub fn kv_width(&self) -> Result<u64, Error> {
         exact::product("width of the key-value heads", &[self.kv_heads, self.head_dim])
     }
@@ -313,7 +313,7 @@ impl Part {
         Self::Output,
     ];
 
-    /// A short name for tables.
+    /// Returns a short name for tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Embedding => "embedding",

@@ -23,14 +23,14 @@ pub struct ParameterTensor {
 }
 
 impl ParameterTensor {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> Result<u64, Error> {
         exact::product("parameters of a tensor", &self.shape)
     }
 }
 
 impl Decoder {
-    /// Every tensor of the checkpoint, in the order in which a token meets them.
+    /// Returns every tensor of the checkpoint, in the order in which a token meets them.
     ///
     /// # Errors
     /// A model of more than 10 000 blocks is not listed; [`parameters`](Self::parameters) still counts it.
@@ -53,7 +53,7 @@ impl Decoder {
         Ok(tensors)
     }
 
-    /// Number of parameters, each counted once: a tied output projection is part of the embedding.
+    /// Returns the number of parameters, each counted once: a tied output projection is part of the embedding.
     pub fn parameters(&self) -> Result<u64, Error> {
         exact::sum(
             "number of parameters",
@@ -65,12 +65,12 @@ impl Decoder {
         )
     }
 
-    /// Number of parameters of one block.
+    /// Returns the number of parameters of one block.
     pub fn block_parameters(&self) -> Result<u64, Error> {
         count(&self.block_tensors()?)
     }
 
-    /// Number of parameters that are factors of matrix products with each token, the `N` of `2·N·D`: weights of the
+    /// Returns the number of parameters that are factors of matrix products with each token, the `N` of `2·N·D`: weights of the
     /// projections and of the output (tied or not), without embeddings, norms and biases.
     pub fn product_parameters(&self) -> Result<u64, Error> {
         let weights = |linears: &[Linear]| {
@@ -90,7 +90,7 @@ impl Decoder {
         )
     }
 
-    /// Number of parameters by part, parts without any left out. The sum is [`parameters`](Self::parameters).
+    /// Returns the number of parameters by part, parts without any left out. The sum is [`parameters`](Self::parameters).
     pub fn parameters_by_part(&self) -> Result<Vec<(Part, u64)>, Error> {
         let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
         let block = self.block_tensors()?;

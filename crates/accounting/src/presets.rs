@@ -42,12 +42,12 @@ pub(crate) const ALL: [(&str, Row); 25] = [
     ("tinyllama-1.1b", (Llama, 32000, 2048, 2048, 22, 32, 4, 64, 5632, false)),
 ];
 
-/// The names of all known models.
+/// Returns the names of all known models.
 pub fn names() -> impl Iterator<Item = &'static str> {
     ALL.iter().map(|(name, _)| *name)
 }
 
-/// The model of that name, whatever its case.
+/// Returns the model of that name, whatever its case.
 ///
 /// ```
 /// let model = accounting::presets::find("gpt2")?;

@@ -65,7 +65,7 @@ impl AttentionKernel {
     /// All kernels.
     pub const ALL: [Self; 2] = [Self::Eager, Self::Flash];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Eager => "eager",
@@ -78,7 +78,7 @@ impl NormKernel {
     /// All kernels.
     pub const ALL: [Self; 3] = [Self::Fused, Self::Output, Self::Composed];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fused => "fused",
@@ -92,7 +92,7 @@ impl Recompute {
     /// All choices, the one that keeps most first.
     pub const ALL: [Self; 3] = [Self::None, Self::Selective, Self::Full];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -106,7 +106,7 @@ impl SwigluLevel {
     /// All levels, the one that keeps most first.
     pub const ALL: [Self; 5] = [Self::Eager, Self::SaveAll, Self::SaveGateUp, Self::SaveOne, Self::InputOnly];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Eager => "eager",

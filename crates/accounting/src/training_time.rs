@@ -24,7 +24,7 @@ use crate::{Dtype, Error};
 /// Seconds of a day.
 pub const SECONDS_PER_DAY: f64 = 86_400.0;
 
-/// `6·N·D`: FLOPs of training `parameters` on `tokens`.
+/// Returns `6·N·D`, the FLOPs of training `parameters` on `tokens`.
 pub fn six_n_d(parameters: u64, tokens: u64) -> Result<u128, Error> {
     positive("the number of parameters", parameters)?;
     positive("the number of tokens", tokens)?;

@@ -261,7 +261,7 @@ impl BalancedBatchSampler {
         }
     }
 
-    /// Like [`BatchSampler::choose`], and returns the cost.
+    /// Chooses as [`BatchSampler::choose`] does, and returns the cost.
     ///
     /// # Errors
     /// As [`BatchSampler::choose`].

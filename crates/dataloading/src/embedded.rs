@@ -39,7 +39,7 @@ pub const TOKENIZER: &str = "tokenizer.json";
 /// A folder that holds the data sets, for programs that lie elsewhere than they were built.
 pub const VARIABLE: &str = "FRUGAL_EMBEDDED";
 
-/// The folder of the data sets: the one that `FRUGAL_EMBEDDED` names; else `data/` of the sources that this program was
+/// Returns the folder of the data sets: the one that `FRUGAL_EMBEDDED` names; else `data/` of the sources that this program was
 /// built from; else `data/` beside the folder of the executable, as a bundle has it, or beside the executable.
 ///
 /// # Errors

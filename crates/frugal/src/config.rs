@@ -161,7 +161,7 @@ pub enum ShapeFamily {
 }
 
 impl ShapeFamily {
-    /// Its name in flags and files.
+    /// Returns its name in flags and files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Gpt2Like => "gpt2-like",
@@ -191,7 +191,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// The same in `tch`; for NF4 the dtype of its tensors ([`runtime::nf4`]).
+    /// Returns the same in `tch`; for NF4 the dtype of its tensors ([`runtime::nf4`]).
     pub fn kind(self) -> Kind {
         match self {
             Self::Float32 => Kind::Float,
@@ -215,7 +215,7 @@ impl Config {
         text.parse().map_err(|error: Error| file(error.to_string()))
     }
 
-    /// The TOML text that [`Config::read`] reads.
+    /// Returns the TOML text that [`Config::read`] reads.
     ///
     /// # Errors
     /// [`Error::Toml`] for a value that TOML cannot express, such as a null among PEFT's fields.

@@ -5,7 +5,7 @@ use tch::Device;
 
 use crate::error::Result;
 
-/// The device (`cpu` or the GPU's name), libtorch's version, the machine, and the implementations that
+/// Returns the device (`cpu` or the GPU's name), libtorch's version, the machine, and the implementations that
 /// [`runtime::processor`] chose.
 ///
 /// # Errors

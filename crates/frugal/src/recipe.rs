@@ -89,7 +89,7 @@ impl Recipe {
         Ok(Self { config: config.clone(), level, ranks: None })
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
@@ -345,7 +345,7 @@ fn count_blocks(model: &mut dyn Module) -> Result<usize> {
 }
 
 impl Recomputed {
-    /// The plan of a layer.
+    /// Returns the plan of a layer.
     pub fn layer_plan(self) -> LayerPlan {
         match self {
             Self::Layer => LayerPlan::RecomputeAll,
@@ -367,7 +367,7 @@ impl From<FrozenPlace> for FrozenWeights {
 }
 
 impl OffloadConfig {
-    /// The options of `offload`, for layers that run on `device`.
+    /// Returns the options of `offload`, for layers that run on `device`.
     pub fn options(&self, device: Device) -> offload::Options {
         offload::Options {
             device,

@@ -130,7 +130,7 @@ pub struct StartRecord {
 pub struct Outcome {
     /// Why.
     pub state: State,
-    /// Completed steps.
+    /// Returns the number of completed steps.
     pub step: u64,
     /// Seconds since its start.
     pub seconds: f64,
@@ -157,7 +157,7 @@ pub enum State {
 }
 
 impl State {
-    /// As a word.
+    /// Returns the state as one word.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -168,7 +168,7 @@ impl State {
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 pub fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -203,7 +203,7 @@ impl RunRecord {
             .map_err(|cause| failed(cause.to_string()))
     }
 
-    /// What the training in a folder is doing.
+    /// Returns what the training in a folder is doing.
     pub fn state(&self, folder: &Path) -> State {
         if checkpoint::is_in_use(&folder.join(CHECKPOINTS)) {
             return State::Running;

@@ -66,12 +66,12 @@ impl<'a> Conversion<'a> {
         Self { header: Header { metadata, tensors: infos }, values, tensors, notes }
     }
 
-    /// The metadata and the tensors.
+    /// Returns the metadata and the tensors.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// What the user should know: what llama.cpp leaves out, which tensors have another type, which tokens are not in the file.
+    /// Returns what the user should know: what llama.cpp leaves out, which tensors have another type, which tokens are not in the file.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }

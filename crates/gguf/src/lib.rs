@@ -1,8 +1,8 @@
 //! Hugging Face model folders and PEFT adapters as GGUF files, which llama.cpp and Ollama run.
 //!
 //! A [`Model`] is a folder with `config.json`, `tokenizer.json` and weights in safetensors. [`Model::convert`] plans a file,
-//! [`Conversion::write`] writes it, and [`Conversion::check`] reads it again and compares every value with what was meant. No tensor is
-//! ever whole in memory: values are converted in parts of about a mebibyte. Nothing here links libtorch.
+//! [`Conversion::write`] writes it, and [`Conversion::check`] reads it again and compares every value with the expected one. No tensor is
+//! ever whole in memory: values are converted in parts of about 1 MiB. Nothing here links libtorch.
 //!
 //! ```no_run
 //! use std::fs::File;

@@ -67,12 +67,12 @@ impl Model {
         self.family.architecture
     }
 
-    /// The rows of the embedding: the number of tokens in the file.
+    /// Returns the rows of the embedding: the number of tokens in the file.
     pub fn vocabulary(&self) -> u32 {
         self.sizes.vocabulary
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }

@@ -45,12 +45,12 @@ impl Reader {
         Ok(Self { path: path.to_owned(), file, header, starts })
     }
 
-    /// The metadata and the tensors.
+    /// Returns the metadata and the tensors.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// The file's path.
+    /// Returns the file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }

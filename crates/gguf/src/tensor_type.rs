@@ -31,7 +31,7 @@ impl TensorType {
     /// All types.
     pub const ALL: [Self; 4] = [Self::F32, Self::F16, Self::BF16, Self::Q8_0];
 
-    /// The number of the type in ggml.
+    /// Returns the number of the type in ggml.
     pub fn number(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -41,7 +41,7 @@ impl TensorType {
         }
     }
 
-    /// The number of a file whose matrices have this type (`general.file_type`).
+    /// Returns the number of a file whose matrices have this type (`general.file_type`).
     pub fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,

@@ -110,12 +110,12 @@ impl Tokenizer {
         &self.notes
     }
 
-    /// The chat template in Jinja, if the folder has one.
+    /// Returns the chat template in Jinja, if the folder has one.
     pub fn chat_template(&self) -> Option<&str> {
         self.templates.iter().find(|(name, _)| name == template::DEFAULT).map(|(_, text)| &**text)
     }
 
-    /// The texts of the tokens that end a turn or a text, without duplicates: those of `generation_config.json` and
+    /// Returns the texts of the tokens that end a turn or a text, without duplicates: those of `generation_config.json` and
     /// `tokenizer_config.json`, and the known ends of a turn among the tokens.
     pub fn stop_tokens(&self) -> Vec<&str> {
         let ids = self.special.ends.iter().chain(&self.special.end_of_turn);
@@ -128,7 +128,7 @@ impl Tokenizer {
         texts
     }
 
-    /// The tokens whose text is letters and digits of ASCII alone.
+    /// Returns the tokens whose text is letters and digits of ASCII alone.
     pub fn plain_tokens(&self) -> Vec<u32> {
         let is_plain = |(text, kind): &(String, i32)| {
             *kind == NORMAL && !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric())
@@ -136,12 +136,12 @@ impl Tokenizer {
         self.tokens.iter().filter(|(_, token)| is_plain(token)).map(|(id, _)| *id).collect()
     }
 
-    /// The text of the token that begins a text.
+    /// Returns the text of the token that begins a text.
     pub fn begin_token(&self) -> Option<&str> {
         self.tokens.get(&self.special.begin()?).map(|(text, _)| &**text)
     }
 
-    /// llama.cpp's name of the pre-tokenizer; `default` for SentencePiece.
+    /// Returns llama.cpp's name of the pre-tokenizer; `default` for SentencePiece.
     pub fn pre_tokenizer(&self) -> &str {
         match &self.kind {
             Kind::ByteLevel { pre, .. } => pre,

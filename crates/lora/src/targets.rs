@@ -208,7 +208,7 @@ impl LoraConfig {
         Err(Error::NoTarget { targets: targets.described(), names })
     }
 
-    /// Whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.
+    /// Returns whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.
     ///
     /// # Errors
     /// An invalid regular expression.

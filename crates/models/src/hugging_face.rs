@@ -113,33 +113,33 @@ impl Folder {
         Ok(Self { path: path.to_owned(), config, weights, end_tokens, pad_token })
     }
 
-    /// The folder's path.
+    /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The configuration in `config.json`.
+    /// Returns the configuration in `config.json`.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
     }
 
-    /// The tokens that end a text (`eos_token_id` of `generation_config.json`, else of `config.json`); empty if neither has
+    /// Returns the tokens that end a text (`eos_token_id` of `generation_config.json`, else of `config.json`); empty if neither has
     /// any.
     pub fn end_tokens(&self) -> &[i64] {
         &self.end_tokens
     }
 
-    /// The padding token (`pad_token_id`, from the same files).
+    /// Returns the padding token (`pad_token_id`, from the same files).
     pub fn pad_token(&self) -> Option<i64> {
         self.pad_token
     }
 
-    /// The path of `tokenizer.json`, if it exists.
+    /// Returns the path of `tokenizer.json`, if it exists.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         Some(self.path.join(TOKENIZER)).filter(|path| path.is_file())
     }
 
-    /// The path of `generation_config.json`, if it exists.
+    /// Returns the path of `generation_config.json`, if it exists.
     pub fn generation_config(&self) -> Option<PathBuf> {
         Some(self.path.join(GENERATION)).filter(|path| path.is_file())
     }

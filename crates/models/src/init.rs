@@ -36,17 +36,17 @@ pub enum Init {
 }
 
 impl Init {
-    /// Normal with σ = 1/√in, cut at three standard deviations.
+    /// Returns the normal distribution with σ = 1/√in, cut at three standard deviations.
     pub fn lecun(in_features: i64) -> Self {
         Self::TruncatedNormal { std: 1.0 / (in_features as f64).sqrt(), cut: 3.0 }
     }
 
-    /// Uniform with variance 2/(in + out).
+    /// Returns the uniform distribution with variance 2/(in + out).
     pub fn xavier_uniform(in_features: i64, out_features: i64) -> Self {
         Self::Uniform { bound: (6.0 / (in_features + out_features) as f64).sqrt() }
     }
 
-    /// Uniform in ±1/√in, as in PyTorch's `nn.Linear`.
+    /// Returns the uniform distribution over ±1/√in, as in PyTorch's `nn.Linear`.
     pub fn torch_linear(in_features: i64) -> Self {
         Self::Uniform { bound: 1.0 / (in_features as f64).sqrt() }
     }

@@ -133,7 +133,7 @@ impl Llama {
         })
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn llama_config(&self) -> &LlamaConfig {
         &self.config
     }

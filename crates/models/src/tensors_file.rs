@@ -156,12 +156,12 @@ impl TensorsFile {
         Ok(Self { mapped, entries })
     }
 
-    /// The file's path.
+    /// Returns the file's path.
     pub fn path(&self) -> &Path {
         self.mapped.path()
     }
 
-    /// The entries, in the order of their values.
+    /// Returns the entries, in the order of their values.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }

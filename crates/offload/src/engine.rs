@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!            prefetch stream                      compute                       store stream        host thread
-//! home ──► wait free[s] · copy · record ready[s] ──► wait ready[s] · run · record free[s]
+//! host ──► wait free[s] · copy · record ready[s] ──► wait ready[s] · run · record free[s]
 //!                                                        gradients ──────────► copy to host ──► add up, or step
 //! ```
 //!

@@ -136,22 +136,22 @@ impl Offload {
         &self.engine
     }
 
-    /// The options.
+    /// Returns the options.
     pub fn options(&self) -> &Options {
         self.engine.options()
     }
 
-    /// Number of blocks of the model.
+    /// Returns the number of blocks of the model.
     pub fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Bytes of the largest offloaded layer: the size of a slot of the ring, with each tensor at a multiple of 256 bytes.
+    /// Returns the bytes of the largest offloaded layer: the size of a slot of the ring, with each tensor at a multiple of 256 bytes.
     pub fn layer_bytes(&self) -> u64 {
         self.engine.with_layers(|layers| layers.iter().map(|layer| layer.bytes()).max().unwrap_or(0))
     }
 
-    /// Device bytes of the ring; 0 before its first use, and for methods without one.
+    /// Returns the device bytes of the ring; 0 before its first use, and for methods without one.
     pub fn ring_bytes(&self) -> u64 {
         self.engine.ring_bytes()
     }
@@ -169,7 +169,7 @@ impl Offload {
         self.engine.counters()
     }
 
-    /// Host bytes of layers, gradients and staging, as counted by the allocator, which includes other users of such memory.
+    /// Returns the host bytes of layers, gradients and staging, as counted by the allocator, which includes other users of such memory.
     ///
     /// # Errors
     /// A device that does not exist.

@@ -27,7 +27,7 @@ impl Method {
     /// All methods, from the simplest on.
     pub const ALL: [Self; 4] = [Self::OneLayer, Self::Checkpointing, Self::Function, Self::Overlap];
 
-    /// The name in tables.
+    /// Returns the name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::OneLayer => "one layer",

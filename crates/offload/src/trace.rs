@@ -98,7 +98,7 @@ impl Trace {
     }
 }
 
-/// Fraction of loading time during which other layers computed: 1 if all loads are hidden.
+/// Returns the fraction of loading time during which other layers computed: 1 if all loads are hidden.
 pub fn overlap(spans: &[Span]) -> f64 {
     let of = |stream: StreamKind| -> Vec<(f64, f64)> {
         spans.iter().filter(|span| span.stream == stream).map(|span| (span.start, span.end)).collect()

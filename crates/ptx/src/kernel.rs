@@ -42,12 +42,12 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// A grid, in order, without errors of the approximations.
+    /// Returns a grid, in order, without errors of the approximations.
     pub fn new(blocks: u32, threads: u32) -> Self {
         Self { blocks, threads, seed: 0, approximation_error: 0, dynamic_shared: 0, limit: 1 << 32 }
     }
 
-    /// The same in another order.
+    /// Returns the same in another order.
     #[must_use]
     pub fn seed(self, seed: u64) -> Self {
         Self { seed, ..self }
@@ -108,17 +108,17 @@ impl Module {
         Ok(Self { target: source.target, kernels: kernels.collect::<Result<_, Error>>()? })
     }
 
-    /// The architecture that the text is for: `sm_80`.
+    /// Returns the architecture that the text is for: `sm_80`.
     pub fn target(&self) -> &str {
         &self.target
     }
 
-    /// All kernels.
+    /// Returns all kernels.
     pub fn kernels(&self) -> &[Kernel] {
         &self.kernels
     }
 
-    /// The kernel of this name, which is mangled where it is C++.
+    /// Returns the kernel of this name, which is mangled where it is C++.
     ///
     /// # Errors
     /// Where there is none.
@@ -131,12 +131,12 @@ impl Module {
 }
 
 impl Kernel {
-    /// Its name in the PTX.
+    /// Returns its name in the PTX.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Bytes of shared memory of a block, without what the launch adds.
+    /// Returns the bytes of shared memory of a block, without what the launch adds.
     pub fn shared_bytes(&self) -> usize {
         self.shared
     }

@@ -50,27 +50,27 @@ pub struct Data {
 }
 
 impl Data {
-    /// These numbers.
+    /// Creates a buffer with these numbers.
     pub fn of<T: Number>(numbers: &[T]) -> Self {
         let mut bytes = Vec::with_capacity(size_of_val(numbers));
         numbers.iter().for_each(|number| number.write(&mut bytes));
         Self { bytes, written: true, read_only: false, offset: 0 }
     }
 
-    /// Room for numbers, which are an error to read until the kernel has written them.
+    /// Creates a buffer of uninitialised numbers: reading one before the kernel has written it is an error.
     pub fn unwritten<T: Number>(count: usize) -> Self {
         let bytes = vec![0xa5; count * size_of::<T>()];
         Self { bytes, written: false, read_only: false, offset: 0 }
     }
 
-    /// The same; a kernel that writes to it is at fault.
+    /// Returns the same; a kernel that writes to it is at fault.
     #[must_use]
     pub fn read_only(mut self) -> Self {
         self.read_only = true;
         self
     }
 
-    /// The same, this many bytes behind an address that 256 divides.
+    /// Returns the same, this many bytes behind an address that 256 divides.
     #[must_use]
     pub fn at_offset(mut self, bytes: usize) -> Self {
         self.offset = bytes as u64;
@@ -86,7 +86,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Its address on the device.
+    /// Returns its address on the device.
     pub fn address(self) -> u64 {
         self.address
     }
@@ -113,7 +113,7 @@ pub(crate) struct Region {
 pub(crate) type ByteRange = (usize, usize);
 
 impl Memory {
-    /// Without buffers.
+    /// Creates a memory without buffers.
     pub fn new() -> Self {
         Self::default()
     }
@@ -126,7 +126,7 @@ impl Memory {
         Buffer { index, address }
     }
 
-    /// The numbers of a buffer.
+    /// Returns the numbers of a buffer.
     ///
     /// # Errors
     /// If some of it has no value.
@@ -139,7 +139,7 @@ impl Memory {
         Ok(self.read_lossy(buffer))
     }
 
-    /// The numbers of a buffer, of which some may have no value: their bytes are `0xa5`.
+    /// Returns the numbers of a buffer, of which some may have no value: their bytes are `0xa5`.
     pub fn read_lossy<T: Number>(&self, buffer: Buffer) -> Vec<T> {
         self.regions[buffer.index].bytes.chunks_exact(size_of::<T>()).map(T::read).collect()
     }

@@ -44,13 +44,13 @@ pub struct Changes {
 }
 
 impl Change {
-    /// The change in percent of the old value; `None` where a value is missing or the old one is zero.
+    /// Returns the change in percent of the old value; `None` where a value is missing or the old one is zero.
     pub fn percent(&self) -> Option<f64> {
         let percent = 100.0 * (self.new.value? / self.old.value? - 1.0);
         percent.is_finite().then_some(percent)
     }
 
-    /// Whether the values differ by more than both spreads together, or one of them is missing.
+    /// Returns whether the values differ by more than both spreads together, or one of them is missing.
     pub fn outside_spread(&self) -> bool {
         match (self.old.value, self.new.value) {
             (Some(old), Some(new)) => {

@@ -48,7 +48,7 @@ pub enum Scale {
 }
 
 impl Scale {
-    /// The name on the command line and in records.
+    /// Returns the name on the command line and in records.
     pub fn name(self) -> &'static str {
         match self {
             Self::Smoke => "smoke",
@@ -70,13 +70,13 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// The exit status of a program that ends with an error: 1, or that of a [`Failure`].
+    /// Returns the exit status of a program that ends with an error: 1, or that of a [`Failure`].
     pub fn status_of(error: &anyhow::Error) -> u8 {
         error.downcast_ref::<Self>().map_or(1, |failure| failure.status)
     }
 }
 
-/// The line that a person reads of an error: its whole cause chain.
+/// Returns the line that a person reads of an error: its whole cause chain.
 pub fn error_line(error: &anyhow::Error) -> String {
     format!("error: {error:#}")
 }

@@ -7,7 +7,7 @@ use crate::measurements::{IMPLEMENTATION_KEY, ROUND_KEY, distinct, newest};
 use crate::record::{Case, Metric, Record};
 use crate::spec::{Comparison, Ratio};
 
-/// The ratios that `comparison` asks for, one record per group of cases and ratio.
+/// Returns the ratios that `comparison` asks for, one record per group of cases and ratio.
 ///
 /// The result's case is the group's values, then the keys that `ours` fixes. A group whose rounds never have both
 /// sides gives a record that says "not measured" and why. Where the two sides are different implementations, the ratio's

@@ -19,7 +19,7 @@ use crate::record::{Case, same_value};
 pub struct Filter(pub Case);
 
 impl Filter {
-    /// Whether `case` has every key of this filter with a wanted value. The empty filter takes every case.
+    /// Returns whether `case` has every key of this filter with a wanted value. The empty filter takes every case.
     pub fn matches(&self, case: &Case) -> bool {
         self.0.0.iter().all(|(key, want)| {
             case.get(key).is_some_and(|have| {
@@ -29,12 +29,12 @@ impl Filter {
         })
     }
 
-    /// Whether this filter says something of `key`.
+    /// Returns whether this filter says something of `key`.
     pub fn fixes(&self, key: &str) -> bool {
         self.0.get(key).is_some()
     }
 
-    /// The keys that have exactly one wanted value, with it.
+    /// Returns the keys that have exactly one wanted value, with it.
     pub fn fixed(&self) -> impl Iterator<Item = (&String, &Value)> {
         self.0.0.iter().filter(|(_, want)| !want.is_array())
     }

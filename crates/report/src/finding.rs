@@ -22,12 +22,12 @@ pub struct Sentence {
     pub measured: bool,
 }
 
-/// The texts of [`of`].
+/// Returns the texts of [`of`].
 pub fn sentences(finding: &Finding, measured: &Measurements) -> Vec<String> {
     of(finding, measured).into_iter().map(|sentence| sentence.text).collect()
 }
 
-/// The sentences of one finding over the records of its section, in the order of the groups' first records.
+/// Returns the sentences of one finding over the records of its section, in the order of the groups' first records.
 ///
 /// A group that lacks a value gets the sentence `<group>: not measured (<why>)`. A group whose two sides are the same
 /// cases gets none. A finding with `over` has one sentence for all its groups.

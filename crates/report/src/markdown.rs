@@ -5,7 +5,7 @@ use crate::part::{Document, Headline, Part, Row};
 use crate::section::Section;
 use crate::table::{Table, mark};
 
-/// A table with padded columns, numbers flush right, and its notes under it.
+/// Returns a table with padded columns, numbers flush right, and its notes under it.
 pub fn table(table: &Table) -> String {
     let rows: Vec<Vec<String>> = table
         .rows
@@ -59,7 +59,7 @@ pub(crate) fn grid(header: &[String], rows: &[Vec<String>], right: &[bool]) -> S
     line(&header) + &line(&rule) + &rows.iter().map(|row| line(row)).collect::<String>()
 }
 
-/// The claims as a table.
+/// Returns the claims as a table.
 pub fn claims(claims: &[CheckedClaim]) -> String {
     let header = ["verdict", "claim", "description", "measured", "limit", "command"].map(str::to_owned);
     let rows: Vec<Vec<String>> = claims
@@ -84,7 +84,7 @@ pub fn claims(claims: &[CheckedClaim]) -> String {
     grid(&header, &rows, &[false, false, false, true, true, false])
 }
 
-/// The Markdown files: an index of one screen, the claims, and one for each part.
+/// Returns the Markdown files: an index of one screen, the claims, and one for each part.
 pub fn files(document: &Document) -> Vec<(String, String)> {
     let mut files = vec![("report.md".to_owned(), index(document))];
     if !document.claims.is_empty() {

@@ -23,7 +23,7 @@ pub struct Measurements {
 }
 
 impl Measurements {
-    /// The records of `experiment` among `records`, with the ratios and joined rounds where it is a comparison.
+    /// Returns the records of `experiment` among `records`, with the ratios and joined rounds where it is a comparison.
     pub fn of(specs: &Specs, experiment: &str, records: &[Record]) -> Self {
         let mine = newest(records.iter().filter(|record| record.experiment == experiment));
         match specs.comparison(experiment) {
@@ -36,7 +36,7 @@ impl Measurements {
         }
     }
 
-    /// The newest of each measurement among `records`, of whatever experiment they are.
+    /// Returns the newest of each measurement among `records`, of whatever experiment they are.
     pub fn from_records(records: &[Record]) -> Self {
         let records = newest(records);
         let place = |(i, r): (usize, &Record)| ((r.case.identity(), r.metric.name.clone()), i);
@@ -44,33 +44,33 @@ impl Measurements {
         Self { records, places }
     }
 
-    /// Every record, in the order in which its case and metric were first measured.
+    /// Returns every record, in the order in which its case and metric were first measured.
     pub fn records(&self) -> &[Record] {
         &self.records
     }
 
-    /// Every case once, in the order of first records.
+    /// Returns every case once, in the order of first records.
     pub fn cases(&self) -> impl Iterator<Item = &Case> {
         let mut seen = HashSet::new();
         self.records.iter().map(|record| &record.case).filter(move |case| seen.insert(case.identity()))
     }
 
-    /// The measurement of `metric` in exactly `case`.
+    /// Returns the measurement of `metric` in exactly `case`.
     pub fn metric(&self, case: &Case, metric: &str) -> Option<&Metric> {
         self.places.get(&(case.identity(), metric.to_owned())).map(|&place| &self.records[place].metric)
     }
 
-    /// The unit of `metric`, from its first record.
+    /// Returns the unit of `metric`, from its first record.
     pub fn unit(&self, metric: &str) -> Option<&str> {
         self.records.iter().find(|r| r.metric.name == metric).map(|r| r.metric.unit.as_str())
     }
 
-    /// The names of all metrics, in the order of first records.
+    /// Returns the names of all metrics, in the order of first records.
     pub fn metrics(&self) -> Vec<&str> {
         distinct(self.records.iter().map(|r| r.metric.name.as_str()))
     }
 
-    /// The names of all case keys, in the order of first records.
+    /// Returns the names of all case keys, in the order of first records.
     pub fn keys(&self) -> Vec<&str> {
         distinct(self.records.iter().flat_map(|r| r.case.0.keys().map(String::as_str)))
     }
@@ -100,7 +100,7 @@ pub fn newest<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Record> 
 }
 
 impl Case {
-    /// A text that equal cases share: keys sorted, whole numbers written as such (`8` and `8.0` agree).
+    /// Returns a text that equal cases share: keys sorted, whole numbers written as such (`8` and `8.0` agree).
     pub fn identity(&self) -> String {
         let mut pairs: Vec<_> =
             self.0.iter().map(|(key, value)| format!("{key:?}={}", canonical(value))).collect();
@@ -119,7 +119,7 @@ impl Case {
         Case(self.0.iter().filter(|(key, _)| !drop(key)).map(|(k, v)| (k.clone(), v.clone())).collect())
     }
 
-    /// As a reader reads it: `batch 8, SaveOne`. A number needs its key beside it, a text speaks for itself.
+    /// Returns the case as text for a reader: `batch 8, SaveOne`. A number needs its key beside it, a text speaks for itself.
     pub fn describe(&self) -> String {
         let part = |(key, value): (&String, &Value)| match value {
             Value::String(text) => text.clone(),

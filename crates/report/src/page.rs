@@ -8,7 +8,7 @@ use crate::part::{Document, Part};
 use crate::plot::{self, escape};
 use crate::section::Section;
 
-/// The page's text.
+/// Returns the page's text.
 pub fn html(document: &Document) -> String {
     let parts: String = document.parts.iter().map(part::html).collect();
     let main = opening::html(document) + &parts + &opening::runs(document);

@@ -30,7 +30,7 @@ impl OtherReport {
         record.map_or(self.machine(), |record| record.environment.machine())
     }
 
-    /// Its page.
+    /// Returns its page.
     pub fn page(&self) -> String {
         format!("{}/index.html", self.folder)
     }
@@ -121,13 +121,13 @@ impl Document {
         }
     }
 
-    /// The questions that have no measurement, each with its part.
+    /// Returns the questions that have no measurement, each with its part.
     pub fn gaps(&self) -> Vec<(&Part, &Row)> {
         let rows = self.parts.iter().flat_map(|part| part.rows.iter().map(move |row| (part, row)));
         rows.filter(|(_, row)| !row.measured).collect()
     }
 
-    /// Every section, in the order of the page.
+    /// Returns every section, in the order of the page.
     pub fn sections(&self) -> impl Iterator<Item = &Section> {
         self.parts.iter().flat_map(|part| &part.sections)
     }

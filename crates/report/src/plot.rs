@@ -27,7 +27,7 @@ pub fn draw(spec: &Plot, measured: &Measurements) -> Option<String> {
     draw_in(spec, measured, WIDE)
 }
 
-/// The same plot for a narrow page: panels below each other, names above their bars.
+/// Returns the same plot for a narrow page: panels below each other, names above their bars.
 pub fn draw_narrow(spec: &Plot, measured: &Measurements) -> Option<String> {
     draw_in(spec, measured, NARROW)
 }
@@ -57,12 +57,12 @@ fn is_narrow(width: f64) -> bool {
     width < 600.0
 }
 
-/// The rules that all plots share, for a page that has many of them.
+/// Returns the rules that all plots share, for a page that has many of them.
 pub fn style_sheet() -> String {
     svg::rules()
 }
 
-/// A drawing without the rules of [`style_sheet`], to stand in a page that has them.
+/// Returns a drawing without the rules of [`style_sheet`], to stand in a page that has them.
 pub fn without_style(svg: &str) -> String {
     svg.replacen(&svg::style(), "", 1)
 }

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// from standard error.
 pub const PROGRESS_VARIABLE: &str = "FRUGAL_PROGRESS";
 
-/// Whether progress is shown: standard error is a terminal, or a parent process draws the bar.
+/// Returns whether progress is shown: standard error is a terminal, or a parent process draws the bar.
 pub fn is_shown() -> bool {
     are_lines() || std::io::stderr().is_terminal()
 }
@@ -20,7 +20,7 @@ fn are_lines() -> bool {
 /// One `@progress DONE TOTAL MESSAGE` line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Completed steps.
+    /// Returns the number of completed steps.
     pub done: u64,
     /// Steps in all.
     pub total: u64,
@@ -106,7 +106,7 @@ impl Progress {
         }
     }
 
-    /// Whether there is a bar, or a parent process that draws one.
+    /// Returns whether there is a bar, or a parent process that draws one.
     pub fn is_seen(&self) -> bool {
         self.bar.is_some() || self.lines
     }

@@ -7,14 +7,14 @@ use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd, html::push_html};
 
 use crate::math;
 
-/// The paragraphs and lists of `text` as HTML.
+/// Returns the paragraphs and lists of `text` as HTML.
 pub fn html(text: &str) -> String {
     let mut html = String::new();
     push_html(&mut html, events(&plain_characters(text)).into_iter());
     html
 }
 
-/// The marks within one line of text as HTML.
+/// Returns the marks within one line of text as HTML.
 pub fn inline(text: &str) -> String {
     let mut html = String::new();
     let text = &plain_characters(text);

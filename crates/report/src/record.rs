@@ -17,7 +17,7 @@ use crate::environment::Environment;
 pub struct Case(pub Map<String, Value>);
 
 impl Case {
-    /// A case without any key.
+    /// Returns a case without any key.
     pub fn new() -> Self {
         Self::default()
     }
@@ -29,12 +29,12 @@ impl Case {
         self
     }
 
-    /// The value of `key`, if this case has it.
+    /// Returns the value of `key`, if this case has it.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.0.get(key)
     }
 
-    /// Whether every key-value of `filter` is in this case. Numbers are equal by value (`8` and `8.0` agree).
+    /// Returns whether every key-value of `filter` is in this case. Numbers are equal by value (`8` and `8.0` agree).
     pub fn matches(&self, filter: &Case) -> bool {
         filter.0.iter().all(|(key, want)| self.0.get(key).is_some_and(|have| same_value(have, want)))
     }
@@ -64,12 +64,12 @@ pub struct Metric {
 }
 
 impl Metric {
-    /// A computed or counted figure, without spread.
+    /// Returns a computed or counted figure, without spread.
     pub fn exact(name: &str, unit: &str, value: f64) -> Self {
         Self { name: name.into(), unit: unit.into(), value: Some(value), spread: None, n: 1, note: None }
     }
 
-    /// The median of `samples` with half of their interquartile range. No samples: "not measured".
+    /// Returns the median of `samples` with half of their interquartile range. No samples: "not measured".
     pub fn of_samples(name: &str, unit: &str, samples: &[f64]) -> Self {
         let summary = crate::statistics::summarize(samples);
         Self {
@@ -82,7 +82,7 @@ impl Metric {
         }
     }
 
-    /// A figure that could not be measured; `why` is shown in its place.
+    /// Returns a figure that could not be measured; `why` is shown in its place.
     pub fn not_measured(name: &str, unit: &str, why: &str) -> Self {
         Self { name: name.into(), unit: unit.into(), value: None, spread: None, n: 0, note: Some(why.into()) }
     }

@@ -54,7 +54,7 @@ pub struct DrawnPlot {
 }
 
 impl Section {
-    /// The name of its CSV file. Records may name an experiment that no crate registers, so what does not belong in a
+    /// Returns the name of its CSV file. Records may name an experiment that no crate registers, so what does not belong in a
     /// file's name becomes `_`.
     pub fn csv_file(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_') { c } else { '_' };
@@ -72,7 +72,7 @@ impl Section {
     }
 }
 
-/// A section per experiment, then per comparison, then per experiment that only the records know.
+/// Returns a section per experiment, then per comparison, then per experiment that only the records know.
 pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Section> {
     let build = |name: &str, title: &str, about: &str, views: Views, command: String| {
         let measured = Measurements::of(specs, name, records);

@@ -68,29 +68,29 @@ pub struct Specs {
 }
 
 impl Specs {
-    /// Whether an experiment or a comparison has this name.
+    /// Returns whether an experiment or a comparison has this name.
     pub fn has(&self, name: &str) -> bool {
         self.experiment(name).is_some() || self.comparison(name).is_some()
     }
 
-    /// The heading of an experiment's or a comparison's section.
+    /// Returns the heading of an experiment's or a comparison's section.
     pub fn title(&self, name: &str) -> Option<&str> {
         let experiment = self.experiment(name).map(|e| e.title.as_str());
         experiment.or_else(|| self.comparison(name).map(|c| c.title.as_str()))
     }
 
-    /// The command that runs an experiment or a comparison.
+    /// Returns the command that runs an experiment or a comparison.
     pub fn command(&self, name: &str) -> Option<String> {
         let verb = if self.experiment(name).is_some() { "run-all" } else { "compare" };
         self.has(name).then(|| format!("cargo xtask {verb} --only {name}"))
     }
 
-    /// The experiment of this name.
+    /// Returns the experiment of this name.
     pub fn experiment(&self, name: &str) -> Option<&Experiment> {
         self.experiments.iter().find(|experiment| experiment.name == name)
     }
 
-    /// The comparison of this name.
+    /// Returns the comparison of this name.
     pub fn comparison(&self, name: &str) -> Option<&Comparison> {
         self.comparisons.iter().find(|comparison| comparison.name == name)
     }
@@ -148,7 +148,7 @@ fn experiments() -> String {
 }
 
 impl Experiment {
-    /// Whether it is meant to run at `scale`.
+    /// Returns whether it is meant to run at `scale`.
     pub fn runs_at(&self, scale: Scale) -> bool {
         self.scales.as_ref().is_none_or(|scales| scales.contains(&scale))
     }
@@ -214,7 +214,7 @@ impl Op {
         }
     }
 
-    /// As it is written: `<=`, `>=` or `==`.
+    /// Returns the operator as it is written: `<=`, `>=` or `==`.
     pub fn symbol(self) -> &'static str {
         match self {
             Self::AtMost => "<=",

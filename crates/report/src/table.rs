@@ -41,7 +41,7 @@ impl Cell {
     }
 }
 
-/// The mark of a note: `a`, `b`, … `z`, `27`, …
+/// Returns the mark of a note: `a`, `b`, … `z`, `27`, …
 pub fn mark(note: usize) -> String {
     match u8::try_from(note) {
         Ok(small) if small < 26 => char::from(b'a' + small).to_string(),

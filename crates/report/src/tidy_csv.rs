@@ -3,7 +3,7 @@
 use crate::measurements::{Measurements, plain};
 use crate::record::Record;
 
-/// The records of one experiment: the case's keys, then metric, unit, value, spread, n and note.
+/// Returns the records of one experiment: the case's keys, then metric, unit, value, spread, n and note.
 ///
 /// Values are written in full, in the record's unit; a case without a key has an empty field there.
 pub fn write(records: &[Record]) -> String {

@@ -11,7 +11,7 @@ pub struct Multiple {
 
 const KIB: f64 = 1024.0;
 
-/// The multiple of `unit` in which `magnitude` is a number of one to three or four digits before the point.
+/// Returns the multiple of `unit` in which `magnitude` is a number of one to three or four digits before the point.
 pub fn multiple(magnitude: f64, unit: &str) -> Multiple {
     let steps: &[(f64, &str)] = match unit {
         "B" => &[
@@ -43,13 +43,13 @@ pub fn multiple(magnitude: f64, unit: &str) -> Multiple {
     Multiple { divisor: *divisor, symbol }
 }
 
-/// The multiple of `unit` that is written as `symbol`.
+/// Returns the multiple of `unit` that is written as `symbol`.
 pub fn multiple_named(symbol: &str, unit: &str) -> Option<Multiple> {
     let sizes = (-10..6).map(|power| 1000f64.powi(power)).chain((0..5).map(|power| KIB.powi(power)));
     sizes.map(|size| multiple(size, unit)).find(|multiple| multiple.symbol == symbol)
 }
 
-/// One multiple for all of `values`, in which none of them needs more than five digits before the point or starts
+/// Returns one multiple for all of `values`, in which none of them needs more than five digits before the point or starts
 /// behind the first decimal; `None` where they are too far apart for that.
 pub fn shared_multiple(values: &[f64], unit: &str) -> Option<Multiple> {
     let mut sizes: Vec<f64> = values.iter().map(|v| v.abs()).filter(|v| *v > 0.0 && v.is_finite()).collect();
@@ -65,7 +65,7 @@ pub fn shared_multiple(values: &[f64], unit: &str) -> Option<Multiple> {
     [middle, low].into_iter().find(|m| smallest / m.divisor >= 0.0995 && largest / m.divisor < 1e4)
 }
 
-/// A value with its unit, in three significant digits: `1.25 GiB`, `3.41 ms`. Ratios have three decimals (`0.970`),
+/// Returns a value with its unit, in three significant digits: `1.25 GiB`, `3.41 ms`. Ratios have three decimals (`0.970`),
 /// counts are whole (`40,000,000`), and what is `exact` has five (`10.00013`).
 pub fn human(value: f64, unit: &str) -> String {
     let multiple = multiple(value, unit);
@@ -77,7 +77,7 @@ pub(crate) fn with_symbol(number: &str, symbol: &str) -> String {
     if symbol.is_empty() { number.to_owned() } else { format!("{number} {symbol}") }
 }
 
-/// How many decimals show every one of `quotients`, values by their `multiple`, in three significant digits or more.
+/// Returns how many decimals show every one of `quotients`, values by their `multiple`, in three significant digits or more.
 ///
 /// Figures that are read one under the other have the same decimals: at least one, unless all are whole, and three at
 /// most, unless even the largest would vanish.
@@ -100,7 +100,7 @@ pub fn decimals(quotients: &[f64], multiple: &Multiple, unit: &str) -> usize {
     }
 }
 
-/// A number with `decimals` decimals and commas between the thousands. What would need many more digits, or is too
+/// Returns a number with `decimals` decimals and commas between the thousands. What would need many more digits, or is too
 /// small for them, is written with an exponent.
 pub fn fixed(value: f64, decimals: usize) -> String {
     if !value.is_finite() {
@@ -116,7 +116,7 @@ pub fn fixed(value: f64, decimals: usize) -> String {
     grouped(&format!("{:.decimals$}", value + 0.0))
 }
 
-/// A value and its limit in one multiple, the limit's, with the same number of decimals. Whole counts are written in
+/// Returns a value and its limit in one multiple, the limit's, with the same number of decimals. Whole counts are written in
 /// full, and so are bytes where `exact` asks for it.
 pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize, exact: bool) -> (String, String) {
     let multiple = multiple(if limit == 0.0 { value } else { limit }, unit);
@@ -133,7 +133,7 @@ pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize, exact: bool) ->
     (show(value), show(limit))
 }
 
-/// How many decimals, two at least, write a limit as it was stated: 0.997 needs three. One that needs more than five has
+/// Returns how many decimals, two at least, write a limit as it was stated: 0.997 needs three. One that needs more than five has
 /// two, and five where it is `exact`.
 pub fn decimals_of_limit(limit: f64, unit: &str) -> usize {
     let quotient = limit / multiple(limit, unit).divisor;
@@ -155,7 +155,7 @@ pub(crate) fn grouped(number: &str) -> String {
     text + fraction
 }
 
-/// The name of a metric as a heading, without the unit that its last word repeats: `backward_seconds` is `backward`.
+/// Returns the name of a metric as a heading, without the unit that its last word repeats: `backward_seconds` is `backward`.
 pub fn heading(metric: &str, unit: &str) -> String {
     let suffix = match unit {
         "s" => "_seconds".to_owned(),

@@ -120,14 +120,9 @@ impl ShardedOptimizer {
         })
     }
 
-    /// The options.
+    /// Returns the options.
     pub fn options(&self) -> &Options {
         &self.options
-    }
-
-    /// Bytes of this rank's gradient sums.
-    pub fn sum_bytes(&self) -> u64 {
-        self.round.lock().buckets.iter().map(|bucket| bytes(&bucket.sums)).sum()
     }
 
     /// Refuses gradients that arrived after their bucket was reduced.

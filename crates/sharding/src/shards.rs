@@ -99,12 +99,12 @@ impl Shards {
         *self.0.values.lock() = None;
     }
 
-    /// The group that gathers layers.
+    /// Returns the group that gathers layers.
     pub fn gathers(&self) -> &Ranks {
         &self.0.gathers
     }
 
-    /// Bytes of this rank's shards.
+    /// Returns the bytes of this rank's shards.
     pub fn bytes(&self) -> u64 {
         self.0.state.lock().regions.iter().map(|region| bytes(&region.shard)).sum()
     }

@@ -79,7 +79,7 @@ enum Parts {
 }
 
 impl RecomputedMlp {
-    /// The level.
+    /// Returns the level.
     pub fn level(&self) -> CheckpointLevel {
         self.level
     }

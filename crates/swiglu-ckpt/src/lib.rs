@@ -1,7 +1,7 @@
 //! SwiGLU with activation checkpointing: an MLP that keeps or recomputes its activations.
 //!
-//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward layer of Llama and Qwen, takes most of a decoder's activation memory: with
-//! a hidden size H and a feed-forward size F, W and V of [H, F] and U of [F, H], a graph of operators keeps H + 4F elements per token for backward. This crate's
+//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, with W and V of `[H, F]` and U of `[F, H]`, is the feed-forward layer of Llama and Qwen, and takes
+//! most of a decoder's activation memory: a graph of separate operators keeps H + 4F elements per token for backward. This crate's
 //! hand-written backward lets the caller choose what to keep, per layer, by [`CheckpointLevel`]:
 //!
 //! | level | kept per token | extra matrix products (of 9) |

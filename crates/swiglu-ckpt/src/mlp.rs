@@ -120,7 +120,7 @@ impl SwigluMlp {
         Ok(mlp)
     }
 
-    /// The level.
+    /// Returns the level.
     pub fn level(&self) -> CheckpointLevel {
         self.level
     }

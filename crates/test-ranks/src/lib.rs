@@ -81,7 +81,7 @@ pub struct Ranks<'a> {
 }
 
 impl<'a> Ranks<'a> {
-    /// `count` ranks that must pass.
+    /// Creates `count` ranks that must pass.
     pub fn new(test: &'a str, count: usize) -> Self {
         Self { test, count, lost: &[], variables: &[] }
     }

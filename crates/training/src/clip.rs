@@ -55,7 +55,7 @@ impl Norm {
         Self { tensor }
     }
 
-    /// The scalar on the device: fp32, or fp64 if a gradient is.
+    /// Returns the scalar on the device: fp32, or fp64 if a gradient is.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }

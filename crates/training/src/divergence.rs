@@ -28,7 +28,7 @@ pub struct DivergenceMonitor {
 }
 
 impl DivergenceMonitor {
-    /// Bad losses in a row, up to the last one.
+    /// Returns the number of bad losses in a row, up to the last one.
     pub fn bad(&self) -> u32 {
         self.bad
     }

@@ -135,7 +135,7 @@ impl LmAccuracy {
     }
 }
 
-/// exp of a mean loss in nats.
+/// Returns the exponential of a mean loss in nats.
 pub fn perplexity(mean_loss: f64) -> f64 {
     mean_loss.exp()
 }

@@ -61,7 +61,7 @@ impl StepProbe {
         Ok(Some(Self { flops, counts, without_gradient, elements_without_gradient }))
     }
 
-    /// FLOPs of forward and backward per position, padding included; attention counts every pair of query and key within a
+    /// Returns the FLOPs of forward and backward per position, padding included; attention counts every pair of query and key within a
     /// document.
     pub fn flops_per_position(&self) -> f64 {
         self.flops.dense as f64 / (self.counts.tokens + self.counts.padding).max(1) as f64

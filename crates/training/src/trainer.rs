@@ -149,12 +149,12 @@ impl Trainer {
         })
     }
 
-    /// Completed steps.
+    /// Returns the number of completed steps.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The step of the last checkpoint that this training wrote or resumed from. Less than [`Trainer::step`] after
+    /// Returns the step of the last checkpoint that this training wrote or resumed from. Less than [`Trainer::step`] after
     /// [`Trainer::run`] if the last one could not be written.
     pub fn saved(&self) -> Option<u64> {
         self.saved

@@ -38,7 +38,7 @@ impl Part {
         Self::Temporaries,
     ];
 
-    /// A short name for tables and bars.
+    /// Returns a short name for tables and bars.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Parameters => "parameters",
@@ -69,7 +69,7 @@ pub enum Moment {
 }
 
 impl Moment {
-    /// A short name for tables.
+    /// Returns a short name for tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Loss => "loss",
@@ -104,7 +104,7 @@ impl Budget {
         Self::new(self.moment, parts)
     }
 
-    /// Bytes of one part.
+    /// Returns the bytes of one part.
     pub fn bytes(&self, part: Part) -> u64 {
         self.parts[part as usize]
     }

@@ -20,7 +20,7 @@ use crate::flops::MatrixProduct;
 use crate::model::{Decoder, Part};
 use crate::recompute::Recompute;
 
-/// FLOPs of one training step of `lora` in a frozen `model`, with `labelled` tokens that have a label (`None`: all). The loss
+/// Returns the FLOPs of one training step of `lora` in a frozen `model`, with `labelled` tokens that have a label (`None`: all). The loss
 /// is one that goes over the labelled tokens only.
 ///
 /// # Errors

@@ -30,7 +30,7 @@ impl Projection {
     pub const ALL: [Self; 7] =
         [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
 
-    /// The name for [`Targets`]; with `_proj` appended, the checkpoint's.
+    /// Returns the name for [`Targets`]; with `_proj` appended, the checkpoint's.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Query => "q",

@@ -253,7 +253,7 @@ fn feed_forward(
     residual_dropout(items, model, tokens, choices)
 }
 
-/// The tensors of `[tokens, f]` that a level keeps.
+/// Returns the tensors of `[tokens, f]` that a level keeps.
 pub fn kept_by_swiglu(level: SwigluLevel) -> &'static [&'static str] {
     match level {
         SwigluLevel::Eager => &["gate xW", "up xV", "SiLU(xW)", "SiLU(xW) ⊙ xV"],

@@ -30,7 +30,7 @@ const LEAST: u64 = 128;
 /// Bytes of a weight of a large matrix.
 pub const WEIGHT_BYTES: f64 = 0.5 + 1.0 / 64.0 + 4.0 / (64.0 * 256.0);
 
-/// Bytes of a matrix `[out, in]` with nested scales.
+/// Returns the bytes of a matrix `[out, in]` with nested scales.
 pub fn matrix_bytes(out: u64, inner: u64) -> Result<u64, Error> {
     const WHAT: &str = "bytes of a matrix in NF4";
     exact::positive("the rows of a matrix", out)?;
@@ -70,7 +70,7 @@ pub(crate) fn block_bytes(model: &Decoder, recipe: &Recipe) -> Result<Vec<u64>, 
     model.block_tensors()?.iter().map(bytes).collect()
 }
 
-/// Bytes of all parameters of a frozen model.
+/// Returns the bytes of all parameters of a frozen model.
 pub fn model_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Error> {
     let of_block = sum("bytes of a block", block_bytes(model, recipe)?)?;
     let blocks = product("parameters of all blocks", &[model.layers, model.block_parameters()?])?;

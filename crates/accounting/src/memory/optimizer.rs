@@ -59,7 +59,7 @@ impl Optimizer {
     pub const ALL: [Self; 7] =
         [Self::Sgd, Self::Momentum, Self::AdaGrad, Self::RmsProp, Self::Adam, Self::AdamW, Self::Adam8bit];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sgd => "sgd",
@@ -72,7 +72,7 @@ impl Optimizer {
         }
     }
 
-    /// State numbers per parameter.
+    /// Returns the number of state values per parameter.
     pub const fn state_tensors(self) -> u64 {
         match self {
             Self::Sgd => 0,
@@ -81,7 +81,7 @@ impl Optimizer {
         }
     }
 
-    /// Bytes of state per parameter, where `state` is its format. An 8-bit optimizer has its own: the figure is
+    /// Returns the bytes of state per parameter, where `state` is its format. An 8-bit optimizer has its own: the figure is
     /// that of a large tensor.
     pub fn state_bytes_per_parameter(self, state: Dtype) -> f64 {
         match self {
@@ -171,7 +171,7 @@ impl StepKernel {
     /// All kernels.
     pub const ALL: [Self; 3] = [Self::Fused, Self::Foreach, Self::Loop];
 
-    /// The name for [`FromStr`].
+    /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fused => "fused",

@@ -37,7 +37,7 @@ impl ZeroStage {
     /// All stages.
     pub const ALL: [Self; 4] = [Self::Zero, Self::One, Self::Two, Self::Three];
 
-    /// The stage of that number.
+    /// Returns the stage of that number.
     pub fn from_number(number: u64) -> Result<Self, Error> {
         usize::try_from(number)
             .ok()
@@ -45,7 +45,7 @@ impl ZeroStage {
             .ok_or(Error::ZeroStage { given: number })
     }
 
-    /// Its number.
+    /// Returns its number.
     pub const fn number(self) -> u64 {
         self as u64
     }
@@ -78,7 +78,7 @@ impl Sharding {
         if self.stage >= from { whole.div_ceil(self.devices.max(1)) } else { whole }
     }
 
-    /// Whether something that is divided from stage `from` on is divided.
+    /// Returns whether something that is divided from stage `from` on is divided.
     pub fn divides(self, from: ZeroStage) -> bool {
         self.stage >= from && self.devices > 1
     }
@@ -98,7 +98,7 @@ pub struct ModelStates {
 }
 
 impl ModelStates {
-    /// All of them.
+    /// Returns all of them.
     pub fn total(&self) -> Result<u64, Error> {
         crate::exact::sum(
             "bytes of the model states",
@@ -107,7 +107,7 @@ impl ModelStates {
     }
 }
 
-/// Bytes per device of `model`'s parameters, gradients and optimizer state.
+/// Returns the bytes per device of `model`'s parameters, gradients and optimizer state.
 pub fn model_states(
     model: &Decoder,
     recipe: &Recipe,

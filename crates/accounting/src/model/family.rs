@@ -51,7 +51,7 @@ impl Family {
         Self::Phi3,
     ];
 
-    /// The name for [`FromStr`], where hyphens and underscores are equal; `model_type` in a `config.json`.
+    /// Returns the name for [`FromStr`], where hyphens and underscores are equal; `model_type` in a `config.json`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Gpt2 => "gpt2",
@@ -69,27 +69,27 @@ impl Family {
         }
     }
 
-    /// Whether it is a decoder with rotary positions, RMS norms and a gated feed-forward layer: every family but the GPT-2s.
+    /// Returns whether it is a decoder with rotary positions, RMS norms and a gated feed-forward layer: every family but the GPT-2s.
     pub const fn is_rotary(self) -> bool {
         !matches!(self, Self::Gpt2 | Self::Gpt2Like)
     }
 
-    /// Whether the feed-forward layer is a SwiGLU.
+    /// Returns whether the feed-forward layer is a SwiGLU.
     pub const fn is_swiglu(self) -> bool {
         self.is_rotary() && !self.is_gemma()
     }
 
-    /// Whether it is a Gemma.
+    /// Returns whether it is a Gemma.
     pub const fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma2 | Self::Gemma3)
     }
 
-    /// Whether a block has the projections q, k, v, o, gate, up and down.
+    /// Returns whether a block has the projections q, k, v, o, gate, up and down.
     pub const fn has_separate_projections(self) -> bool {
         self.is_rotary() && !matches!(self, Self::Phi3)
     }
 
-    /// Whether the activations and the peak of its blocks are modelled, where no window is shorter than the sequence.
+    /// Returns whether the activations and the peak of its blocks are modelled, where no window is shorter than the sequence.
     pub const fn has_modelled_activations(self) -> bool {
         matches!(
             self,
@@ -97,28 +97,28 @@ impl Family {
         )
     }
 
-    /// Whether the memory of its blocks' passes is modelled operation by operation, as `models` runs them, where no window is shorter
+    /// Returns whether the memory of its blocks' passes is modelled operation by operation, as `models` runs them, where no window is shorter
     /// than the sequence.
     pub const fn has_modelled_passes(self) -> bool {
         self.is_swiglu() && self.has_separate_projections() && !matches!(self, Self::Olmo2)
     }
 
-    /// Whether queries and keys are normalised before they rotate.
+    /// Returns whether queries and keys are normalised before they rotate.
     pub const fn has_query_key_norms(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Olmo2 | Self::Gemma3)
     }
 
-    /// Whether the branches of a block are multiplied before they are added to the residual stream, and the logits before the loss.
+    /// Returns whether the branches of a block are multiplied before they are added to the residual stream, and the logits before the loss.
     pub const fn has_multipliers(self) -> bool {
         matches!(self, Self::Granite)
     }
 
-    /// Whether norms are RMSNorm (one weight, one statistic per token) or LayerNorm (two of both).
+    /// Returns whether norms are RMSNorm (one weight, one statistic per token) or LayerNorm (two of both).
     pub const fn is_rms_norm(self) -> bool {
         self.is_rotary()
     }
 
-    /// Whether positions are a table of parameters, which bounds the sequence.
+    /// Returns whether positions are a table of parameters, which bounds the sequence.
     pub const fn has_learned_positions(self) -> bool {
         matches!(self, Self::Gpt2)
     }
@@ -133,7 +133,7 @@ impl Family {
         if self.is_gemma() { 4 } else { 1 + self.attentions() }
     }
 
-    /// Whether there is a norm between the last block and the output projection.
+    /// Returns whether there is a norm between the last block and the output projection.
     pub const fn has_final_norm(self) -> bool {
         !matches!(self, Self::Gpt2Like)
     }

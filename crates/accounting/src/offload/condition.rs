@@ -110,7 +110,7 @@ impl Direction {
     /// All passes.
     pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::FrozenBackward];
 
-    /// FLOPs per parameter and token.
+    /// Returns the FLOPs per parameter and token.
     pub const fn flops(self) -> f64 {
         match self {
             Self::Forward => 2.0,
@@ -119,7 +119,7 @@ impl Direction {
         }
     }
 
-    /// A short name for tables.
+    /// Returns a short name for tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",

@@ -120,7 +120,7 @@ impl OffloadPlan {
         }
     }
 
-    /// The plan's speed as a share of the speed with every layer on the device, 0 to 1.
+    /// Returns the plan's speed as a share of the speed with every layer on the device, 0 to 1.
     pub fn share_of_resident_speed(&self) -> f64 {
         if self.step.seconds > 0.0 { self.resident_seconds / self.step.seconds } else { 1.0 }
     }

@@ -46,7 +46,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The name in tables and timelines.
+    /// Returns the name in tables and timelines.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",

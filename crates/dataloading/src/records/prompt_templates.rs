@@ -51,7 +51,7 @@ impl PromptTemplates {
         Ok(templates)
     }
 
-    /// The fields that the templates name.
+    /// Returns the fields that the templates name.
     pub fn fields(&self) -> impl Iterator<Item = &str> {
         self.prompt.iter().chain(&self.completion).filter_map(|piece| match piece {
             Piece::Field(name) => Some(name.as_str()),

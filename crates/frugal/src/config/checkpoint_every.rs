@@ -22,7 +22,7 @@ impl Default for CheckpointEvery {
 }
 
 impl CheckpointEvery {
-    /// The steps, if it is steps.
+    /// Returns the steps, if it is steps.
     pub fn steps(self) -> Option<u64> {
         match self {
             Self::Steps(steps) => Some(steps),
@@ -30,7 +30,7 @@ impl CheckpointEvery {
         }
     }
 
-    /// The time, if it is a time.
+    /// Returns the time, if it is a time.
     pub fn time(self) -> Option<Duration> {
         match self {
             Self::Steps(_) => None,

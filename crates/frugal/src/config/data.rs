@@ -140,7 +140,7 @@ pub enum DataFormat {
 }
 
 impl DataFormat {
-    /// The format of every record; `None` if it is found from the first ones, or there are no records.
+    /// Returns the format of every record; `None` if it is found from the first ones, or there are no records.
     pub fn of_records(self) -> Option<RecordFormat> {
         Some(match self {
             Self::Auto | Self::Gsm8k | Self::Rows | Self::Text => return None,

@@ -27,7 +27,7 @@ const DIGEST: usize = 32;
 /// Files that are kept.
 const KEPT: usize = 32;
 
-/// The folder of prepared rows: `rows` in `FRUGAL_CACHE`, else in the user's cache folder; `None` if there is neither.
+/// Returns the folder of prepared rows: `rows` in `FRUGAL_CACHE`, else in the user's cache folder; `None` if there is neither.
 pub fn folder() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = set("FRUGAL_CACHE")

@@ -52,22 +52,22 @@ impl RowEncoder {
         Self { tokenizer, template, ends, options }
     }
 
-    /// The options.
+    /// Returns the options.
     pub fn options(&self) -> &RowOptions {
         &self.options
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// The texts of the tokens that end a generation of the model.
+    /// Returns the texts of the tokens that end a generation of the model.
     pub fn model_ends(&self) -> &[String] {
         &self.ends.model
     }
 
-    /// The chat template.
+    /// Returns the chat template.
     pub fn template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }

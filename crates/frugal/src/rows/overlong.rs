@@ -23,7 +23,7 @@ pub enum Overlong {
 }
 
 impl Overlong {
-    /// Its name in flags and files.
+    /// Returns its name in flags and files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Error => "error",

@@ -53,7 +53,7 @@ impl EventFile {
         Err(io::ErrorKind::AlreadyExists.into())
     }
 
-    /// The path of the file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -16,7 +16,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The name in a chat template.
+    /// Returns the name in a chat template.
     pub fn name(self) -> &'static str {
         match self {
             Self::System => "system",
@@ -133,7 +133,7 @@ const FORMATS: [ChatFormat; 10] = [
 ];
 
 impl ChatFormat {
-    /// All known formats.
+    /// Returns all known formats.
     pub fn all() -> &'static [Self] {
         &FORMATS
     }

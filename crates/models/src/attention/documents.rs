@@ -139,12 +139,12 @@ impl Documents {
         &self.cu_seqlens
     }
 
-    /// The same on the host.
+    /// Returns the same on the host.
     pub fn starts(&self) -> &[i32] {
         &self.starts
     }
 
-    /// Number of positions of the longest document.
+    /// Returns the number of positions of the longest document.
     pub fn longest(&self) -> i64 {
         self.longest
     }

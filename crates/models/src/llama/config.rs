@@ -169,12 +169,12 @@ impl LlamaConfig {
         })
     }
 
-    /// Whether queries, keys and values have biases.
+    /// Returns whether queries, keys and values have biases.
     pub fn qkv_bias(&self) -> bool {
         self.family == Family::Qwen2 || self.output_bias()
     }
 
-    /// Whether the projection after attention has one.
+    /// Returns whether the projection after attention has one.
     pub fn output_bias(&self) -> bool {
         self.family.reads_attention_bias() && self.attention_bias
     }

@@ -66,12 +66,12 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         }
     }
 
-    /// The part's name.
+    /// Returns the part's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The part's tensors with their names; a shared one once.
+    /// Returns the part's tensors with their names; a shared one once.
     pub fn named(&self) -> &[(String, Tensor, Role)] {
         &self.named
     }
@@ -81,7 +81,7 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         self.part.clone()
     }
 
-    /// Whether a forward on `x` records a graph: gradients are enabled, and the input or a tensor of the part requires one.
+    /// Returns whether a forward on `x` records a graph: gradients are enabled, and the input or a tensor of the part requires one.
     pub fn records(&self, x: &Tensor) -> bool {
         GradMode::enabled()
             && (x.requires_grad() || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))

@@ -71,22 +71,22 @@ impl<'a> LazyTensor<'a> {
         tensors.iter().map(|(name, tensor)| Self::of(name, tensor)).collect()
     }
 
-    /// The tensor's name.
+    /// Returns the tensor's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its dtype.
+    /// Returns its dtype.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Its shape.
+    /// Returns its shape.
     pub fn shape(&self) -> &[i64] {
         &self.shape
     }
 
-    /// Bytes of its values.
+    /// Returns the bytes of its values.
     pub fn bytes(&self) -> u64 {
         elements(&self.shape).unsigned_abs() * self.kind.elt_size_in_bytes() as u64
     }
@@ -150,7 +150,7 @@ impl<'a> Content<'a> {
         Self { tensors, metadata: metadata.iter().map(text).collect(), next: (0, 0) }
     }
 
-    /// The tensors, in the file's order.
+    /// Returns the tensors, in the file's order.
     pub fn tensors(&self) -> &[LazyTensor<'a>] {
         &self.tensors
     }

@@ -179,7 +179,7 @@ fn short(value: f64) -> impl Display {
     tenths + 0.0
 }
 
-/// A text with the characters replaced that XML and HTML give a meaning. Control characters, which XML forbids, become
+/// Returns a text with the characters replaced that XML and HTML give a meaning. Control characters, which XML forbids, become
 /// spaces.
 pub fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());

@@ -145,20 +145,20 @@ impl Piece {
 }
 
 impl Template {
-    /// The metrics that it shows.
+    /// Returns the metrics that it shows.
     pub fn operands(&self) -> impl Iterator<Item = &Operand> {
         self.0
             .iter()
             .filter_map(|piece| if let Piece::Quantity(_, operand) = piece { Some(operand) } else { None })
     }
 
-    /// Whether it says that one value is more or less than another.
+    /// Returns whether it says that one value is more or less than another.
     pub fn relates(&self) -> bool {
         let relation = |quantity| matches!(quantity, Quantity::Change | Quantity::Time | Quantity::Rate);
         self.0.iter().any(|piece| matches!(piece, Piece::Quantity(quantity, _) if relation(*quantity)))
     }
 
-    /// The words between the quantities.
+    /// Returns the words between the quantities.
     pub fn plain_text(&self) -> String {
         let text = |piece: &Piece| if let Piece::Text(text) = piece { Some(text.clone()) } else { None };
         self.0.iter().filter_map(text).collect::<Vec<_>>().join(" … ")

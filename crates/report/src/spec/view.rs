@@ -248,7 +248,7 @@ pub enum Wording {
 }
 
 impl Wording {
-    /// Every sentence that may be chosen.
+    /// Returns every sentence that may be chosen.
     pub fn templates(&self) -> Vec<&Template> {
         match self {
             Self::Always(text) => vec![text],

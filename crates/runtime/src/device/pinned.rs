@@ -83,7 +83,7 @@ pub fn pinned_bytes(device: Device) -> Result<PinnedBytes> {
     Ok(PinnedBytes { live, peak, held, powers_of_two, fallback })
 }
 
-/// Why memory for `device` was taken from libtorch's allocator the last time that it was: the CUDA runtime's words when it
+/// Returns why memory for `device` was taken from libtorch's allocator the last time that it was: the CUDA runtime's words when it
 /// refused to lock pages (`ulimit -l` is the usual limit). `None` where it never was, and always for the CPU.
 ///
 /// # Errors

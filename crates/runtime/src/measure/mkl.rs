@@ -20,7 +20,7 @@ impl PackedWeight {
         Ok(mkl::PackedWeight::new(weight, rows)?.map(Self))
     }
 
-    /// Bytes of the packed weight.
+    /// Returns the bytes of the packed weight.
     pub fn bytes(&self) -> u64 {
         self.0.bytes()
     }

@@ -31,7 +31,7 @@ pub enum Scales {
 }
 
 impl Scales {
-    /// The dtype of weights with these scales.
+    /// Returns the dtype of weights with these scales.
     pub fn kind(self) -> Kind {
         match self {
             Self::Float => Kind::Int8,
@@ -60,7 +60,7 @@ impl Scales {
     }
 }
 
-/// Whether a tensor is a matrix in NF4.
+/// Returns whether a tensor is a matrix in NF4.
 pub fn is_nf4(weight: &Tensor) -> bool {
     Scales::of(weight.kind()).is_some() && weight.dim() == 2
 }

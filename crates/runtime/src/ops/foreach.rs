@@ -95,7 +95,7 @@ fn new(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]
     results.into_iter().next().unwrap_or(Value::None).into_tensors()
 }
 
-/// The norm of the given order of every tensor, as tensors of no dimension.
+/// Returns the norm of the given order of every tensor, as tensors of no dimension.
 ///
 /// ```
 /// use tch::Tensor;

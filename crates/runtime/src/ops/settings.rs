@@ -42,7 +42,7 @@ pub fn set_determinism(determinism: Determinism) -> Result<()> {
     sys::set_deterministic(determinism != Determinism::Off, determinism == Determinism::Warn)
 }
 
-/// Whether deterministic kernels are asked for.
+/// Returns whether deterministic kernels are asked for.
 ///
 /// # Errors
 /// [`Error::Torch`] if libtorch fails.

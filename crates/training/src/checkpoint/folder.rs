@@ -32,7 +32,7 @@ const STATE: &str = "state.json";
 pub struct Checkpoint {
     /// Its path.
     pub path: PathBuf,
-    /// Completed steps.
+    /// Returns the number of completed steps.
     pub step: u64,
     /// The model's state, over the file's pages.
     pub model: Vec<(String, Tensor)>,
@@ -111,12 +111,12 @@ impl Checkpoints {
         Ok(Self { folder: folder.to_owned(), keep, lock: Some(lock) })
     }
 
-    /// The folder that another rank of the same training writes: takes no lock, and [`Checkpoints::save`] is refused.
+    /// Returns the folder that another rank of the same training writes: takes no lock, and [`Checkpoints::save`] is refused.
     pub fn reader(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), keep: 1, lock: None }
     }
 
-    /// Whether this is a [`Checkpoints::reader`].
+    /// Returns whether this is a [`Checkpoints::reader`].
     pub fn is_reader(&self) -> bool {
         self.lock.is_none()
     }

@@ -94,17 +94,17 @@ impl DeviceOptimizer {
         Ok(())
     }
 
-    /// The learning rate of each group's next step.
+    /// Returns the learning rate of each group's next step.
     pub fn learning_rates(&self) -> Vec<f64> {
         self.groups.iter().map(|group| group.lr * self.factor).collect()
     }
 
-    /// The parameter groups.
+    /// Returns the parameter groups.
     pub fn groups(&self) -> &[Group] {
         &self.groups
     }
 
-    /// The optimizer's rule.
+    /// Returns the optimizer's rule.
     pub fn rule(&self) -> &dyn Rule {
         self.rule.as_ref()
     }

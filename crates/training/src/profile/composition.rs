@@ -44,7 +44,7 @@ impl Phase {
     pub const ALL: [Self; 6] =
         [Self::Data, Self::Forward, Self::Backward, Self::Clip, Self::Optimizer, Self::Rest];
 
-    /// The name of its ranges.
+    /// Returns the name of its ranges.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -32,12 +32,12 @@ impl Accuracy {
         self.of += 1;
     }
 
-    /// The share of right answers, from 0 to 1; 0 of none.
+    /// Returns the share of right answers, from 0 to 1; 0 of none.
     pub fn share(&self) -> f64 {
         if self.of == 0 { 0.0 } else { self.right as f64 / self.of as f64 }
     }
 
-    /// Wilson's interval of 95 %: the lowest and the highest share. Of no answers, all from 0 to 1.
+    /// Returns Wilson's interval of 95 %: the lowest and the highest share; 0 to 1 without answers.
     pub fn interval(&self) -> (f64, f64) {
         if self.of == 0 {
             return (0.0, 1.0);

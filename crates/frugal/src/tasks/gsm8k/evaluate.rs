@@ -89,7 +89,7 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// How many answers a grader calls right.
+    /// Returns how many answers a grader calls right.
     pub fn accuracy(&self, grader: Grader) -> Accuracy {
         let mut accuracy = Accuracy::default();
         for graded in &self.graded {

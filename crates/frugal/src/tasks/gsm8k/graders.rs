@@ -50,7 +50,7 @@ impl Grader {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Strict, Self::Flexible, Self::OpenAi];
 
-    /// As it is written in records.
+    /// Returns the name in records.
     pub fn name(self) -> &'static str {
         match self {
             Self::Strict => "strict",
@@ -59,7 +59,7 @@ impl Grader {
         }
     }
 
-    /// What it takes from a text; `None` if it finds nothing.
+    /// Returns what it takes from a text; `None` if it finds nothing.
     pub fn extract(self, text: &str) -> Option<String> {
         let marked = || MARKED.captures(text).map(|found| found[1].to_owned());
         match self {
@@ -69,7 +69,7 @@ impl Grader {
         }
     }
 
-    /// Whether `text` answers the problem whose gold answer (steps and `#### NUMBER`) is `answer`. For OpenAI's grader an
+    /// Returns whether `text` answers the problem whose gold answer (steps and `#### NUMBER`) is `answer`. For OpenAI's grader an
     /// answer without a mark matches no text; the harness compares with all of it.
     pub fn right(self, text: &str, answer: &str) -> bool {
         let found = self.extract(text);

@@ -101,7 +101,7 @@ impl FewShot {
         Self { format, examples: Vec::new(), shots: 0 }
     }
 
-    /// The words around questions and answers.
+    /// Returns the words around questions and answers.
     pub fn format(&self) -> &PromptFormat {
         &self.format
     }
@@ -111,7 +111,7 @@ impl FewShot {
         self.shots
     }
 
-    /// The examples before this question: never the question itself.
+    /// Returns the examples before this question: never the question itself.
     ///
     /// # Errors
     /// The question is among the examples, and there was no other problem to take its place.
@@ -131,7 +131,7 @@ impl FewShot {
         Ok(examples)
     }
 
-    /// The examples, the question, and the words before its answer.
+    /// Returns the examples, the question, and the words before its answer.
     ///
     /// # Errors
     /// Those of [`examples`](Self::examples).

@@ -40,7 +40,7 @@ pub enum Annotations {
 }
 
 impl Problem {
-    /// A problem whose answer has a result.
+    /// Returns a problem whose answer has a result.
     ///
     /// # Errors
     /// [`Error::NoResult`]: the answer has no `#### NUMBER`.
@@ -55,13 +55,13 @@ impl Problem {
         }
     }
 
-    /// Without calculator annotations.
+    /// Returns the problem without calculator annotations.
     pub fn stripped(&self) -> Self {
         let answer = ANNOTATION.replace_all(&self.answer, "").into_owned();
         Self { question: self.question.clone(), answer }
     }
 
-    /// The number after `####`, without commas.
+    /// Returns the number after `####`, without commas.
     pub fn result(&self) -> String {
         Grader::OpenAi.extract(&self.answer).unwrap_or_default()
     }
@@ -178,7 +178,7 @@ impl Iterator for Problems {
     }
 }
 
-/// All problems of a file.
+/// Returns all problems of a file.
 ///
 /// # Errors
 /// The file cannot be read or has no problem; the first line that is none, with its number: not JSON, a field that is missing

@@ -21,7 +21,7 @@ pub struct Solver<'m> {
 }
 
 impl<'m> Solver<'m> {
-    /// For prompts of these problems.
+    /// Creates a solver for the prompts of these problems.
     ///
     /// # Errors
     /// A prompt that cannot be made.

@@ -56,7 +56,7 @@ impl Split {
     }
 }
 
-/// The problems with these numbers, in this order. Numbers beyond the list are left out.
+/// Returns the problems with these numbers, in this order. Numbers beyond the list are left out.
 pub fn select(problems: &[Problem], numbers: &[usize]) -> Vec<Problem> {
     numbers.iter().filter_map(|number| problems.get(*number).cloned()).collect()
 }

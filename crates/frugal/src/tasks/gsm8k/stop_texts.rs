@@ -41,7 +41,7 @@ impl<'a> StopTexts<'a> {
         Ok(Self { tokenizer, texts, window })
     }
 
-    /// Whether the last of these tokens completed a stop text. Call it after every token.
+    /// Returns whether the last of these tokens completed a stop text. Call it after every token.
     ///
     /// # Errors
     /// A token that is not an id, or that the tokenizer refuses.
@@ -51,13 +51,13 @@ impl<'a> StopTexts<'a> {
         Ok(self.texts.iter().any(|stop| text.contains(stop.as_str())))
     }
 
-    /// The text before the first stop text.
+    /// Returns the text before the first stop text.
     pub fn cut<'t>(&self, text: &'t str) -> &'t str {
         let first = self.texts.iter().filter_map(|stop| text.find(stop.as_str())).min();
         &text[..first.unwrap_or(text.len())]
     }
 
-    /// The text of a whole generation, up to the first stop text and without the tokens from the first of `ends` on.
+    /// Returns the text of a whole generation, up to the first stop text and without the tokens from the first of `ends` on.
     ///
     /// # Errors
     /// A token that is not an id, or that the tokenizer refuses.

@@ -96,12 +96,12 @@ impl Encoder {
         Ok(encoder)
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// What the model asks of its rows.
+    /// Returns what the model asks of its rows.
     pub fn options(&self) -> &EncodeOptions {
         &self.options
     }
@@ -123,7 +123,7 @@ impl Encoder {
         Ok(ids.into_iter().map(i64::from).collect())
     }
 
-    /// The tokens of a prompt: the begin token if there is one, and the text's.
+    /// Returns the tokens of a prompt: the begin token if there is one, and the text's.
     ///
     /// # Errors
     /// The tokenizer refuses the text.
@@ -133,7 +133,7 @@ impl Encoder {
         Ok(ids)
     }
 
-    /// The assignment's `tokenize(sample)`. `number` is the problem's index in its list, for errors. `None`: too long, and
+    /// Returns the assignment's `tokenize(sample)`. `number` is the problem's index in its list, for errors. `None`: too long, and
     /// such rows are skipped.
     ///
     /// # Errors
@@ -156,7 +156,7 @@ impl Encoder {
         Ok(Some(TrainingRow { attention_mask: vec![1; input_ids.len()], input_ids, labels }))
     }
 
-    /// Rows of all problems.
+    /// Returns the rows of all problems.
     ///
     /// # Errors
     /// Those of [`tokenize`](Self::tokenize).

@@ -64,7 +64,7 @@ impl Family {
         Self::Phi3,
     ];
 
-    /// The name in `model_type`.
+    /// Returns the name in `model_type`.
     pub fn model_type(self) -> &'static str {
         match self {
             Self::Llama => "llama",
@@ -80,7 +80,7 @@ impl Family {
         }
     }
 
-    /// The name in `architectures`.
+    /// Returns the name in `architectures`.
     pub fn architecture(self) -> &'static str {
         match self {
             Self::Llama => "LlamaForCausalLM",
@@ -96,7 +96,7 @@ impl Family {
         }
     }
 
-    /// Where its blocks have norms.
+    /// Returns where its blocks have norms.
     pub fn norms(self) -> NormPlacement {
         match self {
             Self::Olmo2 => NormPlacement::Post,
@@ -105,7 +105,7 @@ impl Family {
         }
     }
 
-    /// How it normalises queries and keys.
+    /// Returns how it normalises queries and keys.
     pub fn query_key_norm(self) -> QueryKeyNorm {
         match self {
             Self::Qwen3 | Self::Gemma3 => QueryKeyNorm::PerHead,
@@ -114,12 +114,12 @@ impl Family {
         }
     }
 
-    /// Whether it is a Gemma: norms multiply by 1 + weight, the embedding by √hidden, and the MLP's gate is a GELU.
+    /// Returns whether it is a Gemma: norms multiply by 1 + weight, the embedding by √hidden, and the MLP's gate is a GELU.
     pub fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma2 | Self::Gemma3)
     }
 
-    /// Whether queries, keys and values are one projection `qkv_proj`, and gate and up one `gate_up_proj`.
+    /// Returns whether queries, keys and values are one projection `qkv_proj`, and gate and up one `gate_up_proj`.
     pub fn has_joint_projections(self) -> bool {
         self == Self::Phi3
     }

@@ -51,7 +51,7 @@ pub struct LongRope {
 }
 
 impl LongRope {
-    /// The factor of cosines and sines of a model for rows of `positions`: √(1 + ln s / ln original) with s = positions/original.
+    /// Returns the factor of cosines and sines of a model for rows of `positions`: √(1 + ln s / ln original) with s = positions/original.
     pub fn amplitude(&self, positions: i64) -> f64 {
         let original = self.original_positions as f64;
         let factor = self.factor.unwrap_or(positions as f64 / original);
@@ -61,7 +61,7 @@ impl LongRope {
 }
 
 impl LlamaConfig {
-    /// The window of a layer: the number of tokens that a token attends to, itself included; `None` for all before.
+    /// Returns the window of a layer: the number of tokens that a token attends to, itself included; `None` for all before.
     pub fn window(&self, layer: usize) -> Option<i64> {
         match self.layer_types.get(layer) {
             Some(LayerType::Full) => None,
@@ -69,19 +69,19 @@ impl LlamaConfig {
         }
     }
 
-    /// The frequencies of a layer's rotary embedding; `None` for a layer without.
+    /// Returns the frequencies of a layer's rotary embedding; `None` for a layer without.
     pub fn rope_of(&self, layer: usize) -> Option<&Frequencies> {
         let local = self.local_rope.as_ref().filter(|_| self.window(layer).is_some());
         let rotates = self.rotary_layers.get(layer).copied().unwrap_or(true);
         rotates.then(|| local.unwrap_or(&self.rope))
     }
 
-    /// Number of a head's columns that rotate.
+    /// Returns the number of a head's columns that rotate.
     pub fn rotary_dim(&self) -> i64 {
         (self.head_dim as f64 * self.partial_rotary_factor) as i64
     }
 
-    /// Factor of the attention scores; `None` for 1/√head.
+    /// Returns the factor of the attention scores; `None` for 1/√head.
     pub fn attention_scale(&self) -> Option<f64> {
         self.attention_multiplier.or_else(|| self.query_pre_attn_scalar.map(|scalar| scalar.powf(-0.5)))
     }

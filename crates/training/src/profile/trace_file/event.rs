@@ -47,7 +47,7 @@ pub enum Dims {
 }
 
 impl Dims {
-    /// The shape of a single tensor; empty for a list.
+    /// Returns the shape of a single tensor; empty for a list.
     #[must_use]
     pub fn shape(&self) -> &[i64] {
         match self {
@@ -56,7 +56,7 @@ impl Dims {
         }
     }
 
-    /// All shapes: one, or those of the list.
+    /// Returns all shapes: one, or those of the list.
     #[must_use]
     pub fn shapes(&self) -> &[Box<[i64]>] {
         match self {
