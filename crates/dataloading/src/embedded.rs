@@ -36,7 +36,7 @@ pub const SMALL_STORIES: &str = "small-problems/stories.txt";
 /// The tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
 
-/// A folder that holds the data sets, for programs that lie elsewhere than they were built.
+/// A folder that holds the data sets, for programs that run outside the folder they were built in.
 pub const VARIABLE: &str = "FRUGAL_EMBEDDED";
 
 /// Returns the folder of the data sets: the one that `FRUGAL_EMBEDDED` names; else `data/` of the sources that this program was

@@ -152,7 +152,7 @@ fn the_peak_of_a_step_is_the_one_predicted() {
             let within = share(peak, expected.total) > -0.05 && share(peak, expected.total + packing) < 0.05;
             assert!(within, "{case}: {peak} of {expected:?}");
             // The base is as large as the rest: what comes and goes is to be right by itself. A block that runs again has
-            // three or four more [n, d] at hand than the ledger knows (its output, and what hands gradients over).
+            // three or four more [n, d] at hand than the prediction counts (its output, and what hands gradients over).
             let stay = estimate.states.parameters + estimate.states.optimizer;
             let moving = |packing: u64| share(peak - states, expected.total - stay + packing);
             let allowed = if full { 0.2 } else { 0.1 };

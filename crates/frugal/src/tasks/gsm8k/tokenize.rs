@@ -4,7 +4,7 @@
 //! themselves after it, the end token among them, so that the model learns to stop.
 //!
 //! **Prompt and answer are encoded separately.** Generation sees the encoded prompt and nothing else, so training must see exactly
-//! these tokens before the answer's first. To encode the whole text and find the border by offsets can give other tokens: a BPE
+//! these tokens before the answer's first. Encoding the whole text and finding the boundary by offsets can give other tokens: a BPE
 //! may merge across it. It does not with [`PromptFormat`](super::PromptFormat)'s default and a byte-level BPE as GPT-2's,
 //! Llama 3's or Qwen's, which divide the text before merging: `:` never shares a piece with the space after it, which belongs
 //! to the answer's first word. Then both ways agree, and a test shows it.

@@ -5,7 +5,7 @@ mod subjects;
 use tch::{Kind, Tensor};
 
 use super::program::{self, PRELUDE, Program};
-use subjects::{Seen, Subject};
+use subjects::{KernelCase, Seen};
 
 /// A mistake: a text and its replacement.
 struct Mutation {
@@ -16,7 +16,7 @@ struct Mutation {
     to: &'static str,
     /// How it is detected: a part of the fault's message (alternatives separated by a bar), or one of the ways below.
     noticed: &'static str,
-    subject: Subject,
+    case: KernelCase,
 }
 
 /// The result has other bits than the original kernel's.
@@ -27,18 +27,11 @@ const SECTORS: &str = "sectors";
 const OTHER_PLACE: &str = "other place";
 
 macro_rules! mutation {
-    ($what:literal, $from:literal => $to:literal, $noticed:expr, $subject:expr) => {
-        Mutation {
-            what: $what,
-            in_prelude: false,
-            from: $from,
-            to: $to,
-            noticed: $noticed,
-            subject: $subject,
-        }
+    ($what:literal, $from:literal => $to:literal, $noticed:expr, $case:expr) => {
+        Mutation { what: $what, in_prelude: false, from: $from, to: $to, noticed: $noticed, case: $case }
     };
-    (prelude $what:literal, $from:literal => $to:literal, $noticed:expr, $subject:expr) => {
-        Mutation { what: $what, in_prelude: true, from: $from, to: $to, noticed: $noticed, subject: $subject }
+    (prelude $what:literal, $from:literal => $to:literal, $noticed:expr, $case:expr) => {
+        Mutation { what: $what, in_prelude: true, from: $from, to: $to, noticed: $noticed, case: $case }
     };
 }
 
@@ -212,8 +205,8 @@ fn every_mutation_of_a_kernel_is_detected() {
     assert!(mutations.len() >= 20);
     let mut sound: Vec<(&str, Program)> = Vec::new();
     let mut missed = Vec::new();
-    for Mutation { what, in_prelude, from, to, noticed, subject } in mutations {
-        let Subject { source, expression, run } = subject;
+    for Mutation { what, in_prelude, from, to, noticed, case } in mutations {
+        let KernelCase { source, expression, run } = case;
         let expressions = [expression.to_owned()];
         if !sound.iter().any(|(of, _)| *of == expression) {
             sound.push((expression, Program::of_text(source.0, PRELUDE, &expressions)));

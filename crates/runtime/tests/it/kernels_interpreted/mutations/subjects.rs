@@ -10,33 +10,37 @@ use super::super::tolerance::normal;
 
 /// A kernel and a launch of it.
 #[derive(Clone, Copy)]
-pub(super) struct Subject {
+pub(super) struct KernelCase {
     pub(super) source: Source,
     pub(super) expression: &'static str,
     pub(super) run: fn(&Program) -> Seen,
 }
 
-pub(super) const FORWARD: Subject = Subject { source: NORM, expression: FORWARD_OF, run: forward };
-pub(super) const BACKWARD: Subject = Subject { source: NORM, expression: BACKWARD_OF, run: backward };
-pub(super) const FORWARD_WITH_RESIDUAL: Subject =
-    Subject { source: NORM, expression: FORWARD_OF, run: forward_with_residual };
-pub(super) const MANY: Subject = Subject { source: ADAM, expression: ADAM_OF, run: many };
-pub(super) const SUMS: Subject = Subject { source: NORM, expression: "column_sums", run: sums };
-pub(super) const STATISTICS: Subject =
-    Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics };
-pub(super) const STATISTICS_WITH_NAN: Subject =
-    Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics_with_nan };
-pub(super) const IMPOSSIBLE_ROWS: Subject =
-    Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: impossible_rows };
-pub(super) const BEST: Subject = Subject { source: CROSS_ENTROPY, expression: BEST_OF, run: best };
-pub(super) const GRADIENT: Subject =
-    Subject { source: CROSS_ENTROPY, expression: GRADIENT_OF, run: gradient };
-pub(super) const NARROW: Subject = Subject { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow };
-pub(super) const SWIGLU_16: Subject = Subject { source: SWIGLU, expression: SWIGLU_16_OF, run: swiglu_16 };
-pub(super) const SWIGLU_32: Subject = Subject { source: SWIGLU, expression: SWIGLU_32_OF, run: swiglu_32 };
-pub(super) const FAR_ROWS: Subject = Subject { source: SWIGLU, expression: SWIGLU_32_OF, run: far_rows };
-pub(super) const ROTATE: Subject = Subject { source: ROPE, expression: ROTATE_OF, run: rotate };
-pub(super) const SCALED: Subject = Subject { source: SCALE, expression: SCALE_OF, run: scale };
+pub(super) const FORWARD: KernelCase = KernelCase { source: NORM, expression: FORWARD_OF, run: forward };
+pub(super) const BACKWARD: KernelCase = KernelCase { source: NORM, expression: BACKWARD_OF, run: backward };
+pub(super) const FORWARD_WITH_RESIDUAL: KernelCase =
+    KernelCase { source: NORM, expression: FORWARD_OF, run: forward_with_residual };
+pub(super) const MANY: KernelCase = KernelCase { source: ADAM, expression: ADAM_OF, run: many };
+pub(super) const SUMS: KernelCase = KernelCase { source: NORM, expression: "column_sums", run: sums };
+pub(super) const STATISTICS: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics };
+pub(super) const STATISTICS_WITH_NAN: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics_with_nan };
+pub(super) const IMPOSSIBLE_ROWS: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: impossible_rows };
+pub(super) const BEST: KernelCase = KernelCase { source: CROSS_ENTROPY, expression: BEST_OF, run: best };
+pub(super) const GRADIENT: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: GRADIENT_OF, run: gradient };
+pub(super) const NARROW: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow };
+pub(super) const SWIGLU_16: KernelCase =
+    KernelCase { source: SWIGLU, expression: SWIGLU_16_OF, run: swiglu_16 };
+pub(super) const SWIGLU_32: KernelCase =
+    KernelCase { source: SWIGLU, expression: SWIGLU_32_OF, run: swiglu_32 };
+pub(super) const FAR_ROWS: KernelCase =
+    KernelCase { source: SWIGLU, expression: SWIGLU_32_OF, run: far_rows };
+pub(super) const ROTATE: KernelCase = KernelCase { source: ROPE, expression: ROTATE_OF, run: rotate };
+pub(super) const SCALED: KernelCase = KernelCase { source: SCALE, expression: SCALE_OF, run: scale };
 
 /// The result of a launch.
 #[derive(Debug)]
