@@ -15,7 +15,10 @@ fn a_training_ends_in_an_adapter_with_its_log() {
     let (out, err) = tiny.succeed(&format!("{FINETUNE} --out adapter --steps 20 --evaluate-every 10 --json"));
     // The only line with a measured time.
     let lines_of = |timed: bool| -> String {
-        err.lines().filter(|line| line.starts_with("a step takes ") == timed).flat_map(|line| [line, "\n"]).collect()
+        err.lines()
+            .filter(|line| line.starts_with("a step takes ") == timed)
+            .flat_map(|line| [line, "\n"])
+            .collect()
     };
     expect![[r#"
         data: problems/train.jsonl (GSM8K: question and answer)
