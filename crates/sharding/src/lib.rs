@@ -47,7 +47,7 @@
 //! - Each micro-batch has a random seed of its own, and losses are added in the order of micro-batches
 //!   ([`Trainer`](training::Trainer)).
 //!
-//! With fp32 parameters and no dropout they are also the bits of a training without ranks.
+//! With fp32 parameters, no dropout and no clipping they are also the bits of a training without ranks.
 //!
 //! ```
 //! use models::{Gpt2Like, Gpt2LikeConfig, module};

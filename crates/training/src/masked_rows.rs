@@ -173,15 +173,29 @@ impl MaskedBatches {
         self.batch(&rows)
     }
 
+    /// Returns sizes that no batch exceeds: the length of the longest row, and as many labels as the rows with the most labels have.
+    pub fn largest_shape(&self) -> BatchShape {
+        let sizes: Vec<(usize, usize)> = self.together.iter().map(|row| self.size_of(row)).collect();
+        let mut labels: Vec<usize> = sizes.iter().map(|(_, labels)| *labels).collect();
+        labels.sort_unstable_by_key(|labels| std::cmp::Reverse(*labels));
+        let widest = sizes.iter().map(|(width, _)| *width).max().unwrap_or(0);
+        BatchShape {
+            rows: self.layout.batch.min(sizes.len()),
+            length: self.layout.packed.unwrap_or(widest),
+            labelled: labels.iter().take(self.layout.batch).sum(),
+        }
+    }
+
+    /// Returns the positions and the labels of rows that are together in one.
+    fn size_of(&self, together: &[usize]) -> (usize, usize) {
+        let rows = together.iter().map(|number| &self.rows[*number]);
+        let learnt = |row: &MaskedRow| row.labels[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
+        rows.fold((0, 0), |(width, labels), row| (width + positions_of(row), labels + learnt(row)))
+    }
+
     /// Returns the sizes of the next `count` batches, or of as many as there are.
     pub fn shapes(&self, count: u64) -> impl Iterator<Item = BatchShape> + '_ {
-        let sizes = |row: &Vec<usize>| -> (usize, usize) {
-            let rows = row.iter().map(|number| &self.rows[*number]);
-            let learnt =
-                |row: &MaskedRow| row.labels[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
-            rows.fold((0, 0), |(width, labels), row| (width + positions_of(row), labels + learnt(row)))
-        };
-        let sizes: Vec<(usize, usize)> = self.together.iter().map(sizes).collect();
+        let sizes: Vec<(usize, usize)> = self.together.iter().map(|row| self.size_of(row)).collect();
         (self.position..self.position.saturating_add(count)).map_while(move |position| {
             let of_batch = self.numbers(position)?.into_iter().map(|number| sizes[number]);
             let (rows, widest, labelled) = of_batch

@@ -4,6 +4,9 @@ use accounting::candidates::Batch;
 use accounting::decoder_flops::Workload;
 use training::masked_rows::MaskedBatches;
 
+/// Batches whose sizes are read: a fraction of a second. Later ones are taken to be as large as any can be.
+const READ: u64 = 1 << 18;
+
 /// The sizes of a training's batches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataShape {
@@ -26,17 +29,24 @@ impl DataShape {
         Self { largest: vec![(0, batch)], mean: batch, packed, epoch: None, evaluations: Vec::new() }
     }
 
-    /// Goes over the first `count` batches of a training.
+    /// Reads the sizes of the first `count` batches of a training.
     pub fn of(batches: &MaskedBatches, count: u64) -> Self {
+        Self::of_first(batches, count, READ)
+    }
+
+    fn of_first(batches: &MaskedBatches, count: u64, read: u64) -> Self {
         let mut largest: Vec<(u64, Batch)> = Vec::new();
         let (mut seen, mut rows, mut positions, mut labels) = (0, 0, 0, 0);
-        for (number, shape) in (0..).zip(batches.shapes(count)) {
+        let beyond = (count > read).then(|| batches.largest_shape());
+        for (number, shape) in (0..).zip(batches.shapes(count.min(read)).chain(beyond)) {
             let work = Workload { batch: shape.rows as u64, sequence: shape.length as u64 };
             let (own, labelled) = (work.batch * work.sequence, shape.labelled as u64);
-            seen += 1;
-            rows += work.batch;
-            positions += own;
-            labels += labelled;
+            if number < read {
+                seen += 1;
+                rows += work.batch;
+                positions += own;
+                labels += labelled;
+            }
             // A batch with as many positions and labels has no smaller peak.
             let size = |batch: &Batch| (batch.work.batch * batch.work.sequence, batch.labelled.unwrap_or(0));
             let is_below = |of: (u64, u64), than: (u64, u64)| of.0 <= than.0 && of.1 <= than.1;
@@ -75,5 +85,34 @@ impl DataShape {
             }
             batches = batches.with_rows_per_batch(rows.div_ceil(2))?;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use training::masked_rows::{Layout, MaskedRow};
+
+    /// A million epochs are planned without going over them, for batches as large as any.
+    #[test]
+    fn batches_beyond_the_first_are_as_large_as_any() {
+        let row = |length: i64| MaskedRow { tokens: (0..length).collect(), labels: (0..length).collect() };
+        let rows: Vec<MaskedRow> = (4..24).map(row).collect();
+        let layout = Layout { batch: 4, shuffle: Some(3), epochs: Some(1_000_000), ..Layout::default() };
+        let batches = MaskedBatches::new(rows, layout, tch::Device::Cpu).unwrap();
+        let all = DataShape::of(&batches, 5_000_000);
+        let positions = |batch: &Batch| batch.work.batch * batch.work.sequence;
+        let exact = DataShape::of_first(&batches, 500, 500);
+        assert!(exact.largest[0].0 < 500 && all.mean.work.batch == exact.mean.work.batch);
+        let bound = batches.largest_shape();
+        assert_eq!((bound.rows, bound.length, bound.labelled), (4, 22, 22 + 21 + 20 + 19));
+        let short = DataShape::of_first(&batches, 500, 1);
+        for (shape, most) in [(&all, 4 * 22), (&exact, 4 * 22), (&short, 4 * 22)] {
+            assert_eq!(shape.largest.iter().map(|(_, batch)| positions(batch)).max(), Some(most));
+        }
+        let labels = |shape: &DataShape| shape.largest.iter().filter_map(|(_, batch)| batch.labelled).max();
+        assert_eq!(labels(&all), Some(82));
+        assert_eq!(labels(&short), Some(82));
+        assert!(labels(&exact) <= Some(82));
     }
 }

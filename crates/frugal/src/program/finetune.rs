@@ -339,7 +339,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
 /// Optimizer steps in all.
 fn steps(config: &Config, batches: u64) -> u64 {
     let accumulation = config.training.accumulation.max(1) as u64;
-    let of_epochs = |epochs: u64| (batches * epochs).div_ceil(accumulation);
+    let of_epochs = |epochs: u64| batches.saturating_mul(epochs).div_ceil(accumulation);
     match (config.training.steps, config.training.epochs) {
         (Some(steps), None) => steps,
         (Some(steps), Some(epochs)) => steps.min(of_epochs(epochs)),
