@@ -4,8 +4,8 @@
 //! if the order is: for the blocks of Llama, Qwen2, Qwen3, Mistral, SmolLM3 and Granite in `models`, with or without `lora`'s adapters, and for the heads of
 //! `models` and `fused-ce`. Gradients of weights count from the operation that computes them, while kept tensors are freed.
 //!
-//! Not counted: memory inside one product of a library (packing buffers, the workspace of a CPU attention kernel), and tensors
-//! of a few bytes per row that live for one operation.
+//! Not counted: memory inside one product (packing buffers, a thread's tiles of operands cast to fp32, the workspace of a CPU attention
+//! kernel), and tensors of a few bytes per row that live for one operation.
 
 pub(crate) mod block;
 pub(crate) mod head;

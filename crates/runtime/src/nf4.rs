@@ -18,8 +18,7 @@
 //! continue with the next, so beyond their results they take the memory of one tile, whatever the size of the matrix; a tile has at
 //! least 64 rows or columns. Up to [`FEW`](crate::matmul::FEW) vectors are multiplied without a tile ([`matvec`]): each code is read
 //! once and looked up in a register. On a CPU tiles are in fp32 (in bf16 for operands in bf16 that the
-//! [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with the whole matrix. Where x
-//! or the result has another dtype, its rows are cast in pieces that take about as many bytes as a tile.
+//! [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with the whole matrix.
 //! The gradient of W does not exist; backward computes that of x.
 //!
 //! On a GPU tiles are dequantized by libtorch's operators: the results are the same, and no kernel is tuned for it.

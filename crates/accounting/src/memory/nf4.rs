@@ -1,8 +1,7 @@
 //! Weights in NF4 (QLoRA, Dettmers et al., arXiv:2305.14314), as `runtime::nf4` stores and multiplies them.
 //!
 //! A matrix of n weights has ⌈n/2⌉ bytes of codes, and with nested scales a byte for each block of 64, 4 for each 256 blocks, and 4:
-//! 4.13 bits per weight. A product has one dequantized tile at a time; where it is computed in another dtype than x and y have, it
-//! also has the rows of x and y that are cast at a time.
+//! 4.13 bits per weight. A product has one dequantized tile at a time.
 //!
 //! ```
 //! use accounting::memory::nf4;
@@ -24,7 +23,7 @@ const NESTED: u64 = 256;
 const ALIGNMENT: u64 = 64;
 /// `runtime::nf4::TILE_BYTES`.
 const TILE: u64 = 8 << 20;
-/// The fewest rows of a tile, and of a piece of x.
+/// The fewest rows of a tile.
 const LEAST: u64 = 128;
 
 /// Bytes of a weight of a large matrix.
@@ -42,23 +41,9 @@ pub fn matrix_bytes(out: u64, inner: u64) -> Result<u64, Error> {
 
 /// Bytes of the tile of a product that gives `length` rows or columns, each from `width` weights of this many bytes.
 pub(crate) fn tile_bytes(length: u64, width: u64, bytes: u64) -> Result<u64, Error> {
-    product("bytes of a tile", &[tile_rows(length, width, bytes), width.max(1), bytes])
-}
-
-fn tile_rows(length: u64, width: u64, bytes: u64) -> u64 {
-    (TILE / bytes / width.max(1) / BLOCK * BLOCK).max(LEAST).min(length)
-}
-
-/// The same of a product in fp32 of `tokens` rows of x in 16 bits: with the rows of x that are cast at a time, and with as many rows of
-/// the tile's part of the result if that has 16 bits too.
-pub(crate) fn widened_bytes(tokens: u64, length: u64, width: u64, rounds: bool) -> Result<u64, Error> {
-    const WHAT: &str = "bytes of a product in fp32";
     let width = width.max(1);
-    let of_tile = tile_rows(length, width, 4);
-    let least = (TILE / 4 / sum(WHAT, [width, of_tile])?).max(LEAST);
-    let rows = tokens.div_ceil((tokens / least).max(1));
-    let cast = sum(WHAT, [width, if rounds { of_tile } else { 0 }])?;
-    sum(WHAT, [product(WHAT, &[rows, cast, 4])?, product(WHAT, &[of_tile, width, 4])?])
+    let rows = (TILE / bytes / width / BLOCK * BLOCK).max(LEAST).min(length);
+    product("bytes of a tile", &[rows, width, bytes])
 }
 
 /// Bytes of each tensor of a block of a frozen model.
@@ -103,9 +88,5 @@ mod tests {
         assert_eq!(tile_bytes(4864, 896, 4).unwrap(), 2304 * 896 * 4);
         assert_eq!(tile_bytes(100, 896, 4).unwrap(), 100 * 896 * 4);
         assert_eq!(tile_bytes(4864, 1 << 20, 4).unwrap(), 128 << 22);
-        // 655 rows of x and of the tile's 2304 columns fit 8 MiB: 2000 rows are three pieces, 1309 are one.
-        let beside = |tokens, rounds| widened_bytes(tokens, 4864, 896, rounds).unwrap() - 2304 * 896 * 4;
-        assert_eq!(beside(2000, true), 667 * (896 + 2304) * 4);
-        assert_eq!(beside(1309, false), 1309 * 896 * 4);
     }
 }

@@ -15,9 +15,9 @@
 //!
 //! **Mixed precision** ([`Recipe::casts`]): the residual stream and the norms are in fp32, and a norm keeps its input. Each projection
 //! that reads a norm's output casts it, `c·d` per token, and keeps the cast if its weight or adapter learns. Gradients of branches and
-//! of norms' outputs are cast on their way. Where products of 16 bits are computed in fp32, a projection also has its operands and
-//! its result in fp32 for a moment, and attention keeps queries, keys, values and its output in fp32. The weights' casts are not among
-//! a block's bytes: they stay for the whole step.
+//! of norms' outputs are cast on their way. Where products of 16 bits are computed in fp32, they take no memory beside their results,
+//! and attention keeps queries, keys, values and its output in fp32. The weights' casts are not among a block's bytes: they stay for the
+//! whole step.
 //!
 //! The backward of a product computes the gradients of its input and its weight while the gradient of its output and the kept
 //! input still exist. A norm overwrites the gradient that it reads; SiLU(gate) ⊙ up needs two more gradients.
@@ -76,17 +76,11 @@ struct Sizes {
     output: u64,
     wide_input: u64,
     wide_output: u64,
-    /// W in fp32.
-    wide_weight: u64,
     /// Gradients of W and b in the dtype of products, where they are cast afterwards.
     narrow_gradients: u64,
-    /// What a product in fp32 of an adapted W makes of its operands in 16 bits, in forward and in backward: both of them in fp32, or the
-    /// tile of a quantized W and the rows of x that are cast with it.
-    operands: u64,
-    operands_back: u64,
-    /// What a product with a quantized W that is not adapted has beside its result: a tile, and the rows that are cast.
-    beside: u64,
-    beside_back: u64,
+    /// The tile that a product with a quantized W has beside its result, in forward and in backward.
+    tile: u64,
+    tile_back: u64,
     /// u, or du.
     low: u64,
     /// A byte for each element of the input.
@@ -99,7 +93,6 @@ struct Sizes {
 pub(crate) struct Block {
     /// Whether the base is in 16 bits, so that sums in fp32 are tensors of their own.
     rounds: bool,
-    casts: bool,
     /// Whether the residual stream is in fp32 beside products in 16 bits, and whether these are computed in fp32.
     mixed: bool,
     mixed_in_fp32: bool,
@@ -165,19 +158,10 @@ impl Block {
             let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
             let bias = if linear.bias { linear.outputs } else { 0 };
             let (wide_input, wide_output) = (of(linear.inputs, 4)?, of(linear.outputs, 4)?);
-            let wide_weight = product("bytes of a weight", &[weight, 4])?;
-            let [operands, operands_back] = if recipe.quantized {
-                // The gradient is in fp32 for other products too.
-                let tile_back = nf4::tile_bytes(linear.inputs, linear.outputs, 4)?;
-                [nf4::widened_bytes(tokens, linear.outputs, linear.inputs, false)?, tile_back]
-            } else {
-                let with_weight = |operand| exact::sum("bytes of operands", [operand, wide_weight]);
-                [with_weight(wide_input)?, with_weight(wide_output)?]
-            };
-            let beside = |length, width| match (recipe.quantized, rounds && widens) {
-                (false, _) => Ok(0),
-                (true, false) => nf4::tile_bytes(length, width, c),
-                (true, true) => nf4::widened_bytes(tokens, length, width, true),
+            // With an adapter, and where 16 bits are not multiplied, a tile is in fp32.
+            let tile = |length, width| match recipe.quantized {
+                true => nf4::tile_bytes(length, width, if adapted || widens { 4 } else { c }),
+                false => Ok(0),
             };
             let learns = match (gradients, everything, adapted) {
                 (true, true, _) => {
@@ -195,16 +179,13 @@ impl Block {
                 output: of(linear.outputs, c)?,
                 wide_input,
                 wide_output,
-                wide_weight,
                 narrow_gradients: if gradients && everything && recipe.casts {
                     recipe.compute.bytes(exact::sum("elements of a weight", [weight, bias])?)?
                 } else {
                     0
                 },
-                operands,
-                operands_back,
-                beside: beside(linear.outputs, linear.inputs)?,
-                beside_back: beside(linear.inputs, linear.outputs)?,
+                tile: tile(linear.outputs, linear.inputs)?,
+                tile_back: tile(linear.inputs, linear.outputs)?,
                 low: of(rank, 4)?,
                 mask: of(linear.inputs, 1)?,
                 gradients: learns,
@@ -220,7 +201,6 @@ impl Block {
         };
         Ok(Self {
             rounds,
-            casts: rounds && lora.is_some_and(|lora| lora.on_cpu),
             dropout: lora.is_some_and(|lora| lora.dropout),
             mixed: recipe.casts,
             mixed_in_fp32: recipe.casts && widens,

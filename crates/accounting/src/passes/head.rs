@@ -35,7 +35,7 @@ pub(crate) struct HeadOptions<'a> {
     pub(crate) loss: Loss,
     /// Whether the output matrix is trained.
     pub(crate) trained: bool,
-    /// Whether products in 16 bits cast their operands up.
+    /// Whether a fused loss casts pieces of a 16-bit output matrix to fp32.
     pub(crate) on_cpu: bool,
 }
 

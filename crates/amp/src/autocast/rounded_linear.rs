@@ -7,7 +7,7 @@
 use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function};
 use runtime::matmul::{mm, mm_into};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// Returns round(x·Wᵀ + b) for x `[…, in]`, W `[out, in]` and b `[out]`, all of one low-precision dtype on the CPU.
 pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
@@ -45,12 +45,12 @@ impl Function for RoundedLinear {
             *last = weight.size()[0];
         }
         kept(|| {
-            let mut y = Tensor::f_empty([rows.size()[0], weight.size()[0]], (Kind::Float, x.device()))?;
-            mm_into(&mut y, &rows, &weight.f_tr()?, false)?;
+            let mut y = Tensor::f_empty([rows.size()[0], weight.size()[0]], (x.kind(), x.device()))?;
             if let Some(bias) = inputs.get(2) {
-                let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
+                y.f_copy_(&bias.f_expand_as(&y)?)?;
             }
-            Ok(vec![y.f_to_kind(x.kind())?.f_reshape(shape)?])
+            mm_into(&mut y, &rows, &weight.f_tr()?, self.bias)?;
+            Ok(vec![y.f_reshape(shape)?])
         })
     }
 
@@ -65,18 +65,14 @@ impl Function for RoundedLinear {
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..2 + usize::from(self.bias)).map(|_| None).collect());
         };
-        // Cast to fp32 once for all three products.
-        let rows = matrix(&grad)?.f_to_kind(Kind::Float)?;
-        let rounded = |fp32: Tensor| fp32.f_to_kind(grad.kind());
+        let rows = matrix(&grad)?;
         let needs = |index: usize| ctx.needs_input_grad(index);
-        let product =
-            |a: &Tensor, b: &Tensor| Ok::<_, runtime::Error>(rounded(mm(a, &b.f_to_kind(Kind::Float)?)?)?);
-        let x_grad =
-            needs(0).then(|| Ok::<_, runtime::Error>(product(&rows, &weight)?.f_reshape(&self.shape)?));
-        let weight_grad = needs(1).then(|| product(&rows.f_tr()?, &matrix(&x)?));
+        let x_grad = needs(0).then(|| Ok::<_, runtime::Error>(mm(&rows, &weight)?.f_reshape(&self.shape)?));
+        let weight_grad = needs(1).then(|| mm(&rows.f_tr()?, &matrix(&x)?));
+        // A sum in fp32, as a product with ones is.
         let bias_grad = needs(2).then(|| {
-            let sum = rows.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?;
-            Ok::<_, runtime::Error>(rounded(sum)?)
+            let ones = Tensor::f_ones([1, rows.size()[0]], (rows.kind(), rows.device()))?;
+            Ok::<_, runtime::Error>(mm(&ones, &rows)?.f_view(-1)?)
         });
         let mut results = vec![x_grad.transpose()?, weight_grad.transpose()?];
         if self.bias {

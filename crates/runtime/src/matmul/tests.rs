@@ -102,6 +102,52 @@ fn products_from_32_rows_and_columns_do_not_depend_on_threads() {
     }
 }
 
+/// Operands and outputs in 16 bits, and beside others in fp32: every layout, several blocks, slabs and tiles, windows of larger matrices.
+#[test]
+fn products_of_16_bits_are_rounded_once_on_any_number_of_threads_and_allocate_nothing() {
+    use Kind::{BFloat16, Float, Half};
+    crate::memory::track_cpu().unwrap();
+    let mut random = crate::random::Generator::new(6).unwrap();
+    let mut normal = |[rows, columns]: [i64; 2], transposed: bool, kind: Kind| {
+        let shape = if transposed { [columns, rows + 3] } else { [rows, columns + 3] };
+        let whole = random.normal(&shape, (Float, Device::Cpu)).unwrap().to_kind(kind);
+        if transposed { whole.tr().narrow(0, 2, rows) } else { whole.narrow(1, 2, columns) }
+    };
+    let layouts = [(false, false, false), (true, false, true), (false, true, false), (true, true, true)];
+    for (m, n, k) in [(32, 129, 2), (130, 33, 1030), (1100, 1031, 30), (300, 600, 700)] {
+        for kinds in [(Half, Half, Half), (BFloat16, BFloat16, Float), (Float, Half, BFloat16)] {
+            for (first, second, third) in layouts {
+                let (a, b) = (normal([m, k], first, kinds.0), normal([k, n], second, kinds.1));
+                let start = normal([m, n], third, kinds.2);
+                let wide = |tensor: &Tensor| tensor.to_kind(Kind::Double);
+                let exact = wide(&a).matmul(&wide(&b));
+                let results = [1, 2, 3, 64].map(|threads| {
+                    let mut out = start.copy();
+                    let region = crate::memory::Region::start(Device::Cpu).unwrap();
+                    gemm_f32(&mut out, &a, &b, true, threads).unwrap();
+                    assert_eq!(region.finish().unwrap().peak_above_start(), 0);
+                    let sum = out.copy();
+                    gemm_f32(&mut out, &a, &b, false, threads).unwrap();
+                    (sum, out)
+                });
+                let rounding = match kinds.2 {
+                    Float => 0.0,
+                    Half => 2f64.powi(-11),
+                    _ => 2f64.powi(-8),
+                };
+                for (found, expected) in [(&results[0].0, &exact + wide(&start)), (&results[0].1, exact)] {
+                    let allowed = expected.abs() * rounding * 1.001 + 1e-6 * (k as f64);
+                    let share = ((wide(found) - &expected).abs() / allowed).max().double_value(&[]);
+                    assert!(share <= 1.0, "{m} {n} {k} {kinds:?}: {share} of what is allowed");
+                }
+                for (found, threads) in results.iter().zip([1, 2, 3, 64]) {
+                    assert!(*found == results[0], "{m} {n} {k} {kinds:?}: {threads} threads");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_product_of_expanded_operands_is_correct_and_allocates_nothing() {
     crate::memory::track_cpu().unwrap();
@@ -192,10 +238,10 @@ fn misuse_is_refused_with_the_tensors_name() {
             "Int times Int into Float; expected one floating",
         ),
         (
+            t([2, 2], Kind::Double),
+            float(2, 2),
             t([2, 2], Kind::Half),
-            float(2, 2),
-            float(2, 2),
-            "Float times Float into Half; expected one floating",
+            "Float times Half into Double; expected one floating",
         ),
         (
             float(2, 2),

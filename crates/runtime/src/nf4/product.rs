@@ -11,12 +11,11 @@ use crate::profile::{Flops, kernel, record_external};
 /// Largest number of bytes of the dequantized values that a product has at a time, unless 128 rows or columns have more.
 pub const TILE_BYTES: i64 = 8 << 20;
 
-/// Smallest number of rows or columns of a tile, and of rows of x that are cast at a time: products of fewer have other bits in the
-/// `gemm` crate.
+/// Smallest number of rows or columns of a tile: products of fewer have other bits in the `gemm` crate.
 const LEAST: i64 = 128;
 
 /// Computes `out = x·Ŵᵀ`; with `accumulate`, `out += x·Ŵᵀ`: x `[m, in]`, `out [m, out]`. See [`matmul::mm_into`] for dtypes and errors; x
-/// may also have another dtype than `out`. Where the computation has another dtype than x or `out`, their rows are cast in pieces.
+/// may also have another dtype than `out`.
 ///
 /// # Errors
 /// A weight that is not NF4; shapes that do not match; as [`matmul::mm_into`].
@@ -66,9 +65,8 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
         (TILE_BYTES / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK).max(LEAST).min(length);
     let of_tile = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
     let memory = Tensor::f_empty([step * width], (stored, device))?;
-    let is_cast = x.kind() != kind;
-    let pieces = if is_cast { pieces(m, width + step, kind) } else { 1 };
-    let whole = if pieces == 1 { Some(x.f_to_kind(kind)?) } else { None };
+    // On the CPU a product in fp32 casts operands in 16 bits itself.
+    let x = if mixes(device, kind, x) { x.shallow_clone() } else { x.f_to_kind(kind)? };
     for start in (0..length).step_by(step as usize) {
         let count = step.min(length - start);
         let mut tile = memory.f_narrow(0, 0, count * width)?.f_view(of_tile(count))?;
@@ -77,25 +75,14 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
         dequantize_window(weight, window, &mut tile)?;
         let tile = tile.f_to_kind(kind)?;
         let right = if side == Side::Rows { tile.f_tr()? } else { tile };
-        let results = out.f_narrow(1, start, count)?;
-        for piece in 0..pieces {
-            let (from, until) = (m * piece / pieces, m * (piece + 1) / pieces);
-            let left = match &whole {
-                Some(whole) => whole.shallow_clone(),
-                None => x.f_narrow(0, from, until - from)?.f_to_kind(kind)?,
-            };
-            into_window(&mut results.f_narrow(0, from, until - from)?, &left, &right, accumulate)?;
-        }
+        into_window(&mut out.f_narrow(1, start, count)?, &x, &right, accumulate)?;
     }
     Ok(())
 }
 
-/// The number of pieces into which `m` rows are divided that are cast to `kind`: each has at least [`LEAST`] rows, and about
-/// [`TILE_BYTES`] of x and of the output together, which are `width` wide. A row is cast once for each tile: less than 1 % of a product
-/// with a tile of a thousand columns.
-fn pieces(m: i64, width: i64, kind: Kind) -> i64 {
-    let rows = (TILE_BYTES / kind.elt_size_in_bytes() as i64 / width).max(LEAST);
-    (m / rows).max(1)
+/// Whether [`matmul::mm_into`] takes this operand or output beside others of `kind`.
+fn mixes(device: Device, kind: Kind, matrix: &Tensor) -> bool {
+    device == Device::Cpu && kind == Kind::Float && matrix.kind() != Kind::Double
 }
 
 /// g·Ŵ from tiles of rows, as libtorch's operators dequantize them: each adds to all of the output, in fp32 (f64 for f64).
@@ -116,14 +103,18 @@ fn by_rows(out: &mut Tensor, g: &Tensor, weight: &Tensor, accumulate: bool) -> R
     Ok(())
 }
 
-/// [`matmul::mm_into`] for operands that have the dtype of the computation, and an output of any.
+/// [`matmul::mm_into`] for a tile that has the dtype of the computation, and an output of any.
 fn into_window(out: &mut Tensor, x: &Tensor, right: &Tensor, accumulate: bool) -> Result<()> {
-    if x.kind() == out.kind() || out.kind() == Kind::Float && x.kind() != Kind::Double {
+    let kind = right.kind();
+    if out.kind() == kind
+        || out.kind() == Kind::Float && kind != Kind::Double
+        || mixes(out.device(), kind, out)
+    {
         return matmul::mm_into(out, x, right, accumulate);
     }
     let mut wide = match accumulate {
-        true => out.f_to_kind(x.kind())?,
-        false => Tensor::f_empty(out.size(), (x.kind(), x.device()))?,
+        true => out.f_to_kind(kind)?,
+        false => Tensor::f_empty(out.size(), (kind, out.device()))?,
     };
     matmul::mm_into(&mut wide, x, right, accumulate)?;
     out.f_copy_(&wide)?;

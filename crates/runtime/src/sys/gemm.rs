@@ -1,12 +1,17 @@
-//! fp32 matrix products by the `gemm` crates, on the memory of tensors and on libtorch's own threads.
+//! Matrix products in fp32 by the `gemm` crates, on the memory of tensors and on libtorch's own threads.
 //!
 //! The crate's own thread pool would compete with libtorch's threads, which spin for a while after each operator; between
 //! piecewise casts of a weight, that took a quarter of the time. So the output is divided here, and each part is one
 //! thread's product. Every part packs the shared operand again, at about the cost of forty multiply-adds per
 //! element; parts are so large that this is a few percent.
+//!
+//! Operands in bf16 and fp16 are cast tile by tile within a part ([`tiles`]).
+
+mod narrower;
+mod tiles;
 
 use gemm_common::Parallelism;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::parallel;
 use super::tensor::bump_version;
@@ -20,8 +25,57 @@ const LEAST: usize = 96;
 /// Parts begin at multiples of this, so that only the last one has partial vectors.
 const STEP: usize = 16;
 
-/// Computes `out = a·b`, or `out += a·b`, for fp32 CPU matrices of any strides. The caller checks shapes, dtypes, layouts, and
-/// that the output shares no memory with an operand.
+/// How elements are stored.
+#[derive(Clone, Copy, PartialEq)]
+enum Stored {
+    Float,
+    Bfloat16,
+    Half,
+}
+
+impl Stored {
+    fn bytes(self) -> isize {
+        if self == Self::Float { 4 } else { 2 }
+    }
+}
+
+/// A matrix in memory, with its strides in elements.
+#[derive(Clone, Copy)]
+struct Matrix {
+    at: usize,
+    stored: Stored,
+    row_stride: isize,
+    column_stride: isize,
+}
+
+impl Matrix {
+    fn of(tensor: &Tensor) -> Result<Self> {
+        let stored = match tensor.kind() {
+            Kind::Float => Stored::Float,
+            Kind::BFloat16 => Stored::Bfloat16,
+            Kind::Half => Stored::Half,
+            kind => {
+                return Err(Error::invalid("matrix product", format!("{kind:?} is not multiplied in fp32")));
+            }
+        };
+        let stride = tensor.stride();
+        let (row_stride, column_stride) = (stride[0] as isize, stride[1] as isize);
+        Ok(Self { at: tensor.data_ptr() as usize, stored, row_stride, column_stride })
+    }
+
+    fn transposed(self) -> Self {
+        Self { row_stride: self.column_stride, column_stride: self.row_stride, ..self }
+    }
+
+    /// The part that begins at this row and column.
+    fn from(self, row: usize, column: usize) -> Self {
+        let elements = row as isize * self.row_stride + column as isize * self.column_stride;
+        Self { at: self.at.wrapping_add_signed(elements * self.stored.bytes()), ..self }
+    }
+}
+
+/// Computes `out = a·b`, or `out += a·b`, for CPU matrices in fp32, bf16 or fp16, each of any strides. Products and sums are in fp32;
+/// an output in 16 bits is rounded once. The caller checks shapes, layouts, and that the output shares no memory with an operand.
 ///
 /// The bits do not depend on `threads` if the output has at least [`SHORTEST`] rows and columns: each element is summed over k in
 /// blocks whose length depends on k and the processor, and on m and n only in that outputs of up to 64 × 64 have another length.
@@ -35,72 +89,32 @@ pub(crate) fn gemm_f32(
     threads: usize,
 ) -> Result<()> {
     let (m, n, k) = (out.size()[0] as usize, out.size()[1] as usize, a.size()[1] as usize);
-    let strides = |tensor: &Tensor| -> (isize, isize) {
-        let stride = tensor.stride();
-        (stride[0] as isize, stride[1] as isize)
-    };
-    let ((out_rs, out_cs), (a_rs, a_cs), (b_rs, b_cs)) = (strides(out), strides(a), strides(b));
+    let (to, left, right) = (Matrix::of(out)?, Matrix::of(a)?, Matrix::of(b)?);
     // No two elements of the output share memory: it has dense rows or dense columns, also as a window of a larger matrix.
+    let (row, column) = (to.row_stride, to.column_stride);
     let apart = match (m, n) {
-        (_, 1) => m == 1 || out_rs >= 1,
-        (1, _) => out_cs >= 1,
-        _ => (out_cs == 1 && out_rs >= n as isize) || (out_rs == 1 && out_cs >= m as isize),
+        (_, 1) => m == 1 || row >= 1,
+        (1, _) => column >= 1,
+        _ => (column == 1 && row >= n as isize) || (row == 1 && column >= m as isize),
     };
     if !apart {
         let reason = format!("the output's strides {:?} are neither row- nor column-major", out.stride());
         return Err(Error::invalid("matrix product", reason));
     }
-    let address = |tensor: &Tensor| tensor.data_ptr() as usize;
-    let (out_at, a_at, b_at) = (address(out), address(a), address(b));
-    let kernel = kernel();
-    // The larger dimension is divided, so that the parts share the smaller operand.
-    let by_columns = n >= m;
-    let long = m.max(n);
-    let parts = (long / PART).max(threads).min(long / LEAST).max(1);
-    let boundary = |part: usize| if part == parts { long } else { long * part / parts / STEP * STEP };
+    // The larger dimension is divided, so that the parts share the smaller operand. It is made that of the columns.
+    let (to, short, long) =
+        if n >= m { (to, left, right) } else { (to.transposed(), right.transposed(), left.transposed()) };
+    let (rows, columns) = (m.min(n), m.max(n));
+    let parts = (columns / PART).max(threads).min(columns / LEAST).max(1);
     let work = |part: usize| {
-        let (start, length) = (boundary(part), boundary(part + 1) - boundary(part));
-        let (rows, columns) = if by_columns { (m, length) } else { (length, n) };
-        let offset = |stride: isize| start as isize * stride * size_of::<f32>() as isize;
-        let (a_from, b_from, out_from) =
-            if by_columns { (0, offset(b_cs), offset(out_cs)) } else { (offset(a_rs), 0, offset(out_rs)) };
-        let to = out_at.wrapping_add_signed(out_from) as *mut f32;
-        let left = (a_at.wrapping_add_signed(a_from) as *const f32, a_cs, a_rs);
-        let right = (b_at.wrapping_add_signed(b_from) as *const f32, b_cs, b_rs);
-        // The kernels write column-major: a row-major output is computed as the product of the transposed operands, transposed.
-        let transposed = |(at, cs, rs): (*const f32, isize, isize)| (at, rs, cs);
-        let ((rows, columns), (to_cs, to_rs), left, right) = if out_cs.abs() < out_rs.abs() {
-            ((columns, rows), (out_rs, out_cs), transposed(right), transposed(left))
-        } else {
-            ((rows, columns), (out_cs, out_rs), left, right)
-        };
-        // SAFETY: the caller checked that all three are fp32 CPU matrices of shapes [m, n], [m, k] and [k, n], so that every
+        let columns = piece(columns, parts, part);
+        let (to, long) = (to.from(0, columns.start), long.from(0, columns.start));
+        let sizes = [rows, columns.len(), k];
+        // SAFETY: the caller checked that all three are CPU matrices of shapes [m, n], [m, k] and [k, n], so that every
         // element reached by these sizes and strides lies in its tensor, and in this part of it; the output's elements are
         // distinct (dense rows or columns, checked above), overlap neither operand (checked by the caller) and belong to
-        // this part only; `out` is borrowed mutably until all parts are done. The processor has the kernel's instructions.
-        unsafe {
-            kernel(
-                rows,
-                columns,
-                k,
-                to,
-                to_cs,
-                to_rs,
-                accumulate,
-                left.0,
-                left.1,
-                left.2,
-                right.0,
-                right.1,
-                right.2,
-                1.0,
-                1.0,
-                false,
-                false,
-                false,
-                Parallelism::None,
-            );
-        }
+        // this part only; `out` is borrowed mutably until all parts are done.
+        unsafe { tiles::multiply(to, short, long, sizes, accumulate) };
     };
     if threads > 1 {
         parallel::for_each(parts, work)?;
@@ -108,6 +122,56 @@ pub(crate) fn gemm_f32(
         (0..parts).for_each(work);
     }
     bump_version(out)
+}
+
+/// The range of one of `parts` parts of about equal length.
+fn piece(length: usize, parts: usize, part: usize) -> std::ops::Range<usize> {
+    let boundary = |part: usize| if part == parts { length } else { length * part / parts / STEP * STEP };
+    boundary(part)..boundary(part + 1)
+}
+
+/// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]` in fp32.
+///
+/// # Safety
+/// Every element lies in memory that lives; the output's are distinct, overlap neither operand, and nothing else uses them meanwhile.
+unsafe fn multiply(
+    kernel: Kernel,
+    to: Matrix,
+    a: Matrix,
+    b: Matrix,
+    [m, n, k]: [usize; 3],
+    accumulate: bool,
+) {
+    // The kernels write column-major: a row-major output is computed as the product of the transposed operands, transposed.
+    let (to, a, b, m, n) = if to.column_stride.abs() < to.row_stride.abs() {
+        (to.transposed(), b.transposed(), a.transposed(), n, m)
+    } else {
+        (to, a, b, m, n)
+    };
+    // SAFETY: by this function's contract; the processor has the kernel's instructions.
+    unsafe {
+        kernel(
+            m,
+            n,
+            k,
+            to.at as *mut f32,
+            to.column_stride,
+            to.row_stride,
+            accumulate,
+            a.at as *const f32,
+            a.column_stride,
+            a.row_stride,
+            b.at as *const f32,
+            b.column_stride,
+            b.row_stride,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
 }
 
 /// Minimum rows and columns of an output whose bits do not depend on the number of threads.
@@ -144,63 +208,4 @@ fn kernel() -> Kernel {
         Simd::Scalar => narrower::scalar,
         _ => gemm_f32::gemm::f32::get_gemm_fn(),
     }
-}
-
-/// Products with narrower vectors than the processor's.
-mod narrower {
-    use gemm_common::Parallelism;
-    use gemm_common::gemm::gemm_basic_generic;
-    use gemm_common::simd::MixedSimd;
-
-    macro_rules! product {
-        ($(#[$attribute:meta])? $name:ident, $module:ident, $simd:ident, $lanes:literal) => {
-            $(#[$attribute])?
-            /// # Safety
-            /// As the crate's own; the processor has the instructions.
-            #[allow(clippy::too_many_arguments, reason = "a BLAS signature")]
-            pub(super) unsafe fn $name(
-                m: usize,
-                n: usize,
-                k: usize,
-                to: *mut f32,
-                to_cs: isize,
-                to_rs: isize,
-                accumulate: bool,
-                a: *const f32,
-                a_cs: isize,
-                a_rs: isize,
-                b: *const f32,
-                b_cs: isize,
-                b_rs: isize,
-                alpha: f32,
-                beta: f32,
-                conjugate_to: bool,
-                conjugate_a: bool,
-                conjugate_b: bool,
-                parallelism: Parallelism,
-            ) {
-                use gemm_f32::microkernel::$module::f32::{H_M, H_N, H_UKR, MR_DIV_N, NR, UKR};
-
-                let simd = <gemm_common::simd::$simd as MixedSimd<f32, f32, f32, f32>>::try_new()
-                    .expect("`kernel` takes what the processor has");
-                // SAFETY: by this function's contract.
-                unsafe {
-                    gemm_basic_generic::<_, f32, $lanes, { MR_DIV_N * $lanes }, NR, MR_DIV_N, H_M, H_N>(
-                        simd, m, n, k, to, to_cs, to_rs, accumulate, a, a_cs, a_rs, b, b_cs, b_rs, alpha, beta,
-                        conjugate_to, conjugate_a, conjugate_b, |a, b, c| a * b + c, &UKR, &H_UKR, false,
-                        parallelism,
-                    );
-                }
-            }
-        };
-    }
-
-    product!(
-        #[cfg(target_arch = "x86_64")]
-        avx2,
-        fma,
-        V3,
-        8
-    );
-    product!(scalar, scalar, Scalar, 1);
 }

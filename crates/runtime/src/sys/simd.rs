@@ -6,6 +6,7 @@ use pulp::Arch;
 use crate::processor::{Simd, simd};
 
 mod element;
+pub(super) mod half_lines;
 mod real;
 mod vectors;
 

@@ -1,6 +1,6 @@
 //! The order in which a block's backward frees what was kept and makes gradients.
 
-use super::{Block, Sizes};
+use super::Block;
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
@@ -150,15 +150,11 @@ impl Block {
     fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
         let sizes = self.of(which);
         if !sizes.adapted {
-            if self.mixed_in_fp32 {
-                self.project_back_in_fp32(tracker, sizes, of_input);
-            } else {
-                if of_input {
-                    tracker.make(sizes.input);
-                    tracker.touch(sizes.beside_back);
-                }
-                tracker.make(sizes.narrow_gradients);
+            if of_input {
+                tracker.make(sizes.input);
+                tracker.touch(sizes.tile_back);
             }
+            tracker.make(sizes.narrow_gradients);
             tracker.make(sizes.gradients);
             return tracker.free(sizes.narrow_gradients);
         }
@@ -187,8 +183,8 @@ impl Block {
                 tracker.make(sizes.wide_input);
             }
         }
-        if of_input && self.casts {
-            tracker.touch(sizes.operands_back);
+        if of_input {
+            tracker.touch(sizes.tile_back);
         }
         if of_input && self.rounds {
             tracker.make(sizes.input);
@@ -198,22 +194,5 @@ impl Block {
             tracker.make(sizes.input);
         }
         tracker.free(sizes.low);
-    }
-
-    /// Products in fp32 of which each result is rounded: with W, then with x.
-    fn project_back_in_fp32(&self, tracker: &mut PeakTracker, sizes: &Sizes, of_input: bool) {
-        tracker.make(sizes.wide_output);
-        let wide = sizes.wide_weight + sizes.wide_input;
-        if of_input {
-            tracker.make(wide);
-            tracker.make(sizes.input);
-            tracker.free(wide);
-        }
-        if self.everything {
-            tracker.make(wide);
-            tracker.make(sizes.narrow_gradients);
-            tracker.free(wide);
-        }
-        tracker.free(sizes.wide_output);
     }
 }

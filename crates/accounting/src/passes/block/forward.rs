@@ -121,20 +121,12 @@ impl Block {
     /// Leaves the output, and u if it is kept.
     fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
         let sizes = self.of(which);
-        if !sizes.adapted && self.mixed_in_fp32 {
-            tracker.make(sizes.wide_output);
-            tracker.touch(sizes.wide_input + sizes.wide_weight);
-            tracker.make(sizes.output);
-            return tracker.free(sizes.wide_output);
-        }
         if !sizes.adapted {
             tracker.make(sizes.output);
-            return tracker.touch(sizes.beside);
+            return tracker.touch(sizes.tile);
         }
         tracker.make(sizes.wide_output);
-        if self.casts {
-            tracker.touch(sizes.operands);
-        }
+        tracker.touch(sizes.tile);
         let wide_input = if self.rounds { sizes.wide_input } else { 0 };
         tracker.make(wide_input + sizes.low);
         if self.dropout {

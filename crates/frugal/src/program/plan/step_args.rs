@@ -143,7 +143,7 @@ pub(crate) struct LoraArgs {
     /// Count the masks of the adapters' dropout
     #[arg(long, help_heading = ADAPTERS)]
     lora_dropout: bool,
-    /// Cast a 16-bit base to fp32 for the adapters' products, as on a CPU
+    /// Count the pieces of a 16-bit output matrix that the loss casts to fp32, as on a CPU
     #[arg(long, help_heading = ADAPTERS)]
     lora_on_cpu: bool,
 }

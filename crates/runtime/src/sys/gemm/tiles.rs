@@ -1,0 +1,199 @@
+//! A part of a product whose operands or output are in 16 bits: tiles of the operands are cast to fp32 while they are in the cache.
+//!
+//! For `to [m, n] = a [m, k]·b [k, n]`:
+//!
+//! ```text
+//! for each block of the output [ROWS, COLUMNS]       in fp32 (its own memory, if the output is in 16 bits)
+//!     for each slab of at most DEPTH of k
+//!         cast a [ROWS, DEPTH]
+//!         for each tile of at most TILE columns
+//!             cast b [DEPTH, TILE], multiply, add
+//!     round
+//! ```
+//!
+//! What is cast takes memory of the thread, at most 5 MiB, as the crate's packed operands do; it does not grow with the operands. An
+//! element of a is cast n/COLUMNS times, one of b m/ROWS times. The slabs depend on k alone, so that the sums do not depend on the
+//! division into parts.
+
+use std::cell::RefCell;
+
+use half::{bf16, f16};
+
+use super::{Matrix, STEP, Stored, kernel, piece};
+use crate::sys::simd::{self, Element, blocks, half_lines, load, store};
+
+const ROWS: usize = 1024;
+const COLUMNS: usize = 512;
+const TILE: usize = 256;
+const DEPTH: usize = 512;
+/// Elements between the lines of a cast tile, so that they begin in different sets of the cache.
+const GAP: usize = 16;
+
+thread_local! {
+    /// The casts of a, of b, and a block of the output.
+    static SCRATCH: RefCell<[Vec<f32>; 3]> = const { RefCell::new([const { Vec::new() }; 3]) };
+}
+
+/// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]`.
+///
+/// # Safety
+/// As [`multiply`](super::multiply).
+pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3], accumulate: bool) {
+    let [m, n, k] = sizes;
+    if [to, a, b].iter().all(|matrix| matrix.stored == Stored::Float) {
+        // SAFETY: by this function's contract.
+        return unsafe { super::multiply(kernel(), to, a, b, sizes, accumulate) };
+    }
+    SCRATCH.with_borrow_mut(|[of_a, of_b, of_block]| {
+        let rounds = to.stored != Stored::Float;
+        let (row_blocks, depths) = (m.div_ceil(ROWS), k.div_ceil(DEPTH));
+        let column_blocks = if rounds { n.div_ceil(COLUMNS) } else { 1 };
+        for (row_block, column_block) in
+            (0..row_blocks).flat_map(|row| (0..column_blocks).map(move |column| (row, column)))
+        {
+            let rows = piece(m, row_blocks, row_block);
+            let columns = piece(n, column_blocks, column_block);
+            let size = [rows.len(), columns.len()];
+            let to = to.from(rows.start, columns.start);
+            // SAFETY: of this function's operands, windows within their sizes; the tiles are this thread's own.
+            unsafe {
+                let block = if rounds { room(to, size, of_block) } else { to };
+                if rounds && accumulate {
+                    widen(to, block, size);
+                }
+                for slab in 0..depths {
+                    // Not in steps: the kernels divide k in this way.
+                    let length = k.div_ceil(depths);
+                    let depth = (slab * length).min(k)..((slab + 1) * length).min(k);
+                    let a = fp32(a.from(rows.start, depth.start), [rows.len(), depth.len()], of_a);
+                    let tiles = columns.len().div_ceil(TILE);
+                    for tile in (0..tiles).map(|tile| piece(columns.len(), tiles, tile)) {
+                        let b = b.from(depth.start, columns.start + tile.start);
+                        let b = fp32(b, [depth.len(), tile.len()], of_b);
+                        let sizes = [rows.len(), tile.len(), depth.len()];
+                        super::multiply(
+                            kernel(),
+                            block.from(0, tile.start),
+                            a,
+                            b,
+                            sizes,
+                            accumulate || slab > 0,
+                        );
+                    }
+                }
+                if rounds {
+                    round(block, to, size);
+                }
+            }
+        }
+    });
+}
+
+/// A matrix in fp32 with the layout of `like`, in memory that is made as large as needed.
+fn room(like: Matrix, [rows, columns]: [usize; 2], memory: &mut Vec<f32>) -> Matrix {
+    let by_columns = like.column_stride.abs() > like.row_stride.abs();
+    let (lines, length) = if by_columns { (columns, rows) } else { (rows, columns) };
+    let stride = length.next_multiple_of(STEP) + GAP;
+    if memory.len() < lines * stride {
+        memory.resize(lines * stride, 0.0);
+    }
+    let stride = stride as isize;
+    let (row_stride, column_stride) = if by_columns { (1, stride) } else { (stride, 1) };
+    Matrix { at: memory.as_mut_ptr() as usize, stored: Stored::Float, row_stride, column_stride }
+}
+
+/// The matrix in fp32: itself, or a cast of it.
+///
+/// # Safety
+/// Its elements lie in memory that lives.
+unsafe fn fp32(matrix: Matrix, size: [usize; 2], memory: &mut Vec<f32>) -> Matrix {
+    if matrix.stored == Stored::Float {
+        return matrix;
+    }
+    let cast = room(matrix, size, memory);
+    // SAFETY: by this function's contract; the cast has memory of its own.
+    unsafe { widen(matrix, cast, size) };
+    cast
+}
+
+/// Casts a matrix to fp32.
+///
+/// # Safety
+/// The elements of both lie in memory that lives; those of `to` are distinct, and nothing else uses them meanwhile.
+unsafe fn widen(from: Matrix, to: Matrix, size: [usize; 2]) {
+    // SAFETY: by this function's contract; the types are those of the elements.
+    unsafe {
+        match from.stored {
+            Stored::Float => convert::<f32, f32>(from, to, size, copy),
+            Stored::Bfloat16 => convert::<bf16, f32>(from, to, size, copy),
+            Stored::Half => convert::<f16, f32>(from, to, size, half_lines::widen),
+        }
+    }
+}
+
+/// Rounds a matrix in fp32.
+///
+/// # Safety
+/// As [`widen`].
+unsafe fn round(from: Matrix, to: Matrix, size: [usize; 2]) {
+    // SAFETY: by this function's contract; the types are those of the elements.
+    unsafe {
+        match to.stored {
+            Stored::Float => convert::<f32, f32>(from, to, size, copy),
+            Stored::Bfloat16 => convert::<f32, bf16>(from, to, size, copy),
+            Stored::Half => convert::<f32, f16>(from, to, size, half_lines::round),
+        }
+    }
+}
+
+/// Converts a matrix line by line, by `line` if both are dense.
+///
+/// # Safety
+/// As [`widen`], for elements of these types.
+unsafe fn convert<F: Element<Compute = f32>, T: Element<Compute = f32>>(
+    from: Matrix,
+    to: Matrix,
+    [rows, columns]: [usize; 2],
+    line: unsafe fn(*const F, *mut T, usize),
+) {
+    // Lines are dense in fp32, and almost always in the other matrix.
+    let wide = if from.stored == Stored::Float { from } else { to };
+    let (from, to, lines, length) = if wide.column_stride == 1 {
+        (from, to, rows, columns)
+    } else {
+        (from.transposed(), to.transposed(), columns, rows)
+    };
+    let dense = from.column_stride == 1 && to.column_stride == 1;
+    for number in 0..lines {
+        let (source, target) = (from.from(number, 0).at as *const F, to.from(number, 0).at as *mut T);
+        // SAFETY: by this function's contract the line's elements exist in both.
+        unsafe {
+            if dense {
+                line(source, target, length);
+                continue;
+            }
+            for at in 0..length as isize {
+                let value = source.offset(at * from.column_stride).read().widen();
+                target.offset(at * to.column_stride).write(T::round(value));
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `length` elements lie at `from` and at `to`, and nothing else uses those at `to` meanwhile.
+unsafe fn copy<F: Element<Compute = f32>, T: Element<Compute = f32>>(
+    from: *const F,
+    to: *mut T,
+    length: usize,
+) {
+    simd::arch().dispatch(
+        #[inline(always)]
+        || {
+            blocks!(64, 0, length, |at, N| {
+                // SAFETY: by this function's contract.
+                unsafe { store::<T, N>(to.add(at), &load::<F, N>(from.add(at))) };
+            });
+        },
+    );
+}
