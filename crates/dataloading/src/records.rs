@@ -56,10 +56,12 @@ pub use splits::Splits;
 pub struct RecordLocation {
     /// The file.
     pub path: Arc<Path>,
-    /// What is counted: `line`, or `row` in a file without lines.
+    /// What is counted: `line`, `row` in a file without lines, or `record` in one whose records may have several lines or share one.
     pub unit: &'static str,
-    /// The number of the line or row, from 1.
+    /// The number of the line, row or record, from 1.
     pub number: u64,
+    /// The line, where that is not what is counted.
+    pub line: Option<u64>,
 }
 
 impl RecordLocation {
@@ -67,15 +69,21 @@ impl RecordLocation {
     pub fn error(&self, reason: impl fmt::Display) -> Error {
         Error::Record {
             from: self.path.display().to_string(),
-            location: format!("{} {}", self.unit, self.number),
+            location: self.within(),
             reason: reason.to_string(),
         }
+    }
+
+    /// Returns the place within the file.
+    fn within(&self) -> String {
+        let line = self.line.map_or_else(String::new, |line| format!(" (line {line})"));
+        format!("{} {}{line}", self.unit, self.number)
     }
 }
 
 impl fmt::Display for RecordLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {} {}", self.path.display(), self.unit, self.number)
+        write!(f, "{}: {}", self.path.display(), self.within())
     }
 }
 
@@ -189,8 +197,8 @@ impl Iterator for JsonLines {
             match self.lines.next() {
                 Ok(Some(line)) if line.text.trim().is_empty() => {}
                 Ok(Some(line)) => {
-                    let location =
-                        RecordLocation { path: self.path.clone(), unit: "line", number: line.number };
+                    let (path, number) = (self.path.clone(), line.number);
+                    let location = RecordLocation { path, unit: "line", number, line: None };
                     return Some(match parse_object(&line.text) {
                         Ok(fields) => Ok(Record { fields, location }),
                         Err(reason) => Err(location.error(reason)),

@@ -44,13 +44,13 @@ pub enum Error {
     },
     /// A budget that the process is beyond before its work begins.
     #[error(
-        "a budget of {budget} is below the {taken} that the program itself needs; give a larger --budget"
+        "a budget of {budget} is below the {least} that the program itself needs; give a larger --budget"
     )]
     Budget {
         /// The budget.
         budget: String,
-        /// What the process, or a library on the device, takes.
-        taken: String,
+        /// The least budget beyond what the process takes.
+        least: String,
     },
     /// A rate that came out as none.
     #[error("the rate of a product or a copy could not be measured; run again on an idle machine")]

@@ -5,6 +5,7 @@ mod program;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Train and fine-tune language models on the memory at hand
@@ -60,10 +61,30 @@ enum Command {
 /// Wrong arguments; a request for help or for the version.
 fn parse(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Cli, clap::Error> {
     let mut command = Cli::command();
-    let matches = command.try_get_matches_from_mut(words)?;
+    let matches = command.try_get_matches_from_mut(words).map_err(in_words)?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     cli.common.given = program::run_flags::given(&command, &matches);
     Ok(cli)
+}
+
+/// Replaces Rust's words for a number that cannot be read.
+fn in_words(error: clap::Error) -> clap::Error {
+    const WORDS: [(&str, &str); 6] = [
+        (": invalid float literal", ": expected a number"),
+        (": cannot parse float from empty string", ": expected a number"),
+        (": invalid digit found in string", ": expected a whole number"),
+        (": cannot parse integer from empty string", ": expected a whole number"),
+        (": number too large to fit in target type", ": the number is too large"),
+        (": number too small to fit in target type", ": the number is too small"),
+    ];
+    let text = error.to_string();
+    match WORDS.iter().find(|(rust, _)| error.kind() == ErrorKind::ValueValidation && text.contains(rust)) {
+        Some((rust, words)) => {
+            let text = text.replace(rust, words);
+            clap::Error::raw(error.kind(), text.strip_prefix("error: ").unwrap_or(&text))
+        }
+        None => error,
+    }
 }
 
 /// Runs a command.

@@ -11,7 +11,10 @@ mod job;
 mod known_rates;
 mod rates;
 
-pub use budget::{FREE_SHARE, MemorySamples, PeakMeter, PeakUsage, default_budget, enforce, tensor_budget};
+pub use budget::{
+    FREE_SHARE, MemorySamples, PeakMeter, PeakUsage, RESERVE, default_budget, enforce, least_budget, taken,
+    tensor_budget,
+};
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, with_choice};
 pub use known_rates::KnownRates;

@@ -48,11 +48,7 @@ impl Options {
     pub fn check(&self) -> Result<()> {
         let refuse = |name, found: String, expected| Err(Error::Option { name, found, expected });
         if self.r < 1 {
-            return refuse(
-                "r",
-                self.r.to_string(),
-                "a rank of at least 1; without an adapter there is no rank",
-            );
+            return refuse("r", self.r.to_string(), "a rank of at least 1");
         }
         if !self.alpha.is_finite() {
             return refuse("lora_alpha", self.alpha.to_string(), "a finite number, such as twice the rank");

@@ -61,7 +61,10 @@ pub enum Error {
         refused: Vec<String>,
     },
     /// A checkpoint could not be written.
-    #[error("the checkpoint of step {step} was not written: {}: {cause}; {remedy}; the earlier ones are intact", path.display())]
+    #[error(
+        "the checkpoint of step {step} was not written: {}: {cause}; {remedy}; {}",
+        path.display(), if *has_earlier { "the earlier ones are intact" } else { "there is no earlier one" }
+    )]
     Save {
         /// The step.
         step: u64,
@@ -71,6 +74,8 @@ pub enum Error {
         cause: std::io::Error,
         /// The remedy.
         remedy: &'static str,
+        /// Whether the folder has a checkpoint.
+        has_earlier: bool,
     },
     /// Another process writes checkpoints to the folder.
     #[error(

@@ -4,7 +4,7 @@
 //!
 //! **Elsewhere by rendering prefixes.** For the answer at message *i*, `p` is the rendering of the messages before it with the
 //! generation prompt, and `f` the rendering up to and with it. Inference reads `p` and has to write the rest of `f`, so `p` must be a
-//! prefix of `f`, and `f[p.len()..]` is learned. Templates may render an answer in another way once further messages follow it
+//! prefix of `f`, and `f[p.len()..]` is learned. An answer without messages before it has a `p` of its own (`first_prompt`). Templates may render an answer in another way once further messages follow it
 //! (Qwen3 removes its reasoning). Where `f` is no prefix of the next answer's `p`, another row begins: each row is what inference
 //! sees. So a conversation whose history changes at each answer becomes one row per answer, and one whose history stays is one row.
 //!
@@ -194,7 +194,8 @@ impl Turns<'_> {
                 let messages = &self.messages()[..count];
                 Ok(self.template.render_messages(self.conversation, messages, prompt)?.text)
             };
-            let (prompt, whole) = (render(at, true)?, render(at + 1, false)?);
+            let whole = render(at + 1, false)?;
+            let prompt = if at == 0 { self.first_prompt(&whole)? } else { render(at, true)? };
             let Some(answer) = whole.strip_prefix(&prompt) else {
                 return Err(self.no_prefix(at, &prompt, &whole));
             };
@@ -214,6 +215,36 @@ impl Turns<'_> {
         }
         row.finish(&mut rows);
         Ok(rows)
+    }
+
+    /// Returns the part of a conversation's first message, an answer, that is written before what is learned. Templates that read the first
+    /// message cannot render none; there it ends with what they write to begin an answer.
+    fn first_prompt(&self, whole: &str) -> Result<String> {
+        let render = |messages: &[Message], prompt| {
+            self.template
+                .render_messages(self.conversation, messages, prompt)
+                .ok()
+                .map(|rendered| rendered.text)
+        };
+        if let Some(prompt) = render(&[], true).filter(|prompt| whole.starts_with(prompt.as_str())) {
+            return Ok(prompt);
+        }
+        let asked = [Message::new("user", "?")];
+        let (before, with_opening) = (render(&asked, false), render(&asked, true));
+        let opening = before
+            .zip(with_opening)
+            .and_then(|(before, after)| Some(after.strip_prefix(&before)?.to_owned()));
+        let end = opening
+            .filter(|opening| !opening.is_empty())
+            .and_then(|opening| Some(whole.find(&opening)? + opening.len()));
+        match end {
+            Some(end) => Ok(whole[..end].to_owned()),
+            None => Err(self.template.refuse(
+                "the conversation begins with an assistant's message, before which the template writes no prompt; begin it with \
+                 a user's message"
+                    .to_owned(),
+            )),
+        }
     }
 
     /// Returns the token with which a user's next message begins, if it ends a generation.

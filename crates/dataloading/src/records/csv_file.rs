@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::{Record, RecordLocation, Records};
 use crate::error::{Error, Result};
+use crate::text::lines::{UTF16, is_utf16};
 use crate::text::{LONGEST_RECORD, open as open_bytes};
 
 /// Opens a file.
@@ -20,6 +21,9 @@ pub(super) fn open(path: &Path, separator: u8) -> Result<Records> {
     let mut first = Vec::new();
     let io = |cause| Error::Io { path: path.to_owned(), cause };
     open_bytes(path)?.take(LONGEST_RECORD).read_until(b'\n', &mut first).map_err(io)?;
+    if is_utf16(&first) {
+        return Err(Error::File { path: path.to_owned(), reason: UTF16.to_owned() });
+    }
     let behind = u64::from(first.ends_with(b"\r\n"));
     let mut reader = csv::ReaderBuilder::new().delimiter(separator).from_reader(open_bytes(path)?);
     let path: Arc<Path> = path.into();
@@ -27,7 +31,7 @@ pub(super) fn open(path: &Path, separator: u8) -> Result<Records> {
         Ok(names) => names.iter().map(|name| name.trim().to_owned()).collect(),
         Err(error) => return Err(wrong(&path, 1, 0, &error)),
     };
-    let location = RecordLocation { path: path.clone(), unit: "line", number: 1 };
+    let location = RecordLocation { path: path.clone(), unit: "line", number: 1, line: None };
     if let Some((at, name)) = names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
         return Err(location.error(format!("column {} has the name `{name}` of another; rename it", at + 1)));
     }
@@ -59,7 +63,7 @@ impl Iterator for Rows {
             }
             Ok(true) => {
                 let number = row.position().map_or(line, csv::Position::line) + self.behind;
-                let location = RecordLocation { path: self.path.clone(), unit: "line", number };
+                let location = RecordLocation { path: self.path.clone(), unit: "line", number, line: None };
                 let fields = self.names.iter().cloned().zip(row.iter().map(Value::from));
                 Some(Ok(Record { fields: fields.collect::<Map<_, _>>(), location }))
             }
@@ -73,7 +77,7 @@ impl Iterator for Rows {
 
 fn wrong(path: &Arc<Path>, line: u64, behind: u64, error: &csv::Error) -> Error {
     let number = error.position().map_or(line, csv::Position::line) + behind;
-    let location = RecordLocation { path: path.clone(), unit: "line", number };
+    let location = RecordLocation { path: path.clone(), unit: "line", number, line: None };
     match error.kind() {
         ErrorKind::Io(cause) => {
             Error::File { path: path.to_path_buf(), reason: format!("it cannot be read further: {cause}") }

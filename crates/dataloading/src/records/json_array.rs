@@ -38,6 +38,8 @@ pub(super) struct JsonArray {
     reader: Box<dyn BufRead + Send>,
     path: Arc<Path>,
     line: u64,
+    /// Elements before the next one.
+    records: u64,
     state: State,
 }
 
@@ -57,11 +59,12 @@ enum End {
 
 impl JsonArray {
     pub(super) fn open(path: &Path) -> Result<Self> {
-        Ok(Self { reader: open(path)?, path: path.into(), line: 1, state: State::Before })
+        Ok(Self { reader: open(path)?, path: path.into(), line: 1, records: 0, state: State::Before })
     }
 
+    /// The place of the newest element, or of a line of it.
     fn location(&self, line: u64) -> RecordLocation {
-        RecordLocation { path: self.path.clone(), unit: "line", number: line }
+        RecordLocation { path: self.path.clone(), unit: "record", number: self.records, line: Some(line) }
     }
 
     fn byte(&mut self) -> Result<Option<u8>> {
@@ -113,6 +116,7 @@ impl JsonArray {
             self.state = State::Within;
             while self.byte()?.is_some_and(|byte| byte != b'[') {}
         }
+        self.records += 1;
         let (bytes, line, end) = self.element()?;
         let location = self.location(line);
         let is_empty = bytes.iter().all(|byte| is_blank(*byte));

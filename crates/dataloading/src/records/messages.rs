@@ -70,11 +70,24 @@ pub(super) fn messages(record: &Map<String, Value>, field: &str) -> Result<Vec<M
         return Err(format!("`{field}` is empty, expected at least one message; remove the record"));
     }
     let numbered = list.into_iter().enumerate();
-    numbered
+    let messages: Vec<Message> = numbered
         .map(|(at, value)| {
             message(value).map_err(|reason| format!("`{field}`, message {}: {reason}", at + 1))
         })
-        .collect()
+        .collect::<Result<_, String>>()?;
+    // With another name nothing of it would be learned.
+    if !messages.iter().any(Message::is_answer) {
+        for (at, message) in messages.iter().enumerate() {
+            let known = ROLES.iter().find(|(name, role)| name != role && *name == message.role());
+            if let Some((name, role)) = known.filter(|(_, role)| matches!(*role, "user" | "assistant")) {
+                return Err(format!(
+                    "`{field}`, message {}: `role` is \"{name}\"; expected \"{role}\"",
+                    at + 1
+                ));
+            }
+        }
+    }
+    Ok(messages)
 }
 
 /// A column of CSV has JSON as text.

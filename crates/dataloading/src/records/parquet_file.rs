@@ -62,7 +62,8 @@ impl Iterator for ParquetRows {
             return None;
         }
         self.number += 1;
-        let location = RecordLocation { path: self.path.clone(), unit: "row", number: self.number };
+        let location =
+            RecordLocation { path: self.path.clone(), unit: "row", number: self.number, line: None };
         match guarded(|| self.rows.next().transpose().map_err(|error| error.to_string())) {
             Ok(Some(row)) => Some(Ok(Record { fields: fields(&row, true), location })),
             Ok(None) => {

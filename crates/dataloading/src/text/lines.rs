@@ -14,6 +14,14 @@ use crate::error::{Error, Result};
 /// The maximum size of a record in bytes. It bounds the memory for a file without line breaks or a binary file.
 pub const LONGEST_RECORD: u64 = 256 << 20;
 
+/// What to do with a file in UTF-16.
+pub(crate) const UTF16: &str = "the file is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)";
+
+/// Returns whether a file begins with a byte order mark of UTF-16.
+pub(crate) fn is_utf16(bytes: &[u8]) -> bool {
+    bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff")
+}
+
 /// A line without its line break.
 #[derive(Debug)]
 pub(crate) struct Line {
@@ -128,16 +136,22 @@ impl Lines {
                 self.replaced += replaced;
                 text
             }
+            Err(bad) if start == 0 && is_utf16(bad.as_bytes()) => {
+                // Its lines do not end where these do.
+                self.is_at_line_end = false;
+                return Err(self.error(self.number, UTF16.to_owned()));
+            }
             Err(bad) => {
                 let at = bad.utf8_error().valid_up_to();
-                return Err(self.error(
-                    self.number,
-                    format!(
-                        "byte {} of the file (0x{:02x}) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)",
-                        start + at as u64,
-                        bad.as_bytes()[at],
+                let (number, byte) = (self.number, start + at as u64);
+                return Err(Error::Record {
+                    from: self.path.display().to_string(),
+                    location: format!(
+                        "line {number}, byte {byte} of the file (0x{:02x})",
+                        bad.as_bytes()[at]
                     ),
-                ));
+                    reason: "not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)".to_owned(),
+                });
             }
         };
         Ok(Some(Line { text, number: self.number }))

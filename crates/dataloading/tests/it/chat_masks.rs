@@ -129,6 +129,41 @@ fn every_answer_stands_after_what_inference_reads() {
     assert!(checked.len() >= 4, "{checked:?}");
 }
 
+/// Templates that read the first message cannot render the prompt before it.
+#[test]
+fn an_answer_may_begin_a_conversation() {
+    let begun = |last: &str| {
+        Conversation::new([
+            Message::new("assistant", "Hello!"),
+            Message::new(last, "2+2?"),
+            Message::new("assistant", "4"),
+        ])
+    };
+    let rows = |source: &str, conversation: &Conversation| {
+        template("begun", source).rows(conversation, Mask::Answers, &ends())
+    };
+    let expected = "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n";
+    // As Qwen's: with a system message of its own where the first message is none.
+    let system = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}";
+    for (before, written) in [("", ""), (system, "<|im_start|>system\nBe kind.<|im_end|>\n")] {
+        let found = rows(&format!("{before}{CHATML}"), &begun("user")).unwrap();
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(
+            (text(&found[0]), learned(&found[0])),
+            (format!("{written}{expected}"), vec!["Hello!<|im_end|>\n", "4<|im_end|>\n"])
+        );
+    }
+    let fixtures = fixtures();
+    if let Some(source) = fixtures["templates"]["qwen2_5"].as_str() {
+        let found = rows(source, &begun("system")).unwrap();
+        assert_eq!(learned(&found[0]), ["Hello!<|im_end|>\n", "4<|im_end|>\n"]);
+    }
+    // It writes nothing that begins an answer.
+    let bare = "{{ messages[0].role }}{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}";
+    let error = rows(bare, &begun("user")).unwrap_err().to_string();
+    assert!(error.contains("the conversation begins with an assistant's message, before which"), "{error}");
+}
+
 #[test]
 fn weights_and_masks_choose_the_answers() {
     let template = chatml();

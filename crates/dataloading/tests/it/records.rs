@@ -60,8 +60,24 @@ fn records_have_their_places_and_wrong_ones_do_not_hide_the_next() {
     let mut bytes = b"{\"a\": \"".to_vec();
     bytes.extend_from_slice(b"\xff\"}\n{\"a\": 2}\n");
     let read = files.read(&files.write("latin.jsonl", bytes));
-    assert!(read[0].contains("line 1: byte 7 of the file (0xff) is not UTF-8"), "{read:?}");
+    assert!(
+        read[0].contains("line 1, byte 7 of the file (0xff): not UTF-8; convert the file (iconv -f LATIN1"),
+        "{read:?}"
+    );
     assert_eq!(read[1], "latin.jsonl: line 2 {\"a\":2}");
+    let wide = |text: &str, order: fn(u16) -> [u8; 2]| -> Vec<u8> {
+        "\u{feff}".encode_utf16().chain(text.encode_utf16()).flat_map(order).collect()
+    };
+    for (name, order) in
+        [("little.jsonl", u16::to_le_bytes as fn(u16) -> [u8; 2]), ("big.jsonl", u16::to_be_bytes)]
+    {
+        let read = files.read(&files.write(name, wide("{\"a\": 1}\n{\"a\": 2}\n", order)));
+        let expected =
+            format!("error {name}: line 1: the file is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)");
+        assert_eq!(read, [expected], "one error for all lines");
+    }
+    let read = files.read(&files.write("wide.csv", wide("a,b\n1,2\n", u16::to_le_bytes)));
+    assert_eq!(read, ["wide.csv: the file is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)"]);
     let truncated = &compressed(&lines.repeat(1000))[..100];
     let read = files.read(&files.write("cut.jsonl.gz", truncated));
     assert!(read.last().unwrap().starts_with("error cut.jsonl.gz: "), "{read:?}");
@@ -75,11 +91,11 @@ fn an_array_is_read_element_by_element() {
     assert_eq!(
         files.read(&files.write("rows.json", text)),
         [
-            "rows.json: line 2 {\"a\":\"],}\\\"\"}",
-            "error rows.json: line 3: expected an object, found a number; an element of the array is one record",
-            "rows.json: line 5 {\"b\":[1,{\"c\":2}]}",
-            "error rows.json: line 7: not JSON (expected value); correct or remove the record",
-            "rows.json: line 8 {}",
+            "rows.json: record 1 (line 2) {\"a\":\"],}\\\"\"}",
+            "error rows.json: record 2 (line 3): expected an object, found a number; an element of the array is one record",
+            "rows.json: record 3 (line 5) {\"b\":[1,{\"c\":2}]}",
+            "error rows.json: record 4 (line 7): not JSON (expected value); correct or remove the record",
+            "rows.json: record 5 (line 8) {}",
         ]
     );
     assert_eq!(files.read(&files.write("none.json", "[ ]")), [] as [&str; 0]);
@@ -87,8 +103,8 @@ fn an_array_is_read_element_by_element() {
     assert_eq!(
         cut,
         [
-            "cut.json: line 1 {\"a\":1}",
-            "error cut.json: line 2: the array does not end with `]`; the file is cut off"
+            "cut.json: record 1 (line 1) {\"a\":1}",
+            "error cut.json: record 2 (line 2): the array does not end with `]`; the file is cut off"
         ]
     );
     let lines = files.read(&files.write("lines.json", "{\"a\": 1}\n{\"a\": 2}\n"));
@@ -170,7 +186,8 @@ fn rows_of_parquet_are_those_that_pyarrow_wrote() {
 fn content(fields: Value) -> Result<Content, String> {
     let fields = fields.as_object().unwrap().clone();
     let format = RecordFormat::of(&fields, "text").ok_or("no format")?;
-    let location = records::RecordLocation { path: Path::new("f").into(), unit: "line", number: 1 };
+    let location =
+        records::RecordLocation { path: Path::new("f").into(), unit: "line", number: 1, line: None };
     let record = records::Record { fields, location };
     record.content(format, "text").map_err(|error| error.to_string())
 }
@@ -245,6 +262,14 @@ fn wrong_fields_are_named() {
             "a part of type \"image\"",
         ),
         (json!({ "messages": [{ "role": "user", "content": 5 }] }), "`content` is a number"),
+        (
+            json!({ "messages": [{ "role": "human", "content": "a" }, { "role": "gpt", "content": "b" }] }),
+            "`messages`, message 1: `role` is \"human\"; expected \"user\"",
+        ),
+        (
+            json!({ "prompt": [{ "role": "user", "content": "u" }], "completion": [{ "role": "gpt", "content": "b" }] }),
+            "`completion`, message 1: `role` is \"gpt\"; expected \"assistant\"",
+        ),
         (json!({ "messages": [5] }), "message 1: a number, expected an object"),
         (
             json!({ "conversations": [{ "from": "me", "value": "a" }] }),
@@ -349,7 +374,12 @@ fn splits_are_found_by_the_names_of_files() {
 fn templates_make_prompts_of_any_fields() {
     let record = |fields: Value| records::Record {
         fields: fields.as_object().unwrap().clone(),
-        location: records::RecordLocation { path: Path::new("f").into(), unit: "line", number: 7 },
+        location: records::RecordLocation {
+            path: Path::new("f").into(),
+            unit: "line",
+            number: 7,
+            line: None,
+        },
     };
     let templates = PromptTemplates::new("{{n}} = {n}\n{query }?", " {response}!").unwrap();
     assert_eq!(templates.fields().collect::<Vec<_>>(), ["n", "query", "response"]);

@@ -111,9 +111,7 @@ fn errors_name_the_line_and_the_remedy() {
     check_error(
         b"fine\ncaf\xe9\n",
         Format::Lines,
-        expect![
-            "line 2: byte 8 of the file (0xe9) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)"
-        ],
+        expect!["line 2, byte 8 of the file (0xe9): not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)"],
     );
     check_error(b" \n\n", Format::Lines, expect!["there is no text; check the files and their format"]);
     check_error(b"", Format::Articles, expect!["there is no text; check the files and their format"]);

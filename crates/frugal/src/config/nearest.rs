@@ -1,5 +1,32 @@
 //! The known name that is nearest to an unknown one.
 
+/// Replaces Rust's types in a message of `serde` about a value of another type.
+pub(super) fn in_words(message: &str) -> String {
+    const TYPES: [(&str, &str); 8] = [
+        ("f64", "a number"),
+        ("u64", "a whole number from 0"),
+        ("usize", "a whole number from 0"),
+        ("u32", "a whole number from 0"),
+        ("u8", "a whole number from 0"),
+        ("i64", "a whole number"),
+        ("a boolean", "true or false"),
+        ("a string", "a text"),
+    ];
+    let Some((before, expected)) = message.rsplit_once(", expected ") else { return message.to_owned() };
+    match TYPES.iter().find(|(rust, _)| *rust == expected) {
+        Some((_, words)) => {
+            let found = before.split_once(": ").map_or(before, |(_, found)| found).replace("string ", "");
+            format!("expected {words}, found {found}")
+        }
+        None => message.to_owned(),
+    }
+}
+
+/// Returns the names that a message of `serde` about an unknown one lists.
+pub(super) fn known_names(message: &str) -> Vec<&str> {
+    message.split_once(", expected ").map_or_else(Vec::new, |(_, list)| between_backticks(list).collect())
+}
+
 /// Appends the nearest of the names that a message of `serde` lists, if one is near: `…; did you mean `steps`?`.
 pub(super) fn with_suggestion(message: &str) -> String {
     let suggestion = message.split_once(", expected ").and_then(|(before, list)| {

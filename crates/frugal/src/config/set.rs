@@ -1,7 +1,7 @@
 //! Values of a configuration by their keys, as on a command line.
 
 use serde::Deserialize as _;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{Config, nearest};
 use crate::error::{Error, Result};
@@ -51,7 +51,23 @@ impl Config {
             return Err(format!("`{key}` is a section; name one of its keys, as {key}.KEY=VALUE"));
         }
         *at = value;
-        Self::deserialize(all).map_err(|cause| nearest::with_suggestion(&cause.to_string()))
+        Self::deserialize(all).map_err(|cause| {
+            let message = cause.to_string();
+            let sections = if key.contains('.') { Vec::new() } else { nearest::known_names(&message) };
+            match sections.into_iter().find(|section| has_key(section, key)) {
+                Some(section) => format!("the key has no section; did you mean `{section}.{key}`?"),
+                None => nearest::with_suggestion(&nearest::in_words(&message)),
+            }
+        })
+    }
+}
+
+/// Returns whether a section has a key.
+fn has_key(section: &str, key: &str) -> bool {
+    // A key that is known takes null, or refuses its type.
+    match Config::deserialize(json!({ section: { key: null } })) {
+        Ok(_) => true,
+        Err(cause) => cause.to_string().starts_with("invalid type: null"),
     }
 }
 
@@ -95,7 +111,14 @@ mod tests {
         check(".lr=1", "expected a key with its section");
         check("optimiser.lr=1", "did you mean `optimizer`?");
         check("training.step=1", "did you mean `steps`?");
-        check("training.steps=many", "invalid type: string \"many\", expected u64");
+        check("training.steps=many", "expected a whole number from 0, found \"many\"");
+        check("training.steps=1.5", "expected a whole number from 0, found floating point `1.5`");
+        check("optimizer.lr=abc", "expected a number, found \"abc\"");
+        check("training.baseline=maybe", "expected true or false, found \"maybe\"");
+        check("lr=1", "the key has no section; did you mean `optimizer.lr`?");
+        check("steps=1", "did you mean `training.steps`?");
+        check("r=1", "did you mean `adapter.r`?");
+        check("nothing=1", "unknown field `nothing`");
         check("training=1", "`training` is a section");
         check("training.batch.x=1", "`training.batch` is a value");
         check("adapter.rank_=1", "unknown field `rank_`");

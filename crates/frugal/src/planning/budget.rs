@@ -11,7 +11,10 @@ use tch::Device;
 use crate::error::{Error, Result};
 
 /// The share of a budget that a plan leaves free, for short-lived tensors and what libraries allocate as they go.
-const SLACK: f64 = 0.03;
+pub const RESERVE: f64 = 0.03;
+
+/// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run.
+const MARGIN: f64 = 0.01;
 
 /// The share of the free memory that a training without a budget may take.
 pub const FREE_SHARE: f64 = 0.8;
@@ -36,15 +39,29 @@ pub fn default_budget(device: Device) -> Result<u64> {
 /// # Errors
 /// A budget below what the process takes already.
 pub fn tensor_budget(budget: u64, device: Device) -> Result<u64> {
-    let taken = match device {
+    let taken = taken(device)?;
+    match budget.saturating_sub(taken).saturating_sub((budget as f64 * RESERVE) as u64) {
+        0 => Err(Error::Budget { budget: bytes_text(budget), least: bytes_text(least_budget(taken, 0)) }),
+        free => Ok(free),
+    }
+}
+
+/// Returns the bytes of a budget that the process takes before tensors are allocated.
+///
+/// # Errors
+/// A system that does not count.
+pub fn taken(device: Device) -> Result<u64> {
+    Ok(match device {
         Device::Cpu => resident_memory()?.current,
         // What the libraries keep there is in the plan.
         _ => 0,
-    };
-    match budget.saturating_sub(taken).saturating_sub((budget as f64 * SLACK) as u64) {
-        0 => Err(Error::Budget { budget: bytes_text(budget), taken: bytes_text(taken) }),
-        free => Ok(free),
-    }
+    })
+}
+
+/// Returns the least budget, in whole mebibytes, of which tensors may take so many bytes where the process has [`taken`] so many.
+pub fn least_budget(taken: u64, tensors: u64) -> u64 {
+    let least = taken.saturating_add(tensors) as f64 * (1.0 + MARGIN) / (1.0 - RESERVE);
+    (least as u64).div_ceil(1 << 20) << 20
 }
 
 /// Makes the allocator refuse what goes beyond the budget. `None` on a GPU, where only the environment can do that.
@@ -143,6 +160,21 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+
+    /// What the least budget leaves suffices, and a budget of a few percent less does not.
+    #[test]
+    fn the_least_budget_is_the_least() {
+        for (taken, tensors) in [(0, 1 << 20), (135 << 20, 0), (135 << 20, 900 << 20), (1 << 30, 700 << 30)] {
+            let free = |budget: u64| budget as f64 * (1.0 - RESERVE) - taken as f64;
+            let least = least_budget(taken, tensors);
+            assert!(free(least) > tensors as f64, "{least}");
+            assert!(free((least as f64 * 0.98) as u64 - (1 << 20)) < tensors as f64, "{least}");
+        }
+        let taken = taken(Device::Cpu).unwrap();
+        assert!(tensor_budget(least_budget(taken, 0), Device::Cpu).is_ok());
+        let error = tensor_budget(taken, Device::Cpu).unwrap_err().to_string();
+        assert!(error.contains(" that the program itself needs; give a larger --budget"), "{error}");
+    }
 
     /// A mapped file is in the process's memory, and not in what a budget is compared with.
     #[test]

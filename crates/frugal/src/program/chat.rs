@@ -96,6 +96,9 @@ fn load(folder: &Folder, arguments: &Chat, device: tch::Device) -> anyhow::Resul
     Ok(folder.load(arguments.dtype.map(|dtype| dtype.kind()), device)?)
 }
 
+/// The commands of a conversation.
+const HELP: &str = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer";
+
 /// Reads turns from standard input, and answers them.
 fn converse(
     common: &Common,
@@ -106,7 +109,7 @@ fn converse(
     let is_terminal = std::io::stdin().is_terminal();
     let stop = if is_terminal { interrupt::on_signals()? } else { Arc::new(AtomicBool::new(false)) };
     if is_terminal {
-        say(common, "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer");
+        say(common, HELP);
     }
     let mut lines = std::io::stdin().lock().lines();
     loop {
@@ -114,7 +117,13 @@ fn converse(
             let mut err = std::io::stderr().lock();
             let _ = err.write_all(b"> ").and_then(|()| err.flush());
         }
-        let Some(line) = lines.next() else { return Ok(()) };
+        let Some(line) = lines.next() else {
+            // Ctrl-D writes no line break.
+            if is_terminal {
+                let _ = std::io::stderr().lock().write_all(b"\n");
+            }
+            return Ok(());
+        };
         let line = line.context("standard input")?;
         // A Ctrl-C while nothing was generated.
         stop.store(false, Ordering::Relaxed);
@@ -126,8 +135,12 @@ fn converse(
                 say(common, "the conversation begins anew");
                 continue;
             }
+            "/help" => {
+                say(common, HELP);
+                continue;
+            }
             other if other.starts_with('/') && !other.contains(char::is_whitespace) => {
-                say(common, &format!("{other} is no command; there are /reset and /exit"));
+                say(common, &format!("{other} is no command; there are /help, /reset and /exit"));
                 continue;
             }
             text => {

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use clap::{Args, Subcommand};
-use frugal::config::DataConfig;
+use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::records::Splits;
 use frugal::rows::{self, Counts, Found, RowEncoder};
 use frugal::training::masked_rows::MaskedRow;
@@ -21,6 +21,7 @@ use super::model::HubArgs;
 use super::output::say;
 use super::problems::Problems;
 use super::row_flags::{RowArgs, encoder, found, found_text};
+use super::run_model::{Target, WhichArgs};
 
 #[derive(Args)]
 pub(crate) struct Data {
@@ -52,7 +53,7 @@ struct SourceArgs {
     /// A file of records, a text file, or a folder with train.*
     #[arg(value_name = "DATA")]
     data: String,
-    /// The model that reads it: a folder in Hugging Face's layout, or a name on the hub
+    /// The model that reads it: a folder in Hugging Face's layout, a name on the hub, or the output folder of a training
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     model: String,
     #[command(flatten)]
@@ -87,11 +88,17 @@ type Each<'a> =
 
 impl SourceArgs {
     fn open(&self, common: &Common) -> anyhow::Result<Source> {
-        let mut data = DataConfig { source: self.data.clone(), ..DataConfig::default() };
+        let mut target = Target::find(&self.model, WhichArgs::default())?;
+        // Rows are made as in the training, but for the format, which belongs to its data.
+        let mut data = DataConfig {
+            source: self.data.clone(),
+            format: DataFormat::default(),
+            ..target.data.take().unwrap_or_default()
+        };
         self.rows.apply(&mut data);
         let splits = Splits::of(Path::new(&self.data))?;
         let found = found(&splits, &data)?;
-        say(common, &found_text(&found, &splits));
+        say(common, &found_text(&found, &splits, &data));
         let files = match self.split {
             Split::Train => splits.train,
             Split::Validation => splits.validation,
@@ -100,8 +107,9 @@ impl SourceArgs {
         if files.is_empty() {
             bail!("{} has no such split; leave out --split", self.data);
         }
-        let folder = self.hub.open(&self.model)?;
+        let folder = target.open(&self.hub)?;
         let ends = Ends::find(&folder, &data)?;
+        ends.note_context(common, &folder, &data);
         let (encoder, problems) = (encoder(&folder, &data, &ends)?, ends.encoder(&folder, &data)?);
         Ok(Source { data, files, found, encoder, problems })
     }

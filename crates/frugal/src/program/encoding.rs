@@ -8,6 +8,8 @@ use frugal::models::hugging_face::Folder;
 use frugal::rows::Overlong;
 use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
 
+use super::Common;
+use super::output::say;
 use super::settings::put_some;
 
 /// How texts become tokens.
@@ -73,6 +75,14 @@ impl Ends {
     pub(crate) fn longest(&self, folder: &Folder, data: &DataConfig) -> usize {
         let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(0);
         data.max_length.map_or(context, |longest| longest.min(context))
+    }
+
+    /// Says that rows cannot be as long as they may be.
+    pub(crate) fn note_context(&self, common: &Common, folder: &Folder, data: &DataConfig) {
+        let longest = self.longest(folder, data);
+        if data.max_length.is_some_and(|asked| asked > longest) {
+            say(common, &format!("rows have at most {longest} tokens, the model's context"));
+        }
     }
 
     /// An encoder of problems.

@@ -136,7 +136,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         bail!("--out has the answers to --questions or to GSM8K; the loss on data has none");
     }
     let splits = splits?;
-    say(common, &found_text(&detected, &splits));
+    say(common, &found_text(&detected, &splits, &data));
     let is_folder = Path::new(&data.source).is_dir();
     let files = match arguments.split {
         _ if !is_folder => splits.train,

@@ -21,6 +21,7 @@ use super::model::{HubArgs, same_folder};
 use super::output::{print_line, say};
 use super::output_folder::{self, Existing};
 use super::run_model::{Target, WhichArgs};
+use super::run_record::shell_word;
 use super::settings::put_some;
 
 /// What is written.
@@ -97,6 +98,9 @@ pub(crate) struct Export {
     /// peft: name of the base model for adapter_config.json
     #[arg(long, value_name = "NAME")]
     base: Option<String>,
+    /// The output folder of a training that `--model` names.
+    #[arg(skip)]
+    run: Option<String>,
     /// merged, nf4: maximum size of a file of weights
     #[arg(long, value_name = "BYTES", default_value = "5GB")]
     max_shard_bytes: Bytes,
@@ -180,6 +184,7 @@ impl Export {
             return Ok(own);
         }
         target.tell(common);
+        own.run = Some(name.clone());
         if self.checkpoints.is_none() {
             put_some(&mut own.adapter, target.adapter.filter(|_| self.adapter.is_none()));
         }
@@ -204,8 +209,24 @@ impl Export {
             ("--base", self.base.is_some(), self.format == Format::Peft),
             ("--verify", self.verify, is_gguf),
         ];
-        if let Some((flag, ..)) = flags.iter().find(|(_, given, has)| *given && !has) {
-            bail!("--format {format} has no {flag}");
+        match flags.iter().find(|(_, given, has)| *given && !has) {
+            None => {}
+            Some((flag @ "--model", ..)) if self.adapter.is_some() || self.checkpoints.is_some() => {
+                bail!("--format {format} writes the adapter alone; leave out {flag}")
+            }
+            Some(("--model", ..)) => bail!(
+                "{} is a model, and --format {format} writes an adapter; choose --format gguf, nf4 or ollama",
+                self.model.as_deref().unwrap_or_default()
+            ),
+            Some(("--adapter" | "--checkpoints", ..)) => {
+                let run = self.run.as_deref().map(shell_word);
+                let from = run.unwrap_or_else(|| "MODEL --adapter ADAPTER".to_owned());
+                bail!(
+                    "--format {format} writes a whole model; merge the adapter first, `frugal merge --model {from} --out merged`, \
+                     then export that: --model merged"
+                )
+            }
+            Some((flag, ..)) => bail!("--format {format} has no {flag}"),
         }
         if self.format != Format::Peft && self.model.is_none() {
             bail!("--format {format} needs the base model; give --model");

@@ -18,6 +18,7 @@ use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
 use frugal::training::optimizer::Optimizer;
+use runtime::collectives::Launch;
 use serde_json::json;
 use tch::Tensor;
 
@@ -32,10 +33,11 @@ use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
 use super::run_flags::with_origins;
+use super::run_model::Target;
 use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::{note_other_data, write_page};
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, name_budget, report, save_model};
+use super::training::{Run, Saving, name_budget, name_resume, report, save_model};
 use data::{Data, with_date};
 
 /// What is trained.
@@ -47,11 +49,14 @@ enum Method {
     Dora,
     /// All weights
     Full,
+    /// LoRA over a base in four bits, which is said in another way
+    #[value(hide = true)]
+    Qlora,
 }
 
 #[derive(Args)]
 pub(crate) struct Finetune {
-    /// A folder in Hugging Face's layout, or a name on the hub, such as Qwen/Qwen2.5-0.5B
+    /// A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights
     #[arg(long, value_name = "NAME_OR_FOLDER", required_unless_present = "config")]
     model: Option<String>,
     #[command(flatten)]
@@ -76,6 +81,9 @@ pub(crate) struct Finetune {
     /// What is trained [default: lora]
     #[arg(long, value_enum)]
     method: Option<Method>,
+    /// As in other programs; said in another way here
+    #[arg(long, hide = true)]
+    load_in_4bit: bool,
     #[command(flatten, next_help_heading = "Adapter")]
     adapter: AdapterArgs,
     #[command(flatten, next_help_heading = DATA)]
@@ -102,6 +110,9 @@ const FULL_LEARNING_RATE: f64 = 2e-5;
 impl Finetune {
     /// The configuration that the flags and the file make.
     fn config(&self, common: &Common) -> anyhow::Result<Config> {
+        if self.method == Some(Method::Qlora) || self.load_in_4bit {
+            bail!("a frozen base in four bits (QLoRA) is --method lora with --dtype nf4");
+        }
         let from_file = self.settings.is_from_file();
         let mut config = self.settings.base(Config::default())?;
         config.task = Task::Finetune;
@@ -119,6 +130,13 @@ impl Finetune {
         put(&mut config.data.source, self.data.as_deref().map(str::to_owned));
         put_some(&mut config.data.validation, self.validation.clone());
         put(&mut config.data.shots, self.shots);
+        if let Some(name) = &config.model.name {
+            let target = Target::to_fine_tune(name)?;
+            if Launch::from_environment()?.is_none_or(|launch| launch.rank == 0) {
+                target.tell(common);
+            }
+            config.model.name = Some(target.model);
+        }
         config.data.strip_annotations |= self.strip_annotations;
         put(&mut config.data.split_seed, self.split_seed);
         put_some(&mut config.data.limit, self.limit);
@@ -129,9 +147,8 @@ impl Finetune {
                 config.optimizer.lr = FULL_LEARNING_RATE;
             }
         } else {
-            let base = self.model.clone().or_else(|| config.model.name.clone());
             // A folder's path has to lead to it from anywhere.
-            let base = base.map(|base| match std::fs::canonicalize(&base) {
+            let base = config.model.name.clone().map(|base| match std::fs::canonicalize(&base) {
                 Ok(path) if path.is_dir() => path.display().to_string(),
                 _ => base,
             });
@@ -160,7 +177,8 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
 /// Whatever can be wrong; without the weights wherever it can be found without them.
 pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
-        tune(common, config, out, resume).map_err(|error| name_budget(error, config))
+        let tuned = tune(common, config, out, resume).map_err(|error| name_budget(error, config));
+        tuned.map_err(|error| name_resume(error, Some(out)))
     })
 }
 

@@ -90,7 +90,7 @@ pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
 /// Puts the flag behind each key that an error about a configuration names.
 pub(crate) fn named(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref() {
-        Some(frugal::Error::Value { .. } | frugal::Error::Conflict { .. }) => {
+        Some(frugal::Error::Value { .. } | frugal::Error::Conflict { .. } | frugal::Error::Adapter(_)) => {
             anyhow::Error::msg(with_flags(&error.to_string()))
         }
         _ => error,
@@ -107,7 +107,8 @@ fn with_flags(message: &str) -> String {
         }
         text += &format!("`{part}`");
         let (key, value) = part.split_once(" = ").unwrap_or((part, ""));
-        if let Some(flag) = flags_of(key).next() {
+        // Errors about an adapter name its keys without their section.
+        if let Some(flag) = flags_of(key).chain(flags_of(&format!("adapter.{key}"))).next() {
             text += &format!(" ({})", format!("{flag} {}", value.trim_matches('"')).trim_end());
         }
     }
@@ -121,6 +122,7 @@ mod tests {
     #[test]
     fn keys_have_their_flags_behind_them() {
         assert_eq!(with_flags("`training.steps` is 0"), "`training.steps` (--steps) is 0");
+        assert_eq!(with_flags("`lora_dropout` is 7"), "`lora_dropout` (--dropout) is 7");
         assert_eq!(
             with_flags("`offload.tier = \"file\"` and `model.freeze`; use `offload`"),
             "`offload.tier = \"file\"` (--offload file) and `model.freeze`; use `offload` (--offload)"

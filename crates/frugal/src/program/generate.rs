@@ -24,6 +24,7 @@ use tch::{Device, Kind};
 use super::encoding;
 use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
+use super::run_plan::tensor_budget;
 use super::sampling::SamplingArgs;
 use super::settings::WITHOUT_OFFLOAD;
 use frugal::text_stream::TextStream;
@@ -107,7 +108,7 @@ impl Generate {
             );
         }
         // A budget that is too small is known before anything is measured.
-        planning::tensor_budget(budget.0, device)?;
+        tensor_budget(budget.0, device)?;
         let scratch = tempfile::tempdir()?;
         let tier = match config.tier {
             OffloadTier::Host => Tier::Host,
@@ -130,7 +131,7 @@ impl Generate {
             (Device::Cpu, OffloadTier::Host) => costs.layer_bytes()?,
             _ => 0,
         };
-        let free = planning::tensor_budget(budget.0, device)?.saturating_sub(on_host + adapter);
+        let free = tensor_budget(budget.0, device)?.saturating_sub(on_host + adapter);
         let plan = on_paper::plan(&costs, &rates.transfers, on_paper::Budget { device: free, host: None })?;
         config.ring = plan.ring().max(1);
         config.resident = plan.setup.resident;
@@ -160,6 +161,9 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let begin = tokenizer.begin_of_text()?;
     let prompts = texts.iter().map(|text| -> anyhow::Result<Vec<i64>> {
         let encoded = tokenizer.encode(text)?;
+        if encoded.is_empty() && begin.is_none() {
+            bail!("--prompt is empty; give a text to continue");
+        }
         Ok(begin.iter().chain(&encoded).copied().map(i64::from).collect())
     });
     let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;

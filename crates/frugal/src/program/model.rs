@@ -69,9 +69,7 @@ impl HubArgs {
     pub(crate) fn open(&self, model: &str) -> anyhow::Result<Folder> {
         let path = self.resolve(model)?;
         Folder::open(&path).map_err(|error| match path.join(CONFIG_FILE).is_file() {
-            true => anyhow::anyhow!(
-                "{error}; this is an adapter's folder: give it as --adapter, and its base as --model"
-            ),
+            true => anyhow::anyhow!("{error}; this is an adapter's folder: give the model that it is of"),
             false => error.into(),
         })
     }

@@ -23,7 +23,8 @@ pub(crate) struct Resume {
 pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     let path = arguments.folder.join(CONFIG_FILE);
     if !path.is_file() {
-        bail!("{}: no {CONFIG_FILE} in it; give the --out folder of a training", arguments.folder.display());
+        let what = if arguments.folder.is_dir() { "no config.toml in it" } else { "no such folder" };
+        bail!("{}: {what}; give the --out folder of a training", arguments.folder.display());
     }
     let mut config = arguments.run.set(Config::read(&path)?)?;
     arguments.run.apply(&mut config);

@@ -1,5 +1,6 @@
 //! The flags of how records become rows, and the encoder that they make.
 
+use std::io::{BufRead as _, Read as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{anyhow, bail};
@@ -7,10 +8,12 @@ use clap::Args;
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::{ChatTemplate, Date, TemplateOptions};
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
+use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Found, Overlong, RowEncoder, RowOptions};
 
 use super::encoding::{EncodingArgs, Ends};
+use super::figures::counted;
 use super::settings::{MaskArg, put, put_some};
 
 /// How records become rows.
@@ -125,8 +128,16 @@ pub(crate) fn found(splits: &Splits, data: &DataConfig) -> anyhow::Result<Found>
     })
 }
 
+/// Whether the first line of a file is a JSON object.
+fn begins_with_object(file: &Path) -> bool {
+    const LONGEST: u64 = 1 << 20;
+    let mut line = Vec::new();
+    let read = text::open(file).ok().and_then(|file| file.take(LONGEST).read_until(b'\n', &mut line).ok());
+    read.is_some() && serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&line).is_ok()
+}
+
 /// Says what was found.
-pub(crate) fn found_text(found: &Found, splits: &Splits) -> String {
+pub(crate) fn found_text(found: &Found, splits: &Splits, data: &DataConfig) -> String {
     let file = |files: &[PathBuf]| match files {
         [] => String::new(),
         [one] => one.display().to_string(),
@@ -135,9 +146,24 @@ pub(crate) fn found_text(found: &Found, splits: &Splits) -> String {
     let mut text = format!("data: {}", file(&splits.train));
     match found {
         Found::Gsm8k => text += " (GSM8K: question and answer)",
+        Found::Text
+            if data.format != DataFormat::Text
+                && splits.train.first().is_some_and(|file| begins_with_object(file)) =>
+        {
+            text += " (plain text, although its first line is a JSON object; to read records, give it a name that ends with .jsonl)";
+        }
         Found::Text => text += " (plain text)",
         Found::Records(detected) => {
-            text += &format!(" ({detected}");
+            text += " (";
+            match &detected.formats[..] {
+                several @ [_, (_, 1..), ..] => {
+                    let each = several
+                        .iter()
+                        .map(|(format, count)| format!("{format} in {}", counted(*count as u64, "record")));
+                    text += &each.collect::<Vec<_>>().join(", ");
+                }
+                _ => text += &detected.to_string(),
+            }
             if !detected.ignored.is_empty() {
                 let names: Vec<&str> = detected.ignored.iter().map(String::as_str).take(6).collect();
                 text += &format!("; not read: {}", names.join(", "));

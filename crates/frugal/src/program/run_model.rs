@@ -16,6 +16,7 @@ use super::finetune::MODEL;
 use super::kept::best_evaluation;
 use super::model::HubArgs;
 use super::output::say;
+use super::run_record::shell_word;
 
 /// The configuration of a model within its folder.
 const MODEL_FILE: &str = "config.json";
@@ -69,6 +70,26 @@ impl Target {
         })?;
         let note = Some(format!("{name} is an adapter; its base is {model}"));
         Ok(Self { model, adapter: Some(path.to_owned()), note, ..Self::default() })
+    }
+
+    /// Finds the model that a fine-tuning begins with: a model, or the one that a training of all weights made.
+    ///
+    /// # Errors
+    /// An adapter, or a training of one; those of [`Target::find`].
+    pub(crate) fn to_fine_tune(name: &str) -> anyhow::Result<Self> {
+        let target = Self::find(name, WhichArgs::default())?;
+        if target.adapter.is_none() {
+            return Ok(target);
+        }
+        let word = shell_word(name);
+        let resume = match target.data {
+            Some(_) => format!("continue its training with `frugal resume {word}`, or "),
+            None => String::new(),
+        };
+        bail!(
+            "{name} has an adapter, and a fine-tuning begins with a whole model; {resume}merge it first: `frugal merge --model {word} \
+             --out merged`"
+        )
     }
 
     fn of_training(out: &Path, config: Config, which: WhichArgs) -> anyhow::Result<Self> {

@@ -42,6 +42,21 @@ pub(crate) struct PlannedTraining<'a> {
     pub(crate) resumes: bool,
 }
 
+/// The bytes of a budget that tensors may take.
+///
+/// # Errors
+/// One below what the process takes already: a [`Failure`].
+pub(crate) fn tensor_budget(budget: u64, device: Device) -> anyhow::Result<u64> {
+    planning::tensor_budget(budget, device).map_err(|error| match error {
+        frugal::Error::Budget { .. } => nothing_fits(&error).into(),
+        error => error.into(),
+    })
+}
+
+fn nothing_fits(error: &frugal::Error) -> Failure {
+    Failure { status: NOTHING_FITS, message: error.to_string() }
+}
+
 /// A budget of the process, or of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedBudget {
@@ -58,18 +73,25 @@ impl PlannedBudget {
     /// # Errors
     /// One below what the process takes already: a [`Failure`].
     pub(crate) fn of(given: Option<Bytes>, device: Device) -> anyhow::Result<Self> {
+        match Self::or_too_small(given, device)? {
+            (budget, None) => Ok(budget),
+            (_, Some(too_small)) => Err(too_small.into()),
+        }
+    }
+
+    /// The same; one below what the process takes already leaves tensors nothing, and has an error.
+    fn or_too_small(given: Option<Bytes>, device: Device) -> anyhow::Result<(Self, Option<Failure>)> {
         let bytes = match given {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
         };
-        let free = planning::tensor_budget(bytes, device).map_err(|error| match error {
-            frugal::Error::Budget { .. } => {
-                Failure { status: NOTHING_FITS, message: error.to_string() }.into()
-            }
-            error => anyhow::Error::from(error),
-        })?;
+        let (free, too_small) = match planning::tensor_budget(bytes, device) {
+            Ok(free) => (free, None),
+            Err(error @ frugal::Error::Budget { .. }) => (0, Some(nothing_fits(&error))),
+            Err(error) => return Err(error.into()),
+        };
         let tensors = runtime::memory::live_bytes(device)? + free;
-        Ok(Self { bytes, tensors, is_default: given.is_none() })
+        Ok((Self { bytes, tensors, is_default: given.is_none() }, too_small))
     }
 
     /// What the program holds beside tensors, and a reserve.
@@ -119,7 +141,7 @@ impl RunPlan {
             let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
             return Ok(Self { device, budget, prediction, plan });
         }
-        let budget = PlannedBudget::of(config.training.budget, device)?;
+        let (budget, too_small) = PlannedBudget::or_too_small(config.training.budget, device)?;
         let predicted = match planned.shape {
             None => Err(NotPredicted("this architecture".to_owned())),
             Some(shape) => predict(config, shape, &planned, budget),
@@ -135,12 +157,13 @@ impl RunPlan {
                 device,
                 data: &prediction.data,
                 tensors: budget.tensors,
-                beside: budget.beside(),
+                live: runtime::memory::live_bytes(device)?,
+                taken: planning::taken(device)?,
             };
             let message = question.nothing_fits(&budget.text(), &prediction.found);
             return Err(Failure { status: NOTHING_FITS, message }.into());
         }
-        Ok(run_plan)
+        too_small.map_or(Ok(run_plan), |error| Err(error.into()))
     }
 
     /// Whether the step's memory was predicted.

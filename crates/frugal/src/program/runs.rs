@@ -12,10 +12,11 @@ use frugal::Config;
 use frugal::config::CONFIG_FILE;
 use frugal::display::duration;
 use frugal::loss_log::Losses;
-use frugal::run_folder::{CHECKPOINTS, LOSSES, RunRecord, State};
+use frugal::run_folder::{BEST, CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint;
 
 use super::Common;
+use super::finetune::MODEL;
 
 #[derive(Args)]
 pub(crate) struct Runs {
@@ -57,7 +58,8 @@ impl Summary {
     /// A folder that is none.
     fn read(folder: &Path) -> anyhow::Result<Self> {
         if !folder.join(CONFIG_FILE).is_file() {
-            bail!("{}: no {CONFIG_FILE} in it; give the --out folder of a training", folder.display());
+            let what = if folder.is_dir() { "no config.toml in it" } else { "no such folder" };
+            bail!("{}: {what}; give the --out folder of a training", folder.display());
         }
         let config = Config::read(&folder.join(CONFIG_FILE))?;
         let losses = Losses::read(&folder.join(LOSSES))?;
@@ -139,7 +141,25 @@ fn loss_text(loss: Option<f64>) -> String {
     loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"))
 }
 
-/// The last part of a model's name or path.
+/// The last part of a model's name or path, with the folder of the run before it where a run made the model.
 fn short_name(model: &str) -> &str {
-    model.trim_end_matches('/').rsplit('/').next().unwrap_or(model)
+    let model = model.trim_end_matches('/');
+    let last = model.rsplit('/').next().unwrap_or(model);
+    let before = model.strip_suffix(last).unwrap_or_default().trim_end_matches('/');
+    match before.rsplit('/').next() {
+        Some(run) if [MODEL, BEST].contains(&last) => &model[before.len() - run.len()..],
+        _ => last,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::short_name;
+
+    #[test]
+    fn a_model_of_a_run_is_shown_with_the_run() {
+        let shown = ["Qwen/Qwen2.5-0.5B", "/a/b/", "x", "new/my full/model", "run/best/", "model", "/model"]
+            .map(short_name);
+        assert_eq!(shown, ["Qwen2.5-0.5B", "b", "x", "my full/model", "run/best", "model", "/model"]);
+    }
 }

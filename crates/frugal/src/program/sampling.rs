@@ -6,7 +6,7 @@ use models::generation::Sampling;
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct SamplingArgs {
     /// Sampling temperature; 0 for greedy decoding [default: 0, or 1 with --top-k or --top-p]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
     temperature: Option<f64>,
     /// Sample from the K most probable tokens
     #[arg(long, value_name = "K")]
@@ -14,6 +14,13 @@ pub(crate) struct SamplingArgs {
     /// Sample from the smallest set of tokens with this total probability
     #[arg(long, value_name = "SHARE")]
     top_p: Option<f64>,
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(temperature) if (0.0..f64::INFINITY).contains(&temperature) => Ok(temperature),
+        _ => Err("expected a number above 0, or 0 for greedy decoding".to_owned()),
+    }
 }
 
 impl SamplingArgs {

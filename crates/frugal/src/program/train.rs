@@ -34,7 +34,7 @@ use super::run_flags::with_origins;
 use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::note_other_data;
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, Saving, name_budget, report};
+use super::training::{NO_VALIDATION, Run, Saving, name_budget, name_resume, report};
 use data::Data;
 use weights::{Weights, files};
 
@@ -179,7 +179,9 @@ pub(crate) fn launch(
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
-        train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))
+        let trained =
+            train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config));
+        trained.map_err(|error| name_resume(error, out))
     })
 }
 

@@ -30,7 +30,7 @@ use super::output_folder::{self, Existing};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
 use super::run_plan::Expected;
-use super::run_record::{About, Recorder};
+use super::run_record::{About, Recorder, shell_word};
 
 /// The error of `--evaluate-every` without data.
 pub(crate) const NO_VALIDATION: &str =
@@ -100,6 +100,19 @@ pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Erro
         "the training needs more than {budget}; give a larger --budget, a smaller --batch-size, --activations recompute, or \
          --offload"
     ))
+}
+
+/// Names the command that continues a training whose checkpoint could not be written.
+pub(crate) fn name_resume(error: anyhow::Error, out: Option<&Path>) -> anyhow::Error {
+    match (error.downcast_ref::<frugal::training::Error>(), out) {
+        (Some(frugal::training::Error::Save { .. }), Some(out)) => {
+            let out = shell_word(&out.display().to_string());
+            anyhow::Error::msg(format!(
+                "{error}; then continue with `frugal resume {out}`, where `--set training.keep=N` keeps fewer checkpoints"
+            ))
+        }
+        _ => error,
+    }
 }
 
 /// A training that is ready to run.
@@ -338,8 +351,9 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, trained: &Trained, res
             say(
                 common,
                 &format!(
-                    "the training was finished before, after {step} steps; to continue, raise `steps` or `epochs` in \
-                     {shown}/{CONFIG_FILE} and run `frugal resume {shown}`"
+                    "the training was finished before, after {step} steps; to continue, raise `steps` or `epochs`: in \
+                     {shown}/{CONFIG_FILE}, or by `frugal resume {} --set training.steps=N`",
+                    shell_word(&out.display().to_string())
                 ),
             );
         }

@@ -3,6 +3,7 @@
 use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Segment};
 use dataloading::records::{Content, Detected, PromptTemplates, Record};
 use dataloading::{IGNORE_INDEX, Tokenizer};
+use serde_json::Value;
 use training::masked_rows::MaskedRow;
 
 use super::overlong::{Overlong, split, truncate};
@@ -84,7 +85,11 @@ impl RowEncoder {
             None => record.content(detected.format(record, field)?, field)?,
         };
         let rows = self.rows(&content).map_err(|error| record.location.error(error))?;
-        let mut counts = Counts { records: 1, ..Counts::default() };
+        let mut counts = Counts {
+            records: 1,
+            empty_answers: usize::from(has_empty_answer(&content)),
+            ..Counts::default()
+        };
         let mut kept = Vec::new();
         if rows.is_empty() {
             counts.without_label += 1;
@@ -208,6 +213,26 @@ impl RowEncoder {
         push(&mut row, &self.tokenizer.encode(text)?, true);
         push(&mut row, &[self.options.end], true);
         Ok(row)
+    }
+}
+
+/// Returns whether an answer that is learned is empty.
+fn has_empty_answer(content: &Content) -> bool {
+    match content {
+        Content::Conversation(conversation) | Content::Exchange { conversation, .. } => {
+            // An answer may be its tool calls or its reasoning.
+            let is_blank = |(name, value): (&String, &Value)| match value {
+                Value::Null => true,
+                Value::String(text) => name == "role" || text.trim().is_empty(),
+                Value::Array(items) => items.is_empty(),
+                _ => false,
+            };
+            let mut answers =
+                conversation.messages.iter().filter(|message| message.is_answer() && message.is_trained);
+            answers.any(|message| message.fields.iter().all(is_blank))
+        }
+        Content::Completion { completion, .. } => completion.trim().is_empty(),
+        Content::Text(_) | Content::Tokens { .. } => false,
     }
 }
 

@@ -33,6 +33,9 @@ pub struct Counts {
     pub split: usize,
     /// Rows and records that are left out because nothing of them is learned.
     pub without_label: usize,
+    /// Records with an answer that is empty, from which the model learns to end at once.
+    #[serde(default)]
+    pub empty_answers: usize,
 }
 
 impl Counts {
@@ -46,6 +49,7 @@ impl Counts {
         self.truncated += other.truncated;
         self.split += other.split;
         self.without_label += other.without_label;
+        self.empty_answers += other.empty_answers;
     }
 }
 

@@ -40,7 +40,7 @@ fn answers_are_generated_and_graded() {
     assert_eq!(figures["tokens"], new);
 
     let (out, _) = tiny.succeed(&format!("{eval} --shots 0 --dtype bf16"));
-    assert!(out.starts_with("strict    0.0 % (0.0 to "), "{out}");
+    assert!(out.starts_with("strict    0.0 % (95 % interval 0.0 to "), "{out}");
     assert!(out.contains("tokens/s"), "{out}");
 }
 
@@ -192,6 +192,27 @@ fn full_fine_tuning_of_rows_and_of_text_ends_in_a_model() {
         assert!(tiny.bytes(&format!("{out}/model/model.safetensors")) != base);
         tiny.succeed(&format!("generate --model {out}/model --prompt Ann --max-new-tokens 2"));
     }
+    // The folder of a run is a model for every command; an adapter is none to fine-tune.
+    let again = "--data rows.jsonl --steps 1 --accumulation 1";
+    let (_, err) = tiny.succeed(&format!("finetune --model rows {again} --out adapter"));
+    assert!(err.contains("rows: the last model (rows/model)\n"), "{err}");
+    let config = String::from_utf8(tiny.bytes("adapter/config.toml")).unwrap();
+    assert!(config.contains("/rows/model\" # --model"), "{config}");
+    tiny.succeed("data check rows.jsonl --model rows");
+    let (_, err) = tiny.succeed("data check rows.jsonl --model adapter");
+    assert!(err.contains("adapter: the last adapter (adapter)\n"), "{err}");
+    let refused = tiny.run(&format!("finetune --model adapter {again} --out refused"));
+    expect![[r#"
+        error: adapter has an adapter, and a fine-tuning begins with a whole model; continue its training with `frugal resume adapter`, or merge it first: `frugal merge --model adapter --out merged`
+    "#]]
+    .assert_eq(&refused.err);
+    // What an export of a run can be.
+    let refused = tiny.run("export --model adapter --format nf4 --out quantized");
+    expect![[r#"
+        adapter: the last adapter (adapter)
+        error: --format nf4 writes a whole model; merge the adapter first, `frugal merge --model adapter --out merged`, then export that: --model merged
+    "#]]
+    .assert_eq(&refused.err);
 }
 
 #[test]

@@ -93,6 +93,7 @@ fn conversations_that_cannot_be_learned_are_an_error_before_the_first_step() {
     .unwrap();
     check(&long[..1], "", "none of its 1 rows has a text to learn: no answer, every answer with weight 0");
     check(&long, "", "error: bad.jsonl: line 2: 312 tokens are more than the longest row of 200");
+    check(&long, "", "; `frugal data check bad.jsonl --model model` lists all wrong records\n");
     check(&long, "--overlong skip", "1 rows are longer than 200 tokens, and no other is left");
     check(&long, "--max-length 4 --overlong truncate", "none of its 2 rows has a text to learn");
 

@@ -52,8 +52,18 @@ fn every_wrong_record_is_listed() {
         json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b ".repeat(300) }] })
             .to_string(),
         json!({ "text": "t" }).to_string(),
+        json!({ "messages": [{ "role": "human", "content": "a" }, { "role": "gpt", "content": "b" }] }).to_string(),
+        json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "" }] }).to_string(),
+        json!({ "messages": [{ "role": "user", "content": "b" }] }).to_string(),
+        "caf\u{e9}".to_owned(),
+        "th\u{e9}".to_owned(),
     ];
-    std::fs::write(tiny.path("chat.jsonl"), lines.join("\n")).unwrap();
+    let mut bytes = Vec::new();
+    for line in lines {
+        // As Latin-1.
+        bytes.extend(line.chars().map(|c| c as u8).chain([b'\n']));
+    }
+    std::fs::write(tiny.path("chat.jsonl"), bytes).unwrap();
     let ended = tiny.run("data check chat.jsonl --model model --format messages");
     let said = [ended.out, ended.err];
     assert_eq!(ended.status, 1, "{said:?}");
@@ -63,9 +73,49 @@ fn every_wrong_record_is_listed() {
         chat.jsonl: line 4: `messages`, message 1: `weight` is 7; expected 0 (not learned) or 1
         chat.jsonl: line 5: 319 tokens are more than the longest row of 200; shorten it, or choose what happens to long rows: --overlong skip, truncate or split
         chat.jsonl: line 6: the record has text, and the data's format is messages; correct or remove it
+        chat.jsonl: line 7: `messages`, message 1: `role` is "human"; expected "user"
+        chat.jsonl: line 8: an answer is empty; the model learns to end at once
+        chat.jsonl: line 10, byte 1082 of the file (0xe9): not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)
+        the same in 1 record more (chat.jsonl: line 9): nothing of it is learned; it is left out
+        the same in 1 record more (chat.jsonl: line 11, byte 1086 of the file (0xe9)): not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)
     "#]]
     .assert_eq(&said[0]);
-    assert!(said[1].ends_with("error: 4 of 6 records are wrong\n"), "{said:?}");
+    assert!(said[1].ends_with("error: 7 of 11 records are wrong\n"), "{said:?}");
+}
+
+#[test]
+fn records_that_are_read_otherwise_than_most_are_named() {
+    let tiny = Session::new();
+    let good = json!({ "prompt": "Ann has", "completion": " 5 pears." });
+    let lines = format!(
+        "{good}\n{good}\n{}\n{}\n",
+        json!({ "prompt": "Bob has", "completion": " 6." }),
+        json!({ "text": "t" })
+    );
+    std::fs::write(tiny.path("mixed.jsonl"), &lines).unwrap();
+    let (out, said) = tiny.succeed("data check mixed.jsonl --model model");
+    assert_eq!(said, "data: mixed.jsonl (prompt and completion in 3 records, text in 1 record)\n");
+    expect![[r#"
+        warning: 1 record has text, and 3 prompt and completion: mixed.jsonl: line 4
+        warning: 1 of 4 rows is a duplicate: mixed.jsonl: line 2 repeats mixed.jsonl: line 1
+        4 records, 4 rows, 27 tokens of which 14 are learned
+    "#]]
+    .assert_eq(&out);
+    std::fs::write(tiny.path("mixed"), &lines).unwrap();
+    let warned =
+        "although its first line is a JSON object; to read records, give it a name that ends with .jsonl)";
+    for (flags, is_warned) in [("", true), ("--format text", false)] {
+        let (_, said) = tiny.succeed(&format!("data check mixed --model model {flags}"));
+        assert_eq!(said.contains(warned), is_warned, "{said}");
+    }
+    let (_, said) = tiny.succeed("data check mixed.jsonl --model model --max-length 5000");
+    assert!(said.contains("rows have at most 200 tokens, the model's context\n"), "{said}");
+    // What a row is left out for.
+    let long = json!({ "prompt": "a", "completion": "b ".repeat(300) });
+    std::fs::write(tiny.path("long.jsonl"), format!("{long}\n{}\n", json!({ "text": "" }))).unwrap();
+    let (_, said) = tiny.succeed("data show long.jsonl --model model --overlong skip");
+    assert!(said.contains("line 1: left out: it is too long\n"), "{said}");
+    assert!(said.contains("line 2: left out: nothing of it is learned\n"), "{said}");
 }
 
 #[test]

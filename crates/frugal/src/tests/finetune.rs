@@ -16,19 +16,27 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--r 0",
         expect![[r#"
-        error: `r` is 0; expected a rank of at least 1; without an adapter there is no rank
+        error: `r` (--r) is 0; expected a rank of at least 1
     "#]],
     );
     check(
         "--dropout 1",
         expect![[r#"
-        error: `lora_dropout` is 1; expected a probability in [0, 1)
+        error: `lora_dropout` (--dropout) is 1; expected a probability in [0, 1)
     "#]],
     );
+    for flags in ["--method qlora", "--load-in-4bit"] {
+        check(
+            flags,
+            expect![[r#"
+                error: a frozen base in four bits (QLoRA) is --method lora with --dtype nf4
+            "#]],
+        );
+    }
     check(
         "--targets query",
         expect![[r#"
-        error: `target_modules` ["query"] matches none of the model's projections; they are `model.layers.0.self_attn.q_proj`, `model.layers.0.self_attn.k_proj`, `model.layers.0.self_attn.v_proj`, `model.layers.0.self_attn.o_proj`, `model.layers.0.mlp.gate_proj`, `model.layers.0.mlp.up_proj`, `model.layers.0.mlp.down_proj`, `model.layers.1.self_attn.q_proj`, `model.layers.1.self_attn.k_proj`, `model.layers.1.self_attn.v_proj`, `model.layers.1.self_attn.o_proj`, `model.layers.1.mlp.gate_proj` and 3 more. Name some of them, whole or by their last part
+        error: `target_modules` (--targets) ["query"] matches none of the model's projections; they are `model.layers.0.self_attn.q_proj`, `model.layers.0.self_attn.k_proj`, `model.layers.0.self_attn.v_proj`, `model.layers.0.self_attn.o_proj`, `model.layers.0.mlp.gate_proj`, `model.layers.0.mlp.up_proj`, `model.layers.0.mlp.down_proj`, `model.layers.1.self_attn.q_proj`, `model.layers.1.self_attn.k_proj`, `model.layers.1.self_attn.v_proj`, `model.layers.1.self_attn.o_proj`, `model.layers.1.mlp.gate_proj` and 3 more. Name some of them, whole or by their last part
     "#]],
     );
     check(
@@ -124,7 +132,7 @@ fn values_that_leave_nothing_to_do_are_refused() {
     assert!(!tiny.path("out").exists());
     let (status, said) = ending(&tiny, &format!("{TRAIN} --budget 1KiB"));
     assert_eq!(status, 3, "as where nothing fits: {said}");
-    assert!(said.contains("error: a budget of 1.00 KiB is below the "), "{said}");
+    assert!(said.contains("error: nothing fits a budget of 1.00 KiB; the least is "), "{said}");
     refused(
         &tiny,
         "resume @model",

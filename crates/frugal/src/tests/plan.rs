@@ -13,6 +13,7 @@ fn plans() {
     the_memory_of_adapters(&session);
     every_question_is_answered_in_json(&session);
     a_plan_for_a_card(&session);
+    a_budget_below_the_program_ends_like_one_in_which_nothing_fits(&session);
     a_plan_over_ranks(&session);
     divided_layers_always_run_again_and_gather_the_frozen_base_of_adapters(&session);
 }
@@ -151,6 +152,12 @@ fn a_plan_for_a_card(session: &Session) {
     let chosen = variants.iter().find(|variant| variant["variant"] == value["chosen"]).unwrap();
     assert!(chosen["fits"] == true && chosen["peak_bytes"].as_u64().unwrap() <= 10 << 30, "{chosen}");
     assert!(value["flags"].as_str().unwrap().starts_with("--offload host --ring "), "{value}");
+}
+
+fn a_budget_below_the_program_ends_like_one_in_which_nothing_fits(session: &Session) {
+    let ended = session.run("plan --model qwen2.5-0.5b --budget 1MiB");
+    assert_eq!(ended.status, 3, "{}", ended.err);
+    assert!(ended.err.contains("error: a budget of 1.00 MiB is below the "), "{}", ended.err);
 }
 
 fn a_plan_over_ranks(session: &Session) {

@@ -25,6 +25,19 @@ fn a_training_tells_its_plan() {
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out unknown --method dora"));
     assert!(said.contains("the memory of a step is not predicted for DoRA"), "{said}");
 
+    // A budget below what the program takes names the least, too, and that suffices.
+    let small = format!("{TRAIN} --out small --budget");
+    let told = tiny.run(&format!("{small} 20MiB"));
+    assert_eq!(told.status, 3, "{}", told.err);
+    let least = |said: &str| -> String {
+        let (_, least) =
+            said.trim_end().rsplit_once("; or give --budget ").unwrap_or_else(|| panic!("{said}"));
+        least.to_owned()
+    };
+    let budget = least(&told.err);
+    let ended = tiny.run(&format!("{small} {budget}"));
+    assert!(ended.err.contains("chosen: the fastest that fits"), "{budget}: {}", ended.err);
+
     let (_, said) = tiny.succeed(&format!("{} --out timed", TRAIN.replace("--steps 2", "--steps 8")));
     assert!(said.contains("a step takes ") && said.contains("an epoch "), "{said}");
     assert!(said.contains("the 5 steps left "), "{said}");

@@ -30,7 +30,7 @@ fn the_folder_of_a_training_says_how_far_it_is() {
     let (_, err) = tiny.succeed("resume scratch");
     assert_eq!(tiny.bytes("scratch/run.json"), record, "what was measured stays");
     assert!(
-        err.contains("the training was finished before, after 3 steps; to continue, raise `steps`"),
+        err.contains("the training was finished before, after 3 steps; to continue, raise `steps` or `epochs`: in scratch/config.toml, or by `frugal resume scratch --set training.steps=N`"),
         "{err}"
     );
 

@@ -155,5 +155,6 @@ fn accuracies_have_wilsons_interval() {
     }
     assert_eq!(Accuracy::default().interval(), (0.0, 1.0));
     assert_eq!(Accuracy::default().share(), 0.0);
-    expect!["41.6 % (39.0 to 44.3 %, 549 of 1319)"].assert_eq(&Accuracy { right: 549, of: 1319 }.to_string());
+    expect!["41.6 % (95 % interval 39.0 to 44.3 %, 549 of 1319)"]
+        .assert_eq(&Accuracy { right: 549, of: 1319 }.to_string());
 }

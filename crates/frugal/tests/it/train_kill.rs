@@ -210,6 +210,7 @@ fn a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_and_the_earlier_ones_s
     assert_eq!(output.status.code(), Some(1), "{message}");
     assert!(message.contains("error: the checkpoint of step 7 was not written: "), "{message}");
     assert!(message.contains("raise the limit on the size of files"), "{message}");
+    assert!(message.contains("; there is no earlier one; then continue with `frugal resume "), "{message}");
     let left = std::fs::read_dir(run.checkpoints()).unwrap().map(|entry| entry.unwrap().file_name());
     assert_eq!(left.collect::<Vec<_>>(), [".lock"], "what was half-written is removed");
 

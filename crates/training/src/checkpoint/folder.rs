@@ -189,7 +189,10 @@ impl Checkpoints {
             return Err(match cause.downcast::<runtime::Error>() {
                 Ok(error) => error.into(),
                 // A rank that failed meanwhile ends the training, which may go on without the checkpoint.
-                Err(cause) => given.err().unwrap_or_else(|| save_error(snapshot.step, temporary, cause)),
+                Err(cause) => given.err().unwrap_or_else(|| {
+                    let has_earlier = steps_and_paths(&self.folder).is_ok_and(|all| !all.is_empty());
+                    save_error(snapshot.step, temporary, cause, has_earlier)
+                }),
             });
         }
         if let Some(Err(cause)) = replaced.map(fs::remove_dir_all) {
@@ -365,9 +368,9 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 }
 
 /// The error of a checkpoint that was not written, with the remedy.
-pub(crate) fn save_error(step: u64, path: PathBuf, cause: io::Error) -> Error {
+pub(crate) fn save_error(step: u64, path: PathBuf, cause: io::Error, has_earlier: bool) -> Error {
     let remedy = remedy(&cause);
-    Error::Save { step, path, cause, remedy }
+    Error::Save { step, path, cause, remedy, has_earlier }
 }
 
 fn remedy(cause: &io::Error) -> &'static str {

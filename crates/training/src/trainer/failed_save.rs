@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 struct FailedSave {
     /// The error in words, or its cause if a file is known.
     text: String,
-    /// The step and the file of [`Error::Save`].
-    save: Option<(u64, PathBuf)>,
+    /// The step and the file of [`Error::Save`], and whether there is an earlier checkpoint.
+    save: Option<(u64, PathBuf, bool)>,
     /// The operating system's number of the cause.
     number: Option<i32>,
 }
@@ -23,9 +23,9 @@ struct FailedSave {
 impl FailedSave {
     fn of(error: &Error) -> Self {
         match error {
-            Error::Save { step, path, cause, .. } => Self {
+            Error::Save { step, path, cause, has_earlier, .. } => Self {
                 text: cause.to_string(),
-                save: Some((*step, path.clone())),
+                save: Some((*step, path.clone(), *has_earlier)),
                 number: cause.raw_os_error(),
             },
             other => Self { text: other.to_string(), save: None, number: None },
@@ -35,9 +35,9 @@ impl FailedSave {
     fn into_error(self, rank: usize) -> Error {
         let Self { text, save, number } = self;
         match save {
-            Some((step, path)) => {
+            Some((step, path, has_earlier)) => {
                 let cause = number.map_or_else(|| io::Error::other(text), io::Error::from_raw_os_error);
-                save_error(step, path, cause)
+                save_error(step, path, cause, has_earlier)
             }
             None => runtime::Error::Other(format!("rank {rank}: {text}").into()).into(),
         }
@@ -77,12 +77,13 @@ mod tests {
             assert_eq!(told.to_string(), expected);
             assert_eq!(matches!(told, Error::Save { .. }), matches!(error, Error::Save { .. }));
         };
-        let full = save_error(7, "/checkpoints/new".into(), io::Error::from_raw_os_error(28));
+        let full = save_error(7, "/checkpoints/new".into(), io::Error::from_raw_os_error(28), true);
         let text = full.to_string();
         assert!(text.contains("No space left on device") && text.contains("free space"), "{text}");
         check(full, &text);
-        let refused = save_error(7, "/checkpoints/new".into(), io::Error::other("a dtype"));
+        let refused = save_error(7, "/checkpoints/new".into(), io::Error::other("a dtype"), false);
         let text = refused.to_string();
+        assert!(text.ends_with("; there is no earlier one"), "{text}");
         check(refused, &text);
         check(Error::config("checkpoints", "no folder"), "rank 3: checkpoints: no folder");
     }

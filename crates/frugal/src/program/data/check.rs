@@ -4,11 +4,11 @@ use std::ops::ControlFlow;
 
 use anyhow::bail;
 use clap::Args;
-use frugal::rows::Counts;
+use frugal::rows::{Counts, Found};
 use serde_json::json;
 
 use super::SourceArgs;
-use super::findings::{Duplicates, Repeats};
+use super::findings::{Duplicates, OtherFormats, Repeats};
 use crate::program::Common;
 use crate::program::figures::{counted, grouped};
 use crate::program::output::{print_line, print_text};
@@ -18,6 +18,11 @@ pub(super) struct Check {
     #[command(flatten)]
     source: SourceArgs,
 }
+
+/// What is said of a record without an answer.
+const NOTHING: &str = "nothing of it is learned; it is left out";
+/// What is said of a record with an empty one.
+const EMPTY: &str = "an answer is empty; the model learns to end at once";
 
 pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
     let source = arguments.source.open(common)?;
@@ -34,21 +39,28 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
         match encoded {
             Ok((rows, counts)) => {
                 rows.iter().for_each(|row| duplicates.add(place, row));
-                if counts.without_label > 0 {
-                    tell("note", &format!("{place}: nothing of it is learned; it is left out"));
+                for (count, reason) in [(counts.without_label, NOTHING), (counts.empty_answers, EMPTY)] {
+                    if count > 0 && repeats.is_new("note", place, reason) {
+                        tell("note", &format!("{place}: {reason}"));
+                    }
                 }
                 all.add(&counts);
             }
             Err(error) => {
                 wrong += 1;
-                if repeats.is_new(place, &error) {
+                if repeats.is_new_error(&error) {
                     tell("error", &error.to_string());
                 }
             }
         }
         Ok(ControlFlow::Continue(()))
     })?;
-    repeats.lines().iter().for_each(|line| tell("error", line));
+    repeats.lines().iter().for_each(|(kind, line)| tell(kind, line));
+    let others = match &source.found {
+        Found::Records(detected) => OtherFormats::of(&source.files, detected, &source.data.field)?,
+        Found::Text | Found::Gsm8k => OtherFormats::default(),
+    };
+    others.lines().iter().for_each(|line| tell("warning", line));
     if let Some(line) = duplicates.line(all.rows) {
         tell("warning", &line);
     }

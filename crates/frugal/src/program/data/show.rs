@@ -55,9 +55,10 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             return Ok(ControlFlow::Break(()));
         }
         shown += 1;
-        let (rows, _) = encoded?;
+        let (rows, counts) = encoded?;
         if rows.is_empty() {
-            say(common, &format!("{place}: left out: it is too long, or nothing of it is learned"));
+            let why = if counts.skipped > 0 { "it is too long" } else { "nothing of it is learned" };
+            say(common, &format!("{place}: left out: {why}"));
         }
         for row in &rows {
             let tokenizer = source.encoder.tokenizer();

@@ -61,6 +61,7 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
         ("cut, too long", all.truncated),
         ("divided, too long", all.split),
         ("left out, nothing to learn", all.without_label),
+        ("with an empty answer", all.empty_answers),
     ] {
         if number > 0 {
             fields.push(count(name, number));

@@ -19,6 +19,9 @@ use super::{Export, Type};
 use crate::program::Common;
 use crate::program::output::say;
 
+/// The file that `ollama create` reads.
+const MODELFILE: &str = "Modelfile";
+
 /// Writes the model, with the adapter merged if there is one.
 pub(super) fn model(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
     let out = file(&arguments.out)?;
@@ -83,12 +86,16 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         }
     }
     let folder = merged_folder.as_ref().map_or(&*base, TempDir::path);
-    std::fs::create_dir_all(out).with_context(|| format!("{} cannot be created", out.display()))?;
     let model = Model::open(folder)?.named(&stem(out));
+    let conversion = model.convert(kind)?;
+    // A failure, such as a full disk, leaves nothing at `out`.
+    let stage = temporary_for(out)?;
     let names = (format!("model-{kind}.gguf"), "adapter.gguf".to_owned());
-    let mut result = written(common, &model.convert(kind)?, &out.join(&names.0))?;
+    let mut result = written(common, &conversion, &stage.path().join(&names.0))?;
+    result.insert("file".to_owned(), json!(out.join(&names.0)));
     if let (Some(own), Some(folder)) = (&own, &adapter) {
-        let written = lora(common, own, folder.path(), &out.join(&names.1))?;
+        let mut written = lora(common, own, folder.path(), &stage.path().join(&names.1))?;
+        written.insert("file".to_owned(), json!(out.join(&names.1)));
         result.insert("adapter".to_owned(), Value::Object(written));
     }
     let chat = chat(&model, folder)?;
@@ -115,10 +122,16 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         context: LlamaConfig::read(&folder.join("config.json"))?.max_position_embeddings.try_into().ok(),
         sampling: sampling(folder)?,
     };
-    let path = out.join("Modelfile");
+    let path = stage.path().join(MODELFILE);
     atomic_write::file(&path, |file| file.write_all(modelfile.to_string().as_bytes()))
         .with_context(|| format!("{} cannot be written", path.display()))?;
-    result.insert("modelfile".to_owned(), json!(path));
+    std::fs::create_dir_all(out).with_context(|| format!("{} cannot be created", out.display()))?;
+    for name in [Some(&*names.0), own.as_ref().map(|_| &*names.1), Some(MODELFILE)].into_iter().flatten() {
+        let path = out.join(name);
+        std::fs::rename(stage.path().join(name), &path)
+            .with_context(|| format!("{} cannot be written", path.display()))?;
+    }
+    result.insert("modelfile".to_owned(), json!(out.join(MODELFILE)));
     if arguments.verify {
         let own = own.as_ref().and(adapter.as_ref());
         let (model_file, lora_file) = (out.join(&names.0), out.join(&names.1));
@@ -219,6 +232,14 @@ fn merged(common: &Common, arguments: &Export, adapter: &Path) -> anyhow::Result
     let place = temporary(&arguments.out)?;
     arguments.merge(common, adapter, place.path())?;
     Ok(place)
+}
+
+/// A temporary folder on the disk of an output folder.
+fn temporary_for(out: &Path) -> anyhow::Result<TempDir> {
+    match out.is_dir() {
+        true => Ok(tempfile::Builder::new().prefix(".export-").tempdir_in(out)?),
+        false => temporary(out),
+    }
 }
 
 /// A temporary folder beside the output, where there is room for it.

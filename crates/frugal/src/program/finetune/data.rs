@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use frugal::config::{CONFIG_FILE, Config};
-use frugal::dataloading::Tokenizer;
 use frugal::dataloading::chat::Date;
 use frugal::dataloading::records::Splits;
+use frugal::dataloading::{self, Tokenizer};
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
 use frugal::tasks::gsm8k;
@@ -19,6 +19,7 @@ use crate::program::encoding::Ends;
 use crate::program::output::say;
 use crate::program::problems::Problems;
 use crate::program::row_flags::{chat_template, encoder, found, found_text};
+use crate::program::run_record::shell_word;
 use crate::program::training::NO_VALIDATION;
 
 /// Rows to train on and to measure on, and the token that pads.
@@ -66,6 +67,7 @@ impl Data {
         let own = &config.data;
         let path = Path::new(&own.source);
         let ends = Ends::find(folder, own)?;
+        ends.note_context(common, folder, own);
         if own.source.is_empty() {
             bail!("`data.source` is missing; give the training data as --data");
         }
@@ -84,7 +86,7 @@ impl Data {
         if let Some(file) = own.validation.clone().filter(|_| found != Found::Gsm8k) {
             splits.validation = vec![file];
         }
-        say(common, &found_text(&found, &splits));
+        say(common, &found_text(&found, &splits, own));
         let (train, validation) = match &found {
             Found::Gsm8k => problems(common, config, folder, &ends)?,
             _ => {
@@ -95,7 +97,8 @@ impl Data {
                 let encoder = encoder(folder, own, &ends)?;
                 let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
                     true => Ok(Vec::new()),
-                    false => records(common, &encoder, &found, files, which, limit),
+                    false => records(common, &encoder, &found, files, which, limit)
+                        .map_err(|error| name_check(error, &files[0], config)),
                 };
                 let train = read(&splits.train, "training", own.limit)?;
                 if splits.validation.is_empty() {
@@ -164,6 +167,20 @@ fn held_out(common: &Common, rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow
     (train, held)
 }
 
+/// Names the command that lists all wrong records in an error about the first.
+fn name_check(error: anyhow::Error, file: &Path, config: &Config) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(frugal::Error::Data(dataloading::Error::Record { .. })) => {
+            let model = config.model.name.as_deref().unwrap_or_default();
+            let (file, model) = (shell_word(&file.display().to_string()), shell_word(model));
+            anyhow::Error::msg(format!(
+                "{error}; `frugal data check {file} --model {model}` lists all wrong records"
+            ))
+        }
+        _ => error,
+    }
+}
+
 /// The rows of a split.
 fn records(
     common: &Common,
@@ -204,6 +221,7 @@ fn records(
         (counts.truncated, "are too long and are cut"),
         (counts.split, "are too long and are divided"),
         (counts.without_label, "have no text to learn and are left out"),
+        (counts.empty_answers, "have an empty answer, from which the model learns to end at once"),
     ] {
         if count > 0 {
             say(common, &format!("{count} of {all} {which} rows {what}"));

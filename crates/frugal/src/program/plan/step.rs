@@ -24,7 +24,7 @@ use tch::{Device, Kind};
 
 use super::super::Common;
 use super::super::output::{print_line, print_lines};
-use super::super::run_plan::NOTHING_FITS;
+use super::super::run_plan::{NOTHING_FITS, tensor_budget};
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
 use ranks::RanksArgs;
@@ -316,8 +316,8 @@ impl StepArgs {
         let budget = match (self.budget, self.hardware) {
             (Some(budget), Some(_)) => budget.0,
             (None, Some(gpu)) => gpu.data_sheet()?.memory,
-            (Some(budget), None) => planning::tensor_budget(budget.0, device)?,
-            (None, None) => planning::tensor_budget(planning::default_budget(device)?, device)?,
+            (Some(budget), None) => tensor_budget(budget.0, device)?,
+            (None, None) => tensor_budget(planning::default_budget(device)?, device)?,
         };
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }

@@ -24,8 +24,10 @@ pub(crate) struct Question<'a> {
     pub(crate) data: &'a DataShape,
     /// What tensors may take.
     pub(crate) tensors: u64,
-    /// What the program holds beside them.
-    pub(crate) beside: u64,
+    /// What they take already.
+    pub(crate) live: u64,
+    /// What the process takes already.
+    pub(crate) taken: u64,
 }
 
 /// A change, and the bytes of the least way to run a step after it.
@@ -42,7 +44,7 @@ impl Question<'_> {
         let mut text =
             format!(
                 "nothing fits a budget of {budget}; the least is {} ({}; {} in the {})",
-                bytes_text(needed + self.beside),
+                bytes_text(self.budget(needed)),
                 least.name(),
                 least.peak.parts.iter().max_by_key(|part| part.bytes).map_or_else(String::new, |part| {
                     format!("{} are {}", bytes_text(part.bytes), part.name)
@@ -53,9 +55,9 @@ impl Question<'_> {
             text = format!(
                 "nothing fits a budget of {budget}: an evaluation of the longest validation row takes {} ({}), a training step {}; \
                  leave out long rows or give --held-out 0 without --validation",
-                bytes_text(least.evaluation_bytes + self.beside),
+                bytes_text(self.budget(least.evaluation_bytes)),
                 least.name(),
-                bytes_text(least.peak.total + self.beside),
+                bytes_text(self.budget(least.peak.total)),
             );
         }
         let mut changes: Vec<Change> =
@@ -69,11 +71,16 @@ impl Question<'_> {
         if !changes.is_empty() {
             let shown = changes.iter().map(|Change { flags, least }| {
                 let verdict = if *least <= self.tensors { "" } else { ", still too much" };
-                format!("{flags} ({}{verdict})", bytes_text(least + self.beside))
+                format!("{flags} ({}{verdict})", bytes_text(self.budget(*least)))
             });
             text += &format!("; less would take: {}", shown.collect::<Vec<_>>().join(", or "));
         }
-        text + &format!("; or give --budget {}MiB", (needed + self.beside).div_ceil(1 << 20))
+        text + &format!("; or give --budget {}MiB", self.budget(needed) >> 20)
+    }
+
+    /// The least budget in which tensors may take so many bytes.
+    fn budget(&self, tensors: u64) -> u64 {
+        planning::least_budget(self.taken, tensors.saturating_sub(self.live))
     }
 
     /// Changes in the order in which they change the result.

@@ -2,6 +2,7 @@
 
 use accounting::candidates::{Candidate, Found};
 use accounting::quantity::{bytes_text, grouped};
+use frugal::planning;
 use serde_json::{Value, json};
 
 use super::{PlannedBudget, Prediction};
@@ -92,8 +93,12 @@ impl Prediction {
     /// The plan for people.
     pub(super) fn text(&self, budget: PlannedBudget) -> String {
         let beside = budget.beside();
-        let mut text =
-            format!("budget {}, {} of it for the program and a reserve\n", budget.text(), bytes_text(beside));
+        let mut text = format!(
+            "budget {}, {} of it for the program and a reserve of {} % for short-lived allocations\n",
+            budget.text(),
+            bytes_text(beside),
+            100.0 * planning::RESERVE
+        );
         text += &candidates_table(&self.found, self.columns(budget));
         let Some(chosen) = self.found.chosen() else { return text };
         if let Some((number, batch)) = self.data.largest.get(chosen.batch) {

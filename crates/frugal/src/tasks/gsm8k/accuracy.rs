@@ -52,13 +52,13 @@ impl Accuracy {
 }
 
 impl fmt::Display for Accuracy {
-    /// `41.6 % (38.9 to 44.3 %, 549 of 1319)`.
+    /// `41.6 % (95 % interval 39.0 to 44.3 %, 549 of 1319)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (low, high) = self.interval();
         let percent = 100.0 * self.share();
         write!(
             f,
-            "{percent:.1} % ({:.1} to {:.1} %, {} of {})",
+            "{percent:.1} % (95 % interval {:.1} to {:.1} %, {} of {})",
             100.0 * low,
             100.0 * high,
             self.right,
