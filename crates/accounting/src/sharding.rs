@@ -21,6 +21,8 @@
 //! **Reductions** take a copy of the region's gradients, one region at a time while the next copy is filled, and receive two pieces of 1 MiB
 //! from each other rank at a time. Stage 1 begins them when backward has ended, stages 2 and 3 as soon as a region's gradients are there.
 //!
+//! **One rank** alone takes the first fp32 gradients of a step as its sums: they stay until the step, and nothing is copied.
+//!
 //! ```
 //! use accounting::memory::{optimizer::Optimizer, recipe::Recipe, zero::ZeroStage};
 //! use accounting::{presets, sharding::Layout};
@@ -164,7 +166,7 @@ impl Layout {
             let weights = if region.layer.is_some() { held } else { region.elements };
             bytes.weights += region.dtype.bytes(weights)?;
             let Some(dtype) = region.gradients else { continue };
-            bytes.sums += Dtype::Fp32.bytes(held)?;
+            bytes.sums += if self.takes_gradients(region) { 0 } else { Dtype::Fp32.bytes(held)? };
             let master = recipe.master.filter(|_| region.dtype == recipe.parameters);
             bytes.master += master.map_or(Ok(0), |dtype| dtype.bytes(parameters))?;
             bytes.optimizer += optimizer.state_tensors() * recipe.state.bytes(parameters)?;
@@ -177,6 +179,7 @@ impl Layout {
         let layer = layers.collect::<Result<Vec<u64>, Error>>()?.into_iter().max().unwrap_or(0);
         bytes.slots = product("bytes of slots", &[slots.min(self.layers()), layer])?;
         bytes.gradients = match self.stage {
+            _ if self.takes_all_gradients() => gradients,
             ZeroStage::Zero => gradients,
             ZeroStage::One => sum("bytes of gradients", [gradients, largest])?,
             ZeroStage::Two | ZeroStage::Three => {
@@ -207,6 +210,17 @@ impl Layout {
             pieces = pieces.max(2 * (self.ranks - 1) * PIECE.min(dtype.bytes(own.end - own.start)?));
         }
         Ok(copy + pieces)
+    }
+
+    /// Whether a region's gradients become its sums, as those of one rank do that have their dtype.
+    fn takes_gradients(&self, region: &Region) -> bool {
+        self.ranks == 1 && region.gradients == Some(Dtype::Fp32)
+    }
+
+    /// Whether all gradients become sums.
+    fn takes_all_gradients(&self) -> bool {
+        let mut trained = self.regions.iter().filter(|region| region.gradients.is_some());
+        trained.all(|region| self.takes_gradients(region))
     }
 
     /// Returns the number of layers whose weights are divided.

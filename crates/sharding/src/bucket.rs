@@ -6,6 +6,7 @@ use runtime::collectives::{Division, Group, ReduceOptions, Work};
 use tch::{Device, Kind, Tensor};
 
 use crate::norm::BLOCK;
+use crate::sums::{Sums, add};
 use crate::{Result, refused};
 
 /// Elements at which a parameter begins in its bucket: a cache line of any dtype.
@@ -31,8 +32,7 @@ pub(crate) struct Bucket {
     pub(crate) weights: Tensor,
     /// Whether this is a layer's region.
     pub(crate) is_layer: bool,
-    /// This rank's sums of gradients, fp32 (fp64 for fp64 parameters).
-    pub(crate) sums: Tensor,
+    pub(crate) sums: Sums,
 }
 
 impl Bucket {
@@ -62,7 +62,7 @@ impl Bucket {
             view.f_copy_(tensor)?;
             tensor.f_set_data(&view)?;
         }
-        let sums = sums(kind, division, ranks)?;
+        let sums = Sums::new(kind, division, members.len(), ranks)?;
         Ok(Self { members, kind, division, weights, is_layer: false, sums })
     }
 
@@ -74,7 +74,8 @@ impl Bucket {
         ranks: &Group,
     ) -> Result<Self> {
         let (kind, weights) = (shard.kind(), shard.shallow_clone());
-        Ok(Self { members, kind, division, weights, is_layer: true, sums: sums(kind, division, ranks)? })
+        let sums = Sums::new(kind, division, members.len(), ranks)?;
+        Ok(Self { members, kind, division, weights, is_layer: true, sums })
     }
 
     /// Returns the weights of elements that this rank owns.
@@ -112,25 +113,37 @@ impl Bucket {
 
     /// Adds the gradients of all members to the sums, and clears them. Without other ranks that is what a reduction of
     /// [`take_gradients`](Self::take_gradients) computes, without the copy.
-    pub(crate) fn add_gradients(&self, first: bool, seen: &mut [bool]) -> Result<()> {
+    pub(crate) fn add_gradients(&mut self, first: bool, seen: &mut [bool]) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        for member in &self.members {
-            let mut sums = narrow(&self.sums, &member.range)?;
+        for (index, member) in self.members.iter().enumerate() {
             let gradient = member.tensor.f_grad()?;
             if gradient.defined() {
-                let gradient = gradient.f_reshape([-1])?;
-                if first {
-                    sums.f_copy_(&gradient)?;
-                } else {
-                    let _ = sums.f_add_(&gradient)?;
-                }
                 runtime::autograd::set_grad(&member.tensor, None)?;
                 seen[member.parameter] = true;
-            } else if first {
-                let _ = sums.f_fill_(-0.0)?;
+            }
+            match &mut self.sums {
+                Sums::Each(sums) if gradient.defined() => add(&mut sums[index], gradient)?,
+                Sums::Each(_) => {}
+                Sums::Flat(sums) => {
+                    let mut sums = narrow(sums, &member.range)?;
+                    match (gradient.defined(), first) {
+                        (true, true) => sums.f_copy_(&gradient.f_reshape([-1])?)?,
+                        (true, false) => drop(sums.f_add_(&gradient.f_reshape([-1])?)?),
+                        (false, true) => drop(sums.f_fill_(-0.0)?),
+                        (false, false) => {}
+                    }
+                }
             }
         }
         Ok(())
+    }
+
+    /// Adds gradients by member to [`Sums::Each`], and takes them.
+    pub(crate) fn add_each(&mut self, gradients: &mut [Option<Tensor>]) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let Sums::Each(sums) = &mut self.sums else { return Ok(()) };
+        let arrived = sums.iter_mut().zip(gradients).filter_map(|(sum, new)| Some((sum, new.take()?)));
+        arrived.into_iter().try_for_each(|(sum, gradient)| add(sum, gradient))
     }
 
     /// Clears the gradients of all members.
@@ -145,10 +158,14 @@ impl Bucket {
         first: bool,
         label: String,
     ) -> impl FnOnce(&Group) -> runtime::Result<()> + Send + use<> {
-        let (division, sums) = (self.division, self.sums.shallow_clone());
+        let division = self.division;
+        // Sums of each member are of one rank, whose gradients are not reduced.
+        let sums = if let Sums::Flat(sums) = &self.sums { Some(sums.shallow_clone()) } else { None };
         move |group| {
             let options = ReduceOptions { accumulate: !first, ..ReduceOptions::default() };
-            group.reduce_scatter(&gradients, division, &sums, options, &label)?.wait()
+            sums.map_or(Ok(()), |sums| {
+                group.reduce_scatter(&gradients, division, &sums, options, &label)?.wait()
+            })
         }
     }
 
@@ -191,11 +208,6 @@ pub(crate) fn divide(elements: i64, ranks: &Group) -> Division {
     let blocks = (elements + BLOCK - 1) / BLOCK;
     let per_rank = (blocks + ranks.size() as i64 - 1) / ranks.size() as i64 * BLOCK;
     Division { elements, per_rank }
-}
-
-fn sums(kind: Kind, division: Division, ranks: &Group) -> Result<Tensor> {
-    let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-    Ok(Tensor::f_zeros([division.len(ranks.rank())], (kind, Device::Cpu))?)
 }
 
 /// Returns elements of a flat tensor.

@@ -155,7 +155,8 @@ impl ShardedOptimizer {
         for bucket in &self.round.lock().buckets {
             let all = bucket.division.elements.max(0) as u64;
             let first = bucket.division.range(self.ranks.rank()).start / norm::BLOCK;
-            let own = norm::block_squares(&bucket.sums)?;
+            let elements = bucket.division.len(self.ranks.rank());
+            let own = norm::block_squares(elements, &bucket.sums.pieces(&bucket.members)?)?;
             blocks.push((
                 usize::try_from(first).unwrap_or(0),
                 own,
@@ -242,14 +243,8 @@ impl Optimizer for ShardedOptimizer {
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
         let clip = self.settings.clip;
         let seen = self.seen()?;
-        let sums: Vec<Tensor> = self
-            .round
-            .lock()
-            .buckets
-            .iter()
-            .map(|bucket| bucket.sums.shallow_clone())
-            .filter(|sums| sums.numel() > 0)
-            .collect();
+        let sums: Vec<Tensor> =
+            self.round.lock().buckets.iter().flat_map(|bucket| bucket.sums.tensors()).collect();
         let found_inf = scaler.unscale_(&sums, false)?.found_inf;
         let overflow = match found_inf {
             Some(flag) => {
@@ -265,10 +260,14 @@ impl Optimizer for ShardedOptimizer {
         if let (Some(norm), Some(limit), false) = (norm, clip, skip) {
             clip::scale_to_known_(&sums, norm, limit)?;
         }
+        let round = self.round.lock();
         for part in self.parts.iter().filter(|part| seen[part.parameter]) {
-            let gradient = part.sums.f_to_kind(part.stepped.kind())?;
-            runtime::autograd::set_grad(&part.stepped, Some(&gradient))?;
+            if let Some(gradient) = part.gradient(&round.buckets)? {
+                let gradient = gradient.f_to_kind(part.stepped.kind())?;
+                runtime::autograd::set_grad(&part.stepped, Some(&gradient))?;
+            }
         }
+        drop(round);
         if !skip {
             let frozen: Vec<bool> =
                 self.groups.iter().flat_map(|group| group.parameters.iter().map(|_| group.frozen)).collect();
@@ -288,9 +287,9 @@ impl Optimizer for ShardedOptimizer {
     }
 
     fn zero_grad(&mut self, _how: ZeroGrad) -> Result<()> {
-        for bucket in &self.round.lock().buckets {
-            bucket.clear_gradients()?;
-        }
+        let mut round = self.round.lock();
+        round.buckets.iter().try_for_each(Bucket::clear_gradients)?;
+        round.clear();
         self.inner.zero_grad(ZeroGrad::ToNone)
     }
 

@@ -10,6 +10,7 @@ use runtime::device::{Event, Stream};
 use tch::{Device, Tensor};
 
 use crate::bucket::{Bucket, narrow};
+use crate::sums::{self, Sums};
 use crate::{Result, refused};
 
 /// Buckets whose reductions are under way, each with its gradients, while the next one's are copied. Backward waits beyond that.
@@ -22,13 +23,57 @@ enum Arrived {
     /// reduced at its end: it adds once for each recomputed segment that uses a parameter.
     Parameters { additions: usize, expected: Option<usize> },
     /// Those of a layer's region, which says itself when they are complete.
-    Layer { gradients: Option<Tensor>, complete: bool },
+    Layer { gradients: OfLayer, complete: bool },
+}
+
+/// The gradients of a layer's region, to which each backward of the layer adds.
+#[derive(Debug)]
+enum OfLayer {
+    /// In one piece of memory, for a reduction.
+    Flat(Option<Tensor>),
+    /// By member, for [`Sums::Each`].
+    Each(Vec<Option<Tensor>>),
+}
+
+impl OfLayer {
+    fn of(bucket: &Bucket) -> Self {
+        match &bucket.sums {
+            Sums::Flat(_) => Self::Flat(None),
+            Sums::Each(sums) => Self::Each(sums.iter().map(|_| None).collect()),
+        }
+    }
+
+    fn add(&mut self, bucket: &Bucket, new: Vec<(usize, Tensor)>) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        match self {
+            Self::Flat(own) => {
+                let (flat, fresh) = match own.take() {
+                    Some(flat) => (flat, false),
+                    None => (bucket.no_gradients()?, true),
+                };
+                for (index, gradient) in new {
+                    let range = &bucket.members[index].range;
+                    let mut view = narrow(&flat, range)?.f_view(gradient.size().as_slice())?;
+                    if fresh {
+                        view.f_copy_(&gradient)?;
+                    } else {
+                        let _ = view.f_add_(&gradient)?;
+                    }
+                }
+                *own = Some(flat);
+                Ok(())
+            }
+            Self::Each(own) => {
+                new.into_iter().try_for_each(|(index, gradient)| sums::add(&mut own[index], gradient))
+            }
+        }
+    }
 }
 
 impl Arrived {
     fn of(bucket: &Bucket) -> Self {
         match bucket.is_layer {
-            true => Self::Layer { gradients: None, complete: false },
+            true => Self::Layer { gradients: OfLayer::of(bucket), complete: false },
             false => Self::Parameters { additions: 0, expected: None },
         }
     }
@@ -49,7 +94,13 @@ impl Arrived {
                 *expected = expected.or(learn.then_some(*additions));
                 *additions = 0;
             }
-            Self::Layer { gradients, complete } => (*gradients, *complete) = (None, false),
+            Self::Layer { gradients, complete } => {
+                match gradients {
+                    OfLayer::Flat(flat) => *flat = None,
+                    OfLayer::Each(each) => each.fill_with(|| None),
+                }
+                *complete = false;
+            }
         }
     }
 }
@@ -124,6 +175,12 @@ impl Round {
     pub(crate) fn begin(&mut self) {
         (self.first, self.idle) = (true, false);
         self.seen.fill(false);
+        self.clear();
+    }
+
+    /// Forgets the gradients of a step.
+    pub(crate) fn clear(&mut self) {
+        self.buckets.iter_mut().for_each(|bucket| bucket.sums.clear());
     }
 
     pub(crate) fn set_idle(&mut self, idle: bool) {
@@ -147,22 +204,8 @@ impl Round {
         if let Arrived::Layer { gradients, complete } = &mut self.arrived[number] {
             *complete = last;
             if !self.idle {
-                let _no_grad = tch::no_grad_guard();
-                let (flat, fresh) = match gradients.take() {
-                    Some(flat) => (flat, false),
-                    None => (bucket.no_gradients()?, true),
-                };
-                for (index, gradient) in new {
-                    let member = &bucket.members[index];
-                    let mut view = narrow(&flat, &member.range)?.f_view(gradient.size().as_slice())?;
-                    if fresh {
-                        view.f_copy_(&gradient)?;
-                    } else {
-                        let _ = view.f_add_(&gradient)?;
-                    }
-                    self.seen[member.parameter] = true;
-                }
-                *gradients = Some(flat);
+                new.iter().for_each(|(index, _)| self.seen[bucket.members[*index].parameter] = true);
+                gradients.add(bucket, new)?;
             }
         }
         self.submit()
@@ -202,14 +245,19 @@ impl Round {
             if self.open && !self.arrived[number].are_complete() {
                 break;
             }
-            let bucket = &self.buckets[number];
+            let bucket = &mut self.buckets[number];
             if self.reductions.ranks.size() == 1 && !bucket.is_layer && !self.idle {
                 bucket.add_gradients(self.first, &mut self.seen)?;
                 self.reductions.begun += 1;
                 continue;
             }
             let gradients = match &mut self.arrived[number] {
-                Arrived::Layer { gradients, .. } => {
+                Arrived::Layer { gradients: OfLayer::Each(gradients), .. } => {
+                    bucket.add_each(gradients)?;
+                    self.reductions.begun += 1;
+                    continue;
+                }
+                Arrived::Layer { gradients: OfLayer::Flat(gradients), .. } => {
                     gradients.take().map_or_else(|| bucket.no_gradients(), Ok)?
                 }
                 Arrived::Parameters { .. } if self.idle => {
@@ -271,8 +319,13 @@ mod tests {
         let mut round = Round::new(vec![region([0, 1], &ranks), region([2, 3], &ranks)], 4, &ranks).unwrap();
         let ones = || Tensor::ones([2], (Kind::Float, Device::Cpu));
         let sums = |round: &Round| {
-            let all: Vec<Tensor> = round.buckets.iter().map(|bucket| bucket.sums.shallow_clone()).collect();
-            Vec::<f32>::try_from(Tensor::cat(&all, 0)).unwrap()
+            let flat = Tensor::zeros([8], (Kind::Float, Device::Cpu));
+            for (bucket, origin) in round.buckets.iter().zip([0, 4]) {
+                for (start, piece) in bucket.sums.pieces(&bucket.members).unwrap() {
+                    flat.narrow(0, origin + start, piece.numel() as i64).copy_(&piece);
+                }
+            }
+            Vec::<f32>::try_from(flat).unwrap()
         };
         // The first layer waits for the last, which comes twice, and whose first tensor is not used.
         round.deliver((0, "layers.0"), vec![(0, ones()), (1, ones())], true).unwrap();

@@ -9,7 +9,8 @@
 //! stage 3   backward of a layer           the copy of the layer after it, and its own when its activations are freed
 //! ```
 //!
-//! One rank alone adds gradients to its sums without copies, but for those of layers in stage 3.
+//! One rank alone adds gradients to its sums without copies, but for those of layers in stage 3 that have another dtype than their sums.
+//! fp32 gradients are the sums themselves, of the one micro-batch that is counted here.
 
 use super::{LayerPosition, Layout, Region};
 use crate::Error;
@@ -36,6 +37,7 @@ impl Layout {
         let rank = self.rank_bytes(0, recipe, optimizer, slots)?;
         let share = |whole: u64| whole.div_ceil(self.ranks);
         match self.stage {
+            _ if self.takes_all_gradients() => {}
             ZeroStage::Zero => {}
             ZeroStage::One => {
                 let reducing = sum(WHAT, [self.copies_after_backward()?, rank.pieces])?;

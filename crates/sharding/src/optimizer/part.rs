@@ -1,24 +1,36 @@
 //! What this rank steps: its parts of the parameters, as parameters of a [`DeviceOptimizer`](training::optimizer::DeviceOptimizer).
 
+use std::ops::Range;
+
 use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
 use training::optimizer::Group;
 
 use crate::Result;
-use crate::bucket::{Bucket, narrow};
+use crate::bucket::Bucket;
 
 /// This rank's part of a parameter.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) parameter: usize,
-    /// Its gradient's place in the bucket's sums.
-    pub(super) sums: Tensor,
+    /// Its bucket and its number there.
+    member: (usize, usize),
+    /// Its elements in the rank's shard of the bucket.
+    range: Range<i64>,
     /// What the inner optimizer steps: the weights themselves, or their fp32 master copy.
     pub(super) stepped: Tensor,
     /// The weights that a master copy is rounded into.
     pub(super) rounded: Option<Tensor>,
     /// Whether the master copy is the weights' from the next step on, and not from a checkpoint or an earlier step.
     pub(super) follows: bool,
+}
+
+impl Part {
+    /// Returns the sum of its gradients; `None` where none has arrived.
+    pub(super) fn gradient(&self, buckets: &[Bucket]) -> Result<Option<Tensor>> {
+        let (bucket, member) = self.member;
+        buckets[bucket].sums.of(member, &self.range)
+    }
 }
 
 /// Returns this rank's parts of all parameters, in the parameters' order.
@@ -30,9 +42,9 @@ pub(super) fn parts(
 ) -> Result<Vec<Part>> {
     let _no_grad = tch::no_grad_guard();
     let mut parts: Vec<Option<Part>> = (0..parameters).map(|_| None).collect();
-    for bucket in buckets {
+    for (bucket_number, bucket) in buckets.iter().enumerate() {
         let shard = bucket.division.range(ranks.rank());
-        for member in &bucket.members {
+        for (number, member) in bucket.members.iter().enumerate() {
             let owned = bucket.owned(member, ranks.rank());
             if owned.is_empty() {
                 continue;
@@ -46,7 +58,8 @@ pub(super) fn parts(
             };
             parts[member.parameter] = Some(Part {
                 parameter: member.parameter,
-                sums: narrow(&bucket.sums, &(owned.start - shard.start..owned.end - shard.start))?,
+                member: (bucket_number, number),
+                range: owned.start - shard.start..owned.end - shard.start,
                 stepped: stepped.f_set_requires_grad(true)?,
                 follows: rounded.is_some(),
                 rounded,
