@@ -1,10 +1,44 @@
 // What kernels in Rust need to know about, and report to, libtorch's tensors.
 #include "guard.h"
 
+#include "versions.h"
+
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Storage.h>
 #include <memory>
 
 extern "C" {
+// Bytes without memory, on a device of the prototype: a tensor of bytes with a storage of its own.
+rt_status rt_movable_new(size_t bytes, const at::Tensor* prototype, at::Tensor** out) {
+  return guard([&] {
+    auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                         c10::DataPtr(nullptr, prototype->device()), nullptr,
+                                                         /*resizable=*/false);
+    at::Tensor tensor = at::empty({0}, prototype->options().dtype(at::kByte));
+    // Compares the storages' deleters.
+    tensor.set_(c10::Storage(storage), 0, {static_cast<int64_t>(bytes)}, {1});
+    refuse_access(*storage);
+    *out = new at::Tensor(std::move(tensor));
+  });
+}
+
+// Lets the storage of `movable` use the bytes of `memory` (both borrowed), which lives until the storage is detached, or null: none.
+rt_status rt_movable_set(const at::Tensor* movable, const at::Tensor* memory) {
+  return guard([&] {
+    auto* storage = movable->storage().unsafeGetStorageImpl();
+    if (memory == nullptr) {
+      storage->set_data_ptr_noswap(c10::DataPtr(nullptr, movable->device()));
+      refuse_access(*storage);
+      return;
+    }
+    auto* owner = new at::Tensor(*memory);
+    permit_access(*storage);
+    storage->set_data_ptr_noswap(c10::DataPtr(
+        memory->data_ptr(), owner, [](void* held) { delete static_cast<at::Tensor*>(held); }, memory->device()));
+  });
+}
+
 // A CPU tensor, contiguous and of the prototype's dtype, over memory that is not libtorch's. `owner` is taken, also on failure:
 // `release` gets it once, when no tensor uses the memory any more, on any thread.
 rt_status rt_tensor_over(void* memory, const int64_t* shape, size_t dims, const at::Tensor* prototype, void* owner,

@@ -1,6 +1,7 @@
 // What differs between the versions of libtorch that the shim compiles against: 2.11 and 2.13. The other sources have no
 // condition on the version. A version that is added here also gets a line in `xtask/src/torch/pairs.rs`.
 #pragma once
+#include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 
@@ -31,3 +32,18 @@ NodePointer<Node> make_node(Arguments&&... arguments) {
   return NodePointer<Node>(new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode);
 }
 #endif
+
+// A storage without memory: from 2.13 on, an access is an error that says why. In 2.11 that cannot be taken back; there the pointer
+// is null, which libtorch's typed accesses refuse.
+inline void refuse_access(c10::StorageImpl& storage) {
+#if TORCH_VERSION_MINOR >= 13
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "this tensor has no memory now: its layer is not in use (runtime::memory::MovableMemory)");
+#endif
+}
+
+inline void permit_access(c10::StorageImpl& storage) {
+#if TORCH_VERSION_MINOR >= 13
+  storage.clear_data_ptr_access_error_msg_();
+#endif
+}

@@ -22,6 +22,7 @@
 //! ```
 
 mod limit;
+mod movable;
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -29,6 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::{Device, Tensor};
 
 pub use limit::{Limit, limit};
+pub use movable::{Attached, MovableMemory};
 
 use crate::error::Result;
 pub use crate::sys::kernel_caches::limit_kernel_caches;

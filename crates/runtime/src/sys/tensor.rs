@@ -6,14 +6,33 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-use super::{Status, check};
+use super::{Status, check, take};
 use crate::error::{Error, Result};
 
 unsafe extern "C" {
+    fn rt_movable_new(bytes: usize, prototype: *const C_tensor, out: *mut *mut C_tensor) -> Status;
+    fn rt_movable_set(movable: *const C_tensor, memory: *const C_tensor) -> Status;
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
     fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
     fn rt_is_sole_owner(tensor: *const C_tensor, sole: *mut c_int) -> Status;
     fn rt_memory_range(tensor: *const C_tensor, begin: *mut usize, end: *mut usize) -> Status;
+}
+
+/// Returns bytes without memory, where `prototype` is.
+pub(crate) fn movable(bytes: usize, prototype: &Tensor) -> Result<Tensor> {
+    let mut out = std::ptr::null_mut();
+    // SAFETY: the prototype and the out-parameter outlive the call.
+    unsafe { check(rt_movable_new(bytes, prototype.as_ptr(), &mut out)) }?;
+    // SAFETY: on success it is a tensor that is ours.
+    Ok(unsafe { take(out) }.unwrap_or_default())
+}
+
+/// Gives the storage of a tensor of [`movable`] the memory of another, or none. The caller has checked that both have as many bytes, are
+/// on one device, and that `memory` is contiguous.
+pub(crate) fn set_movable(movable: &Tensor, memory: Option<&Tensor>) -> Result<()> {
+    let memory = memory.map_or(std::ptr::null(), Tensor::as_ptr);
+    // SAFETY: both tensors outlive the call; the storage keeps a reference to the memory, and has its size.
+    unsafe { check(rt_movable_set(movable.as_ptr(), memory)) }
 }
 
 /// Tells libtorch that the tensor's values were changed.

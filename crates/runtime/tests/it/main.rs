@@ -31,6 +31,7 @@ mod mapped;
 mod measure;
 mod memory_limit;
 mod memory_region;
+mod movable_memory;
 mod nf4;
 mod norm;
 mod norm_memory;
