@@ -2,7 +2,7 @@
 
 The model, its weights, the batches and the optimizer are those of `sharding bench`: a Llama in fp32 whose weights and tokens are a hash
 of their position. ZeRO-2 is FSDP2 that keeps the gathered weights until backward, ZeRO-3 FSDP2 that gathers them again; "ZeRO-3
-recomputed" also runs every layer again in backward, as ours does. Variants run in turns for the times; each runs in processes of its own
+recomputed" also runs every layer again in backward, as ours of that name does. Variants run in turns for the times; each runs in processes of its own
 for the memory, which is counted from before the model is made, and read after the warm-up. After all steps the parameters are projected
 on directions of ±1. Writes one JSON record per figure.
 """

@@ -8,7 +8,7 @@
 //! | placement | the device holds | a pass costs more by |
 //! |---|---|---|
 //! | [`Placement::Resident`] | all weights, and what each layer keeps | the recomputation of what is not kept |
-//! | [`Placement::Offloaded`] | a ring of layers, the resident layers, every layer's input | a forward, and loads that compute does not hide |
+//! | [`Placement::Offloaded`] | a ring of layers, the resident layers, every layer's input or activations | a forward of the layers that keep their inputs, and loads that compute does not hide |
 //! | fewer rows | the activations of these rows | nothing, but each pass loads offloaded layers again |
 //!
 //! Bytes are those of [`simulate`], for the largest batch of the data. Three things are added to it. With several passes in a step,
@@ -113,7 +113,7 @@ pub enum Tier {
 pub enum Placement {
     /// All weights are on the device. What each layer keeps, in the order of forward.
     Resident(Vec<LayerPlan>),
-    /// Layers are loaded when they run. Each keeps its input and runs again in backward.
+    /// Layers are loaded when they run.
     Offloaded {
         /// Where they are between.
         tier: Tier,
@@ -121,6 +121,8 @@ pub enum Placement {
         ring: usize,
         /// Layers that stay on the device.
         resident: Vec<usize>,
+        /// Layers that keep their activations. The others keep their inputs and run again in backward.
+        keep: Vec<usize>,
         /// Where the optimizer's state is.
         optimizer: OptimizerPlace,
     },

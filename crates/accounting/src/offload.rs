@@ -2,8 +2,8 @@
 //!
 //! A device holds the embedding, the last norm and the head (the *fixed* part), some *resident* layers, and a *ring* of N slots
 //! for the other, *streamed* layers. A slot has the size of the largest streamed layer's flat buffer ([`flat_bytes`]). A
-//! forward loads each layer once. A training step keeps only each layer's input; the backward loads the layer again, recomputes
-//! it and stores its gradients.
+//! forward loads each layer once. A training step keeps each layer's input; the backward loads the layer again, recomputes
+//! it and stores its gradients. A layer that keeps its activations ([`Layer::kept`]) is loaded as often, and not recomputed.
 //!
 //! # The schedule
 //!

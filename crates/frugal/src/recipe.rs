@@ -40,6 +40,7 @@
 //! ```
 
 mod checks;
+mod kept_layers;
 mod prepared;
 
 use std::sync::Arc;
@@ -142,7 +143,9 @@ impl Recipe {
         match self.config.offload.as_ref().filter(|_| shards.is_none()) {
             None => self.apply_to(Box::new(folder.load(kind, device)?), None, shards),
             Some(offload) => {
-                let (model, offload) = Offload::open(folder, kind, &offload.options(device))?;
+                let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
+                let options = offload::Options { keep: self.kept_layers(layers)?, ..offload.options(device) };
+                let (model, offload) = Offload::open(folder, kind, &options)?;
                 self.apply_to(Box::new(model), Some(offload), None)
             }
         }
@@ -187,8 +190,9 @@ impl Recipe {
             let model = Llama::assemble(model, init, (kind, device), &mut |_, block| Ok(block))?;
             return self.apply(Box::new(model));
         };
-        let (model, offload) =
-            Offload::assemble(model, init, kind, &self.options_of_layers(device, &shards))?;
+        let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);
+        let options = self.options_of_layers(device, &shards, self.kept_layers(layers)?);
+        let (model, offload) = Offload::assemble(model, init, kind, &options)?;
         self.apply_to(Box::new(model), Some(offload), Some(shards))
     }
 
@@ -225,10 +229,11 @@ impl Recipe {
             swiglu_ckpt::install(model.as_mut(), level)?;
         }
         let activations = self.install_activations(model.as_mut())?;
-        if offload.is_none() {
+        if offload.is_none() && (shards.is_some() || config.offload.is_some()) {
+            let keep = self.kept_layers(count_blocks(model.as_mut())?)?;
             let options = match &shards {
-                Some(shards) => Some(self.options_of_layers(device, shards)),
-                None => config.offload.as_ref().map(|own| own.options(device)),
+                Some(shards) => Some(self.options_of_layers(device, shards, keep)),
+                None => config.offload.as_ref().map(|own| offload::Options { keep, ..own.options(device) }),
             };
             let apply = |options| Offload::apply(model.as_mut(), &options);
             offload = options.map(apply).transpose()?;
@@ -255,10 +260,15 @@ impl Recipe {
     }
 
     /// How layers that ranks divide are loaded.
-    fn options_of_layers(&self, device: Device, shards: &Shards) -> offload::Options {
+    fn options_of_layers(&self, device: Device, shards: &Shards, keep: Vec<usize>) -> offload::Options {
         let own = self.config.offload.clone().unwrap_or_default();
         let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
-        offload::Options { source: Some(source), ..own.options(device) }
+        offload::Options { source: Some(source), keep, ..own.options(device) }
+    }
+
+    /// Which of the offloaded or divided layers keep their activations.
+    fn kept_layers(&self, layers: usize) -> Result<Vec<usize>> {
+        self.config.kept_layers(layers).map(Option::unwrap_or_default)
     }
 
     /// Whether nothing reads the values of layers before they are divided, and every one of them is.
@@ -272,7 +282,7 @@ impl Recipe {
         !resident && !whole && !read && config.mlp.level.is_none()
     }
 
-    /// Puts the layers behind switches, unless all keep their activations to the end. Offloaded layers run again as they are.
+    /// Puts the layers behind switches, unless all keep their activations to the end. Of offloaded layers, `offload` has the plan.
     fn install_activations(&self, model: &mut dyn Module) -> Result<Option<Activations>> {
         let own = &self.config.activations;
         let offloaded = self.config.offload.is_some() || self.divides_layers();
@@ -367,7 +377,7 @@ impl From<FrozenPlace> for FrozenWeights {
 }
 
 impl OffloadConfig {
-    /// Returns the options of `offload`, for layers that run on `device`.
+    /// Returns the options of `offload`, for layers that run on `device` and keep their inputs.
     pub fn options(&self, device: Device) -> offload::Options {
         offload::Options {
             device,

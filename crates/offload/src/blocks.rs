@@ -5,7 +5,7 @@
 //! | [`OffloadBlock`] | for each use | – | one layer |
 //! | [`OffloadBlockWithCheckpointing`] | for each use | a recomputed segment ([`runtime::autograd::checkpoint`]) | one layer, and x of each |
 //! | [`OffloadBlockWithFunction`] | for each use | a custom autograd function | one layer, and x of each |
-//! | [`OverlapOffloadBlock`] | prefetched into a ring of slots | a custom autograd function | the ring, and x of each |
+//! | [`OverlapOffloadBlock`] | prefetched into a ring of slots | a custom autograd function | the ring, and x or the activations of each |
 //!
 //! The names of tensors, and the tensors themselves, do not change, so an optimizer, a checkpoint and an adapter see the model
 //! as before. [`Offload`](crate::Offload) installs these wrappers.
@@ -18,6 +18,7 @@ use tch::Tensor;
 use crate::engine::{Engine, Fetched, Lease};
 use crate::error::Error;
 use crate::function::{Fetch, LayerRunner, OffloadFunction, OverlapOffloadFunction};
+use crate::kept_graph::KeepingOffloadFunction;
 use crate::schedule::Direction;
 use crate::storage::{TensorVersions, unchanged};
 
@@ -84,7 +85,8 @@ methods! {
     OffloadBlockWithFunction;
     /// The same with a ring of slots: while a layer runs, the next ones are loaded on their own stream, and the gradients of
     /// the last one are stored on another. The last layers of forward stay loaded for backward, and the last of backward for
-    /// the next forward.
+    /// the next forward. A layer of [`Options::keep`](crate::Options::keep) keeps its activations, without its weights, and does not
+    /// run again.
     OverlapOffloadBlock;
 }
 
@@ -147,11 +149,14 @@ impl Block for OverlapOffloadBlock {
         if !self.0.begin(x_btd)? {
             return Ok(self.0.runner().forward::<Lease>(x_btd, context)?);
         }
+        if self.0.engine.options().keep.contains(&self.0.number) {
+            return Ok(KeepingOffloadFunction::apply(self.0.runner(), x_btd, context)?);
+        }
         Ok(OverlapOffloadFunction::apply(self.0.runner(), x_btd, context)?)
     }
 }
 
-/// A block that stays on the device among offloaded blocks, and is recomputed in backward as they are.
+/// A block that stays on the device among offloaded blocks, and is recomputed in backward as they are, unless it keeps its activations.
 #[derive(Debug)]
 pub struct ResidentBlock {
     block: FunctionalCall<dyn Block>,
@@ -178,7 +183,7 @@ impl Module for ResidentBlock {
 impl Block for ResidentBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let (part, engine, number) = (self.block.shared(), self.engine.clone(), self.number);
-        if !self.block.records(x_btd) {
+        if !self.block.records(x_btd) || engine.options().keep.contains(&number) {
             let run = || Ok(part.run(|block| block.forward(x_btd, context))?);
             return Ok(engine.computing(number, Direction::Forward, run)?);
         }

@@ -31,6 +31,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # What a layer keeps between forward and backward
+//!
+//! By default its input, from which backward runs it again: with full fine-tuning four forwards' worth of products instead of three, with a
+//! frozen base three instead of two. A layer of [`Options::keep`] keeps its activations, as without offloading, but not its weights:
+//! its graph refers to memory that is attached when the layer is loaded for backward. So both take as many loads, and have the same
+//! bits. In mixed precision the activations include casts of the weights, which then stay.
+//!
 //! # Who owns a tensor's memory
 //!
 //! The model's tensor handles do not change. [`Offload::apply`] gives a layer's tensors new memory: one page-locked host buffer
@@ -56,7 +63,7 @@
 //!
 //! | case | message |
 //! |---|---|
-//! | a layer that is changed or updated between a forward and its backward, which would recompute with other values | `was written, or given other memory, between a forward and its backward` |
+//! | a layer that is changed or updated between a forward and its backward, which would compute with other values | `was written, or given other memory, between a forward and its backward` |
 //! | other memory of another dtype or shape | `was given other memory, … expected …, contiguous, as it was when the model was offloaded` |
 //! | other memory, or other tensors, for a layer whose values a source holds ([`Options::source`]) | `but its values are in shards` |
 //! | a tensor in a file that is written in place, or is to be trained | `was changed in memory, but it is stored in …`; `is to be trained, but it is stored in …` |
@@ -76,6 +83,7 @@ mod engine;
 mod error;
 mod function;
 mod host_adam_w;
+mod kept_graph;
 mod layout;
 mod occupancy;
 mod offload;

@@ -37,12 +37,12 @@ impl Offload {
     /// call: with [`Tier::File`], frozen tensors are moved to a file and cannot be trained any more.
     ///
     /// # Errors
-    /// A resident layer that does not exist; too little memory or disk space. Blocks offloaded before the failure stay
+    /// A layer of the options that does not exist; too little memory or disk space. Blocks offloaded before the failure stay
     /// offloaded, and the model works.
     pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
         let mut names = Names::default();
         map_modules(model, &mut names)?;
-        check_resident(&options.resident, names.0.count)?;
+        check_blocks(options, names.0.count)?;
         let mut install = Install { engine: Engine::new(options.clone())?, blocks: Outermost::default() };
         map_modules(model, &mut install)?;
         Ok(Self { blocks: install.blocks.count, engine: install.engine })
@@ -114,7 +114,7 @@ impl Offload {
         options: &Options,
         values: &Values<'_>,
     ) -> Result<(Llama, Self)> {
-        check_resident(&options.resident, usize::try_from(config.num_hidden_layers).unwrap_or(0))?;
+        check_blocks(options, usize::try_from(config.num_hidden_layers).unwrap_or(0))?;
         let engine = Engine::new(options.clone())?;
         let mut blocks = 0;
         let model = Llama::assemble(config, init, (kind, options.device), &mut |number, block| {
@@ -223,11 +223,14 @@ struct Values<'a> {
     fill: &'a dyn Fn(&str, &dyn Block) -> models::Result<()>,
 }
 
-fn check_resident(resident: &[usize], blocks: usize) -> Result<()> {
-    let Some(number) = resident.iter().find(|&&number| number >= blocks) else { return Ok(()) };
-    let reason =
-        format!("block {number} does not exist; this model has {blocks} (0 to {})", blocks.saturating_sub(1));
-    Err(Error::config("resident layers", reason))
+fn check_blocks(options: &Options, blocks: usize) -> Result<()> {
+    for (what, numbers) in [("resident layers", &options.resident), ("keep", &options.keep)] {
+        let Some(number) = numbers.iter().find(|&&number| number >= blocks) else { continue };
+        let last = blocks.saturating_sub(1);
+        let reason = format!("block {number} does not exist; this model has {blocks} (0 to {last})");
+        return Err(Error::config(what, reason));
+    }
+    Ok(())
 }
 
 /// A block that could not be wrapped, and why.

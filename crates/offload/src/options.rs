@@ -77,8 +77,11 @@ pub struct Options {
     /// Number of slots of the ring, for [`Method::Overlap`]: at least 1, which has no overlap; 3 for one running layer and two
     /// being loaded.
     pub ring: usize,
-    /// Layers that stay on the device, by index. In training they are recomputed in backward, as all layers are.
+    /// Layers that stay on the device, by index.
     pub resident: Vec<usize>,
+    /// Layers that keep their activations on the device until backward, by index. The others keep their inputs, and run again in
+    /// backward. For [`Method::Overlap`].
+    pub keep: Vec<usize>,
     /// Whether to page-lock host memory if the device is a GPU; transfers from other memory do not overlap.
     pub pinned: bool,
     /// What holds layers instead of the tier, as far as it takes them: such as `sharding::Shards`, with a part of each on every rank.
@@ -96,6 +99,7 @@ impl Default for Options {
             tier: Tier::default(),
             ring: 3,
             resident: Vec::new(),
+            keep: Vec::new(),
             pinned: true,
             source: None,
             test_hook: None,
@@ -107,6 +111,11 @@ impl Options {
     pub(crate) fn check(&self) -> Result<()> {
         if self.ring == 0 {
             return Err(Error::config("ring", "0 slots; expected at least 1, or 3 for full overlap"));
+        }
+        if !self.keep.is_empty() && self.method != Method::Overlap {
+            let reason =
+                format!("{:?} runs every layer again in backward; take Method::Overlap", self.method);
+            return Err(Error::config("keep", reason));
         }
         if self.source.is_some() && self.method != Method::Overlap {
             let reason =
@@ -133,6 +142,7 @@ impl fmt::Debug for Options {
             .field("tier", &self.tier)
             .field("ring", &self.ring)
             .field("resident", &self.resident)
+            .field("keep", &self.keep)
             .field("pinned", &self.pinned)
             .field("source", &self.source)
             .finish_non_exhaustive()

@@ -20,7 +20,8 @@
 //! Stage 3 divides layers; embedding, head and last norm stay whole, as in stage 2. [`Shards`] hold this rank's part of each
 //! layer, and are the source (`training::layer_source`) from which `offload`'s ring loads: while one layer computes, the next are
 //! gathered, straight into the slots. Of n layers and s slots, the s last of forward stay for backward, and the s first for the next
-//! micro-batch: a rank sends f·b·P/n for each of 2·A·(n − s) + s loads of a step. A rank without a micro-batch in the last round runs
+//! micro-batch: a rank sends f·b·P/n for each of 2·A·(n − s) + s loads of a step. Between its passes a layer keeps its input and runs
+//! again, or its activations without its weights (`offload::Options::keep`); either way it is gathered as often. A rank without a micro-batch in the last round runs
 //! another's, so that it gathers as often as the others, and adds nothing. [`FrozenWeights`] says whether the base of adapters is
 //! divided too, or stays on each rank, where offload puts it.
 //!

@@ -2,6 +2,7 @@
 
 use super::{Batch, Candidate, Job, Placement, Tier};
 use crate::Error;
+use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::Workload;
 use crate::exact::sum;
 use crate::memory::Item;
@@ -56,8 +57,21 @@ impl Job {
         let costs = self.costs(pass)?;
         match placement {
             Placement::Resident(plan) => self.with_plan(costs, pass, plan),
-            Placement::Offloaded { .. } => Ok(costs),
+            Placement::Offloaded { keep, .. } => self.with_kept(costs, pass, keep),
         }
+    }
+
+    /// The costs of offloaded layers of which some keep their activations.
+    fn with_kept(&self, mut costs: StepCosts, pass: Batch, keep: &[usize]) -> Result<StepCosts, Error> {
+        if keep.is_empty() {
+            return Ok(costs);
+        }
+        let plan = vec![LayerPlan::KeepAll; costs.layers.len()];
+        let planned = self.with_plan(costs.clone(), pass, &plan)?;
+        for (number, layer) in costs.layers.iter_mut().enumerate() {
+            layer.kept = planned.layers[number].kept.filter(|_| keep.contains(&number));
+        }
+        Ok(costs)
     }
 
     fn rates_of(&self, placement: &Placement) -> Rates {

@@ -21,7 +21,7 @@ impl Placement {
     pub fn name(&self) -> String {
         match self {
             Self::Resident(layers) => of_layers(layers),
-            Self::Offloaded { tier, ring, resident, optimizer } => {
+            Self::Offloaded { tier, ring, resident, keep, optimizer } => {
                 let mut name = match tier {
                     Tier::Host => "layers in host memory".to_owned(),
                     Tier::File => "layers in files".to_owned(),
@@ -29,6 +29,9 @@ impl Placement {
                 name += &format!(", ring {ring}");
                 if !resident.is_empty() {
                     name += &format!(", {} resident", resident.len());
+                }
+                if !keep.is_empty() {
+                    name += &format!(", activations of {} kept", keep.len());
                 }
                 if *optimizer == OptimizerPlace::Host {
                     name += ", optimizer on the host";

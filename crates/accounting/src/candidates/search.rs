@@ -42,6 +42,8 @@ pub struct OffloadedLayers {
     pub most_slots: usize,
     /// The resident layers; `None` for as many as fit.
     pub resident: Option<Vec<usize>>,
+    /// The layers that keep their activations; `None` for as many as fit, or more resident layers where that is faster.
+    pub keep: Option<Vec<usize>>,
     /// Where the optimizer's state of offloaded layers is.
     pub optimizer: OptimizerPlace,
 }
@@ -55,6 +57,7 @@ impl Default for Allowed {
                 tiers: vec![Tier::Host, Tier::File],
                 most_slots: MOST_PLANNED_SLOTS,
                 resident: None,
+                keep: None,
                 optimizer: OptimizerPlace::Device,
             }),
             splits: true,
@@ -212,38 +215,66 @@ impl Job {
         budget: Budget,
     ) -> Result<Vec<Candidate>, Error> {
         let layers = self.model.layers as usize;
-        let of = |ring: usize, resident: Vec<usize>| {
+        let of = |ring: usize, resident: Vec<usize>, keep: Vec<usize>| {
             let optimizer = allowed.optimizer;
-            self.evaluate(Placement::Offloaded { tier, ring, resident, optimizer }, rows)
+            self.evaluate(Placement::Offloaded { tier, ring, resident, keep, optimizer }, rows)
+        };
+        // Backward frees the activations of the last layers first.
+        let last = |count: usize| -> Vec<usize> { (layers - count..layers).collect() };
+        // The layers that keep their activations: those that were given, or none and the most that fit.
+        let keeps = |ring: usize, resident: &[usize]| match &allowed.keep {
+            Some(keep) => Ok(vec![keep.clone()]),
+            None => {
+                let most = most(layers + 1, budget, |count| of(ring, resident.to_vec(), last(count)))?;
+                let most = most.map_or(0, |(count, _)| count);
+                Ok::<_, Error>(if most > 0 { vec![last(most), Vec::new()] } else { vec![Vec::new()] })
+            }
         };
         if let Some(resident) = &allowed.resident {
             let streamed = layers.saturating_sub(resident.len()).max(1);
             // The ring that was given, or the largest that fits.
             let rings = (1..=allowed.most_slots.min(streamed)).rev();
-            let all = rings.map(|ring| of(ring, resident.clone())).collect::<Result<Vec<_>, _>>()?;
+            let mut all = Vec::new();
+            for ring in rings {
+                for keep in keeps(ring, resident)? {
+                    all.push(of(ring, resident.clone(), keep)?);
+                }
+            }
             let best = all.iter().find(|one| fits(one, budget)).cloned();
             let least = all.last().filter(|least| best.as_ref() != Some(least)).cloned();
             return Ok(best.into_iter().chain(least).collect());
         }
         let mut all = Vec::new();
         for ring in 1..=allowed.most_slots.min(layers) {
-            // The most resident layers that fit beside the ring. At least one layer is offloaded.
-            let (mut most, mut too_many) = (None, layers + 1 - ring);
-            let mut low = 0;
-            while low < too_many {
-                let stay = low + (too_many - low) / 2;
-                let candidate = of(ring, interleaved(layers, stay))?;
-                if fits(&candidate, budget) {
-                    (most, low) = (Some(candidate), stay + 1);
-                } else {
-                    too_many = stay;
-                }
+            for keep in keeps(ring, &[])? {
+                // The most resident layers that fit beside the ring. At least one layer is offloaded.
+                let residents = layers + 1 - ring;
+                let most = most(residents, budget, |stay| of(ring, interleaved(layers, stay), keep.clone()))?;
+                all.extend(most.map(|(_, candidate)| candidate));
             }
-            all.extend(most);
         }
-        all.push(of(1, Vec::new())?);
+        all.push(of(1, Vec::new(), allowed.keep.clone().unwrap_or_default())?);
         Ok(best_and_least(all, budget))
     }
+}
+
+/// Returns the largest of the numbers below `end` whose candidate fits, with that candidate.
+fn most(
+    end: usize,
+    budget: Budget,
+    of: impl Fn(usize) -> Result<Candidate, Error>,
+) -> Result<Option<(usize, Candidate)>, Error> {
+    let (mut most, mut too_many, mut low) = (None, end, 0);
+    while low < too_many {
+        let middle = low + (too_many - low) / 2;
+        let candidate = of(middle)?;
+        if fits(&candidate, budget) {
+            (most, low) = (Some((middle, candidate)), middle + 1);
+        } else {
+            too_many = middle;
+        }
+    }
+    Ok(most)
 }
 
 fn best_and_least(all: Vec<Candidate>, budget: Budget) -> Vec<Candidate> {

@@ -13,7 +13,7 @@
 //! optimizer's step       all gradients + the step's copies, if every layer is resident and the optimizer is on the device
 //! ```
 //!
-//! In inference there is one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are
+//! In inference there is one input instead of k + 1; of layers that are not recomputed the kept activations instead of their inputs. Gradients are
 //! stored while other layers compute (or reduced over ranks: [`Layer::reducing_bytes`]), so their number follows from the schedule: a backward's own gradients appear after the
 //! recomputation, when those of the layer before have often left. One layer at a time is on the device only while it computes.
 
@@ -128,7 +128,7 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
     let kept = kept(costs, setup)?;
     let alive = gradients(costs, setup, spans);
     let mut peak = Footprint::default();
-    for (moment, start) in moments(costs, setup, kept.is_some(), spans) {
+    for (moment, start) in moments(costs, setup, &kept, spans) {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
         let (fixed, reducing) = match moment {
@@ -145,7 +145,7 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
         parts.push(Item { name: "fixed gradients", bytes: fixed });
         parts.push(Item { name: "layer gradients", bytes: sum("bytes of gradients", alive)? });
         parts.push(Item { name: "gradients being reduced", bytes: reducing });
-        parts.extend(passing(costs, kept.as_deref(), moment)?);
+        parts.extend(passing(costs, &kept, moment)?);
         parts.retain(|item| item.bytes > 0);
         let total = total(&parts)?;
         if total > peak.total {
@@ -155,22 +155,32 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
     Ok(peak)
 }
 
-/// Returns what each layer keeps, if it is more than its input.
-fn kept(costs: &StepCosts, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
-    if !costs.training || setup.method != (Method::Resident { recompute: false }) {
-        return Ok(None);
+/// Returns what each layer keeps; `None` for its input.
+fn kept(costs: &StepCosts, setup: &Setup) -> Result<Vec<Option<Kept>>, Error> {
+    let of_layers = || costs.layers.iter().map(|layer| layer.kept);
+    if !costs.training {
+        return Ok(vec![None; costs.layers.len()]);
     }
-    let of = |layer: &Layer| layer.kept.or(costs.working.kept);
-    let all: Option<Vec<Kept>> = costs.layers.iter().map(of).collect();
-    all.map(Some).ok_or_else(|| Error::Shape {
-        what: "a training without recomputation, of which no bytes that a layer keeps are given".into(),
-        remedy: "give WorkingMemory::kept, or recompute".into(),
-    })
+    match setup.method {
+        Method::Resident { recompute: false } => {
+            let all: Vec<Option<Kept>> = of_layers().map(|kept| kept.or(costs.working.kept)).collect();
+            if all.iter().all(Option::is_some) {
+                return Ok(all);
+            }
+            Err(Error::Shape {
+                what: "a training without recomputation, of which no bytes that a layer keeps are given"
+                    .into(),
+                remedy: "give WorkingMemory::kept, or recompute".into(),
+            })
+        }
+        Method::Overlap { .. } => Ok(of_layers().collect()),
+        Method::Resident { recompute: true } | Method::OneAtATime => Ok(vec![None; costs.layers.len()]),
+    }
 }
 
 /// Lists every moment of a step with its start, including layers that take no time. Layers that keep their activations are not
 /// recomputed.
-fn moments(costs: &StepCosts, setup: &Setup, keeps: bool, spans: &[Span]) -> Vec<(Moment, f64)> {
+fn moments(costs: &StepCosts, setup: &Setup, kept: &[Option<Kept>], spans: &[Span]) -> Vec<(Moment, f64)> {
     let find = |operation, layer| {
         spans.iter().find(move |span| {
             span.stream == StreamKind::Compute && span.operation == operation && span.layer == layer
@@ -184,7 +194,7 @@ fn moments(costs: &StepCosts, setup: &Setup, keeps: bool, spans: &[Span]) -> Vec
     if costs.training {
         for layer in (0..count).rev() {
             let start = start(Operation::Backward, Some(layer));
-            if keeps {
+            if kept[layer].is_some() {
                 all.push((Moment::Backward(layer), start));
             } else {
                 let recomputed = start + costs.layers[layer].forward_seconds;
@@ -204,26 +214,30 @@ fn moments(costs: &StepCosts, setup: &Setup, keeps: bool, spans: &[Span]) -> Vec
 }
 
 /// Lists inputs, or the kept activations instead, and working memory.
-fn passing(costs: &StepCosts, kept: Option<&[Kept]>, moment: Moment) -> Result<[Item; 2], Error> {
-    const WHAT: &str = "bytes that layers keep";
+fn passing(costs: &StepCosts, kept: &[Option<Kept>], moment: Moment) -> Result<[Item; 2], Error> {
     let working = costs.working;
-    let inputs = |count: usize| product(WHAT, &[count as u64, working.input_bytes]);
-    let keeps = |kept: &[Kept]| sum(WHAT, kept.iter().map(|kept| kept.bytes));
-    let count = costs.layers.len();
-    let (held, bytes) = match (moment, kept) {
-        (Moment::Head, _) if !costs.training => (0, working.head_bytes),
-        (Moment::Head, None) => (inputs(count)?, working.head_bytes),
-        (Moment::Head, Some(kept)) => (keeps(kept)?, working.head_bytes),
-        (Moment::Forward(_), _) if !costs.training => (inputs(1)?, working.forward_bytes),
-        (Moment::Forward(layer), None) => (inputs(layer + 1)?, working.forward_bytes),
-        (Moment::Forward(layer), Some(kept)) => (keeps(&kept[..layer])?, kept[layer].forward_bytes),
-        (Moment::Recomputation(layer), _) => (inputs(layer + 1)?, working.recomputation_bytes),
-        (Moment::Backward(layer), None) => (inputs(layer + 1)?, working.backward_bytes),
-        (Moment::Backward(layer), Some(kept)) => (keeps(&kept[..=layer])?, kept[layer].backward_bytes),
-        (Moment::Embedding, _) => (0, working.embedding_bytes),
-        (Moment::Update, _) => (0, working.update_bytes),
+    let input = working.input_bytes;
+    let held = |count: usize| {
+        let of = |kept: &Option<Kept>| kept.map_or(input, |kept| kept.bytes);
+        sum("bytes that layers keep", kept[..count].iter().map(of))
     };
-    let name = if kept.is_some() { "kept activations" } else { "layer inputs" };
+    let (held, bytes) = match moment {
+        Moment::Head if !costs.training => (0, working.head_bytes),
+        Moment::Head => (held(kept.len())?, working.head_bytes),
+        Moment::Forward(_) if !costs.training => (input, working.forward_bytes),
+        Moment::Forward(layer) => match kept[layer] {
+            None => (held(layer + 1)?, working.forward_bytes),
+            Some(own) => (held(layer)?, own.forward_bytes),
+        },
+        Moment::Recomputation(layer) => (held(layer + 1)?, working.recomputation_bytes),
+        Moment::Backward(layer) => {
+            let bytes = kept[layer].map_or(working.backward_bytes, |kept| kept.backward_bytes);
+            (held(layer + 1)?, bytes)
+        }
+        Moment::Embedding => (0, working.embedding_bytes),
+        Moment::Update => (0, working.update_bytes),
+    };
+    let name = if kept.iter().any(Option::is_some) { "kept activations" } else { "layer inputs" };
     Ok([Item { name, bytes: held }, Item { name: "working memory", bytes }])
 }
 

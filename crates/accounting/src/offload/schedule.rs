@@ -115,7 +115,7 @@ impl<'a> Run<'a> {
         };
         let (operation, seconds) = match (backward, self.setup.method) {
             (false, _) => (Operation::Forward, cost.forward_seconds),
-            (true, Method::Resident { recompute: false }) => {
+            (true, method) if method.keeps(&cost) => {
                 (Operation::Backward, (cost.backward_seconds - cost.forward_seconds).max(0.0))
             }
             (true, _) => (Operation::Backward, cost.backward_seconds),

@@ -1,6 +1,6 @@
 //! A method of offloading with its options.
 
-use super::step_costs::{Rates, StepCosts};
+use super::step_costs::{Layer, Rates, StepCosts};
 use crate::exact::positive;
 use crate::{Error, activation_plan::LONGEST_SECONDS};
 
@@ -19,6 +19,17 @@ pub enum Method {
         /// Slots of the ring, 1 to [`MOST_SLOTS`](super::MOST_SLOTS).
         ring: usize,
     },
+}
+
+impl Method {
+    /// Whether a layer keeps its activations, and is not recomputed.
+    pub(super) fn keeps(self, layer: &Layer) -> bool {
+        match self {
+            Self::Resident { recompute } => !recompute,
+            Self::OneAtATime => false,
+            Self::Overlap { .. } => layer.kept.is_some(),
+        }
+    }
 }
 
 /// Where master weights and optimizer state are; each layer is updated there as its gradients arrive.

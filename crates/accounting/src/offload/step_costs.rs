@@ -21,8 +21,9 @@ pub struct Layer {
     pub forward_seconds: f64,
     /// Seconds of its backward, with recomputation. Ignored in inference.
     pub backward_seconds: f64,
-    /// The kept activations if it is resident and not recomputed; `None` for [`WorkingMemory::kept`]. For activation plans that
-    /// differ between layers.
+    /// The activations that it keeps, for plans that differ between layers; it is not recomputed then. `None` for
+    /// [`WorkingMemory::kept`] with [`Method::Resident`](super::Method::Resident) without recomputation, and for its input with
+    /// [`Method::Overlap`](super::Method::Overlap). Other methods ignore it.
     pub kept: Option<Kept>,
 }
 

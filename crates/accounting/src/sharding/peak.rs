@@ -133,6 +133,12 @@ impl Layout {
             layer.reducing_bytes = sum(WHAT, [copy, pieces])?;
             let delivered = sum(WHAT, [own, own])?;
             costs.working.backward_bytes = costs.working.backward_bytes.max(delivered);
+            // Then its activations are freed, but for its input.
+            let input = costs.working.input_bytes;
+            for kept in layer.kept.iter_mut().chain(&mut costs.working.kept) {
+                let freed = kept.bytes.saturating_sub(input);
+                kept.backward_bytes = kept.backward_bytes.max(delivered.saturating_sub(freed));
+            }
             copy = own;
         }
         let outside = self.trained().filter(|region| region.layer.is_none());

@@ -40,6 +40,7 @@ fn allowed() -> Allowed {
         tiers: vec![Tier::File],
         most_slots: 4,
         resident: None,
+        keep: None,
         optimizer: OptimizerPlace::Device,
     };
     Allowed { offloaded: Some(offloaded), ..Allowed::default() }
@@ -89,6 +90,7 @@ fn less_memory_takes_more_time_and_what_is_chosen_fits() {
 #[test]
 fn fewer_rows_replace_recomputation_where_they_are_allowed() {
     let job = job(true);
+    let allowed = || Allowed { offloaded: None, ..allowed() };
     let (least, keep) = range(&job, &allowed());
     let budget = least + (keep - least) / 2;
     let whole = search(&job, &Allowed { splits: false, ..allowed() }, budget);
@@ -112,12 +114,45 @@ fn what_is_named_is_kept() {
     let rows = Allowed { rows: Some(2), ..only };
     assert!(search(&job, &rows, ENOUGH).candidates.iter().all(|one| one.rows == Some(2)));
     let ring = OffloadedLayers { most_slots: 3, resident: Some(vec![0, 5]), ..allowed().offloaded.unwrap() };
-    let files = Allowed { layers: None, offloaded: Some(ring), splits: false, rows: None };
-    let found = search(&job, &files, ENOUGH);
-    let Placement::Offloaded { ring, resident, .. } = &found.chosen().unwrap().placement else {
-        panic!("offloaded")
+    for keep in [None, Some(Vec::new()), Some(vec![2, 7])] {
+        let offloaded = Some(OffloadedLayers { keep: keep.clone(), ..ring.clone() });
+        let files = Allowed { layers: None, offloaded, splits: false, rows: None };
+        let found = search(&job, &files, ENOUGH);
+        let Placement::Offloaded { ring, resident, keep: kept, .. } = &found.chosen().unwrap().placement
+        else {
+            panic!("offloaded")
+        };
+        assert_eq!((*ring, &resident[..]), (3, &[0, 5][..]));
+        // With enough memory, all.
+        assert_eq!(*kept, keep.unwrap_or_else(|| (0..24).collect()));
+    }
+}
+
+/// Layers in files keep as many activations as fit, and a pass is faster by their recomputation.
+#[test]
+fn offloaded_layers_keep_the_activations_that_fit() {
+    let job = job(true);
+    let of = |bytes, keep: Option<Vec<usize>>| {
+        let offloaded = OffloadedLayers { keep, ..allowed().offloaded.unwrap() };
+        let files = Allowed { layers: None, offloaded: Some(offloaded), splits: false, rows: None };
+        search(&job, &files, bytes)
     };
-    assert_eq!((*ring, &resident[..]), (3, &[0, 5][..]));
+    let least = of(ENOUGH, Some(Vec::new())).least().unwrap().peak.total;
+    let most = of(ENOUGH, Some((0..24).collect())).least().unwrap().peak.total;
+    assert!(most > 2 * least, "{least} {most}");
+    let mut before = f64::INFINITY;
+    for part in 1..=4 {
+        let budget = least + (most - least) / 4 * part;
+        let found = of(budget, None);
+        let chosen = found.chosen().unwrap();
+        let Placement::Offloaded { keep, .. } = &chosen.placement else { panic!("offloaded") };
+        assert!(chosen.peak.total <= budget && chosen.seconds < before, "{chosen:?}");
+        assert!(keep.len() >= 5 * part as usize && keep.last() == Some(&23), "{budget}: {keep:?}");
+        // No plan that recomputes every layer is as fast.
+        let recomputed = of(budget, Some(Vec::new()));
+        assert!(recomputed.chosen().unwrap().seconds > 1.05 * chosen.seconds);
+        before = chosen.seconds;
+    }
 }
 
 #[test]

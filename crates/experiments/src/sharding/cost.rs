@@ -38,9 +38,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let (sizes, steps, usual, shown): (_, _, &[usize], _) = match arguments.scale {
-        Scale::Smoke => (Sizes::TINY, 2, &[1, 2], &STAGES[2..]),
-        Scale::Laptop => (Sizes::SMALL, 3, &[1, 2, 4], &STAGES[..]),
-        Scale::Full | Scale::Paper => (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..]),
+        Scale::Smoke => (Sizes::TINY, 2, &[1, 2], &STAGES[2..3]),
+        Scale::Laptop => (Sizes::SMALL, 3, &[1, 2, 4], &STAGES[..3]),
+        Scale::Full | Scale::Paper => (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
     };
     let numbers = if arguments.ranks.is_empty() { usual } else { &arguments.ranks };
     let mut progress = Progress::new((numbers.len() * (STAGES.len() + 1) + 2) as u64);
@@ -126,7 +126,7 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
     let zero = match stage {
         "ZeRO-1" => Some(ZeroStage::One),
         "ZeRO-2" => Some(ZeroStage::Two),
-        "ZeRO-3" => Some(ZeroStage::Three),
+        "ZeRO-3" | "ZeRO-3 recomputed" => Some(ZeroStage::Three),
         _ => None,
     };
     if let Some(zero) = zero {
@@ -151,7 +151,7 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
         overlapping = layout.overlapping_bytes()? as f64;
     }
     let setup = Setup {
-        method: Method::Resident { recompute: zero == Some(ZeroStage::Three) },
+        method: Method::Resident { recompute: rank::is_recomputed(stage) },
         resident: Vec::new(),
         optimizer: OptimizerPlace::Device,
     };

@@ -28,8 +28,8 @@ use super::timeline::{self, Span};
 pub(crate) const ALONE: &str = "alone";
 /// The same, with every layer run again in backward.
 pub(crate) const RECOMPUTED: &str = "alone recomputed";
-/// The variants over ranks.
-pub(crate) const STAGES: [&str; 3] = ["ZeRO-1", "ZeRO-2", "ZeRO-3"];
+/// The variants over ranks. Layers keep their activations, but for those of the last.
+pub(crate) const STAGES: [&str; 4] = ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 recomputed"];
 /// Slots for the gathered layers of ZeRO-3.
 pub(crate) const SLOTS: usize = 3;
 /// Steps before anything is measured: the first finds out how often each gradient is added to.
@@ -87,13 +87,14 @@ impl Training {
         let mut model = arguments.sizes.model()?;
         let mut handles = (None, None);
         let mut shards = None;
+        let layers = usize::try_from(arguments.sizes.layers)?;
         if variant == RECOMPUTED {
-            let layers = usize::try_from(arguments.sizes.layers)?;
             handles.0 = Some(activations::apply(model.as_mut(), &vec![LayerPlan::RecomputeAll; layers])?);
         } else if stage(variant) == Some(Stage::Three) {
             let divided = Shards::new(group, FrozenWeights::default())?;
             let source: Option<Arc<dyn LayerSource>> = Some(Arc::new(divided.clone()));
-            let options = offload::Options { source, ring: SLOTS, ..offload::Options::default() };
+            let keep = if is_recomputed(variant) { Vec::new() } else { (0..layers).collect() };
+            let options = offload::Options { source, ring: SLOTS, keep, ..offload::Options::default() };
             handles.1 = Some(Offload::apply(model.as_mut(), &options)?);
             shards = Some(divided);
         }
@@ -140,13 +141,18 @@ impl Training {
 }
 
 fn stage(variant: &str) -> Option<Stage> {
-    let stages = [Stage::One, Stage::Two, Stage::Three];
+    let stages = [Stage::One, Stage::Two, Stage::Three, Stage::Three];
     STAGES.iter().zip(stages).find(|(name, _)| **name == variant).map(|(_, stage)| stage)
 }
 
-/// What computes the same as a variant, by itself: layers of ZeRO-3 run again in backward.
-pub(crate) fn baseline(variant: &str) -> &'static str {
-    if stage(variant) == Some(Stage::Three) { RECOMPUTED } else { ALONE }
+/// Whether every layer runs again in backward.
+pub(crate) fn is_recomputed(variant: &str) -> bool {
+    variant.ends_with("recomputed")
+}
+
+/// What computes the same as a variant, by itself.
+fn baseline(variant: &str) -> &'static str {
+    if is_recomputed(variant) { RECOMPUTED } else { ALONE }
 }
 
 /// The seconds of each step of a variant's baseline.

@@ -114,6 +114,10 @@ pub struct OffloadConfig {
     pub ring: usize,
     /// Layers that stay on the device, by number.
     pub resident: Vec<usize>,
+    /// Layers that keep their activations, by number; absent for those of `activations.plan`, of which `auto` is as many as fit where a
+    /// step is planned, and else none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep: Option<Vec<usize>>,
     /// Page-locks the host's memory where the device is a GPU.
     pub pinned: bool,
     /// Folder for the files of the tier `file` where the model has none of its own; absent for the system's temporary folder.
@@ -128,6 +132,7 @@ impl Default for OffloadConfig {
             method: OffloadMethod::default(),
             ring: 3,
             resident: Vec::new(),
+            keep: None,
             pinned: true,
             folder: None,
         }

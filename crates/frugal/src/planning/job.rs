@@ -226,6 +226,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
             tiers: vec![tier(offload.tier)],
             most_slots: offload.ring,
             resident: Some(offload.resident.clone()),
+            keep: config.kept_layers(layers)?,
             optimizer: place(optimizer.place),
         };
         return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows });
@@ -257,7 +258,8 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
     };
     let optimizer = if frozen { OptimizerPlace::Device } else { OptimizerPlace::Host };
     let works = |tier: &Tier| {
-        let placement = Placement::Offloaded { tier: *tier, ring: 1, resident: Vec::new(), optimizer };
+        let placement =
+            Placement::Offloaded { tier: *tier, ring: 1, resident: Vec::new(), keep: Vec::new(), optimizer };
         Applied::new(&with_placement(config, &placement)).is_ok()
     };
     let tiers: Vec<Tier> = tiers.into_iter().filter(works).collect();
@@ -265,6 +267,7 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
         tiers,
         most_slots: MOST_PLANNED_SLOTS,
         resident: None,
+        keep: None,
         optimizer,
     })
 }
@@ -281,7 +284,7 @@ pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
 
 fn with_placement(config: &Config, placement: &Placement) -> Config {
     let mut config = config.clone();
-    if let Placement::Offloaded { tier, ring, resident, optimizer } = placement {
+    if let Placement::Offloaded { tier, ring, resident, keep, optimizer } = placement {
         let own = config.offload.unwrap_or_default();
         config.offload = Some(OffloadConfig {
             tier: match tier {
@@ -290,6 +293,7 @@ fn with_placement(config: &Config, placement: &Placement) -> Config {
             },
             ring: *ring,
             resident: resident.clone(),
+            keep: Some(keep.clone()),
             ..own
         });
         config.optimizer.place = match optimizer {

@@ -6,7 +6,7 @@ use tch::Kind;
 
 use crate::config::{
     ActivationPlan, Compute, Config, Dtype, FrozenPlace, LossHeadKind, OffloadMethod, OffloadTier,
-    OptimizerPlace, OptimizerRule, Recomputed,
+    OptimizerPlace, OptimizerRule,
 };
 use crate::error::{Error, Result};
 
@@ -82,7 +82,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     let refused = |first: &str, why, remedy| {
         Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
     };
-    let Config { offload, optimizer, activations, .. } = config;
+    let Config { offload, optimizer, .. } = config;
     if optimizer.zero_stage < 3 && offload.is_some() {
         let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
         return refused("`offload`", why, "use `optimizer.zero_stage = 3`, or leave `offload` out");
@@ -102,18 +102,14 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         let remedy = "use `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
         return refused("`offload.tier = \"file\"`", why, remedy);
     }
-    let runs_again = match activations.plan {
-        ActivationPlan::Auto | ActivationPlan::Keep => true,
-        ActivationPlan::Recompute => activations.recompute == Recomputed::Layer,
-        ActivationPlan::EveryK | ActivationPlan::Plan => false,
-    };
-    if optimizer.zero_stage == 3 && !runs_again {
-        let why = "divided layers keep only their inputs and run again in backward, every one of them";
-        return refused(
-            "`activations.plan`",
-            why,
-            "leave `activations` out, or use `optimizer.zero_stage = 2`",
-        );
+    if optimizer.zero_stage == 3 && !config.keeps_whole_layers() {
+        let why = "a divided layer keeps all its activations, or its input alone";
+        let remedy = "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or \
+                      `optimizer.zero_stage = 2`";
+        return refused("`activations`", why, remedy);
+    }
+    if optimizer.zero_stage == 3 && config.keeps_casts() {
+        return refused(&format!("{} in mixed precision", kept_by(config)), KEPT_CASTS, RECOMPUTE);
     }
     if optimizer.zero_stage == 3 && config.model.dtype == Some(Dtype::Nf4) {
         let why = "layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have";
@@ -132,6 +128,18 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         });
     }
     Ok(())
+}
+
+const KEPT_CASTS: &str =
+    "the activations of a layer then include casts of its weights, which would stay for all layers at once";
+const RECOMPUTE: &str = "use `activations.plan = \"recompute\"`, or `model.dtype = \"bfloat16\"` with `precision.compute = \"fp32\"`";
+
+/// The key that says that offloaded layers keep their activations.
+fn kept_by(config: &Config) -> String {
+    match config.offload.as_ref().and_then(|offload| offload.keep.as_ref()) {
+        Some(_) => "`offload.keep`".to_owned(),
+        None => format!("`activations.plan = \"{}\"`", plan_name(config.activations.plan)),
+    }
 }
 
 /// Names of two techniques, why they cannot be combined, and what works instead.
@@ -177,14 +185,30 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             remedy: "take \"overlap\", \"function\" or \"checkpointing\"",
         },
         Rule {
-            is_met: offloaded.is_some()
-                && (matches!(activations.plan, ActivationPlan::EveryK | ActivationPlan::Plan)
-                    || (activations.plan == ActivationPlan::Recompute
-                        && activations.recompute != Recomputed::Layer)),
-            first: format!("`activations.plan = \"{}\"`", plan_name(activations.plan)),
+            is_met: offloaded.is_some() && !config.keeps_whole_layers(),
+            first: match activations.plan {
+                ActivationPlan::Plan => "`activations.plan = \"plan\"`".to_owned(),
+                _ => of("activations.recompute", &activations.recompute),
+            },
             second: "`offload`".to_owned(),
-            why: "offloaded layers keep only their inputs and run again in backward, every one of them",
-            remedy: "leave `activations` out, or keep the weights on the device",
+            why: "an offloaded layer keeps all its activations, or its input alone",
+            remedy: "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or keep \
+                     the weights on the device",
+        },
+        Rule {
+            is_met: config.keeps_offloaded()
+                && offloaded.is_some_and(|offload| offload.method != OffloadMethod::Overlap),
+            first: kept_by(config),
+            second: "`offload.method` other than \"overlap\"".to_owned(),
+            why: "with those methods every layer runs again in backward",
+            remedy: "use `offload.method = \"overlap\"`, or `activations.plan = \"recompute\"`",
+        },
+        Rule {
+            is_met: offloaded.is_some() && config.keeps_casts(),
+            first: format!("{} with `offload`", kept_by(config)),
+            second: of("precision.compute", &precision.compute),
+            why: KEPT_CASTS,
+            remedy: RECOMPUTE,
         },
         Rule {
             is_met: tier == Some(OffloadTier::File) && adapter.is_none(),
@@ -342,12 +366,12 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
     }
     if let Some(offload) = &config.offload {
         let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);
-        if let Some(layer) = offload.resident.iter().find(|layer| **layer >= layers) {
-            return Err(Error::Value {
-                key: "offload.resident",
-                found: layer.to_string(),
-                expected: "numbers of layers that the model has, from 0",
-            });
+        let kept = offload.keep.as_deref().unwrap_or_default();
+        for (key, numbers) in [("offload.resident", &offload.resident[..]), ("offload.keep", kept)] {
+            if let Some(layer) = numbers.iter().find(|layer| **layer >= layers) {
+                let expected = "numbers of layers that the model has, from 0";
+                return Err(Error::Value { key, found: layer.to_string(), expected });
+            }
         }
     }
     pairs(&with_dtype_of(config, folder))?;

@@ -77,8 +77,15 @@ fn no_bit_depends_on_the_number_of_ranks() {
     let masters = bf16.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
     let lora = "[adapter]\nr = 4\n[offload]\nring = 2\n";
     let whole = lora_recipe_with_whole_base(lora);
+    // Nor on what the layers keep.
+    let keep = |case: &Case| Case { recipe: format!("{}{KEEP}", case.recipe), ..case.clone() };
+    let every_second = case(3, 0.0, 4, "[activations]\nplan = \"every-k\"\n[offload]\nring = 1\n");
     check_equal(&[
         vec![
+            (keep(&three), 1),
+            (keep(&three), 3),
+            (every_second.clone(), 1),
+            (every_second, 2),
             (alone, 1),
             (case(2, 0.0, 4, ""), 2),
             (three.clone(), 1),
@@ -90,21 +97,26 @@ fn no_bit_depends_on_the_number_of_ranks() {
         vec![
             (case(3, 0.5, 5, "[offload]\nresident = [1]\n"), 1),
             (case(3, 0.5, 5, "[offload]\nresident = [1]\n"), 4),
+            (case(3, 0.5, 5, "[offload]\nresident = [1]\nkeep = [0, 1]\n"), 4),
         ],
-        vec![(dropout.clone(), 1), (dropout.clone(), 2), (dropout, 3)],
+        vec![(dropout.clone(), 1), (dropout.clone(), 2), (keep(&dropout), 2), (dropout, 3)],
         vec![(fp16.clone(), 1), (fp16, 2)],
-        vec![(bf16.clone(), 1), (bf16.clone(), 3)],
+        vec![(bf16.clone(), 1), (bf16.clone(), 3), (keep(&bf16), 3)],
         vec![(Case { recipe: masters.clone(), ..bf16.clone() }, 1), (Case { recipe: masters, ..bf16 }, 2)],
         // Adapters over a frozen base, divided or not.
         vec![
             (case(3, 0.5, 4, lora), 1),
             (case(3, 0.5, 4, lora), 2),
             (case(3, 0.5, 4, lora), 4),
+            (keep(&case(3, 0.5, 4, lora)), 2),
             (whole.clone(), 1),
+            (keep(&whole), 2),
             (whole, 3),
         ],
     ]);
 }
+
+const KEEP: &str = "[activations]\nplan = \"keep\"\n";
 
 fn lora_recipe_with_whole_base(lora: &str) -> Case {
     let case = case(3, 0.5, 4, lora);
@@ -199,6 +211,8 @@ fn bytes_on_the_wire_and_in_memory_are_the_predicted_ones() {
     for count in [2, 3] {
         let ranks = count as u64;
         let layout = Layout::of_decoder(&model, &recipe, ZeroStage::Three, ranks).unwrap();
+        // Layers that keep their activations are gathered as often.
+        check_sent(count, KEEP, &layout);
         let printed = check_sent(count, "", &layout);
         // bf16 weights, fp32 master copies, sums and two moments, divided; the embedding and the last norm are also whole.
         let live = bytes(&printed, "live");
@@ -273,13 +287,15 @@ fn what_does_not_go_together_is_refused() {
         `optimizer.place = "host"` and 1 ranks cannot be combined: the ranks' own optimizer steps the shards, where they are; use `optimizer.place = "device"`
         `offload.method` and 1 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
         `offload.tier = "file"` and 1 ranks cannot be combined: shards of frozen weights are in host memory; use `optimizer.frozen_weights = "whole"`, or `offload.tier = "host"`
-        `activations.plan` and 1 ranks cannot be combined: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or use `optimizer.zero_stage = 2`
+        `activations` and 1 ranks cannot be combined: a divided layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or `optimizer.zero_stage = 2`
+        `activations.plan = "keep"` in mixed precision and 1 ranks cannot be combined: the activations of a layer then include casts of its weights, which would stay for all layers at once; use `activations.plan = "recompute"`, or `model.dtype = "bfloat16"` with `precision.compute = "fp32"`
     "#]].assert_eq(
         &[
             refused("place = \"host\"\n", "[offload]\n"),
             refused("", "[offload]\nmethod = \"function\"\n"),
             refused("", "[offload]\ntier = \"file\"\n[adapter]\nr = 2\n"),
-            refused("", "[activations]\nplan = \"every-k\"\n"),
+            refused("", "[activations]\nplan = \"every-k\"\nrecompute = \"mlp\"\n"),
+            refused("", "[activations]\nplan = \"keep\"\n[precision]\ncompute = \"bf16\"\n"),
         ]
         .concat(),
     );

@@ -265,10 +265,14 @@ fn every_pair_keeps_its_promises_or_is_refused_by_name() {
     }
     let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
     expect![[r#"
-        5 × `activations.plan = "every-k"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        5 × `activations.plan = "plan"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        20 × `activations.plan = "recompute"` and `offload` cannot be combined: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        2 × `activations.plan = "every-k"` and `offload.method` other than "overlap" cannot be combined: with those methods every layer runs again in backward; use `offload.method = "overlap"`, or `activations.plan = "recompute"`
+        2 × `activations.plan = "keep"` and `offload.method` other than "overlap" cannot be combined: with those methods every layer runs again in backward; use `offload.method = "overlap"`, or `activations.plan = "recompute"`
+        5 × `activations.plan = "plan"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or keep the weights on the device
+        5 × `activations.recompute = "attention"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or keep the weights on the device
+        5 × `activations.recompute = "elementwise"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or keep the weights on the device
+        5 × `activations.recompute = "mlp"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or keep the weights on the device
+        5 × `activations.recompute = "offload"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or keep the weights on the device
         2 × `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
-        16 × `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
-        23 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
+        18 × `offload.tier = "file"` and full fine-tuning cannot be combined: weights in files are frozen; train an adapter, or use `offload.tier = "host"`
+        24 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
 }

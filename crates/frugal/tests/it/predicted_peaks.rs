@@ -57,7 +57,25 @@ fn recompute(layers: usize) -> Placement {
 }
 
 fn files(_: usize) -> Placement {
-    Placement::Offloaded { tier: Tier::File, ring: 2, resident: vec![1], optimizer: OptimizerPlace::Device }
+    in_files(Vec::new())
+}
+
+fn files_and_all_activations(layers: usize) -> Placement {
+    in_files((0..layers).collect())
+}
+
+fn files_and_some_activations(layers: usize) -> Placement {
+    in_files((1..layers - 1).collect())
+}
+
+fn in_files(keep: Vec<usize>) -> Placement {
+    Placement::Offloaded {
+        tier: Tier::File,
+        ring: 2,
+        resident: vec![1],
+        keep,
+        optimizer: OptimizerPlace::Device,
+    }
 }
 
 const ADAPTED: Case = Case {
@@ -74,7 +92,7 @@ const ADAPTED: Case = Case {
 };
 const FULL: Case = Case { name: "full", adapted: false, ..ADAPTED };
 
-const CASES: [Case; 18] = [
+const CASES: [Case; 20] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -83,6 +101,13 @@ const CASES: [Case; 18] = [
     Case { name: "adapters, recomputed", placement: recompute, ..ADAPTED },
     Case { name: "adapters, mixed plan", placement: mixed, accumulation: 2, ..ADAPTED },
     Case { name: "adapters, layers in files", placement: files, ..ADAPTED },
+    Case { name: "adapters, layers in files, all kept", placement: files_and_all_activations, ..ADAPTED },
+    Case {
+        name: "adapters, layers in files, some kept",
+        placement: files_and_some_activations,
+        length: 100,
+        ..ADAPTED
+    },
     FULL,
     Case { name: "full, accumulated", accumulation: 3, ..FULL },
     Case { name: "full, recomputed", placement: recompute, length: 100, ..FULL },

@@ -57,7 +57,7 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
     config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
 }
 
-pub(crate) const TECHNIQUES: [Technique; 28] = [
+pub(crate) const TECHNIQUES: [Technique; 29] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -121,6 +121,12 @@ pub(crate) const TECHNIQUES: [Technique; 28] = [
         group: "activations",
         promise: Promise::Bits,
         set: |config, _| config.activations.plan = ActivationPlan::EveryK,
+    },
+    Technique {
+        name: "keep activations",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| config.activations.plan = ActivationPlan::Keep,
     },
     Technique {
         name: "activation plan",

@@ -3,6 +3,7 @@
 use std::thread::{self, ThreadId};
 
 use runtime::device::{self, Event, Stream};
+use runtime::memory::MovableMemory;
 use tch::{Device, Kind, Tensor};
 
 use super::{Engine, State};
@@ -67,6 +68,14 @@ impl Engine {
     fn staging(&self, piece: &Piece, target: &Tensor, in_files: bool) -> runtime::Result<Option<Tensor>> {
         let needed = in_files && matches!(piece, Piece::File(_)) && self.device() != Device::Cpu;
         needed.then(|| device::pinned_empty(&target.size(), Kind::Uint8, self.device())).transpose()
+    }
+
+    /// Returns tensors to compute with whose memory is attached for each use, so that a graph of one use is good for another.
+    pub(crate) fn movable_leaves(&self, layer: usize) -> Result<(MovableMemory, Vec<Tensor>)> {
+        let layout = self.0.state.lock().layers[layer].layout.clone();
+        let memory = MovableMemory::new(layout.bytes, self.device())?;
+        let leaves = self.leaves(layer, &layout.views(memory.bytes())?)?;
+        Ok((memory, leaves))
     }
 
     /// Returns the tensors to compute with: for each of the layer's, a leaf of its own graph.

@@ -1,4 +1,4 @@
-//! What a graph records about the layers that its backward recomputes.
+//! What a graph records about the layers that its backward uses.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::storage::TensorVersions;
 
 impl Engine {
-    /// Records the layer's current values, for a graph whose backward recomputes it.
+    /// Records the layer's current values, for a graph whose backward uses them.
     pub(crate) fn versions_at_forward(&self, layer: usize) -> Result<TensorVersions> {
         let mut state = self.0.state.lock();
         let of = &mut state.layers[layer];
@@ -16,7 +16,7 @@ impl Engine {
         Ok(of.versions_at_forward())
     }
 
-    /// Checks that a backward recomputes the layer with the values of its forward.
+    /// Checks that a backward has the layer's values of its forward.
     pub(crate) fn check_unchanged(&self, layer: usize, versions_at_forward: &TensorVersions) -> Result<()> {
         self.0.state.lock().layers[layer].check_unchanged(versions_at_forward)
     }

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use runtime::device::{self, Event, Stream};
+use runtime::memory::{Attached, MovableMemory};
 use tch::{Device, Kind, Tensor};
 
 use super::{Counters, Engine, State, Use};
 use crate::error::{Error, Result};
+use crate::layout::piece;
 use crate::occupancy::{Occupancy, OccupancyGuard};
 use crate::options::HookPoint;
 use crate::schedule::{Access, Direction, Load, Ring};
@@ -78,6 +80,7 @@ impl Engine {
             lease = Lease {
                 engine: self.clone(),
                 slot,
+                memory: slots[slot].bytes.shallow_clone(),
                 leaves: Vec::new(),
                 inside: None,
                 ended: false,
@@ -285,6 +288,8 @@ struct StartedUse {
 pub(crate) struct Lease {
     engine: Engine,
     slot: usize,
+    /// The slot's bytes, of which the layer has the first.
+    memory: Tensor,
     pub(crate) leaves: Vec<Tensor>,
     inside: Option<OccupancyGuard>,
     ended: bool,
@@ -292,6 +297,11 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
+    /// Lets tensors of the layer use the slot's memory until the guard is dropped.
+    pub(crate) fn attach<'a>(&self, tensors: &'a MovableMemory) -> Result<Attached<'a>> {
+        Ok(tensors.attach(&piece(&self.memory, 0..tensors.bytes().numel())?)?)
+    }
+
     /// Records the end of the use on the computing stream. Each stream has its own event.
     fn end(&mut self) -> Result<Option<Event>> {
         if std::mem::replace(&mut self.ended, true) {

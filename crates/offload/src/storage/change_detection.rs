@@ -39,7 +39,7 @@ impl TensorVersions {
             None => return Ok(()),
         };
         let reason = format!(
-            "{what} between a forward and its backward, which would recompute with other values; run backward before weights are changed, \
+            "{what} between a forward and its backward, which would compute with other values; run backward before weights are changed, \
              merged or updated, or run the forward again"
         );
         Err(Error::config("graph", reason))
@@ -104,7 +104,7 @@ impl Layer {
         self.tensors.iter().map(Tensor::internal_version).collect()
     }
 
-    /// Records the layer's current values, for a graph whose backward recomputes it.
+    /// Records the layer's current values, for a graph whose backward uses them.
     pub(crate) fn versions_at_forward(&self) -> TensorVersions {
         let each = self.seen.iter().zip(&self.tensors);
         let tensors = each.map(|(seen, tensor)| (seen.shallow_clone(), tensor.internal_version())).collect();

@@ -6,7 +6,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::support::{FLOAT, alone, compare, steps, tiny};
+use crate::support::{FLOAT, alone, compare, steps, tiny, ways};
 use models::module::{Input, LanguageModel};
 use models::{Llama, LlamaConfig};
 use offload::{HookPoint, Method, Offload, Options, TestHook, Tier};
@@ -165,12 +165,13 @@ proptest! {
         most in prop::array::uniform4(prop_oneof![Just(0u64), 1u64..300, 500u64..1500]),
         ring in 1usize..5,
         micro in 1u64..4,
-        method in prop_oneof![3 => Just(Method::Overlap), 1 => Just(Method::Function)],
+        way in 0usize..5,
     ) {
         let _alone = alone();
         let reference = steps(tiny(), None, 2, micro);
         let test_hook = Some(Delays::new(seed, most) as Arc<dyn TestHook>);
-        let found = steps(tiny(), Some(Options { method, ring, test_hook, ..Options::default() }), 2, micro);
-        compare(&reference, &found, &format!("seed {seed}, ring {ring}, delays {most:?}"));
+        let (name, options) = ways(5).swap_remove(way);
+        let found = steps(tiny(), Some(Options { ring, test_hook, ..options }), 2, micro);
+        compare(&reference, &found, &format!("{name}, seed {seed}, ring {ring}, delays {most:?}"));
     }
 }

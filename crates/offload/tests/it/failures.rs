@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use crate::support::{alone, assert_intact, assert_same, batch, gradients_of, snapshot, tiny};
+use crate::support::{alone, assert_intact, assert_same, batch, gradients_of, snapshot, tiny, ways};
 use expect_test::{Expect, expect};
 use models::Llama;
 use models::module::{Input, LanguageModel, trainable};
@@ -383,20 +383,52 @@ fn a_graph_cannot_be_used_twice() {
     let _alone = alone();
     let tokens = batch(60, 7);
     let reference = gradients_of(&*tiny(), &tokens);
-    for method in [Method::Checkpointing, Method::Function, Method::Overlap] {
+    for (name, options) in ways(5) {
         let mut model = tiny();
-        let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+        let offload = Offload::apply(&mut *model, &options).unwrap();
         let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
         backward(&[&loss]).unwrap();
         let gradients: Vec<Tensor> =
             trainable(&*model).into_iter().map(|(_, tensor)| tensor.grad().copy()).collect();
         let error = backward(&[&loss]).unwrap_err().to_string();
-        assert!(error.contains("backward through the graph a second time"), "{}: {error}", method.name());
-        for (gradient, (name, tensor)) in gradients.iter().zip(trainable(&*model)) {
-            assert!(gradient.equal(&tensor.grad()), "{}: {name}", method.name());
+        assert!(error.contains("backward through the graph a second time"), "{name}: {error}");
+        for (gradient, (tensor_name, tensor)) in gradients.iter().zip(trainable(&*model)) {
+            assert!(gradient.equal(&tensor.grad()), "{name}: {tensor_name}");
         }
         offload.check_on_host().unwrap();
         clear(&model);
-        assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
+        assert_same(&reference, &gradients_of(&*model, &tokens), &name);
     }
+}
+
+#[test]
+fn layers_that_cannot_keep_their_activations_are_refused() {
+    let _alone = alone();
+    let error = |options: Options| Offload::apply(&mut *tiny(), &options).unwrap_err().to_string();
+    expect!["offload: keep: Function runs every layer again in backward; take Method::Overlap"]
+        .assert_eq(&error(Options { method: Method::Function, keep: vec![0], ..Options::default() }));
+    expect!["offload: keep: block 5 does not exist; this model has 5 (0 to 4)"]
+        .assert_eq(&error(Options { keep: vec![1, 5], ..Options::default() }));
+}
+
+/// Between a forward and its backward.
+#[test]
+fn a_layer_that_keeps_its_activations_must_not_change() {
+    let _alone = alone();
+    let tokens = batch(60, 7);
+    let mut model = tiny();
+    let _offload =
+        Offload::apply(&mut *model, &Options { keep: (0..5).collect(), ..Options::default() }).unwrap();
+    let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+    {
+        let _no_grad = tch::no_grad_guard();
+        let (_, weight) =
+            trainable(&*model).into_iter().find(|(name, _)| name.starts_with("layers.2.")).unwrap();
+        let _ = weight.shallow_clone().f_mul_scalar_(2.0).unwrap();
+    }
+    let error = backward(&[&loss]).unwrap_err().to_string();
+    assert!(
+        error.contains("was written, or given other memory, between a forward and its backward"),
+        "{error}"
+    );
 }

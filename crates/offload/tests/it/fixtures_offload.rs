@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use crate::support::{alone, compare, steps};
+use crate::support::{alone, compare, steps, ways};
 use models::generation::{GenerateOptions, generate};
 use models::hugging_face::Folder;
 use models::module::{Context, Input, LanguageModel};
@@ -12,7 +12,6 @@ use offload::{Method, Offload, Options, Tier};
 use tch::{Device, Kind, Tensor};
 
 const LOGITS: f64 = 1e-5;
-const TRAINING: [Method; 3] = [Method::Checkpointing, Method::Function, Method::Overlap];
 
 fn folder(name: &str) -> PathBuf {
     let fixtures = std::env::var_os("FRUGAL_FIXTURES").map_or_else(
@@ -107,9 +106,9 @@ fn check_training(name: &str) {
     let model = || Box::new(opened.load(None, Device::Cpu).unwrap());
     for micro in [1, 2] {
         let reference = steps(model(), None, 3, micro);
-        for method in TRAINING {
-            let found = steps(model(), Some(Options { method, ..Options::default() }), 3, micro);
-            compare(&reference, &found, &format!("{name}, {}, {micro} micro-batches", method.name()));
+        for (way, options) in ways(opened.config().num_hidden_layers as usize) {
+            let found = steps(model(), Some(options), 3, micro);
+            compare(&reference, &found, &format!("{name}, {way}, {micro} micro-batches"));
         }
     }
 }

@@ -2,23 +2,17 @@
 //! weights are equal bit for bit.
 
 use crate::support;
-use crate::support::{FLOAT, alone, compare, steps, tiny};
+use crate::support::{FLOAT, alone, compare, steps, tiny, ways};
 use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
-use offload::{Method, Options, Tier};
+use offload::{Options, Tier};
 use tch::Tensor;
-
-const TRAINING: [Method; 3] = [Method::Checkpointing, Method::Function, Method::Overlap];
-
-fn options(method: Method) -> Options {
-    Options { method, ..Options::default() }
-}
 
 #[test]
 fn every_method_trains_like_the_plain_model() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 1);
-    for method in TRAINING {
-        compare(&reference, &steps(tiny(), Some(options(method)), 3, 1), method.name());
+    for (name, options) in ways(5) {
+        compare(&reference, &steps(tiny(), Some(options), 3, 1), &name);
     }
 }
 
@@ -26,13 +20,21 @@ fn every_method_trains_like_the_plain_model() {
 fn every_ring_and_residency_trains_alike() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 1);
+    let check = |name: &str, options: Options| compare(&reference, &steps(tiny(), Some(options), 3, 1), name);
     for ring in 1..=7 {
-        let ring_of = Options { ring, ..Options::default() };
-        compare(&reference, &steps(tiny(), Some(ring_of), 3, 1), &format!("ring {ring}"));
+        check(&format!("ring {ring}"), Options { ring, ..Options::default() });
     }
     for resident in [vec![0], vec![4], vec![1, 3], vec![0, 1, 2, 3, 4]] {
-        let name = format!("resident {resident:?}");
-        compare(&reference, &steps(tiny(), Some(Options { resident, ..Options::default() }), 3, 1), &name);
+        check(&format!("resident {resident:?}"), Options { resident, ..Options::default() });
+    }
+    for (ring, resident, keep) in [
+        (1, vec![], vec![0, 1, 2, 3, 4]),
+        (2, vec![1, 3], vec![0, 1, 2, 3, 4]),
+        (2, vec![0, 2], vec![1, 2]),
+        (5, vec![], vec![1, 2]),
+    ] {
+        let name = format!("ring {ring}, resident {resident:?}, activations of {keep:?} kept");
+        check(&name, Options { ring, resident, keep, ..Options::default() });
     }
 }
 
@@ -40,8 +42,8 @@ fn every_ring_and_residency_trains_alike() {
 fn gradients_accumulate_over_micro_batches() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 3);
-    for method in TRAINING {
-        compare(&reference, &steps(tiny(), Some(options(method)), 3, 3), method.name());
+    for (name, options) in ways(5) {
+        compare(&reference, &steps(tiny(), Some(options), 3, 3), &name);
     }
 }
 
@@ -62,8 +64,8 @@ fn recomputed_dropout_draws_the_same_mask() {
         Box::new(Gpt2::new(&config, FLOAT).unwrap())
     };
     let reference = steps(model(), None, 3, 1);
-    for method in TRAINING {
-        compare(&reference, &steps(model(), Some(options(method)), 3, 1), method.name());
+    for (name, options) in ways(4) {
+        compare(&reference, &steps(model(), Some(options), 3, 1), &name);
     }
 }
 
@@ -78,10 +80,9 @@ fn frozen_layers_in_files_and_trained_tensors_on_the_host_train_alike() {
     };
     let folder = tempfile::tempdir().unwrap();
     let reference = steps(model(), None, 3, 2);
-    for method in TRAINING {
+    for (name, options) in ways(5) {
         let tier = Tier::File(folder.path().to_owned());
-        let options = Options { tier, ..options(method) };
-        compare(&reference, &steps(model(), Some(options), 3, 2), method.name());
+        compare(&reference, &steps(model(), Some(Options { tier, ..options }), 3, 2), &name);
     }
     assert_eq!(
         std::fs::read_dir(folder.path()).unwrap().count(),
@@ -100,12 +101,8 @@ fn low_precision_trains_alike() {
             Box::new(Llama::new(&config, (kind, tch::Device::Cpu)).unwrap())
         };
         let reference = steps(model(), None, 3, 1);
-        for method in TRAINING {
-            compare(
-                &reference,
-                &steps(model(), Some(options(method)), 3, 1),
-                &format!("{} {kind:?}", method.name()),
-            );
+        for (name, options) in ways(5) {
+            compare(&reference, &steps(model(), Some(options), 3, 1), &format!("{name} {kind:?}"));
         }
     }
 }
@@ -121,8 +118,8 @@ fn qwen2_with_the_assignments_five_layers() {
         Box::new(Llama::new(&config, FLOAT).unwrap())
     };
     let reference = steps(model(), None, 2, 1);
-    for method in TRAINING {
-        compare(&reference, &steps(model(), Some(options(method)), 2, 1), method.name());
+    for (name, options) in ways(5) {
+        compare(&reference, &steps(model(), Some(options), 2, 1), &name);
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::support::{FLOAT, alone, batch, tiny};
+use crate::support::{FLOAT, alone, batch, tiny, ways};
 use models::module::{Input, LanguageModel, freeze, parameters, trainable};
 use models::{Llama, LlamaConfig};
-use offload::{HookPoint, HostAdamW, HostOptions, Method, Offload, Options, StateBytes, TestHook, Tier};
+use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, StateBytes, TestHook, Tier};
 use runtime::autograd::backward;
 use tch::{Device, Kind, Tensor};
 use training::clip::{self, NonFinite};
@@ -114,11 +114,10 @@ fn check(model: &dyn Fn() -> Box<Llama>, case: Case) {
 #[test]
 fn the_host_optimizer_matches_the_device_optimizer() {
     let _alone = alone();
-    for method in [Method::Checkpointing, Method::Function, Method::Overlap] {
+    for (_, options) in ways(5) {
         for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2), (Some(1e6), 1)] {
             for overlap in [false, true] {
-                let options = Options { method, ..Options::default() };
-                let host = HostOptions { overlap, ..HostOptions::default() };
+                let (options, host) = (options.clone(), HostOptions { overlap, ..HostOptions::default() });
                 check(&tiny, Case { options, host, clip, micro, factor: true });
             }
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::support::{FLOAT, batch};
 use accounting::Decoder;
+use accounting::activation_plan::LayerPlan;
 use accounting::decoder_flops::Workload;
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
@@ -75,13 +76,19 @@ struct Peak {
 
 /// The peak of a third step.
 fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
+    peak_keeping(method, training, 0)
+}
+
+/// The peak if the last `kept` layers keep their activations.
+fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) -> Peak {
     let tokens = batch(60, 3);
     let host_before = device::pinned_bytes(CPU).unwrap().live;
     let before = memory::live_bytes(CPU).unwrap();
     let mut model = model();
     let in_step = Arc::new(InStep::default());
     let offload = method.map(|(method, ring)| {
-        let options = Options { method, ring, test_hook: Some(in_step.clone()), ..Options::default() };
+        let keep = (SHAPE.layers as usize - kept..SHAPE.layers as usize).collect();
+        let options = Options { method, ring, keep, test_hook: Some(in_step.clone()), ..Options::default() };
         Arc::new(Offload::apply(&mut *model, &options).unwrap())
     });
     *in_step.0.lock() = offload.clone();
@@ -186,6 +193,26 @@ fn peaks_are_ordered_and_match_the_prediction() {
             let expected = on_paper(&costs, paper::Method::Overlap { ring });
             let tolerance = if ring == 1 { single } else { 0.02 };
             close(&format!("{kind}, ring {ring}"), found.bytes, expected, tolerance);
+        }
+        if !training {
+            continue;
+        }
+        let plan = vec![LayerPlan::KeepAll; SHAPE.layers as usize];
+        let keeps =
+            sizes::with_activation_plan(costs.clone(), &decoder, None, work, &choices, &plan).unwrap();
+        for (kept, ring) in [(8, 1), (8, 2), (3, 1), (3, 2)] {
+            let mut some = costs.clone();
+            for layer in SHAPE.layers as usize - kept..SHAPE.layers as usize {
+                some.layers[layer].kept = keeps.layers[layer].kept;
+            }
+            let found = peak_keeping(Some((Method::Overlap, ring)), true, kept);
+            let expected = on_paper(&some, paper::Method::Overlap { ring });
+            close(&format!("activations of {kept} layers kept, ring {ring}"), found.bytes, expected, 0.02);
+            // Not the weights.
+            assert_eq!(
+                (found.ring, found.rest),
+                (ring as u64 * one.layer, one.rest + ring as u64 * one.layer)
+            );
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use models::module::{Input, LanguageModel, Module, parameters, tensors, trainable};
 use models::{Llama, LlamaConfig};
-use offload::{Offload, Options};
+use offload::{Method, Offload, Options};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -38,6 +38,18 @@ pub fn assignment() -> LlamaConfig {
         max_position_embeddings: 4096,
         ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
     }
+}
+
+/// Every way to train a model of `layers` layers, with its name: each method, and layers that keep their activations, all or every
+/// second.
+pub fn ways(layers: usize) -> Vec<(String, Options)> {
+    let methods = [Method::Checkpointing, Method::Function, Method::Overlap]
+        .map(|method| (method.name().to_owned(), Options { method, ..Options::default() }));
+    let keeps = [1, 2].map(|every| {
+        let keep: Vec<usize> = (0..layers).step_by(every).collect();
+        (format!("activations of {keep:?} kept"), Options { keep, ..Options::default() })
+    });
+    methods.into_iter().chain(keeps).collect()
 }
 
 /// The results of a training.

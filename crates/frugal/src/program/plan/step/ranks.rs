@@ -72,8 +72,7 @@ impl RanksArgs {
     }
 }
 
-/// The ways to run a step over the ranks: the ZeRO stages, with activations kept or recomputed. Divided layers of stage 3 always run
-/// again in backward.
+/// The ways to run a step over the ranks: the ZeRO stages, with activations kept or recomputed.
 pub(super) fn variants(
     arguments: &StepArgs,
     planned: &PlannedStep,
@@ -87,6 +86,7 @@ pub(super) fn variants(
         (ZeroStage::One, recomputed),
         (ZeroStage::Two, kept),
         (ZeroStage::Two, recomputed),
+        (ZeroStage::Three, kept),
         (ZeroStage::Three, recomputed),
     ];
     let network = ranks.network(arguments)?;
@@ -124,8 +124,11 @@ fn variant(
     simulated.seconds = times.seconds();
     simulated.idle_seconds = times.exposed();
     let number = stage.number();
+    // Without a flag, the divided layers of stage 3 run again.
     let (what, flag) = match (stage, recompute) {
-        (ZeroStage::Three, _) | (_, false) => ("", ""),
+        (ZeroStage::Three, false) => ("", " --activations keep"),
+        (ZeroStage::Three, true) => (", recomputed", ""),
+        (_, false) => ("", ""),
         (_, true) => (", recomputed", " --activations recompute"),
     };
     Ok(Variant {

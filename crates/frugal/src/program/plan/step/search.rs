@@ -50,6 +50,7 @@ pub(super) fn run(
         tiers: vec![if tier == OffloadTier::Host { Tier::Host } else { Tier::File }],
         most_slots: MOST_PLANNED_SLOTS,
         resident: None,
+        keep: None,
         optimizer: if full { OptimizerPlace::Host } else { OptimizerPlace::Device },
     };
     let layers = arguments.offload.is_none().then_some(Layers::Any);
@@ -71,7 +72,7 @@ pub(super) fn run(
             "ranks": 1,
             "variants": candidates_json(&found, columns),
             "chosen": chosen.map(Candidate::name),
-            "flags": shown.map(flags),
+            "flags": shown.map(|shown| flags(shown, job.model.layers as usize)),
             "with_more_memory": found.faster().map(Candidate::name),
             "with_less_memory": found.cheaper().map(Candidate::name),
             "tokens_that_hide_loads": hiding.iter()
@@ -98,7 +99,7 @@ pub(super) fn run(
             };
             lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
             lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
-            lines.push(("flags of finetune".into(), flags(shown)));
+            lines.push(("flags of finetune".into(), flags(shown, job.model.layers as usize)));
         }
         lines.retain(|line| *line != blank());
         print(&lines);
@@ -114,7 +115,7 @@ fn print(lines: &[(String, String)]) {
 }
 
 /// The flags of a training that runs in this way.
-fn flags(candidate: &Candidate) -> String {
+fn flags(candidate: &Candidate, layers: usize) -> String {
     let mut flags = Vec::new();
     match &candidate.placement {
         Placement::Resident(layers) => {
@@ -126,12 +127,17 @@ fn flags(candidate: &Candidate) -> String {
                 _ => flags.push("--budget BYTES".to_owned()),
             }
         }
-        Placement::Offloaded { tier, ring, resident, optimizer } => {
+        Placement::Offloaded { tier, ring, resident, keep, optimizer } => {
             let tier = if *tier == Tier::Host { "host" } else { "file" };
             flags.push(format!("--offload {tier} --ring {ring}"));
             if !resident.is_empty() {
                 let layers: Vec<String> = resident.iter().map(ToString::to_string).collect();
                 flags.push(format!("--resident {}", layers.join(",")));
+            }
+            match keep.len() {
+                0 => flags.push("--activations recompute".to_owned()),
+                kept if kept == layers => flags.push("--activations keep".to_owned()),
+                _ => flags.push(format!("--set offload.keep={keep:?}").replace(' ', "")),
             }
             if *optimizer == OptimizerPlace::Host {
                 flags.push("--optimizer-on host".to_owned());
