@@ -79,7 +79,7 @@ pub(super) struct OtherFormats(Vec<(RecordFormat, Vec<String>, u64)>);
 
 impl OtherFormats {
     /// Reads the records of files again, which is needed only where the first ones have several formats.
-    pub(super) fn of(files: &[PathBuf], detected: &Detected, field: &str) -> frugal::Result<Self> {
+    pub(super) fn of(files: &[PathBuf], detected: &Detected, field: &str) -> anyhow::Result<Self> {
         let mut found = Self::default();
         if detected.formats.len() < 2 {
             return Ok(found);
