@@ -48,7 +48,7 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--init zeros",
         expect![[r#"
-        error: `init_lora_weights` is "zeros", which is not supported; take true, false, "gaussian", "pissa", "olora" or "orthogonal", or convert the adapter to one that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)
+        error: `init_lora_weights` (--init) is "zeros", which is not supported; take true, false, "gaussian", "pissa", "olora" or "orthogonal", or convert the adapter to one that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)
     "#]],
     );
     assert!(!tiny.path("out").exists(), "nothing is made before it is known to be possible");

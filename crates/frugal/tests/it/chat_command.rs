@@ -38,7 +38,7 @@ fn a_conversation_has_a_history_until_it_is_reset() {
     assert!(answers.iter().all(|answer| answer["tokens"] == 6 && answer["ended"] == "length"), "{answers:?}");
     assert_eq!(answers[0]["content"], answers[2]["content"]);
     assert_ne!(answers[0]["content"], answers[1]["content"], "the second answer reads the first");
-    assert_eq!(err, "the conversation begins anew\n/what is no command; there are /reset and /exit\n");
+    assert_eq!(err, "the conversation begins anew\n/what is no command; there are /help, /reset and /exit\n");
 
     // A context of 200 tokens is full after a few turns: the first ones are left out.
     let turns = "Ann has seven pears and buys three more. How many has she?\n".repeat(9);

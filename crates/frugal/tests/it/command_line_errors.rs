@@ -19,13 +19,13 @@ fn an_error_is_one_line_and_a_status() {
             "data: problems/train.jsonl (GSM8K: question and answer)\n\
              error: training rows: row 0 has 41 positions, but packed rows have 10; ",
         ),
-        (budget, 3, "error: a budget of 1.00 KiB is below the "),
+        (budget, 3, "error: nothing fits a budget of 1.00 KiB; the least is "),
         (
             "train --data nothing.txt",
             1,
             "error: --data nothing.txt: there is no such file or folder; expected ",
         ),
-        ("generate --model model --prompt a --budget 1MiB", 1, "error: a budget of 1.00 MiB is below the "),
+        ("generate --model model --prompt a --budget 1MiB", 3, "error: a budget of 1.00 MiB is below the "),
         (
             "export --format peft --adapter problems --out x --type f16",
             1,
