@@ -4,7 +4,8 @@ use half::f16;
 
 use super::{blocks, load, store};
 #[cfg(target_arch = "x86_64")]
-use crate::processor::{Simd, simd};
+use crate::processor::Simd;
+use crate::processor::simd;
 
 /// Casts `length` elements.
 ///
