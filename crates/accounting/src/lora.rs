@@ -72,7 +72,7 @@ pub struct LowRank {
     pub targets: Targets,
     /// Whether the adapters' input has dropout. It takes memory during a pass, and none between passes.
     pub dropout: bool,
-    /// Whether a fused loss casts pieces of a 16-bit output matrix to fp32, as on a CPU. No effect on a base in fp32.
+    /// Whether a fused loss rounds the gradient of a tile of logits in place, if at all, as on a CPU. No effect on a base in fp32.
     pub on_cpu: bool,
 }
 

@@ -5,44 +5,37 @@
 //! shapes only, never on the free memory.
 
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
+use runtime::processor;
 use tch::{Device, Kind};
 
 use crate::error::{Error, Result};
 use crate::inputs::{Sizes, tile_kind};
-use crate::options::Chunk;
-
-/// Bytes of a piece of W that is cast to fp32 for a product.
-const CAST: i64 = 16 << 20;
+use crate::options::{Chunk, LinearCrossEntropy};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkPlan {
     /// Dtype of logits, statistics, and gradients of weights.
     pub(crate) tile: Kind,
-    /// Dtype of the operands of products.
-    pub(crate) product: Kind,
+    /// Dtype of ∂L/∂Z as an operand: that of the inputs where such products into fp32 are fast, so that rounding it pays.
+    pub(crate) gradient: Kind,
     /// Tokens per chunk.
     pub(crate) tokens: i64,
-    /// Columns of the vocabulary per product: all, unless W is cast to fp32.
-    pub(crate) columns: i64,
 }
 
 impl ChunkPlan {
     pub(crate) fn new(
-        chunk: Option<Chunk>,
+        options: &LinearCrossEntropy,
         sizes: Sizes,
         kind: Kind,
         device: Device,
         pass: &dyn LogitsPass,
     ) -> Result<Self> {
         let tile = tile_kind(kind);
-        // bf16 products on a CPU cannot accumulate into fp32: the operands are cast to fp32, piece by piece.
-        let product = if device == Device::Cpu { tile } else { kind };
-        let columns = if product == kind {
-            sizes.columns
-        } else {
-            (CAST / (sizes.hidden * tile.elt_size_in_bytes() as i64)).clamp(1, sizes.columns)
-        };
-        let row = row_bytes(sizes.widest, kind, device, pass);
+        let rounds =
+            device != Device::Cpu || options.round_logits_gradient && processor::multiplies_into_fp32(kind);
+        let gradient = if rounds { kind } else { tile };
+        let chunk = options.chunk;
+        let row = row_bytes(sizes.widest, kind, pass);
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
             // The default budget is never an error: one row at least.
@@ -52,7 +45,7 @@ impl ChunkPlan {
             }
             Chunk::Budget(budget) => i64::try_from(budget / row).unwrap_or(i64::MAX),
         };
-        Ok(Self { tile, product, tokens: most, columns })
+        Ok(Self { tile, gradient, tokens: most })
     }
 
     /// Returns the start and length of each chunk of `count` rows.
@@ -61,12 +54,6 @@ impl ChunkPlan {
         let chunks = (count + most - 1) / most;
         let size = if chunks > 0 { (count + chunks - 1) / chunks } else { 1 };
         (0..count).step_by(size as usize).map(move |start| (start, size.min(count - start)))
-    }
-
-    /// Returns the first column and the width of each product.
-    pub(crate) fn pieces(&self, columns: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
-        let width = self.columns;
-        (0..columns).step_by(width as usize).map(move |first| (first, width.min(columns - first)))
     }
 
     /// Returns the rows of the largest chunk.
@@ -82,17 +69,17 @@ pub fn default_budget(device: Device) -> u64 {
 
 /// Returns the tokens of the largest chunk with the default budget.
 pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
-    let row = row_bytes(vocabulary, kind, device, pass_for(device));
+    let row = row_bytes(vocabulary, kind, pass_for(device));
     let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
     let chunks = ((tokens + most - 1) / most).max(1);
     (tokens + chunks - 1) / chunks
 }
 
-/// Returns the bytes of a row of logits: in the dtype of logits, including the temporaries of the passes, and in the dtype of
-/// the products if that differs.
-pub(crate) fn row_bytes(columns: i64, kind: Kind, device: Device, pass: &dyn LogitsPass) -> u64 {
+/// Returns the bytes of a row of logits: in the dtype of logits, including the temporaries of the passes, and of its gradient in
+/// another dtype if that takes memory.
+pub(crate) fn row_bytes(columns: i64, kind: Kind, pass: &dyn LogitsPass) -> u64 {
     let tile = tile_kind(kind);
-    let none = device == Device::Cpu || kind == tile || pass.narrows_in_place();
+    let none = kind == tile || pass.narrows_in_place();
     let cast = if none { 0 } else { kind.elt_size_in_bytes() as u64 };
     columns.unsigned_abs() * (tile.elt_size_in_bytes() as u64 * (1 + pass.temporaries()) + cast)
 }
@@ -106,7 +93,7 @@ mod tests {
     #[test]
     fn chunks_cover_every_row_once_and_are_of_one_size() {
         for (tokens, count) in [(1, 0), (1, 5), (220, 2048), (7, 7), (7, 8), (3, 100), (i64::MAX, 10)] {
-            let plan = ChunkPlan { tile: Kind::Float, product: Kind::Float, tokens, columns: 1 };
+            let plan = ChunkPlan { tile: Kind::Float, gradient: Kind::Float, tokens };
             let chunks: Vec<_> = plan.chunks(count).collect();
             let mut next = 0;
             for &(start, size) in &chunks {
@@ -124,16 +111,17 @@ mod tests {
     fn a_budget_counts_everything_of_the_logits_size() {
         let sizes =
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
+        let budget =
+            |bytes| LinearCrossEntropy { chunk: Some(Chunk::Budget(bytes)), ..LinearCrossEntropy::default() };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
-            ChunkPlan::new(Some(Chunk::Budget(1_000_000)), sizes, kind, device, pass).unwrap().tokens
+            ChunkPlan::new(&budget(1_000_000), sizes, kind, device, pass).unwrap().tokens
         };
         assert_eq!(tokens(Kind::Float, Device::Cpu, &Simd), 250);
         assert_eq!(tokens(Kind::Double, Device::Cpu, &Simd), 125);
         assert_eq!(tokens(Kind::BFloat16, Device::Cpu, &Simd), 250);
         assert_eq!(tokens(Kind::Float, Device::Cuda(0), &Operators), 83);
         assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Operators), 71);
-        let error =
-            ChunkPlan::new(Some(Chunk::Budget(3999)), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
+        let error = ChunkPlan::new(&budget(3999), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
         expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is less than the 4000 bytes of one row of 1000 logits; increase it, or set a number of tokens"]
             .assert_eq(&error.to_string());
     }

@@ -44,16 +44,16 @@
 //! |---|---|---|
 //! | logits and their gradient | about 3·4·n·v | the budget of a chunk ([`Chunk`]), for any n |
 //! | saved for backward | e·n·h and the logits | e·(n·h + v·h) (4 instead of e for fp16), or 8·n with [`Gradients::Backward`] |
-//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32; on a CPU 16 MiB for casts |
+//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32 |
 //! | products | 3 | 3, or 4 with [`Gradients::Backward`] |
 //! | ignored tokens | computed | skipped |
 //!
 //! # Numerics
 //!
 //! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands: the gradient of W
-//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. On a CPU
-//! low-precision operands are cast to fp32, so the logits are never rounded to them. Runs are deterministic: chunks depend on
-//! shapes and labels only, and sums have one order. On a CPU the result does not depend on the number of threads either if
+//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. The logits are never
+//! rounded, and their gradient only on a GPU, or by [`LinearCrossEntropy::round_logits_gradient`]. Runs are deterministic: chunks
+//! depend on shapes and labels only, and sums have one order. On a CPU the result does not depend on the number of threads either if
 //! every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's bits depend on the threads.
 //!
 //! A NaN in the hidden states of a token makes its loss NaN, and with it a mean or sum; in an ignored token it changes

@@ -73,7 +73,7 @@ impl LinearCrossEntropy {
         let sizes = check(inputs, self)?;
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let pass = pass_for(device);
-        let plan = ChunkPlan::new(self.chunk, sizes, kind, device, pass)?;
+        let plan = ChunkPlan::new(self, sizes, kind, device, pass)?;
         let rows = Rows::new(inputs, self, sizes)?;
         self.run_planned(inputs, sizes, plan, pass, rows)
     }
@@ -190,8 +190,7 @@ mod tests {
                     let output = match sorted {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
-                            let plan =
-                                ChunkPlan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators);
+                            let plan = ChunkPlan::new(&options, sizes, Kind::Double, Device::Cpu, &Operators);
                             let rows = sorted_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
                             options.run_planned(&inputs, sizes, plan.unwrap(), &Operators, rows).unwrap()
                         }
@@ -270,9 +269,8 @@ mod tests {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
                             let sizes = check(&inputs, &options).unwrap();
-                            let plan =
-                                ChunkPlan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators)
-                                    .unwrap();
+                            let plan = ChunkPlan::new(&options, sizes, Kind::Double, Device::Cpu, &Operators)
+                                .unwrap();
                             let flat = targets.reshape([-1]);
                             let rows = sorted_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
                             options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()

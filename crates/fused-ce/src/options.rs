@@ -101,6 +101,10 @@ pub struct LinearCrossEntropy {
     pub chunk: Option<Chunk>,
     /// When gradients are computed.
     pub gradients: Gradients,
+    /// Whether the gradient of the logits is rounded to bf16 for operands in bf16, in place, as PyTorch rounds it: then all products have
+    /// operands in bf16, and two of three take half the time on a processor that
+    /// [multiplies them faster](runtime::processor::multiplies_into_fp32). No effect on another processor; on a GPU it always is.
+    pub round_logits_gradient: bool,
     /// The mean of a batch in which every token is ignored.
     pub empty_mean: EmptyMean,
     /// Whether targets are checked against the vocabulary.
@@ -125,6 +129,7 @@ impl Default for LinearCrossEntropy {
             shift: 0,
             chunk: None,
             gradients: Gradients::Forward,
+            round_logits_gradient: false,
             empty_mean: EmptyMean::Zero,
             check_targets: CheckTargets::OnCpu,
             log_sum_exp: LogSumExp::No,

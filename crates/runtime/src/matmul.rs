@@ -2,6 +2,8 @@
 //!
 //! out[m, n] = a[m, k]·b[k, n], or out += a·b. Beyond libtorch's `mm`:
 //! - accumulation in fp32 of products of bf16 or fp16 operands, so that a gradient summed over tiles is rounded once;
+//! - on the CPU, products of bf16 into fp32 by the processor's own instructions where these are faster
+//!   ([`processor::multiplies_into_fp32`]), with bits that depend on k alone;
 //! - on the CPU, low-precision products at fp32 speed if the processor's own are slower ([`processor`] decides): tiles of the
 //!   operands are cast up while they are in the cache, multiplied in fp32, and rounded once. This allocates nothing either, and
 //!   operands and output may have different dtypes;

@@ -14,8 +14,10 @@
 //! |---|---|---|---|---|
 //! | Intel Xeon with AVX-512 bf16 and fp16, without AMX | 143–161 | 148–163 | 73–85 | 145–157 |
 //! | AMD Zen 4 (two threads) | 190–224 | 192–205 | 391–438 | 2 |
+//! | AMD EPYC, later (two threads) | 320–505 | 134–225 | 710–1000 | 4–54 |
 //!
-//! So bf16 uses the processor's instructions on AMD or with AMX tiles, fp16 only with AMX tiles.
+//! So bf16 uses the processor's instructions on AMD or with AMX tiles, fp16 only with AMX tiles. Products of bf16 into fp32, which
+//! libtorch does not have, are this crate's ([`multiplies_into_fp32`]): 730–990 on the later AMD processor.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -110,6 +112,22 @@ pub fn multiplies_low_precision(kind: Kind) -> bool {
         Kind::Half => choices.native_f16,
         _ => true,
     }
+}
+
+/// Returns whether products of `kind` into fp32 ([`mm_into`](crate::matmul::mm_into)) are faster than those of fp32: for bf16 where
+/// [`multiplies_low_precision`], with `avx512`, on a processor that has AVX-512's instruction for pairs of bf16 and no AMX tiles (on
+/// Intel's, it has half the rate of fp32).
+pub fn multiplies_into_fp32(kind: Kind) -> bool {
+    static OF_BF16: OnceLock<bool> = OnceLock::new();
+    kind == Kind::BFloat16
+        && *OF_BF16.get_or_init(|| {
+            let choices = decided().0;
+            #[cfg(target_arch = "x86_64")]
+            let pairs = is_x86_feature_detected!("avx512bf16") && !crate::sys::simd::tiles().0;
+            #[cfg(not(target_arch = "x86_64"))]
+            let pairs = false;
+            choices.native_bf16 && choices.simd == Simd::Avx512 && pairs
+        })
 }
 
 /// Returns the choices, and the result of [`choices`].

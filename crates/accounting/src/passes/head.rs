@@ -18,9 +18,6 @@ use crate::passes::PeakTracker;
 use crate::recompute::NormKernel;
 use crate::{Error, decoder_flops::Workload};
 
-/// Bytes of a piece of the output matrix that is cast up for a product, as in `fused-ce`.
-const CAST: u64 = 16 << 20;
-
 /// The options of a head, besides the model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadOptions<'a> {
@@ -35,7 +32,7 @@ pub(crate) struct HeadOptions<'a> {
     pub(crate) loss: Loss,
     /// Whether the output matrix is trained.
     pub(crate) trained: bool,
-    /// Whether a fused loss casts pieces of a 16-bit output matrix to fp32.
+    /// Whether a fused loss rounds the gradient of a tile of logits in place, if at all.
     pub(crate) on_cpu: bool,
 }
 
@@ -93,10 +90,7 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     }
     if c < 4 {
         items.push(Item::new("the same, rounded", c, &narrow)?);
-        if options.on_cpu {
-            let columns = (CAST / product("bytes of a row", &[model.hidden, 4])?).clamp(1, model.vocabulary);
-            items.push(Item::new("a piece of the output matrix in fp32", 4, &[columns, model.hidden])?);
-        } else {
+        if !options.on_cpu {
             items.push(Item::new("the tile's gradient, rounded", c, &[rows, model.vocabulary])?);
         }
     }

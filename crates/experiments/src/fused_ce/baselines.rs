@@ -66,7 +66,7 @@ impl Implementation {
         chunk: Option<Chunk>,
     ) -> Result<Tensor> {
         if self == Self::LinearCrossEntropy {
-            let options = LinearCrossEntropy { reduction, chunk, ..LinearCrossEntropy::default() };
+            let options = LinearCrossEntropy { reduction, chunk, ..ours() };
             return Ok(options.run(&Inputs::new(x, w, targets))?.loss);
         }
         let mean = match reduction {
@@ -100,6 +100,11 @@ impl FromStr for Implementation {
             Error::Option(format!("unknown implementation `{text}`; expected one of {names}"))
         })
     }
+}
+
+/// The options with which `fused-ce` is measured: as the others, it rounds the gradient of logits to the operands' dtype.
+fn ours() -> LinearCrossEntropy {
+    LinearCrossEntropy { round_logits_gradient: true, ..LinearCrossEntropy::default() }
 }
 
 /// The dtype of logits: fp32, or f64 for f64.

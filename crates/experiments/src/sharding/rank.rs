@@ -77,13 +77,16 @@ struct Training {
     batches: HashedBatches,
     records: Collect,
     measured: Measured,
+    group: Group,
     /// The group that gathers layers.
     gathers: Option<Group>,
     _handles: (Option<Activations>, Option<Offload>),
 }
 
 impl Training {
-    fn new(arguments: &Rank, variant: &str, group: &Group) -> anyhow::Result<Self> {
+    /// A training of these ranks, over a group of its own.
+    fn new(arguments: &Rank, variant: &str, ranks: &Group) -> anyhow::Result<Self> {
+        let group = &ranks.duplicate(variant)?;
         let mut model = arguments.sizes.model()?;
         let mut handles = (None, None);
         let mut shards = None;
@@ -125,7 +128,7 @@ impl Training {
         let records = Collect::default();
         trainer.observers.push(Box::new(records.clone()));
         let measured = Measured { variant: variant.to_owned(), ..Measured::default() };
-        Ok(Self { trainer, batches, records, measured, gathers, _handles: handles })
+        Ok(Self { trainer, batches, records, measured, group: group.clone(), gathers, _handles: handles })
     }
 
     fn step(&mut self) -> anyhow::Result<()> {
@@ -134,9 +137,9 @@ impl Training {
         Ok(())
     }
 
-    /// Bytes that this rank has sent over `group`, and for layers.
-    fn sent(&self, group: &Group) -> u64 {
-        [Some(group), self.gathers.as_ref()].into_iter().flatten().map(|group| group.bytes().sent).sum()
+    /// Bytes that this rank has sent.
+    fn sent(&self) -> u64 {
+        [Some(&self.group), self.gathers.as_ref()].into_iter().flatten().map(|group| group.bytes().sent).sum()
     }
 }
 
@@ -180,11 +183,11 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
     for _ in 0..arguments.steps {
         for training in &mut trainings {
             group.barrier("before")?;
-            let (sent, start) = (training.sent(&group), Instant::now());
+            let (sent, start) = (training.sent(), Instant::now());
             training.step()?;
             group.barrier("after")?;
             training.measured.seconds.push(start.elapsed().as_secs_f64());
-            training.measured.sent_bytes = training.sent(&group) - sent;
+            training.measured.sent_bytes = training.sent() - sent;
         }
     }
     let peak = region.finish()?.peak.saturating_sub(before);

@@ -24,7 +24,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationOffload) -> anyhow:
     let (hidden, tokens, rounds): (i64, &[i64], usize) = match arguments.scale {
         Scale::Smoke => (64, &[16, 64], 1),
         Scale::Laptop => (256, &[2, 8, 32, 128, 1024], 3),
-        Scale::Full => (512, &[2, 8, 32, 128, 1024, 4096], 9),
+        Scale::Full => (512, &[2, 8, 32, 128, 1024, 4096], 5),
         Scale::Paper => (2048, &[2, 8, 32, 128, 1024, 4096, 16_384], 9),
     };
     let mut progress = Progress::new(tokens.len() as u64);

@@ -92,20 +92,9 @@ impl Fused {
         start: i64,
         count: i64,
     ) -> Result<()> {
-        let product = self.plan.product;
-        let x = self.gather(&operands.x, start, count)?.f_to_kind(product)?;
-        let low_rank = operands.by_slot[LOW_RANK].as_ref();
-        let low_rank = low_rank
-            .map(|rows| Ok::<_, RuntimeError>(self.gather(rows, start, count)?.f_to_kind(product)?))
-            .transpose()?;
-        for (first, width) in self.plan.pieces(self.sizes.columns) {
-            let mut piece = tile.f_narrow(1, first, width)?;
-            let weight = operands.weight().f_narrow(0, first, width)?.f_to_kind(product)?;
-            mm_into(&mut piece, &x, &weight.f_tr()?, false)?;
-            if let (Some(low_rank), Some(b)) = (&low_rank, &operands.by_slot[ADAPTER_B]) {
-                let b = b.f_narrow(0, first, width)?.f_to_kind(product)?;
-                mm_into(&mut piece, low_rank, &b.f_tr()?, true)?;
-            }
+        mm_into(tile, &self.gather(&operands.x, start, count)?, &operands.weight().f_tr()?, false)?;
+        if let (Some(low_rank), Some(b)) = (&operands.by_slot[LOW_RANK], &operands.by_slot[ADAPTER_B]) {
+            mm_into(tile, &self.gather(low_rank, start, count)?, &b.f_tr()?, true)?;
         }
         Ok(())
     }

@@ -26,9 +26,9 @@ impl GradientSums {
         self.wanted.contains(&true)
     }
 
-    /// Returns the dtype of ∂L/∂Z that [`add`](Self::add) needs: that of the products, or fp32 to sum the gradient of the bias.
+    /// Returns the dtype of ∂L/∂Z that [`add`](Self::add) needs: that of an operand, or fp32 to sum the gradient of the bias.
     pub(super) fn tile_kind(&self, plan: ChunkPlan) -> Kind {
-        if self.wanted[BIAS] { plan.tile } else { plan.product }
+        if self.wanted[BIAS] { plan.tile } else { plan.gradient }
     }
 
     /// Adds the gradients of a chunk, with its ∂L/∂Z in `tile`, of dtype [`tile_kind`](Self::tile_kind).
@@ -51,7 +51,9 @@ impl GradientSums {
                 empty => *empty = Some(sum),
             }
         }
-        let gradient = tile.f_to_kind(plan.product)?;
+        // Products on the CPU take an operand in fp32 beside one in another dtype.
+        let gradient =
+            if device == Device::Cpu { tile.shallow_clone() } else { tile.f_to_kind(plan.gradient)? };
         for [for_tokens, for_columns] in [[HIDDEN, WEIGHT], [LOW_RANK, ADAPTER_B]] {
             if !self.wanted[for_tokens] && !self.wanted[for_columns] {
                 continue;
@@ -63,29 +65,17 @@ impl GradientSums {
                 operands.by_slot[LOW_RANK].as_ref().expect("given with B")
             };
             let width = matrix.size()[1];
-            let mut into = match self.wanted[for_tokens] {
-                true => Some(self.token_rows(of, for_tokens, width, start, count, device)?),
-                false => None,
-            };
-            if self.wanted[for_columns] && self.by_slot[for_columns].is_none() {
-                self.by_slot[for_columns] = Some(Tensor::f_empty([columns, width], (plan.tile, device))?);
-            }
-            let rows = match self.wanted[for_columns] {
-                true => Some(of.gather(rows, start, count)?.f_to_kind(plan.product)?),
-                false => None,
-            };
-            for (first, wide) in plan.pieces(columns) {
-                let piece = gradient.f_narrow(1, first, wide)?;
-                if let Some(into) = &mut into {
-                    let matrix = matrix.f_narrow(0, first, wide)?.f_to_kind(plan.product)?;
-                    mm_into(into, &piece, &matrix, first > 0)?;
-                }
-                if let (Some(sum), Some(rows)) = (&self.by_slot[for_columns], &rows) {
-                    mm_into(&mut sum.f_narrow(0, first, wide)?, &piece.f_tr()?, rows, !first_chunk)?;
-                }
-            }
-            if let Some(into) = into {
+            if self.wanted[for_tokens] {
+                let mut into = self.token_rows(of, for_tokens, width, start, count, device)?;
+                mm_into(&mut into, &gradient, matrix, false)?;
                 self.store_token_rows(of, for_tokens, &into, start, count)?;
+            }
+            if self.wanted[for_columns] {
+                let sum = match &mut self.by_slot[for_columns] {
+                    Some(sum) => sum,
+                    empty => empty.insert(Tensor::f_empty([columns, width], (plan.tile, device))?),
+                };
+                mm_into(sum, &gradient.f_tr()?, &of.gather(rows, start, count)?, !first_chunk)?;
             }
         }
         Ok(())

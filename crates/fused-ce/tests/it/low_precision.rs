@@ -1,5 +1,6 @@
 //! bf16 and fp16 on the CPU: no result is farther from the exact one than the naive implementation's, except for one
-//! rounding of the result. The exact result is the naive implementation in f64 over the same rounded operands.
+//! rounding of the result. The exact result is the naive implementation in f64 over the same rounded operands. With a rounded gradient of
+//! the logits, no result is farther on average.
 
 #![expect(clippy::print_stdout, reason = "shares of the tolerance are printed")]
 
@@ -102,6 +103,34 @@ fn results_are_at_least_as_accurate_as_the_naive_implementations() {
                 println!(
                     "{kind:?} {shape:?} {name}: {of_one:.2} of the tolerance; mean error {against:.3} of the naive way's"
                 );
+            }
+        }
+    }
+}
+
+/// A rounded gradient of the logits has an error of the naive implementation's kind; logits are not rounded, and sums are in fp32.
+#[test]
+fn results_with_a_rounded_gradient_of_the_logits_are_as_accurate_as_the_naive_implementations_on_average() {
+    for (index, shape) in [[251, 67, 1013], [123, 252, 507]].into_iter().enumerate() {
+        let low = operands(Kind::BFloat16, shape, index as u64);
+        let [x, w, targets] = &low;
+        let wide = [x.to_kind(Kind::Double), w.to_kind(Kind::Double), targets.shallow_clone()];
+        let options = LinearCrossEntropy { round_logits_gradient: true, ..LinearCrossEntropy::default() };
+        let (exact, naive) = (run(NAIVE, &options, &wide, None, 1.0), run(NAIVE, &options, &low, None, 1.0));
+        for chunk in [7, 64, 251] {
+            let options = LinearCrossEntropy { chunk: Some(Chunk::Tokens(chunk)), ..options.clone() };
+            let ours = run(OURS, &options, &low, None, 1.0);
+            let precise = LinearCrossEntropy { round_logits_gradient: false, ..options };
+            let precise = run(OURS, &precise, &low, None, 1.0);
+            for (place, name) in ["loss", "x", "w"].into_iter().enumerate() {
+                let error = |of: &Tensor| (of - &exact[place]).square().mean(Kind::Double).double_value(&[]);
+                let share = (error(&ours[place]) / error(&naive[place])).sqrt();
+                assert!(
+                    share <= 1.0,
+                    "{shape:?} {chunk} {name}: {share} of the naive implementation's error"
+                );
+                let rounds = place > 0 && runtime::processor::multiplies_into_fp32(Kind::BFloat16);
+                assert_eq!(ours[place] == precise[place], !rounds, "{shape:?} {chunk} {name}");
             }
         }
     }

@@ -115,6 +115,11 @@ impl LogitsPass for Simd {
         0
     }
 
+    /// True for bf16; other dtypes are not products' operands on the CPU.
+    fn narrows_in_place(&self) -> bool {
+        true
+    }
+
     fn statistics(
         &self,
         tile: &mut Tensor,
@@ -154,6 +159,27 @@ impl LogitsPass for Simd {
         sys::gradient(tile, transform, targets, class_weights, coefficients)?;
         let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
         record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))
+    }
+
+    fn gradient_as(
+        &self,
+        tile: &mut Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+        kind: Kind,
+    ) -> Result<Tensor> {
+        if (tile.kind(), kind) != (Kind::Float, Kind::BFloat16) {
+            self.gradient(tile, transform, targets, class_weights, coefficients)?;
+            return Ok(tile.f_to_kind(kind)?);
+        }
+        not_recorded(tile)?;
+        let _scope = kernel("runtime::cross_entropy_gradient");
+        sys::narrow_gradient(tile, transform, targets, class_weights, coefficients)?;
+        let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
+        record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))?;
+        Ok(tile.f_view_dtype(kind)?.f_narrow(1, 0, tile.size()[1])?)
     }
 }
 

@@ -114,7 +114,7 @@ fn products_of_16_bits_are_rounded_once_on_any_number_of_threads_and_allocate_no
         if transposed { whole.tr().narrow(0, 2, rows) } else { whole.narrow(1, 2, columns) }
     };
     let layouts = [(false, false, false), (true, false, true), (false, true, false), (true, true, true)];
-    for (m, n, k) in [(32, 129, 2), (130, 33, 1030), (1100, 1031, 30), (300, 600, 700)] {
+    for (m, n, k) in [(32, 129, 2), (130, 33, 4127), (1100, 1031, 31), (300, 600, 700)] {
         for kinds in [(Half, Half, Half), (BFloat16, BFloat16, Float), (Float, Half, BFloat16)] {
             for (first, second, third) in layouts {
                 let (a, b) = (normal([m, k], first, kinds.0), normal([k, n], second, kinds.1));
@@ -254,5 +254,43 @@ fn misuse_is_refused_with_the_tensors_name() {
     for (mut out, a, b, message) in cases {
         let error = mm_into(&mut out, &a, &b, false).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
+    }
+}
+
+/// Products of bf16 into fp32 by the processor's instruction for pairs: an element is the sum over k of its row and column, wherever it
+/// is and whatever the layouts are, also of operands that are dense in neither direction.
+#[test]
+fn products_of_bf16_pairs_depend_on_neither_position_nor_layout() {
+    if !processor::multiplies_into_fp32(Kind::BFloat16) {
+        eprintln!("skipped: this processor, or the choice, has no products of bf16 by pairs");
+        return;
+    }
+    let mut random = crate::random::Generator::new(7).unwrap();
+    let mut normal =
+        |shape: [i64; 2]| random.normal(&shape, (Kind::Float, Device::Cpu)).unwrap().to_kind(Kind::BFloat16);
+    for k in [1, 515, 2600] {
+        let (a, b) = (normal([1100, k]), normal([k, 150]));
+        let product = |a: &Tensor, b: &Tensor| {
+            let mut out = Tensor::full([a.size()[0], b.size()[1]], f64::NAN, (Kind::Float, Device::Cpu));
+            gemm_f32(&mut out, a, b, false, 2).unwrap();
+            out
+        };
+        let whole = product(&a, &b);
+        let exact = a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double));
+        let error = (whole.to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+        assert!(error < 2e-7 * (k as f64), "{k}: {error}");
+        let by_columns = |matrix: &Tensor| matrix.tr().contiguous().tr();
+        let apart = |matrix: &Tensor| {
+            let [rows, columns] = [matrix.size()[0], matrix.size()[1]];
+            let room = Tensor::zeros([rows, columns, 3], (Kind::BFloat16, Device::Cpu)).select(2, 1);
+            room.shallow_clone().copy_(matrix);
+            room
+        };
+        assert_eq!(product(&by_columns(&a), &b), whole, "{k}");
+        assert_eq!(product(&a, &by_columns(&b)), whole, "{k}");
+        assert_eq!(product(&apart(&a), &apart(&b)), whole, "{k}");
+        assert_eq!(product(&b.tr(), &a.tr()), whole.tr(), "{k}");
+        let window = product(&a.narrow(0, 77, 33), &b.narrow(1, 13, 49));
+        assert_eq!(window, whole.narrow(0, 77, 33).narrow(1, 13, 49), "{k}");
     }
 }

@@ -48,9 +48,20 @@ pub(crate) fn gradient(
     coefficients: Coefficients<'_>,
 ) -> Result<()> {
     match tile.kind() {
-        Kind::Double => typed_gradient::<f64>(tile, transform, targets, class_weights, coefficients),
-        _ => typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients),
+        Kind::Double => typed_gradient::<f64>(tile, transform, targets, class_weights, coefficients, |_| ()),
+        _ => typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients, |_| ()),
     }
+}
+
+/// The gradient of a Float tile in bf16: each row's in the first half of its memory.
+pub(crate) fn narrow_gradient(
+    tile: &Tensor,
+    transform: Transform<'_>,
+    targets: Targets<'_>,
+    class_weights: Option<&Tensor>,
+    coefficients: Coefficients<'_>,
+) -> Result<()> {
+    typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients, kernel::narrow)
 }
 
 fn typed_statistics<R: Real>(
@@ -131,6 +142,7 @@ fn typed_gradient<R: Real>(
     targets: Targets<'_>,
     class_weights: Option<&Tensor>,
     coefficients: Coefficients<'_>,
+    finish: fn(&mut [R]),
 ) -> Result<()> {
     let view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, class_weights)?;
@@ -152,7 +164,9 @@ fn typed_gradient<R: Real>(
                 target: target.get(row),
                 constant: constant.map(|constant| constant.get(row)),
             };
-            kernel::gradient(row_of::<R>(matrix, row), formula, targets.of(row), coefficients);
+            let row_of_tile = row_of::<R>(matrix, row);
+            kernel::gradient(row_of_tile, formula, targets.of(row), coefficients);
+            finish(row_of_tile);
         }
     })?;
     bump_version(tile)

@@ -5,8 +5,11 @@
 //! thread's product. Every part packs the shared operand again, at about the cost of forty multiply-adds per
 //! element; parts are so large that this is a few percent.
 //!
-//! Operands in bf16 and fp16 are cast tile by tile within a part ([`tiles`]).
+//! Operands in bf16 and fp16 are cast tile by tile within a part ([`tiles`]). Two operands in bf16 are multiplied by the processor's own
+//! instructions (`bf16`) where these are faster.
 
+#[cfg(target_arch = "x86_64")]
+mod bf16;
 mod narrower;
 mod tiles;
 

@@ -26,6 +26,18 @@ pub(crate) fn arch() -> Arch {
     }
 }
 
+/// Prefetches memory, which may be any.
+#[inline(always)]
+pub(super) fn prefetch(at: usize, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (at..at + bytes).step_by(64) {
+        // SAFETY: every x86-64 processor has the instruction; it reads nothing that the program sees, and faults nowhere.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at as *const i8) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (at, bytes);
+}
+
 /// Whether the processor has tiles that multiply bf16 (AMX-BF16), and fp16 (AMX-FP16).
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn tiles() -> (bool, bool) {

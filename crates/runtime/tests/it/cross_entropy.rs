@@ -197,6 +197,39 @@ fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
     }
 }
 
+/// In bf16, the gradient is that in fp32, rounded, in the memory of the tile.
+#[test]
+fn a_gradient_in_bf16_lies_in_the_memory_of_the_tile() {
+    runtime::memory::track_cpu().unwrap();
+    let mut generator = Generator::new(8).unwrap();
+    for (rows, columns) in [(1, 1), (3, 7), (5, 1091), (0, 4), (4, 0)] {
+        let options = (Kind::Float, Device::Cpu);
+        let mut normal = |size: &[i64]| generator.normal(size, options).unwrap();
+        let whole = normal(&[rows, columns + 2]);
+        let logits = whole.narrow(1, 1, columns);
+        let [maximum, powers, target] = [normal(&[rows]), normal(&[rows]), normal(&[rows])];
+        if rows > 1 && columns > 0 {
+            let _ = logits.get(1).get(columns - 1).fill_(f64::NAN);
+        }
+        let targets = Tensor::zeros([rows], (Kind::Int64, Device::Cpu));
+        let by = Coefficients { maximum: &maximum, powers: &powers, target: &target, constant: None };
+        let transform = Transform { bias: None, scale: 0.7, softcap: Some(2.0) };
+        let mut wide = logits.copy();
+        Simd.gradient(&mut wide, transform, Targets::Columns(&targets), None, by).unwrap();
+        let expected = wide.to_kind(Kind::BFloat16);
+        let mut tile = logits.shallow_clone();
+        let region = runtime::memory::Region::start(Device::Cpu).unwrap();
+        let narrow = Simd
+            .gradient_as(&mut tile, transform, Targets::Columns(&targets), None, by, Kind::BFloat16)
+            .unwrap();
+        assert_eq!(region.finish().unwrap().peak_above_start(), 0);
+        assert_eq!((narrow.kind(), narrow.size()), (Kind::BFloat16, vec![rows, columns]));
+        assert_eq!(narrow.data_ptr(), logits.data_ptr());
+        let same = narrow.allclose(&expected, 0.0, 0.0, true);
+        assert!(same, "{rows} {columns}");
+    }
+}
+
 #[test]
 fn misuse_is_refused_with_the_tensors_name() {
     let options = (Kind::Float, Device::Cpu);

@@ -19,7 +19,7 @@ pub fn install(
     chunk: Option<Chunk>,
 ) -> anyhow::Result<()> {
     if implementation == Implementation::LinearCrossEntropy {
-        return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?);
+        return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..super::ours() })?);
     }
     Ok(map_modules(model, &mut Install { implementation, chunk })?)
 }

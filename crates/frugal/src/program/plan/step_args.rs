@@ -143,7 +143,7 @@ pub(crate) struct LoraArgs {
     /// Count the masks of the adapters' dropout
     #[arg(long, help_heading = ADAPTERS)]
     lora_dropout: bool,
-    /// Count the pieces of a 16-bit output matrix that the loss casts to fp32, as on a CPU
+    /// Let the loss round the gradient of 16-bit logits in place, as on a CPU
     #[arg(long, help_heading = ADAPTERS)]
     lora_on_cpu: bool,
 }

@@ -1,8 +1,9 @@
 //! The passes over one row, vectorized by the compiler for the chosen vector instructions.
 
+use half::bf16;
 use pulp::{Simd, WithSimd};
 
-use crate::sys::simd::{self, Real};
+use crate::sys::simd::{self, Real, blocks, load, store};
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;
@@ -71,6 +72,21 @@ pub(super) fn gradient<R: Real>(
     by: RowCoefficients<R>,
 ) {
     simd::arch().dispatch(GradientOf { row, formula, target, by });
+}
+
+/// Rounds a row to bf16, in the first half of its memory.
+pub(super) fn narrow(row: &mut [f32]) {
+    let (at, length) = (row.as_mut_ptr(), row.len());
+    let (from, to) = (at.cast_const(), at.cast::<bf16>());
+    simd::arch().dispatch(
+        #[inline(always)]
+        || {
+            blocks!(64, 0, length, |index, N| {
+                // SAFETY: a block is read before its result is written, to memory that was read before it or with it.
+                unsafe { store::<bf16, N>(to.add(index), &load::<f32, N>(from.add(index))) };
+            });
+        },
+    );
 }
 
 /// A pass over a row. A type and not a closure, so that it is inlined into the code for each processor.

@@ -26,8 +26,8 @@ const ROWS: usize = 1024;
 const COLUMNS: usize = 512;
 const TILE: usize = 256;
 const DEPTH: usize = 512;
-/// Elements between the lines of a cast tile, so that they begin in different sets of the cache.
-const GAP: usize = 16;
+/// Lines from a cast to the prefetch: lines of a wide matrix lie in pages of their own, which the processor does not foresee.
+const AHEAD: usize = 2;
 
 thread_local! {
     /// The casts of a, of b, and a block of the output.
@@ -43,6 +43,11 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3
     if [to, a, b].iter().all(|matrix| matrix.stored == Stored::Float) {
         // SAFETY: by this function's contract.
         return unsafe { super::multiply(kernel(), to, a, b, sizes, accumulate) };
+    }
+    #[cfg(target_arch = "x86_64")]
+    if super::bf16::applies(to, a, b) {
+        // SAFETY: by this function's contract.
+        return unsafe { super::bf16::multiply(to, a, b, sizes, accumulate) };
     }
     SCRATCH.with_borrow_mut(|[of_a, of_b, of_block]| {
         let rounds = to.stored != Stored::Float;
@@ -93,7 +98,8 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3
 fn room(like: Matrix, [rows, columns]: [usize; 2], memory: &mut Vec<f32>) -> Matrix {
     let by_columns = like.column_stride.abs() > like.row_stride.abs();
     let (lines, length) = if by_columns { (columns, rows) } else { (rows, columns) };
-    let stride = length.next_multiple_of(STEP) + GAP;
+    // An odd number of cache lines, so that the lines begin in different sets of the cache.
+    let stride = (length.div_ceil(STEP) | 1) * STEP;
     if memory.len() < lines * stride {
         memory.resize(lines * stride, 0.0);
     }
@@ -169,6 +175,7 @@ unsafe fn convert<F: Element<Compute = f32>, T: Element<Compute = f32>>(
         // SAFETY: by this function's contract the line's elements exist in both.
         unsafe {
             if dense {
+                simd::prefetch(from.from(number + AHEAD, 0).at, length * size_of::<F>());
                 line(source, target, length);
                 continue;
             }
