@@ -158,9 +158,9 @@ unsafe fn interleave(from: Matrix, [count, depth]: [usize; 2], width: usize, pan
                     _mm512_storeu_si512(words.as_mut_ptr().add(at).cast(), both);
                 }
             }
-            for at in whole..count {
+            for (at, word) in words.iter_mut().enumerate().take(count).skip(whole) {
                 let high = second.map_or(0, |second| second.add(at).read());
-                words[at] = u32::from(first.add(at).read()) | u32::from(high) << 16;
+                *word = u32::from(first.add(at).read()) | u32::from(high) << 16;
             }
         }
     }
