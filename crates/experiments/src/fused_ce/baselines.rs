@@ -1,4 +1,4 @@
-//! From what every framework does to what `fused-ce` does: one loss of classes, four implementations.
+//! From what every framework does to what `fused-ce` does: one loss of classes, by several implementations.
 //!
 //! | implementation | logits at a time | products | gradient of W summed in | rows without a label |
 //! |---|---|---|---|---|
@@ -6,6 +6,7 @@
 //! | [`ChunkedRecompute`](Implementation::ChunkedRecompute) | one chunk's | 4 | W's dtype | computed |
 //! | [`GradInForward`](Implementation::GradInForward) | one chunk's | 3 | W's dtype | computed |
 //! | [`LinearCrossEntropy`](Implementation::LinearCrossEntropy) | one chunk's, once | 3 | fp32 | dropped |
+//! | [`RoundedGradient`](Implementation::RoundedGradient) | the same | 3 | fp32 | dropped |
 //!
 //! The third is the way of Malek's `efficient_cross_entropy`, which the assignment takes up with chunks of an eighth of the
 //! tokens and at most 4096, and of Liger.
@@ -37,12 +38,19 @@ pub enum Implementation {
     GradInForward,
     /// That of `fused-ce`.
     LinearCrossEntropy,
+    /// The same with `round_logits_gradient`, as `frugal` has it: the gradient of logits is rounded to the operands' dtype, as in the others.
+    RoundedGradient,
 }
 
 impl Implementation {
     /// All of them, in order.
-    pub const ALL: [Self; 4] =
-        [Self::Naive, Self::ChunkedRecompute, Self::GradInForward, Self::LinearCrossEntropy];
+    pub const ALL: [Self; 5] = [
+        Self::Naive,
+        Self::ChunkedRecompute,
+        Self::GradInForward,
+        Self::LinearCrossEntropy,
+        Self::RoundedGradient,
+    ];
 
     /// Its name, as [`FromStr`] reads it.
     pub fn name(self) -> &'static str {
@@ -51,7 +59,18 @@ impl Implementation {
             Self::ChunkedRecompute => "chunked-recompute",
             Self::GradInForward => "grad-in-forward",
             Self::LinearCrossEntropy => "linear-cross-entropy",
+            Self::RoundedGradient => "linear-cross-entropy-rounded",
         }
+    }
+
+    /// The options of `fused-ce`, for its own.
+    pub(crate) fn options(self) -> Option<LinearCrossEntropy> {
+        let round_logits_gradient = match self {
+            Self::LinearCrossEntropy => false,
+            Self::RoundedGradient => true,
+            Self::Naive | Self::ChunkedRecompute | Self::GradInForward => return None,
+        };
+        Some(LinearCrossEntropy { round_logits_gradient, ..LinearCrossEntropy::default() })
     }
 
     /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets, of which −100 means none: a mean or a sum.
@@ -65,8 +84,8 @@ impl Implementation {
         reduction: Reduction,
         chunk: Option<Chunk>,
     ) -> Result<Tensor> {
-        if self == Self::LinearCrossEntropy {
-            let options = LinearCrossEntropy { reduction, chunk, ..ours() };
+        if let Some(options) = self.options() {
+            let options = LinearCrossEntropy { reduction, chunk, ..options };
             return Ok(options.run(&Inputs::new(x, w, targets))?.loss);
         }
         let mean = match reduction {
@@ -100,11 +119,6 @@ impl FromStr for Implementation {
             Error::Option(format!("unknown implementation `{text}`; expected one of {names}"))
         })
     }
-}
-
-/// The options with which `fused-ce` is measured: as the others, it rounds the gradient of logits to the operands' dtype.
-fn ours() -> LinearCrossEntropy {
-    LinearCrossEntropy { round_logits_gradient: true, ..LinearCrossEntropy::default() }
 }
 
 /// The dtype of logits: fp32, or f64 for f64.

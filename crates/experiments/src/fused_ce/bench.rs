@@ -120,11 +120,8 @@ fn metrics(shape: &Shape, implementation: Implementation, outcome: &Outcome, lim
     let rates: Vec<f64> = seconds.iter().map(|seconds| shape.flops() / seconds).collect();
     // Products that run: four where logits are computed again, and those of ignored rows where these are not dropped.
     let products = if implementation == Implementation::ChunkedRecompute { 4.0 / 3.0 } else { 1.0 };
-    let rows = if implementation == Implementation::LinearCrossEntropy {
-        1.0
-    } else {
-        shape.tokens as f64 / shape.labelled() as f64
-    };
+    let dropped = implementation.options().is_some();
+    let rows = if dropped { 1.0 } else { shape.tokens as f64 / shape.labelled() as f64 };
     let shares: Vec<f64> = rates.iter().map(|rate| rate * products * rows / limit).collect();
     vec![
         Metric::of_samples("forward_seconds", "s", phase("forward")),

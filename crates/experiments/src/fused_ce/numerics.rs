@@ -45,6 +45,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
             Implementation::ChunkedRecompute,
             Implementation::GradInForward,
             Implementation::LinearCrossEntropy,
+            Implementation::RoundedGradient,
         ] {
             cases.extend(CHUNKS.map(|chunk| (implementation, Some(chunk))));
         }

@@ -56,7 +56,7 @@ impl Variant {
                 let chunk = ((tokens + parts - 1) / parts).max(1).unsigned_abs().next_power_of_two();
                 (Implementation::GradInForward, Some(Chunk::Tokens(i64::try_from(chunk).unwrap_or(i64::MAX))))
             }
-            Self::Frugal => (Implementation::LinearCrossEntropy, None),
+            Self::Frugal => (Implementation::RoundedGradient, None),
         }
     }
 }
@@ -73,15 +73,17 @@ impl Variant {
         device: Device,
     ) -> Result<Loss> {
         let (implementation, chunk) = self.implementation(tokens, hidden, vocabulary);
+        let of_ours = implementation.options().map(|_| Implementation::LinearCrossEntropy);
+        let name = of_ours.unwrap_or(implementation).name();
         let composed = || baselines::chunk_tokens(chunk, tokens, vocabulary, 4);
         let rows = match implementation {
             Implementation::Naive => tokens,
-            Implementation::LinearCrossEntropy => {
+            Implementation::LinearCrossEntropy | Implementation::RoundedGradient => {
                 fused_ce::default_chunk_tokens(tokens, vocabulary, Kind::Float, device)
             }
             Implementation::ChunkedRecompute | Implementation::GradInForward => composed()?,
         };
-        Ok(Loss::from_name(implementation.name(), rows.unsigned_abs())?)
+        Ok(Loss::from_name(name, rows.unsigned_abs())?)
     }
 }
 

@@ -18,8 +18,8 @@ pub fn install(
     implementation: Implementation,
     chunk: Option<Chunk>,
 ) -> anyhow::Result<()> {
-    if implementation == Implementation::LinearCrossEntropy {
-        return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..super::ours() })?);
+    if let Some(options) = implementation.options() {
+        return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..options })?);
     }
     Ok(map_modules(model, &mut Install { implementation, chunk })?)
 }

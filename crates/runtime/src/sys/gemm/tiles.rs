@@ -23,6 +23,8 @@ use super::{Matrix, STEP, Stored, kernel, piece};
 use crate::sys::simd::{self, Element, blocks, half_lines, load, store};
 
 const ROWS: usize = 1024;
+/// Rows of a block that is rounded after one slab: short sums leave little time to write it and read it again, so it stays in the L2 cache.
+const ROUNDED_ROWS: usize = 256;
 const COLUMNS: usize = 512;
 const TILE: usize = 256;
 const DEPTH: usize = 512;
@@ -51,7 +53,8 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3
     }
     SCRATCH.with_borrow_mut(|[of_a, of_b, of_block]| {
         let rounds = to.stored != Stored::Float;
-        let (row_blocks, depths) = (m.div_ceil(ROWS), k.div_ceil(DEPTH));
+        let depths = k.div_ceil(DEPTH);
+        let row_blocks = m.div_ceil(if rounds && depths == 1 { ROUNDED_ROWS } else { ROWS });
         let column_blocks = if rounds { n.div_ceil(COLUMNS) } else { 1 };
         for (row_block, column_block) in
             (0..row_blocks).flat_map(|row| (0..column_blocks).map(move |column| (row, column)))
