@@ -333,9 +333,8 @@ fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
         (None, bytes) => bytes.map(|bytes| Chunk::Budget(bytes.0)),
     };
     let gradients = if loss.gradients_in_backward { Gradients::Backward } else { Gradients::Forward };
-    let fused =
-        LinearCrossEntropy { chunk, gradients, round_logits_gradient: true, ..LinearCrossEntropy::default() };
-    match fused_ce::install(model, &fused) {
+    let rounded = LinearCrossEntropy { round_logits_gradient: true, ..LinearCrossEntropy::default() };
+    match fused_ce::install(model, &LinearCrossEntropy { chunk, gradients, ..rounded }) {
         // A head that is more than a projection, because it is adapted itself.
         Err(fused_ce::Error::Head { .. }) if loss.head == LossHeadKind::Auto => Ok(()),
         other => Ok(other?),
