@@ -8,8 +8,8 @@
 //!   operands are cast up while they are in the cache, multiplied in fp32, and rounded once. This allocates nothing either, and
 //!   operands and output may have different dtypes;
 //! - on the CPU, fp32 products by the `gemm` crate, divided among libtorch's threads here. One thread runs at 0.95–1.03 of MKL's
-//!   rate on an Intel Xeon with AVX-512, and at up to 1.1 of it on an AMD Zen 4. MKL uses one thread for a product of 512 rows,
-//!   this two; MKL's bits depend on the number of threads, these do not.
+//!   rate on an Intel Xeon with AVX-512, at up to 1.1 of it on an AMD Zen 4, and at twice it on a Zen 5, where MKL keeps to AVX2. MKL
+//!   uses one thread for a product of 512 rows, this two; MKL's bits depend on the number of threads, these do not.
 //!
 //! A product whose output has fewer than 32 rows or columns, and whose operands have dense rows or columns, is libtorch's on every
 //! processor: MKL is up to twice as fast there. Such results may depend on the number of threads. No fp32 product on the CPU
@@ -24,8 +24,10 @@ use crate::error::{Error, Result};
 use crate::nf4;
 use crate::processor;
 use crate::profile::{Flops, kernel, record_external};
-use crate::sys::gemm::{SHORTEST, gemm_f32};
+use crate::sys::gemm::gemm_f32;
 use crate::sys::tensor::memory_range;
+
+pub use crate::sys::gemm::MIN_DIMENSION;
 
 /// Maximum number of vectors of [`matvec`]: from about ten, arithmetic takes as long as reading the weights.
 pub const FEW: i64 = 16;
@@ -141,7 +143,9 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
 
 fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
     let fp32_on_cpu = out.device() == Device::Cpu && out.kind() == Kind::Float;
-    if fp32_on_cpu && (out.size().into_iter().min() >= Some(SHORTEST) || ![a, b].into_iter().all(is_dense)) {
+    if fp32_on_cpu
+        && (out.size().into_iter().min() >= Some(MIN_DIMENSION) || ![a, b].into_iter().all(is_dense))
+    {
         return in_fp32(out, a, b, accumulate);
     }
     if accumulate {

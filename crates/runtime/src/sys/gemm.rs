@@ -80,7 +80,7 @@ impl Matrix {
 /// Computes `out = a·b`, or `out += a·b`, for CPU matrices in fp32, bf16 or fp16, each of any strides. Products and sums are in fp32;
 /// an output in 16 bits is rounded once. The caller checks shapes, layouts, and that the output shares no memory with an operand.
 ///
-/// The bits do not depend on `threads` if the output has at least [`SHORTEST`] rows and columns: each element is summed over k in
+/// The bits do not depend on `threads` if the output has at least [`MIN_DIMENSION`] rows and columns: each element is summed over k in
 /// blocks whose length depends on k and the processor, and on m and n only in that outputs of up to 64 × 64 have another length.
 /// Parts are longer than 64, and so is an output that is one part for some numbers of threads but not for others. The crate's other
 /// paths are for outputs of at most 256 elements, and for single rows and columns, which are no parts of such an output.
@@ -178,7 +178,7 @@ unsafe fn multiply(
 }
 
 /// Minimum rows and columns of an output whose bits do not depend on the number of threads.
-pub(crate) const SHORTEST: i64 = 32;
+pub const MIN_DIMENSION: i64 = 32;
 
 type Kernel = unsafe fn(
     usize,

@@ -27,6 +27,7 @@ mod file;
 mod held;
 mod kernels_cuda;
 mod kernels_interpreted;
+mod linear;
 mod mapped;
 mod measure;
 mod memory_limit;

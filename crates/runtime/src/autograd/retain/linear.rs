@@ -1,18 +1,21 @@
-//! A linear layer with a product that a segment may keep.
+//! A linear layer, whose product a segment may keep.
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use super::{active, kept};
 use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::Result;
+use crate::matmul::{MIN_DIMENSION, mm, mm_into};
 use crate::nf4::is_nf4;
 
-/// Computes x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`, of one dtype. This is libtorch's
-/// operator; inside a segment that keeps its products, the same product with a hand-written backward:
+/// Computes x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`, of one dtype, with this backward:
 ///
 /// ```text
 /// ∂L/∂x = g·W    ∂L/∂W = gᵀ·x    ∂L/∂b = Σ g        for g = ∂L/∂y, rows flattened
 /// ```
+///
+/// On the CPU, products of fp32, bf16 and fp16 with at least [`MIN_DIMENSION`] rows of x and of W are those of [`crate::matmul`]; all
+/// others, and those of a backward that is recorded for a second derivative, are libtorch's.
 ///
 /// A weight in NF4 ([`nf4`](crate::nf4)) is frozen, and x and b may have any floating dtype.
 ///
@@ -22,12 +25,28 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     if is_nf4(weight) {
         return crate::nf4::linear(x, weight, bias);
     }
-    if !active() {
+    let by_mm = is_by_mm(x, weight, bias);
+    if !by_mm && !active() {
         return Ok(x.f_linear(weight, bias)?);
     }
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
-    Ok(apply(Linear { shape: x.size(), inputs: inputs.len(), saved: [false; 2] }, &inputs)?.remove(0))
+    let function = Linear { shape: x.size(), inputs: inputs.len(), saved: [false; 2], by_mm };
+    Ok(apply(function, &inputs)?.remove(0))
+}
+
+/// Returns whether the products are those of [`crate::matmul`]. Operands that do not fit are left to libtorch, which says why.
+fn is_by_mm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
+    let (shape, kind) = (x.size(), x.kind());
+    let Some((&width, of_rows)) = shape.split_last() else { return false };
+    let &[out, stored] = &weight.size()[..] else { return false };
+    let on_cpu =
+        |tensor: &Tensor| tensor.device() == Device::Cpu && tensor.kind() == kind && !tensor.is_sparse();
+    matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half)
+        && [Some(x), Some(weight), bias].into_iter().flatten().all(on_cpu)
+        && (width, bias.map(Tensor::size)) == (stored, bias.map(|_| vec![out]))
+        && width > 0
+        && of_rows.iter().product::<i64>().min(out) >= MIN_DIMENSION
 }
 
 struct Linear {
@@ -37,11 +56,31 @@ struct Linear {
     inputs: usize,
     /// Whether x was saved, and whether the weight was.
     saved: [bool; 2],
+    /// Whether the products are those of [`crate::matmul`].
+    by_mm: bool,
+}
+
+impl Linear {
+    fn product(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        if !self.by_mm {
+            return Ok(x.f_linear(weight, bias)?);
+        }
+        let (rows, out) = (matrix(x)?, weight.size()[0]);
+        let mut product = Tensor::f_empty([rows.size()[0], out], (x.kind(), Device::Cpu))?;
+        if let Some(bias) = bias {
+            product.f_copy_(&bias.f_expand_as(&product)?)?;
+        }
+        mm_into(&mut product, &rows, &weight.f_tr()?, bias.is_some())?;
+        let shape = [&self.shape[..self.shape.len() - 1], &[out]].concat();
+        Ok(product.f_view(shape.as_slice())?)
+    }
 }
 
 impl Function for Linear {
+    const TWICE_DIFFERENTIABLE: bool = true;
+
     fn name(&self) -> String {
-        "kept linear".to_owned()
+        "linear".to_owned()
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
@@ -51,7 +90,7 @@ impl Function for Linear {
         for (tensor, _) in [x, weight].into_iter().zip(self.saved).filter(|(_, saved)| *saved) {
             ctx.save(tensor);
         }
-        kept(|| Ok(vec![x.f_linear(weight, inputs.get(2).copied())?]))
+        kept(|| Ok(vec![self.product(x, weight, inputs.get(2).copied())?]))
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
@@ -62,8 +101,10 @@ impl Function for Linear {
             return Ok((0..self.inputs).map(|_| None).collect());
         };
         let grad = matrix(&grad)?;
-        let of_x = || -> Result<Tensor> { Ok(grad.f_mm(&weight)?.f_reshape(&self.shape)?) };
-        let of_weight = || -> Result<Tensor> { Ok(grad.f_tr()?.f_mm(&matrix(&x)?)?) };
+        let by_mm = self.by_mm && !ctx.is_recorded();
+        let product = |a: &Tensor, b: &Tensor| if by_mm { mm(a, b) } else { Ok(a.f_mm(b)?) };
+        let of_x = || -> Result<Tensor> { Ok(product(&grad, &weight)?.f_reshape(&self.shape)?) };
+        let of_weight = || -> Result<Tensor> { product(&grad.f_tr()?, &matrix(&x)?) };
         let of_bias = || Ok(grad.f_sum_dim_intlist([0].as_slice(), false, grad.kind())?);
         let gradients: [&dyn Fn() -> Result<Tensor>; 3] = [&of_x, &of_weight, &of_bias];
         let wanted = gradients.into_iter().take(self.inputs).enumerate();
