@@ -21,6 +21,10 @@
 //! **Reductions** take a copy of the region's gradients, one region at a time while the next copy is filled, and receive two pieces of 1 MiB
 //! from each other rank at a time. Stage 1 begins them when backward has ended, stages 2 and 3 as soon as a region's gradients are there.
 //!
+//! **Replicas** (hybrid sharding): N is then the ranks of one replica, which have everything above among them. In each round the fp32 sums
+//! of a shard pass through the replicas, and from the last one to all: a rank of the last of R replicas sends R − 1 times its sums, the
+//! others once.
+//!
 //! **One rank** alone takes the first fp32 gradients of a step as its sums: they stay until the step, and nothing is copied.
 //!
 //! ```
@@ -161,7 +165,7 @@ impl Layout {
         let mut bytes = RankBytes::default();
         let (mut largest, mut gradients) = (0, 0);
         for region in &self.regions {
-            let own = region.owned(rank, self.ranks);
+            let own = region.owned(rank % self.ranks, self.ranks);
             let (held, parameters) = (own.end - own.start, region.of_parameters(&own));
             let weights = if region.layer.is_some() { held } else { region.elements };
             bytes.weights += region.dtype.bytes(weights)?;
@@ -214,7 +218,7 @@ impl Layout {
 
     /// Whether a region's gradients become its sums, as those of one rank do that have their dtype.
     fn takes_gradients(&self, region: &Region) -> bool {
-        self.ranks == 1 && region.gradients == Some(Dtype::Fp32)
+        self.is_alone() && region.gradients == Some(Dtype::Fp32)
     }
 
     /// Whether all gradients become sums.
@@ -247,17 +251,20 @@ impl Layout {
     }
 
     /// Returns the bytes of gradients and weights that a rank sends in a step of `rounds` micro-batches of its own, with layers gathered
-    /// into `slots`. Beside them it sends a few numbers: which parameters have a gradient, the norm's, losses, and whether to stop.
+    /// into `slots`; `rank` counts through the replicas. Beside them it sends a few numbers: which parameters have a gradient, the norm's, losses, and whether to stop.
     ///
     /// # Errors
     /// Counts beyond 64 bits.
     pub fn sent_bytes(&self, rank: u64, rounds: u64, slots: u64) -> Result<u64, Error> {
         const WHAT: &str = "bytes that a rank sends";
+        let (replica, number) = (rank / self.ranks, rank % self.ranks);
+        let to_replicas = if replica + 1 == self.replicas { self.replicas - 1 } else { 1 };
         let mut sent = Vec::new();
         for region in &self.regions {
-            let own = region.owned(rank, self.ranks);
+            let own = region.owned(number, self.ranks);
             let own = own.end - own.start;
             if let Some(dtype) = region.gradients {
+                sent.push(product(WHAT, &[rounds, to_replicas, Dtype::Fp32.bytes(own)?])?);
                 sent.push(product(WHAT, &[rounds, dtype.bytes(region.elements - own)?])?);
             }
             let gathers = match region.layer {

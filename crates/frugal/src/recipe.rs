@@ -53,8 +53,7 @@ use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use models::{Llama, LlamaConfig};
 use offload::{Method, Offload, Tier};
-use runtime::collectives::Group;
-use sharding::{FrozenWeights, Shards};
+use sharding::{FrozenWeights, Mesh, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{self, Activations, LayerPlan};
@@ -67,14 +66,14 @@ use crate::config::{
     ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, OffloadConfig, OffloadMethod,
     OffloadTier, Recomputed, ScalerConfig,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A configuration whose techniques go together.
 #[derive(Debug, Clone)]
 pub struct Recipe {
     config: Config,
     level: Option<CheckpointLevel>,
-    ranks: Option<Group>,
+    ranks: Option<Mesh>,
 }
 
 impl Recipe {
@@ -98,10 +97,15 @@ impl Recipe {
     /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers.
     ///
     /// # Errors
-    /// Those of [`Recipe::check_ranks`].
-    pub fn over(mut self, ranks: &Group) -> Result<Self> {
-        self.check_ranks(ranks.size())?;
-        self.ranks = Some(ranks.clone());
+    /// Those of [`Recipe::check_ranks`]; another number of replicas than the configuration's.
+    pub fn over(mut self, ranks: impl Into<Mesh>) -> Result<Self> {
+        let mesh = ranks.into();
+        self.check_ranks(mesh.world().size())?;
+        if mesh.replicas() != self.config.optimizer.replicas {
+            let (key, found) = ("optimizer.replicas", self.config.optimizer.replicas.to_string());
+            return Err(Error::Value { key, found, expected: "the replicas of the given mesh" });
+        }
+        self.ranks = Some(mesh);
         Ok(self)
     }
 
@@ -133,7 +137,7 @@ impl Recipe {
     pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
         self.check_folder(folder)?;
         if let Some(ranks) = &self.ranks {
-            checks::ranks(&checks::with_dtype_of(&self.config, folder), ranks.size())?;
+            checks::ranks(&checks::with_dtype_of(&self.config, folder), ranks.world().size())?;
         }
         let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
         let shards = self.shards()?;
@@ -245,7 +249,8 @@ impl Recipe {
             Compute::Fp8 => Some(Autocast::fp8().policy()),
         };
         let handles = Handles { adapters, activations, offload, shards };
-        Ok(Prepared { config: config.clone(), model, handles, precision, scaler: self.scaler()? })
+        let (config, ranks) = (config.clone(), self.ranks.clone());
+        Ok(Prepared { config, ranks, model, handles, precision, scaler: self.scaler()? })
     }
 
     fn divides_layers(&self) -> bool {
@@ -256,7 +261,7 @@ impl Recipe {
     fn shards(&self) -> Result<Option<Shards>> {
         let ranks = self.ranks.as_ref().filter(|_| self.divides_layers());
         let frozen = self.config.optimizer.frozen_weights.into();
-        Ok(ranks.map(|ranks| Shards::new(ranks, frozen)).transpose()?)
+        Ok(ranks.map(|ranks| Shards::new(ranks.clone(), frozen)).transpose()?)
     }
 
     /// How layers that ranks divide are loaded.

@@ -1,20 +1,21 @@
 //! What all ranks must have in common.
 
-use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
 use training::optimizer::{Group, Rule};
 
 use crate::Result;
+use crate::mesh::Mesh;
 use crate::optimizer::Options;
 use crate::shards::Shards;
 
 /// Makes sure that all ranks have the same optimizer, parameters and values.
-pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], ranks: &Ranks, options: &Options) -> Result<()> {
+pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], mesh: &Mesh, options: &Options) -> Result<()> {
     let mut fields = vec![
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
         ("optimizer".to_owned(), format!("{rule:?}")),
         ("options".to_owned(), format!("{:?}", Options { order: Vec::new(), ..options.clone() })),
         ("order of parameters".to_owned(), options.order.join(" ")),
+        ("replicas".to_owned(), mesh.replicas().to_string()),
         ("threads".to_owned(), tch::get_num_threads().to_string()),
     ];
     for group in groups {
@@ -33,7 +34,7 @@ pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], ranks: &Ranks, options: &
     fields.extend(options.shards.iter().flat_map(Shards::descriptions));
     let fields: Vec<(&str, &str)> =
         fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-    Ok(ranks.agree(&fields)?)
+    Ok(mesh.world.agree(&fields)?)
 }
 
 /// Describes a tensor with these values: its dtype, shape and sum. Not a hash: equal bits give an equal sum, and a difference is what a

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use runtime::collectives::{Division, Group, ReduceOptions, Work};
+use runtime::collectives::{Division, Group, Work};
 use tch::{Device, Kind, Tensor};
 
+use crate::mesh::{self, Mesh, Reduction, Terms};
 use crate::norm::BLOCK;
 use crate::sums::{Sums, add};
 use crate::{Result, refused};
@@ -37,7 +38,7 @@ pub(crate) struct Bucket {
 
 impl Bucket {
     /// Moves parameters into a new bucket.
-    pub(crate) fn new(parameters: &[(usize, &str, &Tensor)], ranks: &Group) -> Result<Self> {
+    pub(crate) fn new(parameters: &[(usize, &str, &Tensor)], mesh: &Mesh) -> Result<Self> {
         let kind = parameters[0].2.kind();
         let (mut members, mut elements) = (Vec::new(), 0);
         for &(parameter, name, tensor) in parameters {
@@ -54,7 +55,7 @@ impl Bucket {
             members.push(Member { parameter, tensor: tensor.shallow_clone(), range: elements..end });
             elements = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         }
-        let division = divide(elements, ranks);
+        let division = divide(elements, &mesh.shard);
         let _no_grad = tch::no_grad_guard();
         let weights = Tensor::f_zeros([elements], (kind, Device::Cpu))?;
         for Member { tensor, range, .. } in &mut members {
@@ -62,7 +63,7 @@ impl Bucket {
             view.f_copy_(tensor)?;
             tensor.f_set_data(&view)?;
         }
-        let sums = Sums::new(kind, division, members.len(), ranks)?;
+        let sums = Sums::new(kind, division, members.len(), mesh)?;
         Ok(Self { members, kind, division, weights, is_layer: false, sums })
     }
 
@@ -71,10 +72,10 @@ impl Bucket {
         members: Vec<Member>,
         division: Division,
         shard: &Tensor,
-        ranks: &Group,
+        mesh: &Mesh,
     ) -> Result<Self> {
         let (kind, weights) = (shard.kind(), shard.shallow_clone());
-        let sums = Sums::new(kind, division, members.len(), ranks)?;
+        let sums = Sums::new(kind, division, members.len(), mesh)?;
         Ok(Self { members, kind, division, weights, is_layer: true, sums })
     }
 
@@ -84,9 +85,9 @@ impl Bucket {
         narrow(&self.weights, &(owned.start - origin..owned.end - origin))
     }
 
-    /// Returns gradients of all members, `[elements]`, that change nothing they are added to.
-    pub(crate) fn no_gradients(&self) -> Result<Tensor> {
-        Ok(Tensor::f_full([self.division.elements], -0.0, (self.kind, Device::Cpu))?)
+    /// Returns gradients of all members that change nothing they are added to.
+    pub(crate) fn no_gradients(&self, over: (&Mesh, Reduction)) -> Result<Tensor> {
+        mesh::no_gradients(self.division, self.kind, over)
     }
 
     /// Returns the part of a member that a rank owns, as elements of the bucket.
@@ -94,11 +95,11 @@ impl Bucket {
         owned(&member.range, self.division, rank)
     }
 
-    /// Returns the gradients of all members, `[elements]`, and clears them. Where there is none, and between members, it is −0,
+    /// Returns the gradients of all members, and clears them. Where there is none, and between members, it is −0,
     /// which changes nothing that it is added to. Sets `seen` for each parameter that has one.
-    pub(crate) fn take_gradients(&self, seen: &mut [bool]) -> Result<Tensor> {
+    pub(crate) fn take_gradients(&self, over: (&Mesh, Reduction), seen: &mut [bool]) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
-        let flat = self.no_gradients()?;
+        let flat = self.no_gradients(over)?;
         for member in &self.members {
             let gradient = member.tensor.f_grad()?;
             if gradient.defined() {
@@ -151,28 +152,16 @@ impl Bucket {
         Ok(self.members.iter().try_for_each(|member| runtime::autograd::set_grad(&member.tensor, None))?)
     }
 
-    /// Returns the work that adds a round's gradients to the sums, the terms of all ranks in order. Any thread may run it.
-    pub(crate) fn reduction(
-        &self,
-        gradients: Tensor,
-        first: bool,
-        label: String,
-    ) -> impl FnOnce(&Group) -> runtime::Result<()> + Send + use<> {
-        let division = self.division;
-        // Sums of each member are of one rank, whose gradients are not reduced.
-        let sums = if let Sums::Flat(sums) = &self.sums { Some(sums.shallow_clone()) } else { None };
-        move |group| {
-            let options = ReduceOptions { accumulate: !first, ..ReduceOptions::default() };
-            sums.map_or(Ok(()), |sums| {
-                group.reduce_scatter(&gradients, division, &sums, options, &label)?.wait()
-            })
-        }
+    /// Returns a round's gradients with the sums that they are added to; `None` for sums of each member, which are of one rank, whose
+    /// gradients are not reduced.
+    pub(crate) fn terms(&self, gradients: Tensor, first: bool, label: String) -> Option<Terms> {
+        let Sums::Flat(sums) = &self.sums else { return None };
+        Some(Terms { gradients, division: self.division, sums: sums.shallow_clone(), first, label })
     }
 
     /// Begins to gather the weights from their owners.
-    pub(crate) fn gather(&self, group: &Group, label: &str) -> Result<Work> {
-        let own = narrow(&self.weights, &self.division.range(group.rank()))?;
-        Ok(group.all_gather(&self.weights, self.division, &own, label)?)
+    pub(crate) fn gather(&self, mesh: &Mesh, label: &str) -> Result<Work> {
+        mesh::gather(mesh, &self.weights, self.division, label)
     }
 
     /// Refuses parameters that have other memory than the bucket's.

@@ -8,7 +8,10 @@ use training::checkpoint::LazyTensor;
 
 /// A tensor that is divided among ranks.
 pub(crate) struct Divided {
+    /// The ranks of the replica.
     pub(crate) ranks: Ranks,
+    /// Whether this replica brings its parts.
+    pub(crate) is_in_first_replica: bool,
     /// Names it in errors.
     pub(crate) label: String,
     pub(crate) kind: Kind,
@@ -28,6 +31,9 @@ impl Divided {
 
     /// Brings elements of the tensor to rank 0. Only ranks that have some of them take part.
     fn bring(&self, piece: Range<i64>) -> runtime::Result<Option<Tensor>> {
+        if !self.is_in_first_replica {
+            return Ok(None);
+        }
         let _no_grad = tch::no_grad_guard();
         let (rank, ranks) = (self.ranks.rank(), &self.ranks);
         let own = self.overlap(&piece, rank).map(|part| Ok::<_, runtime::Error>((self.own(&part)?, part)));
@@ -97,8 +103,15 @@ mod tests {
         let own = flat.narrow(0, range.start, range.end - range.start);
         let division = divide(flat.numel() as i64, &ranks);
         let memory = own.data_ptr();
-        let divided =
-            Divided { ranks, label: "w".to_owned(), kind: Kind::Float, division, range, own: Some(own) };
+        let divided = Divided {
+            ranks,
+            is_in_first_replica: true,
+            label: "w".to_owned(),
+            kind: Kind::Float,
+            division,
+            range,
+            own: Some(own),
+        };
         let piece = divided.bring(0..BLOCK).unwrap().unwrap();
         assert_eq!((piece.data_ptr(), piece.size()), (memory, vec![BLOCK]));
         let whole = divided.into_lazy("w".to_owned(), &[2, BLOCK]).whole().unwrap().unwrap();

@@ -36,9 +36,25 @@
 //! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, options)?;
 //! ```
 //!
+//! # Replicas
+//!
+//! [`Mesh::new`] divides N ranks into R replicas of N/R consecutive ones (hybrid sharding, PyTorch's HSDP). In the table above N is then
+//! the ranks of a replica: weights are gathered within it alone, for example within a machine. In each round the fp32 sums of a shard pass
+//! through the replicas in turn, each adding its ranks' gradients, and the last one sends them to all: 4·P·R/N bytes per rank, once for
+//! each of the first R − 1 replicas, R − 1 times for the last.
+//!
+//! ```no_run
+//! # fn training(ranks: &runtime::collectives::Group, groups: Vec<training::optimizer::Group>) -> Result<(), training::Error> {
+//! let mesh = sharding::Mesh::new(ranks, 2)?;
+//! let options = sharding::Options { stage: sharding::Stage::Two, ..Default::default() };
+//! let optimizer = sharding::ShardedOptimizer::new(training::optimizer::AdamW::default(), groups, mesh, options)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Bitwise identical at any number of ranks
 //!
-//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, given the same number of threads for each rank,
+//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, nor on the number of replicas, given the same number of threads for each rank,
 //! the same kind of processor, and micro-batches of the same size. PyTorch's FSDP, DeepSpeed and Megatron do not promise that.
 //! Three things make it so:
 //!
@@ -48,6 +64,8 @@
 //!   blocks. Stage 3 has other blocks than stages 1 and 2, so that clipped steps may differ from theirs in the last bit.
 //! - Each micro-batch has a random seed of its own, and losses are added in the order of micro-batches
 //!   ([`Trainer`](training::Trainer)).
+//!
+//! [`Reduction::Native`] takes the backend's own collectives instead: then bits depend on the number of ranks.
 //!
 //! With fp32 parameters, no dropout and no clipping they are also the bits of a training without ranks.
 //!
@@ -89,6 +107,7 @@
 mod agreement;
 mod bucket;
 mod divided;
+mod mesh;
 mod norm;
 mod optimizer;
 mod round;
@@ -96,6 +115,7 @@ mod shards;
 mod sums;
 
 pub use bucket::ALIGNMENT;
+pub use mesh::{Mesh, Reduction};
 pub use norm::BLOCK;
 pub use optimizer::{Options, ShardedOptimizer, Stage};
 pub use shards::{FrozenWeights, Shards};

@@ -22,6 +22,7 @@ use training::scaler::GradScaler;
 
 use crate::agreement;
 use crate::bucket::Bucket;
+use crate::mesh::Mesh;
 use crate::norm;
 use crate::round::{Round, hooks, label};
 use crate::shards::bytes;
@@ -32,7 +33,7 @@ pub use settings::{Options, Stage};
 /// A rule over parameters whose state is divided among ranks. See the [crate's front page](crate).
 #[derive(Debug)]
 pub struct ShardedOptimizer {
-    ranks: Ranks,
+    mesh: Mesh,
     options: Options,
     groups: Vec<Group>,
     names: Vec<String>,
@@ -55,7 +56,7 @@ impl ShardedOptimizer {
     pub fn new(
         rule: impl Rule + 'static,
         groups: Vec<Group>,
-        ranks: &Ranks,
+        ranks: impl Into<Mesh>,
         options: Options,
     ) -> Result<Self> {
         Self::boxed(Box::new(rule), groups, ranks, options)
@@ -65,14 +66,20 @@ impl ShardedOptimizer {
     ///
     /// # Errors
     /// As [`ShardedOptimizer::new`].
-    pub fn boxed(rule: Box<dyn Rule>, groups: Vec<Group>, ranks: &Ranks, options: Options) -> Result<Self> {
-        options.check(ranks)?;
+    pub fn boxed(
+        rule: Box<dyn Rule>,
+        groups: Vec<Group>,
+        ranks: impl Into<Mesh>,
+        options: Options,
+    ) -> Result<Self> {
+        let mesh = ranks.into();
+        options.check(&mesh)?;
         if let Some(group) = groups.iter().find(|group| group.rule.is_some()) {
             let reason =
                 format!("group `{}` has a rule of its own; give all groups the optimizer's", group.name);
             return Err(refused(reason));
         }
-        agreement::agree(rule.as_ref(), &groups, ranks, &options)?;
+        agreement::agree(rule.as_ref(), &groups, &mesh, &options)?;
         let parameters: Vec<(usize, &str, &Tensor)> = groups
             .iter()
             .flat_map(|group| &group.parameters)
@@ -90,15 +97,15 @@ impl ShardedOptimizer {
         settings::sort(&mut rest, &options.order)?;
         let mut buckets = Vec::new();
         for members in settings::divide(&rest, options.bucket_bytes) {
-            buckets.push(Bucket::new(&members, ranks)?);
+            buckets.push(Bucket::new(&members, &mesh)?);
         }
         // Layers come last: they are reduced first, from the last one on, as backward computes them.
         if let Some(shards) = &options.shards {
             buckets.extend(shards.buckets(&numbers, buckets.len())?);
         }
-        let parts = parts(&buckets, ranks, names.len(), options.master_weights)?;
+        let parts = parts(&buckets, &mesh.shard, names.len(), options.master_weights)?;
         let inner = DeviceOptimizer::boxed(rule, inner_groups(&groups, &names, &parts)?)?;
-        let round = Arc::new(Mutex::new(Round::new(buckets, names.len(), ranks)?));
+        let round = Arc::new(Mutex::new(Round::new(buckets, names.len(), &mesh, options.reduction)?));
         let hooks = match options.stage {
             Stage::One => Vec::new(),
             Stage::Two | Stage::Three => hooks(&round)?,
@@ -107,7 +114,7 @@ impl ShardedOptimizer {
             shards.deliver_to(&round);
         }
         Ok(Self {
-            ranks: ranks.clone(),
+            mesh,
             options,
             steps: vec![0; names.len()],
             groups,
@@ -146,7 +153,7 @@ impl ShardedOptimizer {
         let own: Vec<i64> = self.round.lock().seen.iter().map(|seen| i64::from(*seen)).collect();
         let all = Tensor::f_from_slice(&own)?;
         let options = ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() };
-        self.ranks.all_reduce(&all, options, "parameters with a gradient")?;
+        self.mesh.world.all_reduce(&all, options, "parameters with a gradient")?;
         Ok(Vec::<i64>::try_from(all)?.into_iter().map(|seen| seen != 0).collect())
     }
 
@@ -154,8 +161,8 @@ impl ShardedOptimizer {
         let mut blocks = Vec::new();
         for bucket in &self.round.lock().buckets {
             let all = bucket.division.elements.max(0) as u64;
-            let first = bucket.division.range(self.ranks.rank()).start / norm::BLOCK;
-            let elements = bucket.division.len(self.ranks.rank());
+            let first = bucket.division.range(self.mesh.shard.rank()).start / norm::BLOCK;
+            let elements = bucket.division.len(self.mesh.shard.rank());
             let own = norm::block_squares(elements, &bucket.sums.pieces(&bucket.members)?)?;
             blocks.push((
                 usize::try_from(first).unwrap_or(0),
@@ -163,13 +170,13 @@ impl ShardedOptimizer {
                 all.div_ceil(norm::BLOCK as u64) as usize,
             ));
         }
-        norm::global_norm(&self.ranks, &blocks)
+        norm::global_norm(&self.mesh.shard, &blocks)
     }
 }
 
 impl Optimizer for ShardedOptimizer {
     fn ranks(&self) -> Option<Ranks> {
-        Some(self.ranks.clone())
+        Some(self.mesh.world.clone())
     }
 
     fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {
@@ -250,7 +257,7 @@ impl Optimizer for ShardedOptimizer {
             Some(flag) => {
                 let flag = flag.f_reshape([1])?.f_to_kind(Kind::Float)?.f_contiguous()?;
                 let options = ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() };
-                self.ranks.all_reduce(&flag, options, "overflow")?;
+                self.mesh.world.all_reduce(&flag, options, "overflow")?;
                 flag.f_double_value(&[0])? != 0.0
             }
             None => false,
@@ -334,7 +341,7 @@ impl ShardedOptimizer {
         let round = self.round.lock();
         let gathers = round.buckets.iter().enumerate().filter(|(_, bucket)| !bucket.is_layer);
         let gathers: Vec<_> = gathers
-            .map(|(number, bucket)| bucket.gather(&self.ranks, &label(number)))
+            .map(|(number, bucket)| bucket.gather(&self.mesh, &label(number)))
             .collect::<Result<_>>()?;
         gathers.into_iter().try_for_each(|gather| Ok::<_, training::Error>(gather.wait()?))?;
         for bucket in &round.buckets {

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use runtime::autograd::GradientHook;
-use runtime::collectives::Group as Ranks;
+use runtime::collectives::Work;
 use runtime::device::{Event, Stream};
 use tch::{Device, Tensor};
 
 use crate::bucket::{Bucket, narrow};
+use crate::mesh::{Mesh, Reduction, Terms};
 use crate::sums::{self, Sums};
 use crate::{Result, refused};
 
@@ -43,13 +44,13 @@ impl OfLayer {
         }
     }
 
-    fn add(&mut self, bucket: &Bucket, new: Vec<(usize, Tensor)>) -> Result<()> {
+    fn add(&mut self, bucket: &Bucket, new: Vec<(usize, Tensor)>, over: (&Mesh, Reduction)) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         match self {
             Self::Flat(own) => {
                 let (flat, fresh) = match own.take() {
                     Some(flat) => (flat, false),
-                    None => (bucket.no_gradients()?, true),
+                    None => (bucket.no_gradients(over)?, true),
                 };
                 for (index, gradient) in new {
                     let range = &bucket.members[index].range;
@@ -125,8 +126,11 @@ pub(crate) struct Round {
 /// Reductions of buckets during backward, on a thread of their own.
 #[derive(Debug)]
 struct Reductions {
-    ranks: Ranks,
+    mesh: Mesh,
+    reduction: Reduction,
     worker: Stream,
+    /// Sums that the worker has left on their way between replicas.
+    on_their_way: Arc<Mutex<Vec<Work>>>,
     /// Their ends.
     in_flight: VecDeque<Event>,
     /// How many were begun in this round, from the last bucket on.
@@ -134,9 +138,13 @@ struct Reductions {
 }
 
 impl Reductions {
-    fn begin(&mut self, work: impl FnOnce(&Ranks) -> runtime::Result<()> + Send + 'static) -> Result<()> {
-        let ranks = self.ranks.clone();
-        self.worker.submit(move || work(&ranks))?;
+    fn begin(&mut self, terms: Terms) -> Result<()> {
+        let (mesh, reduction, left) = (self.mesh.clone(), self.reduction, self.on_their_way.clone());
+        self.worker.submit(move || {
+            let work = terms.reduce(&mesh, reduction)?;
+            left.lock().extend(work);
+            Ok(())
+        })?;
         self.begun += 1;
         let reduced = Event::untimed(Device::Cpu)?;
         self.worker.record(&reduced)?;
@@ -153,13 +161,27 @@ impl Reductions {
     fn end(&mut self) -> Result<()> {
         self.in_flight.clear();
         self.begun = 0;
-        Ok(self.worker.synchronize()?)
+        self.worker.synchronize()?;
+        let left = std::mem::take(&mut *self.on_their_way.lock());
+        Ok(left.into_iter().try_for_each(Work::wait)?)
     }
 }
 
 impl Round {
-    pub(crate) fn new(buckets: Vec<Bucket>, parameters: usize, ranks: &Ranks) -> Result<Self> {
-        let worker = Stream::new(Device::Cpu)?;
+    pub(crate) fn new(
+        buckets: Vec<Bucket>,
+        parameters: usize,
+        mesh: &Mesh,
+        reduction: Reduction,
+    ) -> Result<Self> {
+        let reductions = Reductions {
+            mesh: mesh.clone(),
+            reduction,
+            worker: Stream::new(Device::Cpu)?,
+            on_their_way: Arc::default(),
+            in_flight: VecDeque::new(),
+            begun: 0,
+        };
         Ok(Self {
             arrived: buckets.iter().map(Arrived::of).collect(),
             buckets,
@@ -167,7 +189,7 @@ impl Round {
             idle: false,
             first: true,
             seen: vec![false; parameters],
-            reductions: Reductions { ranks: ranks.clone(), worker, in_flight: VecDeque::new(), begun: 0 },
+            reductions,
         })
     }
 
@@ -205,7 +227,7 @@ impl Round {
             *complete = last;
             if !self.idle {
                 new.iter().for_each(|(index, _)| self.seen[bucket.members[*index].parameter] = true);
-                gradients.add(bucket, new)?;
+                gradients.add(bucket, new, (&self.reductions.mesh, self.reductions.reduction))?;
             }
         }
         self.submit()
@@ -246,7 +268,8 @@ impl Round {
                 break;
             }
             let bucket = &mut self.buckets[number];
-            if self.reductions.ranks.size() == 1 && !bucket.is_layer && !self.idle {
+            let over = (&self.reductions.mesh, self.reductions.reduction);
+            if self.reductions.mesh.world.size() == 1 && !bucket.is_layer && !self.idle {
                 bucket.add_gradients(self.first, &mut self.seen)?;
                 self.reductions.begun += 1;
                 continue;
@@ -258,15 +281,18 @@ impl Round {
                     continue;
                 }
                 Arrived::Layer { gradients: OfLayer::Flat(gradients), .. } => {
-                    gradients.take().map_or_else(|| bucket.no_gradients(), Ok)?
+                    gradients.take().map_or_else(|| bucket.no_gradients(over), Ok)?
                 }
                 Arrived::Parameters { .. } if self.idle => {
                     bucket.clear_gradients()?;
-                    bucket.no_gradients()?
+                    bucket.no_gradients(over)?
                 }
-                Arrived::Parameters { .. } => bucket.take_gradients(&mut self.seen)?,
+                Arrived::Parameters { .. } => bucket.take_gradients(over, &mut self.seen)?,
             };
-            self.reductions.begin(bucket.reduction(gradients, self.first, label(number)))?;
+            match bucket.terms(gradients, self.first, label(number)) {
+                Some(terms) => self.reductions.begin(terms)?,
+                None => self.reductions.begun += 1,
+            }
         }
         Ok(())
     }
@@ -297,12 +323,13 @@ pub(crate) fn label(bucket: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use runtime::collectives::Group;
     use tch::Kind;
 
     use super::*;
     use crate::bucket::{Member, divide};
 
-    fn region(parameters: [usize; 2], ranks: &Ranks) -> Bucket {
+    fn region(parameters: [usize; 2], mesh: &Mesh) -> Bucket {
         let tensor = || Tensor::zeros([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         let member = |(index, parameter): (usize, usize)| {
             let start = 2 * index as i64;
@@ -310,13 +337,15 @@ mod tests {
         };
         let members = parameters.into_iter().enumerate().map(member).collect();
         let shard = Tensor::zeros([4], (Kind::Float, Device::Cpu));
-        Bucket::of_layer(members, divide(4, ranks), &shard, ranks).unwrap()
+        Bucket::of_layer(members, divide(4, &mesh.shard), &shard, mesh).unwrap()
     }
 
     #[test]
     fn layers_are_reduced_from_the_last_to_the_first_also_without_gradients() {
-        let ranks = Ranks::alone();
-        let mut round = Round::new(vec![region([0, 1], &ranks), region([2, 3], &ranks)], 4, &ranks).unwrap();
+        let mesh = Mesh::from(&Group::alone());
+        let mut round =
+            Round::new(vec![region([0, 1], &mesh), region([2, 3], &mesh)], 4, &mesh, Reduction::Ordered)
+                .unwrap();
         let ones = || Tensor::ones([2], (Kind::Float, Device::Cpu));
         let sums = |round: &Round| {
             let flat = Tensor::zeros([8], (Kind::Float, Device::Cpu));

@@ -17,6 +17,7 @@ use training::layer_source::{LayerRegion, LayerSource};
 use crate::agreement::describe;
 use crate::bucket::{Bucket, Member, divide, narrow, owned};
 use crate::divided::Divided;
+use crate::mesh::Mesh;
 use crate::round::Round;
 use crate::{Result, refused};
 
@@ -35,7 +36,7 @@ pub enum FrozenWeights {
 pub struct Shards(Arc<Inner>);
 
 struct Inner {
-    ranks: Ranks,
+    mesh: Mesh,
     /// Loads run beside reductions, so they have a group of their own.
     gathers: Ranks,
     frozen: FrozenWeights,
@@ -80,10 +81,11 @@ impl Shards {
     ///
     /// # Errors
     /// Ranks that do not come; a second call for the same ranks.
-    pub fn new(ranks: &Ranks, frozen: FrozenWeights) -> Result<Self> {
-        let gathers = ranks.duplicate(&format!("{}, gathers", ranks.name()))?;
+    pub fn new(ranks: impl Into<Mesh>, frozen: FrozenWeights) -> Result<Self> {
+        let mesh = ranks.into();
+        let gathers = mesh.shard.duplicate(&format!("{}, gathers", mesh.shard.name()))?;
         let (values, state) = (Mutex::default(), Mutex::default());
-        Ok(Self(Arc::new(Inner { ranks: ranks.clone(), gathers, frozen, values, state })))
+        Ok(Self(Arc::new(Inner { mesh, gathers, frozen, values, state })))
     }
 
     /// Reads the values of layers that have none in memory, such as those of a model's files, while they are divided: a layer is whole
@@ -109,8 +111,9 @@ impl Shards {
         self.0.state.lock().regions.iter().map(|region| bytes(&region.shard)).sum()
     }
 
-    pub(crate) fn is_of(&self, ranks: &Ranks) -> bool {
-        self.0.ranks.name() == ranks.name()
+    pub(crate) fn is_of(&self, mesh: &Mesh) -> bool {
+        let own = &self.0.mesh;
+        (own.world.name(), own.replicas()) == (mesh.world.name(), mesh.replicas())
     }
 
     pub(crate) fn holds(&self, tensor: &Tensor) -> Result<bool> {
@@ -139,7 +142,7 @@ impl Shards {
                 members.push(Member { parameter, tensor: tensor.shallow_clone(), range: range.clone() });
             }
             region.bucket = Some(first + buckets.len());
-            buckets.push(Bucket::of_layer(members, region.division, &region.shard, &self.0.ranks)?);
+            buckets.push(Bucket::of_layer(members, region.division, &region.shard, &self.0.mesh)?);
         }
         Ok(buckets)
     }
@@ -154,13 +157,13 @@ impl Shards {
         let _no_grad = tch::no_grad_guard();
         let Some(found) = self.find(tensor)? else { return Ok(None) };
         let whole = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), Device::Cpu))?;
-        for rank in 0..self.0.ranks.size() {
+        for rank in 0..self.0.mesh.shard.size() {
             let Some((part, in_shard)) = found.part(rank) else { continue };
             let mut part = narrow(&whole, &part)?;
-            if rank == self.0.ranks.rank() {
+            if rank == self.0.mesh.shard.rank() {
                 part.f_copy_(&narrow(&found.shard, &in_shard)?)?;
             }
-            self.0.ranks.broadcast(&part, rank, &found.name)?;
+            self.0.mesh.shard.broadcast(&part, rank, &found.name)?;
         }
         Ok(Some(whole.f_view(tensor.size().as_slice())?))
     }
@@ -168,18 +171,26 @@ impl Shards {
     /// Returns a tensor as rank 0 writes it; `None` if no layer has it.
     pub(crate) fn divided(&self, tensor: &Tensor) -> Option<Divided> {
         let TensorShard { name, range, division, shard } = self.find(tensor).ok()??;
-        let rank = self.0.ranks.rank();
+        let rank = self.0.mesh.shard.rank();
         let first = division.range(rank).start;
         let (start, end) = (range.start.max(first), range.end.min(division.range(rank).end));
         let own = (start < end).then(|| shard.narrow(0, start - first, end - start));
-        Some(Divided { ranks: self.0.ranks.clone(), label: name, kind: shard.kind(), division, range, own })
+        Some(Divided {
+            ranks: self.0.mesh.shard.clone(),
+            is_in_first_replica: self.0.mesh.is_in_first_replica(),
+            label: name,
+            kind: shard.kind(),
+            division,
+            range,
+            own,
+        })
     }
 
     /// Writes this rank's part of a tensor's values; returns whether a layer has it.
     pub(crate) fn set(&self, tensor: &Tensor, values: &Tensor) -> Result<bool> {
         let _no_grad = tch::no_grad_guard();
         let Some(found) = self.find(tensor)? else { return Ok(false) };
-        if let Some((part, in_shard)) = found.part(self.0.ranks.rank()) {
+        if let Some((part, in_shard)) = found.part(self.0.mesh.shard.rank()) {
             let mut own = narrow(&found.shard, &in_shard)?;
             own.f_copy_(&narrow(&values.f_reshape([-1])?, &part)?)?;
         }
@@ -229,8 +240,8 @@ impl LayerSource for Shards {
 
     fn take(&self, region: &LayerRegion<'_>) -> Result<usize> {
         let _no_grad = tch::no_grad_guard();
-        let division = divide(region.values.numel() as i64, &self.0.ranks);
-        let own = narrow(region.values, &division.range(self.0.ranks.rank()))?;
+        let division = divide(region.values.numel() as i64, &self.0.mesh.shard);
+        let own = narrow(region.values, &division.range(self.0.mesh.shard.rank()))?;
         let shard = Tensor::f_empty([own.numel() as i64], (own.kind(), Device::Cpu))?;
         shard.shallow_clone().f_copy_(&own)?;
         let mut members = Vec::new();

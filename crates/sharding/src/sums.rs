@@ -1,10 +1,11 @@
 //! This rank's sums of a bucket's gradients over the rounds of a step.
 
-use runtime::collectives::{Division, Group as Ranks};
+use runtime::collectives::Division;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::bucket::{Member, narrow};
+use crate::mesh::Mesh;
 
 /// Sums of gradients, fp32 (fp64 for fp64 parameters).
 #[derive(Debug)]
@@ -17,12 +18,12 @@ pub(crate) enum Sums {
 }
 
 impl Sums {
-    pub(crate) fn new(kind: Kind, division: Division, members: usize, ranks: &Ranks) -> Result<Self> {
-        if ranks.size() == 1 && matches!(kind, Kind::Float | Kind::Double) {
+    pub(crate) fn new(kind: Kind, division: Division, members: usize, mesh: &Mesh) -> Result<Self> {
+        if mesh.world.size() == 1 && matches!(kind, Kind::Float | Kind::Double) {
             return Ok(Self::Each((0..members).map(|_| None).collect()));
         }
         let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-        Ok(Self::Flat(Tensor::f_zeros([division.len(ranks.rank())], (kind, Device::Cpu))?))
+        Ok(Self::Flat(Tensor::f_zeros([division.len(mesh.shard.rank())], (kind, Device::Cpu))?))
     }
 
     /// Forgets the gradients of a step, as far as they take memory of their own.

@@ -15,8 +15,10 @@ use crate::{Dtype, Error};
 pub struct Layout {
     /// What is divided.
     pub stage: ZeroStage,
-    /// Number of ranks.
+    /// Number of ranks that divide one replica.
     pub ranks: u64,
+    /// Number of replicas (hybrid sharding).
+    pub replicas: u64,
     /// All regions, in the order of forward; those that are gathered come last.
     pub regions: Vec<Region>,
 }
@@ -95,7 +97,20 @@ impl Layout {
     }
 
     fn new(stage: ZeroStage, ranks: u64, regions: Vec<Region>) -> Result<Self, Error> {
-        Ok(Self { stage, ranks: positive("the number of ranks", ranks)?, regions })
+        Ok(Self { stage, ranks: positive("the number of ranks", ranks)?, replicas: 1, regions })
+    }
+
+    /// Makes it the division of each of `replicas`, which have as many ranks each.
+    ///
+    /// # Errors
+    /// No replicas.
+    pub fn with_replicas(self, replicas: u64) -> Result<Self, Error> {
+        Ok(Self { replicas: positive("the number of replicas", replicas)?, ..self })
+    }
+
+    /// Whether there is one rank in all.
+    pub(super) fn is_alone(&self) -> bool {
+        self.ranks == 1 && self.replicas == 1
     }
 
     /// Adds the model's layers, whose weights are divided: each a region for each of `parts`.

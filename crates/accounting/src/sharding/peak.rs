@@ -76,7 +76,7 @@ impl Layout {
 
     /// Returns the bytes of a region's copy while it is reduced.
     fn copy_bytes(&self, region: &Region) -> Result<u64, Error> {
-        if self.ranks == 1 && region.layer.is_none() { Ok(0) } else { region.gradient_bytes() }
+        if self.is_alone() && region.layer.is_none() { Ok(0) } else { region.gradient_bytes() }
     }
 
     /// The largest sum of copies beyond the gradients, of which regions are freed from the last to the first.

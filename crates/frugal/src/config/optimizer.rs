@@ -27,6 +27,8 @@ pub struct OptimizerConfig {
     pub master_weights: bool,
     /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too.
     pub zero_stage: u8,
+    /// Replicas of what ranks divide (hybrid sharding): the number of ranks is a multiple of it.
+    pub replicas: usize,
     /// Where the frozen weights of layers are in ZeRO stage 3.
     pub frozen_weights: FrozenPlace,
 }
@@ -43,6 +45,7 @@ impl Default for OptimizerConfig {
             place: OptimizerPlace::default(),
             master_weights: false,
             zero_stage: 1,
+            replicas: 1,
             frozen_weights: FrozenPlace::default(),
         }
     }

@@ -280,8 +280,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             ),
         );
     }
-    let (mut trainer, mut handles) =
-        prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
+    let (mut trainer, mut handles) = prepared.trainer(steps)?;
     trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();

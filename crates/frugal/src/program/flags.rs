@@ -1,7 +1,7 @@
 //! The flags that belong to the keys of a configuration.
 
 /// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
-const FLAGS: [(&str, &str); 78] = [
+const FLAGS: [(&str, &str); 79] = [
     ("activations.plan", "--activations"),
     ("activations.plan", "--recompute"),
     ("activations.recompute", "--recompute-what"),
@@ -58,6 +58,7 @@ const FLAGS: [(&str, &str); 78] = [
     ("optimizer.clip", "--clip"),
     ("optimizer.lr", "--lr"),
     ("optimizer.place", "--optimizer-on"),
+    ("optimizer.replicas", "--replicas"),
     ("optimizer.rule", "--optimizer"),
     ("optimizer.schedule", "--schedule"),
     ("optimizer.warmup", "--warmup"),

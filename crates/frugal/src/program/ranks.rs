@@ -10,6 +10,7 @@ use frugal::{Config, Recipe};
 use report::cli::Failure;
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use serde_json::{Value, json};
+use sharding::Mesh;
 
 use super::Common;
 
@@ -26,6 +27,8 @@ pub(crate) struct Ranks {
     preparation: Group,
     /// For the training.
     pub(crate) group: Group,
+    /// The same, divided into replicas.
+    mesh: Mesh,
     launch: Launch,
 }
 
@@ -97,7 +100,8 @@ fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     fields.retain(|(name, _)| !PATHS.contains(&name.as_str()));
     agree(&preparation, &fields)?;
     let group = Group::new(&store, "training", GroupOptions::default())?;
-    let ranks = Ranks { preparation, group, launch };
+    let mesh = Mesh::new(&group, config.optimizer.replicas)?;
+    let ranks = Ranks { preparation, group, mesh, launch };
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };
     let own = if ranks.is_first() { common.clone() } else { quiet };
     Ok(Common { ranks: Some(ranks), ..own })
@@ -110,7 +114,7 @@ fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
 pub(crate) fn recipe(common: &Common, config: &Config) -> anyhow::Result<Recipe> {
     let recipe = Recipe::new(config)?;
     Ok(match &common.ranks {
-        Some(ranks) => recipe.over(&ranks.group)?,
+        Some(ranks) => recipe.over(ranks.mesh.clone())?,
         None => recipe,
     })
 }

@@ -108,6 +108,9 @@ pub(crate) struct SettingsArgs {
     /// ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: 1]
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(1..=3), help_heading = MEMORY)]
     zero_stage: Option<u8>,
+    /// Replicas among which the ranks are divided (hybrid sharding): the ranks of each shard weights, gradients and optimizer state among them, and layers are gathered within a replica [default: 1]
+    #[arg(long, value_name = "REPLICAS", help_heading = MEMORY)]
+    replicas: Option<usize>,
     /// Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]
     #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
     lr: Option<f64>,
@@ -184,9 +187,12 @@ impl SettingsArgs {
     /// # Errors
     /// Flags about offloaded layers without `--offload`.
     pub(crate) fn apply(&self, config: &mut Config, common: &Common) -> anyhow::Result<()> {
-        if self.zero_stage.is_some() && Launch::from_environment()?.is_none() {
+        let of_ranks = [("--zero-stage", self.zero_stage.is_some()), ("--replicas", self.replicas.is_some())];
+        if let Some((flag, _)) = of_ranks.into_iter().find(|(_, given)| *given)
+            && Launch::from_environment()?.is_none()
+        {
             bail!(
-                "--zero-stage applies to training over several ranks only; start it with `frugal launch -n RANKS -- frugal …`"
+                "{flag} applies to training over several ranks only; start it with `frugal launch -n RANKS -- frugal …`"
             );
         }
         let Config { training, activations, loss, precision, optimizer, data, mlp, .. } = config;
@@ -218,6 +224,7 @@ impl SettingsArgs {
         put(&mut optimizer.rule, self.optimizer);
         put(&mut optimizer.place, self.optimizer_on);
         put(&mut optimizer.zero_stage, self.zero_stage);
+        put(&mut optimizer.replicas, self.replicas);
         put(&mut optimizer.lr, self.lr);
         put(&mut optimizer.schedule, self.schedule.map(ScheduleArg::get));
         put(&mut optimizer.warmup, self.warmup);

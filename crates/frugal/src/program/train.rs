@@ -260,8 +260,7 @@ fn train(
         prepared.plan_activations(&batch)?;
         train.resume(&state)?;
     }
-    let (mut trainer, handles) =
-        prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
+    let (mut trainer, handles) = prepared.trainer(steps)?;
     trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let writer = file.clone().map(|file| {
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());

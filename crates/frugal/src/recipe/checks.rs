@@ -61,6 +61,9 @@ pub(super) fn values(config: &Config) -> Result<()> {
             expected: "1, 2 or 3",
         });
     }
+    if optimizer.replicas == 0 {
+        return Err(Error::Value { key: "optimizer.replicas", found: "0".to_owned(), expected: "1 or more" });
+    }
     if let Some(tokens) = config.loss.chunk_tokens.filter(|tokens| *tokens < 1) {
         return Err(Error::Value {
             key: "loss.chunk_tokens",
@@ -119,6 +122,11 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     if config.training.device != "cpu" {
         let why = "ranks are connected over CPUs; libtorch's NCCL is not built in";
         return refused("`training.device`", why, "use `training.device = \"cpu\"`, or one process");
+    }
+    if !ranks.is_multiple_of(optimizer.replicas) {
+        let found = format!("{} with {ranks} ranks", optimizer.replicas);
+        let expected = "a number that divides the number of ranks";
+        return Err(Error::Value { key: "optimizer.replicas", found, expected });
     }
     if config.training.accumulation < ranks {
         return Err(Error::Value {

@@ -7,9 +7,9 @@ use dataloading::Batch;
 use lora::Adapters;
 use models::module::{self, Context, Input, LanguageModel};
 use offload::{HostAdamW, HostOptions, Offload};
+use runtime::memory;
 use runtime::precision::{self, Policy};
-use runtime::{collectives, memory};
-use sharding::{ShardedOptimizer, Shards, Stage};
+use sharding::{Mesh, ShardedOptimizer, Shards, Stage};
 use tch::Tensor;
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
@@ -21,7 +21,7 @@ use training::trainer::{FailedCheckpoint, Frozen, Options};
 use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 use crate::planning;
-use crate::recipe::{Recipe, checks};
+use crate::recipe::Recipe;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
 #[derive(Debug, Default)]
@@ -39,6 +39,7 @@ pub struct Handles {
 /// A model with every technique applied. See [`Recipe`](super::Recipe).
 pub struct Prepared {
     pub(super) config: Config,
+    pub(super) ranks: Option<Mesh>,
     /// The model.
     pub model: Box<dyn LanguageModel>,
     /// Handles on the techniques.
@@ -110,21 +111,13 @@ impl Prepared {
     }
 
     /// Returns a trainer over the model's trainable parameters for `steps` steps, and the handles on the techniques. Checkpoints,
-    /// observers and the stop flag are the caller's to set.
+    /// observers and the stop flag are the caller's to set. The ranks of [`Recipe::over`](super::Recipe::over) divide the batches of a
+    /// step among them.
     ///
     /// # Errors
-    /// Nothing to train; a schedule without steps.
+    /// Nothing to train; a schedule without steps; over ranks those of [`ShardedOptimizer::new`].
     pub fn trainer(self, steps: u64) -> Result<(Trainer, Handles)> {
-        self.trainer_over(steps, None)
-    }
-
-    /// [`Prepared::trainer`] for one of several ranks, which divide the batches of a step, the optimizer state and, as the ZeRO stage
-    /// says, the gradients and the weights of layers ([`Recipe::over`](super::Recipe::over)) among them.
-    ///
-    /// # Errors
-    /// Those of [`Prepared::trainer`], [`Recipe::check_ranks`](super::Recipe::check_ranks) and [`ShardedOptimizer::new`].
-    pub fn trainer_over(self, steps: u64, ranks: Option<&collectives::Group>) -> Result<(Trainer, Handles)> {
-        let Self { config, model, handles, precision, scaler } = self;
+        let Self { config, ranks, model, handles, precision, scaler } = self;
         let (own, training) = (&config.optimizer, &config.training);
         let schedule = schedule(&config, steps)?;
         let parameters = module::trainable(model.as_ref());
@@ -142,9 +135,6 @@ impl Prepared {
         };
         let order = parameters.iter().map(|(name, _)| name.clone()).collect();
         let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
-        if let Some(ranks) = ranks {
-            checks::ranks(&config, ranks.size())?;
-        }
         let optimizer: Box<dyn Optimizer> = match (ranks, own.place, &handles.offload) {
             (Some(ranks), ..) => {
                 let stage =

@@ -75,6 +75,7 @@ fn no_bit_depends_on_the_number_of_ranks() {
     let bf16 = Case { bf16: true, ..case(3, 0.5, 4, "") };
     let dropout = Case { dropout: true, ..case(3, 0.5, 3, "[offload]\nring = 1\n") };
     let masters = bf16.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
+    let masters = Case { recipe: masters, ..bf16.clone() };
     let lora = "[adapter]\nr = 4\n[offload]\nring = 2\n";
     let whole = lora_recipe_with_whole_base(lora);
     // Nor on what the layers keep.
@@ -91,6 +92,8 @@ fn no_bit_depends_on_the_number_of_ranks() {
             (three.clone(), 1),
             (three.clone(), 2),
             (three.clone(), 3),
+            (in_replicas(2, &three), 4),
+            (in_replicas(2, &keep(&three)), 2),
             (three, 4),
         ],
         // A last round with fewer micro-batches than ranks.
@@ -102,18 +105,25 @@ fn no_bit_depends_on_the_number_of_ranks() {
         vec![(dropout.clone(), 1), (dropout.clone(), 2), (keep(&dropout), 2), (dropout, 3)],
         vec![(fp16.clone(), 1), (fp16, 2)],
         vec![(bf16.clone(), 1), (bf16.clone(), 3), (keep(&bf16), 3)],
-        vec![(Case { recipe: masters.clone(), ..bf16.clone() }, 1), (Case { recipe: masters, ..bf16 }, 2)],
+        vec![(masters.clone(), 1), (in_replicas(2, &masters), 4), (masters, 2)],
         // Adapters over a frozen base, divided or not.
         vec![
             (case(3, 0.5, 4, lora), 1),
             (case(3, 0.5, 4, lora), 2),
             (case(3, 0.5, 4, lora), 4),
+            (in_replicas(2, &case(3, 0.5, 4, lora)), 4),
             (keep(&case(3, 0.5, 4, lora)), 2),
             (whole.clone(), 1),
             (keep(&whole), 2),
             (whole, 3),
         ],
     ]);
+}
+
+/// The same training with its ranks in replicas.
+fn in_replicas(replicas: usize, case: &Case) -> Case {
+    let recipe = case.recipe.replace("zero_stage", &format!("replicas = {replicas}\nzero_stage"));
+    Case { recipe, ..case.clone() }
 }
 
 const KEEP: &str = "[activations]\nplan = \"keep\"\n";
@@ -129,10 +139,11 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let unbroken = Case { steps: 6, dropout: true, ..case(3, 0.5, 4, "") };
     let saved = Case { folder: Some(folder.path().to_owned()), ..unbroken.clone() };
-    let killed = Case { killed_after: 2, ..saved.clone() };
+    let killed = Case { killed_after: 2, ..in_replicas(2, &saved) };
     let printed = Ranks { lost: &[0, 1, 2, 3], ..Ranks::new(A_RANK, 4) }.run(&[(killed, 4)]);
-    // The others name the one that is gone.
-    let named = |log: &Vec<String>| log.iter().any(|line| line.contains("with rank 3"));
+    // The others name the one that is gone, of four or of the two with it in a replica, or with its shard.
+    let names = ["with rank 3", "ranks 2 3`: ", "ranks 1 3`: "];
+    let named = |log: &Vec<String>| log.iter().any(|line| names.iter().any(|name| line.contains(name)));
     assert!(printed[..3].iter().any(named), "{printed:?}");
     // With two ranks up to step 4, with three to the end; and with one that is not stopped.
     let printed = run(&[(Case { steps: 4, ..saved.clone() }, 2), (saved, 3), (unbroken, 1)]);
@@ -143,12 +154,14 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
 #[test]
 fn checkpoints_do_not_say_how_many_ranks_wrote_them() {
     let lora = "[adapter]\nr = 4\n";
-    let folders: Vec<_> = (0..5).map(|_| tempfile::tempdir().unwrap()).collect();
+    let folders: Vec<_> = (0..6).map(|_| tempfile::tempdir().unwrap()).collect();
     let cases = [(case(1, 0.0, 4, ""), 1), (case(3, 0.0, 4, ""), 2), (case(3, 0.0, 4, ""), 4)];
     let adapted = [(case(3, 0.5, 4, lora), 1), (case(3, 0.5, 4, lora), 3)];
+    let replicas = [(in_replicas(2, &case(3, 0.0, 4, "")), 4)];
     let runs: Vec<(Case, usize)> = cases
         .into_iter()
         .chain(adapted)
+        .chain(replicas)
         .zip(&folders)
         .map(|((case, count), folder)| (Case { folder: Some(folder.path().to_owned()), ..case }, count))
         .collect();
@@ -157,6 +170,7 @@ fn checkpoints_do_not_say_how_many_ranks_wrote_them() {
     assert!(one.len() >= 4);
     assert!(files(folders[1].path()) == one && files(folders[2].path()) == one, "all weights");
     assert!(files(folders[3].path()) == files(folders[4].path()), "adapters");
+    assert!(files(folders[5].path()) == one, "replicas");
 }
 
 /// The sum over ranks of bytes that each printed.
@@ -183,14 +197,18 @@ fn counted(micro_batches: usize, others: &str) -> Case {
 /// Runs a training with one and with two rounds a step. The ranks send as much more as is predicted.
 #[track_caller]
 fn check_sent(count: usize, others: &str, layout: &Layout) -> Vec<Vec<String>> {
-    let mut printed = run(&[(counted(count, others), count), (counted(2 * count, others), count)]);
+    let of = |rounds: usize| in_replicas(layout.replicas as usize, &counted(rounds * count, others));
+    let mut printed = run(&[(of(1), count), (of(2), count)]);
     let ranks = count as u64;
     for (rounds, printed) in [1, 2].into_iter().zip(&printed) {
         let loads = 2 * rounds * (LAYERS - SLOTS) + SLOTS;
         let evaluation = EVALUATED.div_ceil(ranks) * LAYERS;
         assert_eq!(bytes(printed, "loads"), ranks * (STEPS * loads + evaluation));
         let layer = bytes(printed, "layer") / ranks;
-        assert_eq!(bytes(printed, "gathered"), (STEPS * loads + evaluation) * layer * (ranks - 1));
+        assert_eq!(
+            bytes(printed, "gathered"),
+            (STEPS * loads + evaluation) * layer * (layout.ranks - 1) * layout.replicas
+        );
     }
     let of_round: u64 = (0..ranks)
         .map(|rank| {
@@ -224,6 +242,19 @@ fn bytes_on_the_wire_and_in_memory_are_the_predicted_ones() {
         let distance = live as f64 / expected as f64 - 1.0;
         assert!(distance.abs() < 0.05, "{live} bytes, expected {expected}");
     }
+}
+
+#[test]
+fn bytes_between_replicas_are_the_predicted_ones() {
+    let model = training::predicted::decoder(&counted(1, "").llama()).unwrap();
+    let layout = |ranks| {
+        let layout =
+            Layout::of_decoder(&model, &AccountingRecipe::BF16_MASTER, ZeroStage::Three, ranks).unwrap();
+        layout.with_replicas(2).unwrap()
+    };
+    check_sent(4, "", &layout(2));
+    // Nothing is gathered from others.
+    check_sent(2, KEEP, &layout(1));
 }
 
 #[test]

@@ -145,7 +145,7 @@ pub(crate) fn run_over(
     let first = data.next()?.unwrap();
     prepared.plan_activations(&first)?;
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
-    let (mut trainer, _handles) = prepared.trainer_over(STEPS, ranks)?;
+    let (mut trainer, _handles) = prepared.trainer(STEPS)?;
     trainer.options.overflow = overflow;
     let seen = Seen::default();
     trainer.observers.push(Box::new(seen.clone()));

@@ -44,7 +44,7 @@ pub(super) struct Inner {
     pub(super) state: Mutex<State>,
     pub(super) sent: AtomicU64,
     pub(super) received: AtomicU64,
-    /// Nothing where there is one rank. Dropped before the store, which a connection may ask.
+    /// Nothing where there is one rank, or the others are not there. Dropped before the store, which a connection may ask.
     pub(super) backend: Option<Backend>,
     pub(super) store: Option<Store>,
 }
@@ -100,6 +100,23 @@ impl Group {
         }
     }
 
+    /// Connects some of this group's ranks, this one's among them, in a group of their own. Its rank there is the index in `ranks`. All
+    /// of `ranks` call it with one name, which no other ranks use.
+    ///
+    /// # Errors
+    /// Those of [`Group::of_ranks`].
+    pub fn subgroup(&self, name: &str, ranks: &[usize]) -> Result<Self> {
+        let Some(rank) = ranks.iter().position(|&rank| rank == self.rank()) else {
+            let reason = format!("`{name}`: the ranks {ranks:?} leave out this process's, {}", self.rank());
+            return Err(Error::invalid("group", reason));
+        };
+        let options = self.0.options.clone();
+        match &self.0.store {
+            Some(store) => Self::connect(store, name, (rank, ranks.len()), options),
+            None => Ok(Self::with(name, (rank, ranks.len()), options, None, None)),
+        }
+    }
+
     fn connect(
         store: &Store,
         name: &str,
@@ -137,6 +154,31 @@ impl Group {
     /// Returns a group of this process alone, whose operations copy.
     pub fn alone() -> Self {
         Self::with("alone", (0, 1), GroupOptions::default(), None, None)
+    }
+
+    /// Returns a group of which this process is one rank and the others are not there: what is sent to them is counted and dropped,
+    /// and what they would send is zeros. With it, memory and bytes of a rank among a thousand can be measured by one process
+    /// (PyTorch's `FakeProcessGroup`).
+    ///
+    /// # Errors
+    /// A rank that is not below `size`.
+    ///
+    /// ```
+    /// use runtime::collectives::{Division, Group};
+    /// use tch::{Kind, Tensor};
+    ///
+    /// let group = Group::fake(1023, 1024)?;
+    /// let (weights, division) = (Tensor::ones([2048], (Kind::Float, tch::Device::Cpu)), Division::even(2048, 1024));
+    /// group.all_gather(&weights, division, &weights.narrow(0, 2046, 2), "layer 3")?.wait()?;
+    /// assert_eq!(weights.sum(Kind::Float).double_value(&[]), 2.0);
+    /// assert_eq!(group.bytes().sent, 1023 * 2 * 4);
+    /// # Ok::<(), runtime::Error>(())
+    /// ```
+    pub fn fake(rank: usize, size: usize) -> Result<Self> {
+        if rank >= size {
+            return Err(Error::invalid("group", format!("there is no rank {rank} in a group of {size}")));
+        }
+        Ok(Self::with("fake", (rank, size), GroupOptions::default(), None, None))
     }
 
     fn with(

@@ -10,6 +10,7 @@ use super::group::Group;
 use super::operands::byte_count;
 use super::operation_log::Progress;
 use super::work::{Deadline, Operation, Pending};
+use crate::autograd::GradMode;
 use crate::error::{Error, Result};
 
 impl Group {
@@ -39,9 +40,12 @@ impl Group {
         tensor: &Tensor,
         to: usize,
     ) -> Result<Option<Pending>> {
-        let Some(backend) = self.0.backend.as_ref().filter(|_| tensor.numel() > 0) else { return Ok(None) };
-        let sequence = next(&mut self.0.state.lock().sends[to], 1);
         let bytes = byte_count(tensor);
+        let Some(backend) = self.0.backend.as_ref().filter(|_| tensor.numel() > 0) else {
+            self.0.sent.fetch_add(bytes, Ordering::Relaxed);
+            return Ok(None);
+        };
+        let sequence = next(&mut self.0.state.lock().sends[to], 1);
         let transfer = backend
             .send(tensor, to, tag(sequence, operation.name, bytes))
             .map_err(|cause| self.fail(operation, Some(to), &cause))?;
@@ -75,8 +79,13 @@ impl Group {
         from: usize,
         sequence: u64,
     ) -> Result<Option<Pending>> {
-        let Some(backend) = &self.0.backend else { return Ok(None) };
         let bytes = byte_count(tensor);
+        let Some(backend) = &self.0.backend else {
+            self.0.received.fetch_add(bytes, Ordering::Relaxed);
+            let _no_grad = GradMode::off();
+            let _ = tensor.shallow_clone().f_zero_()?;
+            return Ok(None);
+        };
         let transfer = backend
             .recv(tensor, from, tag(sequence, operation.name, bytes))
             .map_err(|cause| self.fail(operation, Some(from), &cause))?;

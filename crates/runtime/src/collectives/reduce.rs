@@ -148,7 +148,8 @@ impl Group {
         let Some(backend) = self.backend() else {
             let _no_grad = GradMode::off();
             if let Some(output) = output {
-                output.shallow_clone().f_copy_(input)?;
+                let mut output = output.shallow_clone();
+                if self.size() == 1 { output.f_copy_(input)? } else { drop(output.f_zero_()?) }
             }
             return Ok(Vec::new());
         };

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
 
+use crate::mesh::{Mesh, Reduction};
 use crate::shards::Shards;
 use crate::{Result, refused};
 
@@ -25,6 +25,8 @@ pub enum Stage {
 pub struct Options {
     /// What is divided.
     pub stage: Stage,
+    /// How gradients are summed over ranks.
+    pub reduction: Reduction,
     /// Keeps an fp32 copy of bf16 and fp16 weights, divided among ranks.
     pub master_weights: bool,
     /// Bytes of weights that are reduced and gathered together, at least. A bucket has whole parameters.
@@ -40,6 +42,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             stage: Stage::default(),
+            reduction: Reduction::default(),
             master_weights: false,
             bucket_bytes: 16 << 20,
             order: Vec::new(),
@@ -49,7 +52,7 @@ impl Default for Options {
 }
 
 impl Options {
-    pub(super) fn check(&self, ranks: &Ranks) -> Result<()> {
+    pub(super) fn check(&self, mesh: &Mesh) -> Result<()> {
         if self.bucket_bytes == 0 {
             return Err(refused("buckets of 0 bytes; expected at least 1"));
         }
@@ -60,9 +63,9 @@ impl Options {
             (Some(_), Stage::One | Stage::Two) => {
                 Err(refused(format!("shards of layers with Stage::{:?}; take Stage::Three", self.stage)))
             }
-            (Some(shards), _) if !shards.is_of(ranks) => {
-                Err(refused("the shards of layers are of other ranks; make them over the optimizer's"))
-            }
+            (Some(shards), _) if !shards.is_of(mesh) => Err(refused(
+                "the shards of layers are of other ranks or replicas; make them over the optimizer's mesh",
+            )),
             _ => Ok(()),
         }
     }

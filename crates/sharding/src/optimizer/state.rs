@@ -42,7 +42,8 @@ impl ShardedOptimizer {
                         },
                     };
                     let divided = Divided {
-                        ranks: self.ranks.clone(),
+                        ranks: self.mesh.shard.clone(),
+                        is_in_first_replica: self.mesh.is_in_first_replica(),
                         label: name.clone(),
                         kind,
                         division: bucket.division,
@@ -60,7 +61,7 @@ impl ShardedOptimizer {
     pub(super) fn gather_state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut whole = Vec::new();
         for tensor in self.divided_state()? {
-            let values = tensor.whole()?.filter(|_| self.ranks.rank() == 0);
+            let values = tensor.whole()?.filter(|_| self.mesh.world.rank() == 0);
             whole.extend(values.map(|values| (tensor.name().to_owned(), values)));
         }
         Ok(whole)
@@ -103,7 +104,7 @@ impl ShardedOptimizer {
                         )));
                     }
                     let Some(index) = part else { continue };
-                    let owned = bucket.owned(member, self.ranks.rank());
+                    let owned = bucket.owned(member, self.mesh.shard.rank());
                     let range = owned.start - member.range.start..owned.end - member.range.start;
                     let slice = narrow(&tensor.f_reshape([-1])?, &range)?;
                     if slot == MASTER {

@@ -7,13 +7,18 @@ use crate::training_case::{Case, Dtype};
 /// are those of one rank. Returns what one rank printed of each.
 #[track_caller]
 fn check(cases: &[Case]) -> Vec<Vec<String>> {
+    let several = (1..=2).flat_map(|stage| (2..=4).map(move |count| (stage, count, 1)));
+    check_over(cases, &several.collect::<Vec<_>>())
+}
+
+/// Trains each case with one rank, and as `others` say: stage, ranks, replicas.
+#[track_caller]
+fn check_over(cases: &[Case], others: &[(usize, usize, usize)]) -> Vec<Vec<String>> {
     let mut runs = Vec::new();
     for case in cases {
-        let of = |stage: usize, count: usize| (Case { stage, ..case.clone() }, count);
-        runs.push(of(1, 1));
-        runs.extend(
-            (1..=2).flat_map(|stage| (2..=4).map(move |count| (stage, count))).map(|(s, c)| of(s, c)),
-        );
+        let of = |stage, count, replicas| (Case { stage, replicas, ..case.clone() }, count);
+        runs.push(of(1, 1, 1));
+        runs.extend(others.iter().map(|&(stage, count, replicas)| of(stage, count, replicas)));
     }
     let printed = run(&runs);
     let of_case = runs.len() / cases.len();
@@ -55,4 +60,21 @@ fn other_micro_batches_dropout_dtypes_and_layers_change_no_bit() {
         Case { recompute: true, bucket_bytes: usize::MAX, ..case.clone() },
         Case { recompute: true, dropout: true, bucket_bytes: 1, clip: false, ..case },
     ]);
+}
+
+#[test]
+fn replicas_change_no_bit() {
+    let case = Case { clip: true, micro_batches: 6, ..Case::default() };
+    let cases = [
+        case.clone(),
+        // In the last round some ranks have no micro-batch.
+        Case { dtype: Dtype::Bf16, master_weights: true, dropout: true, micro_batches: 5, ..case },
+    ];
+    check_over(&cases, &[(1, 4, 2), (2, 4, 2), (1, 3, 3), (2, 2, 2)]);
+}
+
+#[test]
+fn replicas_divide_the_ranks() {
+    let refused = sharding::Mesh::new(&runtime::collectives::Group::alone(), 2).unwrap_err().to_string();
+    assert!(refused.contains("1 ranks in 2 replicas"), "{refused}");
 }

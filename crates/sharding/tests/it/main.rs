@@ -5,6 +5,7 @@ mod example;
 mod faults;
 mod faulty;
 mod kill;
+mod reduction;
 mod saving;
 mod training_case;
 mod trainings;

@@ -7,7 +7,7 @@ use models::module::{self, LanguageModel};
 use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
-use sharding::{Options, ShardedOptimizer, Stage};
+use sharding::{Mesh, Options, Reduction, ShardedOptimizer, Stage};
 use tch::{Device, Kind};
 use training::activations::{self, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
@@ -30,6 +30,10 @@ pub(crate) enum Dtype {
 pub(crate) struct Case {
     /// ZeRO's; 0 for the ordinary optimizer, in one process.
     pub(crate) stage: usize,
+    /// Replicas among which the ranks are divided.
+    pub(crate) replicas: usize,
+    /// Whether the backend's own collectives reduce.
+    pub(crate) native: bool,
     pub(crate) dtype: Dtype,
     pub(crate) master_weights: bool,
     /// Micro-batches of a step.
@@ -57,6 +61,8 @@ impl Default for Case {
     fn default() -> Self {
         Self {
             stage: 1,
+            replicas: 1,
+            native: false,
             dtype: Dtype::Fp32,
             master_weights: false,
             micro_batches: 4,
@@ -123,12 +129,14 @@ impl Case {
         };
         let options = Options {
             stage,
+            reduction: if self.native { Reduction::Native } else { Reduction::Ordered },
             master_weights: self.master_weights,
             bucket_bytes: self.bucket_bytes,
             order,
             shards: None,
         };
-        Box::new(ShardedOptimizer::new(AdamW::default(), groups, ranks, options).unwrap())
+        let mesh = Mesh::new(ranks, self.replicas).unwrap();
+        Box::new(ShardedOptimizer::new(AdamW::default(), groups, mesh, options).unwrap())
     }
 
     /// Trains, and prints losses, norms, weights and state as lines that begin with the training's number.

@@ -17,6 +17,8 @@ use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
 use super::faulty::{Faulty, Injected};
+use sharding::Mesh;
+
 use super::trainings;
 
 /// A training.
@@ -124,12 +126,14 @@ impl Case {
         let config: Config = self.recipe.parse().unwrap();
         let recipe = Recipe::new(&config).unwrap();
         let start = Region::start(Device::Cpu).unwrap();
+        let mut mesh = None;
         let (mut trainer, handles) = if self.without_ranks {
             self.prepare(&recipe).trainer(self.steps).unwrap()
         } else {
-            let prepared = self.prepare(&recipe.over(ranks).unwrap());
+            let over = mesh.insert(Mesh::new(ranks, config.optimizer.replicas).unwrap());
+            let prepared = self.prepare(&recipe.over(over.clone()).unwrap());
             println!("training {number}: bytes start {}", start.finish().unwrap().peak_above_start());
-            prepared.trainer_over(self.steps, Some(ranks)).unwrap()
+            prepared.trainer(self.steps).unwrap()
         };
         if self.fault.is_some() {
             let unused = Group::new(Vec::<(String, tch::Tensor)>::new(), 0.0);
@@ -147,7 +151,8 @@ impl Case {
         let live = memory::live_bytes(Device::Cpu).unwrap() - before;
         let sent = |group: &Ranks| group.bytes().sent;
         println!("training {number}: bytes live {live}");
-        println!("training {number}: bytes sent {}", sent(ranks));
+        let of_mesh = mesh.iter().filter(|mesh| mesh.replicas() > 1).flat_map(Mesh::groups).map(sent);
+        println!("training {number}: bytes sent {}", sent(ranks) + of_mesh.sum::<u64>());
         if let (Some(offload), Some(shards)) = (&handles.offload, &handles.shards) {
             println!("training {number}: bytes gathered {}", sent(shards.gathers()));
             println!("training {number}: bytes shards {}", shards.bytes());

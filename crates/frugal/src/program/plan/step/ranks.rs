@@ -81,14 +81,14 @@ pub(super) fn variants(
 ) -> anyhow::Result<Vec<Variant>> {
     let ranks = &arguments.ranks;
     let (kept, recomputed) = (false, true);
-    let ways = [
-        (ZeroStage::One, kept),
-        (ZeroStage::One, recomputed),
-        (ZeroStage::Two, kept),
-        (ZeroStage::Two, recomputed),
-        (ZeroStage::Three, kept),
-        (ZeroStage::Three, recomputed),
-    ];
+    let mut ways = Vec::new();
+    for stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+        ways.extend([(stage, 1, kept), (stage, 1, recomputed)]);
+    }
+    // A replica on each machine.
+    if ranks.nodes > 1 {
+        ways.extend([(ZeroStage::Three, ranks.nodes, kept), (ZeroStage::Three, ranks.nodes, recomputed)]);
+    }
     let network = ranks.network(arguments)?;
     let mut all = Vec::new();
     for way in ways {
@@ -102,11 +102,11 @@ fn variant(
     planned: &PlannedStep,
     costs: &StepCosts,
     rates: &Rates,
-    (stage, recompute): (ZeroStage, bool),
+    (stage, replicas, recompute): (ZeroStage, u64, bool),
     network: &Network,
 ) -> anyhow::Result<Variant> {
     let ranks = arguments.ranks.ranks;
-    let (layout, recipe) = layout(arguments, planned, stage)?;
+    let (layout, recipe) = layout(arguments, planned, (stage, replicas))?;
     // Those of a training without flags for them.
     let slots = OffloadConfig::default().ring as u64;
     let sharded = layout.costs(costs.clone(), &recipe, Optimizer::AdamW, slots)?;
@@ -118,7 +118,7 @@ fn variant(
     let mut simulated = simulate(&sharded, rates, &setup, Start::Warm)?;
     let times = step(
         &work(costs, &sharded, rates, stage, recompute),
-        Division { stage, shard: ranks, replicas: 1 },
+        Division { stage, shard: ranks / replicas, replicas },
         network,
     );
     simulated.seconds = times.seconds();
@@ -131,13 +131,17 @@ fn variant(
         (_, false) => ("", ""),
         (_, true) => (", recomputed", " --activations recompute"),
     };
+    let (in_replicas, of_replicas) = match replicas {
+        1 => (String::new(), String::new()),
+        _ => (format!(" in {replicas} replicas"), format!(" --replicas {replicas}")),
+    };
     Ok(Variant {
-        name: format!("ZeRO-{number} over {ranks} ranks{what}"),
+        name: format!("ZeRO-{number} over {ranks} ranks{in_replicas}{what}"),
         // Ranks on GPUs are not this program's.
         flags: if arguments.hardware.is_some() || planned.device != Device::Cpu {
             String::new()
         } else {
-            format!("--zero-stage {number}{flag}")
+            format!("--zero-stage {number}{of_replicas}{flag}")
         },
         peak: simulated.device.total,
         step: simulated,
@@ -152,14 +156,19 @@ fn variant(
 }
 
 /// The division of what is trained, and in stage 3 of the layers; and the formats of what is stepped. Adapters are in fp32.
-fn layout(arguments: &StepArgs, planned: &PlannedStep, stage: ZeroStage) -> anyhow::Result<(Layout, Recipe)> {
-    let (ranks, recipe) = (arguments.ranks.ranks, planning::recipe(planned.kind));
+fn layout(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    (stage, replicas): (ZeroStage, u64),
+) -> anyhow::Result<(Layout, Recipe)> {
+    let (ranks, recipe) = (arguments.ranks.ranks / replicas, planning::recipe(planned.kind));
     if arguments.method == Planned::Full {
-        return Ok((Layout::of_decoder(&planned.model, &recipe, stage, ranks)?, recipe));
+        let layout = Layout::of_decoder(&planned.model, &recipe, stage, ranks)?;
+        return Ok((layout.with_replicas(replicas)?, recipe));
     }
     let lora = arguments.lora(planned.device);
     let layout = Layout::of_adapters(&planned.model, &lora, recipe.parameters, stage, ranks)?;
-    Ok((layout, Recipe::FP32))
+    Ok((layout.with_replicas(replicas)?, Recipe::FP32))
 }
 
 /// The work of a rank: `sharded` has this rank's part of the optimizer, `costs` the whole model's bytes.
