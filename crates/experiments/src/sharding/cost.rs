@@ -20,6 +20,8 @@ use super::timeline;
 const EXPERIMENT: &str = "sharding";
 /// Ranks of the timeline.
 const SHOWN: usize = 2;
+/// Ranks of which one is there.
+const MANY: usize = 1024;
 
 #[derive(clap::Args)]
 pub(crate) struct Cost {
@@ -43,20 +45,17 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
         Scale::Full | Scale::Paper => (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
     };
     let numbers = if arguments.ranks.is_empty() { usual } else { &arguments.ranks };
-    let mut progress = Progress::new((numbers.len() * (STAGES.len() + 1) + 2) as u64);
-    let alone = Case::new().with("shows", "memory").with("stage", ALONE).with("ranks", 1);
+    let mut progress = Progress::new(((numbers.len() + 1) * (STAGES.len() + 1) + 1) as u64);
+    let of = |stage: &str, ranks: usize| {
+        Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks)
+    };
     for &ranks in numbers {
         // Memory, in processes with one training each.
         for stage in [ALONE].into_iter().chain(STAGES).filter(|stage| ranks == 1 || *stage != ALONE) {
             progress.message(&format!("memory, {stage}, {ranks} ranks"));
             let measured = rank::measure(ranks, &sizes, &[stage], 1, &[])?;
-            let case = if stage == ALONE {
-                alone.clone()
-            } else {
-                Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks)
-            };
             let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
-            sink.put(EXPERIMENT, &case, memory(&sizes, stage, ranks, &of_ranks)?)?;
+            sink.put(EXPERIMENT, &of(stage, ranks), memory(&sizes, stage, ranks, &of_ranks)?)?;
             progress.step();
         }
         if arguments.memory {
@@ -84,6 +83,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
             }
             sink.put(EXPERIMENT, &case, metrics)?;
         }
+        progress.step();
+    }
+    for stage in STAGES {
+        progress.message(&format!("memory, {stage}, one of {MANY} ranks"));
+        let fake = ["--fake".to_owned(), "0".to_owned(), MANY.to_string()];
+        let measured = rank::measure(1, &sizes, &[stage], 1, &fake)?;
+        let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
+        sink.put(EXPERIMENT, &of(stage, MANY), memory(&sizes, stage, MANY, &of_ranks)?)?;
         progress.step();
     }
     if arguments.memory {

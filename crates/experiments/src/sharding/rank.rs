@@ -49,6 +49,9 @@ pub(crate) struct Rank {
     /// Micro-batches of each rank in a step
     #[arg(long, default_value_t = 1)]
     rounds: usize,
+    /// The rank to be of a group whose other ranks are not there, and their number
+    #[arg(long, num_args = 2, value_names = ["RANK", "RANKS"])]
+    fake: Vec<usize>,
     /// Trace a step, and keep the trace in this folder
     #[arg(long)]
     trace: Option<PathBuf>,
@@ -170,7 +173,10 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
     tch::set_num_threads(1);
     memory::track_cpu()?;
     let store = Store::connect(&launch, Duration::from_secs(60))?;
-    let group = Group::new(&store, "measured", GroupOptions::default())?;
+    let group = match arguments.fake[..] {
+        [rank, ranks] => Group::fake(rank, ranks)?,
+        _ => Group::new(&store, "measured", GroupOptions::default())?,
+    };
     let before = memory::live_bytes(Device::Cpu)?;
     let mut trainings = Vec::new();
     for variant in &arguments.variants {

@@ -27,8 +27,8 @@ fn ranks_of_every_stage_send_and_take_what_is_predicted() {
         let figures = found.entry(serde_json::to_string(&record.case).unwrap()).or_default();
         figures.insert(record.metric.name.clone(), record.metric.value.unwrap());
     }
-    // Three stages on one and two ranks, the third with and without recomputation, and no sharding.
-    assert_eq!(found.len(), 9, "{found:?}");
+    // Three stages on one and two ranks and on one of 1,024, the third with and without recomputation, and no sharding.
+    assert_eq!(found.len(), 13, "{found:?}");
     for (case, figures) in &found {
         assert_eq!(figures.get("sent_difference_bytes").copied().unwrap_or(0.0), 0.0, "{case}: {figures:?}");
         assert!(figures["relative_error"] <= 0.05, "{case}: {figures:?}");
