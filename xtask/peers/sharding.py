@@ -29,6 +29,7 @@ RANKS = 2
 WARMUP = 2
 VARIANTS = ["alone", "DDP", "ZeRO-2", "ZeRO-3", "ZeRO-3 recomputed"]
 PROJECTIONS = 4
+# Overridden by --sizes.
 HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY, HEADS = 512, 1408, 8, 1024, 8
 
 
@@ -232,15 +233,29 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="128,512")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sizes", help="hidden, feed-forward, layers and vocabulary", default="")
+    parser.add_argument("--fixture", help="write the losses and projections of one number of tokens into this file, and nothing else")
     parser.add_argument("--rank-program", choices=["time", "memory"])
     parser.add_argument("--variant")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", required=True)
     args = parser.parse_args()
+    if args.sizes:
+        global HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY
+        HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY = map(int, args.sizes.split(","))
     if args.rank_program:
         args.tokens = int(args.tokens)
         return rank_program(args)
+    if args.fixture:
+        sizes = ["--tokens", args.tokens, "--steps", str(args.steps), "--sizes", args.sizes]
+        lines = [line for line in ranks(["--rank-program", "time", *sizes]) if line["variant"] != "alone"]
+        for line in lines:
+            del line["seconds"]
+        with open(args.fixture, "w") as fixture:
+            json.dump({"torch": torch.__version__, "trainings": lines}, fixture, indent=1)
+            fixture.write("\n")
+        return
 
     where = environment(torch.device("cpu"))
     for tokens in args.tokens.split(","):

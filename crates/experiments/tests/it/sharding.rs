@@ -1,9 +1,13 @@
-//! What `accounting::sharding` predicts, against what ranks send and what their allocators count.
+//! Trainings over ranks against what `accounting::sharding` predicts of bytes, and against PyTorch's.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use accounting::sharding as predicted;
 use report::Record;
+use runtime::collectives::ranks::{Output, Progress, Ranks, RanksOptions};
+use serde_json::Value;
 
 #[test]
 fn the_prediction_has_the_constants_of_the_implementation() {
@@ -32,5 +36,54 @@ fn ranks_of_every_stage_send_and_take_what_is_predicted() {
     for (case, figures) in &found {
         assert_eq!(figures.get("sent_difference_bytes").copied().unwrap_or(0.0), 0.0, "{case}: {figures:?}");
         assert!(figures["relative_error"] <= 0.05, "{case}: {figures:?}");
+    }
+}
+
+/// Numbers of `key` of a training.
+fn numbers(training: &Value, key: &str) -> Vec<f64> {
+    training[key].as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+/// The fixture has the same model, weights, tokens and steps, by DDP and FSDP2: `python xtask/peers/sharding.py --tokens 16 --sizes
+/// 64,176,2,256 --records /dev/null --fixture crates/experiments/tests/it/sharding/pytorch.json`.
+#[test]
+fn losses_and_parameters_of_two_ranks_are_those_of_ddp_and_fsdp2() {
+    let fixture: Value = serde_json::from_str(include_str!("sharding/pytorch.json")).unwrap();
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let written = lines.clone();
+    let command = |_| {
+        let mut command = crate::program("sharding");
+        command.args(
+            "rank --hidden 64 --feed-forward 176 --layers 2 --vocabulary 256 --tokens 16 --steps 8"
+                .split(' '),
+        );
+        command
+            .args("--bucket-bytes 65536 --variants".split(' '))
+            .arg("ZeRO-1,ZeRO-2,ZeRO-3,ZeRO-3 recomputed");
+        command
+    };
+    let options = RanksOptions { ranks: 2, ..RanksOptions::default() };
+    let mut ranks = Ranks::start(&options, command, move |rank, output, line| {
+        if rank == 0 && output == Output::Standard {
+            written.lock().unwrap().push(line.to_owned());
+        }
+    })
+    .unwrap();
+    assert_eq!(ranks.wait(Duration::from_secs(120)).unwrap(), Progress::Done);
+    ranks.end(Duration::from_secs(5)).unwrap();
+    let lines = std::mem::take(&mut *lines.lock().unwrap());
+    assert_eq!(lines.len(), 4, "{lines:?}");
+    for line in lines {
+        let ours: Value = serde_json::from_str(&line).unwrap();
+        let variant = if ours["variant"] == "ZeRO-1" { "DDP" } else { ours["variant"].as_str().unwrap() };
+        let theirs = fixture["trainings"].as_array().unwrap();
+        let theirs = theirs.iter().find(|theirs| theirs["variant"] == variant).unwrap();
+        for key in ["losses", "projections"] {
+            let (ours, theirs) = (numbers(&ours, key), numbers(theirs, key));
+            assert!(ours.len() == theirs.len() && ours.len() >= 4, "{key}");
+            for (ours, theirs) in ours.iter().zip(&theirs) {
+                assert!((ours / theirs - 1.0).abs() < 1e-6, "{key} of {variant}: {ours}, expected {theirs}");
+            }
+        }
     }
 }
