@@ -46,11 +46,14 @@ c10::intrusive_ptr<c10d::Store> store_below(const rt_store& store, const char* n
   return c10::make_intrusive<c10d::PrefixStore>(name, store.store);
 }
 
-// Sends and receives in one coalesced group, as bytes: NCCL has not all dtypes.
+// The memory of a contiguous tensor. Neither backend has all dtypes, and what is moved is only bytes.
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.detach().view({-1}).view(at::kByte); }
+
+// Sends and receives in one coalesced group.
 c10::intrusive_ptr<c10d::Work> exchange(c10d::Backend& backend, const std::vector<at::Tensor>& tensors, const int* peers,
                                         size_t receives) {
   for (size_t i = 0; i < tensors.size(); i++) {
-    std::vector<at::Tensor> bytes{tensors[i].detach().view({-1}).view(at::kByte)};
+    std::vector<at::Tensor> bytes{as_bytes(tensors[i])};
     if (i < receives) {
       backend.recv(bytes, peers[i], /*tag=*/0);
     } else {
@@ -67,7 +70,8 @@ c10::intrusive_ptr<c10d::Work> native_work(c10d::Backend& backend, int operation
   if (operation == 2) {
     c10d::AllgatherOptions options;
     options.timeout = timeout;
-    return backend._allgather_base(output, input, options);
+    at::Tensor to = as_bytes(output), from = as_bytes(input);
+    return backend._allgather_base(to, from, options);
   }
   if (operation == 3) {
     c10d::ReduceScatterOptions options;
