@@ -53,8 +53,9 @@
 //! # GPUs
 //!
 //! A group whose [`GroupOptions::device`] is a CUDA device is connected by libtorch's NCCL, and its tensors are on that device. This is
-//! **written, never run on a GPU**: its classes were constructed and destroyed with the libraries of libtorch 2.11.0 and 2.13.0 on a
-//! machine without one. Other versions of libtorch are refused.
+//! **written, never run on a GPU**: on a machine without one, whose CUDA runtime was made to report one, its classes were constructed and
+//! destroyed with the libraries of libtorch 2.11.0 and 2.13.0, and the code above them ran over a stand-in. Other versions of libtorch
+//! are refused.
 //!
 //! ```no_run
 //! # use runtime::collectives::{Group, GroupOptions, Store};
@@ -65,7 +66,7 @@
 //! ```
 //!
 //! An all-gather of equal shards is NCCL's own. One of unequal shards, and an ordered reduction, is one group of sends and receives for
-//! each round; an ordered reduction of `B` bytes has `B / N` MiB rounds. What differs from a group on CPUs:
+//! each round; an ordered reduction of `B` MiB has `B / N` rounds. What differs from a group on CPUs:
 //!
 //! - **Waiting.** [`Work::wait`] makes the current stream wait, and returns. The host waits in [`Group::barrier`] and
 //!   [`Group::first_failure`] alone. Work that is posted on one stream may be waited for on another.
