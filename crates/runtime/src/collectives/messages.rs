@@ -44,12 +44,11 @@ impl Group {
     ) -> Result<Vec<Pending>> {
         receives.retain(|(_, tensor)| tensor.numel() > 0);
         sends.retain(|(_, tensor)| tensor.numel() > 0);
-        let Some(backend) = self.backend() else { return Ok(Vec::new()) };
-        if !self.is_over_nccl() {
+        let Some(backend) = self.backend().filter(|_| self.is_over_nccl()) else {
             let receives = receives.iter().map(|(from, tensor)| self.post_recv(operation, tensor, *from));
             let sends = sends.iter().map(|(to, tensor)| self.post_send(operation, tensor, *to));
             return receives.chain(sends).filter_map(Result::transpose).collect();
-        }
+        };
         let peer = match (&receives[..], &sends[..]) {
             ([], []) => return Ok(Vec::new()),
             ([(peer, _)], []) | ([], [(peer, _)]) => Some(*peer),
