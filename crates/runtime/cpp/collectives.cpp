@@ -1,5 +1,6 @@
 // c10d behind the border. Contracts are in collectives.h.
 #include "collectives.h"
+#include "nccl.h"
 #include "versions.h"
 
 #define USE_C10D_GLOO
@@ -16,12 +17,15 @@ struct rt_store {
 };
 
 struct rt_group {
+  // What `backend` is over NCCL, and null over Gloo.
+  std::unique_ptr<NcclGroup> nccl;
   c10::intrusive_ptr<c10d::Backend> backend;
 };
 
 struct rt_transfer {
   c10::intrusive_ptr<c10d::Work> work;
   std::vector<at::Tensor> tensors;
+  bool on_device;
 };
 
 namespace {
@@ -34,8 +38,31 @@ std::shared_ptr<gloo::transport::Device> gloo_device(const char* interface, cons
   return c10d::ProcessGroupGloo::createDefaultDevice();
 }
 
-rt_transfer* transfer_of(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
-  return new rt_transfer{std::move(work), std::move(tensors)};
+rt_transfer* transfer_of(const rt_group& group, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
+  return new rt_transfer{std::move(work), std::move(tensors), group.nccl != nullptr};
+}
+
+c10::intrusive_ptr<c10d::Store> store_below(const rt_store& store, const char* name) {
+  return c10::make_intrusive<c10d::PrefixStore>(name, store.store);
+}
+
+// The memory of a contiguous tensor. Neither backend has all dtypes, and what is moved is only bytes.
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.detach().view({-1}).view(at::kByte); }
+
+// Sends and receives in one coalesced group.
+c10::intrusive_ptr<c10d::Work> exchange(c10d::Backend& backend, const std::vector<at::Tensor>& tensors, const int* peers,
+                                        size_t receives) {
+  for (size_t i = 0; i < tensors.size(); i++) {
+    std::vector<at::Tensor> bytes{as_bytes(tensors[i])};
+    if (i < receives) {
+      backend.recv(bytes, peers[i], /*tag=*/0);
+    } else {
+      backend.send(bytes, peers[i], /*tag=*/0);
+    }
+  }
+  auto work = backend.endCoalescing();
+  TORCH_CHECK(work, "NCCL gave no work for ", tensors.size(), " messages");
+  return work;
 }
 
 c10::intrusive_ptr<c10d::Work> native_work(c10d::Backend& backend, int operation, at::Tensor input, at::Tensor output,
@@ -43,7 +70,8 @@ c10::intrusive_ptr<c10d::Work> native_work(c10d::Backend& backend, int operation
   if (operation == 2) {
     c10d::AllgatherOptions options;
     options.timeout = timeout;
-    return backend._allgather_base(output, input, options);
+    at::Tensor to = as_bytes(output), from = as_bytes(input);
+    return backend._allgather_base(to, from, options);
   }
   if (operation == 3) {
     c10d::ReduceScatterOptions options;
@@ -102,9 +130,25 @@ rt_status rt_group_new(rt_store* store, const char* name, int rank, int size, co
   return guard([&] {
     auto options = c10d::ProcessGroupGloo::Options::create(in_milliseconds(timeout));
     options->devices.push_back(gloo_device(interface, host));
-    c10::intrusive_ptr<c10d::Store> below = c10::make_intrusive<c10d::PrefixStore>(name, store->store);
-    *out = new rt_group{c10::make_intrusive<c10d::ProcessGroupGloo>(below, rank, size, std::move(options))};
+    auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store_below(*store, name), rank, size, std::move(options));
+    *out = new rt_group{nullptr, std::move(gloo)};
   });
+}
+
+rt_status rt_group_new_nccl(rt_store* store, const char* name, int rank, int size, int64_t timeout, rt_group** out) {
+  return guard([&] {
+    auto nccl = NcclGroup::make(store_below(*store, name), name, rank, size, in_milliseconds(timeout));
+    auto backend = nccl->backend();
+    *out = new rt_group{std::move(nccl), std::move(backend)};
+  });
+}
+
+rt_status rt_group_connect(rt_group* group, int device) {
+  return guard([&] { group->backend->eagerConnectSingleDevice(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))); });
+}
+
+void rt_group_abort(rt_group* group) {
+  if (group->nccl != nullptr) group->nccl->abort();
 }
 
 void rt_group_free(rt_group* group) { delete group; }
@@ -113,7 +157,7 @@ rt_status rt_group_send(rt_group* group, const at::Tensor* tensor, int peer, int
   return guard([&] {
     std::vector<at::Tensor> tensors{*tensor};
     auto work = group->backend->send(tensors, peer, tag);
-    *out = transfer_of(std::move(work), std::move(tensors));
+    *out = transfer_of(*group, std::move(work), std::move(tensors));
   });
 }
 
@@ -121,7 +165,25 @@ rt_status rt_group_recv(rt_group* group, const at::Tensor* tensor, int peer, int
   return guard([&] {
     std::vector<at::Tensor> tensors{*tensor};
     auto work = group->backend->recv(tensors, peer, tag);
-    *out = transfer_of(std::move(work), std::move(tensors));
+    *out = transfer_of(*group, std::move(work), std::move(tensors));
+  });
+}
+
+rt_status rt_group_exchange(rt_group* group, const at::Tensor* const* tensors, const int* peers, size_t receives, size_t count,
+                            rt_transfer** out) {
+  return guard([&] {
+    std::vector<at::Tensor> kept;
+    for (size_t i = 0; i < count; i++) kept.push_back(*tensors[i]);
+    group->backend->startCoalescing();
+    c10::intrusive_ptr<c10d::Work> work;
+    try {
+      work = exchange(*group->backend, kept, peers, receives);
+    } catch (...) {
+      // NCCL's group is this thread's: one that stays open would hold back all that the thread does later.
+      std::free(guard([&] { group->backend->endCoalescing(); }));
+      throw;
+    }
+    *out = transfer_of(*group, std::move(work), std::move(kept));
   });
 }
 
@@ -130,7 +192,7 @@ rt_status rt_group_native(rt_group* group, int operation, const at::Tensor* inpu
   return guard([&] {
     const at::Tensor target = output == nullptr ? at::Tensor() : *output;
     auto work = native_work(*group->backend, operation, *input, target, in_milliseconds(timeout));
-    *out = transfer_of(std::move(work), {*input, target});
+    *out = transfer_of(*group, std::move(work), {*input, target});
   });
 }
 
@@ -144,7 +206,9 @@ rt_status rt_group_monitored_barrier(rt_group* group, int64_t timeout) {
 
 rt_status rt_transfer_wait(rt_transfer* transfer, int64_t timeout) {
   return guard([&] {
-    if (!transfer->work->wait(in_milliseconds(timeout))) throw std::runtime_error("the transfer was aborted");
+    // With a timeout, NCCL's work would wait on the host.
+    const auto limit = transfer->on_device ? kNoTimeout : in_milliseconds(timeout);
+    if (!transfer->work->wait(limit)) throw std::runtime_error("the transfer was aborted");
   });
 }
 

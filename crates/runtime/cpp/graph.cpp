@@ -1,19 +1,17 @@
 // CUDA graphs without CUDA's headers. Contracts are in graph.h.
 //
 // Every supported libtorch has the class at::cuda::CUDAGraph in libtorch_cuda, but its header includes cuda_runtime_api.h (the
-// device-generic at::accelerator::Graph is only in 2.13). Its methods are exported, so they are looked up by name when
-// libtorch_cuda is loaded, and called by the Itanium C++ ABI (Linux on x86-64 and on AArch64): a method is a function whose first
-// argument is the object. The mangled names do not determine the object's size and the methods' return types.
+// device-generic at::accelerator::Graph is only in 2.13). Its methods are exported, so they are found by name (cuda_symbol.h).
 #include "graph.h"
 #include "versions.h"
 
+#include "cuda_symbol.h"
 #include "device.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
-#include <dlfcn.h>
 #include <new>
 
 // The signatures below are from ATen/cuda/CUDAGraph.h of each version that versions.h admits.
@@ -35,20 +33,13 @@ struct Methods {
   void (*replay)(void*);
 };
 
-template <class Function>
-void find(Function& function, const char* name) {
-  void* address = dlsym(RTLD_DEFAULT, name);
-  TORCH_CHECK(address != nullptr, "this libtorch_cuda has no ", name);
-  function = reinterpret_cast<Function>(address);
-}
-
 Methods methods() {
   Methods found;
-  find(found.construct, "_ZN2at4cuda9CUDAGraphC1Eb");
-  find(found.destroy, "_ZN2at4cuda9CUDAGraphD1Ev");
-  find(found.begin, "_ZN2at4cuda9CUDAGraph13capture_beginESt4pairIyyE21cudaStreamCaptureMode");
-  find(found.end, "_ZN2at4cuda9CUDAGraph11capture_endEv");
-  find(found.replay, "_ZN2at4cuda9CUDAGraph6replayEv");
+  found.construct = cuda_symbol<decltype(found.construct)>("_ZN2at4cuda9CUDAGraphC1Eb");
+  found.destroy = cuda_symbol<decltype(found.destroy)>("_ZN2at4cuda9CUDAGraphD1Ev");
+  found.begin = cuda_symbol<decltype(found.begin)>("_ZN2at4cuda9CUDAGraph13capture_beginESt4pairIyyE21cudaStreamCaptureMode");
+  found.end = cuda_symbol<decltype(found.end)>("_ZN2at4cuda9CUDAGraph11capture_endEv");
+  found.replay = cuda_symbol<decltype(found.replay)>("_ZN2at4cuda9CUDAGraph6replayEv");
   return found;
 }
 

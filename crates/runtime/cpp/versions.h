@@ -13,6 +13,9 @@ static_assert(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VE
               "the shim is written for libtorch 2.11 and 2.13; for another version, compare ATen/cuda/CUDAGraph.h with the "
               "signatures and the size in cpp/graph.cpp, run the tests, and add it in cpp/versions.h");
 
+// nccl.cpp constructs classes by name, which was checked against these two. In another one, groups over NCCL are refused.
+constexpr bool kNcclIsKnown = TORCH_VERSION_PATCH == 0;
+
 // Graph nodes are counted by std::shared_ptr up to 2.12, by c10::intrusive_ptr from 2.13 on. Nodes of `make_node` destroy long
 // chains iteratively; recursion would overflow the stack.
 #if TORCH_VERSION_MINOR >= 13

@@ -48,7 +48,38 @@
 //!
 //! CPUs are connected by Gloo, by its point-to-point transfers. Against Gloo's own collectives, with 64 MiB in fp32 over two processes on
 //! two cores, an all-gather takes about 0.4 of the time and a reduce-scatter as much. A large all-reduce takes 1.2 to 1.3, also with each
-//! piece gathered as soon as it is reduced: use the two halves. NCCL is not built in.
+//! piece gathered as soon as it is reduced: use the two halves.
+//!
+//! # GPUs
+//!
+//! A group whose [`GroupOptions::device`] is a CUDA device is connected by libtorch's NCCL, and its tensors are on that device. This is
+//! **written, never run on a GPU**: on a machine without one, whose CUDA runtime was made to report one, its classes were constructed and
+//! destroyed with the libraries of libtorch 2.11.0 and 2.13.0, and the code above them ran over a stand-in. Other versions of libtorch
+//! are refused.
+//!
+//! ```no_run
+//! # use runtime::collectives::{Group, GroupOptions, Store};
+//! # fn connect(store: &Store) -> runtime::Result<Group> {
+//! let device = tch::Device::Cuda(store.launch().local_rank);
+//! Group::new(store, "gpus", GroupOptions { device, ..GroupOptions::default() })
+//! # }
+//! ```
+//!
+//! An all-gather of equal shards is NCCL's own. One of unequal shards, and an ordered reduction, is one group of sends and receives for
+//! each round; an ordered reduction of `B` MiB has `B / N` rounds. What differs from a group on CPUs:
+//!
+//! - **Waiting.** [`Work::wait`] makes the current stream wait, and returns. The host waits in [`Group::barrier`] and
+//!   [`Group::first_failure`] alone. Work that is posted on one stream may be waited for on another.
+//! - **Order.** NCCL matches messages by their order alone, and runs a group's operations one after the other. So of two ranks that send
+//!   to each other, one receives first; where both send first, or both receive first, they wait until the timeout.
+//! - **Time.** libtorch watches operations from a thread of its own: one that takes longer than the group's timeout, or whose peer is gone,
+//!   **ends the process** (`SIGABRT`, with a message on standard error), because the device cannot be stopped in another way. There is no
+//!   [`CollectiveError`] then and no list of operations, and the launcher sees a process that has died. With
+//!   `TORCH_NCCL_BLOCKING_WAIT=1` libtorch waits on the host, and the operation fails as on CPUs. [`Group::new`], [`Group::agree`] and
+//!   [`Group::barrier`] meet at the store and return an error that names the ranks that are late; each leaves about 100 bytes a rank there.
+//! - **Sizes.** Ranks that disagree about a size are not noticed: NCCL waits until the timeout, or delivers what it has.
+//! - **Bytes.** The count is that of the messages above. By which path they travel is NCCL's choice.
+//! - **End.** Dropping the last clone of a group waits for its operations. All ranks do so at about the same time.
 
 mod agree;
 mod division;
@@ -90,7 +121,7 @@ pub enum Order {
     /// The order of ranks.
     #[default]
     Ordered,
-    /// That of Gloo's own collectives, in the tensor's dtype.
+    /// That of the backend's own collectives, Gloo's or NCCL's, in the tensor's dtype.
     Native,
 }
 

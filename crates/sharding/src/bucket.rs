@@ -44,7 +44,7 @@ impl Bucket {
         for &(parameter, name, tensor) in parameters {
             if tensor.device() != Device::Cpu {
                 return Err(refused(format!(
-                    "`{name}` is on {:?}; ranks are connected over CPUs only",
+                    "`{name}` is on {:?}; sharded parameters are on the CPU",
                     tensor.device()
                 )));
             }

@@ -120,7 +120,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         return refused(NF4, why, remedy);
     }
     if config.training.device != "cpu" {
-        let why = "ranks are connected over CPUs; libtorch's NCCL is not built in";
+        let why = "ranks are connected over CPUs; groups over NCCL have never run on a GPU";
         return refused("`training.device`", why, "use `training.device = \"cpu\"`, or one process");
     }
     if !ranks.is_multiple_of(optimizer.replicas) {

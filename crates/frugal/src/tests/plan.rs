@@ -204,7 +204,7 @@ fn a_plan_over_ranks(session: &Session) {
           working memory                  3.07 GiB
         sent by a rank                    26.6 GiB
         waits for other ranks             179 ms
-        to run it                         another program: the ranks of this one are connected over CPUs (libtorch's NCCL is not built in), so this is a prediction of the method
+        to run it                         another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this is a prediction of the method
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();

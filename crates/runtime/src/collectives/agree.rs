@@ -25,7 +25,12 @@ impl Group {
     /// # Ok::<(), runtime::Error>(())
     /// ```
     pub fn agree(&self, fields: &[(&str, &str)]) -> Result<()> {
-        let operation = self.begin("agree", "fields", 0)?;
+        self.meet("agree", "fields", fields)
+    }
+
+    /// Waits at the store until all ranks have come, and compares their fields.
+    pub(super) fn meet(&self, name: &'static str, label: &str, fields: &[(&str, &str)]) -> Result<()> {
+        let operation = self.begin(name, label, 0)?;
         if let Some(store) = self.store().filter(|_| self.size() > 1) {
             let prefix = format!("{}/agreement/{}", self.prefix(), self.next_agreement());
             let verdict = if self.rank() == 0 {

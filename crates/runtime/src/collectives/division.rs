@@ -43,6 +43,11 @@ impl Division {
         range.end - range.start
     }
 
+    /// Returns whether all of `ranks` ranks have as many elements.
+    pub(super) fn is_equal(&self, ranks: usize) -> bool {
+        i64::try_from(ranks).is_ok_and(|ranks| self.per_rank.saturating_mul(ranks) == self.elements)
+    }
+
     /// Returns whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.elements == 0

@@ -24,20 +24,21 @@ impl Group {
     pub fn first_failure(&self, own: Option<&str>, label: &str) -> Result<Option<(usize, String)>> {
         // The first rank has the largest number, and 0 is none.
         let number = own.map_or(0, |_| self.size() - self.rank());
-        let largest = Tensor::f_full([1], number as i64, (Kind::Int64, Device::Cpu))?;
+        let device = self.device();
+        let largest = Tensor::f_full([1], number as i64, (Kind::Int64, device))?;
         self.all_reduce(&largest, ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() }, label)?;
         let Ok(number @ 1..) = usize::try_from(largest.f_int64_value(&[0])?) else { return Ok(None) };
         let rank = self.size().saturating_sub(number);
         let own = own.filter(|_| rank == self.rank()).unwrap_or_default().as_bytes();
-        let length = Tensor::f_full([1], own.len() as i64, (Kind::Int64, Device::Cpu))?;
+        let length = Tensor::f_full([1], own.len() as i64, (Kind::Int64, device))?;
         self.broadcast(&length, rank, label)?;
         let length = length.f_int64_value(&[0])?;
         let text = match own {
-            [] => Tensor::f_zeros([length], (Kind::Uint8, Device::Cpu))?,
-            own => Tensor::f_from_slice(own)?,
+            [] => Tensor::f_zeros([length], (Kind::Uint8, device))?,
+            own => Tensor::f_from_slice(own)?.f_to_device(device)?,
         };
         self.broadcast(&text, rank, label)?;
-        let bytes = Vec::<u8>::try_from(text)?;
+        let bytes = Vec::<u8>::try_from(text.f_to_device(Device::Cpu)?)?;
         Ok(Some((rank, String::from_utf8_lossy(&bytes).into_owned())))
     }
 }

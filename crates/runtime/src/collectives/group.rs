@@ -1,5 +1,6 @@
 //! Ranks that are connected with each other, and their messages.
 
+use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,8 +9,9 @@ use parking_lot::Mutex;
 use tch::Device;
 
 use super::failure::{self, CollectiveError};
-use super::operation_log::OperationLog;
+use super::operation_log::{OperationLog, Progress};
 use super::{Bytes, Store};
+use crate::device::checked;
 use crate::error::{Error, Result};
 use crate::sys::collectives::{Backend, Interface};
 
@@ -18,7 +20,8 @@ use crate::sys::collectives::{Backend, Interface};
 pub struct GroupOptions {
     /// The longest that a call waits for other ranks.
     pub timeout: Duration,
-    /// Where the tensors are. Gloo connects CPUs; for GPUs, libtorch's NCCL is not built in.
+    /// Where this rank's tensors are: the CPU, connected by Gloo, or a CUDA device, connected by NCCL ([written, never run on a
+    /// GPU](super#gpus)).
     pub device: Device,
 }
 
@@ -64,7 +67,7 @@ impl Group {
     /// Connects all ranks of the run.
     ///
     /// # Errors
-    /// Ranks that do not come in time; a name that a group of this run has had; a device other than the CPU.
+    /// Ranks that do not come in time; a name that a group of this run has had; a device that does not exist here.
     pub fn new(store: &Store, name: &str, options: GroupOptions) -> Result<Self> {
         let ranks: Vec<usize> = (0..store.launch().world_size).collect();
         Self::of_ranks(store, name, &ranks, options)
@@ -77,11 +80,6 @@ impl Group {
     pub fn of_ranks(store: &Store, name: &str, ranks: &[usize], options: GroupOptions) -> Result<Self> {
         let launch = store.launch();
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
-        if options.device != Device::Cpu {
-            let device = crate::device::flag(options.device);
-            let reason = "NCCL is not built in; groups connect CPUs".to_owned();
-            return Err(Error::Unavailable { what: format!("a group on {device}"), reason });
-        }
         let Some(rank) = ranks.iter().position(|&rank| rank == launch.rank) else {
             return refuse(format!("the ranks {ranks:?} leave out this process's, {}", launch.rank));
         };
@@ -123,8 +121,8 @@ impl Group {
         (rank, size): (usize, usize),
         options: GroupOptions,
     ) -> Result<Self> {
-        let launch = store.launch();
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
+        let cuda = checked(options.device)?;
         if size == 1 {
             return Ok(Self::with(name, (rank, size), options, None, Some(store.clone())));
         }
@@ -133,25 +131,46 @@ impl Group {
             return refuse("a group of that name was made before; give each its own name".to_owned());
         }
         store.set(&member, &[])?;
-        let interface = match std::env::var("GLOO_SOCKET_IFNAME") {
-            Ok(names) => Interface::Named(names.split(',').next().unwrap_or_default().trim().to_owned()),
-            Err(_) if launch.is_local() => Interface::Address("127.0.0.1".to_owned()),
-            Err(_) => Interface::OfHostName,
-        };
-        // The other ranks wait that long for rank 0 in a barrier: longer than rank 0, which can name who is late, waits for them.
-        let patience = options.timeout + Duration::from_millis(500);
         let prefix = format!("group/{name}");
-        let backend = Backend::gloo(&store.connection, &prefix, (rank, size), &interface, patience);
+        let backend = match cuda {
+            Some(_) => Backend::nccl(&store.connection, &prefix, (rank, size), options.timeout),
+            None => Self::gloo(store, &prefix, (rank, size), options.timeout),
+        };
         let backend = backend.map_err(|cause| {
             let cause = cause.to_string();
             let cause = failure::without_source_line(&cause);
             let reason = format!("rank {rank} of {size}, group `{name}`: no connection: {cause}");
             Error::invalid("group", reason)
         })?;
-        Ok(Self::with(name, (rank, size), options, Some(backend), Some(store.clone())))
+        let group = Self::with(name, (rank, size), options, Some(backend), Some(store.clone()));
+        if let Some(device) = cuda {
+            group.connect_nccl(device)?;
+        }
+        Ok(group)
     }
 
-    /// Returns a group of this process alone, whose operations copy.
+    fn gloo(store: &Store, prefix: &str, (rank, size): (usize, usize), timeout: Duration) -> Result<Backend> {
+        let interface = match std::env::var("GLOO_SOCKET_IFNAME") {
+            Ok(names) => Interface::Named(names.split(',').next().unwrap_or_default().trim().to_owned()),
+            Err(_) if store.launch().is_local() => Interface::Address("127.0.0.1".to_owned()),
+            Err(_) => Interface::OfHostName,
+        };
+        // The other ranks wait that long for rank 0 in a barrier: longer than rank 0, which can name who is late, waits for them.
+        let patience = timeout + Duration::from_millis(500);
+        Backend::gloo(&store.connection, prefix, (rank, size), &interface, patience)
+    }
+
+    /// NCCL waits for all ranks without limit. So they meet first where there is one.
+    fn connect_nccl(&self, device: c_int) -> Result<()> {
+        self.meet("connect", "NCCL", &[])?;
+        let operation = self.begin("connect", "NCCL", 0)?;
+        let connected = self.backend().map_or(Ok(()), |backend| backend.connect(device));
+        connected.map_err(|cause| self.fail(&operation, None, &cause))?;
+        self.log(&operation, Progress::Done);
+        Ok(())
+    }
+
+    /// Returns a group of this process alone on the CPU, whose operations copy.
     pub fn alone() -> Self {
         Self::with("alone", (0, 1), GroupOptions::default(), None, None)
     }
@@ -233,7 +252,7 @@ impl Group {
         self.0.state.lock().failure.clone()
     }
 
-    /// Returns the bytes of tensors that this rank has sent to and received from other ranks. Gloo's own collectives
+    /// Returns the bytes of tensors that this rank has sent to and received from other ranks. The backend's own collectives
     /// ([`Order::Native`](super::Order::Native)) are not counted.
     pub fn bytes(&self) -> Bytes {
         Bytes { sent: self.0.sent.load(Ordering::Relaxed), received: self.0.received.load(Ordering::Relaxed) }
@@ -243,6 +262,16 @@ impl Group {
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, size) = (self.rank(), self.size());
         (1..size).map(move |distance| (rank + distance) % size)
+    }
+
+    /// Where the group's tensors are.
+    pub(super) fn device(&self) -> Device {
+        self.0.options.device
+    }
+
+    /// Whether the ranks are connected by NCCL: work is enqueued on the device, and nothing waits on the host.
+    pub(super) fn is_over_nccl(&self) -> bool {
+        self.0.backend.is_some() && self.device() != Device::Cpu
     }
 
     pub(super) fn backend(&self) -> Option<&Backend> {
@@ -262,5 +291,72 @@ impl Group {
         let mut state = self.0.state.lock();
         state.agreements += 1;
         state.agreements
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use tch::{Kind, Tensor};
+
+    use super::super::{Division, Launch, Order, ReduceOp, ReduceOptions};
+    use super::*;
+
+    /// A group of one rank has no connection otherwise. Here it has one, so that one GPU runs what several do.
+    fn alone_over_nccl() -> Group {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+        let launch = Launch::read(|name| match name {
+            "MASTER_ADDR" => Some("127.0.0.1".to_owned()),
+            "MASTER_PORT" => Some(port.clone()),
+            "RANK" | "LOCAL_RANK" => Some("0".to_owned()),
+            "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => Some("1".to_owned()),
+            _ => None,
+        });
+        let store = Store::connect(&launch.unwrap().unwrap(), Duration::from_secs(30)).unwrap();
+        let options = GroupOptions { device: Device::Cuda(0), ..GroupOptions::default() };
+        let backend = Backend::nccl(&store.connection, "group/alone", (0, 1), options.timeout).unwrap();
+        let group = Group::with("alone", (0, 1), options, Some(backend), Some(store));
+        group.connect_nccl(0).unwrap();
+        group
+    }
+
+    #[test]
+    fn one_rank_over_nccl_computes_what_it_has() {
+        if crate::device::cuda_count().unwrap() == 0 {
+            eprintln!("skipped: no CUDA device");
+            return;
+        }
+        let group = alone_over_nccl();
+        let source = Tensor::arange(1_000_000, (Kind::Float, group.device()));
+        let (target, division) = (source.zeros_like(), Division::even(1_000_000, 1));
+        let check = |target: &Tensor| {
+            assert!(target.equal(&source));
+            let _ = target.shallow_clone().zero_();
+        };
+        group.all_gather(&target, division, &source, "gather").unwrap().wait().unwrap();
+        check(&target);
+        for order in [Order::Ordered, Order::Native] {
+            let options = ReduceOptions { order, ..ReduceOptions::default() };
+            group.reduce_scatter(&source, division, &target, options, "reduce").unwrap().wait().unwrap();
+            check(&target);
+            target.shallow_clone().copy_(&source);
+            group.all_reduce(&target, ReduceOptions { op: ReduceOp::Max, ..options }, "maximum").unwrap();
+            check(&target);
+        }
+        // Within one group of messages, a rank may send to itself.
+        let bytes = |tensor: &Tensor| (0, tensor.to_kind(Kind::Int16));
+        let (received, sent) = (bytes(&target), bytes(&source));
+        let backend = group.backend().unwrap();
+        let mut transfer =
+            backend.exchange(std::slice::from_ref(&received), std::slice::from_ref(&sent)).unwrap();
+        transfer.wait(group.timeout()).unwrap();
+        assert!(received.1.equal(&sent.1));
+        assert_eq!(
+            group.first_failure(Some("disk full"), "save").unwrap(),
+            Some((0, "disk full".to_owned()))
+        );
+        group.barrier("end").unwrap();
+        assert_eq!(group.failure(), None);
     }
 }

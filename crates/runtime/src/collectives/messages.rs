@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::sync::atomic::Ordering;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::failure::{self, CollectiveError};
 use super::group::Group;
@@ -12,6 +12,7 @@ use super::operation_log::Progress;
 use super::work::{Deadline, Operation, Pending};
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
+use crate::sys::collectives::Message;
 
 impl Group {
     /// Enters an operation into the log.
@@ -33,7 +34,41 @@ impl Group {
         self.0.state.lock().log.set(operation.number, progress);
     }
 
-    /// Begins to send; nothing where the tensor is empty. An error is a failure of the group.
+    /// Begins to receive and to send tensors; nothing for those that are empty. Over NCCL, which matches messages by their order alone,
+    /// all begin together: one after the other, two ranks that both receive first would wait for each other. An error is a failure of
+    /// the group.
+    pub(super) fn exchange(
+        &self,
+        operation: &Operation,
+        mut receives: Vec<Message>,
+        mut sends: Vec<Message>,
+    ) -> Result<Vec<Pending>> {
+        receives.retain(|(_, tensor)| tensor.numel() > 0);
+        sends.retain(|(_, tensor)| tensor.numel() > 0);
+        let Some(backend) = self.backend().filter(|_| self.is_over_nccl()) else {
+            let receives = receives.iter().map(|(from, tensor)| self.post_recv(operation, tensor, *from));
+            let sends = sends.iter().map(|(to, tensor)| self.post_send(operation, tensor, *to));
+            return receives.chain(sends).filter_map(Result::transpose).collect();
+        };
+        let peer = match (&receives[..], &sends[..]) {
+            ([], []) => return Ok(Vec::new()),
+            ([(peer, _)], []) | ([], [(peer, _)]) => Some(*peer),
+            _ => None,
+        };
+        let transfer =
+            backend.exchange(&receives, &sends).map_err(|cause| self.fail(operation, peer, &cause))?;
+        let bytes = |messages: &[Message]| messages.iter().map(|(_, tensor)| byte_count(tensor)).sum();
+        self.count(bytes(&sends), bytes(&receives));
+        Ok(vec![Pending { transfer, peer }])
+    }
+
+    /// Counts bytes that cross the wire.
+    pub(super) fn count(&self, sent: u64, received: u64) {
+        self.0.sent.fetch_add(sent, Ordering::Relaxed);
+        self.0.received.fetch_add(received, Ordering::Relaxed);
+    }
+
+    /// Begins to send over Gloo; nothing where the tensor is empty.
     pub(super) fn post_send(
         &self,
         operation: &Operation,
@@ -49,17 +84,12 @@ impl Group {
         let transfer = backend
             .send(tensor, to, tag(sequence, operation.name, bytes))
             .map_err(|cause| self.fail(operation, Some(to), &cause))?;
-        self.0.sent.fetch_add(bytes, Ordering::Relaxed);
+        self.count(bytes, 0);
         Ok(Some(Pending { transfer, peer: Some(to) }))
     }
 
-    /// Begins to receive; nothing where the tensor is empty.
-    pub(super) fn post_recv(
-        &self,
-        operation: &Operation,
-        tensor: &Tensor,
-        from: usize,
-    ) -> Result<Option<Pending>> {
+    /// Begins to receive over Gloo; nothing where the tensor is empty.
+    fn post_recv(&self, operation: &Operation, tensor: &Tensor, from: usize) -> Result<Option<Pending>> {
         if tensor.numel() == 0 {
             return Ok(None);
         }
@@ -89,7 +119,7 @@ impl Group {
         let transfer = backend
             .recv(tensor, from, tag(sequence, operation.name, bytes))
             .map_err(|cause| self.fail(operation, Some(from), &cause))?;
-        self.0.received.fetch_add(bytes, Ordering::Relaxed);
+        self.count(0, bytes);
         Ok(Some(Pending { transfer, peer: Some(from) }))
     }
 
@@ -127,6 +157,9 @@ impl Group {
             state.failure = Some(failure.clone());
             state.log.set(operation.number, Progress::Failed);
         }
+        if let Some(backend) = self.backend().filter(|_| self.is_over_nccl()) {
+            backend.abort();
+        }
         let own = failure.report();
         let mut reports = self.0.store.as_ref().map_or_else(Vec::new, |store| {
             failure::exchange(store, &self.prefix(), (self.rank(), self.size()), own.clone())
@@ -140,12 +173,12 @@ impl Group {
     }
 
     /// Compares the size and dtype of a tensor with the next rank's: a byte is sent around the ranks whose tag has both, and is not
-    /// counted. Where they differ it does not arrive.
+    /// counted. Where they differ it does not arrive. Over NCCL, whose messages have no tags, nothing is compared.
     pub(super) fn compare_sizes(&self, operation: &Operation, tensor: &Tensor) -> Result<()> {
-        let Some(backend) = self.backend() else { return Ok(()) };
+        let Some(backend) = self.backend().filter(|_| !self.is_over_nccl()) else { return Ok(()) };
         let (to, from) = ((self.rank() + 1) % self.size(), (self.rank() + self.size() - 1) % self.size());
         let what = format!("{} of {:?}", operation.name, tensor.kind());
-        let byte = |value: i64| Tensor::f_full([1], value, (Kind::Uint8, Device::Cpu));
+        let byte = |value: i64| Tensor::f_full([1], value, (Kind::Uint8, tensor.device()));
         let (token, arrived) = (byte(1)?, byte(0)?);
         let (sent, received) = {
             let mut state = self.0.state.lock();

@@ -1,4 +1,4 @@
-//! The tensors that operations take: contiguous memory on the CPU, divided among ranks.
+//! The tensors that operations take: contiguous memory on the group's device, divided among ranks.
 
 use tch::{Device, Tensor};
 
@@ -23,12 +23,16 @@ impl Group {
 
     pub(super) fn check_tensor(&self, operation: &'static str, what: &str, tensor: &Tensor) -> Result<()> {
         let refuse = |is: String| {
-            Err(Error::invalid(operation, format!("{what} {is}; expected contiguous memory on the CPU")))
+            let place = match self.device() {
+                Device::Cpu => "the CPU".to_owned(),
+                device => format!("{}, the group's device", crate::device::flag(device)),
+            };
+            Err(Error::invalid(operation, format!("{what} {is}; expected contiguous memory on {place}")))
         };
         if !tensor.defined() {
             return refuse("is undefined".to_owned());
         }
-        if tensor.device() != Device::Cpu {
+        if tensor.device() != self.device() {
             return refuse(format!("is on {}", crate::device::flag(tensor.device())));
         }
         if tensor.is_sparse() || !tensor.is_contiguous() {

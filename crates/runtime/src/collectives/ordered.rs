@@ -6,8 +6,12 @@
 //!
 //! Each rank sends part `k` of its tensor to rank `k`, `(N − 1) / N` of the whole, which is what a ring sends. The parts travel in
 //! pieces of 1 MiB, of which two per rank are received at a time, so the memory beside the tensors is `2 · (N − 1)` MiB.
+//!
+//! Over Gloo all pieces are sent at once, and wait in the sender's tensor for those that receive them. NCCL has no such queue: there, the
+//! ranks exchange one round after the other, in each of which every rank sends one piece to every other and receives one from each.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
@@ -16,6 +20,7 @@ use super::operands::{byte_count, overlap, part};
 use super::work::{Deadline, Operation, Pending};
 use super::{Division, ReduceOp};
 use crate::autograd::GradMode;
+use crate::device::{Stream, record_stream};
 use crate::error::{Error, Result};
 
 /// Bytes of a piece of an ordered reduction, of which two are received from each rank at a time.
@@ -57,9 +62,11 @@ pub(super) struct OrderedReduction {
     sum: Option<Tensor>,
     /// By rank: memory for the pieces that are received, and the number of the first of its messages. None for this rank.
     peers: Vec<Option<Peer>>,
+    /// Over NCCL, the whole tensor, whose parts are sent in the same rounds.
+    sent: Option<(Tensor, Division)>,
     /// Elements of a piece.
     piece: i64,
-    pieces: usize,
+    rounds: usize,
     received: VecDeque<Vec<Pending>>,
     posted: usize,
 }
@@ -85,8 +92,9 @@ impl OrderedReduction {
         let piece = elements_of_a_piece(source.kind());
         let elements = own.numel() as i64;
         let in_place = target.kind() == kind && !overlap(target, &own)?;
-        let scratch = |kind: Kind| Tensor::f_empty([piece.min(elements)], (kind, tch::Device::Cpu));
-        let pieces = usize::try_from((elements + piece - 1) / piece).unwrap_or(usize::MAX);
+        let scratch = |kind: Kind| Tensor::f_empty([piece.min(elements)], (kind, source.device()));
+        let pieces = rounds(elements, piece);
+        let sent = group.is_over_nccl().then(|| (source.shallow_clone(), division));
         let mut peers: Vec<Option<Peer>> = (0..group.size()).map(|_| None).collect();
         for from in group.others() {
             let scratch = [scratch(source.kind())?, scratch(source.kind())?];
@@ -100,12 +108,14 @@ impl OrderedReduction {
             target: target.shallow_clone(),
             sum: if in_place { None } else { Some(scratch(kind)?) },
             peers,
+            // A rank whose part is short still sends to those whose parts are not. The first rank's is the longest.
+            rounds: if sent.is_some() { rounds(division.len(0), piece) } else { pieces },
+            sent,
             piece,
-            pieces,
             received: VecDeque::new(),
             posted: 0,
         };
-        while reduction.posted < pieces.min(AHEAD) {
+        while reduction.posted < reduction.rounds.min(AHEAD) {
             reduction.post_next(group, operation)?;
         }
         Ok(reduction)
@@ -114,31 +124,56 @@ impl OrderedReduction {
     /// Receives and reduces all pieces.
     pub(super) fn run(&mut self, group: &Group, operation: &Operation, deadline: Deadline) -> Result<()> {
         let _no_grad = GradMode::off();
-        for piece in 0..self.pieces {
+        self.keep_scratch(group)?;
+        for round in 0..self.rounds {
             for pending in self.received.pop_front().unwrap_or_default() {
                 group.complete(operation, pending, deadline)?;
             }
-            self.reduce(piece)?;
-            if self.posted < self.pieces {
+            self.reduce(round)?;
+            if self.posted < self.rounds {
                 self.post_next(group, operation)?;
             }
         }
         Ok(())
     }
 
+    /// The stream that reduces may be another one than that on which the scratch was allocated, which gets it back afterwards.
+    fn keep_scratch(&self, group: &Group) -> Result<()> {
+        if !group.is_over_nccl() || self.own.numel() == 0 {
+            return Ok(());
+        }
+        let stream = Stream::current(group.device())?;
+        let received = self.peers.iter().flatten().flat_map(|peer| &peer.scratch);
+        received.chain(&self.sum).try_for_each(|scratch| record_stream(scratch, &stream))
+    }
+
+    /// First element of a piece of this rank's part, and their number: 0 after the last piece.
     fn range(&self, piece: usize) -> (i64, i64) {
         let start = self.piece * piece as i64;
-        (start, self.piece.min(self.own.numel() as i64 - start))
+        (start, self.piece.min(self.own.numel() as i64 - start).max(0))
     }
 
     fn post_next(&mut self, group: &Group, operation: &Operation) -> Result<()> {
         let (_, length) = self.range(self.posted);
-        let mut pending = Vec::new();
+        let mut receives = Vec::new();
         for from in group.others() {
-            let Some(peer) = &self.peers[from] else { continue };
-            let into = peer.scratch[self.posted % AHEAD].f_narrow(0, 0, length)?;
-            let sequence = peer.first_message + self.posted as u64;
-            pending.extend(group.post_reserved_recv(operation, &into, from, sequence)?);
+            let Some(peer) = self.peers[from].as_ref().filter(|_| length > 0) else { continue };
+            receives.push((from, peer.scratch[self.posted % AHEAD].f_narrow(0, 0, length)?));
+        }
+        let mut pending = Vec::new();
+        match &self.sent {
+            Some((source, division)) => {
+                let sends = parts_of_round(*division, group.others(), self.piece, self.posted);
+                let sends = sends.map(|(to, part)| Ok((to, elements(source, &part)?)));
+                pending = group.exchange(operation, receives, sends.collect::<Result<_>>()?)?;
+            }
+            None => {
+                for (from, into) in receives {
+                    let first = self.peers[from].as_ref().map_or(0, |peer| peer.first_message);
+                    let sequence = first + self.posted as u64;
+                    pending.extend(group.post_reserved_recv(operation, &into, from, sequence)?);
+                }
+            }
         }
         self.received.push_back(pending);
         self.posted += 1;
@@ -147,6 +182,9 @@ impl OrderedReduction {
 
     fn reduce(&self, piece: usize) -> Result<()> {
         let (start, length) = self.range(piece);
+        if length == 0 {
+            return Ok(());
+        }
         let mut target = self.target.f_narrow(0, start, length)?;
         let mut sum = match &self.sum {
             Some(sum) => sum.f_narrow(0, 0, length)?,
@@ -173,28 +211,49 @@ impl OrderedReduction {
     }
 }
 
-/// Begins to send the other ranks their parts of `source`, piece by piece.
+/// Over Gloo, begins to send the other ranks their parts of `source`, piece by piece.
 pub(super) fn send_parts(
     group: &Group,
     operation: &Operation,
     source: &Tensor,
     division: Division,
 ) -> Result<Vec<Pending>> {
+    if group.is_over_nccl() {
+        return Ok(Vec::new());
+    }
     let piece = elements_of_a_piece(source.kind());
     let mut pending = Vec::new();
-    let mut start = 0;
-    while start < division.per_rank {
-        for to in group.others() {
-            let range = division.range(to);
-            let length = piece.min(range.end - range.start - start);
-            if length > 0 {
-                let values = source.f_narrow(0, range.start + start, length)?;
-                pending.extend(group.post_send(operation, &values, to)?);
-            }
+    for round in 0..rounds(division.len(0), piece) {
+        for (to, part) in parts_of_round(division, group.others(), piece, round) {
+            pending.extend(group.post_send(operation, &elements(source, &part)?, to)?);
         }
-        start += piece;
     }
     Ok(pending)
+}
+
+/// The elements that are sent to each of `ranks` in a round, one piece of each one's part at most.
+fn parts_of_round(
+    division: Division,
+    ranks: impl Iterator<Item = usize>,
+    piece: i64,
+    round: usize,
+) -> impl Iterator<Item = (usize, Range<i64>)> {
+    let offset = piece * round as i64;
+    ranks.filter_map(move |to| {
+        let part = division.range(to);
+        let start = part.start + offset;
+        let end = part.end.min(start + piece);
+        (start < end).then_some((to, start..end))
+    })
+}
+
+/// Number of pieces of `elements` elements.
+fn rounds(elements: i64, piece: i64) -> usize {
+    usize::try_from((elements + piece - 1) / piece).unwrap_or(usize::MAX)
+}
+
+fn elements(flat: &Tensor, range: &Range<i64>) -> Result<Tensor> {
+    Ok(flat.f_narrow(0, range.start, range.end - range.start)?)
 }
 
 /// Bytes that [`send_parts`] sends.
@@ -205,4 +264,72 @@ pub(super) fn bytes_of_parts(group: &Group, source: &Tensor, division: Division)
 
 fn elements_of_a_piece(kind: Kind) -> i64 {
     PIECE / i64::try_from(kind.elt_size_in_bytes()).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a rank sends and receives in a round: (peer, elements).
+    fn exchanged(
+        division: Division,
+        ranks: usize,
+        piece: i64,
+        rank: usize,
+        round: usize,
+    ) -> [Vec<(usize, i64)>; 2] {
+        let others = || (0..ranks).filter(move |&other| other != rank);
+        let sent = parts_of_round(division, others(), piece, round);
+        let own = division.len(rank) - piece * round as i64;
+        let received = others().filter(|_| own > 0).map(|from| (from, own.min(piece)));
+        [sent.map(|(to, part)| (to, part.end - part.start)).collect(), received.collect()]
+    }
+
+    #[test]
+    fn in_each_round_a_rank_sends_what_its_peers_receive() {
+        for (elements, per_rank, ranks, piece) in [
+            (0, 0, 2, 4),
+            (1, 1, 3, 4),
+            (24, 8, 3, 4),
+            (23, 8, 3, 4),
+            (10, 8, 4, 4),
+            (9, 3, 3, 4),
+            (100, 34, 3, 7),
+        ] {
+            let division = Division { elements, per_rank };
+            let rounds = rounds(division.len(0), piece);
+            let mut sent_to = vec![0; ranks];
+            for round in 0..=rounds {
+                for rank in 0..ranks {
+                    let [sends, receives] = exchanged(division, ranks, piece, rank, round);
+                    assert!(round < rounds || (sends.is_empty() && receives.is_empty()));
+                    for &(to, length) in &sends {
+                        let [_, theirs] = exchanged(division, ranks, piece, to, round);
+                        assert!(theirs.contains(&(rank, length)), "{division:?}: {rank} to {to} in {round}");
+                        sent_to[to] += length;
+                    }
+                    for &(from, length) in &receives {
+                        let [theirs, _] = exchanged(division, ranks, piece, from, round);
+                        assert!(
+                            theirs.contains(&(rank, length)),
+                            "{division:?}: {rank} from {from} in {round}"
+                        );
+                    }
+                }
+            }
+            let expected = (0..ranks).map(|rank| division.len(rank) * (ranks as i64 - 1));
+            assert_eq!(sent_to, expected.collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn pieces_of_a_part_that_is_shorter_than_others_end_earlier() {
+        let division = Division { elements: 14, per_rank: 8 };
+        let check = |round: usize, expected: &[(usize, Range<i64>)]| {
+            assert_eq!(parts_of_round(division, 0..3, 4, round).collect::<Vec<_>>(), expected);
+        };
+        check(0, &[(0, 0..4), (1, 8..12)]);
+        check(1, &[(0, 4..8), (1, 12..14)]);
+        check(2, &[]);
+    }
 }

@@ -25,7 +25,7 @@ impl Group {
     /// Most of the work is done by [`Work::wait`].
     ///
     /// # Errors
-    /// Tensors that are not contiguous, on the CPU, and of the division's sizes; dtypes that are not those above; a shard that
+    /// Tensors that are not contiguous, on the group's device, and of the division's sizes; dtypes that are not those above; a shard that
     /// overlaps another rank's part; a native reduction of unequal parts, in another dtype, or with accumulation; a dead group.
     pub fn reduce_scatter(
         &self,
@@ -59,7 +59,7 @@ impl Group {
                     "a native reduction sums in the source's dtype, without accumulation".to_owned(),
                 );
             }
-            if division.per_rank * self.size() as i64 != division.elements {
+            if !division.is_equal(self.size()) {
                 return refuse(
                     "a native reduction needs equal parts; pad the source, or reduce in order".to_owned(),
                 );
@@ -83,7 +83,7 @@ impl Group {
     /// tensor.
     ///
     /// # Errors
-    /// A tensor that is not contiguous and on the CPU, or whose dtype is not summed; accumulation; a failure, after which the group
+    /// A tensor that is not contiguous and on the group's device, or whose dtype is not summed; accumulation; a failure, after which the group
     /// is dead.
     pub fn all_reduce(&self, tensor: &Tensor, options: ReduceOptions, label: &str) -> Result<()> {
         const NAME: &str = "all_reduce";
@@ -100,7 +100,7 @@ impl Group {
             return Work::new(self, operation, pending).wait();
         }
         if byte_count(&flat) <= EXCHANGED {
-            return self.exchange(&flat, kind, options.op, label);
+            return self.reduce_whole(&flat, kind, options.op, label);
         }
         let division = Division::even(flat.numel() as i64, self.size());
         let own = part(&flat, division, self.rank())?;
@@ -109,19 +109,18 @@ impl Group {
     }
 
     /// An all-reduce in which every rank receives and reduces all tensors.
-    fn exchange(&self, tensor: &Tensor, kind: Kind, op: ReduceOp, label: &str) -> Result<()> {
+    fn reduce_whole(&self, tensor: &Tensor, kind: Kind, op: ReduceOp, label: &str) -> Result<()> {
         let others = self.size() as u64 - 1;
         let operation = self.begin("all_reduce", label, byte_count(tensor) * others)?;
         let _no_grad = GradMode::off();
         let mut values: Vec<Tensor> = (0..self.size()).map(|_| tensor.shallow_clone()).collect();
-        let mut pending = Vec::new();
+        let mut receives = Vec::new();
         for from in self.others() {
             values[from] = tensor.f_empty_like()?;
-            pending.extend(self.post_recv(&operation, &values[from], from)?);
+            receives.push((from, values[from].shallow_clone()));
         }
-        for to in self.others() {
-            pending.extend(self.post_send(&operation, tensor, to)?);
-        }
+        let sends = self.others().map(|to| (to, tensor.shallow_clone())).collect();
+        let pending = self.exchange(&operation, receives, sends)?;
         Work::new(self, operation, pending).wait()?;
         let mut sum = values[0].f_to_kind(kind)?;
         if self.size() > 1 && sum.data_ptr() == values[0].data_ptr() {
@@ -134,8 +133,8 @@ impl Group {
         Ok(tensor.f_copy_(&sum)?)
     }
 
-    /// A collective of Gloo's own. A size that differs among ranks would end their processes; so each first tells the next one, in an
-    /// empty message whose tag has the size.
+    /// A collective of the backend's own. With Gloo, a size that differs among ranks would end their processes; so each first tells the
+    /// next one, in a message of one byte whose tag has the size.
     pub(super) fn native(
         &self,
         operation: &Operation,

@@ -14,16 +14,17 @@ use crate::sys::tensor::bump_version;
 
 impl Group {
     /// Begins to send a tensor to another rank, which receives it with [`Group::recv`]. The n-th tensor sent to a rank is the n-th that
-    /// it receives from this one. `label` names the transfer in errors.
+    /// it receives from this one. `label` names the transfer in errors. On GPUs, of two ranks that send to each other one
+    /// [receives first](super#gpus).
     ///
     /// # Errors
-    /// A tensor that is not contiguous and on the CPU; a rank that is not another one of the group; a dead group.
+    /// A tensor that is not contiguous and on the group's device; a rank that is not another one of the group; a dead group.
     pub fn send(&self, tensor: &Tensor, to: usize, label: &str) -> Result<Work> {
         self.check_peer("send", to)?;
         self.check_tensor("send", "the tensor", tensor)?;
         let operation = self.begin("send", label, byte_count(tensor))?;
-        let pending = self.post_send(&operation, tensor, to)?;
-        Ok(Work::new(self, operation, pending.into_iter().collect()))
+        let pending = self.exchange(&operation, Vec::new(), vec![(to, tensor.shallow_clone())])?;
+        Ok(Work::new(self, operation, pending))
     }
 
     /// Begins to receive a tensor from another rank into `tensor`, of the shape and dtype that is sent.
@@ -35,8 +36,8 @@ impl Group {
         self.check_tensor("recv", "the tensor", tensor)?;
         let operation = self.begin("recv", label, 0)?;
         bump_version(tensor)?;
-        let pending = self.post_recv(&operation, tensor, from)?;
-        Ok(Work::new(self, operation, pending.into_iter().collect()))
+        let pending = self.exchange(&operation, vec![(from, tensor.shallow_clone())], Vec::new())?;
+        Ok(Work::new(self, operation, pending))
     }
 
     /// Begins to gather a divided tensor: each rank's `shard` arrives in its place in `whole`, on every rank. The shards are
@@ -44,7 +45,7 @@ impl Group {
     /// shards of a division are, `(N − 1) / N` of the whole tensor.
     ///
     /// # Errors
-    /// Tensors that are not contiguous, on the CPU, of one dtype and of the division's sizes; a shard that overlaps `whole` elsewhere
+    /// Tensors that are not contiguous, on the group's device, of one dtype and of the division's sizes; a shard that overlaps `whole` elsewhere
     /// than in its place; a dead group.
     pub fn all_gather(
         &self,
@@ -69,19 +70,31 @@ impl Group {
         }
         let bytes = byte_count(&shard) * (self.size() as u64 - 1);
         let operation = self.begin(NAME, label, bytes)?;
+        if self.is_over_nccl() && division.is_equal(self.size()) {
+            let pending = self.native(&operation, Native::AllGather, &shard, Some(&whole))?;
+            self.count(bytes, bytes);
+            return Ok(Work::new(self, operation, pending));
+        }
         bump_version(&whole)?;
-        let mut pending = Vec::with_capacity(2 * self.size());
-        for from in self.others() {
-            pending.extend(self.post_recv(&operation, &part(&whole, division, from)?, from)?);
+        let copy_own = || -> Result<()> {
+            if !in_place && shard.numel() > 0 {
+                let _no_grad = GradMode::off();
+                own.shallow_clone().f_copy_(&shard)?;
+            }
+            Ok(())
+        };
+        // On a device it is enqueued, so that the stream that waits for the messages waits for the copy, too. On the CPU it overlaps
+        // them.
+        if self.is_over_nccl() {
+            copy_own()?;
         }
-        for to in self.others() {
-            pending.extend(self.post_send(&operation, &shard, to)?);
-        }
+        let receives = self.others().map(|from| Ok((from, part(&whole, division, from)?)));
+        let receives = receives.collect::<Result<Vec<_>>>()?;
+        let sends = self.others().map(|to| (to, shard.shallow_clone())).collect();
+        let pending = self.exchange(&operation, receives, sends)?;
         let work = Work::new(self, operation, pending);
-        if !in_place && shard.numel() > 0 {
-            let _no_grad = GradMode::off();
-            let mut own = own;
-            own.f_copy_(&shard)?;
+        if !self.is_over_nccl() {
+            copy_own()?;
         }
         Ok(work)
     }
@@ -90,7 +103,7 @@ impl Group {
     /// [`Group::bytes`].
     ///
     /// # Errors
-    /// Tensors that are not contiguous and on the CPU, of different dtypes, or that overlap; a shard that is not one of as many equal
+    /// Tensors that are not contiguous and on the group's device, of different dtypes, or that overlap; a shard that is not one of as many equal
     /// ones as there are ranks; a dead group.
     pub fn all_gather_native(&self, whole: &Tensor, shard: &Tensor, label: &str) -> Result<Work> {
         const NAME: &str = "all_gather";
@@ -118,7 +131,7 @@ impl Group {
     /// Copies the tensor of rank `root` into those of all others, and waits until it has arrived. The root sends it to each.
     ///
     /// # Errors
-    /// A tensor that is not contiguous and on the CPU; a rank outside of the group; a failure, after which the group is dead.
+    /// A tensor that is not contiguous and on the group's device; a rank outside of the group; a failure, after which the group is dead.
     pub fn broadcast(&self, tensor: &Tensor, root: usize, label: &str) -> Result<()> {
         const NAME: &str = "broadcast";
         self.check_tensor(NAME, "the tensor", tensor)?;
@@ -131,23 +144,27 @@ impl Group {
         }
         let sent = if self.rank() == root { byte_count(tensor) * (self.size() as u64 - 1) } else { 0 };
         let operation = self.begin(NAME, label, sent)?;
-        let mut pending = Vec::new();
-        if self.rank() == root {
-            for to in self.others() {
-                pending.extend(self.post_send(&operation, tensor, to)?);
-            }
+        let to_or_from = |peer: usize| (peer, tensor.shallow_clone());
+        let pending = if self.rank() == root {
+            self.exchange(&operation, Vec::new(), self.others().map(to_or_from).collect())?
         } else {
             bump_version(tensor)?;
-            pending.extend(self.post_recv(&operation, tensor, root)?);
-        }
+            self.exchange(&operation, vec![to_or_from(root)], Vec::new())?
+        };
         Work::new(self, operation, pending).wait()
     }
 
-    /// Waits until all ranks have come. To be called before a process ends, because the others may still need its store.
+    /// Waits until all ranks have come. To be called before a process ends, because the others may still need its store. On a GPU it
+    /// first waits for the device's work.
     ///
     /// # Errors
     /// Ranks that do not come within the timeout, by number. The group is dead then.
     pub fn barrier(&self, label: &str) -> Result<()> {
+        if self.is_over_nccl() {
+            self.check_alive()?;
+            crate::device::synchronize(self.device())?;
+            return self.meet("barrier", label, &[]);
+        }
         let operation = self.begin("barrier", label, 0)?;
         if let Some(backend) = &self.0.backend {
             let arrived = backend.monitored_barrier(self.timeout());

@@ -19,7 +19,7 @@ pub(super) struct Operation {
     pub(super) number: u64,
 }
 
-/// A transfer, and the rank at its other end; `None` for a collective of Gloo's own.
+/// A transfer, and the rank at its other end; `None` for a collective of the backend's own, and for messages with several ranks.
 #[derive(Debug)]
 pub(super) struct Pending {
     pub(super) transfer: Transfer,
@@ -67,6 +67,9 @@ impl Work {
 
     /// Waits until the operation is done, for at most the group's timeout from this call on. An ordered reduction receives and adds
     /// during this call: wait on a thread of its own to overlap it with computation.
+    ///
+    /// On a GPU nothing waits but the calling thread's current stream, and an ordered reduction is enqueued there; see
+    /// [the module](super#gpus).
     ///
     /// # Errors
     /// [`Error::Collective`]: a peer is gone, or did not take part in time. The group is dead then.

@@ -48,6 +48,16 @@ unsafe extern "C" {
         timeout: i64,
         out: *mut *mut Opaque,
     ) -> Status;
+    fn rt_group_new_nccl(
+        store: *mut Opaque,
+        name: *const c_char,
+        rank: c_int,
+        size: c_int,
+        timeout: i64,
+        out: *mut *mut Opaque,
+    ) -> Status;
+    fn rt_group_connect(group: *mut Opaque, device: c_int) -> Status;
+    fn rt_group_abort(group: *mut Opaque);
     fn rt_group_free(group: *mut Opaque);
     fn rt_group_send(
         group: *mut Opaque,
@@ -61,6 +71,14 @@ unsafe extern "C" {
         tensor: *const C_tensor,
         peer: c_int,
         tag: c_int,
+        out: *mut *mut Opaque,
+    ) -> Status;
+    fn rt_group_exchange(
+        group: *mut Opaque,
+        tensors: *const *const C_tensor,
+        peers: *const c_int,
+        receives: usize,
+        count: usize,
         out: *mut *mut Opaque,
     ) -> Status;
     fn rt_group_native(
@@ -196,7 +214,10 @@ unsafe impl Send for Backend {}
 // SAFETY: as above.
 unsafe impl Sync for Backend {}
 
-/// A collective of Gloo's own.
+/// A tensor to or from the rank that is named.
+pub(crate) type Message = (usize, Tensor);
+
+/// A collective of the backend's own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Native {
     AllReduceSum = 0,
@@ -206,7 +227,7 @@ pub(crate) enum Native {
 }
 
 impl Backend {
-    /// Connects with all other ranks.
+    /// Connects with all other ranks over Gloo.
     pub(crate) fn gloo(
         store: &Store,
         name: &str,
@@ -240,6 +261,53 @@ impl Backend {
         Ok(Self(Mutex::new(group)))
     }
 
+    /// A group over NCCL, for [`connect`](Backend::connect). The caller has loaded libtorch_cuda.
+    pub(crate) fn nccl(
+        store: &Store,
+        name: &str,
+        (rank, size): (usize, usize),
+        timeout: Duration,
+    ) -> Result<Self> {
+        let (name, timeout) = (text(name)?, milliseconds(timeout));
+        let mut group = null_mut();
+        // SAFETY: the store is alive; the name and the out-parameter are valid during the call.
+        let status = unsafe {
+            rt_group_new_nccl(store.0, name.as_ptr(), index(rank), index(size), timeout, &mut group)
+        };
+        // SAFETY: the status is fresh.
+        unsafe { check(status) }?;
+        Ok(Self(Mutex::new(group)))
+    }
+
+    /// Connects a group over NCCL, once: waits until all ranks do. The caller has checked that the device exists.
+    pub(crate) fn connect(&self, device: c_int) -> Result<()> {
+        let group = self.0.lock();
+        // SAFETY: the group is alive and ours alone during the call.
+        unsafe { check(rt_group_connect(*group, device)) }
+    }
+
+    /// Ends what is under way over NCCL; nothing over Gloo.
+    pub(crate) fn abort(&self) {
+        let group = self.0.lock();
+        // SAFETY: the group is alive and ours alone during the call.
+        unsafe { rt_group_abort(*group) };
+    }
+
+    /// Begins messages over NCCL together: contiguous tensors of the group's device with at least one element. That nobody uses the
+    /// memory of those that are received meanwhile is for the caller to see to.
+    pub(crate) fn exchange(&self, receives: &[Message], sends: &[Message]) -> Result<Transfer> {
+        let messages = || receives.iter().chain(sends);
+        let tensors: Vec<*const C_tensor> = messages().map(|(_, tensor)| tensor.as_ptr()).collect();
+        let peers: Vec<c_int> = messages().map(|(peer, _)| index(*peer)).collect();
+        let mut work = null_mut();
+        let group = self.0.lock();
+        let (tensors, peers, count) = (tensors.as_ptr(), peers.as_ptr(), peers.len());
+        // SAFETY: the group is alive and ours alone during the call; the lists have `count` elements, and the tensors outlive it, and
+        // their memory the work.
+        unsafe { check(rt_group_exchange(*group, tensors, peers, receives.len(), count, &mut work)) }?;
+        Ok(Transfer(work))
+    }
+
     /// Begins to send a contiguous CPU tensor with at least one element.
     pub(crate) fn send(&self, tensor: &Tensor, peer: usize, tag: i32) -> Result<Transfer> {
         let mut work = null_mut();
@@ -259,7 +327,7 @@ impl Backend {
         Ok(Transfer(work))
     }
 
-    /// Begins a collective of Gloo's own. All ranks have agreed on the sizes.
+    /// Begins a collective of the backend's own. All ranks have agreed on the sizes.
     pub(crate) fn native(
         &self,
         operation: Native,
@@ -280,7 +348,7 @@ impl Backend {
         Ok(Transfer(work))
     }
 
-    /// Waits until all ranks have come.
+    /// Waits until all ranks have come, over Gloo.
     pub(crate) fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         let group = self.0.lock();
         // SAFETY: the group is alive and ours alone during the call.

@@ -2,6 +2,7 @@
 
 mod failures;
 mod launch;
+mod nccl;
 mod operations;
 mod wire;
 
@@ -19,6 +20,8 @@ const CASES: &[(&str, Case)] = &[
     ("wire", wire::rank),
     ("a peer that dies", failures::dying_peer),
     ("groups that fail", failures::failing_groups),
+    ("a GPU that is missing", nccl::missing),
+    ("a GPU for each rank", nccl::two),
 ];
 
 /// A rank's process runs this test alone.

@@ -97,8 +97,8 @@ pub(crate) struct StepArgs {
 }
 
 /// What a plan over GPUs says instead of flags.
-const ON_GPUS: &str = "another program: the ranks of this one are connected over CPUs (libtorch's NCCL is not built in), so this is a \
-    prediction of the method";
+const ON_GPUS: &str = "another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this \
+    is a prediction of the method";
 
 /// The step that is planned.
 struct PlannedStep {
