@@ -1,4 +1,7 @@
 //! Products of a few vectors with a stored matrix: each weight is read once, and summed in fp32.
+//!
+//! If both are in bf16, they are multiplied by the processor's own instruction for pairs of bf16 where it is used
+//! ([`multiplies_into_fp32`]): the products are exact and the sums in fp32, as without it, in another order.
 
 use pulp::{Simd, WithSimd};
 use tch::{Device, Kind, Tensor};
@@ -6,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 use super::parallel;
 use super::tensor::rows;
 use crate::error::Result;
+use crate::processor::multiplies_into_fp32;
 use crate::sys::simd;
 
 /// Approximate bytes of weights that one task reads: so many that its start costs little, and so few that every thread gets a task.
@@ -23,6 +27,8 @@ enum Stored {
     Float,
     /// Two bf16 in each word, the first in its lower half.
     Bfloat16,
+    /// The same, for vectors in bf16 and the instruction that multiplies pairs.
+    Pairs,
 }
 
 /// Returns `x·Wᵀ` in fp32, or `None` if the weight does not qualify: fp32 or bf16, on the CPU, with dense rows of whole 32-bit
@@ -32,6 +38,9 @@ enum Stored {
 pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>> {
     let (stored, per_word) = match weight_nd.kind() {
         Kind::Float => (Stored::Float, 1),
+        Kind::BFloat16 if x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16) => {
+            (Stored::Pairs, 2)
+        }
         Kind::BFloat16 => (Stored::Bfloat16, 2),
         _ => return Ok(None),
     };
@@ -45,16 +54,9 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
     if !whole || words == 0 || weight.rows == 0 {
         return Ok(None);
     }
-    let x_md = x_md.f_to_kind(Kind::Float)?.f_contiguous()?;
     let vectors = x_md.size()[0] as usize;
-    let mut flat = vec![0f32; vectors * weight.columns];
-    x_md.f_copy_data(&mut flat, vectors * weight.columns)?;
-    // The first elements of all words, then the second ones.
-    let parted: Vec<f32> = flat
-        .chunks_exact(weight.columns)
-        .flat_map(|x| (0..per_word).flat_map(move |part| x.iter().skip(part).step_by(per_word).copied()))
-        .collect();
-    let x: Vec<&[f32]> = parted.chunks_exact(weight.columns).collect();
+    let x = words_of(x_md, (stored, per_word), weight.columns)?;
+    let x: Vec<&[u32]> = x.chunks_exact(x.len() / vectors.max(1)).collect();
 
     let out = Tensor::f_empty([vectors as i64, weight.rows as i64], (Kind::Float, Device::Cpu))?;
     let out_at = out.data_ptr() as usize;
@@ -90,11 +92,29 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
     Ok(Some(out))
 }
 
-/// Multiplies some rows of weights by up to [`VECTORS`] vectors, each stored as its parts in sequence.
+/// Returns the vectors in words of 32 bits: in fp32, of each vector the first elements of all words of a weight, then the second ones;
+/// for [`Stored::Pairs`] as they are.
+fn words_of(x_md: &Tensor, (stored, per_word): (Stored, usize), columns: usize) -> Result<Vec<u32>> {
+    let kind = if matches!(stored, Stored::Pairs) { Kind::BFloat16 } else { Kind::Float };
+    let words = x_md.f_to_kind(kind)?.f_contiguous()?.f_view_dtype(Kind::Int)?;
+    let mut flat = vec![0i32; words.numel()];
+    words.f_copy_data(&mut flat, words.numel())?;
+    let bits = flat.iter().map(|word| word.cast_unsigned());
+    if matches!(stored, Stored::Pairs) {
+        return Ok(bits.collect());
+    }
+    let bits: Vec<u32> = bits.collect();
+    let parts = |x: &[u32]| -> Vec<u32> {
+        (0..per_word).flat_map(|part| x.iter().skip(part).step_by(per_word).copied()).collect()
+    };
+    Ok(bits.chunks_exact(columns).flat_map(parts).collect())
+}
+
+/// Multiplies some rows of weights by up to [`VECTORS`] vectors, each stored as [`words_of`] returns it.
 struct Block<'a> {
     stored: Stored,
     streams: [&'a [u32]; STREAMS],
-    x: &'a [&'a [f32]],
+    x: &'a [&'a [u32]],
 }
 
 impl WithSimd for Block<'_> {
@@ -120,6 +140,7 @@ impl Block<'_> {
         let given = N.min(self.x.len());
         x[..given].copy_from_slice(&self.x[..given]);
         match self.stored {
+            Stored::Pairs => return dots_of_pairs(self.streams, x),
             Stored::Float => {
                 let whole = words / S::F32_LANES * S::F32_LANES;
                 for at in (0..whole).step_by(S::F32_LANES) {
@@ -149,6 +170,54 @@ impl Block<'_> {
     }
 }
 
+/// Sums of products of pairs of bf16, 16 words at a time.
+#[cfg(target_arch = "x86_64")]
+fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
+    use std::arch::x86_64::*;
+
+    use super::simd::pairs;
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn sums<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
+        let words = streams[0].len();
+        let mut sums = [[_mm512_setzero_ps(); N]; STREAMS];
+        for at in (0..words).step_by(16) {
+            let mask = (0xffffu32 >> (16 - (words - at).min(16))) as u16;
+            let mut loaded = [pairs(_mm512_setzero_si512()); N];
+            for vector in 0..N {
+                // SAFETY: lanes beyond the last word are masked; vectors have as many words as streams.
+                let words = unsafe { _mm512_maskz_loadu_epi32(mask, x[vector].as_ptr().add(at).cast()) };
+                loaded[vector] = pairs(words);
+            }
+            for stream in 0..STREAMS {
+                // SAFETY: likewise.
+                let words =
+                    unsafe { _mm512_maskz_loadu_epi32(mask, streams[stream].as_ptr().add(at).cast()) };
+                for vector in 0..N {
+                    let sum = &mut sums[stream][vector];
+                    *sum = _mm512_dpbf16_ps(*sum, pairs(words), loaded[vector]);
+                }
+            }
+        }
+        let mut out = [[0.0; VECTORS]; STREAMS];
+        for (out, sums) in out.iter_mut().zip(sums) {
+            for (out, sum) in out.iter_mut().zip(sums) {
+                *out = _mm512_reduce_add_ps(sum);
+            }
+        }
+        out
+    }
+
+    // SAFETY: `Stored::Pairs` is chosen only where the processor has the instructions.
+    unsafe { sums(streams, x) }
+}
+
+/// Nothing multiplies pairs of bf16 there.
+#[cfg(not(target_arch = "x86_64"))]
+fn dots_of_pairs<const N: usize>(_: [&[u32]; STREAMS], _: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
+    unreachable!("pairs of bf16 are chosen on x86-64 alone")
+}
+
 /// Adds the products of `count` words of each stream, from `at` on. Without closures, which would not be compiled for the chosen
 /// vector instructions.
 #[inline(always)]
@@ -156,13 +225,13 @@ fn add<S: Simd, const N: usize>(
     simd: S,
     sums: &mut [[S::f32s; N]; STREAMS],
     streams: [&[u32]; STREAMS],
-    x: [&[f32]; N],
+    x: [&[u32]; N],
     at: usize,
     count: usize,
 ) {
     let mut loaded = [simd.splat_f32s(0.0); N];
     for vector in 0..N {
-        loaded[vector] = simd.partial_load_f32s(&x[vector][at..at + count]);
+        loaded[vector] = simd.transmute_f32s_u32s(simd.partial_load_u32s(&x[vector][at..at + count]));
     }
     for stream in 0..STREAMS {
         let weight = simd.transmute_f32s_u32s(simd.partial_load_u32s(&streams[stream][at..at + count]));
@@ -178,7 +247,7 @@ fn add_halves<S: Simd, const N: usize>(
     simd: S,
     sums: &mut [[S::f32s; N]; STREAMS],
     streams: [&[u32]; STREAMS],
-    x: [&[f32]; N],
+    x: [&[u32]; N],
     at: usize,
     count: usize,
 ) {
@@ -187,8 +256,9 @@ fn add_halves<S: Simd, const N: usize>(
     let mut first = [simd.splat_f32s(0.0); N];
     let mut second = first;
     for vector in 0..N {
-        first[vector] = simd.partial_load_f32s(&x[vector][at..at + count]);
-        second[vector] = simd.partial_load_f32s(&x[vector][words + at..words + at + count]);
+        let (low, high) = (&x[vector][at..at + count], &x[vector][words + at..words + at + count]);
+        first[vector] = simd.transmute_f32s_u32s(simd.partial_load_u32s(low));
+        second[vector] = simd.transmute_f32s_u32s(simd.partial_load_u32s(high));
     }
     for stream in 0..STREAMS {
         let pairs = simd.partial_load_u32s(&streams[stream][at..at + count]);

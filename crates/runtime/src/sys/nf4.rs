@@ -274,7 +274,7 @@ fn choice() -> Choice {
 
 #[cfg(test)]
 mod tests {
-    use super::matvec::{Row, arranged};
+    use super::matvec::{Row, arranged, arranged_in_pairs};
     use super::*;
 
     fn pseudo(count: usize) -> impl Iterator<Item = u32> {
@@ -333,6 +333,32 @@ mod tests {
             unsafe {
                 x86::dots_avx512([row; 4], parts).iter().for_each(|sums| near(sums));
                 x86::dots_avx512([row; 4], [parts[0]]).iter().for_each(|sums| near(sums));
+            }
+        }
+        if Simd::Avx512.is_there() && is_x86_feature_detected!("avx512bf16") {
+            let x: Vec<Vec<bf16>> =
+                x.iter().map(|x| x.iter().map(|value| bf16::from_f32(*value)).collect()).collect();
+            let arranged: Vec<Vec<bf16>> = x.iter().map(|x| arranged_in_pairs(x)).collect();
+            let parts: [&[bf16]; 4] = std::array::from_fn(|index| &arranged[index][..]);
+            // With the values of the codes in bf16, and sums in fp64.
+            let exact = |x: &[bf16]| -> (f64, f64) {
+                let code = |index: usize| codes[index / 2] >> (4 * (1 - index % 2)) & 15;
+                let term = |index: usize| {
+                    let value = bf16::from_f32(crate::nf4::TABLE[usize::from(code(index))]).to_f64();
+                    value * x[index].to_f64() * f64::from(scales[index / BLOCK])
+                };
+                (0..x.len()).map(term).fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()))
+            };
+            let check = |sums: &[f32]| {
+                for (sum, x) in sums.iter().zip(&x) {
+                    let (expected, size) = exact(x);
+                    assert!((f64::from(*sum) - expected).abs() < 1e-6 * size, "{sum}, expected {expected}");
+                }
+            };
+            // SAFETY: the processor has AVX-512 BF16; codes, scales and vectors are of the same blocks.
+            unsafe {
+                x86::dots_bf16([row; 4], parts).iter().for_each(|sums| check(sums));
+                x86::dots_bf16([row; 4], [parts[0]]).iter().for_each(|sums| check(sums));
             }
         }
     }

@@ -38,6 +38,14 @@ pub(super) fn prefetch(at: usize, bytes: usize) {
     let _ = (at, bytes);
 }
 
+/// The same bits as pairs of bf16.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) fn pairs(words: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m512bh {
+    // SAFETY: both are 512 bits without invalid values.
+    unsafe { std::mem::transmute(words) }
+}
+
 /// Whether the processor has tiles that multiply bf16 (AMX-BF16), and fp16 (AMX-FP16).
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn tiles() -> (bool, bool) {

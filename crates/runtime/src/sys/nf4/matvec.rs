@@ -1,5 +1,10 @@
 //! Products of a few vectors with a weight, which is read once.
+//!
+//! Vectors in bf16 are multiplied by the processor's own instructions for bf16 where these are used
+//! ([`multiplies_into_fp32`]): half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. What a
+//! weight that is dequantized to bf16 has is rounded as often.
 
+use half::bf16;
 use tch::{Device, Kind, Tensor};
 
 use super::super::parallel;
@@ -8,6 +13,7 @@ use super::x86;
 use super::{BLOCK, BYTES, Choice, Output, TASK, choice, expect_shape, packed, portable};
 use crate::error::Result;
 use crate::nf4::sections;
+use crate::processor::multiplies_into_fp32;
 
 /// Vectors that are multiplied at once with the weights that were read.
 const VECTORS: usize = 4;
@@ -17,11 +23,18 @@ const ROWS: usize = 4;
 /// Returns `x·Ŵᵀ` in fp32. The caller has checked the shapes, that both are on the CPU, and that rows are whole blocks.
 pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let [height, inner] = expect_shape(weight)?.map(|size| size as usize);
-    let x_md = x_md.f_to_kind(Kind::Float)?.f_contiguous()?;
     let vectors = x_md.size()[0] as usize;
-    let mut flat = vec![0f32; vectors * inner];
-    x_md.f_copy_data(&mut flat, vectors * inner)?;
-    let arranged: Vec<Vec<f32>> = flat.chunks_exact(inner).map(arrange).collect();
+    let x_md = x_md.f_contiguous()?;
+    let arranged = if x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16) {
+        let mut bits = vec![0i16; vectors * inner];
+        x_md.f_view_dtype(Kind::Int16)?.f_copy_data(&mut bits, vectors * inner)?;
+        let x: Vec<bf16> = bits.iter().map(|bits| bf16::from_bits(bits.cast_unsigned())).collect();
+        Vectors::Pairs(x.chunks_exact(inner).map(arranged_in_pairs).collect())
+    } else {
+        let mut x = vec![0f32; vectors * inner];
+        x_md.f_to_kind(Kind::Float)?.f_copy_data(&mut x, vectors * inner)?;
+        Vectors::Float(x.chunks_exact(inner).map(arrange).collect())
+    };
     let parts = sections(weight)?;
     let packed = packed(&parts);
     let out = Tensor::f_empty([vectors as i64, height as i64], (Kind::Float, Device::Cpu))?;
@@ -41,9 +54,9 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
                 let codes = &packed.codes[(first + index) * blocks * BYTES..][..blocks * BYTES];
                 Row { codes, scales: &scales[index * blocks..][..blocks] }
             });
-            for (number, some) in arranged.chunks(VECTORS).enumerate() {
-                let sums = dots(rows, some);
-                for vector in 0..some.len() {
+            for number in 0..vectors.div_ceil(VECTORS) {
+                let sums = arranged.dots(rows, number);
+                for vector in 0..VECTORS.min(vectors - number * VECTORS) {
                     let place = (number * VECTORS + vector) * height + first;
                     // SAFETY: the output outlives the call, and each row of weights belongs to one task.
                     let out = unsafe { to.range(place..place + count) };
@@ -62,6 +75,41 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
 pub(super) struct Row<'a> {
     pub(super) codes: &'a [u8],
     pub(super) scales: &'a [f32],
+}
+
+/// Vectors, arranged as the vector instructions read codes.
+enum Vectors {
+    Float(Vec<Vec<f32>>),
+    Pairs(Vec<Vec<bf16>>),
+}
+
+impl Vectors {
+    /// Products of rows with the `number`-th [`VECTORS`] vectors, or as many as there are.
+    fn dots(&self, rows: [Row<'_>; ROWS], number: usize) -> [[f32; VECTORS]; ROWS] {
+        let from = number * VECTORS;
+        match self {
+            Self::Float(x) => dots(rows, &x[from..x.len().min(from + VECTORS)]),
+            Self::Pairs(x) => dots_of_pairs(rows, &x[from..x.len().min(from + VECTORS)]),
+        }
+    }
+}
+
+/// Products of rows with up to [`VECTORS`] vectors, as [`arranged_in_pairs`] returns them.
+fn dots_of_pairs(rows: [Row<'_>; ROWS], x: &[Vec<bf16>]) -> [[f32; VECTORS]; ROWS] {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let four: [&[bf16]; VECTORS] = std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice());
+        // SAFETY: there are such vectors only where the processor has the instructions; codes, scales and vectors are of the same
+        // whole blocks.
+        return unsafe {
+            match x.len() {
+                1 => x86::dots_bf16(rows, [four[0]]).map(|[sum]| [sum, 0.0, 0.0, 0.0]),
+                _ => x86::dots_bf16(rows, four),
+            }
+        };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    unreachable!("{} vectors in pairs of bf16 for {} rows", x.len(), rows.len())
 }
 
 /// Products of rows with up to [`VECTORS`] vectors, as [`arrange`] returns them.
@@ -97,4 +145,10 @@ fn arrange(x: &[f32]) -> Vec<f32> {
 pub(super) fn arranged(x: &[f32]) -> Vec<f32> {
     // Of each byte the high four bits are the first weight.
     (0..8usize).flat_map(|part| x.iter().skip(part ^ 1).step_by(8).copied()).collect()
+}
+
+/// Arranges a vector as the instructions for pairs of bf16 read codes: of each 16 bits, four codes, the lowest four bits of all come
+/// first.
+pub(super) fn arranged_in_pairs(x: &[bf16]) -> Vec<bf16> {
+    (0..4usize).flat_map(|part| x.iter().skip(part ^ 1).step_by(4).copied()).collect()
 }

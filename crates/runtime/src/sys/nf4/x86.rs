@@ -2,10 +2,12 @@
 
 use std::arch::x86_64::*;
 
+use half::bf16;
+
 use super::matvec::Row;
 use super::{BLOCK, BYTES, Packed, fill_by};
 use crate::nf4::TABLE;
-use crate::sys::simd::Element;
+use crate::sys::simd::{Element, pairs};
 
 /// # Safety
 /// The processor has AVX-512 F and BW.
@@ -97,6 +99,64 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
                     let x = _mm512_maskz_loadu_ps(mask, x[vector].as_ptr().add(part * words + at));
                     for row in 0..R {
                         of_blocks[row][vector] = _mm512_fmadd_ps(value[row], x, of_blocks[row][vector]);
+                    }
+                }
+            }
+            for row in 0..R {
+                let scales = &rows[row].scales[at / 8..];
+                let second = if is_pair { scales[1] } else { 0.0 };
+                let scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[0]), _mm512_set1_ps(second));
+                for vector in 0..N {
+                    sums[row][vector] = _mm512_fmadd_ps(of_blocks[row][vector], scale, sums[row][vector]);
+                }
+            }
+        }
+        let mut out = [[0.0; N]; R];
+        for (out, sums) in out.iter_mut().flatten().zip(sums.iter().flatten()) {
+            *out = _mm512_reduce_add_ps(*sums);
+        }
+        out
+    }
+}
+
+/// [`dots_avx512`] with vectors in bf16, which are arranged in pairs: the 32 words of 16 bits of a register look up values in bf16, and
+/// each instruction adds the products of two neighbours, which are of one block.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, DQ and BF16; each row's codes have 32 bytes, and vectors 64 values, for each of its scales.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
+pub(super) unsafe fn dots_bf16<const R: usize, const N: usize>(
+    rows: [Row<'_>; R],
+    x: [&[bf16]; N],
+) -> [[f32; N]; R] {
+    let words = rows[0].codes.len() / 4;
+    // A lookup reads five bits of an index: the table is there twice.
+    let table: [bf16; 32] = std::array::from_fn(|code| bf16::from_f32(TABLE[code % 16]));
+    // SAFETY: by this function's contract: `at` is a word of a block, and lanes beyond the last word are masked.
+    unsafe {
+        let table = _mm512_loadu_si512(table.as_ptr().cast());
+        let mut sums = [[_mm512_setzero_ps(); N]; R];
+        for at in (0..words).step_by(16) {
+            // One block is eight words.
+            let is_pair = at + 16 <= words;
+            let mask = if is_pair { 0xffff } else { 0x00ff };
+            let mut word = [_mm512_setzero_si512(); R];
+            for (word, row) in word.iter_mut().zip(&rows) {
+                *word = _mm512_maskz_loadu_epi32(mask, row.codes.as_ptr().add(4 * at).cast());
+            }
+            let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
+            for part in 0..4 {
+                let mut value = [_mm512_setzero_si512(); R];
+                for row in 0..R {
+                    value[row] = _mm512_permutexvar_epi16(word[row], table);
+                    word[row] = _mm512_srli_epi16::<4>(word[row]);
+                }
+                for vector in 0..N {
+                    let x = x[vector].as_ptr().add(2 * (part * words + at));
+                    let x = _mm512_maskz_loadu_epi32(mask, x.cast());
+                    for row in 0..R {
+                        let sum = &mut of_blocks[row][vector];
+                        *sum = _mm512_dpbf16_ps(*sum, pairs(value[row]), pairs(x));
                     }
                 }
             }
