@@ -148,7 +148,8 @@ impl Offload {
 
     /// Returns the bytes of the largest offloaded layer: the size of a slot of the ring, with each tensor at a multiple of 256 bytes.
     pub fn layer_bytes(&self) -> u64 {
-        self.engine.with_layers(|layers| layers.iter().map(|layer| layer.bytes()).max().unwrap_or(0))
+        self.engine
+            .with_layers(|layers| layers.iter().map(|layer| layer.layout.bytes as u64).max().unwrap_or(0))
     }
 
     /// Returns the device bytes of the ring; 0 before its first use, and for methods without one.

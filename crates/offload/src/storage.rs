@@ -85,6 +85,8 @@ pub(crate) struct Layer {
     files: Vec<Option<InFile>>,
     /// By region: where a source holds it.
     sources: Vec<Option<InSource>>,
+    /// The bytes of a layer that a source keeps where it is.
+    in_place: Option<Tensor>,
     /// Host buffers for the gradients of trained tensors, once needed.
     gradients: Vec<Option<Tensor>>,
     /// By tensor: the gradient sum of running backwards. Autograd does not see it, because it may write its own gradient to
@@ -143,6 +145,7 @@ impl Layer {
             seen: Vec::new(),
             flats: layout.regions.iter().map(|_| None).collect(),
             sources: layout.regions.iter().map(|_| None).collect(),
+            in_place: None,
             files: named.iter().map(|_| None).collect(),
             gradients: named.iter().map(|_| None).collect(),
             pending: named.iter().map(|_| None).collect(),
@@ -156,6 +159,7 @@ impl Layer {
             outstanding: Arc::default(),
             lost: None,
         };
+        layer.in_place = layer.memory_in_source(placement)?;
         for region in 0..layer.layout.regions.len() {
             let trained = layer.layout.regions[region].trained;
             if let Some(source) = placement.source.as_ref().filter(|source| source.takes(trained)) {
@@ -223,6 +227,9 @@ impl Layer {
     /// their own memory is one piece.
     pub(crate) fn pieces(&self, slot: &Tensor) -> Result<Vec<(Piece, Tensor)>> {
         let mut pieces = Vec::new();
+        if self.in_place.is_some() {
+            return Ok(pieces);
+        }
         for (number, (region, flat)) in self.layout.regions.iter().zip(&self.flats).enumerate() {
             if let Some(source) = &self.sources[number] {
                 pieces.push((Piece::Source(source.clone()), piece(slot, region.range.clone())?));
@@ -250,6 +257,11 @@ impl Layer {
         Ok(pieces)
     }
 
+    /// Returns the bytes of the layer while it is used: those of a slot, or where it stays.
+    pub(crate) fn memory(&self, slot: &Tensor) -> Tensor {
+        self.in_place.as_ref().unwrap_or(slot).shallow_clone()
+    }
+
     /// A tensor's name in the model.
     pub(crate) fn tensor_name(&self, index: usize) -> String {
         format!("{}.{}", self.name, self.names[index])
@@ -257,7 +269,7 @@ impl Layer {
 
     /// Bytes of a load.
     pub(crate) fn bytes(&self) -> u64 {
-        self.layout.bytes as u64
+        if self.in_place.is_some() { 0 } else { self.layout.bytes as u64 }
     }
 
     /// Bytes of the gradients to store.

@@ -234,6 +234,11 @@ impl LayerSource for Shards {
         trained || self.0.frozen == FrozenWeights::Sharded
     }
 
+    /// Nothing is gathered where there is one rank.
+    fn keeps_memory(&self) -> bool {
+        self.0.mesh.shard.size() == 1
+    }
+
     fn read(&self, name: &str, target: &Tensor) -> Result<bool> {
         self.0.values.lock().as_ref().map_or(Ok(false), |values| values(name, target))
     }
@@ -242,8 +247,8 @@ impl LayerSource for Shards {
         let _no_grad = tch::no_grad_guard();
         let division = divide(region.values.numel() as i64, &self.0.mesh.shard);
         let own = narrow(region.values, &division.range(self.0.mesh.shard.rank()))?;
-        let shard = Tensor::f_empty([own.numel() as i64], (own.kind(), Device::Cpu))?;
-        shard.shallow_clone().f_copy_(&own)?;
+        // Of one rank the shard is the region itself.
+        let shard = if self.keeps_memory() { own } else { own.f_detach_copy()? };
         let mut members = Vec::new();
         for (name, tensor, range) in &region.tensors {
             members.push(LayerTensor {

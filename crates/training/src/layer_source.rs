@@ -29,6 +29,12 @@ pub trait LayerSource: Debug + Send + Sync {
     /// Whether it takes regions that are trained, or not.
     fn takes(&self, trained: bool) -> bool;
 
+    /// Whether a region that it takes stays in the memory of [`LayerRegion::values`], so that a layer of which it takes every region is
+    /// computed with there, and not loaded.
+    fn keeps_memory(&self) -> bool {
+        false
+    }
+
     /// Copies the values of a tensor that has none in memory yet ([`set_placeholder`]) into `target`, by its name in the model: from a
     /// file, so that a layer is whole only while it is taken. Returns whether the source has them.
     ///

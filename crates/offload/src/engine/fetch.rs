@@ -24,7 +24,7 @@ impl Engine {
                 .map_err(|error| self.refused("loading", &of.name, error.into()))?;
             let result = (
                 of.pieces(&flat)?,
-                (of.layout.clone(), flat, of.number, of.updated.clone()),
+                (of.layout.clone(), of.memory(&flat), of.number, of.updated.clone()),
                 of.bytes(),
                 of.is_in_files(),
             );

@@ -80,7 +80,7 @@ impl Engine {
             lease = Lease {
                 engine: self.clone(),
                 slot,
-                memory: slots[slot].bytes.shallow_clone(),
+                memory: layers[layer].memory(&slots[slot].bytes),
                 leaves: Vec::new(),
                 inside: None,
                 ended: false,
@@ -139,7 +139,7 @@ impl Engine {
         };
         let ahead = ring.prefetch(&is_current, &may_load);
         self.load_ahead(layers, slots, counters, &ahead, direction)?;
-        let views = layers[layer].layout.views(&slots[slot].bytes)?;
+        let views = layers[layer].layout.views(&layers[layer].memory(&slots[slot].bytes))?;
         let Slot { staged, ready, occupancy, .. } = &slots[slot];
         Ok(StartedUse { views, staged: staged.clone(), ready: ready.clone(), occupancy: occupancy.clone() })
     }
@@ -288,7 +288,7 @@ struct StartedUse {
 pub(crate) struct Lease {
     engine: Engine,
     slot: usize,
-    /// The slot's bytes, of which the layer has the first.
+    /// The slot's bytes, of which the layer has the first, or the layer's own where it stays.
     memory: Tensor,
     pub(crate) leaves: Vec<Tensor>,
     inside: Option<OccupancyGuard>,

@@ -6,12 +6,12 @@
 use std::sync::Arc;
 
 use runtime::device;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use training::layer_source::{LayerRegion, LayerSource, is_placeholder, set_placeholder};
 
-use super::{Gradients, Layer};
+use super::{Gradients, Layer, Placement};
 use crate::error::{Error, Result};
-use crate::layout::view;
+use crate::layout::{piece, view};
 
 /// A region in a source.
 #[derive(Debug, Clone)]
@@ -22,7 +22,7 @@ pub(crate) struct InSource {
 }
 
 impl InSource {
-    pub(super) fn load(&self, target: &tch::Tensor) -> runtime::Result<()> {
+    pub(super) fn load(&self, target: &Tensor) -> runtime::Result<()> {
         self.source.load(self.number, target)
     }
 }
@@ -41,13 +41,33 @@ impl Delivery {
 }
 
 impl Layer {
+    /// Returns memory for the layer if a source takes every region and keeps it there.
+    pub(super) fn memory_in_source(&self, placement: &Placement) -> Result<Option<Tensor>> {
+        let keeps = |source: &Arc<dyn LayerSource>| {
+            let mut regions = self.layout.regions.iter();
+            source.keeps_memory() && regions.all(|region| source.takes(region.trained))
+        };
+        if !placement.source.as_ref().is_some_and(keeps) {
+            return Ok(None);
+        }
+        let mut memory = device::pinned_empty(&[self.layout.bytes as i64], Kind::Uint8, Device::Cpu)?;
+        let _ = memory.f_zero_()?;
+        Ok(Some(memory))
+    }
+
     /// Gives a region to a source.
     pub(super) fn give_to(&mut self, source: &Arc<dyn LayerSource>, region: usize) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let (range, kind) = (self.layout.regions[region].range.clone(), self.layout.regions[region].kind);
         let width = kind.elt_size_in_bytes();
-        let mut flat = device::pinned_empty(&[range.len() as i64], Kind::Uint8, Device::Cpu)?;
-        let _ = flat.f_zero_()?;
+        let flat = match &self.in_place {
+            Some(memory) => piece(memory, range.clone())?,
+            None => {
+                let mut flat = device::pinned_empty(&[range.len() as i64], Kind::Uint8, Device::Cpu)?;
+                let _ = flat.f_zero_()?;
+                flat
+            }
+        };
         let members = self.members(region);
         let mut tensors = Vec::new();
         for &index in &members {
