@@ -13,8 +13,7 @@
 //! A round is one micro-batch of each rank. Stage 1 reduces gradients when its backward passes have ended, stage 2 reduces each
 //! bucket during backward, as soon as its gradients are there, and frees them. fp32 master weights of half-precision parameters
 //! are divided too: with bf16 weights and master copies a rank of stage 3 holds 18·P/N bytes. One rank alone neither copies nor sends
-//! fp32 gradients: those of a step's first micro-batch become its sums. Nor does it
-//! load layers: their shards are whole.
+//! fp32 gradients: those of a step's first micro-batch become its sums. Nor does it load layers: their shards are whole.
 //!
 //! # Layers over ranks
 //!

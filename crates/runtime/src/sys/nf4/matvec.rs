@@ -95,21 +95,23 @@ impl Vectors {
 }
 
 /// Products of rows with up to [`VECTORS`] vectors, as [`arranged_in_pairs`] returns them.
+#[cfg(target_arch = "x86_64")]
 fn dots_of_pairs(rows: [Row<'_>; ROWS], x: &[Vec<bf16>]) -> [[f32; VECTORS]; ROWS] {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let four: [&[bf16]; VECTORS] = std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice());
-        // SAFETY: there are such vectors only where the processor has the instructions; codes, scales and vectors are of the same
-        // whole blocks.
-        return unsafe {
-            match x.len() {
-                1 => x86::dots_bf16(rows, [four[0]]).map(|[sum]| [sum, 0.0, 0.0, 0.0]),
-                _ => x86::dots_bf16(rows, four),
-            }
-        };
+    let four: [&[bf16]; VECTORS] = std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice());
+    // SAFETY: there are such vectors only where the processor has the instructions; codes, scales and vectors are of the same whole
+    // blocks.
+    unsafe {
+        match x.len() {
+            1 => x86::dots_bf16(rows, [four[0]]).map(|[sum]| [sum, 0.0, 0.0, 0.0]),
+            _ => x86::dots_bf16(rows, four),
+        }
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    unreachable!("{} vectors in pairs of bf16 for {} rows", x.len(), rows.len())
+}
+
+/// Nothing multiplies pairs of bf16 there.
+#[cfg(not(target_arch = "x86_64"))]
+fn dots_of_pairs(_: [Row<'_>; ROWS], _: &[Vec<bf16>]) -> [[f32; VECTORS]; ROWS] {
+    unreachable!("pairs of bf16 are chosen on x86-64 alone")
 }
 
 /// Products of rows with up to [`VECTORS`] vectors, as [`arrange`] returns them.
