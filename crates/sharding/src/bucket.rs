@@ -5,7 +5,7 @@ use std::ops::Range;
 use runtime::collectives::{Division, Group, Work};
 use tch::{Device, Kind, Tensor};
 
-use crate::mesh::{self, Mesh, Reduction, Terms};
+use crate::mesh::{Mesh, Reduction, Terms};
 use crate::norm::BLOCK;
 use crate::sums::{Sums, add};
 use crate::{Result, refused};
@@ -85,9 +85,13 @@ impl Bucket {
         narrow(&self.weights, &(owned.start - origin..owned.end - origin))
     }
 
-    /// Returns gradients of all members that change nothing they are added to.
-    pub(crate) fn no_gradients(&self, over: (&Mesh, Reduction)) -> Result<Tensor> {
-        mesh::no_gradients(self.division, self.kind, over)
+    /// Returns gradients of all members that change nothing they are added to: as many as `reduction` takes.
+    pub(crate) fn no_gradients(&self, (mesh, reduction): (&Mesh, Reduction)) -> Result<Tensor> {
+        let elements = match reduction {
+            Reduction::Ordered => self.division.elements,
+            Reduction::Native => self.division.per_rank * mesh.shard.size() as i64,
+        };
+        Ok(Tensor::f_full([elements], -0.0, (self.kind, Device::Cpu))?)
     }
 
     /// Returns the part of a member that a rank owns, as elements of the bucket.
@@ -159,9 +163,10 @@ impl Bucket {
         Some(Terms { gradients, division: self.division, sums: sums.shallow_clone(), first, label })
     }
 
-    /// Begins to gather the weights from their owners.
+    /// Begins to gather the weights from their owners, within the replica.
     pub(crate) fn gather(&self, mesh: &Mesh, label: &str) -> Result<Work> {
-        mesh::gather(mesh, &self.weights, self.division, label)
+        let own = narrow(&self.weights, &self.division.range(mesh.shard.rank()))?;
+        Ok(mesh.shard.all_gather(&self.weights, self.division, &own, label)?)
     }
 
     /// Refuses parameters that have other memory than the bucket's.

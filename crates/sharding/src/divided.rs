@@ -2,16 +2,15 @@
 
 use std::ops::Range;
 
-use runtime::collectives::{Division, Group as Ranks};
+use runtime::collectives::Division;
 use tch::{Device, Kind, Tensor};
 use training::checkpoint::LazyTensor;
 
+use crate::mesh::Mesh;
+
 /// A tensor that is divided among ranks.
 pub(crate) struct Divided {
-    /// The ranks of the replica.
-    pub(crate) ranks: Ranks,
-    /// Whether this replica brings its parts.
-    pub(crate) is_in_first_replica: bool,
+    pub(crate) mesh: Mesh,
     /// Names it in errors.
     pub(crate) label: String,
     pub(crate) kind: Kind,
@@ -31,11 +30,12 @@ impl Divided {
 
     /// Brings elements of the tensor to rank 0. Only ranks that have some of them take part.
     fn bring(&self, piece: Range<i64>) -> runtime::Result<Option<Tensor>> {
-        if !self.is_in_first_replica {
+        if !self.mesh.is_in_first_replica() {
             return Ok(None);
         }
         let _no_grad = tch::no_grad_guard();
-        let (rank, ranks) = (self.ranks.rank(), &self.ranks);
+        let ranks = &self.mesh.shard;
+        let rank = ranks.rank();
         let own = self.overlap(&piece, rank).map(|part| Ok::<_, runtime::Error>((self.own(&part)?, part)));
         let own = own.transpose()?;
         if rank > 0 {
@@ -84,7 +84,7 @@ impl Divided {
                 format!("`{}`: this rank has no values of its part", self.label),
             )
         })?;
-        let first = self.part(self.ranks.rank()).start;
+        let first = self.part(self.mesh.shard.rank()).start;
         Ok(own.f_narrow(0, elements.start - first, elements.end - elements.start)?)
     }
 }
@@ -97,21 +97,14 @@ mod tests {
 
     #[test]
     fn a_tensor_within_a_shard_is_brought_without_a_copy() {
-        let ranks = Ranks::alone();
+        let mesh = Mesh::from(&runtime::collectives::Group::alone());
         let flat = Tensor::arange(3 * BLOCK, (Kind::Float, Device::Cpu));
         let range = 100..100 + 2 * BLOCK;
         let own = flat.narrow(0, range.start, range.end - range.start);
-        let division = divide(flat.numel() as i64, &ranks);
+        let division = divide(flat.numel() as i64, &mesh.shard);
         let memory = own.data_ptr();
-        let divided = Divided {
-            ranks,
-            is_in_first_replica: true,
-            label: "w".to_owned(),
-            kind: Kind::Float,
-            division,
-            range,
-            own: Some(own),
-        };
+        let divided =
+            Divided { mesh, label: "w".to_owned(), kind: Kind::Float, division, range, own: Some(own) };
         let piece = divided.bring(0..BLOCK).unwrap().unwrap();
         assert_eq!((piece.data_ptr(), piece.size()), (memory, vec![BLOCK]));
         let whole = divided.into_lazy("w".to_owned(), &[2, BLOCK]).whole().unwrap().unwrap();

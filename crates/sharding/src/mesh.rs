@@ -3,7 +3,6 @@
 use runtime::collectives::{Division, Group, Order, ReduceOptions, Work};
 use tch::{Device, Tensor};
 
-use crate::bucket::narrow;
 use crate::{Result, refused};
 
 /// The ranks of a training, divided into replicas (hybrid sharding, PyTorch's HSDP): consecutive ranks divide one copy of weights,
@@ -150,23 +149,4 @@ impl Terms {
         }
         Ok(())
     }
-}
-
-/// Returns gradients that change nothing they are added to, as many as `reduction` takes.
-pub(crate) fn no_gradients(
-    division: Division,
-    kind: tch::Kind,
-    (mesh, reduction): (&Mesh, Reduction),
-) -> Result<Tensor> {
-    let elements = match reduction {
-        Reduction::Ordered => division.elements,
-        Reduction::Native => division.per_rank * mesh.shard.size() as i64,
-    };
-    Ok(Tensor::f_full([elements], -0.0, (kind, Device::Cpu))?)
-}
-
-/// Begins to gather weights within the replica from those who step them.
-pub(crate) fn gather(mesh: &Mesh, weights: &Tensor, division: Division, label: &str) -> Result<Work> {
-    let own = narrow(weights, &division.range(mesh.shard.rank()))?;
-    Ok(mesh.shard.all_gather(weights, division, &own, label)?)
 }

@@ -175,15 +175,7 @@ impl Shards {
         let first = division.range(rank).start;
         let (start, end) = (range.start.max(first), range.end.min(division.range(rank).end));
         let own = (start < end).then(|| shard.narrow(0, start - first, end - start));
-        Some(Divided {
-            ranks: self.0.mesh.shard.clone(),
-            is_in_first_replica: self.0.mesh.is_in_first_replica(),
-            label: name,
-            kind: shard.kind(),
-            division,
-            range,
-            own,
-        })
+        Some(Divided { mesh: self.0.mesh.clone(), label: name, kind: shard.kind(), division, range, own })
     }
 
     /// Writes this rank's part of a tensor's values; returns whether a layer has it.

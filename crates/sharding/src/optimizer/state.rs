@@ -42,8 +42,7 @@ impl ShardedOptimizer {
                         },
                     };
                     let divided = Divided {
-                        ranks: self.mesh.shard.clone(),
-                        is_in_first_replica: self.mesh.is_in_first_replica(),
+                        mesh: self.mesh.clone(),
                         label: name.clone(),
                         kind,
                         division: bucket.division,
