@@ -10,6 +10,7 @@ use models::module::{Context, OwnedContext};
 use runtime::autograd::{Backward, Forward, Function, GradMode, Keep, apply_always, backward_with, set_grad};
 use runtime::memory::MovableMemory;
 use tch::Tensor;
+use training::layer_source::set_placeholder;
 
 use crate::engine::{Lease, Outstanding};
 use crate::error::{Error, Result};
@@ -38,6 +39,8 @@ struct Graph {
     memory: MovableMemory,
     /// Views of `memory`: the graph's leaves.
     leaves: Vec<Tensor>,
+    /// The leaf of the layer's input, whose gradient is asked for. It has its shape, without its memory, which the graph keeps if it
+    /// needs it.
     x: Tensor,
     /// Its history, without its memory.
     y: Tensor,
@@ -64,8 +67,11 @@ impl KeepingOffloadFunction {
         let mut y = {
             let _attached = lease.attach(&memory)?;
             let _grad = GradMode::on();
+            // Another tensor than the leaf: what saves it has the memory that the leaf loses.
+            let x = x.f_view_as(&x)?;
             runner.run(&leaves, &x, &context, Direction::Forward)?
         };
+        set_placeholder(&x)?;
         let output = y.f_detach()?;
         // A block may return its input.
         if !y.f_is_leaf()? {
