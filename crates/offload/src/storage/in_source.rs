@@ -50,9 +50,8 @@ impl Layer {
         if !placement.source.as_ref().is_some_and(keeps) {
             return Ok(None);
         }
-        let mut memory = device::pinned_empty(&[self.layout.bytes as i64], Kind::Uint8, Device::Cpu)?;
-        let _ = memory.f_zero_()?;
-        Ok(Some(memory))
+        // Of libtorch's allocator, as shards are, so that it is counted.
+        Ok(Some(Tensor::f_zeros([self.layout.bytes as i64], (Kind::Uint8, Device::Cpu))?))
     }
 
     /// Gives a region to a source.
