@@ -80,7 +80,7 @@ impl Recipe {
     /// Checks every value, and every technique against every other.
     ///
     /// # Errors
-    /// [`Error::Value`](crate::Error::Value) for a value outside its range, [`Error::Conflict`](crate::Error::Conflict) for two
+    /// [`Error::Value`] for a value outside its range, [`Error::Conflict`] for two
     /// techniques that cannot be combined; an adapter that cannot be.
     pub fn new(config: &Config) -> Result<Self> {
         checks::values(config)?;
