@@ -180,37 +180,39 @@ fn a_plan_over_ranks(session: &Session) {
         "2048",
     ];
     expect![[r#"
-        parameters                        7,615,616,512 (14.2 GiB)
-        budget for tensors                74.5 GiB
-        h100                              5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
-        step                              all weights are trained, batch 1 × 2,048 tokens
+        parameters                                      7,615,616,512 (14.2 GiB)
+        budget for tensors                              74.5 GiB
+        h100                                            5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
+        step                                            all weights are trained, batch 1 × 2,048 tokens
 
-        ZeRO-1 over 16 ranks              peak 34.8 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
-        ZeRO-1 over 16 ranks, recomputed  peak 34.8 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
-        ZeRO-2 over 16 ranks              peak 30.4 GiB, 346 ms a step of 32,768 tokens, bound by gathering weights, fits; the fastest that fits
-        ZeRO-2 over 16 ranks, recomputed  peak 23.0 GiB, 374 ms a step of 32,768 tokens, bound by compute, fits
-        ZeRO-3 over 16 ranks              peak 20.3 GiB, 424 ms a step of 32,768 tokens, bound by gathering weights, fits
-        ZeRO-3 over 16 ranks, recomputed  peak 13.0 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
-        all on the device                 peak 85.2 GiB, 227 ms a step of 2,048 tokens, 10.7 GiB too much
-        activations recomputed            peak 85.2 GiB, 277 ms a step of 2,048 tokens, 10.7 GiB too much
-        layers offloaded                  peak 74.4 GiB, 277 ms a step of 2,048 tokens, fits
+        ZeRO-1 over 16 ranks                            peak 34.8 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
+        ZeRO-1 over 16 ranks, recomputed                peak 34.8 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
+        ZeRO-2 over 16 ranks                            peak 30.4 GiB, 346 ms a step of 32,768 tokens, bound by gathering weights, fits
+        ZeRO-2 over 16 ranks, recomputed                peak 23.0 GiB, 374 ms a step of 32,768 tokens, bound by compute, fits
+        ZeRO-3 over 16 ranks                            peak 20.3 GiB, 424 ms a step of 32,768 tokens, bound by gathering weights, fits
+        ZeRO-3 over 16 ranks, recomputed                peak 13.0 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
+        ZeRO-3 over 16 ranks in 2 replicas              peak 26.3 GiB, 213 ms a step of 32,768 tokens, bound by compute, fits; the fastest that fits
+        ZeRO-3 over 16 ranks in 2 replicas, recomputed  peak 19.0 GiB, 233 ms a step of 32,768 tokens, bound by compute, fits
+        all on the device                               peak 85.2 GiB, 227 ms a step of 2,048 tokens, 10.7 GiB too much
+        activations recomputed                          peak 85.2 GiB, 277 ms a step of 2,048 tokens, 10.7 GiB too much
+        layers offloaded                                peak 74.4 GiB, 277 ms a step of 2,048 tokens, fits
 
-        at the peak                       head
-          fixed weights                   2.03 GiB
-          optimizer state                 5.32 GiB
-          resident layers                 12.2 GiB
-          constant                        64.0 MiB
-          kept activations                7.72 GiB
-          working memory                  3.07 GiB
-        sent by a rank                    26.6 GiB
-        waits for other ranks             179 ms
-        to run it                         another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this is a prediction of the method
+        at the peak                                     head
+          fixed weights                                 2.03 GiB
+          optimizer state                               10.6 GiB
+          resident layers                               1.52 GiB
+          constant                                      1.36 GiB
+          kept activations                              7.72 GiB
+          working memory                                3.07 GiB
+        sent by a rank                                  37.9 GiB
+        waits for other ranks                           41.9 ms
+        to run it                                       another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this is a prediction of the method
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let variants = value["variants"].as_array().unwrap();
     let stages: Vec<_> = variants.iter().filter_map(|variant| variant["zero_stage"].as_u64()).collect();
-    assert_eq!(stages, [1, 1, 2, 2, 3, 3]);
+    assert_eq!(stages, [1, 1, 2, 2, 3, 3, 3, 3]);
     for variant in variants {
         let parts = variant["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
         assert_eq!(variant["peak_bytes"].as_u64(), Some(parts.sum::<u64>()));

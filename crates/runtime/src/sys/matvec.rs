@@ -177,6 +177,7 @@ fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> 
 
     use super::simd::pairs;
 
+    // SAFETY: its caller makes sure of the processor's instructions.
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn sums<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
         let words = streams[0].len();
@@ -190,9 +191,9 @@ fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> 
                 loaded[vector] = pairs(words);
             }
             for stream in 0..STREAMS {
+                let from = streams[stream].as_ptr();
                 // SAFETY: likewise.
-                let words =
-                    unsafe { _mm512_maskz_loadu_epi32(mask, streams[stream].as_ptr().add(at).cast()) };
+                let words = unsafe { _mm512_maskz_loadu_epi32(mask, from.add(at).cast()) };
                 for vector in 0..N {
                     let sum = &mut sums[stream][vector];
                     *sum = _mm512_dpbf16_ps(*sum, pairs(words), loaded[vector]);
