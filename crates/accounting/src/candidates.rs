@@ -13,9 +13,11 @@
 //!
 //! Bytes are those of [`simulate`], for the largest batch of the data. Three things are added to it. With several passes in a step,
 //! the gradients of all parameters exist during each of them ([`Job::is_accumulated`]). A step on a CPU makes copies of 16-bit
-//! weights ([`sizes::update_bytes`]). And on a CPU memory of the host is that of the device.
+//! weights ([`sizes::update_bytes`]). And on a CPU memory of the host is that of the device. Pages of files are not counted: the system
+//! drops them when memory is short.
 //!
-//! Seconds are FLOPs and bytes by rates, for a batch of mean size. A recomputation that repeats no product is bound by memory: it reads
+//! Seconds are FLOPs and bytes by rates, for a batch of mean size. On a CPU transfers and updates take turns with products, which use all
+//! its cores. A recomputation that repeats no product is bound by memory: it reads
 //! and writes the tensors of norms, rotary embedding, SiLU and sums once.
 //!
 //! ```
@@ -38,6 +40,7 @@
 //!     clips: true,
 //!     rates,
 //!     file_load: 2e9,
+//!     file_optimizer: 1e8,
 //!     on_cpu: false,
 //! };
 //! let found = job.search(&Allowed::default(), Budget { device: 4 << 30, host: None })?;
@@ -95,6 +98,8 @@ pub struct Job {
     pub rates: Rates,
     /// Bytes per second of layers in files.
     pub file_load: f64,
+    /// Parameters per second of an optimizer whose state is in files.
+    pub file_optimizer: f64,
     /// Whether the device is the host's processor.
     pub on_cpu: bool,
 }
@@ -104,7 +109,7 @@ pub struct Job {
 pub enum Tier {
     /// In host memory.
     Host,
-    /// In files. For frozen layers only.
+    /// In files; the optimizer's state of trained layers and sums of their gradients, too.
     File,
 }
 

@@ -99,7 +99,9 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Finetune(arguments) => {
             program::finetune::run(&cli.common, arguments).map_err(program::flags::named)
         }
-        Command::Resume(arguments) => program::resume::run(&cli.common, arguments),
+        Command::Resume(arguments) => {
+            program::resume::run(&cli.common, arguments).map_err(program::flags::named)
+        }
         Command::Eval(arguments) => program::eval::run(&cli.common, arguments),
         Command::Chat(arguments) => program::chat::run(&cli.common, arguments),
         Command::Generate(arguments) => program::generate::run(&cli.common, arguments),

@@ -148,7 +148,11 @@ impl Recipe {
             None => self.apply_to(Box::new(folder.load(kind, device)?), None, shards),
             Some(offload) => {
                 let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
-                let options = offload::Options { keep: self.kept_layers(layers)?, ..offload.options(device) };
+                let options = offload::Options {
+                    keep: self.kept_layers(layers)?,
+                    train_files: self.config.adapter.is_none(),
+                    ..offload.options(device)
+                };
                 let (model, offload) = Offload::open(folder, kind, &options)?;
                 self.apply_to(Box::new(model), Some(offload), None)
             }

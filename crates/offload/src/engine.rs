@@ -139,6 +139,10 @@ impl Engine {
         self.0.options.device
     }
 
+    pub(crate) fn placement(&self) -> &Placement {
+        &self.0.placement
+    }
+
     /// Offloads a layer. Returns its index.
     pub(crate) fn add(
         &self,

@@ -73,6 +73,15 @@ impl Layout {
         Ok(layout)
     }
 
+    /// Returns whether more bytes are trained than frozen.
+    pub(crate) fn is_mostly_trained(&self) -> bool {
+        let bytes = |trained: bool| -> usize {
+            let regions = self.regions.iter().filter(|region| region.trained == trained);
+            regions.map(|region| region.range.len()).sum()
+        };
+        bytes(true) > bytes(false)
+    }
+
     /// Returns a view of `flat` for each tensor; its first byte is the layer's first.
     pub(crate) fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
         self.extents.iter().map(|extent| view(flat, 0, extent)).collect()

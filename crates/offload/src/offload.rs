@@ -34,7 +34,7 @@ impl Offload {
     ///
     /// The model's tensors keep their identity and get new memory, so existing optimizers and adapters keep working, and memory
     /// may be exchanged later: see the [crate's front page](crate#who-owns-a-tensors-memory). Decide what is trained before the
-    /// call: with [`Tier::File`], frozen tensors are moved to a file and cannot be trained any more.
+    /// call: with [`Tier::File`], frozen tensors are moved to a file that is only read, and cannot be trained any more.
     ///
     /// # Errors
     /// A layer of the options that does not exist; too little memory or disk space. Blocks offloaded before the failure stay
@@ -50,7 +50,7 @@ impl Offload {
 
     /// Creates a model with initialised weights, offloading each block before the next is created, so that a model that does
     /// not fit the device can be created, with the same values as without offloading. With [`Tier::File`] its blocks are
-    /// frozen; adapters installed afterwards are trained.
+    /// frozen unless [`Options::train_files`] is set; adapters installed afterwards are trained.
     ///
     /// # Errors
     /// As [`Llama::new`] and [`Offload::apply`].
@@ -67,7 +67,8 @@ impl Offload {
     /// model larger than the memory opens immediately, with frozen blocks. Otherwise blocks are read into host memory one after
     /// the other.
     ///
-    /// A model in NF4 ([`runtime::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder.
+    /// A model in NF4 ([`runtime::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder; so is
+    /// one whose layers are trained ([`Options::train_files`]).
     ///
     /// # Errors
     /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another floating dtype than the files'.
@@ -75,11 +76,12 @@ impl Offload {
         let kind = folder.kind_or(kind)?;
         let in_nf4 = Scales::of(kind).is_some();
         let in_files = matches!(options.tier, Tier::File(_));
+        let own_files = in_nf4 || options.train_files;
         if options.source.is_some() {
             let reason = "layers are opened into the tier, before their values are read; load the model, then use Offload::apply";
             return Err(Error::config("source", reason));
         }
-        if in_files && !in_nf4 && folder.kind()? != kind {
+        if in_files && !own_files && folder.kind()? != kind {
             let reason = format!(
                 "its weights are {}, and layers that stay in files are not converted; load them in that dtype, or with the host \
                  tier",
@@ -87,10 +89,10 @@ impl Offload {
             );
             return Err(Error::File { path: folder.path().to_owned(), reason });
         }
-        let stored = |name: &str| folder.location(name).filter(|_| in_files && !in_nf4);
+        let stored = |name: &str| folder.location(name).filter(|_| in_files && !own_files);
         // What is written to the tier's own files must have its values.
         let fill = |name: &str, block: &dyn Block| {
-            let named = tensors(block).into_iter().filter(|_| in_files && in_nf4);
+            let named = tensors(block).into_iter().filter(|_| in_files && own_files);
             named.into_iter().try_for_each(|named| {
                 folder.load_tensor(&format!("{name}.{}", named.name), named.tensor).map(|_| ())
             })
@@ -120,8 +122,7 @@ impl Offload {
         let model = Llama::assemble(config, init, (kind, options.device), &mut |number, block| {
             blocks += 1;
             let name = format!("layers.{number}");
-            if matches!(options.tier, Tier::File(_)) {
-                // Trained tensors stay in host memory, which would be the whole model.
+            if matches!(options.tier, Tier::File(_)) && !options.train_files {
                 freeze(&*block, ".*", true)?;
             }
             (values.fill)(&name, &*block)?;

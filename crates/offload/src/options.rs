@@ -74,6 +74,9 @@ pub struct Options {
     pub method: Method,
     /// Where layers are stored.
     pub tier: Tier,
+    /// Whether [`Offload::open`](crate::Offload::open) and [`Offload::assemble`](crate::Offload::assemble) leave layers in [`Tier::File`] to
+    /// be trained: in the tier's own files, which are written. Otherwise these layers are frozen, and stay in the model's files.
+    pub train_files: bool,
     /// Number of slots of the ring, for [`Method::Overlap`]: at least 1, which has no overlap; 3 for one running layer and two
     /// being loaded.
     pub ring: usize,
@@ -97,6 +100,7 @@ impl Default for Options {
             device: Device::Cpu,
             method: Method::default(),
             tier: Tier::default(),
+            train_files: false,
             ring: 3,
             resident: Vec::new(),
             keep: Vec::new(),
@@ -140,6 +144,7 @@ impl fmt::Debug for Options {
             .field("device", &self.device)
             .field("method", &self.method)
             .field("tier", &self.tier)
+            .field("train_files", &self.train_files)
             .field("ring", &self.ring)
             .field("resident", &self.resident)
             .field("keep", &self.keep)

@@ -14,6 +14,7 @@ use std::sync::atomic::AtomicUsize;
 
 use models::module::Role;
 use runtime::device::{self, Event};
+use runtime::file_memory;
 use tch::{Device, Kind, Tensor};
 use training::layer_source::{LayerSource, is_placeholder};
 
@@ -29,8 +30,9 @@ pub enum Tier {
     /// In host memory.
     #[default]
     Host,
-    /// Frozen tensors in files, trained ones in host memory. Files are created in this folder and unlinked once written, so the
-    /// system frees them when the process ends, however it ends. Until then they occupy disk space.
+    /// In files, which are created in this folder and unlinked, so the system frees them when the process ends, however it ends. Until
+    /// then they occupy disk space. With [`HostAdamW`](crate::HostAdamW) the optimizer's state and sums of gradients of trained tensors
+    /// are in files, too. The trained tensors of a layer whose frozen ones are larger, such as adapters, are in host memory.
     File(PathBuf),
 }
 
@@ -39,9 +41,9 @@ pub(crate) type Gradients = Vec<(usize, Tensor)>;
 
 /// A piece of a layer to be loaded.
 pub(crate) enum Piece {
-    /// In host memory.
+    /// In host memory, or in the memory of a file.
     Host(Tensor),
-    /// In a file.
+    /// In a file of frozen tensors.
     File(Arc<Source>),
     /// In a [`LayerSource`].
     Source(InSource),
@@ -52,6 +54,15 @@ impl Piece {
     pub(crate) fn bring(&self, target: &mut Tensor, staging: Option<&Tensor>) -> runtime::Result<()> {
         let _no_grad = tch::no_grad_guard();
         match (self, staging) {
+            (Self::Host(source), _) if file_memory::is_in_file(source) => {
+                file_memory::fetch(source)?;
+                match target.device() {
+                    Device::Cpu => device::copy_on_this_thread(target, source)?,
+                    // From memory that is not page-locked the copy has ended when this returns.
+                    _ => device::copy_async(target, source)?,
+                }
+                file_memory::release(source)
+            }
             (Self::Host(source), _) if target.device() == Device::Cpu => {
                 device::copy_on_this_thread(target, source)
             }
@@ -116,10 +127,26 @@ pub(crate) struct Layer {
 pub(crate) struct Placement {
     /// The device for whose transfers host memory is page-locked; the CPU for ordinary pages.
     pub(crate) pinned_for: Device,
-    /// The folder for frozen tensors; `None` to keep them in host memory.
+    /// The folder for tensors in files; `None` to keep them in host memory.
     pub(crate) folder: Option<PathBuf>,
     /// What holds regions instead, as far as it takes them.
     pub(crate) source: Option<Arc<dyn LayerSource>>,
+}
+
+impl Placement {
+    /// Returns a tensor of zeros in a file, or without a folder in host memory.
+    fn zeros(&self, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        Ok(match &self.folder {
+            Some(folder) => file_memory::zeros(folder, shape, kind)?,
+            None => device::pinned_empty(shape, kind, self.pinned_for)?.f_zero_()?,
+        })
+    }
+
+    /// Returns a tensor of zeros where a layer's tensor is: in a file, or in host memory.
+    pub(crate) fn zeros_beside(&self, tensor: &Tensor, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        let folder = self.folder.clone().filter(|_| file_memory::is_in_file(tensor));
+        Self { folder, ..self.clone() }.zeros(shape, kind)
+    }
 }
 
 impl Layer {
@@ -188,7 +215,8 @@ impl Layer {
                 _ if has_files => {
                     others.iter().try_for_each(|&index| layer.copy_to_host(index, placement.pinned_for))?;
                 }
-                _ => layer.pack_to_host(region, &others, placement.pinned_for)?,
+                Some(_) if layer.layout.is_mostly_trained() => layer.pack(region, &others, placement)?,
+                _ => layer.pack(region, &others, &Placement { folder: None, ..placement.clone() })?,
             }
         }
         layer.seen = layer.tensors.iter().map(|tensor| Ok(tensor.f_detach()?)).collect::<Result<_>>()?;
@@ -199,16 +227,16 @@ impl Layer {
         (0..self.tensors.len()).filter(|&index| self.layout.extents[index].region == region).collect()
     }
 
-    fn pack_to_host(&mut self, region: usize, members: &[usize], pinned_for: Device) -> Result<()> {
+    fn pack(&mut self, region: usize, members: &[usize], placement: &Placement) -> Result<()> {
         let range = self.layout.regions[region].range.clone();
-        let mut flat = device::pinned_empty(&[range.len() as i64], Kind::Uint8, pinned_for)?;
         // The padding between views is copied with them.
-        let _ = flat.f_zero_()?;
+        let flat = placement.zeros(&[range.len() as i64], Kind::Uint8)?;
         for &index in members {
             let memory = view(&flat, range.start, &self.layout.extents[index])?;
             memory.shallow_clone().f_copy_(&self.tensors[index])?;
             self.tensors[index].f_set_data(&memory)?;
         }
+        file_memory::release(&flat)?;
         self.flats[region] = Some(flat);
         Ok(())
     }
@@ -287,14 +315,14 @@ impl Layer {
     }
 
     /// Returns a host buffer for the gradient of a trained tensor; reuses the last one unless someone else keeps it.
-    pub(crate) fn gradient_buffer(&mut self, index: usize, pinned_for: Device) -> Result<Tensor> {
+    pub(crate) fn gradient_buffer(&mut self, index: usize, placement: &Placement) -> Result<Tensor> {
         if let Some(buffer) = &self.gradients[index]
             && runtime::memory::is_sole_owner(buffer)?
         {
             return Ok(buffer.shallow_clone());
         }
         let Extent { kind, shape, .. } = &self.layout.extents[index];
-        let buffer = device::pinned_empty(shape, *kind, pinned_for)?;
+        let buffer = placement.zeros_beside(&self.tensors[index], shape, *kind)?;
         self.gradients[index] = Some(buffer.shallow_clone());
         Ok(buffer)
     }

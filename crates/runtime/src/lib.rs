@@ -20,6 +20,7 @@
 //! | [`atomic_write`] | atomic writes of files and folders |
 //! | [`mapped`] | memory-mapped files |
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
+//! | [`file_memory`] | tensors whose memory is an unnamed file |
 //! | [`random`] | seeds and the state of the random generators |
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
@@ -44,6 +45,7 @@ pub mod collectives;
 pub mod device;
 pub mod error;
 pub mod file;
+pub mod file_memory;
 pub mod fused;
 mod kernels;
 pub mod mapped;

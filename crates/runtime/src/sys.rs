@@ -23,6 +23,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod cuda;
 pub(crate) mod device;
 pub(crate) mod file;
+pub(crate) mod file_memory;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod graph;

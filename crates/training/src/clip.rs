@@ -6,6 +6,7 @@
 
 use std::borrow::Borrow;
 
+use runtime::file_memory;
 use runtime::ops::foreach;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -87,9 +88,19 @@ pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
         let low = matches!(grad.kind(), Kind::Half | Kind::BFloat16);
         if low { &mut half } else { &mut single }.push(grad.f_detach()?);
     }
-    let mut norms = foreach::norm(&single, 2.0)?;
+    let mut norms = Vec::new();
+    if device == Device::Cpu {
+        // One by one, so that those in files need memory only while they are read.
+        for grad in &single {
+            norms.extend(foreach::norm(&[grad], 2.0)?);
+            file_memory::release(grad)?;
+        }
+    } else {
+        norms.extend(foreach::norm(&single, 2.0)?);
+    }
     for grad in half {
         norms.push(grad.f_norm_scalaropt_dtype(2.0, Kind::Float)?);
+        file_memory::release(&grad)?;
     }
     let norms: Vec<Tensor> =
         norms.iter().map(|norm| Ok(norm.f_to_device(device)?.f_to_kind(kind)?)).collect::<Result<_>>()?;

@@ -8,7 +8,8 @@ use crate::exact::sum;
 use crate::memory::Item;
 use crate::offload::sizes;
 use crate::offload::{
-    Footprint, Method, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, simulate,
+    Footprint, Layer, Method, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, StreamKind,
+    simulate,
 };
 
 /// A rate at which an update takes no time, for passes that none follows.
@@ -76,6 +77,9 @@ impl Job {
 
     fn rates_of(&self, placement: &Placement) -> Rates {
         match placement {
+            Placement::Offloaded { tier: Tier::File, .. } if self.lora.is_none() => {
+                Rates { load: self.file_load, host_optimizer: self.file_optimizer, ..self.rates }
+            }
             Placement::Offloaded { tier: Tier::File, .. } => Rates { load: self.file_load, ..self.rates },
             _ => self.rates,
         }
@@ -140,22 +144,29 @@ impl Job {
         accumulated: bool,
     ) -> Result<(Footprint, u64), Error> {
         const WHAT: &str = "bytes of a step";
-        let gradients = gradient_bytes(&costs)?;
-        let whole = accumulated && matches!(placement, Placement::Resident(_));
-        let costs = if whole { with_all_gradients(costs) } else { costs };
+        let on_device = |layer: &usize| match placement {
+            Placement::Resident(_) => true,
+            Placement::Offloaded { resident, .. } => resident.contains(layer),
+        };
+        let (costs, summed) = if accumulated { with_sums(costs, &on_device)? } else { (costs, 0) };
         let SimulatedStep { device: mut peak, mut host_bytes, .. } =
             simulate(&costs, rates, setup, Start::Warm)?;
-        if whole {
-            split_gradients(&mut peak, gradients);
-        }
+        split_gradients(&mut peak, summed);
         if let Placement::Offloaded { tier, resident, .. } = placement {
             let streamed = costs.layers.iter().enumerate().filter(|(layer, _)| !resident.contains(layer));
-            if *tier == Tier::File {
+            let in_files = *tier == Tier::File;
+            if in_files && self.lora.is_none() {
+                // All of them is pages of files, which the system writes and drops when memory is short.
+                let of = |layer: &Layer| sum(WHAT, [layer.slot_bytes, layer.state_bytes]);
+                let of_layers =
+                    streamed.clone().map(|(_, layer)| of(layer)).collect::<Result<Vec<_>, _>>()?;
+                host_bytes = host_bytes.saturating_sub(sum(WHAT, of_layers)?);
+            } else if in_files {
                 // The frozen weights are pages of files, which the system drops when memory is short.
                 let frozen = streamed.clone().map(|(_, layer)| layer.slot_bytes - layer.trainable_bytes);
                 host_bytes = host_bytes.saturating_sub(sum(WHAT, frozen)?);
             }
-            if costs.updates() && (accumulated || self.clips) {
+            if costs.updates() && (accumulated || self.clips) && !(in_files && self.lora.is_none()) {
                 host_bytes =
                     sum(WHAT, [host_bytes, sum(WHAT, streamed.map(|(_, layer)| layer.gradient_bytes))?])?;
             }
@@ -178,13 +189,23 @@ impl Job {
     ) -> Result<f64, Error> {
         let costs = self.costs_of(placement, self.pass(self.mean, rows))?;
         let passes = self.passes(self.mean, rows);
-        let last = simulate(&costs, rates, setup, Start::Warm)?.seconds;
+        let last = self.seconds_of(&simulate(&costs, rates, setup, Start::Warm)?);
         if passes == 1 {
             return Ok(last);
         }
         let free = Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..*rates };
-        let pass = simulate(&costs, &free, setup, Start::Warm)?.seconds;
+        let pass = self.seconds_of(&simulate(&costs, &free, setup, Start::Warm)?);
         Ok((passes - 1) as f64 * pass + last)
+    }
+}
+
+impl Job {
+    /// Seconds of a simulated step. On a CPU, transfers and updates take turns with products: nothing is hidden behind them.
+    fn seconds_of(&self, step: &SimulatedStep) -> f64 {
+        if !self.on_cpu {
+            return step.seconds;
+        }
+        StreamKind::ALL.into_iter().map(|stream| step.busy(stream)).sum()
     }
 }
 
@@ -205,25 +226,26 @@ impl Placement {
     }
 }
 
-fn gradient_bytes(costs: &StepCosts) -> Result<u64, Error> {
-    let layers = costs.layers.iter().map(|layer| layer.gradient_bytes);
-    sum("bytes of gradients", layers.chain([costs.fixed.gradient_bytes]))
-}
-
-/// The costs of a pass during which the gradients of earlier passes exist, as bytes that are there all the time.
-fn with_all_gradients(mut costs: StepCosts) -> StepCosts {
-    for layer in &mut costs.layers {
+/// The costs of a pass during which the sums of earlier passes' gradients exist, as bytes that are there all the time: of what is outside
+/// of the layers, and of layers `on_device`. Returns their bytes, too.
+fn with_sums(mut costs: StepCosts, on_device: &dyn Fn(&usize) -> bool) -> Result<(StepCosts, u64), Error> {
+    let mut sums = vec![costs.fixed.gradient_bytes];
+    for (_, layer) in costs.layers.iter_mut().enumerate().filter(|(number, _)| on_device(number)) {
+        sums.push(layer.gradient_bytes);
         layer.state_bytes += layer.gradient_bytes;
         layer.gradient_bytes = 0;
     }
     let fixed = &mut costs.fixed;
     fixed.state_bytes += fixed.gradient_bytes;
     (fixed.gradient_bytes, fixed.head_gradient_bytes) = (0, 0);
-    costs
+    Ok((costs, sum("bytes of gradients", sums)?))
 }
 
-/// Separates the gradients of [`with_all_gradients`] from the optimizer's state.
+/// Separates the gradients of [`with_sums`] from the optimizer's state.
 fn split_gradients(peak: &mut Footprint, gradients: u64) {
+    if gradients == 0 {
+        return;
+    }
     if let Some(state) = peak.parts.iter_mut().find(|item| item.name == "optimizer state") {
         state.bytes -= gradients.min(state.bytes);
         peak.parts.push(Item { name: "gradients", bytes: gradients });

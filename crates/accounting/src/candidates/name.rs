@@ -34,7 +34,10 @@ impl Placement {
                     name += &format!(", activations of {} kept", keep.len());
                 }
                 if *optimizer == OptimizerPlace::Host {
-                    name += ", optimizer on the host";
+                    name += match tier {
+                        Tier::Host => ", optimizer on the host",
+                        Tier::File => ", optimizer in files",
+                    };
                 }
                 name
             }

@@ -31,6 +31,7 @@ fn job(lora: bool) -> Job {
         clips: true,
         rates: Rates { load: 5e9, store: 5e9, host_optimizer: 7e8, device_optimizer: 7e8 },
         file_load: 2e9,
+        file_optimizer: 1e8,
         on_cpu: true,
     }
 }

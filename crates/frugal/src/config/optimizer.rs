@@ -117,6 +117,6 @@ pub enum OptimizerPlace {
     /// On the device, beside the weights.
     #[default]
     Device,
-    /// In host memory; layers are updated there during backward (ZeRO-Offload).
+    /// In host memory, or in files with the layers (`offload.tier`); layers are updated there during backward (ZeRO-Offload).
     Host,
 }

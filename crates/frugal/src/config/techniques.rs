@@ -146,7 +146,8 @@ pub enum OffloadTier {
     /// Host memory.
     #[default]
     Host,
-    /// Files; a model in Hugging Face's layout is read from its own.
+    /// Files; frozen layers of a model in Hugging Face's layout are read from its own. Trained layers are in files together with the sums of
+    /// their gradients and the optimizer's state (ZeRO-Infinity), with `optimizer.place = "host"`.
     File,
 }
 

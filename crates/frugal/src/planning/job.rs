@@ -109,6 +109,7 @@ pub fn job(
         clips: optimizer.clip > 0.0,
         rates: rates.transfers(),
         file_load: rates.file_load,
+        file_optimizer: rates.file_optimizer,
         on_cpu,
     })
 }
@@ -250,11 +251,9 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
     let on_cpu = device == Device::Cpu;
     let frozen = config.adapter.is_some();
     // Of a CPU, host memory is the device's: only files are outside.
-    let tiers: Vec<Tier> = match (on_cpu, frozen) {
-        (true, true) => vec![Tier::File],
-        (true, false) => Vec::new(),
-        (false, true) => vec![Tier::Host, Tier::File],
-        (false, false) => vec![Tier::Host],
+    let tiers: Vec<Tier> = match on_cpu {
+        true => vec![Tier::File],
+        false => vec![Tier::Host, Tier::File],
     };
     let optimizer = if frozen { OptimizerPlace::Device } else { OptimizerPlace::Host };
     let works = |tier: &Tier| {

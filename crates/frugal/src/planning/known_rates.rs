@@ -13,7 +13,7 @@ use runtime::measure::physical;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use super::rates::{MachineRates, layer_load_rate, product_kind};
+use super::rates::{MachineRates, file_optimizer_rate, layer_load_rate, product_kind};
 use crate::error::{Error, Result};
 use crate::rows::cache_folder;
 
@@ -36,6 +36,8 @@ pub struct KnownRates {
     pub host_load: f64,
     /// Bytes per second at which layers in files are loaded, from the page cache.
     pub file_load: f64,
+    /// Parameters per second of AdamW whose state is in files, in the page cache.
+    pub file_optimizer: f64,
     /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
     pub product_workspaces: u64,
 }
@@ -50,6 +52,7 @@ impl KnownRates {
             host_bandwidth: bandwidth,
             host_load: transfers.load,
             file_load: transfers.load / 2.0,
+            file_optimizer: transfers.host_optimizer / 4.0,
             product_workspaces,
         }
     }
@@ -94,8 +97,17 @@ impl KnownRates {
             reason: format!("{cause}; set TMPDIR to a folder that can be written"),
         })?;
         let file_load = layer_load_rate(device, &Tier::File(scratch.path().to_owned()))?;
+        let file_optimizer = file_optimizer_rate(scratch.path())?;
         runtime::memory::empty_cache(device)?;
-        let found = Self { flops, bandwidth, host_bandwidth, host_load, file_load, product_workspaces };
+        let found = Self {
+            flops,
+            bandwidth,
+            host_bandwidth,
+            host_load,
+            file_load,
+            file_optimizer,
+            product_workspaces,
+        };
         if let Some(path) = cache_file() {
             let mut all = read(&path);
             all.insert(key(device, kind)?, found);
@@ -139,8 +151,9 @@ fn read(path: &Path) -> BTreeMap<String, KnownRates> {
     let mut all: BTreeMap<String, KnownRates> = serde_json::from_slice(&text).unwrap_or_default();
     let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;
     all.retain(|_, found| {
-        let KnownRates { flops, bandwidth, host_bandwidth, host_load, file_load, .. } = *found;
-        [flops, bandwidth, host_bandwidth, host_load, file_load].into_iter().all(is_rate)
+        let KnownRates { flops, bandwidth, host_bandwidth, host_load, file_load, file_optimizer, .. } =
+            *found;
+        [flops, bandwidth, host_bandwidth, host_load, file_load, file_optimizer].into_iter().all(is_rate)
     });
     all
 }

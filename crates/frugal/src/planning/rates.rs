@@ -13,6 +13,8 @@ use models::module::{Input, LanguageModel};
 use offload::{Method, Offload, Options, Tier, load_rate};
 use runtime::collectives::{Division, Group, GroupOptions, Launch, Store};
 use runtime::device;
+use runtime::file_memory;
+use runtime::fused::adam::{AdamStep, AdamTensors, adam};
 use runtime::measure::{Measurement, Samples, physical};
 use tch::{Device, Kind, Tensor};
 
@@ -94,6 +96,35 @@ pub fn layer_load_rate(device: Device, tier: &Tier) -> Result<f64> {
         }
     }
     device::synchronize(device)?;
+    Ok(Samples { samples }.median())
+}
+
+/// Returns the parameters per second of AdamW whose weights, gradients and state are in files in `folder`, in the page cache.
+///
+/// # Errors
+/// A folder that cannot be written, or has too little space.
+pub(super) fn file_optimizer_rate(folder: &Path) -> Result<f64> {
+    const PARAMETERS: i64 = 4 << 20;
+    let tensor = || file_memory::zeros(folder, &[PARAMETERS], Kind::Float);
+    let (master, gradient, exp_avg, exp_avg_sq) = (tensor()?, tensor()?, tensor()?, tensor()?);
+    let all = [&master, &gradient, &exp_avg, &exp_avg_sq];
+    let tensors = AdamTensors {
+        gradient: &gradient,
+        master: &master,
+        exp_avg: &exp_avg,
+        exp_avg_sq: &exp_avg_sq,
+        weight: None,
+    };
+    let mut samples = Vec::new();
+    for step in 1..=6 {
+        let began = Instant::now();
+        all.into_iter().try_for_each(file_memory::fetch)?;
+        adam(&tensors, &AdamStep { step, ..AdamStep::default() })?;
+        all.into_iter().try_for_each(file_memory::release)?;
+        if step > 1 {
+            samples.push(PARAMETERS as f64 / began.elapsed().as_secs_f64());
+        }
+    }
     Ok(Samples { samples }.median())
 }
 

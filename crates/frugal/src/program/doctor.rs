@@ -67,6 +67,7 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
                 ("copies on", known.bandwidth, "B/s"),
                 ("layers from host memory to", known.host_load, "B/s"),
                 ("layers from files to", known.file_load, "B/s"),
+                ("AdamW with state in files on", known.file_optimizer, "parameters/s"),
             ] {
                 tell(&format!("{what} {flag}"), human(rate, unit), json!(rate));
             }

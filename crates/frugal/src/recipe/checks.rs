@@ -219,11 +219,11 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             remedy: RECOMPUTE,
         },
         Rule {
-            is_met: tier == Some(OffloadTier::File) && adapter.is_none(),
-            first: "`offload.tier = \"file\"`".to_owned(),
-            second: "full fine-tuning".to_owned(),
-            why: "weights in files are frozen",
-            remedy: "train an adapter, or use `offload.tier = \"host\"`",
+            is_met: tier == Some(OffloadTier::File) && adapter.is_none() && !host,
+            first: "`offload.tier = \"file\"` with full fine-tuning".to_owned(),
+            second: "`optimizer.place = \"device\"`".to_owned(),
+            why: "the optimizer's state of trained layers in files is in files, too",
+            remedy: "use `optimizer.place = \"host\"`, train an adapter, or use `offload.tier = \"host\"`",
         },
         Rule {
             is_met: host && offloaded.is_none(),

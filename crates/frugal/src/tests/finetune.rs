@@ -198,7 +198,7 @@ fn what_does_not_go_together_is_refused_before_a_weight_is_read() {
         ("--activations plan", "(--activations plan) and no budget cannot be combined"),
         (
             "--method full --offload file",
-            "and full fine-tuning cannot be combined: weights in files are frozen",
+            "(--optimizer-on device) cannot be combined: the optimizer's state of trained layers in files is in files, too",
         ),
         (
             "--mlp input-only --targets all-linear",

@@ -57,7 +57,7 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
     config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
 }
 
-pub(crate) const TECHNIQUES: [Technique; 29] = [
+pub(crate) const TECHNIQUES: [Technique; 30] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -192,6 +192,15 @@ pub(crate) const TECHNIQUES: [Technique; 29] = [
         promise: Promise::Bits,
         set: |config, _| {
             config.offload = Some(OffloadConfig { tier: OffloadTier::File, ..OffloadConfig::default() });
+        },
+    },
+    Technique {
+        name: "layers and optimizer in files",
+        group: "offload",
+        promise: Promise::Bits,
+        set: |config, _| {
+            config.offload = Some(OffloadConfig { tier: OffloadTier::File, ..OffloadConfig::default() });
+            config.optimizer.place = OptimizerPlace::Host;
         },
     },
     Technique {

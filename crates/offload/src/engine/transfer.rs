@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use runtime::autograd::GradMode;
 use runtime::device::{self, Event, Stream};
+use runtime::file_memory;
 use tch::{Device, Tensor};
 
 use super::{Engine, State};
@@ -42,7 +43,7 @@ impl Engine {
                     work.push((sum, gradient, true));
                 }
                 (None, _) => {
-                    let buffer = of.gradient_buffer(index, self.0.placement.pinned_for)?;
+                    let buffer = of.gradient_buffer(index, &self.0.placement)?;
                     of.pending[index] = Some(buffer.shallow_clone());
                     work.push((buffer, gradient, false));
                 }
@@ -68,6 +69,7 @@ impl Engine {
                 options.at(HookPoint::Store)?;
                 let _no_grad = GradMode::off();
                 for (mut target, gradient, adds) in copies {
+                    file_memory::fetch(&target)?;
                     if adds {
                         let _ = target.f_add_(&gradient)?;
                     } else if on_host && gradient.is_contiguous() {
@@ -75,6 +77,7 @@ impl Engine {
                     } else {
                         device::copy_async(&mut target, &gradient)?;
                     }
+                    file_memory::release(&target)?;
                 }
                 Ok(())
             };
@@ -92,7 +95,7 @@ impl Engine {
                 additions.into_iter().try_for_each(|(mut sum, part)| {
                     let _ = sum.f_add_(&part)?;
                     pool.give(part);
-                    Ok(())
+                    file_memory::release(&sum)
                 })
             })?;
             let added = Arc::new(Event::untimed(Device::Cpu)?);

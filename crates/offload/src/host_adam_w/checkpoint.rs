@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use runtime::device;
-use tch::{Device, Tensor};
-use training::optimizer::{DeviceOptimizer, Group};
+use runtime::file_memory;
+use tch::Tensor;
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
 use super::HostAdamW;
-use super::state::Parameter;
+use super::state::{Parameter, state_of};
 use crate::error::{Error, Result};
 
 impl HostAdamW {
@@ -30,22 +30,26 @@ impl HostAdamW {
     /// Loads a state completely, or changes nothing.
     pub(super) fn load_named_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
         self.engine.synchronize()?;
-        // The standard optimizer's own loading decides what matches.
         let mut state = self.shared.state.lock();
-        let own = |parameter: &Parameter| (parameter.name.clone(), parameter.tensor.shallow_clone());
-        let of_layers: Vec<(String, Tensor)> = state.parameters.iter().map(own).collect();
-        let is_ours = |name: &str| {
-            of_layers.iter().any(|(own, _)| name.strip_prefix(own.as_str()).is_some_and(is_slot))
-        };
-        let (ours, others): (Vec<_>, Vec<_>) = tensors
+        let positions: HashMap<&str, usize> = state
+            .parameters
             .iter()
-            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
-            .partition(|(name, _)| is_ours(name));
-        let mut reader = (!of_layers.is_empty())
-            .then(|| DeviceOptimizer::new(state.rule, vec![Group::new(of_layers, 0.0)]))
-            .transpose()?;
-        if let Some(reader) = &mut reader {
-            reader.load_state(&ours)?;
+            .enumerate()
+            .map(|(at, parameter)| (parameter.name.as_str(), at))
+            .collect();
+        let mut of_parameters: Vec<Vec<(String, Tensor)>> =
+            state.parameters.iter().map(|_| Vec::new()).collect();
+        let mut others = Vec::new();
+        for (name, tensor) in tensors {
+            let parameter = name.rsplit_once('.').filter(|(_, slot)| SLOTS.contains(slot));
+            match parameter.and_then(|(parameter, _)| positions.get(parameter)) {
+                Some(&at) => of_parameters[at].push((name.clone(), tensor.shallow_clone())),
+                None => others.push((name.clone(), tensor.shallow_clone())),
+            }
+        }
+        let mut read = Vec::new();
+        for (parameter, own) in state.parameters.iter().zip(&of_parameters) {
+            read.push(self.read_state(parameter, own, state.rule)?);
         }
         match &mut self.rest {
             Some(rest) => rest.load_state(&others)?,
@@ -56,27 +60,41 @@ impl HostAdamW {
                 return Err(Error::config("optimizer", reason));
             }
         }
-        let read: HashMap<String, Tensor> = reader.iter().flat_map(DeviceOptimizer::state).collect();
-        for parameter in &mut state.parameters {
-            let slot = |slot: &str| read.get(&format!("{}.{slot}", parameter.name));
-            let own = |tensor: &Tensor| -> Result<Tensor> {
-                let memory = device::pinned_empty(&tensor.size(), tensor.kind(), Device::Cpu)?;
-                memory.shallow_clone().f_copy_(tensor)?;
-                Ok(memory)
-            };
-            let moments = slot("exp_avg").zip(slot("exp_avg_sq"));
-            let (step, moments, master) = (
-                slot("step").map_or(Ok(0), |step| step.f_int64_value(&[]))?,
-                moments.map(|(m, v)| Ok::<_, Error>([own(m)?, own(v)?])).transpose()?,
-                slot("master").map(own).transpose()?,
-            );
-            (parameter.step, parameter.moments, parameter.master) = (step as u64, moments, master);
+        for (parameter, Loaded { step, moments, master }) in state.parameters.iter_mut().zip(read) {
+            (parameter.step, parameter.moments, parameter.master) = (step, moments, master);
         }
         Ok(())
     }
+
+    /// Reads a parameter's state. The standard optimizer's own loading decides what matches.
+    fn read_state(&self, parameter: &Parameter, saved: &[(String, Tensor)], rule: AdamW) -> Result<Loaded> {
+        let weight = &parameter.tensor;
+        let group = Group::new(vec![(parameter.name.clone(), weight.shallow_clone())], 0.0);
+        let mut reader = DeviceOptimizer::new(rule, vec![group])?;
+        reader.load_state(saved)?;
+        let read: HashMap<String, Tensor> = reader.state().into_iter().collect();
+        let slot = |slot: &str| read.get(&format!("{}.{slot}", parameter.name));
+        let own = |tensor: &Tensor| -> Result<Tensor> {
+            let mut memory = state_of(weight, self.engine.placement())?;
+            memory.f_copy_(tensor)?;
+            file_memory::release(&memory)?;
+            Ok(memory)
+        };
+        let moments = slot("exp_avg").zip(slot("exp_avg_sq"));
+        Ok(Loaded {
+            step: slot("step").map_or(Ok(0), |step| step.f_int64_value(&[]))? as u64,
+            moments: moments.map(|(m, v)| Ok::<_, Error>([own(m)?, own(v)?])).transpose()?,
+            master: slot("master").map(own).transpose()?,
+        })
+    }
 }
 
-/// Whether this is the part of a state's name after the parameter's.
-fn is_slot(rest: &str) -> bool {
-    [".step", ".exp_avg", ".exp_avg_sq", ".master"].contains(&rest)
+/// The state of a parameter in a checkpoint.
+struct Loaded {
+    step: u64,
+    moments: Option<[Tensor; 2]>,
+    master: Option<Tensor>,
 }
+
+/// The parts of a parameter's state, as they are named after it.
+const SLOTS: [&str; 4] = ["step", "exp_avg", "exp_avg_sq", "master"];

@@ -4,7 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use runtime::device::{self, Event};
+use runtime::device::Event;
+use runtime::file_memory;
 use runtime::fused::adam::{AdamStep, AdamTensors, adam};
 use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
@@ -12,7 +13,7 @@ use training::optimizer::{AdamW, StepSettings};
 
 use crate::engine::{Engine, Transferred};
 use crate::error::Result;
-use crate::storage::Gradients;
+use crate::storage::{Gradients, Placement};
 
 /// Maximum number of layers whose updates wait for the host thread, each with its gradients.
 pub(super) const MAX_WAITING: usize = 2;
@@ -118,8 +119,8 @@ impl State {
                 step: parameter.step,
                 gradient_factor: factor,
             };
-            let moments = parameter.moments(&weight)?;
-            let master = parameter.master(&weight, self.master_weights)?;
+            let moments = parameter.moments(&weight, engine.placement())?;
+            let master = parameter.master(&weight, engine.placement(), self.master_weights)?;
             // The memory that the weight refers to at its step, whatever it refers to when the step runs; and with its own
             // version: the engine tracks this change by the layer's generation, ahead of time, while the tensor's version
             // tracks changes by others.
@@ -129,6 +130,9 @@ impl State {
         let updated = engine.submit_update(layer, &arrived, ahead, move || {
             let _no_grad = tch::no_grad_guard();
             for (step, gradient, weight, [m, v], master) in work {
+                let in_use = [&gradient, &weight, &m, &v].into_iter().chain(&master);
+                let in_use: Vec<Tensor> = in_use.map(Tensor::shallow_clone).collect();
+                in_use.iter().try_for_each(file_memory::fetch)?;
                 let gradient = if gradient.is_contiguous() { gradient } else { gradient.f_contiguous()? };
                 let rounds = weight.kind() != Kind::Float;
                 let master = match master {
@@ -144,6 +148,7 @@ impl State {
                     weight: rounds.then_some(&weight),
                 };
                 adam(&tensors, &step)?;
+                in_use.iter().try_for_each(file_memory::release)?;
                 if let Some(used) = &used {
                     used(gradient);
                 }
@@ -156,14 +161,11 @@ impl State {
 }
 
 impl Parameter {
-    fn moments(&mut self, weight: &Tensor) -> Result<[Tensor; 2]> {
+    fn moments(&mut self, weight: &Tensor, placement: &Placement) -> Result<[Tensor; 2]> {
         let moments = match &self.moments {
             Some(moments) => moments,
             None => {
-                let zero = || -> Result<Tensor> {
-                    let mut tensor = device::pinned_empty(&weight.size(), Kind::Float, Device::Cpu)?;
-                    Ok(tensor.f_zero_()?)
-                };
+                let zero = || state_of(weight, placement);
                 self.moments.insert([zero()?, zero()?])
             }
         };
@@ -171,13 +173,19 @@ impl Parameter {
     }
 
     /// Returns the fp32 weight, if one is kept. The weight itself is not being updated here: its last step is done.
-    fn master(&mut self, weight: &Tensor, keep: bool) -> Result<Option<Tensor>> {
+    fn master(&mut self, weight: &Tensor, placement: &Placement, keep: bool) -> Result<Option<Tensor>> {
         if self.master.is_none() && keep && weight.kind() != Kind::Float {
             let _no_grad = tch::no_grad_guard();
-            let mut master = device::pinned_empty(&weight.size(), Kind::Float, Device::Cpu)?;
+            let mut master = state_of(weight, placement)?;
             master.f_copy_(weight)?;
             self.master = Some(master);
         }
         Ok(self.master.as_ref().map(Tensor::shallow_clone))
     }
+}
+
+/// Returns fp32 zeros for a weight, in a file if the weight is; otherwise in the host's memory, which is not page-locked.
+pub(super) fn state_of(weight: &Tensor, placement: &Placement) -> Result<Tensor> {
+    let placement = Placement { pinned_for: Device::Cpu, ..placement.clone() };
+    placement.zeros_beside(weight, &weight.size(), Kind::Float)
 }

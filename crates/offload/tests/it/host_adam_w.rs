@@ -7,6 +7,7 @@ use models::module::{Input, LanguageModel, freeze, parameters, trainable};
 use models::{Llama, LlamaConfig};
 use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, StateBytes, TestHook, Tier};
 use runtime::autograd::backward;
+use runtime::file_memory::is_in_file;
 use tch::{Device, Kind, Tensor};
 use training::clip::{self, NonFinite};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings, ZeroGrad};
@@ -197,6 +198,52 @@ fn frozen_layers_in_files_have_no_state() {
     check(&model, Case { options, micro: 2, ..Case::default() });
 }
 
+/// Weights, sums of gradients, state and master weights are in files, and have the bits of those in memory.
+#[test]
+fn trained_layers_in_files() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let tier = Tier::File(folder.path().to_owned());
+    let narrow = || {
+        runtime::random::seed(2).unwrap();
+        let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(60, 32, 48, 4, 4) };
+        Box::new(Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap())
+    };
+    for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2)] {
+        for overlap in [false, true] {
+            let host = HostOptions { overlap, ..HostOptions::default() };
+            for (ring, resident, keep) in [(3, vec![], vec![]), (1, vec![2], vec![3, 4])] {
+                let options = Options { tier: tier.clone(), ring, resident, keep, ..Options::default() };
+                check(&tiny, Case { options, host, clip, micro, factor: true });
+            }
+            for master_weights in [false, true] {
+                let (options, host) = (
+                    Options { tier: tier.clone(), ..Options::default() },
+                    HostOptions { master_weights, ..host },
+                );
+                check(&narrow, Case { options, host, clip, micro, factor: false });
+            }
+        }
+    }
+    let mut model = tiny();
+    let offload = Offload::apply(&mut *model, &Options { tier, ..Options::default() }).unwrap();
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+    optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
+    gradients_of(&model, 0, 1);
+    let of_layers = |named: Vec<(String, Tensor)>| {
+        let layers =
+            named.into_iter().filter(|(name, tensor)| name.starts_with("layers.") && tensor.dim() > 0);
+        layers.collect::<Vec<_>>()
+    };
+    let handles = parameters(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone()));
+    let weights = of_layers(handles.collect());
+    assert!(weights.iter().all(|(_, weight)| is_in_file(weight) && is_in_file(&weight.grad())));
+    optimizer.step().unwrap();
+    let state = of_layers(optimizer.state().unwrap());
+    assert!(state.len() == 2 * weights.len() && state.iter().all(|(_, tensor)| is_in_file(tensor)));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "files have no names");
+}
+
 #[test]
 fn a_step_with_a_non_finite_norm_is_skipped() {
     let _alone = alone();
@@ -228,8 +275,14 @@ fn a_step_with_a_non_finite_norm_is_skipped() {
 #[test]
 fn the_state_matches_the_device_optimizers() {
     let _alone = alone();
-    let case =
-        Case { micro: 1, options: Options { resident: vec![2], ..Options::default() }, ..Case::default() };
+    let folder = tempfile::tempdir().unwrap();
+    for tier in [Tier::Host, Tier::File(folder.path().to_owned())] {
+        state_matches(Options { resident: vec![2], tier, ..Options::default() });
+    }
+}
+
+fn state_matches(options: Options) {
+    let case = Case { micro: 1, options, ..Case::default() };
     let model = tiny();
     let (.., first, state) = ordinary(&model, &case);
     let mut optimizer = DeviceOptimizer::new(RULE, groups(&model)).unwrap();

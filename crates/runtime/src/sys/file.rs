@@ -32,31 +32,33 @@ pub(crate) fn map_private(file: &File, offset: u64, len: usize) -> std::io::Resu
     unsafe { MmapOptions::new().offset(offset).len(len).map_copy(file) }
 }
 
-extern "C" fn release_mapping(owner: *mut c_void) {
-    // SAFETY: the pointer is the box that `tensor_over` gave away, and libtorch gives it back once.
-    drop(unsafe { Box::from_raw(owner.cast::<MmapMut>()) });
+extern "C" fn release<T>(owner: *mut c_void) {
+    // SAFETY: the pointer is the box of a `T` that `tensor_of` gave away, and libtorch gives it back once.
+    drop(unsafe { Box::from_raw(owner.cast::<T>()) });
 }
 
 /// Returns a contiguous tensor over the mapping, which it owns. The caller has checked sizes and alignment.
 pub(crate) fn tensor_over(mapping: MmapMut, shape: &[i64], kind: Kind) -> Result<Tensor> {
-    let prototype = Tensor::f_empty([0], (kind, Device::Cpu))?;
     let mut mapping = Box::new(mapping);
     let memory = mapping.as_mut_ptr().cast::<c_void>();
-    let owner = Box::into_raw(mapping).cast::<c_void>();
+    tensor_of(memory, mapping, shape, kind)
+}
+
+/// Returns a contiguous tensor over memory of `owner`, which it owns. The caller has checked sizes and alignment.
+pub(super) fn tensor_of<T: Send + 'static>(
+    memory: *mut c_void,
+    owner: Box<T>,
+    shape: &[i64],
+    kind: Kind,
+) -> Result<Tensor> {
+    let prototype = Tensor::f_empty([0], (kind, Device::Cpu))?;
+    let owner = Box::into_raw(owner).cast::<c_void>();
     let mut out: *mut C_tensor = std::ptr::null_mut();
-    // SAFETY: the memory is the mapping's, at least as large as the tensor (checked by the caller), and lives until `release_mapping` is
-    // called, when no tensor views it any more; shape and prototype are borrowed during the call; the new tensor is ours.
+    // SAFETY: the memory is the owner's, at least as large as the tensor (checked by the caller), and lives until `release` is called,
+    // when no tensor views it any more; shape and prototype are borrowed during the call; the new tensor is ours.
     let tensor = unsafe {
         let shape = (shape.as_ptr(), shape.len());
-        check(rt_tensor_over(
-            memory,
-            shape.0,
-            shape.1,
-            prototype.as_ptr(),
-            owner,
-            release_mapping,
-            &mut out,
-        ))?;
+        check(rt_tensor_over(memory, shape.0, shape.1, prototype.as_ptr(), owner, release::<T>, &mut out))?;
         take(out)
     };
     tensor.ok_or_else(|| Error::Torch("no tensor came back".into()))
@@ -85,5 +87,6 @@ pub(crate) fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Res
     // SAFETY: the tensor is contiguous and on the CPU (checked by the caller), so these are exactly its bytes, which live as long as it
     // does. As with every operation of libtorch that reads it, the caller ensures that no thread writes them meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), len) };
-    out.write_all(bytes)
+    out.write_all(bytes)?;
+    super::file_memory::release(tensor)
 }

@@ -24,6 +24,7 @@ mod device_streams;
 mod device_synchronize;
 mod empty;
 mod file;
+mod file_memory;
 mod held;
 mod kernels_cuda;
 mod kernels_interpreted;

@@ -187,6 +187,8 @@ fn written(common: &Common, conversion: &Conversion<'_>, out: &Path) -> anyhow::
     for note in conversion.notes() {
         say(common, &format!("note: {note}"));
     }
+    let parent = atomic_write::parent(out);
+    std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
     let mut cause = None;
     let result = atomic_write::file(out, |file| {
         conversion.write(file).map_err(|error| {
@@ -242,14 +244,15 @@ fn temporary_for(out: &Path) -> anyhow::Result<TempDir> {
     }
 }
 
-/// A temporary folder beside the output, where there is room for it.
+/// A temporary folder on the disk of the output, in the nearest folder that exists.
 fn temporary(out: &Path) -> anyhow::Result<TempDir> {
     let parent = atomic_write::parent(out);
-    std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
-    Ok(tempfile::Builder::new().prefix(".export-").tempdir_in(parent)?)
+    let existing = parent.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
+    let made = tempfile::Builder::new().prefix(".export-").tempdir_in(existing);
+    made.with_context(|| format!("{} cannot be written", existing.display()))
 }
 
-/// The output file, whose folder is created.
+/// The output file.
 fn file(out: &Path) -> anyhow::Result<&Path> {
     if out.is_dir() {
         bail!(
@@ -258,8 +261,6 @@ fn file(out: &Path) -> anyhow::Result<&Path> {
             out.join("model.gguf").display()
         );
     }
-    let parent = atomic_write::parent(out);
-    std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
     Ok(out)
 }
 

@@ -140,12 +140,9 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let tier = match arguments.offload {
         Some(tier) => tier,
-        None if on_cpu && arguments.method != Work::Full => OffloadTier::File,
+        None if on_cpu => OffloadTier::File,
         None => OffloadTier::Host,
     };
-    if arguments.method == Work::Full && tier == OffloadTier::File {
-        bail!("--method full trains all weights, and layers in files cannot be trained; give --offload host");
-    }
     arguments.ranks.check(arguments)?;
     let work = Workload { batch: arguments.batch_size, sequence: tokens };
     let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;

@@ -64,11 +64,6 @@ fn command_lines() {
             1,
             "error: --length 200000: the model takes rows of 131072 at most",
         ),
-        (
-            "--model qwen2.5-7b --budget 3GiB --method full --offload file",
-            1,
-            "layers in files cannot be trained; give --offload host",
-        ),
         ("--model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
         (
             "fit --model qwen2.5-0.5b --budget 8GiB --method full --r 4",

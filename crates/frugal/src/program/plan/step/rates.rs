@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use accounting::offload::{GEN4, Rates};
+use accounting::offload::{ADAMW_STEP_BYTES, GEN4, Rates};
 use anyhow::{Context, bail};
 use frugal::config::OffloadTier;
 use frugal::planning::{self, KnownRates, MachineRates};
@@ -60,6 +60,7 @@ impl StepArgs {
             return Ok(rates);
         }
         rates.transfers.load = known.file_load;
+        rates.transfers.host_optimizer = known.file_optimizer;
         if weights > runtime::device::memory_info(Device::Cpu)?.free {
             let scratch = self.scratch()?;
             let file = match self.model.folder().map(weights_file).transpose()?.flatten() {
@@ -68,6 +69,7 @@ impl StepArgs {
             };
             let disk = planning::file_read_rate(&file)?;
             rates.transfers.load = rates.transfers.load.min(disk);
+            rates.transfers.host_optimizer = rates.transfers.host_optimizer.min(disk / ADAMW_STEP_BYTES);
         }
         Ok(rates)
     }

@@ -42,6 +42,7 @@ pub(super) fn run(
         clips: true,
         rates: machine.transfers,
         file_load: machine.transfers.load,
+        file_optimizer: machine.transfers.host_optimizer,
         on_cpu,
     };
     // In host memory a CPU's layers take what they took before.

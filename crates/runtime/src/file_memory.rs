@@ -1,0 +1,74 @@
+//! CPU tensors whose memory is a file: written as any other, and larger than the machine's memory if need be.
+//!
+//! Their pages are in memory only while they are used: [`release`] ends their use, and the system writes them to the disk when it needs
+//! their memory. The file has no name, and is freed with the tensor, however the process ends.
+//!
+//! ```
+//! use runtime::file_memory;
+//! use tch::Kind;
+//!
+//! let folder = tempfile::tempdir()?;
+//! let mut moments = file_memory::zeros(folder.path(), &[2, 3], Kind::Float)?;
+//! file_memory::fetch(&moments)?;
+//! let _ = moments.f_add_scalar_(1.0)?;
+//! file_memory::release(&moments)?;
+//! assert_eq!(moments.f_double_value(&[1, 2])?, 1.0);
+//! assert!(file_memory::is_in_file(&moments));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::path::Path;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::sys::file_memory as sys;
+
+/// Creates a tensor of zeros in an unnamed file in `folder`, whose space on the disk is reserved. An empty tensor needs none.
+///
+/// # Errors
+/// [`Error::Io`] with the folder: it cannot be written, or its disk is full. [`Error::Invalid`] for an invalid shape.
+pub fn zeros(folder: &Path, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    let width = kind.elt_size_in_bytes();
+    let bytes = shape.iter().try_fold(width, |bytes, &size| bytes.checked_mul(usize::try_from(size).ok()?));
+    let Some(bytes) = bytes else {
+        return Err(Error::invalid(
+            "zeros",
+            format!("the shape {shape:?} of {kind:?} is not one of a tensor"),
+        ));
+    };
+    if bytes == 0 {
+        return Ok(Tensor::f_zeros(shape, (kind, Device::Cpu))?);
+    }
+    sys::zeros(folder, bytes, shape, kind)?.map_err(|cause| {
+        let reason = format!("{bytes} bytes in a file in it: {cause}");
+        Error::Io { path: folder.to_owned(), cause: std::io::Error::new(cause.kind(), reason) }
+    })
+}
+
+/// Returns whether the tensor's values are in a file of [`zeros`].
+pub fn is_in_file(tensor: &Tensor) -> bool {
+    sys::is_in_file(tensor)
+}
+
+/// Brings the pages of a tensor into memory at once, faster than one by one at their first use. A page that the disk does not give back is
+/// an error here, and would end the process later. Without effect for other tensors.
+///
+/// # Errors
+/// [`Error::Io`] if pages cannot be read.
+pub fn fetch(tensor: &Tensor) -> Result<()> {
+    sys::fetch(tensor).map_err(|cause| {
+        let reason = format!("pages of a file do not come back from the disk: {cause}");
+        let cause = std::io::Error::new(cause.kind(), reason);
+        Error::Io { path: std::env::temp_dir(), cause }
+    })
+}
+
+/// Ends the use of the pages of a tensor's file by this process: they count to its memory no more, and the system may write them to the disk.
+/// Values stay; views of the same file read their pages again. Without effect for other tensors.
+///
+/// # Errors
+/// [`Error::Io`] if the system refuses.
+pub fn release(tensor: &Tensor) -> Result<()> {
+    sys::release(tensor).map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })
+}
