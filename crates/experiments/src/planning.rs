@@ -1,6 +1,7 @@
-//! `planning`: the chosen plan of a training, compared with every other one.
+//! `planning`: trainings of the program under budgets.
 
 mod choice;
+mod large;
 mod sandbox;
 
 use clap::Subcommand;
@@ -11,10 +12,13 @@ use report::cli::CommonArgs;
 pub(crate) enum Verb {
     /// Train under budgets with the chosen plan, and with every other one
     Choice(choice::Choice),
+    /// Train a model that is larger than its budget
+    Large(large::Large),
 }
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Choice(arguments) => choice::run(common, arguments),
+        Verb::Large(arguments) => large::run(common, arguments),
     }
 }

@@ -21,6 +21,14 @@ pub(crate) fn path() -> anyhow::Result<PathBuf> {
 /// A full disk.
 pub(crate) fn write_model(model: &Llama, folder: &Path) -> anyhow::Result<()> {
     hugging_face::save(model, folder, hugging_face::SHARD_BYTES)?;
+    add_tokenizer(folder)
+}
+
+/// Adds the tokenizer of the embedded data to a model's folder.
+///
+/// # Errors
+/// A full disk.
+pub(crate) fn add_tokenizer(folder: &Path) -> anyhow::Result<()> {
     let tokenizer = dataloading::embedded::folder()?.join("tokenizer.json");
     std::fs::copy(tokenizer, folder.join("tokenizer.json"))?;
     Ok(std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#)?)

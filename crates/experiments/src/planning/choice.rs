@@ -58,7 +58,7 @@ const FROZEN: [Variant; 7] = [
 ];
 
 /// The other ways for trained layers.
-const TRAINED: [Variant; 7] = [
+const TRAINED: [Variant; 8] = [
     FROZEN[0],
     FROZEN[1],
     FROZEN[2],
@@ -66,12 +66,13 @@ const TRAINED: [Variant; 7] = [
     FROZEN[4],
     FROZEN[5],
     ("layers in host memory", &["--offload", "host", "--optimizer-on", "host"]),
+    ("layers and optimizer in files", &["--offload", "file", "--optimizer-on", "host"]),
 ];
 
 impl Job {
     fn variants(&self) -> impl Iterator<Item = Variant> {
-        let others = if self.method == "full" { TRAINED } else { FROZEN };
-        std::iter::once(CHOSEN).chain(others)
+        let others = if self.method == "full" { &TRAINED[..] } else { &FROZEN };
+        std::iter::once(CHOSEN).chain(others.iter().copied())
     }
 
     /// Such as `SmolLM2-135M, full, 4 × 256 tokens, within 3GiB`.
@@ -134,7 +135,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Choice) -> anyhow::Result<()>
     let rounds = arguments.rounds.unwrap_or(if is_smoke { 1 } else { 2 });
     let jobs = jobs(arguments.scale);
     let sandbox = Sandbox::new()?;
-    let mut progress = Progress::new((jobs.len() * rounds * (1 + FROZEN.len())) as u64);
+    let mut progress =
+        Progress::new((rounds * jobs.iter().map(|job| job.variants().count()).sum::<usize>()) as u64);
     for job in jobs {
         sandbox.write_model("model", &job.config, job.kind)?;
         sandbox.write_rows("rows.jsonl", ROWS, job.length, common.seed)?;

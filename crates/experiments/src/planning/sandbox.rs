@@ -5,11 +5,14 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, ensure};
+use frugal::run_folder::RunRecord;
+use models::hugging_face::{self, ModelFiles};
+use models::tensors_file::LazyTensor;
 use models::{Llama, LlamaConfig};
 use report::Record;
 use runtime::random::Generator;
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
 use crate::started_program;
@@ -35,6 +38,12 @@ pub(super) struct Trained {
     pub(super) chosen: Option<String>,
     /// What it predicted for a step before the first, and after three; `None` without kept rates.
     pub(super) predicted: Option<(f64, f64)>,
+    /// The most bytes that it held, as its budget counts them.
+    pub(super) held_bytes: f64,
+    /// From its start to its end.
+    pub(super) seconds: f64,
+    /// Of the first and of the last step.
+    pub(super) losses: (f64, f64),
 }
 
 impl Sandbox {
@@ -66,6 +75,31 @@ impl Sandbox {
         let folder = self.folder.path().join(name);
         let model = Llama::new(config, (kind, Device::Cpu))?;
         started_program::write_model(&model, &folder)
+    }
+
+    /// Writes a model with random weights tensor by tensor, in the memory of one.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub(super) fn write_random_model(
+        &self,
+        name: &str,
+        config: &LlamaConfig,
+        kind: Kind,
+    ) -> anyhow::Result<()> {
+        let random = |(name, shape): (String, Vec<i64>)| {
+            let is_matrix = shape.len() > 1;
+            LazyTensor::new(name, kind, &shape, move |range| {
+                let piece = [range.end - range.start];
+                let of = |value: f64| Tensor::f_full(piece, value, (kind, Device::Cpu));
+                Ok(Some(if is_matrix { of(0.0)?.f_normal_(0.0, 0.02)? } else { of(1.0)? }))
+            })
+        };
+        let tensors = config.shapes().into_iter().map(random).collect();
+        let files = ModelFiles::new(config, tensors, hugging_face::SHARD_BYTES)?;
+        let folder = self.folder.path().join(name);
+        files.write(&folder, |_| Ok(()))?;
+        started_program::add_tokenizer(&folder)
     }
 
     /// Removes a model.
@@ -115,6 +149,7 @@ impl Sandbox {
         let Output { status, stdout, stderr } = command.output()?;
         let said = String::from_utf8_lossy(&stderr);
         let lines = std::fs::read_to_string(&records).unwrap_or_default();
+        let outcome = RunRecord::read(&out).ok().flatten().and_then(|record| record.outcome);
         for path in [&records, &out] {
             if path.is_dir() {
                 std::fs::remove_dir_all(path)?;
@@ -127,14 +162,22 @@ impl Sandbox {
             return Ok(None);
         }
         ensure!(status.success(), "{command:?} failed with {status}: {said}");
-        let mut seconds = Vec::new();
+        let (mut seconds, mut losses) = (Vec::new(), Vec::new());
         for line in lines.lines() {
             let record: Record = serde_json::from_str(line).with_context(|| line.to_owned())?;
             seconds.extend(record.metric.value.filter(|_| record.metric.name == "step_seconds"));
+            losses.extend(record.metric.value.filter(|_| record.metric.name == "loss"));
         }
         ensure!(seconds.len() > WARM_UP, "{command:?} recorded {} steps", seconds.len());
-        let mut trained =
-            Trained { step_seconds: median(&mut seconds.split_off(WARM_UP)), chosen: None, predicted: None };
+        let outcome = outcome.with_context(|| format!("{command:?} left no outcome"))?;
+        let mut trained = Trained {
+            step_seconds: median(&mut seconds.split_off(WARM_UP)),
+            chosen: None,
+            predicted: None,
+            held_bytes: outcome.peak_bytes as f64,
+            seconds: outcome.seconds,
+            losses: (losses[0], losses[losses.len() - 1]),
+        };
         for line in String::from_utf8_lossy(&stdout).lines() {
             let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
             if let Some(chosen) = value["plan"]["chosen"].as_str() {

@@ -78,6 +78,18 @@ fn in_files(keep: Vec<usize>) -> Placement {
     }
 }
 
+fn trained_files(layers: usize) -> Placement {
+    trained(Tier::File, (2..layers).collect())
+}
+
+fn trained_host(_: usize) -> Placement {
+    trained(Tier::Host, Vec::new())
+}
+
+fn trained(tier: Tier, keep: Vec<usize>) -> Placement {
+    Placement::Offloaded { tier, ring: 2, resident: vec![1], keep, optimizer: OptimizerPlace::Host }
+}
+
 const ADAPTED: Case = Case {
     name: "adapters",
     kind: Kind::Float,
@@ -92,7 +104,7 @@ const ADAPTED: Case = Case {
 };
 const FULL: Case = Case { name: "full", adapted: false, ..ADAPTED };
 
-const CASES: [Case; 20] = [
+const CASES: [Case; 24] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -113,6 +125,15 @@ const CASES: [Case; 20] = [
     Case { name: "full, recomputed", placement: recompute, length: 100, ..FULL },
     Case { name: "full, bf16", kind: Kind::BFloat16, length: 40, ..FULL },
     Case { name: "full, one row at a time", at_once: Some(1), placement: mixed, ..FULL },
+    Case { name: "full, layers in files", placement: trained_files, ..FULL },
+    Case { name: "full, layers in files, accumulated", placement: trained_files, accumulation: 2, ..FULL },
+    Case { name: "full, layers in host memory", placement: trained_host, ..FULL },
+    Case {
+        name: "full, layers in host memory, accumulated",
+        placement: trained_host,
+        accumulation: 2,
+        ..FULL
+    },
     Case { name: "adapters, mixed precision", mixed: true, accumulation: 2, ..ADAPTED },
     Case { name: "adapters, mixed precision, mixed plan", mixed: true, placement: mixed, ..ADAPTED },
     Case { name: "full, mixed precision", mixed: true, ..FULL },
