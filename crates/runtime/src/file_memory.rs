@@ -55,20 +55,18 @@ pub fn is_in_file(tensor: &Tensor) -> bool {
 /// an error here, and would end the process later. Without effect for other tensors.
 ///
 /// # Errors
-/// [`Error::Io`] if pages cannot be read.
+/// Pages that cannot be read.
 pub fn fetch(tensor: &Tensor) -> Result<()> {
-    sys::fetch(tensor).map_err(|cause| {
-        let reason = format!("pages of a file do not come back from the disk: {cause}");
-        let cause = std::io::Error::new(cause.kind(), reason);
-        Error::Io { path: std::env::temp_dir(), cause }
-    })
+    let failed = |cause: std::io::Error| format!("pages of a tensor in a file do not come back from its disk: {cause}");
+    sys::fetch(tensor).map_err(|cause| Error::Other(failed(cause).into()))
 }
 
 /// Ends the use of the pages of a tensor's file by this process: they count to its memory no more, and the system may write them to the disk.
 /// Values stay; views of the same file read their pages again. Without effect for other tensors.
 ///
 /// # Errors
-/// [`Error::Io`] if the system refuses.
+/// A system that refuses.
 pub fn release(tensor: &Tensor) -> Result<()> {
-    sys::release(tensor).map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })
+    let failed = |cause: std::io::Error| format!("the pages of a tensor in a file are not released: {cause}");
+    sys::release(tensor).map_err(|cause| Error::Other(failed(cause).into()))
 }

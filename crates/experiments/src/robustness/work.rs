@@ -32,7 +32,7 @@ pub(super) struct Work {
 }
 
 /// Every command that is tried.
-pub(super) const WORKS: [Work; 7] = [
+pub(super) const WORKS: [Work; 8] = [
     Work {
         name: "pretraining",
         arguments: "train --width 16 --heads 2 --vocabulary 32 --length 16 --dropout 0.1 --batch-size 4 --accumulation 2 --clip 1 \
@@ -59,6 +59,18 @@ pub(super) const WORKS: [Work; 7] = [
     Work {
         name: "full with AdamW on the host",
         arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload host --batch-size 4 --steps 40 \
+                    --checkpoint-every 7 --log-every 1 --resume --out {out}",
+        results: &[
+            "model/model.safetensors",
+            "checkpoints/step-000000000040/model.safetensors",
+            "checkpoints/step-000000000040/optimizer.safetensors",
+        ],
+        resumes: true,
+        alone: true,
+    },
+    Work {
+        name: "full with layers and AdamW in files",
+        arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload file --batch-size 4 --steps 40 \
                     --checkpoint-every 7 --log-every 1 --resume --out {out}",
         results: &[
             "model/model.safetensors",

@@ -29,6 +29,7 @@ use super::figures::{counted, grouped, share};
 use super::kept::Writer;
 use super::merge::complete;
 use super::model::{HubArgs, same_folder};
+use super::offload_folder;
 use super::output::say;
 use super::ranks;
 use super::row_flags::RowArgs;
@@ -249,7 +250,9 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         },
     )?;
     run_plan.tell(common);
-    let recipe = ranks::recipe(common, &run_plan.applied(config))?;
+    let applied = run_plan.applied(config);
+    offload_folder::note_memory(common, &applied);
+    let recipe = ranks::recipe(common, &applied)?;
     let config = &run_plan.written(config);
     let mut saving = Saving::open(out, common, config, resume)?;
     saving.about.plan = run_plan.json();
