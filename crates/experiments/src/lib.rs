@@ -22,7 +22,6 @@ mod lora;
 pub mod offload;
 mod planning;
 mod processes;
-mod product_rate;
 mod robustness;
 mod runtime;
 mod shape;

@@ -199,5 +199,6 @@ pub(crate) fn measure(
 pub(crate) fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
     let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];
-    crate::product_rate::product_rate((kind, device), size, 8, 1.5)
+    let [m, n, k] = size;
+    Ok(runtime::measure::physical::gemm_rate(device, kind, m, n, k)?.rate().unwrap_or(0.0))
 }

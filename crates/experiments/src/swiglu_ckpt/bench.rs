@@ -9,7 +9,7 @@ use accounting::swiglu::{Peak, SwigluStack, accumulating_peak, peak};
 use anyhow::ensure;
 use runtime::autograd::{self, Keep};
 use runtime::matmul::compute_kind;
-use runtime::measure::{self, Measurement, MeasurementPlan, Work};
+use runtime::measure::{self, Measurement, MeasurementPlan, Work, physical};
 use runtime::memory::live_bytes;
 use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
 use tch::{Device, Kind, Tensor};
@@ -261,10 +261,6 @@ fn operators(mlp: &SwigluMlp, x: &Tensor) -> runtime::Result<Tensor> {
 /// # Errors
 /// As [`measure()`].
 pub fn product_rate(config: &Configuration, kind: Kind, device: Device) -> anyhow::Result<f64> {
-    crate::product_rate::product_rate(
-        (kind, device),
-        [config.tokens(), config.intermediate, config.hidden],
-        15,
-        2.0,
-    )
+    let (tokens, inner, hidden) = (config.tokens(), config.intermediate, config.hidden);
+    Ok(physical::gemm_rate(device, kind, tokens, inner, hidden)?.rate().unwrap_or(0.0))
 }

@@ -6,6 +6,7 @@ use accounting::hardware;
 use report::cli::Scale;
 use runtime::autograd::{self, Keep};
 use runtime::device::synchronize;
+use runtime::measure::physical;
 use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
 
@@ -49,7 +50,7 @@ fn known_trainings(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
 fn products(cells: &mut Vec<Cell>, device: Device, scale: Scale) -> anyhow::Result<()> {
     let options = (Kind::Float, device);
     // What is promised: a data sheet's rate for a GPU, the largest measured one for a processor.
-    let promised = crate::product_rate::product_rate((Kind::Float, device), [2048, 2048, 2048], 5, 2.0)?;
+    let promised = physical::gemm_rate(device, Kind::Float, 2048, 2048, 2048)?.rate().unwrap_or(0.0);
     cells.push(Cell::measured(
         FLOPS,
         "fp32 rate of a 2048³ product here, taken as promised",
