@@ -57,7 +57,9 @@ pub fn is_in_file(tensor: &Tensor) -> bool {
 /// # Errors
 /// Pages that cannot be read.
 pub fn fetch(tensor: &Tensor) -> Result<()> {
-    let failed = |cause: std::io::Error| format!("pages of a tensor in a file do not come back from its disk: {cause}");
+    let failed = |cause: std::io::Error| {
+        format!("pages of a tensor in a file do not come back from its disk: {cause}")
+    };
     sys::fetch(tensor).map_err(|cause| Error::Other(failed(cause).into()))
 }
 
