@@ -25,6 +25,9 @@ const ROLES: [(&str, &str); 16] = [
     ("developer", "developer"),
 ];
 
+/// Roles whose typing mistakes are errors.
+const MEANT: [&str; 4] = ["assistant", "user", "system", "developer"];
+
 /// Returns the conversation of a record: its messages under `field`, and `tools`, `documents` and `chat_template_kwargs`.
 pub(super) fn conversation(record: &Map<String, Value>, field: &str) -> Result<Conversation, String> {
     let messages = messages(record, field)?;
@@ -101,6 +104,16 @@ fn parsed(value: Option<&Value>) -> Option<Value> {
     }
 }
 
+/// The role that a typing mistake or two turn into `role`. A template may have roles of its own, so others pass.
+fn misspelt(role: &str) -> Option<&'static str> {
+    let is_near = |name: &&&str| {
+        let allowed = name.len() / 4;
+        (1..=allowed).contains(&strsim::damerau_levenshtein(role, name))
+    };
+    let is_known = ROLES.iter().any(|(name, _)| *name == role);
+    MEANT.iter().find(is_near).copied().filter(|_| !is_known)
+}
+
 fn message(value: Value) -> Result<Message, String> {
     let Value::Object(mut fields) = value else {
         return Err(format!("{}, expected an object with `role` and `content`", kind(&value)));
@@ -109,7 +122,11 @@ fn message(value: Value) -> Result<Message, String> {
         rename(&mut fields)?;
     }
     match fields.get("role") {
-        Some(Value::String(role)) if !role.trim().is_empty() => {}
+        Some(Value::String(role)) if !role.trim().is_empty() => {
+            if let Some(meant) = misspelt(role) {
+                return Err(format!("`role` is \"{role}\"; did you mean \"{meant}\"?"));
+            }
+        }
         Some(other) => return Err(format!("`role` is {other}, expected a text such as \"user\"")),
         None => {
             let names: Vec<&str> = fields.keys().map(String::as_str).collect();

@@ -270,6 +270,10 @@ fn wrong_fields_are_named() {
             json!({ "prompt": [{ "role": "user", "content": "u" }], "completion": [{ "role": "gpt", "content": "b" }] }),
             "`completion`, message 1: `role` is \"gpt\"; expected \"assistant\"",
         ),
+        (
+            json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "asistant", "content": "b" }] }),
+            "`messages`, message 2: `role` is \"asistant\"; did you mean \"assistant\"?",
+        ),
         (json!({ "messages": [5] }), "message 1: a number, expected an object"),
         (
             json!({ "conversations": [{ "from": "me", "value": "a" }] }),

@@ -133,7 +133,10 @@ pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
 
 fn merged(common: &Common, arguments: &Export) -> anyhow::Result<Value> {
     let Some(adapter) = arguments.adapter()? else {
-        bail!("there is nothing to merge; give --adapter or --checkpoints")
+        bail!(
+            "there is nothing to merge; give --adapter or --checkpoints (the model of a training of all weights is whole: it is the folder \
+             model of the training's output)"
+        )
     };
     arguments.merge(common, adapter.path(), &arguments.out)?;
     Ok(json!({ "model": arguments.out }))

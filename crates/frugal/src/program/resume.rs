@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::Args;
 use frugal::Config;
-use frugal::config::{CONFIG_FILE, Task};
+use frugal::config::{Bytes, CONFIG_FILE, Task};
 use frugal::run_folder::RunRecord;
 
 use super::run_flags::{RunArgs, origins_of_resume};
+use super::settings::put_some;
 use super::{Common, finetune, train};
 
 #[derive(Args)]
@@ -16,6 +17,9 @@ pub(crate) struct Resume {
     /// The output folder of a training: everything comes from its config.toml and its checkpoints
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
+    /// Memory limit from here on, such as 3GiB [default: as before]
+    #[arg(long, value_name = "BYTES")]
+    budget: Option<Bytes>,
     #[command(flatten)]
     run: RunArgs,
 }
@@ -26,7 +30,11 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
         let what = if arguments.folder.is_dir() { "no config.toml in it" } else { "no such folder" };
         bail!("{}: {what}; give the --out folder of a training", arguments.folder.display());
     }
+    if common.seed.is_some() {
+        bail!("--seed: a training that is resumed keeps its seed; leave it out, or begin another training");
+    }
     let mut config = arguments.run.set(Config::read(&path)?)?;
+    put_some(&mut config.training.budget, arguments.budget);
     arguments.run.apply(&mut config);
     if let Some(device) = &common.device {
         config.training.device.clone_from(device);

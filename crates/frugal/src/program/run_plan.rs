@@ -97,9 +97,14 @@ impl PlannedBudget {
         Ok((Self { bytes, tensors, is_default: given.is_none() }, too_small))
     }
 
-    /// What the program holds beside tensors, and a reserve.
-    pub(crate) fn beside(&self) -> u64 {
-        self.bytes.saturating_sub(self.tensors)
+    /// What the program holds beside tensors.
+    pub(crate) fn program(&self) -> u64 {
+        self.bytes.saturating_sub(self.tensors).saturating_sub((self.bytes as f64 * planning::RESERVE) as u64)
+    }
+
+    /// The least budget of which tensors may take so many bytes.
+    pub(crate) fn held(&self, tensors: u64) -> u64 {
+        ((tensors + self.program()) as f64 / (1.0 - planning::RESERVE)) as u64
     }
 
     /// `3.00 GiB (80 % of the free memory)`.
@@ -217,8 +222,10 @@ impl RunPlan {
     /// The configuration as it is written for a resume: with what decides bits.
     pub(crate) fn written(&self, config: &Config) -> Config {
         let mut config = config.clone();
-        if let Some(rows) = self.chosen().and_then(|chosen| chosen.rows) {
-            config.training.rows_at_once = Some(rows as usize);
+        if let Some(chosen) = self.chosen().filter(|_| config.training.rows_at_once.is_none()) {
+            // Also where a batch is not divided: the file's next training must not divide it at other rates or under another budget.
+            config.training.rows_at_once =
+                Some(chosen.rows.map_or(config.training.batch, |rows| rows as usize));
         }
         config
     }

@@ -24,6 +24,7 @@ use tch::{Device, Tensor};
 
 use super::Common;
 use super::end_card;
+use super::figures::counted;
 use super::kept::{KeepBest, Writer};
 use super::output::{Lines, print_line, say};
 use super::output_folder::{self, Existing};
@@ -351,8 +352,9 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, trained: &Trained, res
             say(
                 common,
                 &format!(
-                    "the training was finished before, after {step} steps; to continue, raise `steps` or `epochs`: in \
+                    "the training was finished before, after {}; to continue, raise `steps` or `epochs`: in \
                      {shown}/{CONFIG_FILE}, or by `frugal resume {} --set training.steps=N`",
+                    counted(step, "step"),
                     shell_word(&out.display().to_string())
                 ),
             );

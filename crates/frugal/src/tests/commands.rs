@@ -78,7 +78,10 @@ fn flags_of_another_format_and_missing_parts_of_an_export_are_refused() {
     for (arguments, words) in [
         ("gguf --adapter @problems --out @x.gguf", "--format gguf needs the base model; give --model"),
         ("gguf-lora --model @model --out @x.gguf", "there is no adapter; give --adapter or --checkpoints"),
-        ("merged --model @model --out @x", "there is nothing to merge; give --adapter or --checkpoints"),
+        (
+            "merged --model @model --out @x",
+            "there is nothing to merge; give --adapter or --checkpoints (the model of a training of all weights is whole: it is the folder model of the training's output)",
+        ),
         (
             "gguf --model @model --out @problems",
             "--out problems is a folder; give a file, such as problems/model.gguf",

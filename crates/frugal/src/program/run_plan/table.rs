@@ -11,17 +11,15 @@ use crate::program::figures::{counted, duration};
 /// What a table of candidates shows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Columns {
-    /// Bytes that the program holds beside tensors.
-    pub(crate) beside: u64,
     /// Whether the times are those of this machine.
     pub(crate) is_timed: bool,
     /// Steps of an epoch, if an epoch ends.
     pub(crate) epoch: Option<f64>,
 }
 
-/// A line for each candidate, the one that takes the most first.
-pub(crate) fn candidates_table(found: &Found, columns: Columns) -> String {
-    let Columns { beside, is_timed, epoch } = columns;
+/// A line for each candidate, the one that takes the most first. `held` returns what is shown for the bytes of its tensors.
+pub(crate) fn candidates_table(found: &Found, columns: Columns, held: &dyn Fn(u64) -> u64) -> String {
+    let Columns { is_timed, epoch } = columns;
     let mut header = vec!["  plan".to_owned(), "peak".to_owned()];
     if is_timed {
         header.push("step".to_owned());
@@ -32,7 +30,7 @@ pub(crate) fn candidates_table(found: &Found, columns: Columns) -> String {
     for (number, candidate) in found.candidates.iter().enumerate() {
         let is_chosen = found.chosen == Some(number);
         let mark = if is_chosen { "▸" } else { " " };
-        let mut row = vec![format!("{mark} {}", candidate.name()), bytes_text(candidate.peak.total + beside)];
+        let mut row = vec![format!("{mark} {}", candidate.name()), bytes_text(held(candidate.peak.total))];
         if is_timed {
             row.push(duration(candidate.seconds));
             row.extend(epoch.map(|steps| duration(candidate.seconds * steps)));
@@ -86,20 +84,20 @@ impl Prediction {
         Some(batches / self.job.accumulation.max(1) as f64)
     }
 
-    fn columns(&self, budget: PlannedBudget) -> Columns {
-        Columns { beside: budget.beside(), is_timed: self.is_timed, epoch: self.steps_of_an_epoch() }
+    fn columns(&self) -> Columns {
+        Columns { is_timed: self.is_timed, epoch: self.steps_of_an_epoch() }
     }
 
     /// The plan for people.
     pub(super) fn text(&self, budget: PlannedBudget) -> String {
-        let beside = budget.beside();
+        let held = |tensors: u64| budget.held(tensors);
         let mut text = format!(
-            "budget {}, {} of it for the program and a reserve of {} % for short-lived allocations\n",
+            "budget {}; peaks include {} for the program and a reserve of {} % for short-lived allocations\n",
             budget.text(),
-            bytes_text(beside),
+            bytes_text(budget.program()),
             100.0 * planning::RESERVE
         );
-        text += &candidates_table(&self.found, self.columns(budget));
+        text += &candidates_table(&self.found, self.columns(), &held);
         let Some(chosen) = self.found.chosen() else { return text };
         if let Some((number, batch)) = self.data.largest.get(chosen.batch) {
             let work = batch.work;
@@ -124,7 +122,7 @@ impl Prediction {
             };
             text += &format!(
                 "an evaluation{fewer} takes {} in the {}: {}\n",
-                bytes_text(evaluation.total + beside),
+                bytes_text(held(evaluation.total)),
                 evaluation.moment,
                 evaluation.summary()
             );
@@ -134,11 +132,10 @@ impl Prediction {
         };
         let other = |one: &Candidate| format!("{}{}", one.name(), seconds(one));
         if let Some(faster) = self.found.faster() {
-            text += &format!("more memory, {}: {}\n", bytes_text(faster.peak.total + beside), other(faster));
+            text += &format!("more memory, {}: {}\n", bytes_text(held(faster.peak.total)), other(faster));
         }
         if let Some(cheaper) = self.found.cheaper() {
-            text +=
-                &format!("less memory, {}: {}\n", bytes_text(cheaper.peak.total + beside), other(cheaper));
+            text += &format!("less memory, {}: {}\n", bytes_text(held(cheaper.peak.total)), other(cheaper));
         }
         text
     }
@@ -151,7 +148,7 @@ impl Prediction {
             "budget_bytes": budget.bytes,
             "budget_is_default": budget.is_default,
             "tensor_bytes": budget.tensors,
-            "variants": candidates_json(&self.found, self.columns(budget)),
+            "variants": candidates_json(&self.found, self.columns()),
             "chosen": chosen.map(Candidate::name),
             "peak_bytes": chosen.map(|chosen| chosen.peak.total),
             "largest_batch": batch.map(|(number, batch)| json!({

@@ -57,7 +57,7 @@ pub(super) fn run(
     let layers = arguments.offload.is_none().then_some(Layers::Any);
     let allowed = Allowed { layers, offloaded: offloads.then_some(offloaded), splits: true, rows: None };
     let found = job.search(&allowed, budget)?;
-    let columns = Columns { beside: 0, is_timed: true, epoch: None };
+    let columns = Columns { is_timed: true, epoch: None };
     let chosen = found.chosen();
     let shown = chosen.or_else(|| found.least());
     let hiding = shown.map_or(Ok(Vec::new()), |shown| tokens_that_hide_loads(&job, shown, full))?;
@@ -83,7 +83,7 @@ pub(super) fn run(
         let mut lines = head(planned, machine, arguments.hardware.map_or("measured", |gpu| gpu.name))?;
         lines[1] = ("budget for tensors".to_owned(), bytes_text(budget.device));
         print(&lines);
-        print_text(&format!("\n{}\n", candidates_table(&found, columns)));
+        print_text(&format!("\n{}\n", candidates_table(&found, columns, &|tensors| tensors)));
         let mut lines = Vec::new();
         if let Some(shown) = shown {
             lines.push(("at the peak".to_owned(), shown.peak.moment.to_string()));
@@ -138,7 +138,7 @@ fn flags(candidate: &Candidate, layers: usize) -> String {
             match keep.len() {
                 0 => flags.push("--activations recompute".to_owned()),
                 kept if kept == layers => flags.push("--activations keep".to_owned()),
-                _ => flags.push(format!("--set offload.keep={keep:?}").replace(' ', "")),
+                _ => flags.push(format!("--set 'offload.keep={}'", format!("{keep:?}").replace(' ', ""))),
             }
             if *optimizer == OptimizerPlace::Host {
                 flags.push("--optimizer-on host".to_owned());
