@@ -86,11 +86,11 @@ pub struct Detected {
 }
 
 impl Detected {
-    /// Finds the formats of the first [`DETECTED_ROWS`] records. Records that cannot be read are passed over here: whoever reads all
-    /// records gets their errors.
+    /// Finds the formats of the first [`DETECTED_ROWS`] records. Records that cannot be read, or are in none of the formats, are passed over
+    /// here: whoever reads all records gets their errors.
     ///
     /// # Errors
-    /// No record can be read; a record in none of the formats.
+    /// No record can be read in one of the formats.
     pub fn of(records: impl Iterator<Item = Result<Record>>, text_field: &str) -> Result<Self> {
         let mut formats: Vec<(RecordFormat, usize)> = Vec::new();
         let (mut ignored, mut first_error, mut seen) = (Vec::new(), None, 0);
@@ -102,10 +102,11 @@ impl Detected {
                     continue;
                 }
             };
-            seen += 1;
             let Some(format) = RecordFormat::of(&record.fields, text_field) else {
-                return Err(record.location.error(unknown(&record.fields, text_field)));
+                first_error.get_or_insert_with(|| record.location.error(unknown(&record.fields, text_field)));
+                continue;
             };
+            seen += 1;
             match formats.iter_mut().find(|(other, _)| *other == format) {
                 Some((_, count)) => *count += 1,
                 None => formats.push((format, 1)),

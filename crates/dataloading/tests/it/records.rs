@@ -325,6 +325,8 @@ fn the_format_is_found_from_the_first_hundred_records() {
     assert!(error.contains("preference optimization"), "{error}");
     let error = detect("{\"a\": 1}\n").unwrap_err().to_string();
     assert!(error.contains("line 1: the fields are a; expected `messages`"), "{error}");
+    let found = detect("{\"a\": 1}\n{\"text\": \"t\"}\n").unwrap();
+    assert_eq!(found.formats, [(RecordFormat::Text, 1)], "who reads the first record gets its error");
     assert!(detect("\n").unwrap_err().to_string().contains("there is no record in it"));
     assert!(detect("{\n").unwrap_err().to_string().contains("line 1: not JSON"));
 }

@@ -101,6 +101,24 @@ fn records_that_are_read_otherwise_than_most_are_named() {
         4 records, 4 rows, 27 tokens of which 14 are learned
     "#]]
     .assert_eq(&out);
+    std::fs::write(
+        tiny.path("wrong.jsonl"),
+        format!("{lines}{{\"msgs\": 1}}\n{{\"prompt\": 5, \"completion\": \"a\"}}\n"),
+    )
+    .unwrap();
+    let ended = tiny.run("data check wrong.jsonl --model model");
+    assert!(
+        ended.status == 1 && ended.err.contains("2 of 6 records are wrong"),
+        "{} {}",
+        ended.out,
+        ended.err
+    );
+    assert!(
+        ended.out.contains("line 5: the fields are msgs; expected ") && ended.out.contains("line 6: "),
+        "{} {}",
+        ended.out,
+        ended.err
+    );
     std::fs::write(tiny.path("mixed"), &lines).unwrap();
     let warned =
         "although its first line is a JSON object; to read records, give it a name that ends with .jsonl)";

@@ -11,7 +11,10 @@ const TRAIN: &str = "finetune --model model --data problems --steps 2 --accumula
 fn a_training_tells_its_plan() {
     let tiny = Session::new();
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out given --budget 2GiB"));
-    assert!(said.contains("budget 2.00 GiB; peaks include ") && said.contains("for the program and a reserve"), "{said}");
+    assert!(
+        said.contains("budget 2.00 GiB; peaks include ") && said.contains("for the program and a reserve"),
+        "{said}"
+    );
     assert!(said.contains("▸ keep all") && said.contains("chosen: the fastest that fits"), "{said}");
     assert!(said.contains("  recompute all") && said.contains("  layers in files, ring 1"), "{said}");
     assert!(said.contains("the peak is in the ") && said.contains(", batch "), "{said}");
