@@ -155,7 +155,8 @@ impl Job {
         if let Placement::Offloaded { tier, resident, .. } = placement {
             let streamed = costs.layers.iter().enumerate().filter(|(layer, _)| !resident.contains(layer));
             let in_files = *tier == Tier::File;
-            if in_files && self.lora.is_none() {
+            let all_in_files = in_files && self.lora.is_none();
+            if all_in_files {
                 // All of them is pages of files, which the system writes and drops when memory is short.
                 let of = |layer: &Layer| sum(WHAT, [layer.slot_bytes, layer.state_bytes]);
                 let of_layers =
@@ -166,7 +167,7 @@ impl Job {
                 let frozen = streamed.clone().map(|(_, layer)| layer.slot_bytes - layer.trainable_bytes);
                 host_bytes = host_bytes.saturating_sub(sum(WHAT, frozen)?);
             }
-            if costs.updates() && (accumulated || self.clips) && !(in_files && self.lora.is_none()) {
+            if costs.updates() && (accumulated || self.clips) && !all_in_files {
                 host_bytes =
                     sum(WHAT, [host_bytes, sum(WHAT, streamed.map(|(_, layer)| layer.gradient_bytes))?])?;
             }

@@ -31,6 +31,13 @@ pub(super) struct Work {
     pub(super) alone: bool,
 }
 
+/// The results of a training of all weights.
+const FULL_RESULTS: [&str; 3] = [
+    "model/model.safetensors",
+    "checkpoints/step-000000000040/model.safetensors",
+    "checkpoints/step-000000000040/optimizer.safetensors",
+];
+
 /// Every command that is tried.
 pub(super) const WORKS: [Work; 8] = [
     Work {
@@ -60,11 +67,7 @@ pub(super) const WORKS: [Work; 8] = [
         name: "full with AdamW on the host",
         arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload host --batch-size 4 --steps 40 \
                     --checkpoint-every 7 --log-every 1 --resume --out {out}",
-        results: &[
-            "model/model.safetensors",
-            "checkpoints/step-000000000040/model.safetensors",
-            "checkpoints/step-000000000040/optimizer.safetensors",
-        ],
+        results: &FULL_RESULTS,
         resumes: true,
         alone: true,
     },
@@ -72,11 +75,7 @@ pub(super) const WORKS: [Work; 8] = [
         name: "full with layers and AdamW in files",
         arguments: "finetune --model model --data rows.jsonl --method full --optimizer-on host --offload file --batch-size 4 --steps 40 \
                     --checkpoint-every 7 --log-every 1 --resume --out {out}",
-        results: &[
-            "model/model.safetensors",
-            "checkpoints/step-000000000040/model.safetensors",
-            "checkpoints/step-000000000040/optimizer.safetensors",
-        ],
+        results: &FULL_RESULTS,
         resumes: true,
         alone: true,
     },
