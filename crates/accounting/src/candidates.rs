@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | [`Placement::Resident`] | all weights, and what each layer keeps | the recomputation of what is not kept |
 //! | [`Placement::Offloaded`] | a ring of layers, the resident layers, every layer's input or activations | a forward of the layers that keep their inputs, and loads that compute does not hide |
-//! | fewer rows | the activations of these rows | nothing, but each pass loads offloaded layers again |
+//! | fewer rows | the activations of these rows | each pass loads offloaded layers again, and on a CPU packs the weights of each product again |
 //!
 //! Bytes are those of [`simulate`], for the largest batch of the data. Three things are added to it. With several passes in a step,
 //! the gradients of all parameters exist during each of them ([`Job::is_accumulated`]). A step on a CPU makes copies of 16-bit

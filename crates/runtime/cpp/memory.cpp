@@ -1,4 +1,4 @@
-// A CPU allocator that counts exactly, and the statistics of CUDA's.
+// A CPU allocator that counts exactly and maps large blocks by itself, and the statistics of CUDA's.
 #include "memory.h"
 
 #include <ATen/DeviceAccelerator.h>
@@ -32,13 +32,44 @@ std::atomic<int64_t> limit{kUnlimited};
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_deleter = nullptr;
 
+// Blocks of this size and more are mapped one by one, so that a freed one leaves no hole in the C library's heap.
+constexpr size_t kMapped = size_t{1} << 18;
+
+// The bytes of a mapping, and of what it takes to begin it at a huge page.
+struct Mapping {
+  size_t bytes;
+  bool huge;
+
+  explicit Mapping(size_t size)
+      : bytes((size + kHeader + kPage - 1) & ~(kPage - 1)), huge(size >= 2 * kHugePage) {}
+};
+
+// Maps a block for `size` bytes behind a header; null if the system refuses it.
+char* map_block(size_t size) {
+  const Mapping mapping(size);
+  const size_t room = mapping.bytes + (mapping.huge ? kHugePage : 0);
+  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  if (!mapping.huge) return static_cast<char*>(mapped);
+  const auto begin = reinterpret_cast<uintptr_t>(mapped);
+  const auto aligned = (begin + kHugePage - 1) & ~(kHugePage - 1);
+  if (aligned > begin) (void)munmap(mapped, aligned - begin);
+  const auto end = aligned + mapping.bytes;
+  if (begin + room > end) (void)munmap(reinterpret_cast<void*>(end), begin + room - end);
+  char* block = reinterpret_cast<char*>(aligned);
+  // A fresh block of 64 MiB costs 16 384 page faults with small pages and 32 with huge ones.
+  if (huge_pages.load(std::memory_order_relaxed)) (void)madvise(block, mapping.bytes, MADV_HUGEPAGE);
+  return block;
+}
+
+void unmap_block(char* block, size_t size) { (void)munmap(block, Mapping(size).bytes); }
+
 // A cache of freed large blocks, by size. The system frees a block of 64 MiB page by page and allocates the next one page by page,
 // zeroed, which costs as much as several elementwise passes over it; a training step frees and allocates the same sizes again
 // and again. Live and cached bytes together never exceed the maximum of live bytes, so the cache does not raise the process's
 // peak.
 class KeptBlocks {
  public:
-  static constexpr size_t kSmallest = size_t{1} << 20;
 
   // Takes a cached block of exactly this size; null if there is none.
   char* take(size_t size) {
@@ -120,13 +151,15 @@ void release(void* data) {
   std::memcpy(&size, block, sizeof size);
   const int64_t live = cpu_counters.live.fetch_sub(size, std::memory_order_relaxed) - size;
   const auto bytes = static_cast<size_t>(size);
-  if (bytes >= KeptBlocks::kSmallest && kept().keep(block, bytes, live)) return;
-  base_deleter(block);
+  if (bytes < kMapped) return base_deleter(block);
+  if (kept().keep(block, bytes, live)) return;
+  c10::profiledCPUMemoryReporter().Delete(block);
+  unmap_block(block, bytes);
 }
 
 void KeptBlocks::release_one() {
   auto largest = std::prev(blocks_.end());
-  base_deleter(largest->second);
+  unmap_block(largest->second, largest->first);
   bytes_ -= largest->first;
   blocks_.erase(largest);
 }
@@ -145,11 +178,18 @@ int64_t admit(int64_t size) {
   }
 }
 
+char* mapped(size_t size) {
+  char* block = map_block(size);
+  TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "out of memory on the CPU: the system refused ", size,
+                   " bytes; free tensors or take smaller batches");
+  return block;
+}
+
 struct TrackingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
     const auto counted = static_cast<int64_t>(size);
-    const bool large = size >= KeptBlocks::kSmallest;
+    const bool large = size >= kMapped;
     const int64_t live = admit(counted);
     char* block = large ? kept().take(size) : nullptr;
     const bool fresh = block == nullptr;
@@ -157,20 +197,13 @@ struct TrackingAllocator final : c10::Allocator {
       // Before the allocation, so that cached and live bytes together never exceed the limit.
       if (limit.load(std::memory_order_relaxed) != kUnlimited) kept().fit(live);
       try {
-        block = static_cast<char*>(base->raw_allocate(size + kHeader));
+        block = large ? mapped(size) : static_cast<char*>(base->raw_allocate(size + kHeader));
       } catch (...) {
         cpu_counters.live.fetch_sub(counted, std::memory_order_relaxed);
         throw;
       }
-    } else {
-      c10::profiledCPUMemoryReporter().New(block, size + kHeader);
     }
-    if (fresh && size >= 2 * kHugePage && huge_pages.load(std::memory_order_relaxed)) {
-      // A fresh block of 64 MiB costs 16 384 page faults with small pages and 32 with huge ones.
-      const auto begin = (reinterpret_cast<uintptr_t>(block) + kHugePage - 1) & ~(kHugePage - 1);
-      const auto end = (reinterpret_cast<uintptr_t>(block) + size) & ~(kHugePage - 1);
-      if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-    }
+    if (large) c10::profiledCPUMemoryReporter().New(block, size + kHeader);
     std::memcpy(block, &counted, sizeof counted);
     raise_peak(live);
     if (large && fresh) kept().made(live);

@@ -7,6 +7,8 @@
 
 // Bytes of a huge page, which madvise requests.
 inline constexpr size_t kHugePage = size_t{2} << 20;
+// Bytes that a mapping is a multiple of: the largest page of the processors that libtorch runs on.
+inline constexpr size_t kPage = size_t{64} << 10;
 
 extern "C" {
 // Wraps libtorch's CPU allocator in a counting one, once per process. Memory that was allocated before is never counted.

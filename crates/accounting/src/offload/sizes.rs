@@ -3,8 +3,8 @@
 //! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): a frozen base with adapters has one
 //! in the base's dtype and one in fp32. The memory of the passes is computed operation by operation (`passes`), for the
 //! families Qwen2 and Llama. Seconds are the larger of the causal FLOPs divided by one rate and of the weights' bytes divided
-//! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer;
-//! measurements should replace them.
+//! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer; in training on
+//! a CPU the sum of the first and of twice the second ([`Choices::packs`]). Measurements should replace them.
 
 mod casts;
 mod choices;
@@ -132,8 +132,8 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         state_bytes: states(tensors)?,
         reducing_bytes: 0,
         trainable: numbers,
-        forward_seconds: choices.seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, weights),
-        backward_seconds: choices.seconds(layer_flops(&flops, model, backward, 2), 3.0, weights),
+        forward_seconds: choices.training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, weights),
+        backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, weights),
         kept: None,
     };
     let head = head_options(work, None, choices, true);
@@ -147,7 +147,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         state_bytes: states(vec![outer])?,
         reducing_bytes: 0,
         trainable: outer,
-        seconds: choices.seconds(3.0 * outer_flops(&flops) as f64, 3.0, output_bytes(model, choices)?),
+        seconds: choices.training_seconds(3.0 * outer_flops(&flops) as f64, 3.0, output_bytes(model, choices)?),
     };
     let working = WorkingMemory {
         // The hidden states' gradient, and the embedding's own if the head's is tied to it.
@@ -185,8 +185,8 @@ pub fn adapters(
         state_bytes: state,
         reducing_bytes: 0,
         trainable: sum("parameters of a layer's adapters", tensors)?,
-        forward_seconds: choices.seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, frozen),
-        backward_seconds: choices.seconds(layer_flops(&flops, model, backward, 1), 2.0, frozen),
+        forward_seconds: choices.training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, frozen),
+        backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 1), 2.0, frozen),
         kept: None,
     };
     let head = HeadOptions { on_cpu: lora.on_cpu, ..head_options(work, labelled, choices, false) };
@@ -194,7 +194,7 @@ pub fn adapters(
     let fixed = Fixed {
         weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
         // The frozen output matrix has no gradient.
-        seconds: choices.seconds(2.0 * outer_flops(&flops) as f64, 2.0, output_bytes(model, choices)?),
+        seconds: choices.training_seconds(2.0 * outer_flops(&flops) as f64, 2.0, output_bytes(model, choices)?),
         ..Fixed::default()
     };
     Ok(StepCosts { layers: repeat(layer, model)?, fixed, working, training: true })

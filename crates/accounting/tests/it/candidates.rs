@@ -22,6 +22,7 @@ fn job(lora: bool) -> Job {
             bandwidth: 2e10,
             recipe: Recipe::BF16_FP32_STATE,
             loss: Loss::LinearCrossEntropy { tokens: 128 },
+            packs: true,
             ..Choices::default()
         },
         largest: vec![batch],

@@ -96,6 +96,7 @@ pub fn job(
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
         widens: widens(operands, device),
+        packs: on_cpu,
         ..choices(kind, &rates.machine(), tokens)
     };
     Ok(Job {

@@ -4,8 +4,8 @@ mod calibration;
 mod changes;
 mod table;
 
-use accounting::candidates::{Candidate, Found, Job, Placement, Tier};
-use accounting::offload::{Budget, Footprint, OptimizerPlace};
+use accounting::candidates::{Candidate, Found, Job, Placement};
+use accounting::offload::{Budget, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
 use frugal::config::{ActivationPlan, Bytes};
@@ -28,9 +28,6 @@ pub(crate) const NOTHING_FITS: u8 = 3;
 
 /// Seconds that a training must take, at nominal rates, to be worth some seconds of measuring this machine.
 const WORTH_MEASURING: f64 = 60.0;
-
-/// Blocks of so many bytes are given back to the system where trained layers are in files.
-const MAPPED_BLOCK: usize = 512 << 10;
 
 /// What of a training its plan depends on.
 pub(crate) struct PlannedTraining<'a> {
@@ -236,16 +233,6 @@ impl RunPlan {
     /// The program takes more already.
     pub(crate) fn enforce(&self) -> anyhow::Result<Option<Limit>> {
         let Some(budget) = self.budget else { return Ok(None) };
-        let in_files = |placement: &Placement| {
-            matches!(
-                placement,
-                Placement::Offloaded { tier: Tier::File, optimizer: OptimizerPlace::Host, .. }
-            )
-        };
-        if self.chosen().is_some_and(|chosen| in_files(&chosen.placement)) {
-            // Layers of many sizes come and go.
-            runtime::memory::map_blocks_from(MAPPED_BLOCK);
-        }
         Ok(planning::enforce(self.device, budget.tensors)?)
     }
 

@@ -93,17 +93,6 @@ pub(crate) fn empty_cpu_cache() -> Result<()> {
     unsafe { check(rt_cpu_empty_cache()) }
 }
 
-pub(crate) fn map_blocks_from(bytes: usize) {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
-        // SAFETY: the function takes two numbers, and any thread may call it. A value that it refuses changes nothing.
-        let _ = unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, bytes) };
-    }
-    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-    let _ = bytes;
-}
-
 /// Frees CUDA's cached blocks, to the driver.
 pub(crate) fn empty_cuda_cache() -> Result<()> {
     // SAFETY: the function has no arguments.

@@ -101,6 +101,17 @@ fn live_and_peak_bytes_are_exact() {
     drop((other, again));
     assert!(memory::set_block_cache(false).unwrap());
     assert_eq!(memory::cached_bytes(CPU).unwrap(), 0);
+    // Blocks from 256 KiB on leave no holes between small ones that live on.
+    let resident = || runtime::device::resident_memory().unwrap().anonymous;
+    let before = resident();
+    let (large, small): (Vec<Tensor>, Vec<Tensor>) =
+        (0..400).map(|_| (tensor(64 << 10), tensor(1000))).unzip();
+    let held = resident();
+    assert!(held > before + (95 << 20), "{before} {held}");
+    drop(large);
+    let after = resident();
+    assert!(after < before + (6 << 20), "{before} {held} {after}");
+    drop(small);
     assert!(!memory::set_block_cache(true).unwrap());
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
 }

@@ -30,6 +30,9 @@ pub struct Choices {
     /// Whether products of 16 bits in mixed precision, and those with weights in NF4, are computed in fp32, as on a CPU without
     /// instructions for 16 bits.
     pub widens: bool,
+    /// Whether a product packs its weights before it computes, as on a CPU: then the time to read and write them adds up with that of the
+    /// FLOPs, and passes over fewer rows take longer.
+    pub packs: bool,
 }
 
 impl Default for Choices {
@@ -47,6 +50,7 @@ impl Default for Choices {
             product_workspaces: 0,
             documents: false,
             widens: false,
+            packs: false,
         }
     }
 }
@@ -55,5 +59,13 @@ impl Choices {
     /// Seconds of products with these FLOPs that go over weights so many times.
     pub(super) fn seconds(&self, flops: f64, passes: f64, weight_bytes: u64) -> f64 {
         (flops / self.flops).max(passes * weight_bytes as f64 / self.bandwidth)
+    }
+
+    /// The same in training, where products have many rows.
+    pub(super) fn training_seconds(&self, flops: f64, passes: f64, weight_bytes: u64) -> f64 {
+        if !self.packs {
+            return self.seconds(flops, passes, weight_bytes);
+        }
+        flops / self.flops + 2.0 * passes * weight_bytes as f64 / self.bandwidth
     }
 }
