@@ -25,7 +25,12 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
         ("gib", 1 << 30),
         ("tib", 1 << 40),
     ];
-    parse(text, &UNITS, "a number of bytes of 1 to 2^64 - 1", "write for example 80GB or 24GiB")
+    let is_letter_alone = text.trim_end().ends_with(['k', 'K', 'm', 'M', 'g', 'G', 't', 'T']);
+    let remedy = match is_letter_alone {
+        true => "write the whole unit, for example 80GB (10^9 each) or 24GiB (2^30 each)",
+        false => "write for example 80GB or 24GiB",
+    };
+    parse(text, &UNITS, "a number of bytes of 1 to 2^64 - 1", remedy)
 }
 
 /// Parses a number of parameters or tokens: `70B` (10⁹), `15T`, `400K`, `124.4M`, or all digits.

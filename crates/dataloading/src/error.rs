@@ -44,7 +44,7 @@ pub enum Error {
         reason: String,
     },
     /// A file could not be read or written.
-    #[error("{}: {cause}", path.display())]
+    #[error("{}: {}", path.display(), said(cause))]
     Io {
         /// The file.
         path: PathBuf,
@@ -92,5 +92,13 @@ pub enum Error {
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
         Self::Runtime(error.into())
+    }
+}
+
+/// What the operating system said, in words for what happens most.
+fn said(cause: &std::io::Error) -> String {
+    match cause.kind() {
+        std::io::ErrorKind::NotFound => "there is no such file or folder".to_owned(),
+        _ => cause.to_string(),
     }
 }

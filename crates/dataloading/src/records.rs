@@ -18,8 +18,7 @@
 //!
 //! | file | a record |
 //! |---|---|
-//! | `.jsonl`, `.ndjson` | a line, which is an object |
-//! | `.json` | an element of the array, or a line as above |
+//! | `.jsonl`, `.ndjson`, `.json` | a line, which is an object; an element of the array if the file begins with `[` |
 //! | `.csv`, `.tsv` | a row; the first names the fields |
 //! | `.parquet` | a row; columns may be nested |
 //!
@@ -154,9 +153,11 @@ pub fn read(path: &Path) -> Result<Records> {
         return Err(refuse("not a regular file; give a file of records"));
     }
     Ok(match FileKind::of(path) {
-        FileKind::JsonLines => Box::new(JsonLines::open(path)?),
-        FileKind::Json if json_array::is_array(path)? => Box::new(json_array::JsonArray::open(path)?),
-        FileKind::Json => Box::new(JsonLines::open(path)?),
+        // An array has its records within, whatever the file's name says.
+        FileKind::JsonLines | FileKind::Json if json_array::is_array(path)? => {
+            Box::new(json_array::JsonArray::open(path)?)
+        }
+        FileKind::JsonLines | FileKind::Json => Box::new(JsonLines::open(path)?),
         FileKind::Csv { separator } => csv_file::open(path, separator)?,
         FileKind::Parquet => Box::new(parquet_file::ParquetRows::open(path)?),
         FileKind::Text => {

@@ -69,7 +69,7 @@ impl Default for Allowed {
 /// The candidates of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Found {
-    /// By falling peak. Of those with fewer rows, only the best.
+    /// By falling peak, without those than which another takes fewer bytes and no more time. Of those with fewer rows, only the best.
     pub candidates: Vec<Candidate>,
     /// The number of the fastest that fits.
     pub chosen: Option<usize>,
@@ -112,6 +112,14 @@ fn fits(candidate: &Candidate, budget: Budget) -> bool {
     candidate.device_bytes() <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
 }
 
+/// Whether a candidate that changes no more takes fewer bytes and no more time than `other`, or as many bytes and less time.
+fn dominates(candidate: &Candidate, other: &Candidate) -> bool {
+    let bytes = |one: &Candidate| (one.device_bytes(), one.host_bytes);
+    let (own, its) = (bytes(candidate), bytes(other));
+    let no_worse = own.0 <= its.0 && own.1 <= its.1 && candidate.seconds <= other.seconds;
+    candidate.rows == other.rows && no_worse && (own != its || candidate.seconds < other.seconds)
+}
+
 /// Seconds, with a share for what a candidate changes.
 fn cost(candidate: &Candidate) -> f64 {
     candidate.seconds * if candidate.keeps_bits() { 1.0 } else { 1.0 + SPLIT_GAIN }
@@ -141,9 +149,12 @@ impl Job {
         });
         let least = (0..all.len()).min_by_key(|&number| all[number].device_bytes());
         let chosen = best.map(|number| all[number].clone());
+        let dominated: Vec<bool> =
+            all.iter().map(|one| all.iter().any(|other| dominates(other, one))).collect();
         let mut shown: Vec<Candidate> = Vec::new();
         for (number, candidate) in all.into_iter().enumerate() {
-            let is_shown = candidate.rows == allowed.rows || Some(number) == best || Some(number) == least;
+            let is_named = Some(number) == best || Some(number) == least;
+            let is_shown = is_named || candidate.rows == allowed.rows && !dominated[number];
             if is_shown
                 && !shown.iter().any(|one| one.placement == candidate.placement && one.rows == candidate.rows)
             {

@@ -132,7 +132,11 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         state_bytes: states(tensors)?,
         reducing_bytes: 0,
         trainable: numbers,
-        forward_seconds: choices.training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, weights),
+        forward_seconds: choices.training_seconds(
+            layer_flops(&flops, model, flops.forward.causal, 1),
+            1.0,
+            weights,
+        ),
         backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, weights),
         kept: None,
     };
@@ -147,7 +151,11 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         state_bytes: states(vec![outer])?,
         reducing_bytes: 0,
         trainable: outer,
-        seconds: choices.training_seconds(3.0 * outer_flops(&flops) as f64, 3.0, output_bytes(model, choices)?),
+        seconds: choices.training_seconds(
+            3.0 * outer_flops(&flops) as f64,
+            3.0,
+            output_bytes(model, choices)?,
+        ),
     };
     let working = WorkingMemory {
         // The hidden states' gradient, and the embedding's own if the head's is tied to it.
@@ -185,7 +193,11 @@ pub fn adapters(
         state_bytes: state,
         reducing_bytes: 0,
         trainable: sum("parameters of a layer's adapters", tensors)?,
-        forward_seconds: choices.training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, frozen),
+        forward_seconds: choices.training_seconds(
+            layer_flops(&flops, model, flops.forward.causal, 1),
+            1.0,
+            frozen,
+        ),
         backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 1), 2.0, frozen),
         kept: None,
     };
@@ -194,7 +206,11 @@ pub fn adapters(
     let fixed = Fixed {
         weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
         // The frozen output matrix has no gradient.
-        seconds: choices.training_seconds(2.0 * outer_flops(&flops) as f64, 2.0, output_bytes(model, choices)?),
+        seconds: choices.training_seconds(
+            2.0 * outer_flops(&flops) as f64,
+            2.0,
+            output_bytes(model, choices)?,
+        ),
         ..Fixed::default()
     };
     Ok(StepCosts { layers: repeat(layer, model)?, fixed, working, training: true })

@@ -185,6 +185,16 @@ fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
                 answers, so write the chosen ones as `messages` or `completion`"
             .to_owned();
     }
+    let list = |value: &Value| value.as_array().is_some_and(|all| all.iter().any(Value::is_object));
+    if let [(name, value)] = fields.iter().filter(|(_, value)| list(value)).collect::<Vec<_>>()[..]
+        && value.as_array().is_some_and(|all| all.iter().all(Value::is_object))
+    {
+        return format!(
+            "the fields are {}, and `{name}` is a list of objects; if those are the records, write them alone: \
+             `jq -c '.{name}[]' FILE > rows.jsonl`",
+            names(fields)
+        );
+    }
     format!(
         "the fields are {}; expected `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, \
          `question` and `answer`, `input_ids`, or `{text_field}` (another field that holds the text is named with --field); or say how \

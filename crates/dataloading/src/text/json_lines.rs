@@ -46,7 +46,13 @@ pub(crate) fn parse_object(line: &str) -> Result<Map<String, Value>, String> {
             let column = cause.column();
             let said = cause.to_string();
             let said = said.split(" at line ").next().unwrap_or_default();
-            Err(format!("not JSON ({said}, column {column}); correct or remove the line"))
+            let remedy = match cause.is_eof() && line.trim_start().starts_with('{') {
+                true => {
+                    "an object is on one line in such a file (`jq -c . FILE` writes it so); join its lines, or correct the line"
+                }
+                false => "correct or remove the line",
+            };
+            Err(format!("not JSON ({said}, column {column}); {remedy}"))
         }
     }
 }

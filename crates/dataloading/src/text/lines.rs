@@ -150,7 +150,10 @@ impl Lines {
                         "line {number}, byte {byte} of the file (0x{:02x})",
                         bad.as_bytes()[at]
                     ),
-                    reason: "not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)".to_owned(),
+                    reason: match bad.as_bytes().contains(&0) {
+                        true => "not text; give a file of text".to_owned(),
+                        false => "not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8)".to_owned(),
+                    },
                 });
             }
         };

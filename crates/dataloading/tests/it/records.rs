@@ -51,10 +51,15 @@ fn records_have_their_places_and_wrong_ones_do_not_hide_the_next() {
     let expected = [
         "rows.jsonl: line 1 {\"a\":1}",
         "error rows.jsonl: line 3: expected an object, found an array; one line is one object",
-        "error rows.jsonl: line 4: not JSON (EOF while parsing a value, column 6); correct or remove the line",
+        "error rows.jsonl: line 4: not JSON (EOF while parsing a value, column 6); an object is on one line in such a file (`jq -c . FILE` writes it so); join its lines, or correct the line",
         "rows.jsonl: line 5 {\"b\":{\"c\":null}}",
     ];
     assert_eq!(files.read(&path), expected);
+    let array = files.write("array.jsonl", "[{\"a\": 1}, {\"b\": 2}]");
+    assert_eq!(
+        files.read(&array),
+        ["array.jsonl: record 1 (line 1) {\"a\":1}", "array.jsonl: record 2 (line 1) {\"b\":2}"]
+    );
     let path = files.write("rows.jsonl.gz", compressed(lines));
     assert_eq!(files.read(&path), expected.map(|text| text.replace("jsonl", "jsonl.gz")));
     let mut bytes = b"{\"a\": \"".to_vec();
@@ -373,7 +378,7 @@ fn splits_are_found_by_the_names_of_files() {
     assert!(of("d").contains("d/train.jsonl: a file of another type than d/train.csv"), "{}", of("d"));
     files.write("e/config.json", "");
     assert!(of("e").contains("no training data: expected a file such as train.jsonl"), "{}", of("e"));
-    assert!(of("nowhere").contains("No such file"), "{}", of("nowhere"));
+    assert!(of("nowhere").contains("there is no such file or folder"), "{}", of("nowhere"));
 }
 
 #[test]

@@ -133,7 +133,9 @@ fn errors_name_the_line_and_the_remedy() {
     check_error(
         b"{\"question\": \"a\"}\n{\"question\": \n",
         json(),
-        expect![[r#"line 2: not JSON (EOF while parsing a value, column 13); correct or remove the line"#]],
+        expect![
+            "line 2: not JSON (EOF while parsing a value, column 13); an object is on one line in such a file (`jq -c . FILE` writes it so); join its lines, or correct the line"
+        ],
     );
 }
 
@@ -142,7 +144,7 @@ fn unreadable_files_are_errors_before_reading_starts() {
     let folder = tempfile::tempdir().unwrap();
     let there = write(folder.path(), "a", "text");
     let missing = Corpus::new([there.clone(), folder.path().join("b")], Format::Lines).records().unwrap_err();
-    assert!(missing.to_string().ends_with("b: No such file or directory (os error 2)"), "{missing}");
+    assert!(missing.to_string().ends_with("b: there is no such file or folder"), "{missing}");
     let of_folder = Corpus::new([there, folder.path().into()], Format::Lines).records().unwrap_err();
     assert!(of_folder.to_string().ends_with("not a regular file; pass text files"));
     let none = Corpus::new([], Format::Lines).records().unwrap_err();

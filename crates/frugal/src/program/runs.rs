@@ -123,6 +123,12 @@ fn find(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> anyhow::Result
     if depth == 0 {
         return Ok(());
     }
+    if !folder.is_dir() {
+        bail!(
+            "{}: there is no such folder; give one that has the --out folders of trainings",
+            folder.display()
+        );
+    }
     let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
     let mut inner: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     inner.sort();

@@ -68,7 +68,7 @@ fn every_wrong_record_is_listed() {
     let said = [ended.out, ended.err];
     assert_eq!(ended.status, 1, "{said:?}");
     expect![[r#"
-        chat.jsonl: line 2: not JSON (EOF while parsing an object, column 1); correct or remove the line
+        chat.jsonl: line 2: not JSON (EOF while parsing an object, column 1); an object is on one line in such a file (`jq -c . FILE` writes it so); join its lines, or correct the line
         chat.jsonl: line 3: nothing of it is learned; it is left out
         chat.jsonl: line 4: `messages`, message 1: `weight` is 7; expected 0 (not learned) or 1
         chat.jsonl: line 5: 319 tokens are more than the longest row of 200; shorten it, or choose what happens to long rows: --overlong skip, truncate or split

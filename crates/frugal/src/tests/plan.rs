@@ -119,28 +119,29 @@ fn a_plan_for_a_card(session: &Session) {
         parameters          7,615,616,512 (14.2 GiB)
         budget for tensors  10.0 GiB
         4090                1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
-        step                adapters of rank 8 on q,k,v,o, batch 1 × 2,048 tokens
+        step                adapters of rank 8 on q,k,v,o, batch 4 × 2,048 tokens
 
-          plan                                                      peak    step
-          keep all                                              20.3 GiB  507 ms  does not fit: 10.3 GiB too much
-          recompute 27 of 28 layers from inputs in host memory  14.8 GiB  729 ms  does not fit: 4.80 GiB too much
-        ▸ layers in host memory, ring 2, 14 resident            9.92 GiB  756 ms  chosen: the fastest that fits
-          layers in host memory, ring 1                         3.40 GiB  1.75 s
+          plan                                                                         peak    step
+          keep all                                                                 38.0 GiB  8.12 s  does not fit: 28.0 GiB too much
+          recompute 27 of 28 layers from inputs in host memory                     16.2 GiB  11.7 s  does not fit: 6.22 GiB too much
+        ▸ layers in host memory, ring 3, activations of 14 kept, 2 rows at a time  9.98 GiB  10.3 s  chosen: the fastest that fits
+          layers in host memory, ring 2, 1 resident, activations of 5 kept         9.69 GiB  11.1 s
+          layers in host memory, ring 1                                            5.89 GiB  15.8 s
+          layers in host memory, ring 1, 1 row at a time                           3.40 GiB  27.9 s
 
         at the peak                               backward of layer 27
           fixed weights                           2.03 GiB
           optimizer state                         38.5 MiB
-          resident layers                         6.09 GiB
-          ring                                    890 MiB
-          constant                                64.0 MiB
-          layer inputs                            392 MiB
-          working memory                          458 MiB
-        in host memory                            6.10 GiB
-        tokens that hide loads, forward           2,400
-        tokens that hide loads, backward, frozen  1,200
-        more memory                               14.8 GiB: recompute 27 of 28 layers from inputs in host memory, 729 ms a step
-        less memory                               3.40 GiB: layers in host memory, ring 1, 1.75 s a step
-        flags of finetune                         --offload host --ring 2 --resident 1,3,5,7,9,11,13,15,17,19,21,23,25,27 --activations recompute
+          ring                                    1.30 GiB
+          constant                                64.1 MiB
+          kept activations                        6.08 GiB
+          working memory                          472 MiB
+        in host memory                            12.2 GiB
+        tokens that hide loads, forward           4,800
+        tokens that hide loads, backward, frozen  2,400
+        more memory                               38.0 GiB: keep all, 8.12 s a step
+        less memory                               9.69 GiB: layers in host memory, ring 2, 1 resident, activations of 5 kept, 11.1 s a step
+        flags of finetune                         --offload host --ring 3 --set 'offload.keep=[14,15,16,17,18,19,20,21,22,23,24,25,26,27]' --rows-at-once 2
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();

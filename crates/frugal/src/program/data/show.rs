@@ -55,7 +55,14 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             return Ok(ControlFlow::Break(()));
         }
         shown += 1;
-        let (rows, counts) = encoded?;
+        let (rows, counts) = match encoded {
+            Ok(encoded) => encoded,
+            // The records after a wrong one are shown, too.
+            Err(error) => {
+                say(common, &format!("wrong: {error}"));
+                return Ok(ControlFlow::Continue(()));
+            }
+        };
         if rows.is_empty() {
             let why = if counts.skipped > 0 { "it is too long" } else { "nothing of it is learned" };
             say(common, &format!("{place}: left out: {why}"));

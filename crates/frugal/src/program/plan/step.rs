@@ -15,7 +15,8 @@ use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::config::{Bytes, Dtype, OffloadTier};
+use frugal::config::{Bytes, Dtype, OffloadTier, TrainingConfig};
+use frugal::models::hugging_face::Folder;
 use frugal::planning::{self, MachineRates};
 use report::cli::Failure;
 use report::unit::human;
@@ -60,18 +61,19 @@ pub(crate) struct StepArgs {
     /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
     #[arg(long, alias = "lora-targets", value_name = "NAME,…")]
     targets: Option<Targets>,
-    /// Rows per batch
-    #[arg(long, alias = "batch", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
-    batch_size: u64,
+    /// Rows per batch [default: 4, as finetune; 1 in inference and over several ranks]
+    #[arg(long, alias = "batch", value_parser = clap::value_parser!(u64).range(1..))]
+    batch_size: Option<u64>,
     /// Tokens of a row [default: 512, or the model's context if that is shorter]
     #[arg(long, aliases = ["tokens", "sequence"], value_parser = clap::value_parser!(u64).range(1..))]
     length: Option<u64>,
-    /// Dtype of the weights: float32, bfloat16 or nf4 [default: bfloat16, and float32 where all weights are trained]
+    /// Dtype of the weights: float32, bfloat16 or nf4 [default: that of the files in the folder --model; without one bfloat16, and float32
+    /// where all weights are trained]
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Gradient accumulation steps: batches per optimizer step
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
-    accumulation: u64,
+    /// Gradient accumulation steps: batches per optimizer step [default: 4, as finetune]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    accumulation: Option<u64>,
     /// Tokens whose logits exist at a time
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..))]
     loss_chunk: u64,
@@ -122,7 +124,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     if tokens > model.context {
         bail!("--length {tokens}: the model takes rows of {} at most", model.context);
     }
-    let kind = match (arguments.dtype.map(|dtype| dtype.kind()), arguments.method) {
+    let kind = match (arguments.kind()?, arguments.method) {
         (None, Work::Full) => Kind::Float,
         (None, _) => Kind::BFloat16,
         (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
@@ -144,7 +146,9 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         None => OffloadTier::Host,
     };
     arguments.ranks.check(arguments)?;
-    let work = Workload { batch: arguments.batch_size, sequence: tokens };
+    let is_training = arguments.method != Work::Inference && arguments.ranks.ranks == 1;
+    let rows = if is_training { TrainingConfig::default().batch as u64 } else { 1 };
+    let work = Workload { batch: arguments.batch_size.unwrap_or(rows), sequence: tokens };
     let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
     let trains = match arguments.method {
         Work::Lora => format!("adapters of rank {} on {}", arguments.r, arguments.lora(device).targets),
@@ -308,6 +312,18 @@ fn blank() -> (String, String) {
 }
 
 impl StepArgs {
+    /// The dtype that was given, or that of the weights' files where there are any.
+    fn kind(&self) -> anyhow::Result<Option<Kind>> {
+        if let Some(dtype) = self.dtype {
+            return Ok(Some(dtype.kind()));
+        }
+        match self.model.folder().map(Folder::open) {
+            // A folder with a config.json alone is a model, too.
+            None | Some(Err(_)) => Ok(None),
+            Some(Ok(folder)) => Ok(Some(folder.kind()?)),
+        }
+    }
+
     /// What tensors may take.
     fn budget(&self, device: Device) -> anyhow::Result<Budget> {
         let budget = match (self.budget, self.hardware) {

@@ -14,6 +14,8 @@ use crate::program::adapter::AdapterArgs;
 
 /// Changes that are shown.
 const SHOWN: usize = 3;
+/// The share of the least budget that a change must save to be shown.
+const WORTH: f64 = 0.02;
 
 /// A training that does not fit.
 pub(crate) struct Question<'a> {
@@ -60,8 +62,9 @@ impl Question<'_> {
                 bytes_text(self.budget(least.peak.total)),
             );
         }
+        let enough = (self.budget(needed) as f64 * (1.0 - WORTH)) as u64;
         let mut changes: Vec<Change> =
-            self.changes().into_iter().filter(|change| change.least < needed).collect();
+            self.changes().into_iter().filter(|change| self.budget(change.least) <= enough).collect();
         // In the order of what they change in the result; those that suffice first.
         changes.sort_by_key(|change| change.least > self.tensors);
         if changes.first().is_some_and(|first| first.least <= self.tensors) {

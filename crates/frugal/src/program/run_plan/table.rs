@@ -135,7 +135,13 @@ impl Prediction {
             text += &format!("more memory, {}: {}\n", bytes_text(held(faster.peak.total)), other(faster));
         }
         if let Some(cheaper) = self.found.cheaper() {
-            text += &format!("less memory, {}: {}\n", bytes_text(held(cheaper.peak.total)), other(cheaper));
+            let bytes = held(cheaper.peak.total);
+            let budget = bytes.div_ceil(1 << 20);
+            text += &format!(
+                "less memory, {}: {}; --budget {budget}MiB takes it\n",
+                bytes_text(bytes),
+                other(cheaper)
+            );
         }
         text
     }

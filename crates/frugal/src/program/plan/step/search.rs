@@ -3,9 +3,10 @@
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::lora::LowRank;
+use accounting::offload::sizes::Choices;
 use accounting::offload::{Budget, Condition, Direction, MOST_PLANNED_SLOTS, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
-use frugal::config::OffloadTier;
+use frugal::config::{OffloadTier, TrainingConfig};
 use frugal::planning::{self, MachineRates};
 use report::unit::human;
 use serde_json::json;
@@ -34,11 +35,15 @@ pub(super) fn run(
     let job = Job {
         model: model.clone(),
         lora: (!full).then(|| LowRank { on_cpu, ..arguments.lora(device) }),
-        choices: planning::choices(kind, machine, arguments.loss_chunk),
+        choices: Choices {
+            packs: on_cpu,
+            widens: on_cpu && planning::widens(kind, device),
+            ..planning::choices(kind, machine, arguments.loss_chunk)
+        },
         largest: vec![batch],
         mean: batch,
         evaluation: None,
-        accumulation: arguments.accumulation,
+        accumulation: arguments.accumulation.unwrap_or(TrainingConfig::default().accumulation as u64),
         clips: true,
         rates: machine.transfers,
         file_load: machine.transfers.load,
