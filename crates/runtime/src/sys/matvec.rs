@@ -133,33 +133,22 @@ impl WithSimd for Block<'_> {
 impl Block<'_> {
     #[inline(always)]
     fn dots<S: Simd, const N: usize>(&self, simd: S) -> [[f32; VECTORS]; STREAMS] {
-        let words = self.streams[0].len();
-        let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
         // If fewer vectors are left than are multiplied at once, the first one fills the rest.
         let mut x = [self.x[0]; N];
         let given = N.min(self.x.len());
         x[..given].copy_from_slice(&self.x[..given]);
-        match self.stored {
+        let words = self.streams[0].len();
+        let sums = match self.stored {
             Stored::Pairs => return dots_of_pairs(self.streams, x),
-            Stored::Float => {
-                let whole = words / S::F32_LANES * S::F32_LANES;
-                for at in (0..whole).step_by(S::F32_LANES) {
-                    add::<S, N>(simd, &mut sums, self.streams, x, at, S::F32_LANES);
-                }
-                if whole < words {
-                    add::<S, N>(simd, &mut sums, self.streams, x, whole, words - whole);
-                }
-            }
+            Stored::Float => add::<S, N>(simd, self.streams, x),
             Stored::Bfloat16 => {
-                let whole = words / S::F32_LANES * S::F32_LANES;
-                for at in (0..whole).step_by(S::F32_LANES) {
-                    add_halves::<S, N>(simd, &mut sums, self.streams, x, at, S::F32_LANES);
+                let mut halves = [(x[0], x[0]); N];
+                for vector in 0..N {
+                    halves[vector] = x[vector].split_at(words);
                 }
-                if whole < words {
-                    add_halves::<S, N>(simd, &mut sums, self.streams, x, whole, words - whole);
-                }
+                add_halves::<S, N>(simd, self.streams, halves)
             }
-        }
+        };
         let mut out = [[0.0; VECTORS]; STREAMS];
         for stream in 0..STREAMS {
             for vector in 0..N {
@@ -175,30 +164,42 @@ impl Block<'_> {
 fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
     use std::arch::x86_64::*;
 
-    use super::simd::pairs;
+    use super::simd::{PREFETCHED, pairs};
 
     // SAFETY: its caller makes sure of the processor's instructions.
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn sums<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
         let words = streams[0].len();
         let mut sums = [[_mm512_setzero_ps(); N]; STREAMS];
-        for at in (0..words).step_by(16) {
-            let mask = (0xffffu32 >> (16 - (words - at).min(16))) as u16;
-            let mut loaded = [pairs(_mm512_setzero_si512()); N];
-            for vector in 0..N {
-                // SAFETY: lanes beyond the last word are masked; vectors have as many words as streams.
-                let words = unsafe { _mm512_maskz_loadu_epi32(mask, x[vector].as_ptr().add(at).cast()) };
-                loaded[vector] = pairs(words);
-            }
-            for stream in 0..STREAMS {
-                let from = streams[stream].as_ptr();
-                // SAFETY: likewise.
-                let words = unsafe { _mm512_maskz_loadu_epi32(mask, from.add(at).cast()) };
+        // A macro, so that the constant mask of whole vectors becomes a plain load.
+        macro_rules! add {
+            ($at:expr, $mask:expr) => {
+                let mut loaded = [pairs(_mm512_setzero_si512()); N];
                 for vector in 0..N {
-                    let sum = &mut sums[stream][vector];
-                    *sum = _mm512_dpbf16_ps(*sum, pairs(words), loaded[vector]);
+                    // SAFETY: lanes beyond the last word are masked; vectors have as many words as streams.
+                    let words =
+                        unsafe { _mm512_maskz_loadu_epi32($mask, x[vector].as_ptr().add($at).cast()) };
+                    loaded[vector] = pairs(words);
                 }
-            }
+                for stream in 0..STREAMS {
+                    let next = streams[stream].as_ptr().wrapping_add($at).wrapping_byte_add(PREFETCHED);
+                    _mm_prefetch::<_MM_HINT_T0>(next.cast());
+                    // SAFETY: likewise.
+                    let words =
+                        unsafe { _mm512_maskz_loadu_epi32($mask, streams[stream].as_ptr().add($at).cast()) };
+                    for vector in 0..N {
+                        let sum = &mut sums[stream][vector];
+                        *sum = _mm512_dpbf16_ps(*sum, pairs(words), loaded[vector]);
+                    }
+                }
+            };
+        }
+        let whole = words / 16 * 16;
+        for at in (0..whole).step_by(16) {
+            add!(at, u16::MAX);
+        }
+        if whole < words {
+            add!(whole, u16::MAX >> (16 - (words - whole)));
         }
         let mut out = [[0.0; VECTORS]; STREAMS];
         for (out, sums) in out.iter_mut().zip(sums) {
@@ -219,55 +220,96 @@ fn dots_of_pairs<const N: usize>(_: [&[u32]; STREAMS], _: [&[u32]; N]) -> [[f32;
     unreachable!("pairs of bf16 are chosen on x86-64 alone")
 }
 
-/// Adds the products of `count` words of each stream, from `at` on. Without closures, which would not be compiled for the chosen
-/// vector instructions.
+/// Sums of products of fp32. Without closures, which would not be compiled for the chosen vector instructions; whole vectors apart
+/// from the rest, which pulp loads by a call.
 #[inline(always)]
 fn add<S: Simd, const N: usize>(
     simd: S,
-    sums: &mut [[S::f32s; N]; STREAMS],
     streams: [&[u32]; STREAMS],
     x: [&[u32]; N],
-    at: usize,
-    count: usize,
-) {
-    let mut loaded = [simd.splat_f32s(0.0); N];
-    for vector in 0..N {
-        loaded[vector] = simd.transmute_f32s_u32s(simd.partial_load_u32s(&x[vector][at..at + count]));
-    }
+) -> [[S::f32s; N]; STREAMS] {
+    let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
+    let words = streams[0].len();
+    let whole = words / S::F32_LANES;
+    let (mut of_streams, mut of_x) = ([S::as_simd_u32s(streams[0]).0; STREAMS], [S::as_simd_u32s(x[0]).0; N]);
     for stream in 0..STREAMS {
-        let weight = simd.transmute_f32s_u32s(simd.partial_load_u32s(&streams[stream][at..at + count]));
-        for vector in 0..N {
-            sums[stream][vector] = simd.mul_add_e_f32s(weight, loaded[vector], sums[stream][vector]);
+        of_streams[stream] = &S::as_simd_u32s(streams[stream]).0[..whole];
+    }
+    for vector in 0..N {
+        of_x[vector] = &S::as_simd_u32s(x[vector]).0[..whole];
+    }
+    for at in 0..whole {
+        for stream in 0..STREAMS {
+            simd::prefetch_line((&raw const of_streams[stream][at]).addr() + simd::PREFETCHED);
+            let weight = simd.transmute_f32s_u32s(of_streams[stream][at]);
+            for vector in 0..N {
+                let x = simd.transmute_f32s_u32s(of_x[vector][at]);
+                sums[stream][vector] = simd.mul_add_e_f32s(weight, x, sums[stream][vector]);
+            }
         }
     }
+    if whole * S::F32_LANES < words {
+        let rest = whole * S::F32_LANES..words;
+        for stream in 0..STREAMS {
+            let weight = simd.transmute_f32s_u32s(simd.partial_load_u32s(&streams[stream][rest.clone()]));
+            for vector in 0..N {
+                let x = simd.transmute_f32s_u32s(simd.partial_load_u32s(&x[vector][rest.clone()]));
+                sums[stream][vector] = simd.mul_add_e_f32s(weight, x, sums[stream][vector]);
+            }
+        }
+    }
+    sums
 }
 
-/// As [`add`], for words of two bf16: a bf16 is the upper half of the fp32 of the same value.
+/// As [`add`], for words of two bf16, and of each vector the elements of their first and of their second halves: a bf16 is the upper half of
+/// the fp32 of the same value.
 #[inline(always)]
 fn add_halves<S: Simd, const N: usize>(
     simd: S,
-    sums: &mut [[S::f32s; N]; STREAMS],
     streams: [&[u32]; STREAMS],
-    x: [&[u32]; N],
-    at: usize,
-    count: usize,
-) {
-    let (shift, upper) = (simd.splat_u32s(16), simd.splat_u32s(0xffff_0000));
+    x: [(&[u32], &[u32]); N],
+) -> [[S::f32s; N]; STREAMS] {
+    let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
     let words = streams[0].len();
-    let mut first = [simd.splat_f32s(0.0); N];
-    let mut second = first;
-    for vector in 0..N {
-        let (low, high) = (&x[vector][at..at + count], &x[vector][words + at..words + at + count]);
-        first[vector] = simd.transmute_f32s_u32s(simd.partial_load_u32s(low));
-        second[vector] = simd.transmute_f32s_u32s(simd.partial_load_u32s(high));
-    }
+    let whole = words / S::F32_LANES;
+    let mut of_streams = [S::as_simd_u32s(streams[0]).0; STREAMS];
+    let (mut first, mut second) = ([S::as_simd_u32s(x[0].0).0; N], [S::as_simd_u32s(x[0].1).0; N]);
     for stream in 0..STREAMS {
-        let pairs = simd.partial_load_u32s(&streams[stream][at..at + count]);
-        let low = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(pairs, shift));
-        let high = simd.transmute_f32s_u32s(simd.and_u32s(pairs, upper));
-        for vector in 0..N {
-            let sum = simd.mul_add_e_f32s(low, first[vector], sums[stream][vector]);
-            sums[stream][vector] = simd.mul_add_e_f32s(high, second[vector], sum);
+        of_streams[stream] = &S::as_simd_u32s(streams[stream]).0[..whole];
+    }
+    for vector in 0..N {
+        first[vector] = &S::as_simd_u32s(x[vector].0).0[..whole];
+        second[vector] = &S::as_simd_u32s(x[vector].1).0[..whole];
+    }
+    for at in 0..whole {
+        for stream in 0..STREAMS {
+            simd::prefetch_line((&raw const of_streams[stream][at]).addr() + simd::PREFETCHED);
+            for vector in 0..N {
+                let sum = sums[stream][vector];
+                sums[stream][vector] =
+                    add_pair(simd, sum, of_streams[stream][at], first[vector][at], second[vector][at]);
+            }
         }
     }
+    if whole * S::F32_LANES < words {
+        let rest = whole * S::F32_LANES..words;
+        for stream in 0..STREAMS {
+            let pairs = simd.partial_load_u32s(&streams[stream][rest.clone()]);
+            for vector in 0..N {
+                let first = simd.partial_load_u32s(&x[vector].0[rest.clone()]);
+                let second = simd.partial_load_u32s(&x[vector].1[rest.clone()]);
+                sums[stream][vector] = add_pair(simd, sums[stream][vector], pairs, first, second);
+            }
+        }
+    }
+    sums
+}
+
+/// Adds the products of both bf16 of each word.
+#[inline(always)]
+fn add_pair<S: Simd>(simd: S, sum: S::f32s, pairs: S::u32s, first: S::u32s, second: S::u32s) -> S::f32s {
+    let low = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16)));
+    let high = simd.transmute_f32s_u32s(simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000)));
+    let sum = simd.mul_add_e_f32s(low, simd.transmute_f32s_u32s(first), sum);
+    simd.mul_add_e_f32s(high, simd.transmute_f32s_u32s(second), sum)
 }

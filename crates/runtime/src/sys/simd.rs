@@ -26,16 +26,27 @@ pub(crate) fn arch() -> Arch {
     }
 }
 
+/// Bytes from what a stream of weights is read at to what is prefetched: the processor's own prefetch ends with a page of 4 KiB.
+pub(super) const PREFETCHED: usize = 1024;
+
 /// Prefetches memory, which may be any.
 #[inline(always)]
 pub(super) fn prefetch(at: usize, bytes: usize) {
-    #[cfg(target_arch = "x86_64")]
     for at in (at..at + bytes).step_by(64) {
-        // SAFETY: every x86-64 processor has the instruction; it reads nothing that the program sees, and faults nowhere.
-        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at as *const i8) };
+        prefetch_line(at);
+    }
+}
+
+/// Prefetches the cache line of an address, which may be any.
+#[inline(always)]
+pub(super) fn prefetch_line(at: usize) {
+    // SAFETY: every x86-64 processor has the instruction; it reads nothing that the program sees, and faults nowhere.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at as *const i8);
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (at, bytes);
+    let _ = at;
 }
 
 /// The same bits as pairs of bf16.

@@ -17,7 +17,8 @@ use crate::processor::multiplies_into_fp32;
 
 /// Vectors that are multiplied at once with the weights that were read.
 const VECTORS: usize = 4;
-/// Rows that are multiplied at once.
+/// Parts of a task's rows that are read in parallel, of each a row at once: sequential streams, which the processor prefetches; of adjacent
+/// rows it waited for most of the codes.
 const ROWS: usize = 4;
 
 /// Returns `x·Ŵᵀ` in fp32. The caller has checked the shapes, that both are on the CPU, and that rows are whole blocks.
@@ -44,24 +45,27 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let blocks = inner / BLOCK;
     parallel::for_each(height.div_ceil(of_task), |task| {
         let mut scales = vec![0f32; ROWS * blocks];
-        let end = height.min((task + 1) * of_task);
-        for first in (task * of_task..end).step_by(ROWS) {
-            let count = ROWS.min(end - first);
-            packed.scales(first * blocks, &mut scales[..count * blocks]);
-            // If fewer rows are left than are multiplied at once, the last one fills the rest.
-            let rows: [Row<'_>; ROWS] = std::array::from_fn(|index| {
-                let index = index.min(count - 1);
-                let codes = &packed.codes[(first + index) * blocks * BYTES..][..blocks * BYTES];
-                Row { codes, scales: &scales[index * blocks..][..blocks] }
+        let first = task * of_task;
+        let end = height.min(first + of_task);
+        let of_stream = (end - first).div_ceil(ROWS);
+        for step in 0..of_stream {
+            // The last stream may be shorter: its last row is read again, and those sums are dropped.
+            let row = |stream: usize| first + stream * of_stream + step;
+            for (stream, scales) in scales.chunks_exact_mut(blocks).enumerate() {
+                packed.scales(row(stream).min(end - 1) * blocks, scales);
+            }
+            let rows: [Row<'_>; ROWS] = std::array::from_fn(|stream| {
+                let codes = &packed.codes[row(stream).min(end - 1) * blocks * BYTES..][..blocks * BYTES];
+                Row { codes, scales: &scales[stream * blocks..][..blocks] }
             });
             for number in 0..vectors.div_ceil(VECTORS) {
                 let sums = arranged.dots(rows, number);
                 for vector in 0..VECTORS.min(vectors - number * VECTORS) {
-                    let place = (number * VECTORS + vector) * height + first;
-                    // SAFETY: the output outlives the call, and each row of weights belongs to one task.
-                    let out = unsafe { to.range(place..place + count) };
-                    for (out, sums) in out.iter_mut().zip(&sums) {
-                        *out = sums[vector];
+                    for (stream, sums) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
+                        let place = (number * VECTORS + vector) * height + row(stream);
+                        // SAFETY: the output outlives the call, and each row of weights belongs to one task.
+                        let out = unsafe { to.range(place..place + 1) };
+                        out[0] = sums[vector];
                     }
                 }
             }

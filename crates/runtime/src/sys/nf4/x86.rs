@@ -7,7 +7,7 @@ use half::bf16;
 use super::matvec::Row;
 use super::{BLOCK, BYTES, Packed, fill_by};
 use crate::nf4::TABLE;
-use crate::sys::simd::{Element, pairs};
+use crate::sys::simd::{Element, PREFETCHED, pairs};
 
 /// # Safety
 /// The processor has AVX-512 F and BW.
@@ -86,6 +86,7 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
             let mask = if is_pair { 0xffff } else { 0x00ff };
             let mut word = [_mm512_setzero_si512(); R];
             for (word, row) in word.iter_mut().zip(&rows) {
+                _mm_prefetch::<_MM_HINT_T0>(row.codes.as_ptr().wrapping_add(4 * at + PREFETCHED).cast());
                 *word = _mm512_maskz_loadu_epi32(mask, row.codes.as_ptr().add(4 * at).cast());
             }
             let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
@@ -142,6 +143,7 @@ pub(super) unsafe fn dots_bf16<const R: usize, const N: usize>(
             let mask = if is_pair { 0xffff } else { 0x00ff };
             let mut word = [_mm512_setzero_si512(); R];
             for (word, row) in word.iter_mut().zip(&rows) {
+                _mm_prefetch::<_MM_HINT_T0>(row.codes.as_ptr().wrapping_add(4 * at + PREFETCHED).cast());
                 *word = _mm512_maskz_loadu_epi32(mask, row.codes.as_ptr().add(4 * at).cast());
             }
             let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
@@ -189,6 +191,7 @@ pub(super) unsafe fn dots_avx2<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> 
         let table = table_avx2();
         let mut sums = [_mm256_setzero_ps(); N];
         for (block, scale) in row.scales.iter().enumerate() {
+            _mm_prefetch::<_MM_HINT_T0>(row.codes.as_ptr().wrapping_add(BYTES * block + PREFETCHED).cast());
             let mut word = _mm256_loadu_si256(row.codes.as_ptr().add(BYTES * block).cast());
             let mut of_block = [_mm256_setzero_ps(); N];
             for part in 0..8 {
