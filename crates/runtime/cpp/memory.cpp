@@ -5,6 +5,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,8 +17,19 @@
 
 namespace {
 
-// Holds the block's size, so that freeing needs no lookup; 64 bytes keep libtorch's alignment.
+// What a block begins with, so that freeing needs no lookup; 64 bytes keep libtorch's alignment.
+struct Header {
+  int64_t size;
+  bool mapped;
+};
 constexpr size_t kHeader = 64;
+static_assert(sizeof(Header) <= kHeader);
+
+Header header_of(const char* block) {
+  Header header;
+  std::memcpy(&header, block, sizeof header);
+  return header;
+}
 
 // The counters are written by every allocation, so they share a cache line with nothing else.
 struct alignas(128) CpuCounters {
@@ -62,7 +74,15 @@ char* map_block(size_t size) {
   return block;
 }
 
-void unmap_block(char* block, size_t size) { (void)munmap(block, Mapping(size).bytes); }
+// Gives a large block back, whose release was reported.
+void give_back(char* block) {
+  const Header header = header_of(block);
+  if (header.mapped) {
+    (void)munmap(block, Mapping(static_cast<size_t>(header.size)).bytes);
+  } else {
+    c10::free_cpu(block);
+  }
+}
 
 // A cache of freed large blocks, by size. The system frees a block of 64 MiB page by page and allocates the next one page by page,
 // zeroed, which costs as much as several elementwise passes over it; a training step frees and allocates the same sizes again
@@ -70,7 +90,6 @@ void unmap_block(char* block, size_t size) { (void)munmap(block, Mapping(size).b
 // peak.
 class KeptBlocks {
  public:
-
   // Takes a cached block of exactly this size; null if there is none.
   char* take(size_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -147,19 +166,18 @@ void raise_peak(int64_t candidate) {
 void release(void* data) {
   if (data == nullptr) return;
   char* block = static_cast<char*>(data) - kHeader;
-  int64_t size;
-  std::memcpy(&size, block, sizeof size);
+  const int64_t size = header_of(block).size;
   const int64_t live = cpu_counters.live.fetch_sub(size, std::memory_order_relaxed) - size;
   const auto bytes = static_cast<size_t>(size);
   if (bytes < kMapped) return base_deleter(block);
   if (kept().keep(block, bytes, live)) return;
   c10::profiledCPUMemoryReporter().Delete(block);
-  unmap_block(block, bytes);
+  give_back(block);
 }
 
 void KeptBlocks::release_one() {
   auto largest = std::prev(blocks_.end());
-  unmap_block(largest->second, largest->first);
+  give_back(largest->second);
   bytes_ -= largest->first;
   blocks_.erase(largest);
 }
@@ -178,13 +196,6 @@ int64_t admit(int64_t size) {
   }
 }
 
-char* mapped(size_t size) {
-  char* block = map_block(size);
-  TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "out of memory on the CPU: the system refused ", size,
-                   " bytes; free tensors or take smaller batches");
-  return block;
-}
-
 struct TrackingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
@@ -193,18 +204,29 @@ struct TrackingAllocator final : c10::Allocator {
     const int64_t live = admit(counted);
     char* block = large ? kept().take(size) : nullptr;
     const bool fresh = block == nullptr;
+    bool is_mapped = false;
     if (fresh) {
       // Before the allocation, so that cached and live bytes together never exceed the limit.
       if (limit.load(std::memory_order_relaxed) != kUnlimited) kept().fit(live);
       try {
-        block = large ? mapped(size) : static_cast<char*>(base->raw_allocate(size + kHeader));
+        if (large) {
+          block = map_block(size);
+          is_mapped = block != nullptr;
+          // A process has a limited number of mappings.
+          if (block == nullptr) block = static_cast<char*>(c10::alloc_cpu(size + kHeader));
+        } else {
+          block = static_cast<char*>(base->raw_allocate(size + kHeader));
+        }
       } catch (...) {
         cpu_counters.live.fetch_sub(counted, std::memory_order_relaxed);
         throw;
       }
     }
     if (large) c10::profiledCPUMemoryReporter().New(block, size + kHeader);
-    std::memcpy(block, &counted, sizeof counted);
+    if (fresh) {
+      const Header header{counted, is_mapped};
+      std::memcpy(block, &header, sizeof header);
+    }
     raise_peak(live);
     if (large && fresh) kept().made(live);
     void* data = block + kHeader;

@@ -9,14 +9,55 @@ fn tensor(elements: i64) -> Tensor {
     Tensor::zeros([elements], kind::FLOAT_CPU)
 }
 
+/// Runs a test in a process of its own. Returns whether this is that process.
+fn is_alone(test: &str) -> bool {
+    const ALONE: &str = "FRUGAL_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+    alone.args(["--exact", &format!("memory_region::{test}")]).env(ALONE, "1");
+    let output = alone.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    false
+}
+
+/// Large blocks come from the C library then, and go back to it.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_process_without_room_for_mappings_allocates() {
+    if !is_alone("a_process_without_room_for_mappings_allocates") {
+        return;
+    }
+    const LARGE: i64 = 100_000;
+    memory::track_cpu().unwrap();
+    drop(tensor(LARGE));
+    memory::set_block_cache(false).unwrap();
+    let page = 1 << 16;
+    let map = |number: usize| {
+        // Neighbours of another protection are not merged.
+        let protection = if number.is_multiple_of(2) { libc::PROT_NONE } else { libc::PROT_READ };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping at any address; nothing uses it.
+        unsafe { libc::mmap(std::ptr::null_mut(), page, protection, flags, -1, 0) }
+    };
+    let mapped: Vec<_> = (0..).map(map).take_while(|address| *address != libc::MAP_FAILED).collect();
+    let made: Vec<Tensor> = (0..3).map(|_| tensor(LARGE)).collect();
+    assert!(made.iter().all(|tensor| tensor.data_ptr() as usize % 64 == 0));
+    assert_eq!(memory::live_bytes(CPU).unwrap(), 3 * LARGE as u64 * 4);
+    assert_eq!(made[2].sum(tch::Kind::Float).double_value(&[]), 0.0);
+    drop(made);
+    assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
+    for address in mapped {
+        // SAFETY: mapped above, with this length.
+        let failed = unsafe { libc::munmap(address, page) } != 0;
+        assert!(!failed);
+    }
+}
+
 #[test]
 fn live_and_peak_bytes_are_exact() {
-    const ALONE: &str = "FRUGAL_TEST_ALONE";
-    if std::env::var_os(ALONE).is_none() {
-        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
-        alone.args(["--exact", "memory_region::live_and_peak_bytes_are_exact"]).env(ALONE, "1");
-        let output = alone.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    if !is_alone("live_and_peak_bytes_are_exact") {
         return;
     }
     memory::track_cpu().unwrap();
