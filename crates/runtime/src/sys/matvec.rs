@@ -164,42 +164,48 @@ impl Block<'_> {
 fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
     use std::arch::x86_64::*;
 
-    use super::simd::{PREFETCHED, pairs};
+    use super::simd::{PREFETCHED, pairs, prefetch_line};
+
+    /// Adds the products of 16 words from `at` on, or of those of `mask`.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    #[inline]
+    unsafe fn add<const N: usize>(
+        sums: &mut [[__m512; N]; STREAMS],
+        (streams, x): ([&[u32]; STREAMS], [&[u32]; N]),
+        at: usize,
+        mask: u16,
+    ) {
+        let mut loaded = [pairs(_mm512_setzero_si512()); N];
+        for vector in 0..N {
+            // SAFETY: lanes beyond the last word are masked; vectors have as many words as streams.
+            let words = unsafe { _mm512_maskz_loadu_epi32(mask, x[vector].as_ptr().add(at).cast()) };
+            loaded[vector] = pairs(words);
+        }
+        for stream in 0..STREAMS {
+            let from = streams[stream].as_ptr().wrapping_add(at);
+            prefetch_line(from.addr() + PREFETCHED);
+            // SAFETY: likewise.
+            let words = unsafe { _mm512_maskz_loadu_epi32(mask, from.cast()) };
+            for vector in 0..N {
+                let sum = &mut sums[stream][vector];
+                *sum = _mm512_dpbf16_ps(*sum, pairs(words), loaded[vector]);
+            }
+        }
+    }
 
     // SAFETY: its caller makes sure of the processor's instructions.
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn sums<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
         let words = streams[0].len();
-        let mut sums = [[_mm512_setzero_ps(); N]; STREAMS];
-        // A macro, so that the constant mask of whole vectors becomes a plain load.
-        macro_rules! add {
-            ($at:expr, $mask:expr) => {
-                let mut loaded = [pairs(_mm512_setzero_si512()); N];
-                for vector in 0..N {
-                    // SAFETY: lanes beyond the last word are masked; vectors have as many words as streams.
-                    let words =
-                        unsafe { _mm512_maskz_loadu_epi32($mask, x[vector].as_ptr().add($at).cast()) };
-                    loaded[vector] = pairs(words);
-                }
-                for stream in 0..STREAMS {
-                    let next = streams[stream].as_ptr().wrapping_add($at).wrapping_byte_add(PREFETCHED);
-                    _mm_prefetch::<_MM_HINT_T0>(next.cast());
-                    // SAFETY: likewise.
-                    let words =
-                        unsafe { _mm512_maskz_loadu_epi32($mask, streams[stream].as_ptr().add($at).cast()) };
-                    for vector in 0..N {
-                        let sum = &mut sums[stream][vector];
-                        *sum = _mm512_dpbf16_ps(*sum, pairs(words), loaded[vector]);
-                    }
-                }
-            };
-        }
         let whole = words / 16 * 16;
+        let mut sums = [[_mm512_setzero_ps(); N]; STREAMS];
         for at in (0..whole).step_by(16) {
-            add!(at, u16::MAX);
+            // SAFETY: all 16 words are there.
+            unsafe { add(&mut sums, (streams, x), at, u16::MAX) };
         }
         if whole < words {
-            add!(whole, u16::MAX >> (16 - (words - whole)));
+            // SAFETY: the words of the mask are there.
+            unsafe { add(&mut sums, (streams, x), whole, u16::MAX >> (16 - (words - whole))) };
         }
         let mut out = [[0.0; VECTORS]; STREAMS];
         for (out, sums) in out.iter_mut().zip(sums) {

@@ -43,7 +43,7 @@ fn a_process_without_room_for_mappings_allocates() {
     };
     let mapped: Vec<_> = (0..).map(map).take_while(|address| *address != libc::MAP_FAILED).collect();
     let made: Vec<Tensor> = (0..3).map(|_| tensor(LARGE)).collect();
-    assert!(made.iter().all(|tensor| tensor.data_ptr() as usize % 64 == 0));
+    assert!(made.iter().all(|tensor| (tensor.data_ptr() as usize).is_multiple_of(64)));
     assert_eq!(memory::live_bytes(CPU).unwrap(), 3 * LARGE as u64 * 4);
     assert_eq!(made[2].sum(tch::Kind::Float).double_value(&[]), 0.0);
     drop(made);
