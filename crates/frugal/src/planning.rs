@@ -12,8 +12,8 @@ mod known_rates;
 mod rates;
 
 pub use budget::{
-    FREE_SHARE, MemorySamples, PeakMeter, PeakUsage, RESERVE, default_budget, enforce, least_budget, taken,
-    tensor_budget,
+    FREE_SHARE, LEAST_RESERVE, MemorySamples, PeakMeter, PeakUsage, RESERVE, default_budget, enforce,
+    least_budget, reserve, taken, tensor_budget, with_reserve,
 };
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, with_choice};

@@ -184,8 +184,7 @@ impl Hub {
             return Err(refuse(name_or_path, "it is a file; give the folder of a model".to_owned()));
         }
         if path.is_absolute() || name_or_path.starts_with('.') {
-            let reason =
-                "there is no such folder; if it was moved, move it back or link the name to its new place";
+            let reason = "there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)";
             return Err(refuse(name_or_path, reason.to_owned()));
         }
         self.fetch(name_or_path, revision).map_err(|error| match error {

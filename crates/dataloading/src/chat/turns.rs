@@ -261,7 +261,9 @@ impl Turns<'_> {
     }
 
     fn without_end(&self, answer: &str) -> crate::Error {
-        let end: String = tail(answer, 40);
+        // What the template wrote, without the answer: the same in all records.
+        let end = tail(answer, 40);
+        let end = end.rfind('<').map_or(end.clone(), |at| end[at..].to_owned());
         self.template.refuse(format!(
             "it ends an answer with `{end}`, which is no special token of the tokenizer, so the model would never learn \
              to stop; take a template that ends answers with one (`{}`, for example)",

@@ -12,6 +12,8 @@ use crate::error::{Error, Result};
 
 /// The share of a budget that a plan leaves free, for short-lived tensors and what libraries allocate as they go.
 pub const RESERVE: f64 = 0.03;
+/// The least that it leaves free: what the program itself takes differs by some mebibytes from run to run.
+pub const LEAST_RESERVE: u64 = 24 << 20;
 
 /// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run.
 const MARGIN: f64 = 0.01;
@@ -34,13 +36,23 @@ pub fn default_budget(device: Device) -> Result<u64> {
     Ok(held + (free as f64 * FREE_SHARE) as u64)
 }
 
-/// Returns the bytes of the device that tensors may take, of a budget that on the CPU is the whole process's.
+/// Returns the bytes of a budget that a plan leaves free.
+pub fn reserve(budget: u64) -> u64 {
+    ((budget as f64 * RESERVE) as u64).max(LEAST_RESERVE)
+}
+
+/// Returns the least budget of which so many bytes are left beside its [`reserve`].
+pub fn with_reserve(bytes: u64) -> u64 {
+    ((bytes as f64 / (1.0 - RESERVE)) as u64).max(bytes.saturating_add(LEAST_RESERVE))
+}
+
+/// Returns the bytes of the device that tensors may take, of a budget that on the CPU is the whole process's, beside a reserve.
 ///
 /// # Errors
 /// A budget below what the process takes already.
-pub fn tensor_budget(budget: u64, device: Device) -> Result<u64> {
+pub fn tensor_budget(budget: u64, reserve: u64, device: Device) -> Result<u64> {
     let taken = taken(device)?;
-    match budget.saturating_sub(taken).saturating_sub((budget as f64 * RESERVE) as u64) {
+    match budget.saturating_sub(taken).saturating_sub(reserve) {
         0 => Err(Error::Budget { budget: bytes_text(budget), least: bytes_text(least_budget(taken, 0)) }),
         free => Ok(free),
     }
@@ -60,8 +72,8 @@ pub fn taken(device: Device) -> Result<u64> {
 
 /// Returns the least budget, in whole mebibytes, of which tensors may take so many bytes where the process has [`taken`] so many.
 pub fn least_budget(taken: u64, tensors: u64) -> u64 {
-    let least = taken.saturating_add(tensors) as f64 * (1.0 + MARGIN) / (1.0 - RESERVE);
-    (least as u64).div_ceil(1 << 20) << 20
+    let least = with_reserve((taken.saturating_add(tensors) as f64 * (1.0 + MARGIN)) as u64);
+    least.div_ceil(1 << 20) << 20
 }
 
 /// Makes the allocator refuse what goes beyond the budget. `None` on a GPU, where only the environment can do that.
@@ -165,14 +177,14 @@ mod tests {
     #[test]
     fn the_least_budget_is_the_least() {
         for (taken, tensors) in [(0, 1 << 20), (135 << 20, 0), (135 << 20, 900 << 20), (1 << 30, 700 << 30)] {
-            let free = |budget: u64| budget as f64 * (1.0 - RESERVE) - taken as f64;
+            let free = |budget: u64| budget as f64 - reserve(budget) as f64 - taken as f64;
             let least = least_budget(taken, tensors);
             assert!(free(least) > tensors as f64, "{least}");
             assert!(free((least as f64 * 0.98) as u64 - (1 << 20)) < tensors as f64, "{least}");
         }
         let taken = taken(Device::Cpu).unwrap();
-        assert!(tensor_budget(least_budget(taken, 0), Device::Cpu).is_ok());
-        let error = tensor_budget(taken, Device::Cpu).unwrap_err().to_string();
+        assert!(tensor_budget(least_budget(taken, 0), LEAST_RESERVE, Device::Cpu).is_ok());
+        let error = tensor_budget(taken, LEAST_RESERVE, Device::Cpu).unwrap_err().to_string();
         assert!(error.contains(" that the program itself needs; give a larger --budget"), "{error}");
     }
 

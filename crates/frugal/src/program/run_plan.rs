@@ -47,7 +47,7 @@ pub(crate) struct PlannedTraining<'a> {
 /// # Errors
 /// One below what the process takes already: a [`Failure`].
 pub(crate) fn tensor_budget(budget: u64, device: Device) -> anyhow::Result<u64> {
-    planning::tensor_budget(budget, device).map_err(|error| match error {
+    planning::tensor_budget(budget, planning::reserve(budget), device).map_err(|error| match error {
         frugal::Error::Budget { .. } => nothing_fits(&error).into(),
         error => error.into(),
     })
@@ -63,6 +63,8 @@ pub(crate) struct PlannedBudget {
     pub(crate) bytes: u64,
     /// What tensors may take of it.
     pub(crate) tensors: u64,
+    /// What stays free.
+    reserve: u64,
     /// Whether it is the share of the free memory.
     pub(crate) is_default: bool,
 }
@@ -73,35 +75,41 @@ impl PlannedBudget {
     /// # Errors
     /// One below what the process takes already: a [`Failure`].
     pub(crate) fn of(given: Option<Bytes>, device: Device) -> anyhow::Result<Self> {
-        match Self::or_too_small(given, device)? {
+        match Self::or_too_small(given, device, false)? {
             (budget, None) => Ok(budget),
             (_, Some(too_small)) => Err(too_small.into()),
         }
     }
 
-    /// The same; one below what the process takes already leaves tensors nothing, and has an error.
-    fn or_too_small(given: Option<Bytes>, device: Device) -> anyhow::Result<(Self, Option<Failure>)> {
+    /// The same; one below what the process takes already leaves tensors nothing, and has an error. A training that is resumed keeps half
+    /// the reserve: what fitted must fit again where the program takes some mebibytes more.
+    fn or_too_small(
+        given: Option<Bytes>,
+        device: Device,
+        resumes: bool,
+    ) -> anyhow::Result<(Self, Option<Failure>)> {
         let bytes = match given {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
         };
-        let (free, too_small) = match planning::tensor_budget(bytes, device) {
+        let reserve = planning::reserve(bytes) / if resumes { 2 } else { 1 };
+        let (free, too_small) = match planning::tensor_budget(bytes, reserve, device) {
             Ok(free) => (free, None),
             Err(error @ frugal::Error::Budget { .. }) => (0, Some(nothing_fits(&error))),
             Err(error) => return Err(error.into()),
         };
         let tensors = runtime::memory::live_bytes(device)? + free;
-        Ok((Self { bytes, tensors, is_default: given.is_none() }, too_small))
+        Ok((Self { bytes, tensors, reserve, is_default: given.is_none() }, too_small))
     }
 
     /// What the program holds beside tensors.
     pub(crate) fn program(&self) -> u64 {
-        self.bytes.saturating_sub(self.tensors).saturating_sub((self.bytes as f64 * planning::RESERVE) as u64)
+        self.bytes.saturating_sub(self.tensors).saturating_sub(self.reserve)
     }
 
     /// The least budget of which tensors may take so many bytes.
     pub(crate) fn held(&self, tensors: u64) -> u64 {
-        ((tensors + self.program()) as f64 / (1.0 - planning::RESERVE)) as u64
+        planning::with_reserve(tensors + self.program())
     }
 
     /// `3.00 GiB (80 % of the free memory)`.
@@ -146,7 +154,8 @@ impl RunPlan {
             let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
             return Ok(Self { device, budget, prediction, plan });
         }
-        let (budget, too_small) = PlannedBudget::or_too_small(config.training.budget, device)?;
+        let (budget, too_small) =
+            PlannedBudget::or_too_small(config.training.budget, device, planned.resumes)?;
         let predicted = match planned.shape {
             None => Err(NotPredicted("this architecture".to_owned())),
             Some(shape) => predict(config, shape, &planned, budget),

@@ -76,9 +76,10 @@ impl Prepared {
         let budget = match (own.budget, self.config.training.budget) {
             (Some(budget), _) => budget,
             // Tensors may take what the program itself leaves of it.
-            (None, Some(budget)) => {
-                Bytes(memory::live_bytes(device)? + planning::tensor_budget(budget.0, device)?)
-            }
+            (None, Some(budget)) => Bytes(
+                memory::live_bytes(device)?
+                    + planning::tensor_budget(budget.0, planning::reserve(budget.0), device)?,
+            ),
             (None, None) => return Ok(None),
         };
         let documents = training::accumulation::documents(batch)?;

@@ -314,7 +314,7 @@ fn a_folder_takes_precedence_over_a_repository() {
     let error = world.hub(false).resolve("tiny/absent", None).unwrap_err();
     expect!["`tiny/absent`: no folder has that name, and on the hub: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
     let error = world.hub(false).resolve("./no/such/folder", None).unwrap_err();
-    expect!["`./no/such/folder`: there is no such folder; if it was moved, move it back or link the name to its new place"].assert_eq(&world.words(&error));
+    expect!["`./no/such/folder`: there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)"].assert_eq(&world.words(&error));
 }
 
 /// Runs itself again with another environment, because a process's own must not change while threads run.

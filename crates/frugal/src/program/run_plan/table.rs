@@ -92,10 +92,11 @@ impl Prediction {
     pub(super) fn text(&self, budget: PlannedBudget) -> String {
         let held = |tensors: u64| budget.held(tensors);
         let mut text = format!(
-            "budget {}; peaks include {} for the program and a reserve of {} % for short-lived allocations\n",
+            "budget {}; peaks include {} for the program and a reserve of {} %, at least {}, for short-lived allocations\n",
             budget.text(),
             bytes_text(budget.program()),
-            100.0 * planning::RESERVE
+            100.0 * planning::RESERVE,
+            bytes_text(planning::LEAST_RESERVE)
         );
         text += &candidates_table(&self.found, self.columns(), &held);
         let Some(chosen) = self.found.chosen() else { return text };
@@ -136,12 +137,12 @@ impl Prediction {
         }
         if let Some(cheaper) = self.found.cheaper() {
             let bytes = held(cheaper.peak.total);
-            let budget = bytes.div_ceil(1 << 20);
-            text += &format!(
-                "less memory, {}: {}; --budget {budget}MiB takes it\n",
-                bytes_text(bytes),
-                other(cheaper)
-            );
+            let least = bytes.div_ceil(1 << 20);
+            let flag = match least << 20 < budget.bytes {
+                true => format!("; --budget {least}MiB takes it"),
+                false => String::new(),
+            };
+            text += &format!("less memory, {}: {}{flag}\n", bytes_text(bytes), other(cheaper));
         }
         text
     }
