@@ -29,6 +29,9 @@ pub(crate) const NOTHING_FITS: u8 = 3;
 /// Seconds that a training must take, at nominal rates, to be worth some seconds of measuring this machine.
 const WORTH_MEASURING: f64 = 60.0;
 
+/// Bytes that a program may take more when it resumes a training than when it began it.
+const RESUMED: u64 = 8 << 20;
+
 /// What of a training its plan depends on.
 pub(crate) struct PlannedTraining<'a> {
     /// The model's shape; `None` for one whose activations are not predicted.
@@ -89,8 +92,8 @@ impl PlannedBudget {
         }
     }
 
-    /// The same; one below what the process takes already leaves tensors nothing, and has an error. A training that is resumed keeps half
-    /// the reserve: what fitted must fit again where the program takes some mebibytes more.
+    /// The same; one below what the process takes already leaves tensors nothing, and has an error. A training that is resumed has
+    /// [`RESUMED`] less in reserve: what fitted must fit again where the program takes some mebibytes more.
     fn or_too_small(
         given: Option<Bytes>,
         device: Device,
@@ -101,7 +104,7 @@ impl PlannedBudget {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
         };
-        let reserve = planning::reserve(bytes) / if resumes { 2 } else { 1 };
+        let reserve = planning::reserve(bytes) - if resumes { RESUMED } else { 0 };
         let (free, too_small) = match planning::tensor_budget(bytes, reserve, device) {
             Ok(free) => (free, None),
             Err(error @ frugal::Error::Budget { .. }) => (0, Some(nothing_fits(&error))),
