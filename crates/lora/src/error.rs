@@ -147,7 +147,7 @@ impl From<tch::TchError> for Error {
 
 /// Lists the first names, and the number of others.
 fn listed(names: &[String]) -> String {
-    const SHOWN: usize = 4;
+    const SHOWN: usize = 12;
     let shown = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     match names.len() {
         0 => "none".to_owned(),

@@ -323,6 +323,9 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         ),
     );
     // Each token of a sample would load every offloaded layer.
+    if samples.is_some() && run.handles.offload.is_some() {
+        say(common, "no samples: layers are offloaded (`frugal generate` writes texts)");
+    }
     let mut samples = samples.filter(|_| run.handles.offload.is_none());
     let trained = run.run(common, device, |trainer, _, validation| {
         if let Some(validation) = validation.filter(|_| trainer.step() == 0 && config.training.baseline) {

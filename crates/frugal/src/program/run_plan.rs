@@ -60,14 +60,6 @@ fn nothing_fits(error: &frugal::Error) -> Failure {
     Failure { status: NOTHING_FITS, message: error.to_string() }
 }
 
-/// Gives pages back that the program's allocator keeps after loading and encoding the data: a budget would count them to the program for
-/// good, 50 MiB of a small training.
-#[allow(unsafe_code)]
-fn release_freed_pages() {
-    // SAFETY: any thread may call it; it frees nothing that is in use.
-    unsafe { libmimalloc_sys::mi_collect(true) };
-}
-
 /// A budget of the process, or of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedBudget {
@@ -99,7 +91,6 @@ impl PlannedBudget {
         device: Device,
         resumes: bool,
     ) -> anyhow::Result<(Self, Option<Failure>)> {
-        release_freed_pages();
         let bytes = match given {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,

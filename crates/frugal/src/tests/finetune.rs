@@ -36,8 +36,8 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--targets query",
         expect![[r#"
-            error: `target_modules` (--targets) ["query"] matches none of the model's projections; they are `model.layers.0.self_attn.q_proj`, `model.layers.0.self_attn.k_proj`, `model.layers.0.self_attn.v_proj`, `model.layers.0.self_attn.o_proj` and 11 more. Name some of them, whole or by their last part
-        "#]],
+        error: `target_modules` (--targets) ["query"] matches none of the model's projections; they are `model.layers.0.self_attn.q_proj`, `model.layers.0.self_attn.k_proj`, `model.layers.0.self_attn.v_proj`, `model.layers.0.self_attn.o_proj`, `model.layers.0.mlp.gate_proj`, `model.layers.0.mlp.up_proj`, `model.layers.0.mlp.down_proj`, `model.layers.1.self_attn.q_proj`, `model.layers.1.self_attn.k_proj`, `model.layers.1.self_attn.v_proj`, `model.layers.1.self_attn.o_proj`, `model.layers.1.mlp.gate_proj` and 3 more. Name some of them, whole or by their last part
+    "#]],
     );
     check(
         "--target-pattern (",
@@ -162,8 +162,8 @@ fn an_adapter_of_another_base_is_told() {
         &tiny,
         "merge --model @wide --adapter @out --out @merged",
         expect![[r#"
-            error: the adapter out: out/adapter_model.safetensors does not fit this model: of another shape `model.layers.0.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.0.self_attn.k_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.k_proj.lora_B.weight [8, 8] (expected [16, 8])` and 12 more; it belongs to another base model, or its configuration was changed later
-        "#]],
+        error: the adapter out: out/adapter_model.safetensors does not fit this model: of another shape `model.layers.0.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.0.self_attn.k_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.k_proj.lora_B.weight [8, 8] (expected [16, 8])`, `model.layers.0.self_attn.v_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.v_proj.lora_B.weight [8, 8] (expected [16, 8])`, `model.layers.0.self_attn.o_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.o_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.1.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.1.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.1.self_attn.k_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.1.self_attn.k_proj.lora_B.weight [8, 8] (expected [16, 8])` and 4 more; it belongs to another base model, or its configuration was changed later
+    "#]],
     );
     assert!(!tiny.path("merged").exists());
     refused(

@@ -167,6 +167,7 @@ fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> 
     use super::simd::{PREFETCHED, pairs, prefetch_line};
 
     /// Adds the products of 16 words from `at` on, or of those of `mask`.
+    // SAFETY: its caller makes sure of the processor's instructions, and that the words of the mask are there.
     #[target_feature(enable = "avx512f,avx512bf16")]
     #[inline]
     unsafe fn add<const N: usize>(
