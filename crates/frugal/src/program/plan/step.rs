@@ -124,7 +124,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     if tokens > model.context {
         bail!("--length {tokens}: the model takes rows of {} at most", model.context);
     }
-    let kind = match (arguments.kind()?, arguments.method) {
+    let kind = match (arguments.kind(), arguments.method) {
         (None, Work::Full) => Kind::Float,
         (None, _) => Kind::BFloat16,
         (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
@@ -312,16 +312,16 @@ fn blank() -> (String, String) {
 }
 
 impl StepArgs {
-    /// The dtype that was given, or that of the weights' files where there are any.
-    fn kind(&self) -> anyhow::Result<Option<Kind>> {
+    /// The dtype that was given, or that of the weights' files where there are any in one for which a plan is made.
+    fn kind(&self) -> Option<Kind> {
         if let Some(dtype) = self.dtype {
-            return Ok(Some(dtype.kind()));
+            return Some(dtype.kind());
         }
-        match self.model.folder().map(Folder::open) {
-            // A folder with a config.json alone is a model, too.
-            None | Some(Err(_)) => Ok(None),
-            Some(Ok(folder)) => Ok(Some(folder.kind()?)),
-        }
+        // A folder with a config.json alone is a model, too.
+        let folder = self.model.folder().and_then(|folder| Folder::open(folder).ok());
+        let kind = folder.and_then(|folder| folder.kind().ok());
+        let is_quantized = |kind: Kind| planning::recipe(kind).quantized && self.method != Work::Full;
+        kind.filter(|kind| matches!(kind, Kind::Float | Kind::BFloat16) || is_quantized(*kind))
     }
 
     /// What tensors may take.
