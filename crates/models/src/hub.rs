@@ -181,7 +181,9 @@ impl Hub {
             return Ok(path.to_owned());
         }
         if path.is_file() {
-            return Err(refuse(name_or_path, "it is a file; give the folder of a model".to_owned()));
+            let is_gguf = path.extension().is_some_and(|extension| extension == "gguf");
+            let of = if is_gguf { "the model that the GGUF file was made of" } else { "a model" };
+            return Err(refuse(name_or_path, format!("it is a file; give the folder of {of}")));
         }
         if path.is_absolute() || name_or_path.starts_with('.') {
             let reason = "there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)";

@@ -34,6 +34,7 @@ pub use limit::{Limit, limit};
 pub use movable::{Attached, MovableMemory};
 
 use crate::error::Result;
+pub use crate::sys::heap::release_freed_pages;
 pub use crate::sys::kernel_caches::limit_kernel_caches;
 use crate::sys::memory as sys;
 

@@ -27,6 +27,7 @@ pub(crate) mod file_memory;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod graph;
+pub(crate) mod heap;
 pub(crate) mod host_memory;
 pub(crate) mod kernel_caches;
 pub(crate) mod mapped;

@@ -266,7 +266,7 @@ impl Turns<'_> {
         let end = end.rfind('<').map_or(end.clone(), |at| end[at..].to_owned());
         self.template.refuse(format!(
             "it ends an answer with `{end}`, which is no special token of the tokenizer, so the model would never learn \
-             to stop; take a template that ends answers with one (`{}`, for example)",
+             to stop; copy the template, write a special token there instead (`{}`, for example), and give it as --chat-template",
             self.ends.model.first().or(self.ends.added.first()).map_or("<|im_end|>", String::as_str)
         ))
     }

@@ -78,16 +78,15 @@ pub(super) fn messages(record: &Map<String, Value>, field: &str) -> Result<Vec<M
             message(value).map_err(|reason| format!("`{field}`, message {}: {reason}", at + 1))
         })
         .collect::<Result<_, String>>()?;
-    // With another name nothing of it would be learned.
-    if !messages.iter().any(Message::is_answer) {
-        for (at, message) in messages.iter().enumerate() {
-            let known = ROLES.iter().find(|(name, role)| name != role && *name == message.role());
-            if let Some((name, role)) = known.filter(|(_, role)| matches!(*role, "user" | "assistant")) {
-                return Err(format!(
-                    "`{field}`, message {}: `role` is \"{name}\"; expected \"{role}\"",
-                    at + 1
-                ));
-            }
+    // Under another name a turn would not be learned. Templates may have calls as a role of their own.
+    let has_answers = messages.iter().any(Message::is_answer);
+    for (at, message) in messages.iter().enumerate() {
+        let known = ROLES.iter().find(|(name, role)| name != role && *name == message.role());
+        let is_wrong = |(name, role): &&(&str, &str)| {
+            matches!(*role, "user" | "assistant") && !(has_answers && *name == "function_call")
+        };
+        if let Some((name, role)) = known.filter(is_wrong) {
+            return Err(format!("`{field}`, message {}: `role` is \"{name}\"; expected \"{role}\"", at + 1));
         }
     }
     Ok(messages)

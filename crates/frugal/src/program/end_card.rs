@@ -99,7 +99,10 @@ pub(crate) fn print(
     }
     for sample in samples {
         say(common, &format!("  {}", tail(&sample.prompt)));
-        say(common, &format!("    before: {}", head(sample.before.as_deref().unwrap_or("–"))));
+        // A resumed training has none for rows that were not chosen at its start.
+        if let Some(before) = &sample.before {
+            say(common, &format!("    before: {}", head(before)));
+        }
         say(common, &format!("    after:  {}", head(&sample.after)));
     }
     say(common, &format!("curves: {shown}/{PAGE}, {shown}/{TABLE}, or `tensorboard --logdir {shown}`"));

@@ -3,6 +3,7 @@
 mod data;
 mod end_note;
 mod samples;
+mod weights;
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -10,36 +11,34 @@ use std::rc::Rc;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, Dtype, Task};
-use frugal::lora::Adapters;
-use frugal::models::hugging_face::Folder;
-use frugal::models::module::LanguageModel;
 use frugal::planning::DataShape;
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
-use frugal::training::optimizer::Optimizer;
 use runtime::collectives::Launch;
 use serde_json::json;
-use tch::Tensor;
 
 use super::Common;
 use super::adapter::AdapterArgs;
 use super::end_card;
 use super::figures::{counted, grouped, share};
 use super::kept::Writer;
-use super::merge::complete;
 use super::model::{HubArgs, same_folder};
 use super::offload_folder;
 use super::output::say;
 use super::ranks;
+use super::report::report;
 use super::row_flags::RowArgs;
 use super::run_flags::with_origins;
 use super::run_model::Target;
 use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::{note_other_data, write_page};
+use super::saving::Saving;
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, name_budget, name_resume, report, save_model};
+use super::training::{Run, name_budget, name_resume};
 use data::{Data, with_date};
+pub(crate) use weights::MODEL;
+use weights::Weights;
 
 /// What is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -74,11 +73,14 @@ pub(crate) struct Finetune {
     #[arg(long, value_name = "FILE", help_heading = DATA)]
     validation: Option<PathBuf>,
     /// Output folder: the adapter or model, config.toml, losses.jsonl, checkpoints
-    #[arg(long, value_name = "FOLDER")]
-    out: PathBuf,
+    #[arg(long, value_name = "FOLDER", required_unless_present = "dry_run")]
+    out: Option<PathBuf>,
     /// Resume from the newest checkpoint in --out, if there is one
     #[arg(long)]
     resume: bool,
+    /// Read the data, print the plan for it, and end; nothing is trained
+    #[arg(long, conflicts_with = "resume")]
+    dry_run: bool,
     /// What is trained [default: lora]
     #[arg(long, value_enum)]
     method: Option<Method>,
@@ -169,27 +171,47 @@ impl Finetune {
 
 pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
     let config = arguments.config(common)?;
-    launch(&with_origins(common, &config, &arguments.settings)?, &config, &arguments.out, arguments.resume)
+    let common = with_origins(common, &config, &arguments.settings)?;
+    let start = match (arguments.dry_run, arguments.resume) {
+        (true, _) => Start::DryRun,
+        (_, true) => Start::Resume,
+        (false, false) => Start::New,
+    };
+    launch(&common, &config, arguments.out.as_deref().unwrap_or(Path::new("")), start)
 }
 
-/// Fine-tunes as the configuration says, into a folder.
+/// How a fine-tuning starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// In an empty folder.
+    New,
+    /// From the newest checkpoint, if there is one.
+    Resume,
+    /// Not at all: its plan is shown.
+    DryRun,
+}
+
+/// Fine-tunes as the configuration says, into a folder, which a dry run does not look at.
 ///
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
-pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
+pub(crate) fn launch(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
-        let tuned = tune(common, config, out, resume).map_err(|error| name_budget(error, config));
+        let tuned = tune(common, config, out, start).map_err(|error| name_budget(error, config));
         tuned.map_err(|error| name_resume(error, Some(out)))
     })
 }
 
-fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
+fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::Result<()> {
+    let resume = start == Start::Resume;
     let recipe = ranks::recipe(common, config)?;
     let own = || format!("--out {} is the model's own folder; give another", out.display());
     if config.model.name.as_ref().is_some_and(|name| same_folder(Path::new(name), out)) {
         bail!(own());
     }
-    Saving::check(out, common)?;
+    if start != Start::DryRun {
+        Saving::check(out, common, resume)?;
+    }
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(config.training.seed)?;
@@ -250,6 +272,9 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         },
     )?;
     run_plan.tell(common);
+    if start == Start::DryRun {
+        return Ok(());
+    }
     let applied = run_plan.applied(config);
     offload_folder::note_memory(common, &applied);
     let recipe = ranks::recipe(common, &applied)?;
@@ -343,7 +368,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let saved = writer.write(trained.model.as_ref(), trained.optimizer.as_ref(), &path);
     common.first_failure(writer.what(), saved)?;
     if common.is_first() {
-        report(common, Some(out), &trained, Some((writer.what(), &path)));
+        report(common, Some(out), &trained.ended(), Some((writer.what(), &path)));
         let samples = match samples.filter(|_| !trained.was_finished) {
             Some(samples) => samples.after(common, trained.model.as_ref())?,
             None => Vec::new(),
@@ -367,33 +392,5 @@ fn steps(config: &Config, batches: u64) -> u64 {
         (Some(steps), None) => steps,
         (Some(steps), Some(epochs)) => steps.min(of_epochs(epochs)),
         (None, epochs) => of_epochs(epochs.unwrap_or(1)),
-    }
-}
-
-/// Folder of the model within an output folder, after full fine-tuning.
-pub(crate) const MODEL: &str = "model";
-
-/// What a fine-tuning trains: its adapters, or all weights.
-struct Weights {
-    common: Common,
-    adapters: Option<Adapters>,
-    base: Rc<Folder>,
-}
-
-impl Writer for Weights {
-    fn what(&self) -> &'static str {
-        if self.adapters.is_some() { "adapter" } else { "model" }
-    }
-
-    fn write(&self, model: &dyn LanguageModel, optimizer: &dyn Optimizer, path: &Path) -> anyhow::Result<()> {
-        let Some(adapters) = &self.adapters else {
-            // With what the base's folder has beside the weights.
-            return save_model(&self.common, (model, optimizer), self.base.config(), path, |new| {
-                complete(&self.base, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
-            });
-        };
-        let folder = self.common.is_first().then_some(path);
-        let lazy = |name, tensor: &Tensor| optimizer.lazy_weight(name, tensor);
-        Ok(adapters.save_lazily(folder, &lazy)?)
     }
 }

@@ -26,7 +26,7 @@ use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
 use super::run_plan::tensor_budget;
 use super::sampling::SamplingArgs;
-use super::settings::WITHOUT_OFFLOAD;
+use super::settings::{WITHOUT_OFFLOAD, budget};
 use frugal::text_stream::TextStream;
 
 #[derive(Args)]
@@ -38,7 +38,7 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
     /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU. Layers that do not fit are offloaded
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = budget)]
     budget: Option<Bytes>,
     /// Where offloaded layers are stored, so that the model may be larger than the device's memory [default with --budget: file]
     #[arg(long, value_name = "TIER")]

@@ -1,16 +1,20 @@
 //! `frugal resume`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::bail;
 use clap::Args;
 use frugal::Config;
 use frugal::config::{Bytes, CONFIG_FILE, Task};
 use frugal::run_folder::RunRecord;
+use runtime::collectives::Launch;
 
+use super::finetune::{self, Start};
+use super::report::report_finished;
 use super::run_flags::{RunArgs, origins_of_resume};
-use super::settings::put_some;
-use super::{Common, finetune, train};
+use super::settings::{budget, put_some};
+use super::{Common, train};
 
 #[derive(Args)]
 pub(crate) struct Resume {
@@ -18,7 +22,7 @@ pub(crate) struct Resume {
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
     /// Memory limit from here on, such as 3GiB [default: as before]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = budget)]
     budget: Option<Bytes>,
     #[command(flatten)]
     run: RunArgs,
@@ -39,11 +43,31 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     if let Some(device) = &common.device {
         config.training.device.clone_from(device);
     }
+    if Launch::from_environment()?.is_none() && report_finished(common, &arguments.folder, &config)? {
+        return Ok(());
+    }
+    check_data(&config)?;
     let record = RunRecord::read(&arguments.folder)?;
     let origins = origins_of_resume(&config, record.as_ref(), &arguments.run, &common.given)?;
-    let common = &Common { origins, ..common.clone() };
+    let common = &Common { origins, earlier: record.map(Arc::new), ..common.clone() };
     match config.task {
-        Task::Finetune => finetune::launch(common, &config, &arguments.folder, true),
+        Task::Finetune => finetune::launch(common, &config, &arguments.folder, Start::Resume),
         Task::Train => train::launch(common, &config, Some(&arguments.folder), true, None),
     }
+}
+
+/// Refuses a run whose data are gone: the paths in its configuration are absolute.
+fn check_data(config: &Config) -> anyhow::Result<()> {
+    let source = Some(Path::new(&config.data.source));
+    let files =
+        [("training", "source", source), ("validation", "validation", config.data.validation.as_deref())];
+    for (what, key, path) in files {
+        if let Some(path) = path.filter(|path| path.is_absolute() && !path.exists()) {
+            bail!(
+                "the run's {what} data are missing: {}; put them back, or name their new place: --set data.{key}=PATH",
+                path.display()
+            );
+        }
+    }
+    Ok(())
 }

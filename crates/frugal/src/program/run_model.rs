@@ -7,7 +7,7 @@ use clap::Args;
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, DataConfig, Task};
 use frugal::models::hugging_face::Folder;
-use frugal::run_folder::BEST;
+use frugal::run_folder::{BEST, CHECKPOINTS};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE as ADAPTER_FILE;
 
@@ -57,6 +57,15 @@ impl Target {
             Ok(config) => return Self::of_training(path, config, which),
             Err(error) if path.join(CONFIG_FILE).is_file() && !is_model => return Err(error.into()),
             Err(_) => {}
+        }
+        // The folder of checkpoints, or one of them.
+        let run = path.ancestors().skip(1).take(2).find(|run| path.starts_with(run.join(CHECKPOINTS)));
+        if let Some(run) = run.filter(|run| Config::read(&run.join(CONFIG_FILE)).is_ok()) {
+            let run = shell_word(&run.display().to_string());
+            bail!(
+                "{name} has checkpoints, from which {run} is resumed; give the run: {run}, or export the newest checkpoint of an adapter: \
+                 `frugal export --checkpoints {run} --out ADAPTER`"
+            );
         }
         if which.last {
             bail!("--last: {name} is not the output folder of a training; leave it out");

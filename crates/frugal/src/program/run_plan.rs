@@ -91,6 +91,8 @@ impl PlannedBudget {
         device: Device,
         resumes: bool,
     ) -> anyhow::Result<(Self, Option<Failure>)> {
+        // What loading and encoding the data took is no part of the training.
+        runtime::memory::release_freed_pages();
         let bytes = match given {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
@@ -176,6 +178,7 @@ impl RunPlan {
                 tensors: budget.tensors,
                 live: runtime::memory::live_bytes(device)?,
                 taken: planning::taken(device)?,
+                resumes: planned.resumes,
             };
             let message = question.nothing_fits(&budget.text(), &prediction.found);
             return Err(Failure { status: NOTHING_FITS, message }.into());

@@ -64,7 +64,7 @@ pub(crate) struct SettingsArgs {
     #[arg(long, alias = "micro-batch-size", value_name = "ROWS", help_heading = MEMORY)]
     rows_at_once: Option<usize>,
     /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU [default: 80 % of the free memory]
-    #[arg(long, value_name = "BYTES", help_heading = MEMORY)]
+    #[arg(long, value_name = "BYTES", value_parser = budget, help_heading = MEMORY)]
     budget: Option<Bytes>,
     /// Which layers keep their activations for backward [default: auto]
     #[arg(long, value_name = "PLAN", help_heading = MEMORY)]
@@ -259,5 +259,19 @@ pub(crate) fn put<T>(value: &mut T, flag: Option<T>) {
 pub(crate) fn put_some<T>(value: &mut Option<T>, flag: Option<T>) {
     if flag.is_some() {
         *value = flag;
+    }
+}
+
+/// Parses a memory limit.
+///
+/// # Errors
+/// A small number without a unit: one was forgotten.
+pub(crate) fn budget(text: &str) -> Result<Bytes, String> {
+    let budget: Bytes = text.parse()?;
+    match text.trim().parse::<u64>() {
+        Ok(number) if number < 1 << 20 => {
+            Err(format!("this is {budget}; give a unit, as {number}MiB or {number}GiB"))
+        }
+        _ => Ok(budget),
     }
 }

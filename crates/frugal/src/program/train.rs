@@ -30,11 +30,13 @@ use super::finetune::MODEL;
 use super::kept::Writer;
 use super::output::{print_line, say};
 use super::ranks;
+use super::report::report;
 use super::run_flags::with_origins;
 use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::note_other_data;
+use super::saving::Saving;
 use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, Saving, name_budget, name_resume, report};
+use super::training::{NO_VALIDATION, Run, name_budget, name_resume};
 use data::Data;
 use weights::{Weights, files};
 
@@ -202,7 +204,7 @@ fn train(
     if common.ranks.is_some() && diagnosis.is_some() {
         bail!("--diagnose works in one process only; leave it out, or start the training without a launcher");
     }
-    out.map_or(Ok(()), |out| Saving::check(out, common))?;
+    out.map_or(Ok(()), |out| Saving::check(out, common, resume))?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(config.training.seed)?;
@@ -285,7 +287,7 @@ fn train(
         common.first_failure(writer.what(), saved)?;
     }
     if common.is_first() {
-        report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
+        report(common, out, &trained.ended(), path.as_deref().map(|path| ("model", path)));
         if let Some(out) = out.filter(|_| !common.json && !trained.was_finished) {
             let next = path.map_or_else(Vec::new, |_| end_card::next_commands(config, out, false));
             end_card::print(common, config, out, trained.outcome.as_ref(), &[], &next);

@@ -5,88 +5,34 @@ use std::io;
 use std::path::Path;
 use std::rc::Rc;
 
-use anyhow::{Context, bail};
-use frugal::config::{CONFIG_FILE, Config, Task};
+use anyhow::bail;
+use frugal::config::{Config, Task};
 use frugal::display::Display;
 use frugal::loss_log::{LossLog, LossSummary, Losses};
 use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::recipe::Handles;
-use frugal::run_folder::{CHECKPOINTS, Curves, LOSSES, LossTable, Outcome, TABLE};
-use frugal::training::checkpoint::Checkpoints;
+use frugal::run_folder::{Curves, LOSSES, LossTable, Outcome, TABLE};
 use frugal::training::interrupt;
 use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
-use serde_json::json;
 use tch::{Device, Tensor};
 
 use super::Common;
-use super::end_card;
-use super::figures::counted;
 use super::kept::{KeepBest, Writer};
-use super::output::{Lines, print_line, say};
-use super::output_folder::{self, Existing};
+use super::output::{Lines, say};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
+use super::report::Ended;
 use super::run_plan::Expected;
-use super::run_record::{About, Recorder, shell_word};
+use super::run_record::{Recorder, shell_word};
+use super::saving::Saving;
 
 /// The error of `--evaluate-every` without data.
 pub(crate) const NO_VALIDATION: &str =
     "--evaluate-every, and no validation data; give some as --validation, or leave it out";
-
-/// Where a training writes.
-pub(crate) struct Saving<'a> {
-    out: &'a Path,
-    checkpoints: Checkpoints,
-    resume: bool,
-    /// What the run's record says of the data and of the plan.
-    pub(crate) about: About,
-}
-
-impl<'a> Saving<'a> {
-    /// Refuses an output folder with what no training has written; before anything is read.
-    ///
-    /// # Errors
-    /// Such a folder, by what it holds.
-    pub(crate) fn check(out: &Path, common: &Common) -> anyhow::Result<()> {
-        if common.is_first() { output_folder::check(out, Existing::Training) } else { Ok(()) }
-    }
-
-    /// Makes the output folder.
-    ///
-    /// # Errors
-    /// A folder that cannot be written; one with the checkpoints of an earlier run that is not to be resumed.
-    pub(crate) fn open(
-        out: &'a Path,
-        common: &Common,
-        config: &Config,
-        resume: bool,
-    ) -> anyhow::Result<Self> {
-        common.in_turn("the output folder", || Self::open_alone(out, common, config, resume))
-    }
-
-    fn open_alone(out: &'a Path, common: &Common, config: &Config, resume: bool) -> anyhow::Result<Self> {
-        if !common.is_first() {
-            let checkpoints = Checkpoints::reader(&out.join(CHECKPOINTS));
-            return Ok(Self { out, checkpoints, resume, about: About::default() });
-        }
-        std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
-        let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
-        if !resume && !checkpoints.steps()?.is_empty() {
-            let (shown, resume) = (out.display(), common.resume_command(out));
-            if common.is_restarted() {
-                bail!("{shown} holds checkpoints; a training that --restarts starts again needs --resume");
-            }
-            bail!(
-                "{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder"
-            );
-        }
-        Ok(Self { out, checkpoints, resume, about: About::default() })
-    }
-}
 
 /// Names the budget in an error about memory that it caused.
 pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Error {
@@ -143,6 +89,19 @@ pub(crate) struct Trained {
     pub(crate) was_finished: bool,
     /// How it ended, if it has an output folder.
     pub(crate) outcome: Option<Outcome>,
+}
+
+impl Trained {
+    /// What is reported of it.
+    pub(crate) fn ended(&self) -> Ended<'_> {
+        Ended {
+            counted: module::parameter_count(self.model.as_ref()),
+            step: self.step,
+            losses: self.losses,
+            was_finished: self.was_finished,
+            outcome: self.outcome.as_ref(),
+        }
+    }
 }
 
 impl Run<'_> {
@@ -327,41 +286,4 @@ fn with_absolute_paths(config: &Config) -> Config {
         *path = absolute(path);
     }
     config
-}
-
-/// Reports the result of a training, and where the adapter or model is.
-pub(crate) fn report(common: &Common, out: Option<&Path>, trained: &Trained, result: Option<(&str, &Path)>) {
-    let &Trained { step, losses, was_finished, .. } = trained;
-    if common.json {
-        let counted = module::parameter_count(trained.model.as_ref());
-        let mut line = json!({
-            "steps": step, "trainable": counted.trainable, "parameters": counted.total, "first_loss": losses.first,
-            "last_loss": losses.last, "validation_loss": losses.validation,
-        });
-        if let Some((what, path)) = result {
-            line[what] = json!(path);
-        }
-        for (name, value) in end_card::fields(out, trained.outcome.as_ref()) {
-            line[name] = value;
-        }
-        return print_line(&json!({ "result": line }));
-    }
-    match out.filter(|_| was_finished) {
-        Some(out) => {
-            let shown = out.display();
-            say(
-                common,
-                &format!(
-                    "the training was finished before, after {}; to continue, raise `steps` or `epochs`: in \
-                     {shown}/{CONFIG_FILE}, or by `frugal resume {} --set training.steps=N`",
-                    counted(step, "step"),
-                    shell_word(&out.display().to_string())
-                ),
-            );
-        }
-        None => say(common, &end_card::losses_text(step, losses)),
-    }
-    if let Some((what, path)) = result {
-        say(common, &format!("the {what} is in {}", path.display()));
-    }
 }

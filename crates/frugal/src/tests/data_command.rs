@@ -186,3 +186,23 @@ fn templates_name_the_fields_of_a_prompt() {
         tiny.run_words(&["data", "check", "sums.csv", "--model", "model", "--prompt-template", "{query}"]);
     assert_eq!(one.status, 2, "{}", one.err);
 }
+
+#[test]
+fn data_without_a_readable_record_have_no_figures() {
+    let tiny = Session::new();
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}";
+    std::fs::write(tiny.path("model/chat_template.jinja"), template).unwrap();
+    let record =
+        json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b" }] });
+    std::fs::write(tiny.path("chat.jsonl"), format!("{record}\n").repeat(3)).unwrap();
+    let error = tiny.fail("data stats chat.jsonl --model model");
+    assert!(error.contains("no record can be read; the first error of 3: chat.jsonl: line 1"), "{error}");
+    assert!(
+        error.contains("it ends an answer with `<|over|>`, which is no special token of the tokenizer"),
+        "{error}"
+    );
+    assert!(error.contains("give it as --chat-template"), "{error}");
+    // The remedy is one.
+    std::fs::write(tiny.path("ends.jinja"), template.replace("<|over|>", "<|endoftext|>")).unwrap();
+    tiny.succeed("data stats chat.jsonl --model model --chat-template ends.jinja");
+}

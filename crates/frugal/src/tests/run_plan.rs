@@ -33,8 +33,7 @@ fn a_training_tells_its_plan() {
     let told = tiny.run(&format!("{small} 20MiB"));
     assert_eq!(told.status, 3, "{}", told.err);
     let least = |said: &str| -> String {
-        let (_, least) =
-            said.trim_end().rsplit_once("; or give --budget ").unwrap_or_else(|| panic!("{said}"));
+        let (_, least) = said.trim_end().rsplit_once("give --budget ").unwrap_or_else(|| panic!("{said}"));
         least.to_owned()
     };
     let budget = least(&told.err);
@@ -102,7 +101,10 @@ fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
     let error = said.lines().last().unwrap();
     assert!(error.starts_with("error: nothing fits a budget of 1.00 GiB; the least is "), "{error}");
     assert!(error.contains("layers in files, ring 1, 1 row at a time"), "{error}");
-    assert!(error.contains("; less would take: ") && error.contains("--dtype bfloat16 ("), "{error}");
+    assert!(error.contains("; less would take, but still too much: --dtype bfloat16 ("), "{error}");
+    let ended = tiny.run(&format!("{TRAIN} --out out --dtype float32 --budget 5GiB --batch-size 8"));
+    assert_eq!(ended.status, 3);
+    assert!(ended.err.contains("; less would take: --dtype bfloat16 ("), "{}", ended.err);
     assert!(error.contains("; or give --budget "), "{error}");
     assert!(!tiny.path("out").exists());
     // The least that it names suffices for the plan.

@@ -68,6 +68,14 @@ impl Session {
         ended
     }
 
+    /// Runs a command that fails; returns what it says.
+    #[track_caller]
+    pub(super) fn fail(&self, arguments: &str) -> String {
+        let ended = self.run(arguments);
+        assert_ne!(ended.status, 0, "frugal {arguments} goes: {}{}", ended.out, ended.err);
+        ended.err
+    }
+
     /// Standard output and standard error of a command that ends well.
     #[track_caller]
     pub(super) fn succeed(&self, arguments: &str) -> (String, String) {

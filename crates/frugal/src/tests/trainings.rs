@@ -54,6 +54,104 @@ fn the_folder_of_a_training_says_how_far_it_is() {
 }
 
 #[test]
+fn a_finished_run_is_said_to_be_finished_before_anything_is_read() {
+    let tiny = Session::new();
+    std::fs::copy(tiny.path("problems/train.jsonl"), tiny.path("my.jsonl")).unwrap();
+    let finetune = "finetune --model model --data my.jsonl --r 4 --batch-size 2 --steps 2 --out run";
+    tiny.succeed(finetune);
+    let ended = tiny.run(finetune);
+    let expected = "error: run holds a finished run; give another --out, or train it further: `frugal resume run --set training.steps=N`\n";
+    assert_eq!((ended.status, &*ended.err), (1, expected));
+    // A plan for it would not fit, and its data are gone.
+    std::fs::rename(tiny.path("my.jsonl"), tiny.path("moved.jsonl")).unwrap();
+    let (out, said) = tiny.succeed("resume run --budget 1GiB");
+    assert!(
+        out.is_empty() && said.starts_with("the training was finished before, after 2 steps; "),
+        "{said}"
+    );
+    assert_eq!(said.lines().count(), 2, "{said}");
+    let (out, _) = tiny.succeed("resume run --json");
+    let told = &lines(&out)[0]["result"];
+    assert_eq!((&told["steps"], &told["adapter"]), (&2.into(), &"run".into()));
+    assert!(told["trainable"].as_u64().unwrap() > 0 && told["last_loss"].is_number(), "{told}");
+
+    let error = tiny.fail("resume run --set training.steps=4");
+    assert!(error.contains("the run's training data are missing: "), "{error}");
+    assert!(
+        error.contains("/my.jsonl; put them back, or name their new place: --set data.source=PATH"),
+        "{error}"
+    );
+    tiny.succeed("resume run --set training.steps=4 --set data.source=moved.jsonl");
+    let mut data = String::from_utf8(tiny.bytes("moved.jsonl")).unwrap();
+    data = data.replacen('a', "b", 1);
+    std::fs::write(tiny.path("moved.jsonl"), data).unwrap();
+    let ended = tiny.run("resume run --set training.steps=6");
+    assert!(
+        ended.err.contains("note: the training data have changed since") && ended.err.contains("moved.jsonl"),
+        "{}",
+        ended.err
+    );
+    // Checkpoints are no model.
+    let error = tiny.fail("export --model run/checkpoints --out adapter");
+    assert!(error.contains("`frugal export --checkpoints run --out ADAPTER`"), "{error}");
+    tiny.succeed("export --checkpoints run --out adapter");
+}
+
+#[test]
+fn a_dry_run_shows_the_plan_for_the_data() {
+    let tiny = Session::new();
+    std::fs::copy(tiny.path("problems/train.jsonl"), tiny.path("my.jsonl")).unwrap();
+    let (out, said) =
+        tiny.succeed("finetune --model model --data my.jsonl --batch-size 2 --steps 2 --dry-run");
+    assert!(out.is_empty() && said.contains("chosen: the fastest that fits"), "{said}");
+    assert!(!said.contains("trains "), "{said}");
+    let error = tiny.fail("plan --model model --data my.jsonl");
+    assert!(error.contains("`frugal finetune --model model --data my.jsonl --dry-run`"), "{error}");
+}
+
+#[test]
+fn a_plan_for_a_folder_takes_a_dtype_that_plans_are_made_for() {
+    let tiny = Session::new();
+    let rates = "--flops 1e11 --link 10GB --host-bandwidth 10GB";
+    let bytes = |flags: &str| {
+        let (out, _) = tiny.succeed(&format!("plan --budget 1GiB --length 64 {rates} --json {flags}"));
+        lines(&out)[0]["model_bytes"].as_u64().unwrap()
+    };
+    let whole = bytes("--model model");
+    tiny.succeed("export --model model --format nf4 --out four_bits");
+    assert!(bytes("--model four_bits") < whole / 2);
+    assert_eq!(bytes("--model four_bits --method full"), whole);
+    // Half precision, and several dtypes.
+    let rewritten = |name: &str, dtype: fn(usize) -> &'static str| {
+        let folder = tiny.path(name);
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::copy(tiny.path("model/config.json"), folder.join("config.json")).unwrap();
+        let weights = tiny.bytes("model/model.safetensors");
+        let length = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+        let mut header: Value = serde_json::from_slice(&weights[8..8 + length]).unwrap();
+        let tensors = header.as_object_mut().unwrap().iter_mut().filter(|(name, _)| *name != "__metadata__");
+        let mut end = 0;
+        for (number, (_, tensor)) in tensors.enumerate() {
+            let count: u64 =
+                tensor["shape"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap()).product();
+            let begin = end;
+            end += count * if dtype(number) == "F32" { 4 } else { 2 };
+            tensor["dtype"] = dtype(number).into();
+            tensor["data_offsets"] = serde_json::json!([begin, end]);
+        }
+        let header = header.to_string();
+        let zeros = vec![0; end as usize];
+        let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &zeros].concat();
+        std::fs::write(folder.join("model.safetensors"), file).unwrap();
+    };
+    rewritten("half", |_| "F16");
+    rewritten("mixed", |number| if number == 0 { "F32" } else { "BF16" });
+    for name in ["half", "mixed"] {
+        assert_eq!(bytes(&format!("--model {name}")), whole / 2, "{name}: bfloat16 is the default");
+    }
+}
+
+#[test]
 fn a_config_json_is_trained_into_a_model() {
     let tiny = Session::new();
     let text = String::from_utf8(tiny.bytes("model/config.json")).unwrap();

@@ -14,7 +14,7 @@ fn a_training_goes_on_from_its_folder_to_the_same_losses() {
     train(&tiny, &format!("{common} --steps 3 --out cut"));
     let again = tiny.run(&format!("train {common} --steps 6 --out cut --heads 2"));
     let said = String::from_utf8(again.stderr).unwrap();
-    assert!(again.status.code() == Some(1) && said.contains("resume it with `frugal resume cut`"), "{said}");
+    assert!(again.status.code() == Some(1) && said.contains("cut holds a finished run; "), "{said}");
     let text = String::from_utf8(tiny.bytes("cut/config.toml")).unwrap();
     std::fs::write(tiny.path("cut/config.toml"), text.replace("steps = 3", "steps = 6")).unwrap();
     tiny.succeed("resume cut --json");

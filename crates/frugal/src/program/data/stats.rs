@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 
+use anyhow::bail;
 use clap::Args;
 use frugal::rows::Counts;
 use serde_json::json;
@@ -20,12 +21,16 @@ pub(super) struct Stats {
 pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
     let source = arguments.source.open(common)?;
     let mut all = Counts::default();
-    let (mut lengths, mut answers, mut wrong) = (Vec::new(), Vec::new(), 0u64);
+    let (mut lengths, mut answers, mut wrong, mut first_error) = (Vec::new(), Vec::new(), 0u64, None);
     let mut longest = (0, String::new());
     source.each(&mut |place, encoded| {
-        let Ok((rows, counts)) = encoded else {
-            wrong += 1;
-            return Ok(ControlFlow::Continue(()));
+        let (rows, counts) = match encoded {
+            Ok(encoded) => encoded,
+            Err(error) => {
+                wrong += 1;
+                first_error.get_or_insert(error);
+                return Ok(ControlFlow::Continue(()));
+            }
         };
         all.add(&counts);
         for row in &rows {
@@ -37,6 +42,9 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
         }
         Ok(ControlFlow::Continue(()))
     })?;
+    if let Some(error) = first_error.filter(|_| all.records == 0) {
+        bail!("no record can be read; the first error of {}: {error}", grouped(wrong));
+    }
     lengths.sort_unstable();
     answers.sort_unstable();
     let share = 100.0 * all.trained as f64 / all.tokens.max(1) as f64;

@@ -92,6 +92,11 @@ impl ModelArgs {
         if path.is_dir() {
             return Ok(config::read(&path.join(CONFIG))?);
         }
+        if path.extension().is_some_and(|extension| extension == "gguf") {
+            anyhow::bail!(
+                "{name}: a plan is made from a config.json; give the folder of the model that the GGUF file was made of"
+            );
+        }
         if path.exists() || path.extension().is_some_and(|extension| extension == "json") {
             return Ok(config::read(path)?);
         }
@@ -101,7 +106,9 @@ impl ModelArgs {
         };
         // A name on the hub has an owner.
         if !name.contains('/') {
-            return Err(unknown.into());
+            return Err(anyhow::anyhow!(
+                "{unknown}; there is no folder `{name}`, and a name on the hub has an owner, as Qwen/Qwen2.5-0.5B"
+            ));
         }
         let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.hub.offline) };
         let folder = hub.fetch_files(RepositoryKind::Model, name, self.hub.revision.as_deref(), &[CONFIG])?;

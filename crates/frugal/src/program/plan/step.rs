@@ -26,6 +26,8 @@ use tch::{Device, Kind};
 use super::super::Common;
 use super::super::output::{print_line, print_lines};
 use super::super::run_plan::{NOTHING_FITS, tensor_budget};
+use super::super::run_record::shell_word;
+use super::super::settings::budget;
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
 use ranks::RanksArgs;
@@ -46,8 +48,11 @@ enum Work {
 pub(crate) struct StepArgs {
     #[command(flatten)]
     model: ModelArgs,
+    /// As of finetune; said in another way here
+    #[arg(long, hide = true)]
+    data: Option<String>,
     /// Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: 80 % of the free memory, or that of --hardware]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = budget)]
     budget: Option<Bytes>,
     /// Memory limit of the host for offloaded layers and optimizer state [default: none]
     #[arg(long, value_name = "BYTES")]
@@ -118,6 +123,10 @@ struct PlannedStep {
 }
 
 pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
+    if let Some(data) = &arguments.data {
+        let (model, data) = (shell_word(&arguments.model.name()), shell_word(data));
+        bail!("the plan for data is `frugal finetune --model {model} --data {data} --dry-run`");
+    }
     let device = common.device()?;
     let model = arguments.model.decoder()?;
     let tokens = arguments.length.unwrap_or_else(|| model.context.min(512));

@@ -30,11 +30,16 @@ pub(crate) struct Question<'a> {
     pub(crate) live: u64,
     /// What the process takes already.
     pub(crate) taken: u64,
+    /// Whether an earlier training is resumed, of which only the budget can be changed.
+    pub(crate) resumes: bool,
 }
 
-/// A change, and the bytes of the least way to run a step after it.
+/// A change, what is trained after it, and the bytes of the least way to run a step of that.
 struct Change {
     flags: String,
+    config: Config,
+    kind: Kind,
+    data: DataShape,
     least: u64,
 }
 
@@ -62,28 +67,68 @@ impl Question<'_> {
                 bytes_text(self.budget(least.peak.total)),
             );
         }
-        let enough = (self.budget(needed) as f64 * (1.0 - WORTH)) as u64;
-        let mut changes: Vec<Change> =
-            self.changes().into_iter().filter(|change| self.budget(change.least) <= enough).collect();
-        // In the order of what they change in the result; those that suffice first.
-        changes.sort_by_key(|change| change.least > self.tensors);
-        if changes.first().is_some_and(|first| first.least <= self.tensors) {
-            changes.retain(|change| change.least <= self.tensors);
+        let remedy = if self.resumes { None } else { self.remedy(needed) };
+        let or = remedy.map_or_else(String::new, |remedy| format!("{remedy}; or "));
+        format!("{text}; {or}give --budget {}MiB", self.budget(needed) >> 20)
+    }
+
+    /// The changes that cost the training the least: those that suffice alone, or else what they save together.
+    fn remedy(&self, needed: u64) -> Option<String> {
+        let shown = |flags: &str, least: u64| {
+            format!("{} ({})", flags.trim_end_matches(','), bytes_text(self.budget(least)))
+        };
+        let worth = (self.budget(needed) as f64 * (1.0 - WORTH)) as u64;
+        // In the order of what they change in the result.
+        let mut all = self.changes();
+        let suffices = |change: &Change| change.least <= self.tensors;
+        let some_suffice = all.iter().any(suffices);
+        all.retain(|change| if some_suffice { suffices(change) } else { self.budget(change.least) <= worth });
+        let listed: Vec<String> =
+            all.iter().take(SHOWN).map(|change| shown(&change.flags, change.least)).collect();
+        let listed = listed.join(", or ");
+        match (some_suffice, all.is_empty()) {
+            (true, _) => return Some(format!("less would take: {listed}")),
+            (false, true) => return None,
+            (false, false) => {}
         }
-        changes.truncate(SHOWN);
-        if !changes.is_empty() {
-            let shown = changes.iter().map(|Change { flags, least }| {
-                let verdict = if *least <= self.tensors { "" } else { ", still too much" };
-                format!("{flags} ({}{verdict})", bytes_text(self.budget(*least)))
-            });
-            text += &format!("; less would take: {}", shown.collect::<Vec<_>>().join(", or "));
+        let (flags, least) = self.together(needed);
+        let together = match &flags[..] {
+            [] | [_] => String::new(),
+            _ => format!("; together: {}", shown(&flags.join(" "), least)),
+        };
+        let verdict = if least <= self.tensors { "not little enough alone" } else { "still too much" };
+        Some(format!("less would take, but {verdict}: {listed}{together}"))
+    }
+
+    /// The flags of changes one after another, each the one that saves the most, until they suffice or save no more; and what the least way
+    /// to run a step takes after them.
+    fn together(&self, needed: u64) -> (Vec<String>, u64) {
+        let mut flags: Vec<String> = Vec::new();
+        let Some(best) = self.changes().into_iter().min_by_key(|change| change.least) else {
+            return (Vec::new(), needed);
+        };
+        let (mut best, mut least) = (best, needed);
+        while self.budget(best.least) as f64 <= self.budget(least) as f64 * (1.0 - WORTH) {
+            // The later of two values of a flag counts.
+            let name = best.flags.split(' ').next().unwrap_or_default().to_owned();
+            flags.retain(|own| own.split(' ').next() != Some(&name));
+            flags.push(best.flags.clone());
+            least = best.least;
+            let next = Question { config: &best.config, kind: best.kind, data: &best.data, ..*self };
+            match next.changes().into_iter().min_by_key(|change| change.least) {
+                Some(next) if least > self.tensors => best = next,
+                _ => break,
+            }
         }
-        text + &format!("; or give --budget {}MiB", self.budget(needed) >> 20)
+        // One is not a flag.
+        flags.sort_by_key(|flags| flags.starts_with("--"));
+        (flags, least)
     }
 
     /// The least budget in which tensors may take so many bytes.
     fn budget(&self, tensors: u64) -> u64 {
-        planning::least_budget(self.taken, tensors.saturating_sub(self.live))
+        let resumed = if self.resumes { super::RESUMED } else { 0 };
+        planning::least_budget(self.taken, tensors.saturating_sub(self.live)) - resumed
     }
 
     /// Changes in the order in which they change the result.
@@ -92,7 +137,7 @@ impl Question<'_> {
         let mut all = Vec::new();
         let mut add = |flags: String, config: Config, kind: Kind, data: DataShape| {
             if let Ok(least) = self.least(&config, kind, &data) {
-                all.push(Change { flags, least });
+                all.push(Change { flags, config, kind, data, least });
             }
         };
         let pinned = config.activations.plan != ActivationPlan::Auto || config.offload.is_some();
@@ -100,7 +145,7 @@ impl Question<'_> {
             let mut free = config.clone();
             (free.activations, free.offload) = (ActivationsConfig::default(), None);
             (free.training.rows_at_once, free.optimizer.place) = (None, OptimizerPlace::Device);
-            let flags = "leaving out --activations, --offload, --optimizer-on and --rows-at-once";
+            let flags = "leaving out --activations, --offload, --optimizer-on and --rows-at-once,";
             add(flags.to_owned(), free, self.kind, self.data.clone());
         }
         let mut chunks = config.clone();
@@ -175,5 +220,48 @@ impl Question<'_> {
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;
         let found = job.search(&allowed, Budget { device: self.tensors, host: None })?;
         found.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use frugal::planning::DataShape;
+
+    use super::*;
+
+    #[test]
+    fn changes_that_suffice_together_are_shown_together() {
+        let shape = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::qwen2(32_768, 512, 1536, 4, 8) };
+        let config = Config { adapter: Some(AdapterArgs::default_config()), ..Config::default() };
+        let data = DataShape::uniform(4, 1024, false);
+        let question = |tensors: u64, resumes: bool| Question {
+            config: &config,
+            shape: &shape,
+            kind: Kind::Float,
+            device: Device::Cpu,
+            data: &data,
+            tensors,
+            live: 0,
+            taken: 0,
+            resumes,
+        };
+        let of_one =
+            |tensors| question(tensors, false).changes().iter().map(|change| change.least).min().unwrap();
+        let needed = question(1 << 30, false).least(&config, Kind::Float, &data).unwrap();
+        let enough = of_one(needed);
+        let alone = question(enough, false).remedy(needed).unwrap();
+        assert!(alone.starts_with("less would take: ") && !alone.contains("together"), "{alone}");
+        let (flags, least) = question(enough - 1, false).together(needed);
+        assert!(flags.len() > 1 && least < enough, "{flags:?} {least}");
+        let together = question(enough - 1, false).remedy(needed).unwrap();
+        let end =
+            format!("; together: {} ({})", flags.join(" "), bytes_text(planning::least_budget(0, least)));
+        assert!(together.starts_with("less would take, but not little enough alone: "), "{together}");
+        assert!(together.ends_with(&end), "{together}");
+        let still = question(1, false).remedy(needed).unwrap();
+        assert!(still.starts_with("less would take, but still too much: "), "{still}");
+        // Of a training that is resumed only the budget can be changed, and 8 MiB less stay free.
+        let (fresh, resumed) = (question(1, false).budget(needed), question(1, true).budget(needed));
+        assert_eq!(fresh - resumed, super::super::RESUMED);
     }
 }

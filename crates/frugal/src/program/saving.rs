@@ -1,0 +1,88 @@
+//! The output folder of a training, before the training writes to it.
+
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use frugal::Config;
+use frugal::run_folder::{CHECKPOINTS, RunRecord, State};
+use frugal::training::checkpoint::{self, Checkpoints};
+
+use super::Common;
+use super::output_folder::{self, Existing};
+use super::run_record::{About, shell_word};
+
+/// Where a training writes.
+pub(crate) struct Saving<'a> {
+    pub(crate) out: &'a Path,
+    pub(crate) checkpoints: Checkpoints,
+    pub(crate) resume: bool,
+    /// What the run's record says of the data and of the plan.
+    pub(crate) about: About,
+}
+
+impl<'a> Saving<'a> {
+    /// Refuses an output folder that cannot be taken; before anything is read.
+    ///
+    /// # Errors
+    /// A folder with what no training has written; one that a process writes to; one with an earlier run that is not to be resumed.
+    pub(crate) fn check(out: &Path, common: &Common, resume: bool) -> anyhow::Result<()> {
+        if !common.is_first() {
+            return Ok(());
+        }
+        output_folder::check(out, Existing::Training)?;
+        let checkpoints = out.join(CHECKPOINTS);
+        if checkpoints.is_dir() && checkpoint::is_in_use(&checkpoints) {
+            return Err(frugal::training::Error::Locked { folder: checkpoints }.into());
+        }
+        if resume { Ok(()) } else { refuse_earlier(out, common) }
+    }
+
+    /// Makes the output folder.
+    ///
+    /// # Errors
+    /// A folder that cannot be written; one with the checkpoints of an earlier run that is not to be resumed.
+    pub(crate) fn open(
+        out: &'a Path,
+        common: &Common,
+        config: &Config,
+        resume: bool,
+    ) -> anyhow::Result<Self> {
+        common.in_turn("the output folder", || Self::open_alone(out, common, config, resume))
+    }
+
+    fn open_alone(out: &'a Path, common: &Common, config: &Config, resume: bool) -> anyhow::Result<Self> {
+        if !common.is_first() {
+            let checkpoints = Checkpoints::reader(&out.join(CHECKPOINTS));
+            return Ok(Self { out, checkpoints, resume, about: About::default() });
+        }
+        std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
+        let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
+        if !resume {
+            refuse_earlier(out, common)?;
+        }
+        Ok(Self { out, checkpoints, resume, about: About::default() })
+    }
+}
+
+/// Refuses an output folder with the checkpoints of an earlier run.
+fn refuse_earlier(out: &Path, common: &Common) -> anyhow::Result<()> {
+    let checkpoints = out.join(CHECKPOINTS);
+    if !checkpoints.is_dir() || checkpoint::steps(&checkpoints)?.is_empty() {
+        return Ok(());
+    }
+    let shown = out.display();
+    if common.is_restarted() {
+        bail!("{shown} holds checkpoints; a training that --restarts starts again needs --resume");
+    }
+    let outcome = RunRecord::read(out)?.and_then(|record| record.outcome);
+    if outcome.is_some_and(|outcome| outcome.state == State::Finished) {
+        bail!("{shown} holds a finished run; give another --out, or train it further: {}", more_steps(out));
+    }
+    let resume = common.resume_command(out);
+    bail!("{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder")
+}
+
+/// The command that trains a finished run further.
+pub(crate) fn more_steps(out: &Path) -> String {
+    format!("`frugal resume {} --set training.steps=N`", shell_word(&out.display().to_string()))
+}
