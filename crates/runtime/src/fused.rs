@@ -8,6 +8,7 @@
 //! launch that failed.
 
 pub mod adam;
+pub mod attention;
 pub mod cross_entropy;
 pub mod gradients;
 pub mod norm;

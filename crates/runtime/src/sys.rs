@@ -16,6 +16,7 @@ use crate::error::{Error, Result, strip_frames};
 pub(crate) type Status = *mut c_char;
 
 pub(crate) mod adam;
+pub(crate) mod attention;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod collectives;

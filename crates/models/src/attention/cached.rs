@@ -1,6 +1,6 @@
-//! Attention of new tokens over a cache of earlier ones, by libtorch's kernels; on the CPU the same flash kernel as in
-//! training.
+//! Attention of new tokens over a cache of earlier ones; a whole prompt takes the same kernel as in training.
 
+use runtime::autograd::retain;
 use tch::{Kind, Tensor};
 
 use super::AttentionOptions;
@@ -40,7 +40,6 @@ pub(crate) fn cached_attention(
         return flat(Tensor::f_scaled_dot_product_attention(&q, k, v, mask, 0.0, false, scale, false)?);
     }
     let q = q.f_transpose(1, 2)?;
-    let causal = mask.is_none();
-    let o = Tensor::f_scaled_dot_product_attention(&q, k, v, mask, 0.0, causal, scale, kv_heads != heads)?;
+    let o = retain::attention(&q, k, v, retain::AttentionOptions { mask, dropout: 0.0, scale })?;
     flat(o.f_transpose(1, 2)?)
 }

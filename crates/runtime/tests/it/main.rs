@@ -9,6 +9,7 @@ mod autograd_function;
 mod autograd_property;
 mod autograd_random_state;
 mod autograd_retain;
+mod causal_attention;
 mod collectives;
 mod counter;
 mod counter_threads;

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::{active, kept};
 use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::{Error, Result};
+use crate::fused::attention as fused;
 use crate::ops::{Value, call, tensors};
 
 /// Options of [`attention`].
@@ -28,6 +29,10 @@ pub struct Options<'a> {
 /// Those of libtorch.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: Options<'_>) -> Result<Tensor> {
     let Options { mask, dropout, scale } = options;
+    let is_square = q.size().get(2) == k.size().get(2);
+    if mask.is_none() && dropout == 0.0 && is_square && fused::takes(q.device(), q.kind()) {
+        return fused::causal_attention(q, k, v, scale);
+    }
     if active() && q.device() == Device::Cpu && dropout == 0.0 && takes_flash(q, k, v, options)? {
         // The kernel takes a mask that is added to the scores.
         let mask = mask.map(|mask| added(mask, q.kind())).transpose()?;

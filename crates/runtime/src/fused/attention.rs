@@ -1,0 +1,129 @@
+//! Causal attention on the CPU without the matrix of its weights, forward and backward.
+//!
+//! For the queries, keys and values of one head of width e, with scores s_ij = c·q_i·k_j for j ≤ i:
+//!
+//! - p_ij = exp(s_ij − L_i) with L_i = ln Σ_j exp(s_ij), o_i = Σ_j p_ij·v_j
+//! - backward, from g_i, the gradient of o_i, with d_i = g_i·o_i: the gradient of s_ij is z_ij = p_ij·(g_i·v_j − d_i), and those of q_i, k_j
+//!   and v_j are c·Σ_j z_ij·k_j, c·Σ_i z_ij·q_i and Σ_i p_ij·g_i
+//!
+//! As in FlashAttention-2 (Dao, arXiv:2307.08691), blocks of scores are computed while they are in the cache, with a running maximum and
+//! sum for each query; backward computes them again. Kept are q, k, v, o and one number L for each query and head. fp32, bf16 and fp16 are
+//! computed in fp32 and rounded once, f64 in f64.
+//!
+//! libtorch's kernel for the CPU has MKL multiply blocks, whose calls take as long as the work of small heads: its scores of heads of 64 run at
+//! a quarter of the rate of large products. Here a head of keys is one thread's work from the first block to the last, all products are
+//! this module's, and of blocks on the diagonal only the visible half is multiplied.
+//!
+//! Results do not depend on the number of threads: sums have the same order however the work is divided.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::autograd::retain::kept;
+use crate::autograd::{self, Backward, Forward, Function};
+use crate::error::{Error, Result};
+use crate::profile::{Flops, kernel, record_external};
+use crate::sys::attention::{self as sys, NAME, Tensors, compute_kind, reads};
+
+/// Returns whether [`causal_attention`] takes tensors of this device and dtype.
+pub fn takes(device: Device, kind: Kind) -> bool {
+    device == Device::Cpu && compute_kind(kind).is_some()
+}
+
+/// Computes causal attention of q `[batch, heads, tokens, head]` over k and v `[batch, kv_heads, tokens, head]`, of one dtype, and returns the
+/// shape of q; the heads of k and v are each shared by a group of query heads. The scores are multiplied by `scale`, 1/√head if absent.
+/// The last dimension should be dense; the memory of the result is that of `[batch, tokens, heads, head]`.
+///
+/// In a segment that keeps its products ([`retain`](crate::autograd::retain)), the result and L are kept.
+///
+/// # Errors
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]).
+///
+/// ```
+/// use runtime::fused::attention::causal_attention;
+/// use tch::{Tensor, kind};
+///
+/// let x = Tensor::randn([2, 4, 100, 16], kind::FLOAT_CPU).set_requires_grad(true);
+/// let o = causal_attention(&x, &x, &x, None)?;
+/// let expected = Tensor::scaled_dot_product_attention(&x, &x, &x, None::<&Tensor>, 0.0, true, None, false);
+/// assert!((o - expected).abs().max().double_value(&[]) < 1e-5);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: Option<f64>) -> Result<Tensor> {
+    let scale = scale.unwrap_or_else(|| 1.0 / (q.size().last().copied().unwrap_or(1) as f64).sqrt());
+    Ok(autograd::apply(Causal { scale }, &[q, k, v])?.remove(0))
+}
+
+struct Causal {
+    scale: f64,
+}
+
+impl Function for Causal {
+    fn name(&self) -> String {
+        "fused causal attention".to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let inputs: Vec<Tensor> = inputs.iter().map(|x| readable(x)).collect::<Result<_>>()?;
+        let [q, k, v] = &inputs[..] else { return Err(Error::invalid(NAME, "expected q, k and v")) };
+        let results = kept(|| {
+            let (batch, heads, tokens, _) = q.size4()?;
+            let o = heads_last(q)?;
+            let computed = compute_kind(q.kind()).unwrap_or(Kind::Float);
+            let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, q.device()))?;
+            {
+                let _scope = kernel(FORWARD);
+                sys::forward(&Tensors { q, k, v, o: &o, log_sums: &log_sums }, self.scale)?;
+            }
+            record(FORWARD, q, 2, &[q, k, v, &o, &log_sums])?;
+            Ok(vec![o, log_sums])
+        })?;
+        let [o, log_sums] = <[Tensor; 2]>::try_from(results)
+            .map_err(|_| Error::invalid(NAME, "what was kept is not an attention's result"))?;
+        for tensor in [q, k, v, &o, &log_sums] {
+            ctx.save(tensor);
+        }
+        Ok(vec![o])
+    }
+
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let Some(upstream) = grads.into_iter().next().flatten() else { return Ok(vec![None, None, None]) };
+        let saved = ctx.take_saved();
+        let [q, k, v, o, log_sums] = &saved[..] else {
+            return Err(Error::invalid(NAME, "what forward kept is gone"));
+        };
+        let upstream = readable(&upstream)?;
+        let gradients = [heads_last(q)?, heads_last(k)?, heads_last(v)?];
+        let [of_q, of_k, of_v] = &gradients;
+        {
+            let _scope = kernel(BACKWARD);
+            sys::backward(&Tensors { q, k, v, o, log_sums }, &upstream, [of_q, of_k, of_v], self.scale)?;
+        }
+        record(BACKWARD, q, 5, &[q, k, v, o, &upstream, log_sums, of_q, of_k, of_v])?;
+        Ok(gradients.into_iter().map(Some).collect())
+    }
+}
+
+const FORWARD: &str = "runtime::causal_attention";
+const BACKWARD: &str = "runtime::causal_attention_backward";
+
+/// The tensor, or a copy that the passes can read.
+fn readable(x: &Tensor) -> Result<Tensor> {
+    let x = x.f_resolve_neg()?;
+    if reads(&x) { Ok(x) } else { Ok(x.f_contiguous()?) }
+}
+
+/// A tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.
+fn heads_last(like: &Tensor) -> Result<Tensor> {
+    let (batch, heads, tokens, head) = like.size4()?;
+    let memory = Tensor::f_empty([batch, tokens, heads, head], (like.kind(), like.device()))?;
+    Ok(memory.f_transpose(1, 2)?)
+}
+
+/// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.
+fn record(name: &str, q: &Tensor, products: u64, moved: &[&Tensor]) -> Result<()> {
+    let (batch, heads, tokens, head) = q.size4()?;
+    let of_pairs = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
+    let flops = Flops { dense: of_pairs(tokens * tokens), causal: of_pairs(tokens * (tokens + 1) / 2) };
+    let bytes = moved.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum::<usize>();
+    record_external(name, flops, bytes as u64)
+}

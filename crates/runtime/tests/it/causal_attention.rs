@@ -1,0 +1,216 @@
+//! Fused causal attention on the CPU: compared with the formula in f64, with itself on other numbers of threads, and its derivatives.
+
+use std::sync::Mutex;
+
+use runtime::autograd::{GradcheckOptions, Keep, grad, gradcheck};
+use runtime::fused::attention::{causal_attention, takes};
+use runtime::profile::Counter;
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+/// Tests that set the number of threads, one at a time.
+static THREADS: Mutex<()> = Mutex::new(());
+
+const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+
+/// q, k, v and the upstream gradient, as views of `[batch, tokens, heads, head]`.
+fn inputs(shape: [i64; 5], kind: Kind, seed: u64) -> [Tensor; 4] {
+    let [batch, tokens, heads, kv_heads, head] = shape;
+    let mut generator = Generator::new(seed).unwrap();
+    [heads, kv_heads, kv_heads, heads].map(|heads| {
+        let x = generator.normal(&[batch, tokens, heads, head], F64).unwrap();
+        x.to_kind(kind).transpose(1, 2)
+    })
+}
+
+/// The output and the gradients of q, k and v, by operators on all pairs, in f64.
+fn oracle([q, k, v, upstream]: &[Tensor; 4], scale: f64) -> Vec<Tensor> {
+    let [q, k, v] = [q, k, v].map(|x| x.to_kind(Kind::Double).detach().set_requires_grad(true));
+    let (heads, kv_heads, tokens) = (q.size()[1], k.size()[1], q.size()[2]);
+    let repeated = |x: &Tensor| x.repeat_interleave_self_int(heads / kv_heads, 1, None::<i64>);
+    let scores = q.matmul(&repeated(&k).transpose(2, 3)) * scale;
+    let hidden = Tensor::ones([tokens, tokens], (Kind::Bool, Device::Cpu)).triu(1);
+    let o = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double).matmul(&repeated(&v));
+    with_gradients(o, &[&q, &k, &v], &upstream.to_kind(Kind::Double))
+}
+
+fn with_gradients(o: Tensor, inputs: &[&Tensor], upstream: &Tensor) -> Vec<Tensor> {
+    let gradients = grad(&[&o], &[Some(upstream)], inputs, Keep::default()).unwrap();
+    std::iter::once(o.detach()).chain(gradients.into_iter().map(Option::unwrap)).collect()
+}
+
+fn fused([q, k, v, upstream]: &[Tensor; 4], scale: Option<f64>) -> Vec<Tensor> {
+    let [q, k, v] = [q, k, v].map(|x| x.detach().set_requires_grad(true));
+    let o = causal_attention(&q, &k, &v, scale).unwrap();
+    with_gradients(o, &[&q, &k, &v], upstream)
+}
+
+/// The largest error, as a share of the largest element.
+fn error(found: &Tensor, expected: &Tensor) -> f64 {
+    let difference = (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
+    difference / expected.abs().max().double_value(&[])
+}
+
+const SHAPES: [[i64; 5]; 11] = [
+    [1, 1, 1, 1, 1],
+    [2, 3, 2, 1, 4],
+    [1, 63, 3, 3, 16],
+    [2, 64, 4, 2, 64],
+    [1, 65, 2, 2, 64],
+    [1, 129, 6, 2, 80],
+    [2, 200, 9, 3, 64],
+    [1, 257, 2, 1, 128],
+    [1, 100, 4, 1, 256],
+    [3, 17, 5, 5, 40],
+    [1, 520, 2, 2, 72],
+];
+
+#[test]
+fn every_shape_and_dtype_matches_the_formula() {
+    // f32 sums of up to 520 terms; 16 bits are rounded once, and so are their gradients.
+    for (kind, tolerance) in
+        [(Kind::Double, 1e-13), (Kind::Float, 1e-5), (Kind::BFloat16, 6e-3), (Kind::Half, 8e-4)]
+    {
+        for (number, shape) in SHAPES.into_iter().enumerate() {
+            let inputs = inputs(shape, kind, number as u64);
+            for scale in [None, Some(0.31)] {
+                let expected = oracle(&inputs, scale.unwrap_or(1.0 / (shape[4] as f64).sqrt()));
+                for (name, (found, expected)) in
+                    ["o", "q", "k", "v"].iter().zip(fused(&inputs, scale).iter().zip(&expected))
+                {
+                    assert_eq!((found.kind(), found.size()), (kind, expected.size()), "{name} {shape:?}");
+                    let error = error(found, expected);
+                    // The only token's scores have no gradient.
+                    let is_zero = expected.abs().max().double_value(&[]) < 1e-12;
+                    assert!(is_zero || error < tolerance, "{kind:?} {shape:?} {name}: {error:e}");
+                }
+            }
+        }
+    }
+}
+
+/// Whether a thread takes all blocks of a head or some of them, and how many threads there are.
+#[test]
+fn bits_do_not_depend_on_the_number_of_threads() {
+    let _alone = THREADS.lock().unwrap();
+    let threads = tch::get_num_threads();
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for shape in [[1, 300, 4, 1, 64], [1, 130, 3, 3, 40], [2, 65, 4, 2, 16]] {
+            let inputs = inputs(shape, kind, 7);
+            let run = |threads| {
+                tch::set_num_threads(threads);
+                fused(&inputs, None)
+            };
+            let expected = run(1);
+            for threads in [2, 3, 7] {
+                for (found, expected) in run(threads).iter().zip(&expected) {
+                    assert_eq!(found, expected, "{kind:?} {shape:?} on {threads} threads");
+                }
+            }
+        }
+    }
+    tch::set_num_threads(threads);
+}
+
+#[test]
+fn every_layout_has_the_same_bits() {
+    let [q, k, v, upstream] = inputs([2, 70, 4, 2, 32], Kind::Float, 3);
+    let expected = fused(&[&q, &k, &v, &upstream].map(Tensor::shallow_clone), None);
+    let [batch, tokens, head] = [2, 70, 32];
+    // One projection for all, the heads side by side; heads first; every second element; an upstream gradient that is expanded.
+    let joint = Tensor::cat(&[&q, &k, &v].map(|x| x.transpose(1, 2)), 2).view([batch, tokens, 8 * head]);
+    let parts = joint.view([batch, tokens, 8, head]).split_with_sizes([4, 2, 2], 2);
+    let joint = [0, 1, 2].map(|part: usize| parts[part].transpose(1, 2));
+    let heads_first = [&q, &k, &v].map(Tensor::contiguous);
+    let sparse = [&q, &k, &v].map(|x| {
+        let twice = Tensor::cat(&[x.unsqueeze(4), x.unsqueeze(4)], 4).flatten(3, 4);
+        twice.slice(3, 0, None, 2)
+    });
+    for [q, k, v] in [joint, heads_first, sparse] {
+        let found = fused(&[q, k, v, upstream.contiguous()], None);
+        assert_eq!(found, expected);
+    }
+    let ones = Tensor::ones([1], (Kind::Float, Device::Cpu)).expand(q.size(), false);
+    let dense = fused(&[&q, &k, &v, &ones.contiguous()].map(Tensor::shallow_clone), None);
+    assert_eq!(fused(&[q, k, v, ones], None), dense);
+}
+
+#[test]
+fn derivatives_match_finite_differences() {
+    let [q, k, v, _] = inputs([1, 5, 4, 2, 3], Kind::Double, 11);
+    let inputs = [q, k, v].map(|x| x.contiguous().set_requires_grad(true));
+    let attend =
+        |inputs: &[Tensor]| Ok(vec![causal_attention(&inputs[0], &inputs[1], &inputs[2], Some(0.7))?]);
+    gradcheck(attend, &inputs.each_ref(), GradcheckOptions::default()).unwrap();
+}
+
+/// Large scores neither overflow nor lose the largest; a NaN or an infinity reaches what sees it, and nothing else.
+#[test]
+fn extreme_scores_are_those_of_the_formula() {
+    let [q, k, v, upstream] = inputs([1, 150, 2, 1, 16], Kind::Float, 5);
+    let large = [&q * 300.0, k.shallow_clone(), v.shallow_clone(), upstream.shallow_clone()];
+    let expected = oracle(&large, 0.25);
+    for (found, expected) in fused(&large, Some(0.25)).iter().zip(&expected) {
+        let error = error(found, expected);
+        assert!(error < 1e-4, "{error:e}");
+    }
+    for wrong in [f64::NAN, f64::INFINITY] {
+        let broken = v.copy();
+        let _ = broken.narrow(2, 100, 1).fill_(wrong);
+        let o = causal_attention(&q, &k, &broken, None).unwrap();
+        let seen = o.isfinite().all_dim(3, false).all_dim(1, false).squeeze();
+        // A weight of 0 times it is NaN in its block of keys, as in libtorch.
+        assert!(bool::try_from(seen.narrow(0, 0, 64).all()).unwrap(), "earlier blocks do not see it");
+        assert!(!bool::try_from(seen.narrow(0, 100, 50).any()).unwrap(), "later tokens do");
+        let broken = q.copy();
+        let _ = broken.narrow(2, 70, 1).fill_(f64::NAN);
+        let o = causal_attention(&broken, &k, &v, None).unwrap();
+        assert_eq!(
+            o.isnan()
+                .any_dim(3, false)
+                .any_dim(1, false)
+                .to_kind(Kind::Int64)
+                .sum(Kind::Int64)
+                .int64_value(&[]),
+            1
+        );
+    }
+}
+
+#[test]
+fn the_work_is_counted_as_libtorchs() {
+    let [q, k, v, upstream] = inputs([2, 70, 4, 2, 32], Kind::Float, 3);
+    let [q, k, v] = [q, k, v].map(|x| x.set_requires_grad(true));
+    let count = |attend: &dyn Fn() -> Tensor| {
+        let counter = Counter::on_this_thread().unwrap();
+        let o = attend();
+        drop(grad(&[&o], &[Some(&upstream)], &[&q, &k, &v], Keep::default()).unwrap());
+        counter.finish().unwrap().total.flops
+    };
+    let ours = count(&|| causal_attention(&q, &k, &v, None).unwrap());
+    let theirs =
+        count(&|| Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, None, true));
+    assert_eq!(ours, theirs);
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let [q, k, v, _] = inputs([1, 4, 4, 2, 8], Kind::Float, 1);
+    assert!(
+        takes(Device::Cpu, Kind::Half)
+            && !takes(Device::Cpu, Kind::Int64)
+            && !takes(Device::Cuda(0), Kind::Float)
+    );
+    let refused =
+        |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, None).unwrap_err().to_string();
+    assert!(refused(&q, &k.narrow(2, 0, 3), &v).contains("expected Float [1, 2, 4, 8] on the CPU"));
+    assert!(refused(&q, &k.to_kind(Kind::Double), &v).contains("a tensor is Double"));
+    assert!(refused(&q.narrow(1, 0, 3), &k, &v).contains("q is Float [1, 3, 4, 8], k [1, 2, 4, 8]"));
+    let integers = [&q, &k, &v].map(|x| x.to_kind(Kind::Int64));
+    assert!(refused(&integers[0], &integers[1], &integers[2]).contains("q is Int64"));
+    let none = q.narrow(2, 0, 0);
+    assert_eq!(
+        causal_attention(&none, &k.narrow(2, 0, 0), &v.narrow(2, 0, 0), None).unwrap().size(),
+        [1, 4, 0, 8]
+    );
+}
