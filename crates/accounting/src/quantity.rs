@@ -55,7 +55,9 @@ fn parse(text: &str, units: &[(&str, u64)], what: &'static str, remedy: &'static
     let scale = 10u128.pow(fraction.len() as u32);
     let numerator: u128 = format!("{whole}{fraction}").parse().map_err(|_| wrong())?;
     let value = numerator.checked_mul(u128::from(*factor)).ok_or_else(wrong)?;
-    match (value % scale, u64::try_from(value / scale)) {
+    // 63.3 MiB are no whole number of bytes, and a number without a unit has to be whole.
+    let rest = if *factor > 1 { 0 } else { value % scale };
+    match (rest, u64::try_from(value / scale)) {
         (0, Ok(0)) => Err(Error::Quantity { what, given: text.into(), remedy: "write a number above 0" }),
         (0, Ok(value)) => Ok(value),
         _ => Err(wrong()),
@@ -123,6 +125,7 @@ mod tests {
         assert_eq!(parse_count("400k").unwrap(), 400_000);
         assert_eq!(parse_bytes("1.5 GiB").unwrap(), 3 << 29);
         assert_eq!(parse_bytes("0.5KiB").unwrap(), 512);
+        assert_eq!(parse_bytes("63.3MiB").unwrap(), 66_374_860, "the whole bytes of it");
         assert_eq!(parse_bytes("80_000").unwrap(), 80_000);
         for wrong in
             ["", "GB", "-3", "3 apples", "1.5", "1e9", "1..2", ".5G", "99999999999T", "0", "0GB", "1.5.2K"]

@@ -10,7 +10,7 @@ static GLOBAL: mimalloc::MiMalloc = mimalloc::MiMalloc;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Train and fine-tune language models on the memory at hand
@@ -66,10 +66,29 @@ enum Command {
 /// Wrong arguments; a request for help or for the version.
 fn parse(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Cli, clap::Error> {
     let mut command = Cli::command();
-    let matches = command.try_get_matches_from_mut(words).map_err(in_words)?;
+    let words: Vec<OsString> = words.into_iter().map(Into::into).collect();
+    let resumes = words.get(1).is_some_and(|word| word == "resume");
+    let matches = command.try_get_matches_from_mut(words).map_err(|error| match key_of_resume(&error) {
+        Some((flag, key)) if resumes => {
+            let text =
+                format!("{flag}: a run that is resumed has its own; change it with --set {key}=VALUE\n");
+            clap::Error::raw(error.kind(), text)
+        }
+        _ => in_words(error),
+    })?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     cli.common.given = program::run_flags::given(&command, &matches);
     Ok(cli)
+}
+
+/// A flag of trainings that a command does not have, and its key.
+fn key_of_resume(error: &clap::Error) -> Option<(String, &'static str)> {
+    match (error.kind(), error.get(ContextKind::InvalidArg)?) {
+        (ErrorKind::UnknownArgument, ContextValue::String(flag)) => {
+            Some((flag.clone(), program::flags::key_of(flag)?))
+        }
+        _ => None,
+    }
 }
 
 /// Replaces Rust's words for a number that cannot be read.

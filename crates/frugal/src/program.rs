@@ -38,6 +38,7 @@ pub(crate) mod settings;
 pub(crate) mod shell;
 pub(crate) mod train;
 pub(crate) mod training;
+pub(crate) mod unfinished;
 
 use std::path::PathBuf;
 use std::sync::Arc;

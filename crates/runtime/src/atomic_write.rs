@@ -59,6 +59,12 @@ pub fn file<T>(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<T
     Ok(result)
 }
 
+/// Removes the temporary files and folders of all writes that this process has not finished, as far as possible: for a handler of a signal
+/// that ends the process. What was there under the final names stays.
+pub fn remove_unfinished() {
+    temporary::remove_unfinished();
+}
+
 /// Creates a symbolic link to `target`, relative to the link's folder, replacing what has the name. If links need a privilege,
 /// `link` becomes another name of `file`, the file that `target` points to.
 ///

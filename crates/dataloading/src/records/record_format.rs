@@ -185,6 +185,30 @@ fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
                 answers, so write the chosen ones as `messages` or `completion`"
             .to_owned();
     }
+    let mut known = RecordFormat::ALL.iter().map(|format| format.fields(text_field));
+    if let Some(format) = known.find(|names| names.iter().all(|name| fields.contains_key(*name))) {
+        let empty: Vec<String> = format
+            .iter()
+            .filter(|name| fields.get(**name).is_some_and(Value::is_null))
+            .map(|name| format!("`{name}`"))
+            .collect();
+        return format!("{} is null, expected a value; correct or remove the record", empty.join(" and "));
+    }
+    if let Some(name) = fields.keys().find(|name| fields.len() == 1 && name.contains([';', '|', '\t'])) {
+        let separator = if name.contains(';') {
+            ";"
+        } else if name.contains('|') {
+            "|"
+        } else {
+            "a tab"
+        };
+        return format!(
+            "the only column is `{name}`: values seem to be separated by {separator}; expected commas, or tabs in a file named .tsv"
+        );
+    }
+    if let Some((name, meant)) = misspelt(fields, text_field) {
+        return format!("the fields are {}; did you mean `{meant}` instead of `{name}`?", names(fields));
+    }
     let list = |value: &Value| value.as_array().is_some_and(|all| all.iter().any(Value::is_object));
     if let [(name, value)] = fields.iter().filter(|(_, value)| list(value)).collect::<Vec<_>>()[..]
         && value.as_array().is_some_and(|all| all.iter().all(Value::is_object))
@@ -195,22 +219,32 @@ fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
             names(fields)
         );
     }
+    let remedy = templates(fields).map_or_else(String::new, |flags| {
+        format!("; or say how a prompt and an answer are made of them: {flags}")
+    });
     format!(
         "the fields are {}; expected `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, \
-         `question` and `answer`, `input_ids`, or `{text_field}` (another field that holds the text is named with --field); or say how \
-         a prompt and an answer are made of them: {}",
-        names(fields),
-        templates(fields)
+         `question` and `answer`, `input_ids`, or `{text_field}` (another field that holds the text is named with --field){remedy}",
+        names(fields)
     )
 }
 
-/// Flags that make a prompt and a completion of the first and the last of the texts of a record.
-fn templates(fields: &Map<String, Value>) -> String {
+/// A field, and the missing one of a format that a typing mistake or two turn it into.
+fn misspelt<'a>(fields: &'a Map<String, Value>, text_field: &'a str) -> Option<(&'a str, &'a str)> {
+    let is_near =
+        |name: &str, meant: &str| (1..=meant.len() / 4).contains(&strsim::damerau_levenshtein(name, meant));
+    RecordFormat::ALL.iter().find_map(|format| {
+        let wanted = format.fields(text_field);
+        let missing: Vec<&str> = wanted.into_iter().filter(|name| !fields.contains_key(*name)).collect();
+        let [meant] = missing[..] else { return None };
+        fields.keys().find(|name| is_near(name, meant)).map(|name| (name.as_str(), meant))
+    })
+}
+
+/// Flags that make a prompt and a completion of the first and the last of the texts of a record; `None` if it has fewer than two.
+fn templates(fields: &Map<String, Value>) -> Option<String> {
     let texts: Vec<&String> =
         fields.iter().filter(|(_, value)| value.is_string()).map(|(name, _)| name).collect();
-    let (prompt, completion) = match texts[..] {
-        [prompt, .., completion] => (prompt.as_str(), completion.as_str()),
-        _ => ("question", "answer"),
-    };
-    format!("--prompt-template '{{{prompt}}}' --completion-template '{{{completion}}}'")
+    let [prompt, .., completion] = texts[..] else { return None };
+    Some(format!("--prompt-template '{{{prompt}}}' --completion-template '{{{completion}}}'"))
 }

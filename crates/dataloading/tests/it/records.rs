@@ -427,3 +427,31 @@ fn templates_make_prompts_of_any_fields() {
         assert_eq!(PromptTemplates::new(prompt, completion).unwrap_err().to_string(), expected);
     }
 }
+
+/// Fields that nearly are those of a format, and a column of all.
+#[test]
+fn fields_that_nearly_fit_are_named() {
+    let place = tempfile::tempdir().unwrap();
+    let told = |name: &str, text: &str| {
+        let path = place.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        Detected::of(records::read_all(&[path]).unwrap(), "text").unwrap_err().to_string()
+    };
+    let null = told("null.jsonl", "{\"prompt\": null, \"completion\": \"b\"}\n");
+    assert!(
+        null.ends_with("line 1: `prompt` is null, expected a value; correct or remove the record"),
+        "{null}"
+    );
+    let near = told("near.jsonl", "{\"prompt\": \"a\", \"completions\": \"b\"}\n");
+    assert!(near.contains("did you mean `completion` instead of `completions`?"), "{near}");
+    let semicolons = told("semicolons.csv", "prompt;completion\na;b\n");
+    assert!(
+        semicolons.contains("the only column is `prompt;completion`: values seem to be separated by ;"),
+        "{semicolons}"
+    );
+    // Templates are suggested of fields that are there, or not at all.
+    let alone = told("alone.jsonl", "{\"prompt\": \"a\"}\n");
+    assert!(alone.contains("named with --field)") && !alone.contains("--prompt-template"), "{alone}");
+    let others = told("others.jsonl", "{\"body\": \"a\", \"reply\": \"b\"}\n");
+    assert!(others.contains("--prompt-template '{body}' --completion-template '{reply}'"), "{others}");
+}

@@ -79,9 +79,9 @@ impl Ends {
 
     /// Says that rows cannot be as long as they may be.
     pub(crate) fn note_context(&self, common: &Common, folder: &Folder, data: &DataConfig) {
-        let longest = self.longest(folder, data);
-        if data.max_length.is_some_and(|asked| asked > longest) {
-            say(common, &format!("rows have at most {longest} tokens, the model's context"));
+        let context = folder.config().max_position_embeddings;
+        if data.max_length.is_some_and(|asked| i64::try_from(asked).is_ok_and(|asked| asked > context)) {
+            say(common, &format!("rows have at most {context} tokens, the model's context"));
         }
     }
 

@@ -85,11 +85,13 @@ pub(crate) fn print(
         };
         say(common, &format!("{}{memory}", duration(outcome.seconds)));
         if outcome.state == State::StoppedEarly {
+            let patience = config.training.patience.unwrap_or_default();
             say(
                 common,
                 &format!(
-                    "stopped early: {} evaluations in a row were not better; `frugal resume {shown} --patience N` goes on",
-                    config.training.patience.unwrap_or_default()
+                    "stopped early: {} in a row {} not better; `frugal resume {shown} --patience N` goes on",
+                    counted(patience, "evaluation"),
+                    if patience == 1 { "was" } else { "were" }
                 ),
             );
         }

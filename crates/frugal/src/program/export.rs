@@ -23,6 +23,7 @@ use super::output_folder::{self, Existing};
 use super::run_model::{Target, WhichArgs};
 use super::run_record::shell_word;
 use super::settings::put_some;
+use super::unfinished;
 
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -115,6 +116,7 @@ pub(crate) struct Export {
 pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     let arguments = &arguments.of_training(common)?;
     arguments.check()?;
+    unfinished::remove_on_signals(&arguments.out)?;
     let result = match arguments.format {
         Format::Peft => return peft::run(common, arguments),
         Format::Merged => merged(common, arguments)?,
@@ -222,8 +224,14 @@ impl Export {
                 self.model.as_deref().unwrap_or_default()
             ),
             Some(("--adapter" | "--checkpoints", ..)) => {
-                let run = self.run.as_deref().map(shell_word);
-                let from = run.unwrap_or_else(|| "MODEL --adapter ADAPTER".to_owned());
+                let word = |path: &Path| shell_word(&path.display().to_string());
+                let from = match (&self.run, &self.model, &self.adapter) {
+                    (Some(run), ..) => shell_word(run),
+                    (None, Some(model), Some(adapter)) => {
+                        format!("{} --adapter {}", shell_word(model), word(adapter))
+                    }
+                    _ => "MODEL --adapter ADAPTER".to_owned(),
+                };
                 bail!(
                     "--format {format} writes a whole model; merge the adapter first, `frugal merge --model {from} --out merged`, \
                      then export that: --model merged"

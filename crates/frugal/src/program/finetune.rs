@@ -271,10 +271,12 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
             resumes: resume,
         },
     )?;
-    run_plan.tell(common);
     if start == Start::DryRun {
+        // It is the result.
+        run_plan.tell(&Common { quiet: false, ..common.clone() });
         return Ok(());
     }
+    run_plan.tell(common);
     let applied = run_plan.applied(config);
     offload_folder::note_memory(common, &applied);
     let recipe = ranks::recipe(common, &applied)?;

@@ -88,6 +88,11 @@ pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
     FLAGS.iter().filter(move |(of, _)| *of == key).map(|(_, flag)| *flag)
 }
 
+/// The key that a flag of a training sets.
+pub(crate) fn key_of(flag: &str) -> Option<&'static str> {
+    FLAGS.iter().find(|(_, own)| *own == flag).map(|(key, _)| *key)
+}
+
 /// Puts the flag behind each key that an error about a configuration names.
 pub(crate) fn named(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref() {

@@ -18,13 +18,14 @@ use frugal::training::predicted;
 use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator};
 use models::tensors_file::dtype_name;
+use report::cli::Failure;
 use serde_json::json;
 use tch::{Device, Kind};
 
 use super::encoding;
 use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
-use super::run_plan::tensor_budget;
+use super::run_plan::{NOTHING_FITS, tensor_budget};
 use super::sampling::SamplingArgs;
 use super::settings::{WITHOUT_OFFLOAD, budget};
 use frugal::text_stream::TextStream;
@@ -132,7 +133,18 @@ impl Generate {
             _ => 0,
         };
         let free = tensor_budget(budget.0, device)?.saturating_sub(on_host + adapter);
-        let plan = on_paper::plan(&costs, &rates.transfers, on_paper::Budget { device: free, host: None })?;
+        let on_device = on_paper::Budget { device: free, host: None };
+        let plan = match on_paper::plan(&costs, &rates.transfers, on_device) {
+            Err(accounting::Error::NoOffloadFits { needed, .. }) => {
+                let tensors = needed + on_host + adapter;
+                let least = planning::least_budget(planning::taken(device)?, tensors) >> 20;
+                let message = format!(
+                    "nothing fits a budget of {budget}; with all layers offloaded it takes {least} MiB: give --budget {least}MiB"
+                );
+                return Err(Failure { status: NOTHING_FITS, message }.into());
+            }
+            plan => plan?,
+        };
         config.ring = plan.ring().max(1);
         config.resident = plan.setup.resident;
         Ok(())

@@ -7,8 +7,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::{Args, CommandFactory};
+use report::cli::Failure;
 use runtime::collectives::ranks::{Progress, Ranks, RanksOptions, ending};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -16,6 +17,7 @@ use signal_hook::iterator::Signals;
 use super::Common;
 use super::output::say;
 use super::ranks::Interrupted;
+use super::run_plan::NOTHING_FITS;
 use screen::Screen;
 
 #[derive(Args)]
@@ -63,14 +65,17 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
             Ranks::start(&options, command, move |rank, output, line| printing.line(rank, output, line))?;
         let (progress, interrupts) = watch((common, &screen), arguments, &mut ranks, &mut signals)?;
         screen.clear();
-        let failure = match progress {
+        let (failure, code) = match progress {
             Progress::Failed { rank, status } => {
-                format!("rank {rank} of {} {}", arguments.ranks, ending(status))
+                (format!("rank {rank} of {} {}", arguments.ranks, ending(status)), status.code())
             }
             Progress::Running | Progress::Done => return Ok(()),
         };
         match interrupts {
-            0 if restart_count == arguments.restarts => bail!("{failure}"),
+            0 if restart_count == arguments.restarts => {
+                let status = if code == Some(NOTHING_FITS.into()) { NOTHING_FITS } else { 1 };
+                return Err(Failure { status, message: failure }.into());
+            }
             0 => say(common, &format!("{failure}; restart {} of {}", restart_count + 1, arguments.restarts)),
             1 => return Err(Interrupted(format!("interrupted; {failure}")).into()),
             _ => return Err(Interrupted("interrupted twice; the ranks were killed".to_owned()).into()),

@@ -23,6 +23,7 @@ use difference::Difference;
 use super::model::{Found, ModelArgs, load_adapter, same_folder};
 use super::output::{print_line, say};
 use super::output_folder::{self, Existing};
+use super::unfinished;
 
 /// Files beside a model's weights that are copied unchanged.
 const BESIDE: [&str; 9] = [
@@ -85,6 +86,7 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     }
     output_folder::check(out, Existing::by_flag(arguments.overwrite))?;
     refuse_nf4(&folder, arguments.model.dtype)?;
+    unfinished::remove_on_signals(out)?;
     let model = arguments.model.load(&folder, device)?;
     into_folder(&folder, model, adapter, out, arguments.max_shard_bytes)?;
     let compared = arguments.compare_nf4.as_deref().map(|texts| {

@@ -7,7 +7,7 @@ use anyhow::bail;
 use clap::Args;
 use frugal::Config;
 use frugal::config::{Bytes, CONFIG_FILE, Task};
-use frugal::run_folder::RunRecord;
+use frugal::run_folder::{CHECKPOINTS, RunRecord};
 use runtime::collectives::Launch;
 
 use super::finetune::{self, Start};
@@ -31,6 +31,12 @@ pub(crate) struct Resume {
 pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     let path = arguments.folder.join(CONFIG_FILE);
     if !path.is_file() {
+        if arguments.folder.join(CHECKPOINTS).is_dir() {
+            bail!(
+                "{}: the training was stopped before its first step and left no config.toml; start it again",
+                arguments.folder.display()
+            );
+        }
         let what = if arguments.folder.is_dir() { "no config.toml in it" } else { "no such folder" };
         bail!("{}: {what}; give the --out folder of a training", arguments.folder.display());
     }

@@ -81,7 +81,8 @@ pub(crate) fn chat_template(folder: &Path, data: &DataConfig) -> anyhow::Result<
 /// Those of [`chat_template`]; no tokenizer, or no token to end with.
 pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow::Result<RowEncoder> {
     let options = RowOptions {
-        longest: ends.longest(folder, data),
+        // A row has to fit a packed one.
+        longest: data.packing.unwrap_or(usize::MAX).min(ends.longest(folder, data)),
         overlong: data.overlong,
         mask: data.mask,
         begin: ends.begin,

@@ -68,6 +68,8 @@ pub(crate) struct PlannedBudget {
     pub(crate) tensors: u64,
     /// What stays free.
     reserve: u64,
+    /// How much less that is than where nothing is resumed.
+    resumed: u64,
     /// Whether it is the share of the free memory.
     pub(crate) is_default: bool,
 }
@@ -97,14 +99,15 @@ impl PlannedBudget {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
         };
-        let reserve = planning::reserve(bytes) - if resumes { RESUMED } else { 0 };
+        let resumed = if resumes { RESUMED } else { 0 };
+        let reserve = planning::reserve(bytes) - resumed;
         let (free, too_small) = match planning::tensor_budget(bytes, reserve, device) {
             Ok(free) => (free, None),
             Err(error @ frugal::Error::Budget { .. }) => (0, Some(nothing_fits(&error))),
             Err(error) => return Err(error.into()),
         };
         let tensors = runtime::memory::live_bytes(device)? + free;
-        Ok((Self { bytes, tensors, reserve, is_default: given.is_none() }, too_small))
+        Ok((Self { bytes, tensors, reserve, resumed, is_default: given.is_none() }, too_small))
     }
 
     /// What the program holds beside tensors.
@@ -114,7 +117,7 @@ impl PlannedBudget {
 
     /// The least budget of which tensors may take so many bytes.
     pub(crate) fn held(&self, tensors: u64) -> u64 {
-        planning::with_reserve(tensors + self.program())
+        planning::with_reserve(tensors + self.program()) - self.resumed
     }
 
     /// `3.00 GiB (80 % of the free memory)`.
@@ -175,6 +178,7 @@ impl RunPlan {
                 kind: planned.kind,
                 device,
                 data: &prediction.data,
+                total: budget.bytes,
                 tensors: budget.tensors,
                 live: runtime::memory::live_bytes(device)?,
                 taken: planning::taken(device)?,

@@ -29,6 +29,8 @@ pub(crate) struct About {
 pub(crate) struct Recorder<'a> {
     out: &'a Path,
     record: RunRecord,
+    /// The peaks of the start before, if it ended.
+    before: (u64, u64),
     began: Instant,
     meter: Option<PeakMeter>,
     device: Device,
@@ -49,6 +51,7 @@ impl<'a> Recorder<'a> {
     ) -> anyhow::Result<Self> {
         let (counted, step, steps, batches) = of;
         let earlier = RunRecord::read(out)?.filter(|_| step > 0).unwrap_or_default();
+        let before = earlier.outcome.map_or((0, 0), |outcome| (outcome.peak_bytes, outcome.file_bytes));
         let mut starts = earlier.starts;
         starts.push(StartRecord { unix_time: unix_time(), step, command: command() });
         let record = RunRecord {
@@ -75,7 +78,7 @@ impl<'a> Recorder<'a> {
         record.write(out)?;
         // A system that does not count gives no figure.
         let meter = PeakMeter::start(device).ok();
-        Ok(Self { out, record, began: Instant::now(), meter, device })
+        Ok(Self { out, record, before, began: Instant::now(), meter, device })
     }
 
     /// Looks at the process's memory at each step.
@@ -99,7 +102,9 @@ impl<'a> Recorder<'a> {
         let file_bytes = peak.filter(|_| self.device == Device::Cpu).map_or(0, |peak| peak.file);
         let seconds = self.began.elapsed().as_secs_f64();
         let outcome = Outcome { state, step, seconds, peak_bytes, file_bytes };
-        self.record.outcome = Some(outcome.clone());
+        // What is reported of this start is its own; the record has the run's.
+        let (peak_bytes, file_bytes) = (peak_bytes.max(self.before.0), file_bytes.max(self.before.1));
+        self.record.outcome = Some(Outcome { peak_bytes, file_bytes, ..outcome.clone() });
         self.record.write(self.out)?;
         write_page(common, self.out, state);
         Ok(outcome)

@@ -42,7 +42,7 @@ use weights::{Weights, files};
 
 #[derive(Args)]
 pub(crate) struct Train {
-    /// gpt2-like, gpt2, or a decoder's config.json [default: gpt2-like]
+    /// gpt2-like, gpt2, or a decoder's config.json, whose model also generates, chats and is exported [default: gpt2-like]
     #[arg(long, value_name = "SHAPE_OR_FILE")]
     model: Option<String>,
     /// Width of the hidden states [default: 64]

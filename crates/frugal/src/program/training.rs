@@ -18,6 +18,7 @@ use frugal::training::interrupt;
 use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
+use report::cli::Failure;
 use tch::{Device, Tensor};
 
 use super::Common;
@@ -26,7 +27,7 @@ use super::output::{Lines, say};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
 use super::report::Ended;
-use super::run_plan::Expected;
+use super::run_plan::{Expected, NOTHING_FITS};
 use super::run_record::{Recorder, shell_word};
 use super::saving::Saving;
 
@@ -43,10 +44,12 @@ pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Erro
         || "80 % of the memory that was free".to_owned(),
         |budget| format!("the budget of {budget}"),
     );
-    error.context(format!(
-        "the training needs more than {budget}; give a larger --budget, a smaller --batch-size, --activations recompute, or \
-         --offload"
-    ))
+    let of_base = if config.adapter.is_some() { ", --dtype nf4" } else { "" };
+    let message = format!(
+        "the training needs more than {budget}; give a larger --budget, a smaller --batch-size, --activations recompute{of_base}, or \
+         --offload file --ring 1"
+    );
+    Failure { status: NOTHING_FITS, message }.into()
 }
 
 /// Names the command that continues a training whose checkpoint could not be written.
@@ -162,6 +165,9 @@ impl Run<'_> {
                 was_finished = step >= steps;
                 let at = match step {
                     0 => "there is no checkpoint yet; the training starts at the beginning".to_owned(),
+                    _ if step > steps => {
+                        format!("{step} steps are done, more than the {steps} that are asked for")
+                    }
                     _ => format!("resumes after step {step} of {steps}"),
                 };
                 if !common.json {

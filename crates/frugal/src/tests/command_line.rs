@@ -242,3 +242,13 @@ fn techniques_compose_by_flags_and_a_resume_needs_the_folder_alone() {
     tiny.succeed(&format!("{train} --schedule constant --warmup 0 --out whole"));
     assert_eq!(tiny.losses("cut"), tiny.losses("whole"));
 }
+
+#[test]
+fn a_flag_of_a_training_is_no_flag_of_a_resume() {
+    let error = crate::parse(["frugal", "resume", "run", "--lr", "1e-3"]).err().unwrap();
+    let expected =
+        "error: --lr: a run that is resumed has its own; change it with --set optimizer.lr=VALUE\n";
+    assert_eq!(error.to_string(), expected);
+    let error = crate::parse(["frugal", "plan", "--model", "gpt2", "--budget", "200"]).err().unwrap();
+    assert!(error.to_string().contains("this is 200 B; give a unit, as 200MiB or 200GiB"), "{error}");
+}

@@ -91,7 +91,7 @@ fn flags_of_another_format_and_missing_parts_of_an_export_are_refused() {
         ("merged --model @model --adapter @problems --out @x --verify", "--format merged has no --verify"),
         (
             "nf4 --model @model --adapter @problems --out @x",
-            "--format nf4 writes a whole model; merge the adapter first, `frugal merge --model MODEL --adapter ADAPTER --out merged`, \
+            "--format nf4 writes a whole model; merge the adapter first, `frugal merge --model model --adapter problems --out merged`, \
              then export that: --model merged",
         ),
         (

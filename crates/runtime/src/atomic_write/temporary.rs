@@ -6,11 +6,15 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use parking_lot::Mutex;
 use tempfile::{Builder, NamedTempFile, TempDir, TempPath};
 
 use super::{is_at, parent};
+
+/// Temporary files and folders of this process; those that have got their names are no longer there.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 const SUFFIX: &str = ".new";
 /// Letters of a unique name.
@@ -23,6 +27,7 @@ pub(super) fn file(path: &Path) -> io::Result<NamedTempFile> {
     loop {
         let made = builder(&prefix, 0o666).tempfile_in(folder)?;
         if lock(made.as_file())? && is_at(made.as_file(), made.path()) {
+            note(made.path());
             return Ok(made);
         }
     }
@@ -56,8 +61,22 @@ pub(super) fn folder(folder: &Path, target: &Path) -> io::Result<(TempDir, File)
             open => open?,
         };
         if lock(&open)? && is_at(&open, made.path()) {
+            note(made.path());
             return Ok((made, open));
         }
+    }
+}
+
+fn note(path: &Path) {
+    let mut unfinished = UNFINISHED.lock();
+    unfinished.retain(|path| path.exists());
+    unfinished.push(path.to_owned());
+}
+
+/// Removes what this process has not finished, as far as possible.
+pub(super) fn remove_unfinished() {
+    for path in UNFINISHED.lock().drain(..) {
+        let _ = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
     }
 }
 

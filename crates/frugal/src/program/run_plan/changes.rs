@@ -24,7 +24,9 @@ pub(crate) struct Question<'a> {
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) data: &'a DataShape,
-    /// What tensors may take.
+    /// The budget.
+    pub(crate) total: u64,
+    /// What tensors may take of it.
     pub(crate) tensors: u64,
     /// What they take already.
     pub(crate) live: u64,
@@ -80,7 +82,7 @@ impl Question<'_> {
         let worth = (self.budget(needed) as f64 * (1.0 - WORTH)) as u64;
         // In the order of what they change in the result.
         let mut all = self.changes();
-        let suffices = |change: &Change| change.least <= self.tensors;
+        let suffices = |change: &Change| self.budget(change.least) <= self.total;
         let some_suffice = all.iter().any(suffices);
         all.retain(|change| if some_suffice { suffices(change) } else { self.budget(change.least) <= worth });
         let listed: Vec<String> =
@@ -96,7 +98,8 @@ impl Question<'_> {
             [] | [_] => String::new(),
             _ => format!("; together: {}", shown(&flags.join(" "), least)),
         };
-        let verdict = if least <= self.tensors { "not little enough alone" } else { "still too much" };
+        let verdict =
+            if self.budget(least) <= self.total { "not little enough alone" } else { "still too much" };
         Some(format!("less would take, but {verdict}: {listed}{together}"))
     }
 
@@ -116,7 +119,7 @@ impl Question<'_> {
             least = best.least;
             let next = Question { config: &best.config, kind: best.kind, data: &best.data, ..*self };
             match next.changes().into_iter().min_by_key(|change| change.least) {
-                Some(next) if least > self.tensors => best = next,
+                Some(next) if self.budget(least) > self.total => best = next,
                 _ => break,
             }
         }
@@ -240,6 +243,7 @@ mod tests {
             kind: Kind::Float,
             device: Device::Cpu,
             data: &data,
+            total: planning::least_budget(0, tensors),
             tensors,
             live: 0,
             taken: 0,
@@ -251,9 +255,9 @@ mod tests {
         let enough = of_one(needed);
         let alone = question(enough, false).remedy(needed).unwrap();
         assert!(alone.starts_with("less would take: ") && !alone.contains("together"), "{alone}");
-        let (flags, least) = question(enough - 1, false).together(needed);
+        let (flags, least) = question(enough - (4 << 20), false).together(needed);
         assert!(flags.len() > 1 && least < enough, "{flags:?} {least}");
-        let together = question(enough - 1, false).remedy(needed).unwrap();
+        let together = question(enough - (4 << 20), false).remedy(needed).unwrap();
         let end =
             format!("; together: {} ({})", flags.join(" "), bytes_text(planning::least_budget(0, least)));
         assert!(together.starts_with("less would take, but not little enough alone: "), "{together}");

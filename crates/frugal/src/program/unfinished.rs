@@ -1,0 +1,25 @@
+//! Commands that write one result: a signal ends them without a trace.
+
+use std::path::Path;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::ranks::INTERRUPTED;
+
+/// From here on, SIGINT, SIGTERM and SIGHUP remove what is written to `out` under a temporary name, say so, and end the process.
+///
+/// # Errors
+/// The system refuses a signal handler.
+pub(crate) fn remove_on_signals(out: &Path) -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let out = out.to_owned();
+    std::thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            runtime::atomic_write::remove_unfinished();
+            eprintln!("error: interrupted; nothing was written to {}", out.display());
+            std::process::exit(INTERRUPTED.into());
+        }
+    });
+    Ok(())
+}
