@@ -30,6 +30,7 @@
 //! once. A call out of this order is an error with the remedy. One pass unscales the gradients, checks them, and computes
 //! their norm ([`runtime::fused::gradients`]). On CUDA the overflow flags of all optimizers are copied to the host at once; a
 //! [`DeviceScaler`](device_scaler::DeviceScaler) follows the same rules, skips steps on the device, and copies nothing.
+//! It pays on a GPU, where the host would wait for the flag in every step; on a CPU its small operators cost more than the host's decision.
 
 pub mod device_scaler;
 pub mod dynamic_scale;

@@ -4,6 +4,7 @@ mod activation_offload;
 pub mod activation_plan;
 mod activations;
 mod bench;
+mod growth;
 pub mod injected_slowdowns;
 mod layers;
 mod loading;
@@ -33,6 +34,8 @@ pub(crate) enum Verb {
     ActivationOffload(activation_offload::ActivationOffload),
     /// Measure steps of the GPT-2-like model on given sizes
     Bench(bench::Bench),
+    /// Measure how time and memory of a step grow with what it works on
+    Growth(growth::Growth),
     /// Measure forward and backward through decoder layers of a Llama
     Layers(layers::Layers),
 }
@@ -45,6 +48,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Activations(arguments) => activations::run(common, arguments),
         Verb::ActivationOffload(arguments) => activation_offload::run(common, arguments),
         Verb::Bench(arguments) => bench::run(common, arguments),
+        Verb::Growth(arguments) => growth::run(common, arguments),
         Verb::Layers(arguments) => layers::run(common, arguments),
     }
 }

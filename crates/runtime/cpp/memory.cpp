@@ -86,8 +86,8 @@ void give_back(char* block) {
 
 // A cache of freed large blocks, by size. The system frees a block of 64 MiB page by page and allocates the next one page by page,
 // zeroed, which costs as much as several elementwise passes over it; a training step frees and allocates the same sizes again
-// and again. Live and cached bytes together never exceed the maximum of live bytes, so the cache does not raise the process's
-// peak.
+// and again. Live and cached bytes together never exceed the maximum of live bytes by more than the slack; without slack the
+// cache does not raise the process's peak.
 class KeptBlocks {
  public:
   // Takes a cached block of exactly this size; null if there is none.
@@ -137,10 +137,15 @@ class KeptBlocks {
   }
 
   std::atomic<bool> enabled{true};
+  // Per cent of the maximum of live bytes.
+  std::atomic<int64_t> slack{0};
 
  private:
   void release_one();
-  int64_t bound() const { return std::min(most_, limit.load(std::memory_order_relaxed)); }
+  int64_t bound() const {
+    const int64_t most = most_ + most_ / 100 * slack.load(std::memory_order_relaxed);
+    return std::min(most, limit.load(std::memory_order_relaxed));
+  }
   void trim(int64_t live) {
     while (!blocks_.empty() && live + static_cast<int64_t>(bytes_) > bound()) release_one();
   }
@@ -286,6 +291,13 @@ rt_status rt_cpu_block_cache(int enabled, int* previous) {
   return guard([&] {
     *previous = kept().enabled.exchange(enabled != 0);
     if (!enabled) kept().clear();
+  });
+}
+
+rt_status rt_cpu_cache_slack(int64_t percent, int64_t* previous) {
+  return guard([&] {
+    *previous = kept().slack.exchange(percent);
+    kept().fit(cpu_counters.live.load(std::memory_order_relaxed));
   });
 }
 

@@ -28,6 +28,8 @@ rt_status rt_cpu_huge_pages(int enabled, int* previous);
 
 // Sets whether freed large blocks are cached for the next tensors of their size. Returns the previous setting; off frees all.
 rt_status rt_cpu_block_cache(int enabled, int* previous);
+// Sets by how many per cent of the maximum of live bytes live and cached bytes may exceed it. Returns the previous setting.
+rt_status rt_cpu_cache_slack(int64_t percent, int64_t* previous);
 // Bytes of cached blocks.
 rt_status rt_cpu_cached(int64_t* bytes);
 // Frees cached blocks.

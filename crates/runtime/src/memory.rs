@@ -107,13 +107,25 @@ pub fn set_huge_pages(enabled: bool) -> Result<bool> {
 /// counting has started. Returns the previous setting; switching it off frees the cached blocks.
 ///
 /// The system reclaims freed memory page by page and zeroes it before reuse, which can cost more than the operator that fills it.
-/// Live and cached bytes together never exceed the maximum that was ever live, so the process does not become larger. Cached blocks
-/// are not live, and no figure of this module counts them.
+/// Live and cached bytes together never exceed the maximum that was ever live, so the process does not become larger, unless there is
+/// [slack](set_cache_slack). Cached blocks are not live, and no figure of this module counts them.
 ///
 /// # Errors
 /// Never fails; `Result` for uniformity.
 pub fn set_block_cache(enabled: bool) -> Result<bool> {
     sys::set_block_cache(enabled)
+}
+
+/// Sets by how many per cent live and cached bytes together may exceed the maximum that was ever live; 0 at first. Returns the previous
+/// setting. A [`limit`] holds nevertheless.
+///
+/// In a training that updates all weights, gradients take the place of activations in each step. Without slack, blocks of one are
+/// unmapped for those of the other, and the kernel clears their pages again.
+///
+/// # Errors
+/// Never fails; `Result` for uniformity.
+pub fn set_cache_slack(percent: u8) -> Result<u8> {
+    sys::set_cache_slack(percent)
 }
 
 /// Returns the bytes that the allocator of `device` caches.

@@ -18,8 +18,8 @@ const HEAD: i64 = 64;
 /// An implementation, by name.
 type Attend = fn(&Tensor, &Tensor, &Tensor) -> runtime::Result<Tensor>;
 
-const PATHS: [(&str, Attend); 3] =
-    [("explicit scores", explicit), ("fused, libtorch", libtorch), ("fused", fused)];
+const PATHS: [(&str, Attend); 3] = [("explicit scores", explicit), (LIBTORCH, libtorch), ("fused", fused)];
+const LIBTORCH: &str = "fused, libtorch";
 
 fn explicit(q: &Tensor, k: &Tensor, v: &Tensor) -> runtime::Result<Tensor> {
     let o = causal_attention(q, k, v, None, AttentionPath::Explicit, 0.0);
@@ -61,8 +61,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Attention) -> anyhow::Result<
     let rate =
         physical::gemm_rate(device, Kind::Float, 2048, 2048, 2048)?.rate().context("a product has a rate")?;
     for &length in lengths {
-        // Of the path before.
-        let mut slower = None;
+        let mut of_libtorch = None;
         for ((name, attend), previous) in PATHS.into_iter().zip(&mut previous) {
             progress.message(&format!("{name}, {length} tokens"));
             let random = |heads: i64| -> anyhow::Result<Tensor> {
@@ -93,8 +92,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Attention) -> anyhow::Result<
             // Two products forward and five backward, of the pairs that a causal mask keeps.
             let flops = (7 * HEADS[0] * HEAD * length * (length + 1)) as f64;
             metrics.push(Metric::exact("product_share", "ratio", flops / seconds / rate));
-            if let Some(slower) = slower.replace(seconds) {
-                metrics.push(Metric::exact("time_vs_before", "ratio", seconds / slower));
+            match name {
+                LIBTORCH => of_libtorch = Some(seconds),
+                _ => metrics.extend(
+                    of_libtorch.map(|theirs| Metric::exact("time_vs_libtorch", "ratio", seconds / theirs)),
+                ),
             }
             // Doubling the length multiplies by 2 to this power.
             if let Some((earlier, fewer)) = previous.replace((seconds, bytes)) {

@@ -172,7 +172,10 @@ fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> R
                 }
             })
         };
-    if batch * kv_heads >= workers_at_most {
+    // Blocks as units take seven products where heads take five.
+    let units = batch * kv_heads;
+    let idle = units.next_multiple_of(workers_at_most) - units;
+    if 5 * (units + idle) <= 7 * units {
         return run(batch * kv_heads, &|unit| (unit / kv_heads, unit % kv_heads, 0..pass.tokens, Parts::All));
     }
     // More units, which compute the scores twice; the sums are the same.

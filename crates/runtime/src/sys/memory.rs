@@ -12,6 +12,7 @@ unsafe extern "C" {
     fn rt_cpu_limit(bytes: i64) -> Status;
     fn rt_cpu_huge_pages(enabled: c_int, previous: *mut c_int) -> Status;
     fn rt_cpu_block_cache(enabled: c_int, previous: *mut c_int) -> Status;
+    fn rt_cpu_cache_slack(percent: i64, previous: *mut i64) -> Status;
     fn rt_cpu_cached(bytes: *mut i64) -> Status;
     fn rt_cuda_cached(index: c_int, bytes: *mut i64) -> Status;
     fn rt_cpu_empty_cache() -> Status;
@@ -72,6 +73,14 @@ pub(crate) fn set_block_cache(enabled: bool) -> Result<bool> {
     // SAFETY: the out-parameter outlives the call.
     unsafe { check(rt_cpu_block_cache(enabled.into(), &mut previous)) }?;
     Ok(previous != 0)
+}
+
+/// Sets by how many per cent of the maximum of live bytes cached blocks may exceed it; returns the previous setting.
+pub(crate) fn set_cache_slack(percent: u8) -> Result<u8> {
+    let mut previous = 0;
+    // SAFETY: the out-parameter outlives the call.
+    unsafe { check(rt_cpu_cache_slack(percent.into(), &mut previous)) }?;
+    Ok(u8::try_from(previous).unwrap_or(u8::MAX))
 }
 
 /// Bytes that the allocator caches.

@@ -132,6 +132,20 @@ fn live_and_peak_bytes_are_exact() {
         );
         assert!(cached > 0);
     }
+    // With slack, that share more; without it again, no more.
+    assert_eq!(memory::set_cache_slack(25).unwrap(), 0);
+    let bound = (most + 5 * 28) * 5 / 4;
+    let mut largest = 0;
+    for size in 1..40 {
+        drop(tensor(LARGE + 100 + size));
+        let (live, cached) = (memory::live_bytes(CPU).unwrap(), memory::cached_bytes(CPU).unwrap());
+        assert!(live + cached <= bound, "size {size}: {live} live and {cached} kept, at most {bound}");
+        largest = largest.max(live + cached);
+    }
+    assert!(largest > most + 5 * 28, "{largest}");
+    assert_eq!(memory::set_cache_slack(0).unwrap(), 25);
+    let held = memory::live_bytes(CPU).unwrap() + memory::cached_bytes(CPU).unwrap();
+    assert!(held <= most + 5 * 28, "{held}");
     drop((other, again));
     assert!(memory::set_block_cache(false).unwrap());
     assert_eq!(memory::cached_bytes(CPU).unwrap(), 0);
