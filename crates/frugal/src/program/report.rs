@@ -7,7 +7,7 @@ use frugal::config::{CONFIG_FILE, Task};
 use frugal::lora::peft;
 use frugal::loss_log::Losses;
 use frugal::models::module::ParameterCount;
-use frugal::run_folder::{LOSSES, Outcome, RunRecord, State};
+use frugal::run_folder::{LOSSES, Outcome, RECORD, RunRecord, State};
 use serde_json::json;
 
 use super::Common;
@@ -61,7 +61,8 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
     }
 }
 
-/// Reports a run that is finished, with its result written, as its record says: nothing is read or planned for it. False for any other.
+/// Reports a run that is finished, with its result written after the record says so: nothing is read or planned for it. False for any
+/// other, as one that was killed before it wrote its result; that of a shorter run may be there then.
 ///
 /// # Errors
 /// A record that cannot be read.
@@ -76,7 +77,11 @@ pub(crate) fn report_finished(common: &Common, out: &Path, config: &Config) -> a
         (Some(_), _) => ("adapter", out.to_owned(), peft::CONFIG_FILE),
         (None, _) => ("model", out.join(MODEL), "config.json"),
     };
-    let is_written = path.join(file).is_file();
+    let written = |path: PathBuf| std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok();
+    let is_written = match (written(path.join(file)), written(out.join(RECORD))) {
+        (Some(result), Some(record)) => result >= record,
+        _ => false,
+    };
     let has_none = config.task == Task::Train && config.model.name.is_none();
     if !is_as_long || !(is_written || has_none) {
         return Ok(false);

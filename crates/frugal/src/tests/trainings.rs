@@ -75,6 +75,17 @@ fn a_finished_run_is_said_to_be_finished_before_anything_is_read() {
     assert_eq!((&told["steps"], &told["adapter"]), (&2.into(), &"run".into()));
     assert!(told["trainable"].as_u64().unwrap() > 0 && told["last_loss"].is_number(), "{told}");
 
+    // A result from before the record is that of a shorter run: the process was killed before it wrote its own.
+    let adapter = std::fs::File::options().write(true).open(tiny.path("run/adapter_config.json")).unwrap();
+    let record = std::fs::metadata(tiny.path("run/run.json")).unwrap().modified().unwrap();
+    adapter.set_modified(record - std::time::Duration::from_secs(1)).unwrap();
+    std::fs::rename(tiny.path("moved.jsonl"), tiny.path("my.jsonl")).unwrap();
+    let (_, said) = tiny.succeed("resume run");
+    assert!(said.contains("resumes after step 2 of 2") && said.contains("was finished before"), "{said}");
+    let (_, said) = tiny.succeed("resume run");
+    assert_eq!(said.lines().count(), 2, "it is written now: {said}");
+    std::fs::rename(tiny.path("my.jsonl"), tiny.path("moved.jsonl")).unwrap();
+
     let error = tiny.fail("resume run --set training.steps=4");
     assert!(error.contains("the run's training data are missing: "), "{error}");
     assert!(
