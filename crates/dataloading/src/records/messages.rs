@@ -103,14 +103,15 @@ fn parsed(value: Option<&Value>) -> Option<Value> {
     }
 }
 
+/// Whether a typing mistake or two, one for each four letters, turn `name` into `meant`.
+pub(super) fn is_near(name: &str, meant: &str) -> bool {
+    (1..=meant.len() / 4).contains(&strsim::damerau_levenshtein(name, meant))
+}
+
 /// The role that a typing mistake or two turn into `role`. A template may have roles of its own, so others pass.
 fn misspelt(role: &str) -> Option<&'static str> {
-    let is_near = |name: &&&str| {
-        let allowed = name.len() / 4;
-        (1..=allowed).contains(&strsim::damerau_levenshtein(role, name))
-    };
     let is_known = ROLES.iter().any(|(name, _)| *name == role);
-    MEANT.iter().find(is_near).copied().filter(|_| !is_known)
+    MEANT.iter().find(|name| is_near(role, name)).copied().filter(|_| !is_known)
 }
 
 fn message(value: Value) -> Result<Message, String> {

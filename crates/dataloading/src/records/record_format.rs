@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use super::Record;
 use super::content::names;
+use super::messages::is_near;
 use crate::error::{Error, Result};
 
 /// Records that are read to find the format of a file.
@@ -231,8 +232,6 @@ fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
 
 /// A field, and the missing one of a format that a typing mistake or two turn it into.
 fn misspelt<'a>(fields: &'a Map<String, Value>, text_field: &'a str) -> Option<(&'a str, &'a str)> {
-    let is_near =
-        |name: &str, meant: &str| (1..=meant.len() / 4).contains(&strsim::damerau_levenshtein(name, meant));
     RecordFormat::ALL.iter().find_map(|format| {
         let wanted = format.fields(text_field);
         let missing: Vec<&str> = wanted.into_iter().filter(|name| !fields.contains_key(*name)).collect();
