@@ -8,7 +8,10 @@
 //! dB = s·gᵀ·u,  du = s·g·B,  dA = duᵀ·x,  dx = g·W + du·A          g = ∂L/∂y
 //! ```
 //!
-//! **Trained parameters**: `r·(i + o)` for each adapted projection.
+//! **DoRA** (Liu et al., arXiv:2402.09353) multiplies y, without a bias, by m/ν: a trained m `[o]` and the norms ν `[o]` of the rows of
+//! W + s·B·A. **A subtracted term** (PiSSA, OLoRA) is a second A and B of the same rank, which are frozen.
+//!
+//! **Trained parameters**: `r·(i + o)` for each adapted projection; with DoRA `o` more.
 //!
 //! **States.** The base is in the recipe's dtype, without gradient, master weight or optimizer state. A and B, their gradients
 //! and state are in fp32 for any base: `16` bytes per number with AdamW.
@@ -25,6 +28,7 @@
 //! | SwiGLU | gate and up | `2·f` |
 //! | adapted gate, up | the norm's output; u for each | `d`, `r` each |
 //! | an adapted down | the product of the gate; u | `f`, `r` |
+//! | DoRA of any projection | y before it is multiplied, in fp32 | `o` |
 //!
 //! The dropout mask is recomputed from its seed. Nothing before the first adapter is kept: the first norm keeps nothing,
 //! because the embedding is frozen. A recomputed block ([`Recompute::Full`]) keeps only its input.
@@ -72,6 +76,10 @@ pub struct LowRank {
     pub targets: Targets,
     /// Whether the adapters' input has dropout. It takes memory during a pass, and none between passes.
     pub dropout: bool,
+    /// Whether each row of a weight has a trained magnitude (DoRA).
+    pub magnitudes: bool,
+    /// Whether the adapters begin at a part of the weights, which a frozen term of the same rank subtracts (PiSSA, OLoRA).
+    pub subtracted: bool,
     /// Whether a fused loss rounds the gradient of a tile of logits in place, if at all, as on a CPU. No effect on a base in fp32.
     pub on_cpu: bool,
 }
@@ -79,7 +87,14 @@ pub struct LowRank {
 impl Default for LowRank {
     /// Rank 8 on q, k, v and o, without dropout, on an accelerator.
     fn default() -> Self {
-        Self { rank: 8, targets: Targets::ATTENTION, dropout: false, on_cpu: false }
+        Self {
+            rank: 8,
+            targets: Targets::ATTENTION,
+            dropout: false,
+            magnitudes: false,
+            subtracted: false,
+            on_cpu: false,
+        }
     }
 }
 
@@ -98,7 +113,7 @@ impl LowRank {
         exact::sum("parameters of a block's adapters", sizes)
     }
 
-    /// Elements of each tensor of one block: A and B of each adapted projection.
+    /// Elements of each trained tensor of one block: A and B of each adapted projection, and its magnitudes.
     pub(crate) fn tensors(&self, model: &Decoder) -> Result<Vec<u64>, Error> {
         self.check(model)?;
         let mut sizes = Vec::new();
@@ -106,8 +121,25 @@ impl LowRank {
             for width in [linear.inputs, linear.outputs] {
                 sizes.push(exact::product("elements of an adapter", &[self.rank, width])?);
             }
+            if self.magnitudes {
+                sizes.push(linear.outputs);
+            }
         }
         Ok(sizes)
+    }
+
+    /// Returns the bytes of frozen tensors beside the base, in all blocks: the squared norm of each row of W, and A and B of subtracted
+    /// terms. Offloading leaves them on the device.
+    pub(crate) fn frozen_bytes(&self, model: &Decoder) -> Result<u64, Error> {
+        let mut numbers = 0;
+        for (_, linear) in Projection::linears(model)?.iter().filter(|(which, _)| self.targets.has(*which)) {
+            let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
+            let term =
+                if self.subtracted { exact::product("elements of a term", &[self.rank, widths])? } else { 0 };
+            let squares = if self.magnitudes { linear.outputs } else { 0 };
+            numbers = exact::sum("frozen numbers of a block's adapters", [numbers, term, squares])?;
+        }
+        Self::WIDE.bytes(exact::product("frozen numbers of the adapters", &[numbers, model.layers])?)
     }
 
     /// Whether the projection's input in the first block has a gradient; nothing before that block is trained. In the other

@@ -16,14 +16,23 @@
 //! s·D(x)·Aᵀ·Bᵀ. This equals (x − D(x))·Wᵀ + b + (m/ν) ⊙ (D(x)·Vᵀ), which is how it is computed: two products with W, as in
 //! PEFT.
 //!
-//! Products use [`low_rank_linear`]; other operations are libtorch's, whose graph keeps x·Vᵀ for m's gradient.
+//! One autograd function. With f = m/ν, z = D(x)·Vᵀ and g = ∂L/∂y, the backward is
+//!
+//! - dm = Σ g ⊙ z / ν, the sum over tokens
+//! - dV's part: with h = f ⊙ g, dB = s·hᵀ·u, du = s·h·B, dA = duᵀ·D(x)
+//! - dx = h·W + du·A; with dropout D((h − g)·W + du·A) + g·W
+//!
+//! It keeps x, z `[n, o]` in fp32 and u `[n, r]`: LoRA without z, which costs a third product to compute again (a segment that
+//! recomputes does that). The mask and D(x) are computed again. Sums are in fp32 (f64 for f64), and y and dx are rounded once.
 
+use runtime::autograd::{Backward, Forward, Function, apply, retain};
+use runtime::matmul::{mm, mm_into};
 use runtime::nf4::{self, is_nf4};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::adapter::Adapter;
-use crate::dropout::{Mask, dropped};
-use crate::function::{Term, low_rank_linear, wide_kind};
+use crate::dropout::Mask;
+use crate::function::{Term, base_gradient_into, base_product, base_product_into, rows, wide_kind};
 
 /// Computes y for one adapter with a magnitude.
 pub(crate) fn forward(
@@ -34,44 +43,179 @@ pub(crate) fn forward(
     adapter: &Adapter,
     mask: Option<Mask>,
 ) -> runtime::Result<Tensor> {
-    let kind = x.kind();
-    let wide = wide_kind(kind);
     let terms = adapter.terms(None);
+    let Some(magnitude) = &adapter.magnitude else {
+        return Err(runtime::Error::invalid("DoRA", "the adapter has no magnitudes"));
+    };
     let norms = {
         let _no_grad = tch::no_grad_guard();
         row_norms(weight, squares, &terms)?
     };
-    let Some(magnitude) = &adapter.magnitude else {
-        return Err(runtime::Error::invalid("DoRA", "the adapter has no magnitudes"));
-    };
-    let factor = magnitude.f_div(&norms)?;
-    let y = match mask {
-        None => {
-            let scaled = low_rank_linear(x, weight, None, &terms, wide)?.f_mul(&factor)?;
-            match bias {
-                Some(bias) => scaled.f_add(&bias.f_to_kind(wide)?)?,
-                None => scaled,
+    let mut inputs = vec![x, weight, magnitude];
+    inputs.extend(terms.iter().flat_map(|term| [term.a, term.b]));
+    inputs.extend(bias);
+    let scales = terms.iter().map(|term| term.scale).collect();
+    let function = Dora { scales, mask, norms, bias: bias.map(Tensor::kind), kept: Vec::new() };
+    Ok(apply(function, &inputs)?.remove(0))
+}
+
+/// Inputs: x, W, m, then A and B of each term, then b if there is one.
+struct Dora {
+    scales: Vec<f64>,
+    mask: Option<Mask>,
+    /// ν.
+    norms: Tensor,
+    /// The dtype of b.
+    bias: Option<Kind>,
+    /// The terms whose u is saved: those that learn.
+    kept: Vec<usize>,
+}
+
+const WEIGHT: usize = 1;
+const MAGNITUDE: usize = 2;
+
+/// The index of A; B follows.
+fn a(term: usize) -> usize {
+    3 + 2 * term
+}
+
+impl Dora {
+    fn dropped(&self, x: &Tensor) -> runtime::Result<Tensor> {
+        self.mask.map_or_else(|| Ok(x.shallow_clone()), |mask| mask.apply(x))
+    }
+
+    /// Computes z, and u of each term.
+    fn products(&self, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let x = self.dropped(&rows(inputs[0])?)?;
+        let wide = wide_kind(x.kind());
+        let mut z = base_product(&x, inputs[WEIGHT], None, wide)?;
+        let x = x.f_to_kind(wide)?;
+        let mut us = Vec::new();
+        for (term, &scale) in self.scales.iter().enumerate() {
+            let u = mm(&x, &inputs[a(term)].f_tr()?)?;
+            mm_into(&mut z, &u.f_mul_scalar(scale)?, &inputs[a(term) + 1].f_tr()?, true)?;
+            us.push(u);
+        }
+        us.insert(0, z);
+        Ok(us)
+    }
+}
+
+impl Function for Dora {
+    fn name(&self) -> String {
+        "DoRA linear".to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        if ctx.needs_input_grad(WEIGHT) {
+            return Err(runtime::Error::invalid(
+                "DoRA",
+                "the base's weight needs a gradient; it has to be frozen",
+            ));
+        }
+        let results = retain::kept(|| self.products(inputs))?;
+        let x = inputs[0];
+        let mut y = results[0].f_mul(&inputs[MAGNITUDE].f_div(&self.norms)?)?;
+        if self.mask.is_some() {
+            let x = rows(x)?;
+            base_product_into(&mut y, &x.f_sub(&self.dropped(&x)?)?, inputs[WEIGHT], true)?;
+        }
+        if let Some(bias) = inputs.get(a(self.scales.len())) {
+            y = y.f_add_(bias)?;
+        }
+        inputs.iter().take(a(self.scales.len())).for_each(|tensor| ctx.save(tensor));
+        let (z, us) = (&results[0], &results[1..]);
+        ctx.save(z);
+        self.kept = (0..us.len()).filter(|term| ctx.needs_input_grad(a(*term) + 1)).collect();
+        self.kept.iter().for_each(|term| ctx.save(&us[*term]));
+        let shape = x.size();
+        let shape = [&shape[..shape.len() - 1], &[results[0].size()[1]]].concat();
+        Ok(vec![y.f_to_kind(x.kind())?.f_reshape(&shape)?])
+    }
+
+    fn backward(
+        &self,
+        ctx: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        let bias = a(self.scales.len());
+        let mut result: Vec<Option<Tensor>> =
+            (0..bias + usize::from(self.bias.is_some())).map(|_| None).collect();
+        let Some(grad) = grads.into_iter().next().flatten() else { return Ok(result) };
+        let mut saved = ctx.take_saved();
+        let us = saved.split_off(bias + 1);
+        let z = saved.remove(bias);
+        let [x, weight, magnitude] = [&saved[0], &saved[WEIGHT], &saved[MAGNITUDE]];
+        let wanted = |index: usize| ctx.needs_input_grad(index);
+        let of_x = wanted(0);
+
+        let grad = rows(&grad)?;
+        let wide = wide_kind(grad.kind());
+        let grad_wide = grad.f_to_kind(wide)?;
+        let of_tokens = |tensor: &Tensor| tensor.f_sum_dim_intlist([0].as_slice(), false, wide);
+        if wanted(MAGNITUDE) {
+            result[MAGNITUDE] = Some(of_tokens(&grad_wide.f_mul(&z)?)?.f_div_(&self.norms)?);
+        }
+        drop(z);
+        if let Some(kind) = self.bias.filter(|_| wanted(bias)) {
+            result[bias] = Some(of_tokens(&grad_wide)?.f_to_kind(kind)?);
+        }
+        let mut scaled = grad_wide.f_mul(&magnitude.f_div(&self.norms)?)?;
+        let mut of_terms = Vec::new();
+        let mut x_wide: Option<Tensor> = None;
+        for (term, &scale) in self.scales.iter().enumerate() {
+            let at = a(term);
+            if let Some(kept) = self.kept.iter().position(|kept| *kept == term).filter(|_| wanted(at + 1)) {
+                result[at + 1] = Some(mm(&scaled.f_tr()?, &us[kept])?.f_mul_scalar_(scale)?);
             }
+            if !(of_x || wanted(at)) {
+                continue;
+            }
+            let du = mm(&scaled, &saved[at + 1])?.f_mul_scalar_(scale)?;
+            if wanted(at) {
+                if x_wide.is_none() {
+                    x_wide = Some(self.dropped(&rows(x)?)?.f_to_kind(wide)?);
+                }
+                result[at] = x_wide.as_ref().map(|x| mm(&du.f_tr()?, x)).transpose()?;
+            }
+            of_terms.push((at, du));
         }
-        Some(mask) => {
-            let kept = dropped(x, mask)?;
-            let of_rest = low_rank_linear(&x.f_sub(&kept)?, weight, bias, &[], wide)?;
-            low_rank_linear(&kept, weight, None, &terms, wide)?.f_mul(&factor)?.f_add(&of_rest)?
+        drop(x_wide);
+        if of_x {
+            let size = x.size();
+            let inner = size[size.len() - 1];
+            if self.mask.is_some() {
+                scaled = scaled.f_sub_(&grad_wide)?;
+            }
+            let mut sum = Tensor::f_empty([grad.size()[0], inner], (wide, grad.device()))?;
+            base_gradient_into(&mut sum, &scaled, weight, false)?;
+            for (at, du) in &of_terms {
+                mm_into(&mut sum, du, &saved[*at], true)?;
+            }
+            if let Some(mask) = self.mask {
+                sum = mask.apply(&sum)?;
+                base_gradient_into(&mut sum, &grad, weight, true)?;
+            }
+            result[0] = Some(sum.f_to_kind(x.kind())?.f_reshape(&size)?);
         }
-    };
-    Ok(y.f_to_kind(kind)?)
+        Ok(result)
+    }
 }
 
 /// Returns ‖W‖² of each row, `[o]`, in fp32 (f64 for f64).
 pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
     let wide = wide_kind(weight.kind());
     let of_rows = |rows: Tensor| rows.f_square()?.f_sum_dim_intlist([1].as_slice(), false, wide);
-    if !is_nf4(weight) {
-        return Ok(of_rows(weight.f_detach()?.f_to_kind(wide)?)?);
-    }
-    let [out, inner] = nf4::matrix_shape(weight).unwrap_or_default();
+    let weight = weight.f_detach()?;
+    let [out, inner] = nf4::matrix_shape(&weight).unwrap_or_default();
     let step = (nf4::TILE_BYTES / 4 / inner.max(1)).max(1);
-    let tile = |start: i64| Ok(of_rows(nf4::dequantize_rows(weight, start..out.min(start + step), wide)?)?);
+    let tile = |start: i64| {
+        let end = out.min(start + step);
+        Ok(of_rows(match is_nf4(&weight) {
+            true => nf4::dequantize_rows(&weight, start..end, wide)?,
+            false => weight.f_narrow(0, start, end - start)?.f_to_kind(wide)?,
+        })?)
+    };
     let squares: Vec<Tensor> = (0..out).step_by(step as usize).map(tile).collect::<runtime::Result<_>>()?;
     Ok(Tensor::f_cat(&squares, 0)?)
 }
@@ -79,21 +223,24 @@ pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
 /// Returns ν `[o]`. The caller disables gradients.
 pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -> runtime::Result<Tensor> {
     let weight = weight.f_detach()?;
-    let weight = if is_nf4(&weight) { weight } else { weight.f_to_kind(squares.kind())? };
+    let kind: Kind = squares.kind();
     // W·Aᵀ `[o, r]`.
     let by_weight = |a: &Tensor| -> runtime::Result<Tensor> {
-        if !is_nf4(&weight) {
-            return Ok(weight.f_mm(&a.f_tr()?)?);
+        let options = (kind, weight.device());
+        if is_nf4(&weight) {
+            let mut product = Tensor::f_empty([a.size()[0], squares.size()[0]], options)?;
+            nf4::mm_into(&mut product, a, &weight, false)?;
+            return Ok(product.f_tr()?);
         }
-        let mut product =
-            Tensor::f_empty([a.size()[0], squares.size()[0]], (squares.kind(), weight.device()))?;
-        nf4::mm_into(&mut product, a, &weight, false)?;
-        Ok(product.f_tr()?)
+        let mut product = Tensor::f_empty([squares.size()[0], a.size()[0]], options)?;
+        // Only a CPU multiplies different dtypes.
+        let cast = if options.1 == Device::Cpu { weight.shallow_clone() } else { weight.f_to_kind(kind)? };
+        mm_into(&mut product, &cast, &a.f_tr()?, false)?;
+        Ok(product)
     };
     // Offloading moves the weight to the device without these.
     let squares = squares.f_to_device(weight.device())?;
     let rows = |product: Tensor, b: &Tensor, scale: f64| -> runtime::Result<Tensor> {
-        let kind: Kind = squares.kind();
         Ok(product.f_mul(b)?.f_sum_dim_intlist([1].as_slice(), false, kind)?.f_mul_scalar(scale)?)
     };
     let mut sum = squares.f_add_scalar(0.0)?;
@@ -101,7 +248,7 @@ pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -
         sum = sum.f_add_(&rows(by_weight(term.a)?, term.b, 2.0 * term.scale)?)?;
         for (other_index, other) in terms.iter().enumerate().take(index + 1) {
             let twice = if other_index == index { 1.0 } else { 2.0 };
-            let product = other.b.f_mm(&other.a.f_mm(&term.a.f_tr()?)?)?;
+            let product = mm(other.b, &mm(other.a, &term.a.f_tr()?)?)?;
             sum = sum.f_add_(&rows(product, term.b, twice * term.scale * other.scale)?)?;
         }
     }

@@ -4,7 +4,6 @@
 //! counter ⌊i/2⌋. The mask depends on neither the device nor the number of threads. PyTorch keeps one byte per element until
 //! backward; this keeps eight bytes in total, and backward recomputes the mask.
 
-use runtime::autograd::{Backward, Forward, Function, apply};
 use tch::{Device, Kind, Tensor};
 
 /// The dropout mask of a low-rank path.
@@ -34,6 +33,13 @@ impl Mask {
         Ok(mask.f_to_device(device)?.f_to_kind(kind)?)
     }
 
+    /// Returns x with elements dropped and the rest scaled.
+    pub(crate) fn apply(self, x: &Tensor) -> runtime::Result<Tensor> {
+        let mut kept = self.keep(&x.size(), (x.kind(), x.device()))?;
+        let _ = kept.f_mul_(x)?.f_mul_scalar_(self.scale())?;
+        Ok(kept)
+    }
+
     /// 1/(1 − p).
     pub(crate) fn scale(self) -> f64 {
         1.0 / (1.0 - self.rate)
@@ -54,31 +60,6 @@ impl Mask {
             }
         }
         bytes
-    }
-}
-
-/// Returns x with elements dropped and the rest scaled; saves nothing.
-pub(crate) fn dropped(x: &Tensor, mask: Mask) -> runtime::Result<Tensor> {
-    Ok(apply(Dropped(mask), &[x])?.remove(0))
-}
-
-struct Dropped(Mask);
-
-impl Dropped {
-    fn of(&self, x: &Tensor) -> runtime::Result<Tensor> {
-        let mut kept = self.0.keep(&x.size(), (x.kind(), x.device()))?;
-        let _ = kept.f_mul_(x)?.f_mul_scalar_(self.0.scale())?;
-        Ok(kept)
-    }
-}
-
-impl Function for Dropped {
-    fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        Ok(vec![self.of(inputs[0])?])
-    }
-
-    fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
-        Ok(vec![grads.into_iter().next().flatten().map(|grad| self.of(&grad)).transpose()?])
     }
 }
 

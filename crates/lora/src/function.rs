@@ -33,7 +33,7 @@
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::matmul::{FEW, matvec, mm, mm_into};
 use runtime::nf4::{self, is_nf4, matrix_shape};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::dropout::Mask;
 
@@ -111,27 +111,9 @@ impl LowRank {
     fn products(&self, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
         let (weight, bias) = (inputs[1], self.bias.map(|_| inputs[2]));
         let x = rows(inputs[0])?;
-        let (count, wide) = (x.size()[0], wide_kind(x.kind()));
-        let [width, _] = matrix_shape(weight).unwrap_or_default();
-        let few = if count <= FEW { matvec(&x, weight, bias)? } else { None };
-        let mut out = match few {
-            Some(product) => product.f_to_kind(wide)?,
-            None if weight.kind() != wide && !is_nf4(weight) && count <= FEW => {
-                x.f_linear(weight, bias)?.f_to_kind(wide)?
-            }
-            None => {
-                let mut out = Tensor::f_empty([count, width], (wide, x.device()))?;
-                if let Some(bias) = bias {
-                    out.f_copy_(&bias.f_expand_as(&out)?)?;
-                }
-                if is_nf4(weight) {
-                    nf4::mm_into(&mut out, &x, weight, bias.is_some())?;
-                } else {
-                    mm_into(&mut out, &x, &weight.f_tr()?, bias.is_some())?;
-                }
-                out
-            }
-        };
+        let wide = wide_kind(x.kind());
+        let mut out = base_product(&x, weight, bias, wide)?;
+        let width = out.size()[1];
         let mut results = Vec::new();
         let x = if self.terms.is_empty() { x } else { x.f_to_kind(wide)? };
         for (term, &(scale, mask)) in self.terms.iter().enumerate() {
@@ -255,14 +237,7 @@ impl Function for LowRank {
                 Some(sum) => sum,
                 None => Tensor::f_empty([grad.size()[0], inner], options)?,
             };
-            let weight = find(Kept::Weight)?;
-            if is_nf4(weight) {
-                nf4::mm_transposed_into(&mut sum, &grad_wide, weight, accumulate)?;
-            } else if grad.kind() == weight.kind() {
-                mm_into(&mut sum, &grad, weight, accumulate)?;
-            } else {
-                mm_into(&mut sum, &grad_wide, &weight.f_to_kind(wide)?, accumulate)?;
-            }
+            base_gradient_into(&mut sum, &grad, find(Kept::Weight)?, accumulate)?;
             for (term, du) in &undropped {
                 mm_into(&mut sum, du, find(Kept::A(*term))?, true)?;
             }
@@ -281,12 +256,67 @@ impl Function for LowRank {
     }
 }
 
+/// Computes x·Wᵀ + b in `wide`, `[n, i]` to `[n, o]`.
+pub(crate) fn base_product(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    wide: Kind,
+) -> runtime::Result<Tensor> {
+    let count = x.size()[0];
+    if count <= FEW {
+        if let Some(product) = matvec(x, weight, bias)? {
+            return Ok(product.f_to_kind(wide)?);
+        }
+        if weight.kind() != wide && !is_nf4(weight) {
+            return Ok(x.f_linear(weight, bias)?.f_to_kind(wide)?);
+        }
+    }
+    let [width, _] = matrix_shape(weight).unwrap_or_default();
+    let mut out = Tensor::f_empty([count, width], (wide, x.device()))?;
+    if let Some(bias) = bias {
+        out.f_copy_(&bias.f_expand_as(&out)?)?;
+    }
+    base_product_into(&mut out, x, weight, bias.is_some())?;
+    Ok(out)
+}
+
+/// Computes x·Wᵀ into `out` `[n, o]`, or adds it.
+pub(crate) fn base_product_into(
+    out: &mut Tensor,
+    x: &Tensor,
+    weight: &Tensor,
+    accumulate: bool,
+) -> runtime::Result<()> {
+    if is_nf4(weight) {
+        return nf4::mm_into(out, x, weight, accumulate);
+    }
+    mm_into(out, x, &weight.f_tr()?, accumulate)
+}
+
+/// Computes g·W into `sum` `[n, i]`, or adds it.
+pub(crate) fn base_gradient_into(
+    sum: &mut Tensor,
+    grad: &Tensor,
+    weight: &Tensor,
+    accumulate: bool,
+) -> runtime::Result<()> {
+    let wide = sum.kind();
+    if is_nf4(weight) {
+        nf4::mm_transposed_into(sum, &grad.f_to_kind(wide)?, weight, accumulate)
+    } else if grad.kind() == weight.kind() || grad.device() == Device::Cpu {
+        mm_into(sum, grad, weight, accumulate)
+    } else {
+        mm_into(sum, &grad.f_to_kind(wide)?, &weight.f_to_kind(wide)?, accumulate)
+    }
+}
+
 fn masked(mask: Mask, x: &Tensor) -> runtime::Result<Tensor> {
     Ok(mask.keep(&x.size(), (x.kind(), x.device()))?.f_mul_(x)?)
 }
 
 /// Views `[…, width]` as `[n, width]`, also if n is 0.
-fn rows(x: &Tensor) -> runtime::Result<Tensor> {
+pub(crate) fn rows(x: &Tensor) -> runtime::Result<Tensor> {
     let size = x.size();
     let (&width, leading) = size.split_last().unwrap_or((&1, &[]));
     Ok(x.f_reshape([leading.iter().product::<i64>(), width])?)

@@ -27,7 +27,7 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &TrainingPlan) -> 
     let states = ModelStates {
         parameters: sum(
             "bytes of the parameters",
-            [nf4::model_bytes(model, &plan.recipe)?, wide(adapters)?],
+            [nf4::model_bytes(model, &plan.recipe)?, wide(adapters)?, lora.frozen_bytes(model)?],
         )?,
         master: 0,
         gradients: wide(adapters)?,

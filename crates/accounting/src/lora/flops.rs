@@ -75,12 +75,25 @@ pub fn step(
         }
         let down = product(tokens, linear.inputs, lora.rank)?;
         let up = product(tokens, lora.rank, linear.outputs)?;
+        // Each pass computes ν: W·Aᵀ, and B·(A·Aᵀ). With dropout W multiplies what it drops and what it keeps.
+        let (mut norms, mut again) = (Flops::default(), Flops::default());
+        if lora.magnitudes {
+            norms = Flops::sum([
+                product(linear.outputs, linear.inputs, lora.rank)?,
+                product(linear.outputs, lora.rank, lora.rank)?,
+            ])?;
+            again = if lora.dropout { product(tokens, linear.inputs, linear.outputs)? } else { again };
+            backward.push(again.times(times)?);
+        }
+        // A frozen term has no dA and dB.
+        let frozen = if lora.subtracted { Flops::sum([down, up])? } else { Flops::default() };
+        backward.push(frozen.times(times)?);
         adapters.push(FlopsRow {
             name: format!("{} adapter", linear.name),
             part: linear.part,
             has_weight: true,
             times: model.layers,
-            forward: Flops::sum([down, up])?.times(model.layers)?,
+            forward: Flops::sum([down, up, norms, again, frozen])?.times(model.layers)?,
         });
         // dB and du, dA; and dx.
         backward.push(Flops::sum([up, up, down])?.times(model.layers)?);

@@ -204,7 +204,10 @@ pub fn adapters(
     let head = HeadOptions { on_cpu: lora.on_cpu, ..head_options(work, labelled, choices, false) };
     let working = training_working(model, work, choices, &head, Trained::Adapters(lora))?;
     let fixed = Fixed {
-        weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
+        weight_bytes: sum(
+            "bytes beside the layers",
+            [choices.recipe.parameters.bytes(outer_parameters(model)?)?, lora.frozen_bytes(model)?],
+        )?,
         // The frozen output matrix has no gradient.
         seconds: choices.training_seconds(
             2.0 * outer_flops(&flops) as f64,

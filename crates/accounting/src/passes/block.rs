@@ -83,6 +83,11 @@ struct Sizes {
     tile_back: u64,
     /// u, or du.
     low: u64,
+    /// How many low-rank terms there are: a frozen one's u is not kept.
+    terms: u64,
+    /// With DoRA the product before it is multiplied, in fp32, and ν; and what computing ν takes.
+    unscaled: u64,
+    norms: u64,
     /// A byte for each element of the input.
     mask: u64,
     /// Gradients of what learns, as far as they are counted.
@@ -155,6 +160,7 @@ impl Block {
         let sizes = |(which, linear): (Projection, Linear)| {
             let adapted = lora.is_some_and(|lora| lora.targets.has(which));
             let rank = lora.map_or(0, |lora| lora.rank);
+            let magnitudes = adapted && lora.is_some_and(|lora| lora.magnitudes);
             let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
             let bias = if linear.bias { linear.outputs } else { 0 };
             let (wide_input, wide_output) = (of(linear.inputs, 4)?, of(linear.outputs, 4)?);
@@ -169,7 +175,9 @@ impl Block {
                 }
                 (true, false, true) => {
                     let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
-                    LowRank::WIDE.bytes(product("elements of an adapter", &[rank, widths])?)?
+                    let pair = product("elements of an adapter", &[rank, widths])?;
+                    let magnitudes = if magnitudes { linear.outputs } else { 0 };
+                    LowRank::WIDE.bytes(exact::sum("elements of an adapter", [pair, magnitudes])?)?
                 }
                 _ => 0,
             };
@@ -187,6 +195,14 @@ impl Block {
                 tile: tile(linear.outputs, linear.inputs)?,
                 tile_back: tile(linear.inputs, linear.outputs)?,
                 low: of(rank, 4)?,
+                terms: 1 + u64::from(lora.is_some_and(|lora| lora.subtracted)),
+                unscaled: if magnitudes {
+                    exact::sum("bytes of a product", [wide_output, LowRank::WIDE.bytes(linear.outputs)?])?
+                } else {
+                    0
+                },
+                // W·Aᵀ, the same times B, and two vectors.
+                norms: LowRank::WIDE.bytes(product("elements of norms", &[2 * rank + 2, linear.outputs])?)?,
                 mask: of(linear.inputs, 1)?,
                 gradients: learns,
             })
@@ -277,6 +293,7 @@ impl Block {
         keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.wide);
         for which in [Query, Key, Value, Output, Gate, Up, Down] {
             keep(self.of(which).adapted, "low-rank products", self.of(which).low);
+            keep(self.of(which).unscaled > 0, "products before their magnitudes", self.of(which).unscaled);
         }
         items
     }
@@ -284,8 +301,7 @@ impl Block {
     /// Bytes that the attention keeps between its input and its output, for a gradient of its input.
     pub(super) fn attention_bytes(&self) -> Result<u64, Error> {
         use Projection::{Key, Output, Query, Value};
-        let low = [Query, Key, Value, Output].into_iter().map(|which| self.of(which));
-        let low = exact::sum("bytes of a block", low.filter(|one| one.adapted).map(|one| one.low))?;
+        let low = self.of_adapters(&[Query, Key, Value, Output])?;
         let again =
             if self.documents && !self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
         let norms = self.query_key_norms.as_ref().map_or(0, |norms| self.query + self.key + norms.statistics);
@@ -293,6 +309,12 @@ impl Block {
         let rounded = if self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
         let attended = 2 * (self.attended_query + self.attended_key);
         exact::sum("bytes of a block", [attended, self.log_sum_exp, low, again, norms, casts, rounded])
+    }
+
+    /// What adapters of these projections keep beside inputs.
+    fn of_adapters(&self, which: &[Projection]) -> Result<u64, Error> {
+        let adapted = which.iter().map(|which| self.of(*which)).filter(|one| one.adapted);
+        exact::sum("bytes of a block", adapted.map(|one| one.low + one.unscaled))
     }
 
     /// Casts of an input that these projections keep in mixed precision.

@@ -27,7 +27,30 @@ pub enum Pass {
         rank: i64,
         /// Probability that an adapter's input is dropped.
         dropout: f64,
+        /// Which adapters.
+        kind: AdapterKind,
     },
+}
+
+/// The kind of adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AdapterKind {
+    /// Low-rank terms.
+    Lora,
+    /// With magnitudes of rows.
+    Dora,
+    /// Which begin at the principal components of the weights.
+    Pissa,
+}
+
+impl AdapterKind {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Lora => "LoRA",
+            Self::Dora => "DoRA",
+            Self::Pissa => "PiSSA",
+        }
+    }
 }
 
 /// Where layers are.
@@ -106,10 +129,11 @@ impl Row {
         match &self.pass {
             Pass::Inference => "inference".to_owned(),
             Pass::Full => "full training".to_owned(),
-            Pass::Adapters { targets, rank, dropout } => {
+            Pass::Adapters { targets, rank, dropout, kind } => {
+                let kind = kind.name();
                 let which = if targets.len() == 7 { "all projections" } else { "attention" };
                 let dropout = if *dropout > 0.0 { ", dropout" } else { "" };
-                format!("LoRA, rank {rank}, {which}{dropout}")
+                format!("{kind}, rank {rank}, {which}{dropout}")
             }
         }
     }

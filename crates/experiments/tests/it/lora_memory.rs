@@ -122,7 +122,7 @@ fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimat
         step: StepKernel::Fused,
         loss: Loss::LinearCrossEntropy { tokens: CHUNK as u64 },
         labelled: Some(tokens / 2),
-        lora: Some(LowRank { rank: RANK as u64, targets, dropout, on_cpu: true }),
+        lora: Some(LowRank { rank: RANK as u64, targets, dropout, on_cpu: true, ..LowRank::default() }),
         ..TrainingPlan::default()
     };
     estimate(&Decoder::new(SHAPE).unwrap(), &plan).unwrap()

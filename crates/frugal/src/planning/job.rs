@@ -6,7 +6,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::{MOST_PLANNED_SLOTS, OptimizerPlace};
-use lora::{BiasTraining, LoraConfig};
+use lora::{BiasTraining, Init, LoraConfig};
 use models::LlamaConfig;
 use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
@@ -157,14 +157,8 @@ fn state_of(rule: OptimizerRule) -> Optimizer {
 
 /// The adapters, if they are the same in all layers and on projections of the layers alone.
 fn low_rank(adapter: &LoraConfig, shape: &LlamaConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
-    if adapter.use_dora {
-        return Err(refused("DoRA"));
-    }
     if adapter.bias != BiasTraining::None || adapter.modules_to_save.is_some() {
         return Err(refused("trained biases and modules saved whole"));
-    }
-    if adapter.reads_weights()? {
-        return Err(refused("adapters whose initialisation splits the weights"));
     }
     let name = |layer: i64, which: Projection| {
         let part = match which {
@@ -204,6 +198,8 @@ fn low_rank(adapter: &LoraConfig, shape: &LlamaConfig, on_cpu: bool) -> Result<L
         rank: rank.unsigned_abs(),
         targets: Targets::of(&targets),
         dropout: adapter.lora_dropout > 0.0,
+        magnitudes: adapter.use_dora,
+        subtracted: matches!(adapter.init()?, Init::Pissa | Init::Olora),
         on_cpu,
     })
 }

@@ -25,8 +25,12 @@ fn a_training_tells_its_plan() {
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out named --activations recompute --rows-at-once 2"));
     assert!(said.contains("▸ recompute all, 2 rows at a time"), "{said}");
     assert!(!said.contains("keep all") && !said.contains("in files"), "{said}");
-    let (_, said) = tiny.succeed(&format!("{TRAIN} --out unknown --method dora"));
-    assert!(said.contains("the memory of a step is not predicted for DoRA"), "{said}");
+    let (_, said) = tiny.succeed(&format!("{TRAIN} --out unknown --targets q_proj,lm_head"));
+    assert!(said.contains("the memory of a step is not predicted for an adapter on `lm_head`"), "{said}");
+    for method in ["--method dora", "--init pissa", "--dora --lora-dropout 0.1"] {
+        let (_, said) = tiny.succeed(&format!("{TRAIN} --out known {method} --dry-run"));
+        assert!(said.contains("▸ keep all"), "{method}: {said}");
+    }
 
     // A budget below what the program takes names the least, too, and that suffices.
     let small = format!("{TRAIN} --out small --budget");

@@ -23,7 +23,8 @@ const TOLERANCE: f64 = 0.05;
 struct Case {
     name: &'static str,
     kind: Kind,
-    adapted: bool,
+    /// What is special about the adapters.
+    adapters: Option<fn(&mut LoraConfig)>,
     /// Rows of a batch, tokens of the longest row, and positions of packed rows.
     rows: usize,
     length: usize,
@@ -90,10 +91,28 @@ fn trained(tier: Tier, keep: Vec<usize>) -> Placement {
     Placement::Offloaded { tier, ring: 2, resident: vec![1], keep, optimizer: OptimizerPlace::Host }
 }
 
+fn plain(_: &mut LoraConfig) {}
+
+fn dora(config: &mut LoraConfig) {
+    config.use_dora = true;
+}
+
+fn dora_alone(config: &mut LoraConfig) {
+    (config.use_dora, config.lora_dropout) = (true, 0.0);
+}
+
+fn pissa(config: &mut LoraConfig) {
+    config.init_lora_weights = serde_json::json!("pissa");
+}
+
+fn olora_and_dora(config: &mut LoraConfig) {
+    (config.use_dora, config.init_lora_weights) = (true, serde_json::json!("olora"));
+}
+
 const ADAPTED: Case = Case {
     name: "adapters",
     kind: Kind::Float,
-    adapted: true,
+    adapters: Some(plain),
     rows: 4,
     length: 64,
     packed: None,
@@ -102,9 +121,12 @@ const ADAPTED: Case = Case {
     at_once: None,
     mixed: false,
 };
-const FULL: Case = Case { name: "full", adapted: false, ..ADAPTED };
+const FULL: Case = Case { name: "full", adapters: None, ..ADAPTED };
 
-const CASES: [Case; 24] = [
+const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
+const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
+
+const CASES: [Case; 37] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -120,6 +142,30 @@ const CASES: [Case; 24] = [
         length: 100,
         ..ADAPTED
     },
+    DORA,
+    Case {
+        name: "DoRA, packed, no dropout",
+        adapters: Some(dora_alone),
+        packed: Some(64),
+        length: 25,
+        ..DORA
+    },
+    Case { name: "DoRA, bf16", kind: Kind::BFloat16, ..DORA },
+    Case { name: "DoRA, bf16, no dropout", kind: Kind::BFloat16, adapters: Some(dora_alone), ..DORA },
+    Case { name: "DoRA, mixed plan", placement: mixed, accumulation: 2, ..DORA },
+    Case { name: "DoRA, products kept, bf16", placement: products, kind: Kind::BFloat16, ..DORA },
+    Case {
+        name: "DoRA, layers in files, some kept",
+        placement: files_and_some_activations,
+        length: 100,
+        ..DORA
+    },
+    Case { name: "DoRA, mixed precision, mixed plan", mixed: true, placement: mixed, ..DORA },
+    Case { name: "DoRA and OLoRA", adapters: Some(olora_and_dora), ..DORA },
+    PISSA,
+    Case { name: "PiSSA, bf16, recomputed", kind: Kind::BFloat16, placement: recompute, ..PISSA },
+    Case { name: "PiSSA, products kept", placement: products, ..PISSA },
+    Case { name: "PiSSA, layers in files", placement: files, ..PISSA },
     FULL,
     Case { name: "full, accumulated", accumulation: 3, ..FULL },
     Case { name: "full, recomputed", placement: recompute, length: 100, ..FULL },
@@ -165,11 +211,15 @@ fn batches(case: &Case) -> MaskedBatches {
 }
 
 fn config(case: &Case) -> Config {
-    let adapter = case.adapted.then(|| LoraConfig {
-        r: 8,
-        lora_dropout: 0.05,
-        target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"].into()),
-        ..LoraConfig::default()
+    let adapter = case.adapters.map(|set| {
+        let mut adapter = LoraConfig {
+            r: 8,
+            lora_dropout: 0.05,
+            target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"].into()),
+            ..LoraConfig::default()
+        };
+        set(&mut adapter);
+        adapter
     });
     let mut config = Config { adapter, ..Config::default() };
     (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
@@ -258,7 +308,8 @@ fn what_is_not_predicted_is_named() {
         let found = planning::job(&config, shape, (Kind::Float, Device::Cpu), &data, &KnownRates::nominal());
         found.unwrap_err().0
     };
-    assert_eq!(why(|config| config.adapter.as_mut().unwrap().use_dora = true), "DoRA");
+    let biases = |config: &mut Config| config.adapter.as_mut().unwrap().bias = lora::BiasTraining::All;
+    assert_eq!(why(biases), "trained biases and modules saved whole");
     assert_eq!(why(|config| config.precision.compute = Compute::Fp8), "mixed precision in fp8");
     let passes = |config: &mut Config| {
         (config.adapter, config.precision.compute, config.training.accumulation) = (None, Compute::Bf16, 2);

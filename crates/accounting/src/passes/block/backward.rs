@@ -1,6 +1,6 @@
 //! The order in which a block's backward frees what was kept and makes gradients.
 
-use super::Block;
+use super::{Block, Sizes};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
@@ -158,12 +158,15 @@ impl Block {
             tracker.make(sizes.gradients);
             return tracker.free(sizes.narrow_gradients);
         }
+        if sizes.unscaled > 0 {
+            return self.project_scaled_back(tracker, sizes, of_input);
+        }
         tracker.make(sizes.gradients);
         let before = tracker.live();
         if self.rounds {
             tracker.make(sizes.wide_output);
         }
-        tracker.make(sizes.low);
+        tracker.make(if of_input { sizes.terms * sizes.low } else { sizes.low });
         if self.dropout {
             tracker.touch(sizes.mask + sizes.wide_input);
             tracker.make(sizes.wide_input);
@@ -194,5 +197,36 @@ impl Block {
             tracker.make(sizes.input);
         }
         tracker.free(sizes.low);
+    }
+
+    /// [`Block::project_back`] with DoRA.
+    fn project_scaled_back(&self, tracker: &mut PeakTracker, sizes: &Sizes, of_input: bool) {
+        tracker.make(sizes.gradients);
+        if self.rounds {
+            tracker.make(sizes.wide_output);
+        }
+        // The gradient times the product, which is freed; then the gradient of the product.
+        tracker.touch(sizes.wide_output);
+        tracker.free(sizes.unscaled);
+        let terms = if of_input { sizes.terms } else { 1 };
+        tracker.make(sizes.wide_output + terms * sizes.low);
+        let (mask, dropped) = if self.dropout { (sizes.mask, sizes.input) } else { (0, 0) };
+        tracker.touch(mask + dropped);
+        tracker.touch(dropped + if self.rounds { sizes.wide_input } else { 0 });
+        if of_input {
+            tracker.make(sizes.wide_input);
+            tracker.touch(sizes.tile_back);
+            if self.dropout {
+                tracker.touch(mask + sizes.wide_input);
+            }
+            if self.rounds {
+                tracker.make(sizes.input);
+                tracker.free(sizes.wide_input);
+            }
+        }
+        tracker.free(sizes.wide_output + terms * sizes.low + sizes.low);
+        if self.rounds {
+            tracker.free(sizes.wide_output);
+        }
     }
 }

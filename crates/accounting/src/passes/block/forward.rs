@@ -1,6 +1,6 @@
 //! The order in which a block's forward makes tensors and frees those that it does not keep.
 
-use super::Block;
+use super::{Block, Sizes};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
@@ -125,6 +125,9 @@ impl Block {
             tracker.make(sizes.output);
             return tracker.touch(sizes.tile);
         }
+        if sizes.unscaled > 0 {
+            return self.project_scaled(tracker, sizes, record);
+        }
         tracker.make(sizes.wide_output);
         tracker.touch(sizes.tile);
         let wide_input = if self.rounds { sizes.wide_input } else { 0 };
@@ -133,7 +136,7 @@ impl Block {
             tracker.touch(sizes.mask + sizes.wide_input);
         }
         // s·u.
-        tracker.touch(sizes.low);
+        tracker.touch(sizes.terms * sizes.low);
         if self.rounds {
             tracker.make(sizes.output);
             tracker.free(sizes.wide_output);
@@ -141,6 +144,32 @@ impl Block {
         tracker.free(wide_input);
         if !record {
             tracker.free(sizes.low);
+        }
+    }
+
+    /// [`Block::project`] with DoRA: leaves also the product before it is multiplied.
+    fn project_scaled(&self, tracker: &mut PeakTracker, sizes: &Sizes, record: bool) {
+        tracker.touch(sizes.norms);
+        let dropped = if self.dropout { sizes.input } else { 0 };
+        let mask = if self.dropout { sizes.mask } else { 0 };
+        let wide_input = if self.rounds { sizes.wide_input } else { 0 };
+        tracker.touch(mask + dropped);
+        tracker.make(dropped + sizes.unscaled);
+        tracker.touch(sizes.tile);
+        tracker.make(wide_input + sizes.low);
+        tracker.touch(sizes.terms * sizes.low);
+        tracker.free(wide_input + dropped);
+        tracker.make(sizes.wide_output);
+        if self.dropout {
+            tracker.touch(mask + dropped);
+            tracker.touch(2 * dropped + sizes.tile);
+        }
+        if self.rounds {
+            tracker.make(sizes.output);
+            tracker.free(sizes.wide_output);
+        }
+        if !record {
+            tracker.free(sizes.low + sizes.unscaled);
         }
     }
 }

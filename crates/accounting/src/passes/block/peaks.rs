@@ -87,10 +87,14 @@ pub(crate) fn kept_passes(block: &Block, what: LayerPlan, first: bool) -> Result
     let Passes { forward, recomputed, kept, keeping, backward } = passes(block)?;
     let narrow = block.narrow;
     let input_and = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
-    let lows = exact::sum(WHAT, block.projections.iter().filter(|one| one.adapted).map(|one| one.low))?;
     Ok(match what {
         LayerPlan::KeepAll => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
         LayerPlan::RecomputeElementwise => {
+            // Results of products: every u, and with DoRA a product instead of the output.
+            let adapted = block.projections.iter().filter(|one| one.adapted);
+            let lows = exact::sum(WHAT, adapted.map(|one| one.terms * one.low))?;
+            let unscaled = block.projections.iter().filter(|one| one.unscaled > 0);
+            let unscaled = exact::sum(WHAT, unscaled.map(|one| one.unscaled - one.output))?;
             let held = exact::sum(
                 WHAT,
                 [
@@ -100,6 +104,7 @@ pub(crate) fn kept_passes(block: &Block, what: LayerPlan, first: bool) -> Result
                     block.log_sum_exp,
                     2 * block.wide,
                     lows,
+                    unscaled,
                 ],
             )?;
             let input = if block.keeps_output { narrow } else { 0 };
@@ -112,8 +117,7 @@ pub(crate) fn kept_passes(block: &Block, what: LayerPlan, first: bool) -> Result
         }
         LayerPlan::RecomputeMlp => {
             use Projection::{Down, Gate, Up};
-            let low = [Gate, Up, Down].into_iter().map(|which| block.of(which));
-            let low = exact::sum(WHAT, low.filter(|one| one.adapted).map(|one| one.low))?;
+            let low = block.of_adapters(&[Gate, Up, Down])?;
             let product = if block.learns(&[Down]) { block.wide } else { 0 };
             let again = exact::sum(WHAT, [2 * block.wide, product, low, block.kept_casts(&[Gate, Up])])?;
             // The gradient of the branch is there until the branch's backward is done.

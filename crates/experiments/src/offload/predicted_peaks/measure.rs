@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor};
 use training::activations;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-use super::{Head, OptimizerPlace, Pass, Placement, Row};
+use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
 
 /// Makes compute wait for the gradients of the layer before: how many are under way at a time would otherwise depend on the speed of
 /// two threads.
@@ -80,11 +80,16 @@ impl Row {
             let chunk = Some(Chunk::Tokens(tokens));
             fused_ce::install(&mut model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
         }
-        if let Pass::Adapters { targets, rank, dropout } = &self.pass {
+        if let Pass::Adapters { targets, rank, dropout, kind } = &self.pass {
             let names = targets.iter().map(|name| format!("{name}_proj")).collect();
             let config = LoraConfig {
                 r: *rank,
                 lora_dropout: *dropout,
+                use_dora: *kind == AdapterKind::Dora,
+                init_lora_weights: serde_json::json!(match kind {
+                    AdapterKind::Lora | AdapterKind::Dora => "gaussian",
+                    AdapterKind::Pissa => "pissa",
+                }),
                 target_modules: Some(lora::Names::List(names)),
                 ..LoraConfig::default()
             };

@@ -10,7 +10,7 @@ use offload::Method;
 use tch::Device;
 use training::predicted;
 
-use super::{Head, OptimizerPlace, Pass, Placement, Row};
+use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
 
 impl Row {
     /// The same step as `accounting` predicts it.
@@ -33,10 +33,12 @@ impl Row {
             ..Choices::default()
         };
         let lora = match &self.pass {
-            Pass::Adapters { targets, rank, dropout } => Some(LowRank {
+            Pass::Adapters { targets, rank, dropout, kind } => Some(LowRank {
                 rank: rank.unsigned_abs(),
                 targets: targets.join(",").parse()?,
                 dropout: *dropout > 0.0,
+                magnitudes: *kind == AdapterKind::Dora,
+                subtracted: *kind == AdapterKind::Pissa,
                 on_cpu: true,
             }),
             _ => None,

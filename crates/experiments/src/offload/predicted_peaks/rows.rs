@@ -6,7 +6,7 @@ use offload::Method;
 use runtime::nf4::Scales;
 use tch::{Device, Kind};
 
-use super::{Head, OptimizerPlace, Pass, Placement, Row};
+use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
 use training::activations::LayerPlan;
 
 /// A Qwen2 of few layers.
@@ -93,9 +93,15 @@ pub fn rows() -> Vec<Row> {
             Placement::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
         rows.push(Row { placement: some, optimizer: OptimizerPlace::Host, ..row.clone() });
     }
-    let attention = Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0 };
+    let attention =
+        Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0, kind: AdapterKind::Lora };
     // Other families: the plans that differ, and offloaded layers.
-    let all = Pass::Adapters { targets: &["q", "k", "v", "o", "gate", "up", "down"], rank: 4, dropout: 0.1 };
+    let all = Pass::Adapters {
+        targets: &["q", "k", "v", "o", "gate", "up", "down"],
+        rank: 4,
+        dropout: 0.1,
+        kind: AdapterKind::Lora,
+    };
     for (row, plan) in [(&qwen3, RecomputeAttention), (&granite, RecomputeMlp)] {
         let of = |pass: &Pass, placement| Row { pass: pass.clone(), placement, ..row.clone() };
         rows.push(of(&Pass::Full, Placement::Resident(vec![KeepAll; 4])));
@@ -120,6 +126,33 @@ pub fn rows() -> Vec<Row> {
             rows.push(of(offloaded(Method::Function, 1)));
             rows.push(of(in_files(Method::Overlap, 2)));
             rows.push(Row { optimizer: OptimizerPlace::Host, ..of(offloaded(Method::Overlap, 3)) });
+        }
+    }
+    // DoRA, with dropout and without; PiSSA, whose layers lie on the device when its adapters are made of them.
+    for row in [&base, &long] {
+        let of = |pass: &Pass, kind: AdapterKind, plan| {
+            let mut pass = pass.clone();
+            if let Pass::Adapters { kind: one, .. } = &mut pass {
+                *one = kind;
+            }
+            Row {
+                pass,
+                placement: Placement::Resident(vec![plan; 4]),
+                optimizer: OptimizerPlace::Device,
+                ..row.clone()
+            }
+        };
+        for pass in [&attention, &all] {
+            for plan in [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll] {
+                rows.push(of(pass, AdapterKind::Dora, plan));
+            }
+            for plan in [KeepAll, RecomputeElementwise, RecomputeAll] {
+                rows.push(of(pass, AdapterKind::Pissa, plan));
+            }
+        }
+        for kind in [AdapterKind::Dora, AdapterKind::Pissa] {
+            let placement = in_files(Method::Overlap, 2);
+            rows.push(Row { placement, optimizer: OptimizerPlace::None, ..of(&attention, kind, KeepAll) });
         }
     }
     // A base in NF4, whose activations are in bf16. Where libtorch multiplies bf16, a product packs its operands into buffers of up to

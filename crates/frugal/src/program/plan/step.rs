@@ -38,6 +38,8 @@ use variants::{Variant, streaming, variants};
 enum Work {
     /// Train low-rank adapters
     Lora,
+    /// Train low-rank adapters and the magnitudes of rows (DoRA)
+    Dora,
     /// Train all weights
     Full,
     /// Run the forward pass only
@@ -137,7 +139,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         (None, Work::Full) => Kind::Float,
         (None, _) => Kind::BFloat16,
         (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
-        (Some(kind), Work::Lora | Work::Inference) if planning::recipe(kind).quantized => {
+        (Some(kind), Work::Lora | Work::Dora | Work::Inference) if planning::recipe(kind).quantized => {
             if arguments.ranks.ranks > 1 {
                 bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16");
             }
@@ -161,6 +163,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
     let trains = match arguments.method {
         Work::Lora => format!("adapters of rank {} on {}", arguments.r, arguments.lora(device).targets),
+        Work::Dora => format!("DoRA of rank {} on {}", arguments.r, arguments.lora(device).targets),
         Work::Full => "all weights are trained".to_owned(),
         Work::Inference => "forward only".to_owned(),
     };
@@ -348,6 +351,7 @@ impl StepArgs {
         LowRank {
             rank: self.r,
             targets: self.targets.unwrap_or(Targets::ATTENTION),
+            magnitudes: self.method == Work::Dora,
             on_cpu: device == Device::Cpu && self.hardware.is_none(),
             ..LowRank::default()
         }
@@ -357,7 +361,7 @@ impl StepArgs {
         let &PlannedStep { ref model, work, kind, device, .. } = planned;
         let choices = planning::choices(kind, machine, self.loss_chunk);
         Ok(match self.method {
-            Work::Lora => sizes::adapters(model, &self.lora(device), work, None, &choices)?,
+            Work::Lora | Work::Dora => sizes::adapters(model, &self.lora(device), work, None, &choices)?,
             Work::Full => sizes::training(model, work, &choices)?,
             Work::Inference => sizes::inference(model, work, &choices)?,
         })
@@ -373,7 +377,7 @@ impl StepArgs {
         let Some(plan) = variant.and_then(|variant| variant.plan.as_ref()) else { return Ok(Vec::new()) };
         let passes: &[Direction] = match self.method {
             Work::Full => &[Direction::Forward, Direction::Backward],
-            Work::Lora => &[Direction::Forward, Direction::FrozenBackward],
+            Work::Lora | Work::Dora => &[Direction::Forward, Direction::FrozenBackward],
             Work::Inference => &[Direction::Forward],
         };
         let quantized = planning::recipe(kind).quantized;

@@ -177,6 +177,7 @@ impl LoraArgs {
             targets: self.targets.unwrap_or(Targets::ATTENTION),
             dropout: self.lora_dropout,
             on_cpu: self.lora_on_cpu,
+            ..LowRank::default()
         }))
     }
 }
