@@ -39,7 +39,8 @@
 //! # Soft caps
 //!
 //! A cap c replaces a score s by c·tanh(s/c) (Gemma 2, arXiv:2408.00118). No kernel of libtorch computes it, so the scores are
-//! explicit, for each document and chunk of a window: one keeps three numbers per pair of query and key.
+//! explicit, for each document and chunk of a window: one keeps three numbers per pair of query and key. (Generation's step on a CPU, one query
+//! for each head, has [a kernel](runtime::fused::attention::single_query_attention) with the cap, and without a matrix.)
 
 mod cached;
 mod documents;

@@ -32,7 +32,7 @@ pub use crate::sys::gemm::MIN_DIMENSION;
 /// Maximum number of vectors of [`matvec`]: from about ten, arithmetic takes as long as reading the weights.
 pub const FEW: i64 = 16;
 /// [`matvec`] leaves weights with fewer elements to libtorch, whose call is cheaper.
-const SMALL: i64 = 1 << 18;
+const SMALL: i64 = 1 << 12;
 
 /// Computes `out = a·b`; with `accumulate`, `out += a·b`.
 ///
@@ -116,13 +116,10 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
         ));
     }
     if nf4::is_nf4(weight) {
-        let Some(mut product) = nf4::matvec(x, weight)? else { return Ok(None) };
-        if let Some(bias) = bias {
-            let _ = product.f_add_(bias)?;
-        }
+        let Some(product) = nf4::few_vectors(x, weight, bias, x.kind())? else { return Ok(None) };
         return Ok(Some(product.f_to_kind(x.kind())?));
     }
-    let on_cpu = [x, weight].iter().all(|tensor| tensor.device() == Device::Cpu);
+    let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
     let dtypes = matches!(
         (x.kind(), weight.kind()),
         (Kind::Float | Kind::BFloat16, Kind::BFloat16) | (Kind::Float, Kind::Float)
@@ -131,14 +128,11 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
         return Ok(None);
     }
     let scope = kernel("runtime::matvec");
-    let Some(mut product) = crate::sys::matvec::matvec(x, weight)? else { return Ok(None) };
-    if let Some(bias) = bias {
-        let _ = product.f_add_(bias)?;
-    }
+    let Some(product) = crate::sys::matvec::matvec(x, weight, bias)? else { return Ok(None) };
     drop(scope);
     let bytes = weight.numel() * weight.kind().elt_size_in_bytes();
     record_external("runtime::matvec", Flops::from((2 * vectors * out * width) as u64), bytes as u64)?;
-    Ok(Some(product.f_to_kind(x.kind())?))
+    Ok(Some(product))
 }
 
 fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {

@@ -118,11 +118,14 @@ impl Target {
                  {shown}`"
             ),
             None if config.task == Task::Train && config.model.name.is_none() => bail!(
-                "{shown} has checkpoints only: a model of the shape gpt2-like or gpt2 is trained and measured, but generates no \
-                 text; train with `--model FILE`, a decoder's config.json"
+                "{shown} has checkpoints only: a model of the shape gpt2-like or gpt2 is measured in its training, and no other command \
+                 opens it; train with `--model FILE`, a decoder's config.json"
             ),
             None => {
-                bail!("{shown} has no trained weights yet; finish the training with `frugal resume {shown}`")
+                bail!(
+                    "{shown} has no trained weights yet: the first evaluation or the end of the training writes them; if it runs no more, \
+                     finish it with `frugal resume {shown}`"
+                )
             }
         };
         let note = Some(format!("{shown}: {text} ({})", path.display()));
@@ -208,9 +211,7 @@ mod tests {
         fs::remove_file(out.join("adapter_config.json")).unwrap();
         assert!(error(out, true).contains("leave out --last to use the best"));
         fs::remove_file(out.join("best/adapter_config.json")).unwrap();
-        assert!(
-            error(out, false).contains("has no trained weights yet; finish the training with `frugal resume")
-        );
+        assert!(error(out, false).contains("has no trained weights yet: the first evaluation"));
     }
 
     #[test]
@@ -221,7 +222,7 @@ mod tests {
         assert_eq!(found(out, false).0, out.join("model").display().to_string());
         fs::remove_file(out.join("model/config.json")).unwrap();
         fs::write(out.join(CONFIG_FILE), "task = \"train\"\n[model.shape]\nfamily = \"gpt2\"\n").unwrap();
-        assert!(error(out, false).contains("generates no text; train with `--model FILE`"));
+        assert!(error(out, false).contains("no other command opens it; train with `--model FILE`"));
         fs::write(out.join(CONFIG_FILE), "[package]\nname = \"x\"\n").unwrap();
         assert!(error(out, false).contains("unknown field `package`"));
     }

@@ -1,6 +1,7 @@
 //! Attention of new tokens over a cache of earlier ones; a whole prompt takes the same kernel as in training.
 
 use runtime::autograd::retain;
+use runtime::fused::attention::{SingleQueryOptions, single_query_attention, takes};
 use tch::{Kind, Tensor};
 
 use super::AttentionOptions;
@@ -23,6 +24,12 @@ pub(crate) fn cached_attention(
     let (_, kv_heads, keys, _) = k.size4()?;
     let flat = |o: Tensor| -> Result<Tensor> { Ok(o.f_reshape([batch, new, heads * head])?) };
     let scale = options.scale;
+    if new == 1 && takes(q.device(), q.kind()) {
+        // `[b or 1, 1, 1, n]`.
+        let mask = mask.map(|mask| mask.f_reshape([-1, keys])).transpose()?;
+        let options = SingleQueryOptions { mask: mask.as_ref(), scale, cap: options.softcap };
+        return flat(single_query_attention(&q.f_reshape([batch, heads, head])?, k, v, options)?);
+    }
     if options.softcap.is_some() {
         let repeat = |x: &Tensor| -> Result<Tensor> {
             let group = heads / kv_heads;

@@ -14,15 +14,18 @@
 //! a quarter of the rate of large products. Here a head of keys is one thread's work from the first block to the last, all products are
 //! this module's, and of blocks on the diagonal only the visible half is multiplied.
 //!
+//! [`single_query_attention`] is the step of generation: one query of each head over all keys, each of which is read once for the queries
+//! that share it.
+//!
 //! Results do not depend on the number of threads: sums have the same order however the work is divided.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::autograd::retain::kept;
-use crate::autograd::{self, Backward, Forward, Function};
+use crate::autograd::{self, Backward, Forward, Function, GradMode};
 use crate::error::{Error, Result};
 use crate::profile::{Flops, kernel, record_external};
-use crate::sys::attention::{self as sys, NAME, Tensors, compute_kind, reads};
+use crate::sys::attention::{self as sys, NAME, Single, Tensors, compute_kind, reads};
 
 /// Returns whether [`causal_attention`] takes tensors of this device and dtype.
 pub fn takes(device: Device, kind: Kind) -> bool {
@@ -51,6 +54,62 @@ pub fn takes(device: Device, kind: Kind) -> bool {
 pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: Option<f64>) -> Result<Tensor> {
     let scale = scale.unwrap_or_else(|| 1.0 / (q.size().last().copied().unwrap_or(1) as f64).sqrt());
     Ok(autograd::apply(Causal { scale }, &[q, k, v])?.remove(0))
+}
+
+/// Options of [`single_query_attention`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SingleQueryOptions<'a> {
+    /// `[batch, keys]` or `[1, keys]`, bool: which keys are seen, in each row at least one; all if absent.
+    pub mask: Option<&'a Tensor>,
+    /// What scores are multiplied by; 1/√head if absent.
+    pub scale: Option<f64>,
+    /// c of c·tanh(s/c), which replaces a score s.
+    pub cap: Option<f64>,
+}
+
+/// Computes attention of one query of each head, q `[batch, heads, head]`, over all of k and v `[batch, kv_heads, keys, head]`, the step of
+/// generation, and returns the shape of q. No gradients. The last dimension of k and v should be dense.
+///
+/// # Errors
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); operands that require a gradient while gradients are
+/// recorded.
+///
+/// ```
+/// use runtime::fused::attention::{SingleQueryOptions, single_query_attention};
+/// use tch::{Tensor, kind};
+///
+/// let (q, k) = (Tensor::randn([2, 4, 16], kind::FLOAT_CPU), Tensor::randn([2, 2, 100, 16], kind::FLOAT_CPU));
+/// let o = single_query_attention(&q, &k, &k, SingleQueryOptions::default())?;
+/// let grouped = q.view([2, 2, 2, 16]);
+/// let expected = Tensor::scaled_dot_product_attention(&grouped, &k, &k, None::<&Tensor>, 0.0, false, None, false);
+/// assert!((o - expected.view([2, 4, 16])).abs().max().double_value(&[]) < 1e-5);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn single_query_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: SingleQueryOptions<'_>,
+) -> Result<Tensor> {
+    if GradMode::enabled() && [q, k, v].into_iter().any(Tensor::requires_grad) {
+        let reason = "an operand of a single query's attention requires a gradient, which is not recorded";
+        return Err(Error::invalid(NAME, reason));
+    }
+    let (batch, heads, head) = q.size3()?;
+    let keys = k.size().get(2).copied().unwrap_or(0);
+    let mask = options.mask.map(|mask| mask.f_expand([batch, keys], false)).transpose()?;
+    let [q, k, v] = [readable(q)?, readable(k)?, readable(v)?];
+    let o = Tensor::f_empty([batch, heads, head], (q.kind(), q.device()))?;
+    let scale = options.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
+    {
+        let _scope = kernel(SINGLE);
+        let tensors = Single { q: &q, k: &k, v: &v, o: &o, mask: mask.as_ref() };
+        sys::single(&tensors, scale, options.cap)?;
+    }
+    let flops = (4 * batch * heads * keys * head).unsigned_abs();
+    let bytes: usize = [&q, &k, &v, &o].iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
+    record_external(SINGLE, Flops::from(flops), bytes as u64)?;
+    Ok(o)
 }
 
 struct Causal {
@@ -105,6 +164,7 @@ impl Function for Causal {
 
 const FORWARD: &str = "runtime::causal_attention";
 const BACKWARD: &str = "runtime::causal_attention_backward";
+const SINGLE: &str = "runtime::single_query_attention";
 
 /// The tensor, or a copy that the passes can read.
 fn readable(x: &Tensor) -> Result<Tensor> {

@@ -213,7 +213,7 @@ fn matvec_leaves_unsuitable_products_to_libtorch() {
     let left = |x: Tensor, weight: &Tensor| matvec(&x, weight, None).unwrap().is_none();
     assert!(!left(t([1, 512], Kind::BFloat16), &large));
     assert!(left(t([FEW + 1, 512], Kind::BFloat16), &large), "many vectors");
-    assert!(left(t([1, 512], Kind::BFloat16), &large.narrow(0, 0, 8)), "few weights");
+    assert!(left(t([1, 512], Kind::BFloat16), &large.narrow(0, 0, 4)), "few weights");
     assert!(left(t([1, 1024], Kind::BFloat16), &large.tr()), "columns that are not dense");
     assert!(left(t([1, 511], Kind::BFloat16), &large.narrow(1, 1, 511)), "half a word");
     assert!(left(t([1, 512], Kind::Half), &large.to_kind(Kind::Half)), "fp16");

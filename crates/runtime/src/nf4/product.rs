@@ -127,6 +127,16 @@ fn into_window(out: &mut Tensor, x: &Tensor, right: &Tensor, accumulate: bool) -
 /// # Errors
 /// A weight that is not NF4; another width.
 pub fn matvec(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
+    few_vectors(x, weight, None, Kind::Float)
+}
+
+/// [`matvec`] with a bias `[out]`, in `kind` if that is bf16.
+pub(crate) fn few_vectors(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    kind: Kind,
+) -> Result<Option<Tensor>> {
     let [rows, columns] = expect(weight)?;
     let &[vectors, width] = &x.size()[..] else {
         return Err(refuse(format!("x is {:?}; expected [vectors, in]", x.size())));
@@ -134,12 +144,12 @@ pub fn matvec(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
     if width != columns {
         return Err(refuse(format!("x is {:?} for a weight [{rows}, {columns}]", x.size())));
     }
-    let on_cpu = x.device() == Device::Cpu && weight.device() == Device::Cpu;
+    let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
     if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
         return Ok(None);
     }
     let scope = kernel("runtime::nf4::matvec");
-    let product = crate::sys::nf4::matvec(x, weight)?;
+    let product = crate::sys::nf4::matvec(x, weight, bias, kind)?;
     drop(scope);
     let flops = Flops::from((2 * vectors * rows * columns).unsigned_abs());
     record_external("runtime::nf4::matvec", flops, weight.numel() as u64)?;

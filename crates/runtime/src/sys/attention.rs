@@ -8,6 +8,7 @@ mod backward;
 mod block;
 mod forward;
 mod product;
+mod single;
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,6 +22,7 @@ use super::tensor::bump_version;
 use crate::error::{Error, Result};
 use backward::{Gradients, Keys, Parts};
 use block::{BLOCK, Heads};
+pub(crate) use single::{Single, single};
 
 pub(crate) const NAME: &str = "causal attention";
 

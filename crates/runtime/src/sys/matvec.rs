@@ -3,14 +3,20 @@
 //! If both are in bf16, they are multiplied by the processor's own instruction for pairs of bf16 where it is used
 //! ([`multiplies_into_fp32`]): the products are exact and the sums in fp32, as without it, in another order.
 
+mod results;
+
+use std::borrow::Cow;
+
 use pulp::{Simd, WithSimd};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::parallel;
 use super::tensor::rows;
 use crate::error::Result;
 use crate::processor::multiplies_into_fp32;
 use crate::sys::simd;
+
+pub(super) use results::Results;
 
 /// Approximate bytes of weights that one task reads: so many that its start costs little, and so few that every thread gets a task.
 const TASK: usize = 256 * 1024;
@@ -31,11 +37,11 @@ enum Stored {
     Pairs,
 }
 
-/// Returns `x·Wᵀ` in fp32, or `None` if the weight does not qualify: fp32 or bf16, on the CPU, with dense rows of whole 32-bit
+/// Returns `x·Wᵀ + b` in fp32, or in bf16 for x in bf16; or `None` if the weight does not qualify: fp32 or bf16, on the CPU, with dense rows of whole 32-bit
 /// words.
 ///
-/// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, which the caller has checked.
-pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>> {
+/// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, and the bias `[n]`, which the caller has checked.
+pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
     let (stored, per_word) = match weight_nd.kind() {
         Kind::Float => (Stored::Float, 1),
         Kind::BFloat16 if x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16) => {
@@ -58,8 +64,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
     let x = words_of(x_md, (stored, per_word), weight.columns)?;
     let x: Vec<&[u32]> = x.chunks_exact(x.len() / vectors.max(1)).collect();
 
-    let out = Tensor::f_empty([vectors as i64, weight.rows as i64], (Kind::Float, Device::Cpu))?;
-    let out_at = out.data_ptr() as usize;
+    let results = Results::new([vectors, weight.rows], x_md.kind(), bias)?;
     let stride = weight.row_stride / per_word;
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
     let of_task = (TASK / (words * size_of::<u32>())).min(weight.rows.div_ceil(threads)).max(STREAMS);
@@ -80,34 +85,40 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
                 let sums = simd::arch().dispatch(Block { stored, streams, x: some });
                 for (stream, of_vectors) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
                     for (vector, sum) in of_vectors.iter().enumerate().take(some.len()) {
-                        let place = (number * VECTORS + vector) * weight.rows + row(stream);
-                        // SAFETY: the element lies in `out`, which has `vectors` rows of as many elements as the weight has
-                        // rows, and no other task has this row of weights.
-                        unsafe { (out_at as *mut f32).add(place).write(*sum) };
+                        // SAFETY: both are among the results, and no other task has this row of weights.
+                        unsafe { results.put(number * VECTORS + vector, row(stream), *sum) };
                     }
                 }
             }
         }
     })?;
-    Ok(Some(out))
+    Ok(Some(results.into_tensor()))
 }
 
 /// Returns the vectors in words of 32 bits: in fp32, of each vector the first elements of all words of a weight, then the second ones;
 /// for [`Stored::Pairs`] as they are.
-fn words_of(x_md: &Tensor, (stored, per_word): (Stored, usize), columns: usize) -> Result<Vec<u32>> {
+fn words_of(x_md: &Tensor, (stored, per_word): (Stored, usize), columns: usize) -> Result<Cow<'_, [u32]>> {
     let kind = if matches!(stored, Stored::Pairs) { Kind::BFloat16 } else { Kind::Float };
+    if x_md.kind() == kind && !matches!(stored, Stored::Bfloat16) && x_md.is_contiguous() && !x_md.is_neg() {
+        let at = x_md.data_ptr() as usize;
+        if at.is_multiple_of(size_of::<u32>()) {
+            let words = x_md.numel() * kind.elt_size_in_bytes() / size_of::<u32>();
+            // SAFETY: the vectors are contiguous, on the CPU, whole words (checked of the weight, which is as wide), and begin at one; any
+            // bits are a u32. The caller keeps the tensor, and nobody writes it meanwhile.
+            return Ok(Cow::Borrowed(unsafe { std::slice::from_raw_parts(at as *const u32, words) }));
+        }
+    }
     let words = x_md.f_to_kind(kind)?.f_contiguous()?.f_view_dtype(Kind::Int)?;
     let mut flat = vec![0i32; words.numel()];
     words.f_copy_data(&mut flat, words.numel())?;
-    let bits = flat.iter().map(|word| word.cast_unsigned());
+    let bits: Vec<u32> = flat.iter().map(|word| word.cast_unsigned()).collect();
     if matches!(stored, Stored::Pairs) {
-        return Ok(bits.collect());
+        return Ok(Cow::Owned(bits));
     }
-    let bits: Vec<u32> = bits.collect();
     let parts = |x: &[u32]| -> Vec<u32> {
         (0..per_word).flat_map(|part| x.iter().skip(part).step_by(per_word).copied()).collect()
     };
-    Ok(bits.chunks_exact(columns).flat_map(parts).collect())
+    Ok(Cow::Owned(bits.chunks_exact(columns).flat_map(parts).collect()))
 }
 
 /// Multiplies some rows of weights by up to [`VECTORS`] vectors, each stored as [`words_of`] returns it.

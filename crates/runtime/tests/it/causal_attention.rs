@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use runtime::autograd::{GradcheckOptions, Keep, grad, gradcheck};
-use runtime::fused::attention::{causal_attention, takes};
+use runtime::fused::attention::{SingleQueryOptions, causal_attention, single_query_attention, takes};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -213,4 +213,98 @@ fn what_does_not_fit_is_refused() {
         causal_attention(&none, &k.narrow(2, 0, 0), &v.narrow(2, 0, 0), None).unwrap().size(),
         [1, 4, 0, 8]
     );
+}
+
+/// Generation's step: groups of queries, chunks of keys, masks, caps, keys within a larger cache, every dtype.
+#[test]
+fn attention_of_one_query_matches_the_formula() {
+    let shapes: [[i64; 5]; 8] = [
+        [1, 1, 1, 1, 1],
+        [2, 40, 4, 2, 64],
+        [1, 513, 14, 2, 64],
+        [3, 64, 2, 2, 40],
+        [1, 1100, 3, 1, 128],
+        [2, 65, 8, 1, 72],
+        [1, 512, 4, 4, 256],
+        [2, 700, 6, 3, 16],
+    ];
+    for (kind, tolerance) in
+        [(Kind::Double, 1e-13), (Kind::Float, 1e-5), (Kind::BFloat16, 6e-3), (Kind::Half, 8e-4)]
+    {
+        for (number, [batch, keys, heads, kv_heads, head]) in shapes.into_iter().enumerate() {
+            let mut generator = Generator::new(number as u64).unwrap();
+            let mut normal = |shape: &[i64]| generator.normal(shape, F64).unwrap().to_kind(kind);
+            let q = normal(&[batch, heads, head]);
+            let [k, v] = [0, 1].map(|_| normal(&[batch, kv_heads, keys + 7, head]).narrow(2, 3, keys));
+            let shown = Tensor::arange(keys, (Kind::Int64, Device::Cpu)).remainder(3).not_equal(0);
+            let shown = shown.logical_or(&Tensor::arange(keys, (Kind::Int64, Device::Cpu)).eq(0));
+            // The other rows see all.
+            let rows = Tensor::arange(batch, (Kind::Int64, Device::Cpu)).unsqueeze(1).not_equal(0);
+            let mask = shown.unsqueeze(0).logical_or(&rows);
+            for (mask, scale, cap) in [
+                (None, None, None),
+                (Some(&mask), Some(0.31), None),
+                (None, None, Some(2.5)),
+                (Some(&mask), None, Some(0.7)),
+            ] {
+                let options = SingleQueryOptions { mask, scale, cap };
+                let found = single_query_attention(&q, &k, &v, options).unwrap();
+                let [q, k, v] = [&q, &k, &v].map(|x| x.to_kind(Kind::Double));
+                let grouped = q.view([batch, kv_heads, heads / kv_heads, head]);
+                let mut scores =
+                    grouped.matmul(&k.transpose(2, 3)) * scale.unwrap_or(1.0 / (head as f64).sqrt());
+                if let Some(cap) = cap {
+                    scores = (scores / cap).tanh() * cap;
+                }
+                if let Some(mask) = mask {
+                    let hidden = mask.logical_not().view([batch, 1, 1, keys]);
+                    scores = scores.masked_fill(&hidden, f64::NEG_INFINITY);
+                }
+                let expected = scores.softmax(-1, Kind::Double).matmul(&v).view([batch, heads, head]);
+                let off = error(&found, &expected);
+                assert!(off < tolerance, "{kind:?} {:?} {options:?}: {off:e}", shapes[number]);
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_of_one_query_does_not_depend_on_threads() {
+    let _alone = THREADS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let threads = tch::get_num_threads();
+    let mut generator = Generator::new(9).unwrap();
+    let q = generator.normal(&[2, 6, 64], (Kind::Float, Device::Cpu)).unwrap();
+    let k = generator.normal(&[2, 2, 1500, 64], (Kind::Float, Device::Cpu)).unwrap();
+    let on = |threads: i32| {
+        tch::set_num_threads(threads);
+        single_query_attention(&q, &k, &k, SingleQueryOptions::default()).unwrap()
+    };
+    let expected = on(1);
+    for more in [2, 3, 8] {
+        assert_eq!(on(more), expected, "{more} threads");
+    }
+    tch::set_num_threads(threads);
+}
+
+#[test]
+fn attention_of_one_query_refuses_what_does_not_fit() {
+    let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
+    let mask = Tensor::ones([1, 5], (Kind::Bool, Device::Cpu));
+    let of = |q: &[i64], k: &[i64], mask| {
+        let k = float(k);
+        let options = SingleQueryOptions { mask, ..SingleQueryOptions::default() };
+        single_query_attention(&float(q), &k, &k, options).map(|_| ()).unwrap_err().to_string()
+    };
+    for text in [
+        of(&[1, 3, 8], &[1, 2, 5, 8], None),
+        of(&[1, 2, 8], &[1, 2, 5, 4], None),
+        of(&[1, 2, 8], &[2, 2, 5, 8], None),
+        of(&[1, 2, 8], &[1, 2, 6, 8], Some(&mask)),
+    ] {
+        assert!(text.contains("attention") || text.contains("expand"), "{text}");
+    }
+    let q = float(&[1, 2, 8]).set_requires_grad(true);
+    let k = float(&[1, 2, 5, 8]);
+    let error = single_query_attention(&q, &k, &k, SingleQueryOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("requires a gradient"), "{error}");
 }

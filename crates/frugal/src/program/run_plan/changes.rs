@@ -32,7 +32,7 @@ pub(crate) struct Question<'a> {
     pub(crate) live: u64,
     /// What the process takes already.
     pub(crate) taken: u64,
-    /// Whether an earlier training is resumed, of which only the budget can be changed.
+    /// Whether an earlier training is resumed, of which only the budget and the rows at a time can be changed.
     pub(crate) resumes: bool,
 }
 
@@ -69,7 +69,7 @@ impl Question<'_> {
                 bytes_text(self.budget(least.peak.total)),
             );
         }
-        let remedy = if self.resumes { None } else { self.remedy(needed) };
+        let remedy = self.remedy(needed);
         let or = remedy.map_or_else(String::new, |remedy| format!("{remedy}; or "));
         format!("{text}; {or}give --budget {}MiB", self.budget(needed) >> 20)
     }
@@ -143,6 +143,12 @@ impl Question<'_> {
                 all.push(Change { flags, config, kind, data, least });
             }
         };
+        if self.resumes {
+            let mut rows = config.clone();
+            rows.training.rows_at_once = Some(1);
+            add("--set training.rows_at_once=1".to_owned(), rows, self.kind, self.data.clone());
+            return all;
+        }
         let pinned = config.activations.plan != ActivationPlan::Auto || config.offload.is_some();
         if pinned || config.training.rows_at_once.is_some() {
             let mut free = config.clone();
@@ -264,7 +270,10 @@ mod tests {
         assert!(together.ends_with(&end), "{together}");
         let still = question(1, false).remedy(needed).unwrap();
         assert!(still.starts_with("less would take, but still too much: "), "{still}");
-        // Of a training that is resumed only the budget can be changed, and 8 MiB less stay free.
+        // Of a training that is resumed only the budget and the rows at a time can be changed, and 8 MiB less stay free.
+        let resumed: Vec<String> =
+            question(1, true).changes().into_iter().map(|change| change.flags).collect();
+        assert_eq!(resumed, ["--set training.rows_at_once=1"]);
         let (fresh, resumed) = (question(1, false).budget(needed), question(1, true).budget(needed));
         assert_eq!(fresh - resumed, super::super::RESUMED);
     }

@@ -5,12 +5,13 @@
 //! weight that is dequantized to bf16 has is rounded as often.
 
 use half::bf16;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
+use super::super::matvec::Results;
 use super::super::parallel;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use super::{BLOCK, BYTES, Choice, Output, TASK, choice, expect_shape, packed, portable};
+use super::{BLOCK, BYTES, Choice, TASK, choice, expect_shape, packed, portable};
 use crate::error::Result;
 use crate::nf4::sections;
 use crate::processor::multiplies_into_fp32;
@@ -21,8 +22,9 @@ const VECTORS: usize = 4;
 /// rows it waited for most of the codes.
 const ROWS: usize = 4;
 
-/// Returns `x·Ŵᵀ` in fp32. The caller has checked the shapes, that both are on the CPU, and that rows are whole blocks.
-pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
+/// Returns `x·Ŵᵀ + b` in `kind` if that is bf16, else in fp32. The caller has checked the shapes, that all are on the CPU, and that rows are
+/// whole blocks.
+pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let [height, inner] = expect_shape(weight)?.map(|size| size as usize);
     let vectors = x_md.size()[0] as usize;
     let x_md = x_md.f_contiguous()?;
@@ -38,8 +40,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
     };
     let parts = sections(weight)?;
     let packed = packed(&parts);
-    let out = Tensor::f_empty([vectors as i64, height as i64], (Kind::Float, Device::Cpu))?;
-    let to = Output::<f32>::of(&out);
+    let results = Results::new([vectors, height], kind, bias)?;
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
     let of_task = (TASK / inner).min(height.div_ceil(threads)).max(1);
     let blocks = inner / BLOCK;
@@ -62,16 +63,14 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor) -> Result<Tensor> {
                 let sums = arranged.dots(rows, number);
                 for vector in 0..VECTORS.min(vectors - number * VECTORS) {
                     for (stream, sums) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
-                        let place = (number * VECTORS + vector) * height + row(stream);
-                        // SAFETY: the output outlives the call, and each row of weights belongs to one task.
-                        let out = unsafe { to.range(place..place + 1) };
-                        out[0] = sums[vector];
+                        // SAFETY: both are among the results, and each row of weights belongs to one task.
+                        unsafe { results.put(number * VECTORS + vector, row(stream), sums[vector]) };
                     }
                 }
             }
         }
     })?;
-    Ok(out)
+    Ok(results.into_tensor())
 }
 
 /// A row of whole blocks.
