@@ -4,28 +4,23 @@
 //! ([`multiplies_into_fp32`]): the products are exact and the sums in fp32, as without it, in another order.
 
 mod results;
+pub(super) mod streams;
 
 use std::borrow::Cow;
 
 use pulp::{Simd, WithSimd};
 use tch::{Kind, Tensor};
 
-use super::parallel;
-use super::tensor::rows;
+use super::tensor::{Rows, rows};
 use crate::error::Result;
 use crate::processor::multiplies_into_fp32;
 use crate::sys::simd;
 
 pub(super) use results::Results;
+use streams::{Products, STREAMS, VECTORS};
 
 /// Approximate bytes of weights that one task reads: so many that its start costs little, and so few that every thread gets a task.
 const TASK: usize = 256 * 1024;
-/// Parts of a task's rows that are read in parallel. Each is one sequential stream, which the processor prefetches; four adjacent
-/// rows at a time were read at half the rate.
-const STREAMS: usize = 4;
-/// Vectors that are multiplied at once with the weights that were read.
-const VECTORS: usize = 4;
-
 /// How an element is stored in a word of 32 bits.
 #[derive(Clone, Copy)]
 enum Stored {
@@ -63,36 +58,39 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -
     let vectors = x_md.size()[0] as usize;
     let x = words_of(x_md, (stored, per_word), weight.columns)?;
     let x: Vec<&[u32]> = x.chunks_exact(x.len() / vectors.max(1)).collect();
-
     let results = Results::new([vectors, weight.rows], x_md.kind(), bias)?;
     let stride = weight.row_stride / per_word;
-    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-    let of_task = (TASK / (words * size_of::<u32>())).min(weight.rows.div_ceil(threads)).max(STREAMS);
-    parallel::for_each(weight.rows.div_ceil(of_task), |task| {
-        let first = task * of_task;
-        let end = weight.rows.min(first + of_task);
-        let of_stream = (end - first).div_ceil(STREAMS);
-        for step in 0..of_stream {
-            let row = |stream: usize| first + stream * of_stream + step;
-            let streams: [&[u32]; STREAMS] = std::array::from_fn(|stream| {
-                // The last stream may be shorter: its last row is read again, and those sums are dropped.
-                let start = weight.pointer + row(stream).min(end - 1) * stride * size_of::<u32>();
-                // SAFETY: the row lies in the CPU tensor that `rows` has viewed, which outlives the call; it starts at a
-                // multiple of a word and has whole words (checked above), and any bits are a u32.
-                unsafe { std::slice::from_raw_parts(start as *const u32, words) }
-            });
-            for (number, some) in x.chunks(VECTORS).enumerate() {
-                let sums = simd::arch().dispatch(Block { stored, streams, x: some });
-                for (stream, of_vectors) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
-                    for (vector, sum) in of_vectors.iter().enumerate().take(some.len()) {
-                        // SAFETY: both are among the results, and no other task has this row of weights.
-                        unsafe { results.put(number * VECTORS + vector, row(stream), *sum) };
-                    }
-                }
-            }
-        }
-    })?;
+    let products = Words { stored, weight, words, stride, x: &x };
+    streams::run(&products, &results, TASK / (words * size_of::<u32>()))?;
     Ok(Some(results.into_tensor()))
+}
+
+/// A weight in words of 32 bits, and the vectors.
+struct Words<'a> {
+    stored: Stored,
+    weight: Rows,
+    words: usize,
+    /// Words from a row to the next.
+    stride: usize,
+    x: &'a [&'a [u32]],
+}
+
+impl Products for Words<'_> {
+    type Task = ();
+
+    fn task(&self, _: usize, _: usize) {}
+
+    fn of_rows(&self, (): &(), rows: [usize; STREAMS], number: usize) -> [[f32; VECTORS]; STREAMS] {
+        let mut streams: [&[u32]; STREAMS] = [&[]; STREAMS];
+        for (stream, row) in streams.iter_mut().zip(rows) {
+            let start = self.weight.pointer + row * self.stride * size_of::<u32>();
+            // SAFETY: the row lies in the CPU tensor that `rows` has viewed, which outlives the call; it starts at a multiple of a word and has
+            // whole words (checked by `matvec`), and any bits are a u32.
+            *stream = unsafe { std::slice::from_raw_parts(start as *const u32, self.words) };
+        }
+        let x = &self.x[number * VECTORS..self.x.len().min((number + 1) * VECTORS)];
+        simd::arch().dispatch(Block { stored: self.stored, streams, x })
+    }
 }
 
 /// Returns the vectors in words of 32 bits: in fp32, of each vector the first elements of all words of a weight, then the second ones;

@@ -11,6 +11,7 @@ pub(in crate::sys) struct Results {
     tensor: Tensor,
     at: usize,
     rounds: bool,
+    vectors: usize,
     rows: usize,
     /// Contiguous, in fp32 or bf16.
     bias: Option<Tensor>,
@@ -38,6 +39,7 @@ impl Results {
             at: tensor.data_ptr() as usize,
             tensor,
             rounds,
+            vectors,
             rows,
             bias_at: bias.as_ref().map_or(0, |bias| bias.data_ptr() as usize),
             bias_is_narrow: bias.as_ref().is_some_and(|bias| bias.kind() == Kind::BFloat16),
@@ -45,24 +47,31 @@ impl Results {
         })
     }
 
+    /// The numbers of vectors and of rows.
+    pub(in crate::sys) fn size(&self) -> [usize; 2] {
+        [self.vectors, self.rows]
+    }
+
+    /// Writes the results of a vector with the rows from `first` on.
+    ///
     /// # Safety
-    /// The vector and the row are among the results, the bias has as many elements as there are rows, and nothing else uses the element
-    /// meanwhile.
-    #[inline]
-    pub(in crate::sys) unsafe fn put(&self, vector: usize, row: usize, sum: f32) {
-        let bias = match (&self.bias, self.bias_is_narrow) {
-            (None, _) => 0.0,
-            // SAFETY: by this function's contract.
-            (Some(_), true) => unsafe { (*(self.bias_at as *const bf16).add(row)).widen() },
+    /// They are among the results, the bias has as many elements as there are rows, and nothing else uses these elements meanwhile.
+    pub(in crate::sys) unsafe fn put(&self, vector: usize, first: usize, sums: &[f32]) {
+        let place = vector * self.rows + first;
+        for (number, sum) in sums.iter().enumerate() {
+            let bias = match (&self.bias, self.bias_is_narrow) {
+                (None, _) => 0.0,
+                // SAFETY: by this function's contract.
+                (Some(_), true) => unsafe { (*(self.bias_at as *const bf16).add(first + number)).widen() },
+                // SAFETY: likewise.
+                (Some(_), false) => unsafe { *(self.bias_at as *const f32).add(first + number) },
+            };
             // SAFETY: likewise.
-            (Some(_), false) => unsafe { *(self.bias_at as *const f32).add(row) },
-        };
-        let (sum, place) = (sum + bias, vector * self.rows + row);
-        // SAFETY: likewise.
-        unsafe {
-            match self.rounds {
-                true => (self.at as *mut bf16).add(place).write(bf16::round(sum)),
-                false => (self.at as *mut f32).add(place).write(sum),
+            unsafe {
+                match self.rounds {
+                    true => (self.at as *mut bf16).add(place + number).write(bf16::round(sum + bias)),
+                    false => (self.at as *mut f32).add(place + number).write(sum + bias),
+                }
             }
         }
     }
