@@ -156,7 +156,7 @@ fn short(name: &str) -> &str {
 
 fn kind(name: &str) -> &'static str {
     let is = |names: &[&str]| names.iter().any(|wanted| name.contains(wanted));
-    if is(&["scaled_dot_product", "softmax", "ScaledDotProduct", "causal_attention"]) {
+    if is(&["scaled_dot_product", "softmax", "ScaledDotProduct", "causal_attention", "query_attention"]) {
         "attention"
     } else if is(&["linear", "mm", "Linear", "Mm", "product"]) {
         "product"
