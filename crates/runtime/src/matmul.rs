@@ -89,7 +89,7 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
 ///
 /// A matrix that multiplies one vector is read once, so reading it takes all the time: weights are read in their stored dtype, fp32
 /// or bf16, and summed in fp32, rounded once. So weights in bf16 take half the time, and those in [`nf4`] an eighth. It is for the CPU,
-/// at most [`FEW`] vectors, `x` in fp32 or bf16, and large weights.
+/// at most [`FEW`] vectors, `x` in fp32 or bf16, and weights of 4,096 elements or more.
 ///
 /// # Errors
 /// Shapes that do not match; operands that require a gradient while gradients are recorded.
