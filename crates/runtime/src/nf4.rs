@@ -47,6 +47,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+pub(crate) use format::{Layout, layout};
 pub use format::{NESTED_BLOCK, Scales, Sections, empty, is_nf4, matrix_shape, nested_map, sections};
 pub(crate) use product::few_vectors;
 pub use product::{TILE_BYTES, linear, matvec, mm_into, mm_transposed_into};

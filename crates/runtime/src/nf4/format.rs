@@ -9,6 +9,7 @@
 //! `out` bytes, so that the tensor is `[out, bytes of a row]`. Two more columns are at least `out` more bytes of codes, so each even `in`
 //! has another number of bytes, and is found from it.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
@@ -109,19 +110,40 @@ pub struct Sections {
 /// # Errors
 /// A tensor that is not NF4, or not contiguous.
 pub fn sections(weight: &Tensor) -> Result<Sections> {
+    let Layout { codes, absmax, nested } = layout(weight)?;
+    let flat = weight.f_detach()?.f_view([-1])?.f_view_dtype(Kind::Uint8)?;
+    let part = |range: Range<usize>| flat.f_narrow(0, range.start as i64, range.len() as i64);
+    let nested = match nested {
+        Some([factors, offset]) => Some((part(factors)?, part(offset)?)),
+        None => None,
+    };
+    Ok(Sections { codes: part(codes)?, absmax: part(absmax)?, nested })
+}
+
+/// The bytes of each of the [`Sections`].
+pub(crate) struct Layout {
+    pub(crate) codes: Range<usize>,
+    pub(crate) absmax: Range<usize>,
+    pub(crate) nested: Option<[Range<usize>; 2]>,
+}
+
+/// Returns where the parts of a weight are.
+pub(crate) fn layout(weight: &Tensor) -> Result<Layout> {
     let [out, inner] = expect(weight)?;
+    if !weight.is_contiguous() {
+        return Err(refuse(format!("a weight of strides {:?}; expected a contiguous one", weight.stride())));
+    }
     let elements = out * inner;
     let blocks = (elements + BLOCK - 1) / BLOCK;
-    let flat = weight.f_detach()?.f_view([-1])?.f_view_dtype(Kind::Uint8)?;
-    let part = |start: i64, length: i64| flat.f_narrow(0, start, length);
+    let part = |start: i64, length: i64| start as usize..(start + length) as usize;
     let scales = Scales::of(weight.kind()).unwrap_or(Scales::Nested);
-    let codes = part(scales.bytes_before_codes(elements), elements / 2)?;
+    let codes = part(scales.bytes_before_codes(elements), elements / 2);
     if scales == Scales::Float {
-        return Ok(Sections { codes, absmax: part(0, 4 * blocks)?, nested: None });
+        return Ok(Layout { codes, absmax: part(0, 4 * blocks), nested: None });
     }
     let factors = 4 * ((blocks + NESTED_BLOCK - 1) / NESTED_BLOCK);
-    let nested = Some((part(0, factors)?, part(factors, 4)?));
-    Ok(Sections { codes, absmax: part(factors + 4, blocks)?, nested })
+    let nested = Some([part(0, factors), part(factors, 4)]);
+    Ok(Layout { codes, absmax: part(factors + 4, blocks), nested })
 }
 
 /// Returns the 256 values of nested scales: bitsandbytes' signed dynamic map (Dettmers et al., arXiv:2110.02861). For i from 0 to 6 it

@@ -8,7 +8,7 @@ pub(super) mod streams;
 
 use std::borrow::Cow;
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use tch::{Kind, Tensor};
 
 use super::tensor::{Rows, rows};
@@ -17,7 +17,7 @@ use crate::processor::multiplies_into_fp32;
 use crate::sys::simd;
 
 pub(super) use results::Results;
-use streams::{Products, STREAMS, VECTORS};
+use streams::{Products, STREAMS, Sums, VECTORS};
 
 /// Approximate bytes of weights that one task reads: so many that its start costs little, and so few that every thread gets a task.
 const TASK: usize = 256 * 1024;
@@ -80,7 +80,8 @@ impl Products for Words<'_> {
 
     fn task(&self, _: usize, _: usize) {}
 
-    fn of_rows(&self, (): &(), rows: [usize; STREAMS], number: usize) -> [[f32; VECTORS]; STREAMS] {
+    #[inline(always)]
+    fn of_rows<S: Simd>(&self, simd: S, (): &(), rows: [usize; STREAMS], number: usize, sums: &mut Sums) {
         let mut streams: [&[u32]; STREAMS] = [&[]; STREAMS];
         for (stream, row) in streams.iter_mut().zip(rows) {
             let start = self.weight.pointer + row * self.stride * size_of::<u32>();
@@ -89,7 +90,11 @@ impl Products for Words<'_> {
             *stream = unsafe { std::slice::from_raw_parts(start as *const u32, self.words) };
         }
         let x = &self.x[number * VECTORS..self.x.len().min((number + 1) * VECTORS)];
-        simd::arch().dispatch(Block { stored: self.stored, streams, x })
+        match x.len() {
+            1 => dots::<S, 1>(simd, self.stored, streams, x, sums),
+            2 => dots::<S, 2>(simd, self.stored, streams, x, sums),
+            _ => dots::<S, VECTORS>(simd, self.stored, streams, x, sums),
+        }
     }
 }
 
@@ -119,58 +124,42 @@ fn words_of(x_md: &Tensor, (stored, per_word): (Stored, usize), columns: usize) 
     Ok(Cow::Owned(bits.chunks_exact(columns).flat_map(parts).collect()))
 }
 
-/// Multiplies some rows of weights by up to [`VECTORS`] vectors, each stored as [`words_of`] returns it.
-struct Block<'a> {
+/// Multiplies some rows of weights by up to N vectors, each stored as [`words_of`] returns it.
+#[inline(always)]
+fn dots<S: Simd, const N: usize>(
+    simd: S,
     stored: Stored,
-    streams: [&'a [u32]; STREAMS],
-    x: &'a [&'a [u32]],
-}
-
-impl WithSimd for Block<'_> {
-    type Output = [[f32; VECTORS]; STREAMS];
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        match self.x.len() {
-            1 => self.dots::<S, 1>(simd),
-            2 => self.dots::<S, 2>(simd),
-            _ => self.dots::<S, VECTORS>(simd),
-        }
+    streams: [&[u32]; STREAMS],
+    given: &[&[u32]],
+    out: &mut Sums,
+) {
+    // If fewer vectors are left than are multiplied at once, the first one fills the rest.
+    let mut x = [given[0]; N];
+    for (x, given) in x.iter_mut().zip(given) {
+        *x = *given;
     }
-}
-
-impl Block<'_> {
-    #[inline(always)]
-    fn dots<S: Simd, const N: usize>(&self, simd: S) -> [[f32; VECTORS]; STREAMS] {
-        // If fewer vectors are left than are multiplied at once, the first one fills the rest.
-        let mut x = [self.x[0]; N];
-        let given = N.min(self.x.len());
-        x[..given].copy_from_slice(&self.x[..given]);
-        let words = self.streams[0].len();
-        let sums = match self.stored {
-            Stored::Pairs => return dots_of_pairs(self.streams, x),
-            Stored::Float => add::<S, N>(simd, self.streams, x),
-            Stored::Bfloat16 => {
-                let mut halves = [(x[0], x[0]); N];
-                for vector in 0..N {
-                    halves[vector] = x[vector].split_at(words);
-                }
-                add_halves::<S, N>(simd, self.streams, halves)
-            }
-        };
-        let mut out = [[0.0; VECTORS]; STREAMS];
-        for stream in 0..STREAMS {
+    let sums = match stored {
+        Stored::Pairs => return dots_of_pairs(&streams, &x, out),
+        Stored::Float => add::<S, N>(simd, streams, x),
+        Stored::Bfloat16 => {
+            let words = streams[0].len();
+            let mut halves = [(x[0], x[0]); N];
             for vector in 0..N {
-                out[stream][vector] = simd.reduce_sum_f32s(sums[stream][vector]);
+                halves[vector] = x[vector].split_at(words);
             }
+            add_halves::<S, N>(simd, streams, halves)
         }
-        out
+    };
+    for stream in 0..STREAMS {
+        for vector in 0..N {
+            out[stream][vector] = simd.reduce_sum_f32s(sums[stream][vector]);
+        }
     }
 }
 
 /// Sums of products of pairs of bf16, 16 words at a time.
 #[cfg(target_arch = "x86_64")]
-fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
+fn dots_of_pairs<const N: usize>(streams: &[&[u32]; STREAMS], x: &[&[u32]; N], out: &mut Sums) {
     use std::arch::x86_64::*;
 
     use super::simd::{PREFETCHED, pairs, prefetch_line};
@@ -181,7 +170,7 @@ fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> 
     #[inline]
     unsafe fn add<const N: usize>(
         sums: &mut [[__m512; N]; STREAMS],
-        (streams, x): ([&[u32]; STREAMS], [&[u32]; N]),
+        (streams, x): (&[&[u32]; STREAMS], &[&[u32]; N]),
         at: usize,
         mask: u16,
     ) {
@@ -205,7 +194,7 @@ fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> 
 
     // SAFETY: its caller makes sure of the processor's instructions.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn sums<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
+    unsafe fn sums<const N: usize>(streams: &[&[u32]; STREAMS], x: &[&[u32]; N], out: &mut Sums) {
         let words = streams[0].len();
         let whole = words / 16 * 16;
         let mut sums = [[_mm512_setzero_ps(); N]; STREAMS];
@@ -217,22 +206,20 @@ fn dots_of_pairs<const N: usize>(streams: [&[u32]; STREAMS], x: [&[u32]; N]) -> 
             // SAFETY: the words of the mask are there.
             unsafe { add(&mut sums, (streams, x), whole, u16::MAX >> (16 - (words - whole))) };
         }
-        let mut out = [[0.0; VECTORS]; STREAMS];
         for (out, sums) in out.iter_mut().zip(sums) {
             for (out, sum) in out.iter_mut().zip(sums) {
                 *out = _mm512_reduce_add_ps(sum);
             }
         }
-        out
     }
 
     // SAFETY: `Stored::Pairs` is chosen only where the processor has the instructions.
-    unsafe { sums(streams, x) }
+    unsafe { sums(streams, x, out) }
 }
 
 /// Nothing multiplies pairs of bf16 there.
 #[cfg(not(target_arch = "x86_64"))]
-fn dots_of_pairs<const N: usize>(_: [&[u32]; STREAMS], _: [&[u32]; N]) -> [[f32; VECTORS]; STREAMS] {
+fn dots_of_pairs<const N: usize>(_: &[&[u32]; STREAMS], _: &[&[u32]; N], _: &mut Sums) {
     unreachable!("pairs of bf16 are chosen on x86-64 alone")
 }
 

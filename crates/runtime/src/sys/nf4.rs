@@ -19,7 +19,7 @@ use super::parallel;
 use super::simd::Element;
 use super::tensor::{bump_version, rows};
 use crate::error::{Error, Result};
-use crate::nf4::{NESTED_BLOCK, expect as expect_shape, nested_map, sections};
+use crate::nf4::{Layout, NESTED_BLOCK, expect as expect_shape, layout, nested_map};
 #[cfg(target_arch = "x86_64")]
 use crate::processor::{Simd, simd};
 
@@ -186,8 +186,7 @@ fn window<E: Element<Compute = f32>>(
         return Err(Error::invalid("nf4", reason));
     }
     bump_version(out)?;
-    let parts = sections(weight)?;
-    let packed = packed(&parts);
+    let packed = packed(weight)?;
     let to = Output::<E>::of(out);
     let first = of_rows.start as usize * inner as usize + columns.start as usize;
     let of_task = (TASK / width.max(1)).max(1);
@@ -200,10 +199,12 @@ fn window<E: Element<Compute = f32>>(
     })
 }
 
-fn packed(parts: &crate::nf4::Sections) -> Packed<'_> {
-    let nested = parts.nested.as_ref();
-    let nested = nested.map(|(factors, mean)| (nested_map(), bytes(factors), float(bytes(mean), 0)));
-    Packed { codes: bytes(&parts.codes), absmax: bytes(&parts.absmax), nested }
+/// Views the bytes of a weight on the CPU.
+fn packed(weight: &Tensor) -> Result<Packed<'_>> {
+    let Layout { codes, absmax, nested } = layout(weight)?;
+    let bytes = bytes(weight);
+    let nested = nested.map(|[factors, mean]| (nested_map(), &bytes[factors], float(&bytes[mean], 0)));
+    Ok(Packed { codes: &bytes[codes], absmax: &bytes[absmax], nested })
 }
 
 /// Dequantizes the weights from `start` on.
@@ -276,6 +277,7 @@ fn choice() -> Choice {
 mod tests {
     use super::matvec::{Row, arranged, arranged_in_pairs};
     use super::*;
+    use crate::sys::matvec::streams::VECTORS;
 
     fn pseudo(count: usize) -> impl Iterator<Item = u32> {
         (0..count as u32).map(|index| index.wrapping_mul(2_654_435_761).rotate_left(13) ^ index)
@@ -303,7 +305,8 @@ mod tests {
         let plain: [&[f32]; 4] = std::array::from_fn(|index| &x[index][..]);
         let parts: [&[f32]; 4] = std::array::from_fn(|index| &arranged[index][..]);
         let row = Row { codes: &codes, scales: &scales };
-        let expected = portable::dots(row, plain);
+        let mut expected = [0.0; VECTORS];
+        portable::dots(&row, plain, &mut expected);
         let near = |found: &[f32]| {
             let most = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(most < 2e-4, "{most}: {found:?}, {expected:?}");
@@ -324,15 +327,21 @@ mod tests {
         if Simd::Avx2.is_there() {
             // SAFETY: the processor has AVX2; codes, scales and vectors are of the same blocks.
             unsafe {
-                near(&x86::dots_avx2(row, parts));
-                near(&x86::dots_avx2(row, [parts[0]]));
+                let mut sums = [0.0; VECTORS];
+                x86::dots_avx2(&row, parts, &mut sums);
+                near(&sums);
+                x86::dots_avx2(&row, [parts[0]], &mut sums);
+                near(&sums[..1]);
             }
         }
         if Simd::Avx512.is_there() {
             // SAFETY: likewise for AVX-512.
             unsafe {
-                x86::dots_avx512([row; 4], parts).iter().for_each(|sums| near(sums));
-                x86::dots_avx512([row; 4], [parts[0]]).iter().for_each(|sums| near(sums));
+                let mut sums = [[0.0; VECTORS]; 4];
+                x86::dots_avx512(&[row; 4], parts, &mut sums);
+                sums.iter().for_each(|sums| near(sums));
+                x86::dots_avx512(&[row; 4], [parts[0]], &mut sums);
+                sums.iter().for_each(|sums| near(&sums[..1]));
             }
         }
         if Simd::Avx512.is_there() && is_x86_feature_detected!("avx512bf16") {
@@ -357,8 +366,13 @@ mod tests {
             };
             // SAFETY: the processor has AVX-512 BF16; codes, scales and vectors are of the same blocks.
             unsafe {
-                x86::dots_bf16([row; 4], parts).iter().for_each(|sums| check(sums));
-                x86::dots_bf16([row; 4], [parts[0]]).iter().for_each(|sums| check(sums));
+                let mut sums = [[0.0; VECTORS]; 4];
+                x86::dots_bf16(&[row; 4], parts, &mut sums);
+                sums.iter().for_each(|sums| check(sums));
+                x86::dots_bf16(&[row; 4], [parts[0], parts[1]], &mut sums);
+                sums.iter().for_each(|sums| check(&sums[..2]));
+                x86::dots_bf16(&[row; 4], [parts[0]], &mut sums);
+                sums.iter().for_each(|sums| check(&sums[..1]));
             }
         }
     }

@@ -5,45 +5,46 @@
 //! weight that is dequantized to bf16 has is rounded as often.
 
 use half::bf16;
+use pulp::Simd;
 use tch::{Kind, Tensor};
 
 use super::super::matvec::Results;
-use super::super::matvec::streams::{self, Products, STREAMS, VECTORS};
+use super::super::matvec::streams::{self, Products, STREAMS, Sums, VECTORS};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{BLOCK, BYTES, Choice, Packed, TASK, bytes, choice, expect_shape, packed, portable};
 use crate::error::Result;
-use crate::nf4::sections;
 use crate::processor::multiplies_into_fp32;
+use crate::sys::simd::arch;
 
 /// Returns `x·Ŵᵀ + b` in `kind` if that is bf16, else in fp32. The caller has checked the shapes, that all are on the CPU, and that rows are
 /// whole blocks.
 pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let [height, inner] = expect_shape(weight)?.map(|size| size as usize);
     let vectors = x_md.size()[0] as usize;
-    let x_md = x_md.f_contiguous()?;
-    let arranged = if x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16) {
-        let x: Vec<bf16> = bytes(&x_md).as_chunks().0.iter().map(|two| bf16::from_ne_bytes(*two)).collect();
+    let in_pairs = x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16);
+    let x_md = x_md.f_to_kind(if in_pairs { Kind::BFloat16 } else { Kind::Float })?.f_contiguous()?;
+    let x = bytes(&x_md);
+    let x = if in_pairs {
+        let x: Vec<bf16> = x.as_chunks().0.iter().map(|two| bf16::from_ne_bytes(*two)).collect();
         Vectors::Pairs(x.chunks_exact(inner).map(arranged_in_pairs).collect())
     } else {
-        let wide = x_md.f_to_kind(Kind::Float)?;
-        let x: Vec<f32> = bytes(&wide).as_chunks().0.iter().map(|four| f32::from_ne_bytes(*four)).collect();
+        let x: Vec<f32> = x.as_chunks().0.iter().map(|four| f32::from_ne_bytes(*four)).collect();
         Vectors::Float(x.chunks_exact(inner).map(arrange).collect())
     };
-    let parts = sections(weight)?;
-    let packed = packed(&parts);
+    let packed = packed(weight)?;
     let results = Results::new([vectors, height], kind, bias)?;
-    let products = Quantized { packed: &packed, blocks: inner / BLOCK, vectors: arranged.groups() };
+    let products = Quantized { packed: &packed, blocks: inner / BLOCK, x };
     streams::run(&products, &results, TASK / inner)?;
     Ok(results.into_tensor())
 }
 
-/// A weight and the vectors, [`VECTORS`] at a time.
+/// A weight and the vectors.
 struct Quantized<'a> {
     packed: &'a Packed<'a>,
     /// Blocks of a row.
     blocks: usize,
-    vectors: Groups<'a>,
+    x: Vectors,
 }
 
 impl Products for Quantized<'_> {
@@ -56,20 +57,23 @@ impl Products for Quantized<'_> {
         (first, scales)
     }
 
-    fn of_rows(
+    #[inline(always)]
+    fn of_rows<S: Simd>(
         &self,
+        _: S,
         (first, scales): &Self::Task,
         rows: [usize; STREAMS],
         number: usize,
-    ) -> [[f32; VECTORS]; STREAMS] {
+        sums: &mut Sums,
+    ) {
         let mut of_rows = [Row { codes: &[], scales: &[] }; STREAMS];
         for (one, row) in of_rows.iter_mut().zip(rows) {
             one.codes = &self.packed.codes[row * self.blocks * BYTES..][..self.blocks * BYTES];
             one.scales = &scales[(row - first) * self.blocks..][..self.blocks];
         }
-        match &self.vectors {
-            Groups::Float(groups) => dots(of_rows, &groups[number]),
-            Groups::Pairs(groups) => dots_of_pairs(of_rows, &groups[number]),
+        match &self.x {
+            Vectors::Float(x) => dots(&of_rows, group(x, number), sums),
+            Vectors::Pairs(x) => dots_of_pairs(&of_rows, group(x, number), sums),
         }
     }
 }
@@ -87,74 +91,65 @@ enum Vectors {
     Pairs(Vec<Vec<bf16>>),
 }
 
-impl Vectors {
-    fn groups(&self) -> Groups<'_> {
-        match self {
-            Self::Float(x) => Groups::Float(x.chunks(VECTORS).map(Group::of).collect()),
-            Self::Pairs(x) => Groups::Pairs(x.chunks(VECTORS).map(Group::of).collect()),
-        }
-    }
+/// The `number`-th [`VECTORS`] vectors.
+fn group<T>(x: &[Vec<T>], number: usize) -> &[Vec<T>] {
+    &x[number * VECTORS..x.len().min((number + 1) * VECTORS)]
 }
 
-/// [`VECTORS`] vectors; if there are fewer, the first one fills the rest.
-struct Group<'a, T> {
-    four: [&'a [T]; VECTORS],
-    is_one: bool,
+/// N vectors; if fewer are given, the first one fills the rest.
+fn filled<T, const N: usize>(x: &[Vec<T>]) -> [&[T]; N] {
+    std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice())
 }
 
-impl<'a, T> Group<'a, T> {
-    fn of(x: &'a [Vec<T>]) -> Self {
-        let four = std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice());
-        Self { four, is_one: x.len() == 1 }
-    }
-}
-
-enum Groups<'a> {
-    Float(Vec<Group<'a, f32>>),
-    Pairs(Vec<Group<'a, bf16>>),
-}
-
-fn single(sums: [[f32; 1]; STREAMS]) -> [[f32; VECTORS]; STREAMS] {
-    sums.map(|[sum]| [sum, 0.0, 0.0, 0.0])
-}
-
-/// Products of rows with vectors that [`arranged_in_pairs`] returned.
+/// Products of rows with vectors that [`arranged_in_pairs`] returned; so many rows at a time as the registers have room for.
 #[cfg(target_arch = "x86_64")]
-fn dots_of_pairs(rows: [Row<'_>; STREAMS], x: &Group<'_, bf16>) -> [[f32; VECTORS]; STREAMS] {
+fn dots_of_pairs(rows: &[Row<'_>; STREAMS], x: &[Vec<bf16>], sums: &mut Sums) {
     // SAFETY: there are such vectors only where the processor has the instructions; codes, scales and vectors are of the same whole
     // blocks.
     unsafe {
-        match x.is_one {
-            true => single(x86::dots_bf16(rows, [x.four[0]])),
-            false => x86::dots_bf16(rows, x.four),
+        match x.len() {
+            1 => x86::dots_bf16::<STREAMS, 1>(rows, filled(x), sums),
+            2 => x86::dots_bf16::<STREAMS, 2>(rows, filled(x), sums),
+            _ => {
+                for (rows, sums) in rows.as_chunks::<2>().0.iter().zip(sums.as_chunks_mut().0) {
+                    x86::dots_bf16::<2, VECTORS>(rows, filled(x), sums);
+                }
+            }
         }
     }
 }
 
 /// Nothing multiplies pairs of bf16 there.
 #[cfg(not(target_arch = "x86_64"))]
-fn dots_of_pairs(_: [Row<'_>; STREAMS], _: &Group<'_, bf16>) -> [[f32; VECTORS]; STREAMS] {
+fn dots_of_pairs(_: &[Row<'_>; STREAMS], _: &[Vec<bf16>], _: &mut Sums) {
     unreachable!("pairs of bf16 are chosen on x86-64 alone")
 }
 
 /// Products of rows with vectors that [`arrange`] returned.
-fn dots(rows: [Row<'_>; STREAMS], x: &Group<'_, f32>) -> [[f32; VECTORS]; STREAMS] {
-    let (four, one) = (x.four, [x.four[0]]);
-    match (choice(), x.is_one) {
+fn dots(rows: &[Row<'_>; STREAMS], x: &[Vec<f32>], sums: &mut Sums) {
+    match x.len() {
+        1 => dots_of::<STREAMS, 1>(rows, filled(x), sums),
+        _ => {
+            for (rows, sums) in rows.as_chunks::<2>().0.iter().zip(sums.as_chunks_mut().0) {
+                dots_of::<2, VECTORS>(rows, filled(x), sums);
+            }
+        }
+    }
+}
+
+fn dots_of<const R: usize, const N: usize>(
+    rows: &[Row<'_>; R],
+    x: [&[f32]; N],
+    sums: &mut [[f32; VECTORS]; R],
+) {
+    match choice() {
         // SAFETY: the processor has the instructions; codes, scales and vectors are of the same whole blocks.
         #[cfg(target_arch = "x86_64")]
-        (Choice::Avx512, true) => single(unsafe { x86::dots_avx512(rows, one) }),
+        Choice::Avx512 => unsafe { x86::dots_avx512(rows, x, sums) },
         // SAFETY: likewise.
         #[cfg(target_arch = "x86_64")]
-        (Choice::Avx512, false) => unsafe { x86::dots_avx512(rows, four) },
-        // SAFETY: likewise.
-        #[cfg(target_arch = "x86_64")]
-        (Choice::Avx2, true) => single(rows.map(|row| unsafe { x86::dots_avx2(row, one) })),
-        // SAFETY: likewise.
-        #[cfg(target_arch = "x86_64")]
-        (Choice::Avx2, false) => rows.map(|row| unsafe { x86::dots_avx2(row, four) }),
-        (Choice::Portable, true) => single(rows.map(|row| portable::dots(row, one))),
-        (Choice::Portable, false) => rows.map(|row| portable::dots(row, four)),
+        Choice::Avx2 => rows.iter().zip(sums).for_each(|(row, sums)| unsafe { x86::dots_avx2(row, x, sums) }),
+        Choice::Portable => rows.iter().zip(sums).for_each(|(row, sums)| portable::dots(row, x, sums)),
     }
 }
 
@@ -178,11 +173,16 @@ pub(super) fn arranged_in_pairs(x: &[bf16]) -> Vec<bf16> {
 /// weight.
 fn in_parts<T: Copy + Default, const PARTS: usize>(x: &[T]) -> Vec<T> {
     let mut out = vec![T::default(); x.len()];
-    let count = x.len() / PARTS;
-    for (index, some) in x.as_chunks::<PARTS>().0.iter().enumerate() {
-        for (part, value) in some.iter().enumerate() {
-            out[(part ^ 1) * count + index] = *value;
-        }
-    }
+    let (some, _) = x.as_chunks::<PARTS>();
+    arch().dispatch(
+        #[inline(always)]
+        || {
+            for (part, out) in out.chunks_exact_mut(some.len().max(1)).enumerate() {
+                for (to, some) in out.iter_mut().zip(some) {
+                    *to = some[part ^ 1];
+                }
+            }
+        },
+    );
     out
 }

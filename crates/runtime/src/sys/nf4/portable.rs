@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use super::matvec::Row;
 use super::{BLOCK, BYTES};
 use crate::nf4::{TABLE, nested_map};
+use crate::sys::matvec::streams::VECTORS;
 
 /// Dequantizes a block.
 #[inline(always)]
@@ -16,7 +17,7 @@ pub(super) fn block(codes: &[u8; BYTES], scale: f32, out: &mut [f32; BLOCK]) {
 }
 
 /// Products of a row of whole blocks with N vectors.
-pub(super) fn dots<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> [f32; N] {
+pub(super) fn dots<const N: usize>(row: &Row<'_>, x: [&[f32]; N], out: &mut [f32; VECTORS]) {
     const LANES: usize = 8;
     let mut sums = [[0f32; LANES]; N];
     let mut values = [0.0; BLOCK];
@@ -31,7 +32,9 @@ pub(super) fn dots<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> [f32; N] {
             }
         }
     }
-    sums.map(|sums| sums.iter().sum())
+    for (out, sums) in out.iter_mut().zip(sums) {
+        *out = sums.iter().sum();
+    }
 }
 
 /// Quantizes blocks, the last of which may be shorter; returns whether all values are finite.

@@ -7,6 +7,7 @@ use half::bf16;
 use super::matvec::Row;
 use super::{BLOCK, BYTES, Packed, fill_by};
 use crate::nf4::TABLE;
+use crate::sys::matvec::streams::VECTORS;
 use crate::sys::simd::{Element, PREFETCHED, pairs, prefetch_line};
 
 /// # Safety
@@ -72,9 +73,10 @@ pub(super) unsafe fn fill_avx2<E: Element<Compute = f32>>(packed: &Packed<'_>, s
 /// The processor has AVX-512 F and DQ; each row's codes have 32 bytes, and vectors 64 values, for each of its scales.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
-    rows: [Row<'_>; R],
+    rows: &[Row<'_>; R],
     x: [&[f32]; N],
-) -> [[f32; N]; R] {
+    out: &mut [[f32; VECTORS]; R],
+) {
     let words = rows[0].codes.len() / 4;
     // SAFETY: by this function's contract: `at` is a word of a block, and lanes beyond the last word are masked.
     unsafe {
@@ -85,7 +87,7 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
             let is_pair = at + 16 <= words;
             let mask = if is_pair { 0xffff } else { 0x00ff };
             let mut word = [_mm512_setzero_si512(); R];
-            for (word, row) in word.iter_mut().zip(&rows) {
+            for (word, row) in word.iter_mut().zip(rows) {
                 _mm_prefetch::<_MM_HINT_T0>(row.codes.as_ptr().wrapping_add(4 * at + PREFETCHED).cast());
                 *word = _mm512_maskz_loadu_epi32(mask, row.codes.as_ptr().add(4 * at).cast());
             }
@@ -112,11 +114,11 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
                 }
             }
         }
-        let mut out = [[0.0; N]; R];
-        for (out, sums) in out.iter_mut().flatten().zip(sums.iter().flatten()) {
-            *out = _mm512_reduce_add_ps(*sums);
+        for (out, sums) in out.iter_mut().zip(&sums) {
+            for (out, sum) in out.iter_mut().zip(sums) {
+                *out = _mm512_reduce_add_ps(*sum);
+            }
         }
-        out
     }
 }
 
@@ -124,13 +126,14 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
 /// each instruction adds the products of two neighbours, which are of one block.
 ///
 /// # Safety
-/// The processor has AVX-512 F, BW, DQ and BF16; R is a multiple of four, all rows have as many scales, and each row's codes have 32 bytes,
-/// and vectors 64 values, for each of its scales.
+/// The processor has AVX-512 F, BW, DQ and BF16; all rows have as many scales, and each row's codes have 32 bytes, and vectors 64
+/// values, for each of its scales.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 pub(super) unsafe fn dots_bf16<const R: usize, const N: usize>(
-    rows: [Row<'_>; R],
+    rows: &[Row<'_>; R],
     x: [&[bf16]; N],
-) -> [[f32; N]; R] {
+    out: &mut [[f32; VECTORS]; R],
+) {
     let blocks = rows[0].scales.len();
     // A lookup reads five bits of an index: the table is there twice.
     let table: [bf16; 32] = std::array::from_fn(|code| bf16::from_f32(TABLE[code % 16]));
@@ -138,40 +141,30 @@ pub(super) unsafe fn dots_bf16<const R: usize, const N: usize>(
     unsafe {
         let table = _mm512_loadu_si512(table.as_ptr().cast());
         let mut sums = [[_mm512_setzero_ps(); N]; R];
-        let pairs_of_blocks = blocks / 2;
-        // With one vector four rows fit the registers, with more two.
-        let at_once = if N == 1 { 4 } else { 2 };
-        for block in 0..pairs_of_blocks {
-            for first in (0..R).step_by(at_once) {
-                match at_once {
-                    4 => add_blocks::<R, N, 4, true>(&mut sums, (&rows, &x), (2 * block, first), table),
-                    _ => add_blocks::<R, N, 2, true>(&mut sums, (&rows, &x), (2 * block, first), table),
-                }
+        for pair in 0..blocks / 2 {
+            add_blocks::<R, N, true>(&mut sums, (rows, &x), 2 * pair, table);
+        }
+        if blocks % 2 == 1 {
+            add_blocks::<R, N, false>(&mut sums, (rows, &x), blocks - 1, table);
+        }
+        for (out, sums) in out.iter_mut().zip(&sums) {
+            for (out, sum) in out.iter_mut().zip(sums) {
+                *out = _mm512_reduce_add_ps(*sum);
             }
         }
-        if 2 * pairs_of_blocks < blocks {
-            for first in (0..R).step_by(2) {
-                add_blocks::<R, N, 2, false>(&mut sums, (&rows, &x), (2 * pairs_of_blocks, first), table);
-            }
-        }
-        let mut out = [[0.0; N]; R];
-        for (out, sums) in out.iter_mut().flatten().zip(sums.iter().flatten()) {
-            *out = _mm512_reduce_add_ps(*sums);
-        }
-        out
     }
 }
 
-/// Adds the products of a block, or a pair of blocks, of `G` rows from `first` on.
+/// Adds the products of a block, or of a pair of blocks.
 ///
 /// # Safety
-/// As [`dots_bf16`]; there are these blocks and rows.
+/// As [`dots_bf16`]; there are these blocks.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
 #[inline]
-unsafe fn add_blocks<const R: usize, const N: usize, const G: usize, const PAIR: bool>(
+unsafe fn add_blocks<const R: usize, const N: usize, const PAIR: bool>(
     sums: &mut [[__m512; N]; R],
     (rows, x): (&[Row<'_>; R], &[&[bf16]; N]),
-    (block, first): (usize, usize),
+    block: usize,
     table: __m512i,
 ) {
     // One block is eight words of codes.
@@ -179,36 +172,36 @@ unsafe fn add_blocks<const R: usize, const N: usize, const G: usize, const PAIR:
     let mask = if PAIR { 0xffff } else { 0x00ff };
     // SAFETY: by this function's contract the words of the mask are there, and the scales.
     unsafe {
-        let mut word = [_mm512_setzero_si512(); G];
-        for row in 0..G {
-            let codes = rows[first + row].codes.as_ptr();
+        let mut word = [_mm512_setzero_si512(); R];
+        for row in 0..R {
+            let codes = rows[row].codes.as_ptr();
             prefetch_line(codes.wrapping_add(4 * at + PREFETCHED).addr());
             word[row] = _mm512_maskz_loadu_epi32(mask, codes.add(4 * at).cast());
         }
-        let mut of_blocks = [[_mm512_setzero_ps(); N]; G];
+        let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
         for part in 0..4 {
-            let mut value = [_mm512_setzero_si512(); G];
-            for row in 0..G {
+            let mut value = [_mm512_setzero_si512(); R];
+            for row in 0..R {
                 value[row] = _mm512_permutexvar_epi16(word[row], table);
                 word[row] = _mm512_srli_epi16::<4>(word[row]);
             }
             for vector in 0..N {
                 let x = x[vector].as_ptr().add(2 * (part * words + at));
                 let x = _mm512_maskz_loadu_epi32(mask, x.cast());
-                for row in 0..G {
+                for row in 0..R {
                     let sum = &mut of_blocks[row][vector];
                     *sum = _mm512_dpbf16_ps(*sum, pairs(value[row]), pairs(x));
                 }
             }
         }
-        for row in 0..G {
-            let scales = rows[first + row].scales.as_ptr().add(block);
+        for row in 0..R {
+            let scales = rows[row].scales.as_ptr().add(block);
             let mut scale = _mm512_set1_ps(*scales);
             if PAIR {
                 scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(*scales.add(1)));
             }
             for vector in 0..N {
-                let sum = &mut sums[first + row][vector];
+                let sum = &mut sums[row][vector];
                 *sum = _mm512_fmadd_ps(of_blocks[row][vector], scale, *sum);
             }
         }
@@ -220,7 +213,7 @@ unsafe fn add_blocks<const R: usize, const N: usize, const G: usize, const PAIR:
 /// # Safety
 /// The processor has AVX2 and FMA; codes have 32 bytes, and vectors 64 values, for each scale.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn dots_avx2<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> [f32; N] {
+pub(super) unsafe fn dots_avx2<const N: usize>(row: &Row<'_>, x: [&[f32]; N], out: &mut [f32; VECTORS]) {
     let words = row.codes.len() / 4;
     // SAFETY: by this function's contract: each step reads the eight words of a block, and their values.
     unsafe {
@@ -242,13 +235,11 @@ pub(super) unsafe fn dots_avx2<const N: usize>(row: Row<'_>, x: [&[f32]; N]) -> 
                 sums[vector] = _mm256_fmadd_ps(of_block[vector], _mm256_set1_ps(*scale), sums[vector]);
             }
         }
-        let mut out = [0.0; N];
-        for vector in 0..N {
+        for (out, sums) in out.iter_mut().zip(sums) {
             let mut lanes = [0f32; 8];
-            _mm256_storeu_ps(lanes.as_mut_ptr(), sums[vector]);
-            out[vector] = lanes.iter().sum();
+            _mm256_storeu_ps(lanes.as_mut_ptr(), sums);
+            *out = lanes.iter().sum();
         }
-        out
     }
 }
 
