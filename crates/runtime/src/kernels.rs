@@ -12,6 +12,7 @@
 pub(crate) mod adam;
 mod cache;
 pub(crate) mod cross_entropy;
+pub(crate) mod gradients;
 pub(crate) mod norm;
 pub(crate) mod rope;
 pub(crate) mod scale;
@@ -313,7 +314,7 @@ mod tests {
         }
     }
 
-    const EXPRESSIONS: [(Source, &[&str]); 6] = [
+    const EXPRESSIONS: [(Source, &[&str]); 7] = [
         (adam::SOURCE, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 1, false, 128, 1024>"]),
         (
             cross_entropy::SOURCE,
@@ -325,6 +326,15 @@ mod tests {
                 "ce_gradient<float, 1, true, 256>",
                 "ce_gradient_narrow<bf16, 8, false, 512>",
                 "ce_gradient_narrow<f16, 1, true, 512>",
+            ],
+        ),
+        (
+            gradients::SOURCE,
+            &[
+                "gradient_squares<bf16, 8, true, 256, 16384>",
+                "gradient_squares<float, 1, false, 256, 16384>",
+                "gradient_norm<1024>",
+                "scale_many<f16, 8, 256, 16384>",
             ],
         ),
         (

@@ -7,6 +7,7 @@
 use std::borrow::Borrow;
 
 use runtime::file_memory;
+use runtime::fused::gradients;
 use runtime::ops::foreach;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -56,7 +57,7 @@ impl Norm {
         Self { tensor }
     }
 
-    /// Returns the scalar on the device: fp32, or fp64 if a gradient is.
+    /// Returns the scalar on the device, fp32 or fp64.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
@@ -71,7 +72,8 @@ impl Norm {
 }
 
 /// Computes the 2-norm of all gradients as one vector, without synchronising; 0 without gradients. Half-precision gradients are
-/// squared and summed in fp32 (fp16 would overflow from 256 on).
+/// squared and summed in fp32 (fp16 would overflow from 256 on). On CUDA one kernel reads each gradient once, and adds up in fp64
+/// ([`gradients::norm_many`]).
 ///
 /// # Errors
 /// Those of libtorch.
@@ -81,6 +83,9 @@ pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
         return Ok(Norm { tensor: Tensor::f_zeros([] as [i64; 0], (Kind::Float, Device::Cpu))? });
     };
     let device = first.device();
+    if let Some(tensor) = gradients::norm_many(grads)? {
+        return Ok(Norm { tensor });
+    }
     let double = grads.iter().any(|grad| grad.borrow().kind() == Kind::Double);
     let kind = if double { Kind::Double } else { Kind::Float };
     let (mut single, mut half) = (Vec::new(), Vec::new());
@@ -108,7 +113,8 @@ pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
 }
 
 /// Multiplies the gradients by min(1, limit / (norm + 10⁻⁶)) in place, on the device, without synchronising. A norm that is not
-/// finite makes them NaN or 0: see [`clip_`].
+/// finite makes them NaN or 0: see [`clip_`]. On CUDA gradients within the limit are neither read nor written
+/// ([`gradients::scale_many_`]).
 ///
 /// # Errors
 /// A limit that is not positive; those of libtorch.
@@ -174,8 +180,11 @@ pub fn check(limit: f64) -> Result<()> {
     Err(Error::config("gradient clipping", format!("the limit is {limit}; expected a positive number")))
 }
 
-/// One call for each device and dtype, because in-place multiplication needs a factor of the same.
+/// One call for each device and dtype, because libtorch's in-place multiplication needs a factor of the same.
 fn multiply(grads: &[impl Borrow<Tensor>], factor: &Tensor) -> Result<()> {
+    if gradients::scale_many_(grads, &factor.f_to_kind(Kind::Float)?)? {
+        return Ok(());
+    }
     let mut rest: Vec<Tensor> =
         grads.iter().map(|grad| grad.borrow().f_detach()).collect::<Result<_, _>>()?;
     while let Some((device, kind)) = rest.first().map(|grad| (grad.device(), grad.kind())) {

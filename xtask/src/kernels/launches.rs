@@ -136,6 +136,27 @@ fn adam(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 128), all)
 }
 
+/// One gradient of a block for each row, with the arguments after the table.
+fn gradients(inputs: &mut Inputs, rows: u32, scaled: bool) -> (Launch, Vec<Argument>) {
+    const CHUNK: u32 = 16_384;
+    const TABLE: usize = 160 * 24;
+    let numbers = rows * CHUNK;
+    let entry = [inputs.half("gradient", numbers), long(numbers), long(0)];
+    let mut table: Vec<u8> = entry.iter().flat_map(member).collect();
+    table.resize(TABLE, 0);
+    let factor = if scaled { inputs.single("factor", 1) } else { NONE };
+    let parts = inputs.memory.add("parts", Data::of(&vec![0f64; rows as usize])).into();
+    (Launch::new(rows, 256), vec![Argument::Bytes(table), int(1), factor, parts])
+}
+
+/// The parts of 1024 × 16384 numbers for each row.
+fn gradient_norm(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    let count = rows * 1024;
+    let parts = inputs.memory.add("parts", Data::of(&vec![1f64; count as usize])).into();
+    let norm = inputs.memory.add("norm", Data::of(&[0f64])).into();
+    (Launch::new(1, 1024), vec![parts, long(count), norm, inputs.single("found", 1)])
+}
+
 /// The 8 bytes of a structure's member.
 fn member(argument: &Argument) -> [u8; 8] {
     match argument {
@@ -150,7 +171,7 @@ fn scale(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 256), vec![inputs.half("x", numbers), long(numbers), inputs.single("factor", 1)])
 }
 
-pub(super) const SAMPLES: [Sample; 10] = [
+pub(super) const SAMPLES: [Sample; 14] = [
     Sample {
         file: "adam",
         expression: "adam<bf16, bf16, 8, true, 128, 1024>",
@@ -181,6 +202,38 @@ pub(super) const SAMPLES: [Sample; 10] = [
         size: "4096 × 128256",
         rows: 4096.0,
         launch: |inputs, rows| (Launch::new(rows, 512), gradient(inputs, rows, None)),
+    },
+    Sample {
+        file: "gradients",
+        expression: "gradient_squares<bf16, 8, true, 256, 16384>",
+        size: "2²⁸",
+        rows: 16_384.0,
+        launch: |inputs, rows| gradients(inputs, rows, true),
+    },
+    Sample {
+        file: "gradients",
+        expression: "gradient_squares<bf16, 8, false, 256, 16384>",
+        size: "2²⁸",
+        rows: 16_384.0,
+        launch: |inputs, rows| gradients(inputs, rows, false),
+    },
+    Sample {
+        file: "gradients",
+        expression: "gradient_norm<1024>",
+        size: "2²⁸ / 16384",
+        rows: 16.0,
+        launch: gradient_norm,
+    },
+    Sample {
+        file: "gradients",
+        expression: "scale_many<bf16, 8, 256, 16384>",
+        size: "2²⁸",
+        rows: 16_384.0,
+        launch: |inputs, rows| {
+            let (launch, mut all) = gradients(inputs, rows, true);
+            all.pop();
+            (launch, all)
+        },
     },
     Sample {
         file: "norm",

@@ -2,6 +2,8 @@
 //!
 //! On CUDA the calls are captured in a graph, so that the time is the GPU's and not that of the launches.
 
+mod gradients;
+
 use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
@@ -28,6 +30,7 @@ pub(crate) fn parts(_: Device) -> Vec<Part> {
         part("rotary embedding", Box::new(rope)),
         part("cross-entropy", Box::new(cross_entropy)),
         part("AdamW", Box::new(adam_w)),
+        part("gradients", Box::new(gradients::gradients)),
     ]
 }
 

@@ -41,13 +41,7 @@ DEVICE void adam_number(const AdamNumbers& c, float g, float& p, float& m, float
 template <typename G, typename P, int W, bool DECOUPLED, int THREADS, int CHUNK>
 __global__ void __launch_bounds__(THREADS) adam(AdamTable table, int entries, const float* skip, double lr, double beta1, double beta2, float eps, float decay) {
   if (skip && *skip != 0.f) return;
-  int low = 0;
-  for (int high = entries - 1; low < high;) {
-    const int middle = (low + high + 1) / 2;
-    if (table.entries[middle].first_block <= (i64)blockIdx.x) low = middle;
-    else high = middle - 1;
-  }
-  const AdamEntry e = table.entries[low];
+  const AdamEntry e = table.entries[entry_of(table, entries, blockIdx.x)];
   const int step = (int)*e.step;
   const AdamNumbers c = {decay, (float)(1.0 - beta1), (float)beta2, (float)(1.0 - beta2), eps,
                          (float)(lr / (1.0 - power(beta1, step))), (float)(1.0 / sqrt(1.0 - power(beta2, step)))};

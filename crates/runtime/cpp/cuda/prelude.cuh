@@ -126,7 +126,7 @@ DEVICE float exp_fast(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f
 // The larger one; NaN where one is.
 DEVICE float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 
-DEVICE float warp_sum(float v) {
+template <typename F> DEVICE F warp_sum(F v) {
   UNROLL for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
   return v;
 }
@@ -135,12 +135,12 @@ DEVICE float warp_max(float v) {
   return v;
 }
 // Over the block, in an order that THREADS alone decides; every thread has it. `part` has THREADS / 32 numbers for this call alone.
-template <int THREADS> DEVICE float block_sum(float v, float* part) {
+template <int THREADS, typename F> DEVICE F block_sum(F v, F* part) {
   v = warp_sum(v);
   if constexpr (THREADS == 32) return v;
   if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = v;
   __syncthreads();
-  return warp_sum((threadIdx.x & 31) < THREADS / 32 ? part[threadIdx.x & 31] : 0.f);
+  return warp_sum((threadIdx.x & 31) < THREADS / 32 ? part[threadIdx.x & 31] : F(0));
 }
 template <int THREADS> DEVICE float block_max(float v, float* part) {
   v = warp_max(v);
@@ -148,4 +148,15 @@ template <int THREADS> DEVICE float block_max(float v, float* part) {
   if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = v;
   __syncthreads();
   return warp_max((threadIdx.x & 31) < THREADS / 32 ? part[threadIdx.x & 31] : -infinity());
+}
+
+// The entry of a table of tensors that has the block: the last whose `first_block` is not beyond it.
+template <typename Table> DEVICE int entry_of(const Table& table, int entries, i64 block) {
+  int low = 0;
+  for (int high = entries - 1; low < high;) {
+    const int middle = (low + high + 1) / 2;
+    if (table.entries[middle].first_block <= block) low = middle;
+    else high = middle - 1;
+  }
+  return low;
 }

@@ -4,14 +4,19 @@
 //! g ← f·g, c = 1 if some f·g is not finite, and N² = Σ (f·g)². A gradient scaler's unscaling, its overflow check and the norm for
 //! clipping then take one read and one write of each gradient; three operators take three reads and two writes. On the CPU the pass
 //! is written in Rust and vectorized, and without the norm it is libtorch's `_amp_foreach_non_finite_check_and_unscale_`, which
-//! does less work; on CUDA it is that operator and, for the norm, `_foreach_norm`, without synchronisation.
+//! does less work. On CUDA it is a kernel over many gradients, without synchronisation; where that cannot run, it is libtorch's
+//! operator and, for the norm, `_foreach_norm`.
+//!
+//! Both passes add squares in fp32 only while they neither overflow nor vanish there, else in double, and add up in double: the norm of
+//! gradients of 10³⁰ or 10⁻³⁰ is right, and it is infinite or NaN only if a gradient is. libtorch's operators square in fp32, so from
+//! 2·10¹⁹ on their norm is infinite. The order of a sum depends on the gradients' sizes alone.
 
 use std::borrow::Borrow;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::kernels::scale as cuda;
+use crate::kernels::{gradients as many, scale as cuda};
 use crate::ops;
 use crate::profile::kernel;
 use crate::sys::gradients as sys;
@@ -41,8 +46,8 @@ pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
 pub struct Unscaled {
     /// Float, `[1]`: 1 if a gradient is infinite or NaN, else 0.
     pub found_inf: Tensor,
-    /// Double on the CPU, float on CUDA, no dimension: the 2-norm of all gradients as one vector, after the factor. Infinite or NaN
-    /// if one of them is.
+    /// Double (float where libtorch's operators compute it), no dimension: the 2-norm of all gradients as one vector, after the factor.
+    /// Infinite or NaN if one of them is.
     pub norm: Option<Tensor>,
 }
 
@@ -57,6 +62,9 @@ pub struct Unscaled {
 pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> Result<Unscaled> {
     let device = grads.first().map_or(Device::Cpu, |grad| grad.borrow().device());
     if device != Device::Cpu {
+        if let Some(many::Survey { norm: found, found_inf }) = on_cuda(grads, Some(factor))? {
+            return Ok(Unscaled { found_inf, norm: norm.then_some(found) });
+        }
         let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
         ops::amp::non_finite_check_and_unscale_(grads, &found_inf, factor)?;
         let norm = norm.then(|| -> Result<Tensor> {
@@ -81,6 +89,42 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
     let flag = f32::from(u8::from(found.non_finite));
     let norm = norm.then(|| Tensor::f_from_slice(&[found.sum_of_squares.sqrt()])?.f_reshape([] as [i64; 0]));
     Ok(Unscaled { found_inf: Tensor::f_from_slice(&[flag])?, norm: norm.transpose()? })
+}
+
+/// Returns the 2-norm of all gradients as one vector, double and without a dimension, from one read of them; `None` if the kernel cannot
+/// run: on other devices than CUDA, without NVRTC, for other dtypes than fp32, bf16 and fp16, and for gradients with gaps in memory.
+///
+/// # Errors
+/// Those of libtorch and the driver.
+pub fn norm_many(grads: &[impl Borrow<Tensor>]) -> Result<Option<Tensor>> {
+    Ok(on_cuda(grads, None)?.map(|found| found.norm))
+}
+
+/// Multiplies all gradients by `factor`, an fp32 scalar on their device, in place. If the factor is 1, which the host does not read, no
+/// gradient is read or written. Returns false, with nothing changed, where [`norm_many`] returns `None`.
+///
+/// # Errors
+/// Those of libtorch and the driver.
+pub fn scale_many_(grads: &[impl Borrow<Tensor>], factor: &Tensor) -> Result<bool> {
+    let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
+    if !is_on_cuda(&grads) {
+        return Ok(false);
+    }
+    let _scope = kernel("runtime::scale");
+    many::scale_many(&grads, factor)
+}
+
+fn is_on_cuda(grads: &[&Tensor]) -> bool {
+    grads.first().is_some_and(|grad| grad.device().is_cuda())
+}
+
+fn on_cuda(grads: &[impl Borrow<Tensor>], factor: Option<&Tensor>) -> Result<Option<many::Survey>> {
+    let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
+    if !is_on_cuda(&grads) {
+        return Ok(None);
+    }
+    let _scope = kernel(if factor.is_some() { "runtime::unscale" } else { "runtime::norm" });
+    many::survey(&grads, factor)
 }
 
 #[cfg(test)]
@@ -142,6 +186,14 @@ mod tests {
         // The factor itself may make a gradient overflow.
         let found = unscale_(&grads, &factor(1e20), false).unwrap();
         assert_eq!(found.found_inf.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn kernels_over_many_gradients_are_for_cuda() {
+        let grads = [Tensor::ones([3], kind::FLOAT_CPU)];
+        assert!(norm_many(&grads).unwrap().is_none());
+        assert!(!scale_many_(&grads, &factor(2.0)).unwrap());
+        assert_eq!(grads[0].sum(Kind::Float).double_value(&[]), 3.0);
     }
 
     #[test]

@@ -99,7 +99,7 @@ pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
 }
 
 /// Whether the elements are contiguous and distinct in memory, in any order of the dimensions.
-fn is_dense(tensor: &Tensor) -> bool {
+pub(crate) fn is_dense(tensor: &Tensor) -> bool {
     let (size, stride) = (tensor.size(), tensor.stride());
     let mut dimensions: Vec<(i64, i64)> =
         stride.into_iter().zip(size).filter(|&(_, size)| size != 1).collect();

@@ -8,13 +8,13 @@ use std::process::Command;
 use expect_test::{Expect, expect};
 use runtime::nvrtc;
 
-use super::program::{self, ADAM, CROSS_ENTROPY, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
+use super::program::{self, ADAM, CROSS_ENTROPY, GRADIENTS, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
 
 /// The NVRTC version of the figures.
 const VERSION: (i32, i32) = (13, 0);
 
 /// The kernels of a large model's step, in which every row is aligned.
-const KERNELS: [(Source, &[&str]); 6] = [
+const KERNELS: [(Source, &[&str]); 7] = [
     (ADAM, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 4, false, 128, 1024>"]),
     (
         CROSS_ENTROPY,
@@ -25,6 +25,16 @@ const KERNELS: [(Source, &[&str]); 6] = [
             "ce_gradient<float, 4, false, 256>",
             "ce_gradient<float, 4, true, 256>",
             "ce_gradient_narrow<bf16, 8, false, 512>",
+        ],
+    ),
+    (
+        GRADIENTS,
+        &[
+            "gradient_squares<float, 4, true, 256, 16384>",
+            "gradient_squares<bf16, 8, true, 256, 16384>",
+            "gradient_squares<bf16, 8, false, 256, 16384>",
+            "gradient_norm<1024>",
+            "scale_many<bf16, 8, 256, 16384>",
         ],
     ),
     (
@@ -151,6 +161,11 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, false, 256>: 45 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 63 registers, no spills, 0 bytes shared
+            gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
+            gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
+            gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
+            gradient_norm<1024>: 32 registers, no spills, 256 bytes shared
+            scale_many<bf16, 8, 256, 16384>: 29 registers, no spills, 0 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 60 registers, no spills, 768 bytes shared
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 49 registers, no spills, 768 bytes shared
@@ -173,6 +188,11 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
             ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+            gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
+            gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
+            gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
+            gradient_norm<1024>: loads 0 wide, 24 narrow; stores 0 wide, 2 narrow
+            scale_many<bf16, 8, 256, 16384>: loads 4 wide, 6 narrow; stores 4 wide, 5 narrow
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
@@ -202,6 +222,11 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 60 registers, no spills, 0 bytes shared
+            gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
+            gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
+            gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
+            gradient_norm<1024>: 32 registers, no spills, 256 bytes shared
+            scale_many<bf16, 8, 256, 16384>: 30 registers, no spills, 0 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 58 registers, no spills, 768 bytes shared
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 46 registers, no spills, 768 bytes shared
@@ -224,6 +249,11 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
             ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+            gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
+            gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
+            gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
+            gradient_norm<1024>: loads 0 wide, 24 narrow; stores 0 wide, 2 narrow
+            scale_many<bf16, 8, 256, 16384>: loads 4 wide, 6 narrow; stores 4 wide, 5 narrow
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow

@@ -5,6 +5,7 @@
 mod adam;
 mod assembly;
 mod cross_entropy;
+mod gradients;
 mod launch;
 mod mutations;
 mod norm;

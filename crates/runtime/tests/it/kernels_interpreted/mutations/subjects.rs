@@ -3,10 +3,10 @@
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::super::adam;
 use super::super::launch::{Given, Shift, try_launch};
-use super::super::program::{ADAM, CROSS_ENTROPY, NORM, Program, ROPE, SCALE, SWIGLU, Source};
+use super::super::program::{ADAM, CROSS_ENTROPY, GRADIENTS, NORM, Program, ROPE, SCALE, SWIGLU, Source};
 use super::super::tolerance::normal;
+use super::super::{adam, gradients};
 
 /// A kernel and a launch of it.
 #[derive(Clone, Copy)]
@@ -41,6 +41,11 @@ pub(super) const FAR_ROWS: KernelCase =
     KernelCase { source: SWIGLU, expression: SWIGLU_32_OF, run: far_rows };
 pub(super) const ROTATE: KernelCase = KernelCase { source: ROPE, expression: ROTATE_OF, run: rotate };
 pub(super) const SCALED: KernelCase = KernelCase { source: SCALE, expression: SCALE_OF, run: scale };
+pub(super) const SQUARES: KernelCase = KernelCase { source: GRADIENTS, expression: SQUARES_OF, run: squares };
+pub(super) const NORM_OF_PARTS: KernelCase =
+    KernelCase { source: GRADIENTS, expression: "gradient_norm<1024>", run: norm_of_parts };
+pub(super) const SCALED_MANY: KernelCase =
+    KernelCase { source: GRADIENTS, expression: SCALE_MANY_OF, run: scale_many };
 
 /// The result of a launch.
 #[derive(Debug)]
@@ -72,6 +77,8 @@ const SWIGLU_16_OF: &str = "swiglu_forward<bf16, 8, 256>";
 const SWIGLU_32_OF: &str = "swiglu_forward<float, 1, 256>";
 const ROTATE_OF: &str = "rotate<bf16, 8>";
 const SCALE_OF: &str = "scale<float, 4, 256>";
+const SQUARES_OF: &str = "gradient_squares<float, 4, false, 256, 16384>";
+const SCALE_MANY_OF: &str = "scale_many<float, 4, 256, 16384>";
 
 fn draw(size: &[i64], kind: Kind) -> Tensor {
     normal(&mut Generator::new(7).unwrap(), size, kind).to_kind(kind)
@@ -281,6 +288,37 @@ fn scale(program: &Program) -> Seen {
     let (x, factor) = (draw(&[4100], Kind::Float), Tensor::from_slice(&[0.5f32]));
     let given = [Given::InOut("x", &x), Given::I64(4100), Given::In("factor", &factor)];
     seen(program, SCALE_OF, (3, 256), &given)
+}
+
+/// Three gradients, of which two end within a word of 16 bytes; one has numbers whose squares are no fp32.
+fn three_gradients() -> [Tensor; 3] {
+    let mut all = [7, 17_030, 8].map(|numbers| draw(&[numbers], Kind::Float));
+    let _ = all[0].narrow(0, 0, 4).fill_(1e30);
+    let _ = all[2].fill_(1e-30);
+    all
+}
+
+fn squares(program: &Program) -> Seen {
+    let all = three_gradients();
+    let (table, blocks) = gradients::table(&all, false);
+    let parts = Given::Out("parts", Kind::Double, vec![blocks]);
+    let given = [table, Given::I32(3), Given::Null, parts];
+    seen(program, SQUARES_OF, (blocks as u32, 256), &given)
+}
+
+fn norm_of_parts(program: &Program) -> Seen {
+    let parts = draw(&[16_000], Kind::Double).square();
+    let outputs = [Given::Out("norm", Kind::Double, vec![]), Given::Out("found", Kind::Float, vec![1])];
+    let [norm, found] = outputs;
+    let given = [Given::In("parts", &parts), Given::I64(16_000), norm, found];
+    seen(program, "gradient_norm<1024>", (1, 1024), &given)
+}
+
+fn scale_many(program: &Program) -> Seen {
+    let (all, factor) = (three_gradients(), Tensor::from_slice(&[0.5f32]));
+    let (table, blocks) = gradients::table(&all, true);
+    let given = [table, Given::I32(3), Given::In("factor", &factor)];
+    seen(program, SCALE_MANY_OF, (blocks as u32, 256), &given)
 }
 
 /// Rows so far apart that their distance does not fit into 32 bits.
