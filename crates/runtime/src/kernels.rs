@@ -13,6 +13,7 @@ pub(crate) mod adam;
 mod cache;
 pub(crate) mod cross_entropy;
 pub(crate) mod gradients;
+pub(crate) mod nf4;
 pub(crate) mod norm;
 pub(crate) mod rope;
 pub(crate) mod scale;
@@ -314,7 +315,7 @@ mod tests {
         }
     }
 
-    const EXPRESSIONS: [(Source, &[&str]); 7] = [
+    const EXPRESSIONS: [(Source, &[&str]); 8] = [
         (adam::SOURCE, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 1, false, 128, 1024>"]),
         (
             cross_entropy::SOURCE,
@@ -337,6 +338,7 @@ mod tests {
                 "scale_many<f16, 8, 256, 16384>",
             ],
         ),
+        (nf4::SOURCE, &["nf4_dequantize<bf16, 8, true, 256, 4>", "nf4_dequantize<float, 1, false, 256, 4>"]),
         (
             norm::SOURCE,
             &[

@@ -21,7 +21,8 @@
 //! [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with the whole matrix.
 //! The gradient of W does not exist; backward computes that of x.
 //!
-//! On a GPU tiles are dequantized by libtorch's operators: the results are the same, and no kernel is tuned for it.
+//! On a GPU a kernel dequantizes a tile, with the CPU's bits, in one read of its codes and one write of its values; where it cannot run,
+//! libtorch's operators do.
 //!
 //! ```
 //! use runtime::nf4::{self, Scales};
@@ -53,6 +54,8 @@ pub(crate) use product::few_vectors;
 pub use product::{TILE_BYTES, linear, matvec, mm_into, mm_transposed_into};
 
 use crate::error::{Error, Result};
+use crate::kernels::nf4 as cuda;
+use crate::profile::kernel;
 use crate::sys::nf4 as sys;
 
 /// Weights of a block, which share a scale.
@@ -138,19 +141,32 @@ pub fn dequantize_rows(weight: &Tensor, rows: Range<i64>, kind: Kind) -> Result<
     if rows.start < 0 || rows.start > rows.end || rows.end > out {
         return Err(refuse(format!("rows {rows:?} of a weight [{out}, {inner}]")));
     }
-    let own = if kind == Kind::BFloat16 { kind } else { Kind::Float };
+    let own = stored_kind(kind, weight.device());
     let mut values = Tensor::f_empty([rows.end - rows.start, inner], (own, weight.device()))?;
     dequantize_window(weight, [rows, 0..inner], &mut values)?;
     Ok(values.f_to_kind(kind)?)
 }
 
-/// Writes a window of rows and columns of ŵ into a matrix of its shape, fp32 or bf16.
-fn dequantize_window(weight: &Tensor, [rows, columns]: [Range<i64>; 2], out: &mut Tensor) -> Result<()> {
-    if weight.device() == Device::Cpu {
-        return sys::dequantize(weight, [rows, columns], out);
+/// Returns the dtype in which a window is written for a computation in `kind`: one that [`dequantize_window`] supports.
+fn stored_kind(kind: Kind, device: Device) -> Kind {
+    match kind {
+        Kind::BFloat16 => kind,
+        Kind::Half if device != Device::Cpu => kind,
+        _ => Kind::Float,
     }
-    let values = operators::rows(weight, rows)?;
-    Ok(out.f_copy_(&values.f_narrow(1, columns.start, columns.end - columns.start)?)?)
+}
+
+/// Writes a window of rows and columns of ŵ into a matrix of its shape: fp32 or bf16, on other devices than the CPU also fp16.
+fn dequantize_window(weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor) -> Result<()> {
+    if weight.device() == Device::Cpu {
+        return sys::dequantize(weight, window, out);
+    }
+    let scope = kernel("runtime::nf4::dequantize");
+    if cuda::dequantize(weight, window.clone(), out)? {
+        return Ok(());
+    }
+    drop(scope);
+    Ok(out.f_copy_(&operators::window(weight, window)?)?)
 }
 
 pub(crate) fn expect(weight: &Tensor) -> Result<[i64; 2]> {

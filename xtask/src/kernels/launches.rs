@@ -157,6 +157,30 @@ fn gradient_norm(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(1, 1024), vec![parts, long(count), norm, inputs.single("found", 1)])
 }
 
+/// Rows of weights with nested scales, of which 256 share a factor.
+fn nf4(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    let weights = rows * HIDDEN;
+    let byte = |n: u32| (n * 37 % 251) as u8;
+    let codes: Vec<u8> = (0..weights / 2).map(byte).collect();
+    let tables: Vec<u8> = (0..16 + 256).flat_map(|n| (n as f32 / 272.0).to_le_bytes()).collect();
+    let blocks = weights / 64;
+    let absmax: Vec<u8> = (0..blocks).map(byte).collect();
+    let all = vec![
+        Argument::Bytes(tables),
+        inputs.memory.add("codes", Data::of(&codes)).into(),
+        inputs.memory.add("absmax", Data::of(&absmax)).into(),
+        inputs.single("factors", blocks.div_ceil(256)),
+        inputs.single("mean", 1),
+        long(0),
+        long(HIDDEN),
+        int(HIDDEN / 8),
+        int(weights / 8),
+        inputs.half("out", weights),
+        long(HIDDEN),
+    ];
+    (Launch::new(weights.div_ceil(8 * 4 * 256), 256), all)
+}
+
 /// The 8 bytes of a structure's member.
 fn member(argument: &Argument) -> [u8; 8] {
     match argument {
@@ -171,7 +195,7 @@ fn scale(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 256), vec![inputs.half("x", numbers), long(numbers), inputs.single("factor", 1)])
 }
 
-pub(super) const SAMPLES: [Sample; 14] = [
+pub(super) const SAMPLES: [Sample; 15] = [
     Sample {
         file: "adam",
         expression: "adam<bf16, bf16, 8, true, 128, 1024>",
@@ -234,6 +258,13 @@ pub(super) const SAMPLES: [Sample; 14] = [
             all.pop();
             (launch, all)
         },
+    },
+    Sample {
+        file: "nf4",
+        expression: "nf4_dequantize<bf16, 8, true, 256, 4>",
+        size: "14336 × 4096",
+        rows: 14_336.0,
+        launch: nf4,
     },
     Sample {
         file: "norm",

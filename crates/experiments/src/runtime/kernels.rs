@@ -3,6 +3,7 @@
 //! On CUDA the calls are captured in a graph, so that the time is the GPU's and not that of the launches.
 
 mod gradients;
+mod nf4;
 
 use report::cli::Scale;
 use report::{Case, Metric};
@@ -31,6 +32,7 @@ pub(crate) fn parts(_: Device) -> Vec<Part> {
         part("cross-entropy", Box::new(cross_entropy)),
         part("AdamW", Box::new(adam_w)),
         part("gradients", Box::new(gradients::gradients)),
+        part("NF4", Box::new(nf4::dequantization)),
     ]
 }
 

@@ -7,20 +7,31 @@ use tch::{Kind, Tensor};
 use super::{BLOCK, NESTED_BLOCK, Sections, TABLE, expect, nested_map, sections};
 use crate::error::Result;
 
-/// Returns rows of ŵ in fp32.
-pub(super) fn rows(weight: &Tensor, rows: Range<i64>) -> Result<Tensor> {
-    let [_, inner] = expect(weight)?;
+/// Returns a window of rows and columns of ŵ in fp32.
+pub(super) fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Result<Tensor> {
+    let [out, inner] = expect(weight)?;
     let parts = sections(weight)?;
-    let (start, elements) = (rows.start * inner, (rows.end - rows.start) * inner);
-    // `in` is even, so a row begins with a byte.
-    let codes = parts.codes.f_narrow(0, start / 2, elements / 2)?;
+    let (height, width) = (rows.end - rows.start, columns.end - columns.start);
+    if height == 0 || width == 0 {
+        return Ok(Tensor::f_empty([height, width], (Kind::Float, weight.device()))?);
+    }
+    // Whole bytes: `in` is even, so a row begins with one.
+    let (begin, end) = (columns.start / 2, (columns.end + 1) / 2);
+    let codes = parts.codes.f_view([out, inner / 2])?.f_narrow(0, rows.start, height)?;
+    let codes = codes.f_narrow(1, begin, end - begin)?;
     let pairs = [codes.f_bitwise_right_shift_tensor_scalar(4)?, codes.f_bitwise_and(15)?];
-    let index = Tensor::f_stack(&pairs, 1)?.f_view([-1])?.f_to_kind(Kind::Int)?;
+    let index = Tensor::f_stack(&pairs, 2)?.f_view([height, 2 * (end - begin)])?;
+    let index = index.f_narrow(1, columns.start - 2 * begin, width)?.f_reshape([-1])?.f_to_kind(Kind::Int)?;
     let values = Tensor::f_from_slice(&TABLE)?.f_to_device(weight.device())?.f_index_select(0, &index)?;
-    let (first, end) = (start / BLOCK, (start + elements + BLOCK - 1) / BLOCK);
-    let scales = scales(&parts, first..end)?.f_unsqueeze(1)?.f_expand([-1, BLOCK], false)?.f_reshape([-1])?;
-    let scales = scales.f_narrow(0, start - first * BLOCK, elements)?;
-    Ok(values.f_mul(&scales)?.f_view([rows.end - rows.start, inner])?)
+    let first = (rows.start * inner + columns.start) / BLOCK;
+    let last = ((rows.end - 1) * inner + columns.end - 1) / BLOCK;
+    let options = (Kind::Int64, weight.device());
+    let of_rows =
+        Tensor::f_arange_start(rows.start, rows.end, options)?.f_mul_scalar(inner)?.f_unsqueeze(1)?;
+    let element = Tensor::f_arange_start(columns.start, columns.end, options)?.f_add(&of_rows)?;
+    let block = element.f_floor_divide_scalar(BLOCK)?.f_sub_scalar(first)?.f_view([-1])?;
+    let scales = scales(&parts, first..last + 1)?.f_index_select(0, &block)?;
+    Ok(values.f_mul(&scales)?.f_view([height, width])?)
 }
 
 /// Returns the scales of some blocks in fp32.
@@ -52,7 +63,7 @@ mod tests {
     use crate::nf4::{Scales, dequantize, quantize};
     use tch::kind;
 
-    /// The same bits as the kernels, also for rows that begin within a block.
+    /// The same bits as the kernels, also for windows that begin within a block or a byte.
     #[test]
     fn operators_and_kernels_agree_bit_for_bit() {
         for (shape, scales) in
@@ -61,9 +72,13 @@ mod tests {
             let weight = Tensor::randn(shape, kind::FLOAT_CPU);
             let stored = quantize(&weight, scales).unwrap();
             let whole = dequantize(&stored, Kind::Float).unwrap();
-            for range in [0..shape[0], 1..4, 5..shape[0] - 1] {
-                let expected = whole.narrow(0, range.start, range.end - range.start);
-                assert_eq!(rows(&stored, range).unwrap(), expected, "{shape:?}");
+            for rows in [0..shape[0], 1..4, 5..shape[0] - 1, 2..2] {
+                for columns in [0..shape[1], 0..2, 1..shape[1], 3..12, 7..8] {
+                    let expected = whole.narrow(0, rows.start, rows.end - rows.start);
+                    let expected = expected.narrow(1, columns.start, columns.end - columns.start);
+                    let found = window(&stored, [rows.clone(), columns]).unwrap();
+                    assert_eq!(found, expected, "{shape:?}");
+                }
             }
         }
     }

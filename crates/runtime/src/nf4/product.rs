@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{BLOCK, dequantize_window, expect, refuse};
+use super::{BLOCK, dequantize_window, expect, refuse, stored_kind};
 use crate::autograd::{Backward, Forward, Function, apply, retain};
 use crate::error::Result;
 use crate::matmul;
@@ -57,10 +57,7 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
         _ if out.kind() == Kind::Double => Kind::Double,
         _ => Kind::Float,
     };
-    if device != Device::Cpu && side == Side::Columns {
-        return by_rows(out, &x.f_to_kind(kind)?, weight, accumulate);
-    }
-    let stored = if kind == Kind::BFloat16 { kind } else { Kind::Float };
+    let stored = stored_kind(kind, device);
     let step =
         (TILE_BYTES / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK).max(LEAST).min(length);
     let of_tile = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
@@ -83,24 +80,6 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
 /// Whether [`matmul::mm_into`] takes this operand or output beside others of `kind`.
 fn mixes(device: Device, kind: Kind, matrix: &Tensor) -> bool {
     device == Device::Cpu && kind == Kind::Float && matrix.kind() != Kind::Double
-}
-
-/// g·Ŵ from tiles of rows, as libtorch's operators dequantize them: each adds to all of the output, in fp32 (f64 for f64).
-fn by_rows(out: &mut Tensor, g: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
-    let [rows, columns] = expect(weight)?;
-    let wide = if g.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let mut sum = match accumulate {
-        true => out.f_to_kind(wide)?,
-        false => Tensor::f_zeros(out.size(), (wide, out.device()))?,
-    };
-    let step = (TILE_BYTES / 4 / columns).max(LEAST);
-    for start in (0..rows).step_by(step as usize) {
-        let count = step.min(rows - start);
-        let tile = super::operators::rows(weight, start..start + count)?.f_to_kind(g.kind())?;
-        matmul::mm_into(&mut sum, &g.f_narrow(1, start, count)?, &tile, true)?;
-    }
-    out.f_copy_(&sum)?;
-    Ok(())
 }
 
 /// [`matmul::mm_into`] for a tile that has the dtype of the computation, and an output of any.
@@ -224,33 +203,5 @@ fn matrix(x: &Tensor, width: i64) -> Result<Tensor> {
     match size.split_last() {
         Some((&last, leading)) if last == width => Ok(x.f_reshape([leading.iter().product(), width])?),
         _ => Err(refuse(format!("x is {size:?} for a weight with {width} columns"))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::nf4::{Scales, dequantize, quantize};
-    use tch::kind;
-
-    /// The path of other devices, which adds up over tiles of rows.
-    #[test]
-    fn sums_over_tiles_of_rows_are_the_product() {
-        let options = (Kind::Float, Device::Cpu);
-        for (shape, kind, bound) in [([300, 8192], Kind::Float, 1e-6), ([77, 66], Kind::BFloat16, 1e-2)] {
-            let stored = quantize(&Tensor::randn(shape, options), Scales::Nested).unwrap();
-            let g = Tensor::randn([40, shape[0]], options).to_kind(kind);
-            let dense = dequantize(&stored, Kind::Double).unwrap();
-            let expected = g.to_kind(Kind::Double).matmul(&dense);
-            let start = Tensor::randn([40, shape[1]], kind::FLOAT_CPU).to_kind(kind);
-            for accumulate in [false, true] {
-                let mut out = start.copy();
-                by_rows(&mut out, &g, &stored, accumulate).unwrap();
-                let expected =
-                    if accumulate { &expected + start.to_kind(Kind::Double) } else { expected.copy() };
-                let error = (out.to_kind(Kind::Double) - &expected).abs().max() / expected.abs().max();
-                assert!(error.double_value(&[]) < bound, "{}", error.double_value(&[]));
-            }
-        }
     }
 }

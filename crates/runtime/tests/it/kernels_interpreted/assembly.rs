@@ -8,13 +8,13 @@ use std::process::Command;
 use expect_test::{Expect, expect};
 use runtime::nvrtc;
 
-use super::program::{self, ADAM, CROSS_ENTROPY, GRADIENTS, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
+use super::program::{self, ADAM, CROSS_ENTROPY, GRADIENTS, NF4, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
 
 /// The NVRTC version of the figures.
 const VERSION: (i32, i32) = (13, 0);
 
 /// The kernels of a large model's step, in which every row is aligned.
-const KERNELS: [(Source, &[&str]); 7] = [
+const KERNELS: [(Source, &[&str]); 8] = [
     (ADAM, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 4, false, 128, 1024>"]),
     (
         CROSS_ENTROPY,
@@ -37,6 +37,7 @@ const KERNELS: [(Source, &[&str]); 7] = [
             "scale_many<bf16, 8, 256, 16384>",
         ],
     ),
+    (NF4, &["nf4_dequantize<bf16, 8, true, 256, 4>", "nf4_dequantize<float, 4, false, 256, 4>"]),
     (
         NORM,
         &[
@@ -166,6 +167,8 @@ fn kernels_on_sm_80() {
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_norm<1024>: 32 registers, no spills, 256 bytes shared
             scale_many<bf16, 8, 256, 16384>: 29 registers, no spills, 0 bytes shared
+            nf4_dequantize<bf16, 8, true, 256, 4>: 32 registers, no spills, 64 bytes shared
+            nf4_dequantize<float, 4, false, 256, 4>: 27 registers, no spills, 64 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 60 registers, no spills, 768 bytes shared
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 49 registers, no spills, 768 bytes shared
@@ -193,6 +196,8 @@ fn kernels_on_sm_80() {
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
             gradient_norm<1024>: loads 0 wide, 24 narrow; stores 0 wide, 2 narrow
             scale_many<bf16, 8, 256, 16384>: loads 4 wide, 6 narrow; stores 4 wide, 5 narrow
+            nf4_dequantize<bf16, 8, true, 256, 4>: loads 0 wide, 13 narrow; stores 4 wide, 0 narrow
+            nf4_dequantize<float, 4, false, 256, 4>: loads 0 wide, 8 narrow; stores 4 wide, 0 narrow
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
@@ -227,6 +232,8 @@ fn kernels_on_sm_90() {
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_norm<1024>: 32 registers, no spills, 256 bytes shared
             scale_many<bf16, 8, 256, 16384>: 30 registers, no spills, 0 bytes shared
+            nf4_dequantize<bf16, 8, true, 256, 4>: 32 registers, no spills, 64 bytes shared
+            nf4_dequantize<float, 4, false, 256, 4>: 27 registers, no spills, 64 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 58 registers, no spills, 768 bytes shared
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 46 registers, no spills, 768 bytes shared
@@ -254,6 +261,8 @@ fn kernels_on_sm_90() {
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
             gradient_norm<1024>: loads 0 wide, 24 narrow; stores 0 wide, 2 narrow
             scale_many<bf16, 8, 256, 16384>: loads 4 wide, 6 narrow; stores 4 wide, 5 narrow
+            nf4_dequantize<bf16, 8, true, 256, 4>: loads 0 wide, 13 narrow; stores 4 wide, 0 narrow
+            nf4_dequantize<float, 4, false, 256, 4>: loads 0 wide, 8 narrow; stores 4 wide, 0 narrow
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow

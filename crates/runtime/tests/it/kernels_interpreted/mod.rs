@@ -8,6 +8,7 @@ mod cross_entropy;
 mod gradients;
 mod launch;
 mod mutations;
+mod nf4;
 mod norm;
 mod norm_backward;
 mod program;

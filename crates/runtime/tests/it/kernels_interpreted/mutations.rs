@@ -223,6 +223,21 @@ fn mutations() -> Vec<Mutation> {
         mutation!("many gradients: the last numbers are taken for a whole word",
             "const int whole = part.numbers / W * W;" => "const int whole = part.numbers;",
             "out of bounds|a race", subjects::SCALED_MANY),
+        mutation!("the two weights of a byte are exchanged",
+            "j % 2 ? 4 * j - 4 : 4 * j + 4" => "4 * j",
+            OTHER_BITS, subjects::DEQUANTIZED),
+        mutation!("values are read without a barrier",
+            "tables.weights[threadIdx.x];\n  __syncthreads();" => "tables.weights[threadIdx.x];",
+            "a race|never written", subjects::DEQUANTIZED),
+        mutation!("a nested scale is rounded once",
+            "__fadd_rn(__fmul_rn(tables.scales[((const u8*)absmax)[block]], factors[block / 256]), mean)" => "fmaf(tables.scales[((const u8*)absmax)[block]], factors[block / 256], mean)",
+            OTHER_BITS, subjects::DEQUANTIZED),
+        mutation!("a pack beyond the last",
+            "if (pack >= (u32)packs) continue;" => "if (pack > (u32)packs) continue;",
+            "out of bounds|a race", subjects::DEQUANTIZED),
+        mutation!("a window's columns begin with the matrix's",
+            "const i64 at = first + row * inner + column;" => "const i64 at = first / inner * inner + row * inner + column;",
+            OTHER_BITS, subjects::DEQUANTIZED),
     ]
 }
 

@@ -4,9 +4,11 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 use super::super::launch::{Given, Shift, try_launch};
-use super::super::program::{ADAM, CROSS_ENTROPY, GRADIENTS, NORM, Program, ROPE, SCALE, SWIGLU, Source};
+use super::super::program::{
+    ADAM, CROSS_ENTROPY, GRADIENTS, NF4, NORM, Program, ROPE, SCALE, SWIGLU, Source,
+};
 use super::super::tolerance::normal;
-use super::super::{adam, gradients};
+use super::super::{adam, gradients, nf4};
 
 /// A kernel and a launch of it.
 #[derive(Clone, Copy)]
@@ -46,6 +48,8 @@ pub(super) const NORM_OF_PARTS: KernelCase =
     KernelCase { source: GRADIENTS, expression: "gradient_norm<1024>", run: norm_of_parts };
 pub(super) const SCALED_MANY: KernelCase =
     KernelCase { source: GRADIENTS, expression: SCALE_MANY_OF, run: scale_many };
+pub(super) const DEQUANTIZED: KernelCase =
+    KernelCase { source: NF4, expression: DEQUANTIZE_OF, run: dequantize };
 
 /// The result of a launch.
 #[derive(Debug)]
@@ -79,6 +83,7 @@ const ROTATE_OF: &str = "rotate<bf16, 8>";
 const SCALE_OF: &str = "scale<float, 4, 256>";
 const SQUARES_OF: &str = "gradient_squares<float, 4, false, 256, 16384>";
 const SCALE_MANY_OF: &str = "scale_many<float, 4, 256, 16384>";
+const DEQUANTIZE_OF: &str = "nf4_dequantize<float, 4, true, 256, 4>";
 
 fn draw(size: &[i64], kind: Kind) -> Tensor {
     normal(&mut Generator::new(7).unwrap(), size, kind).to_kind(kind)
@@ -319,6 +324,15 @@ fn scale_many(program: &Program) -> Seen {
     let (table, blocks) = gradients::table(&all, true);
     let given = [table, Given::I32(3), Given::In("factor", &factor)];
     seen(program, SCALE_MANY_OF, (blocks as u32, 256), &given)
+}
+
+/// A window whose last block of threads has few packs.
+fn dequantize(program: &Program) -> Seen {
+    let stored =
+        runtime::nf4::quantize(&draw(&[37, 320], Kind::Float), runtime::nf4::Scales::Nested).unwrap();
+    let parts = runtime::nf4::sections(&stored).unwrap();
+    let given = nf4::arguments(&parts, (Kind::Float, 4), [37, 320], [1..36, 8..312]);
+    seen(program, DEQUANTIZE_OF, (3, 256), &given)
 }
 
 /// Rows so far apart that their distance does not fit into 32 bits.
