@@ -18,11 +18,20 @@ template <int W> struct Codes {
   DEVICE u32 code(int j) const { return (word >> (W == 1 ? 0 : j % 2 ? 4 * j - 4 : 4 * j + 4)) & 15; }
 };
 
-// The scale of the block of 64 weights; a nested one is rounded after its product and after its sum.
-template <bool NESTED> DEVICE float scale_of(const Nf4Tables& tables, const void* absmax, const float* factors, float mean, i64 block) {
-  if constexpr (NESTED) return __fadd_rn(__fmul_rn(tables.scales[((const u8*)absmax)[block]], factors[block / 256]), mean);
-  else return ((const float*)absmax)[block];
-}
+// The scale of a block of 64 weights, as it is stored.
+template <bool NESTED> struct Scale {
+  float number;  // or the factor
+  u32 code;
+  DEVICE void read(const void* absmax, const float* factors, i64 block) {
+    number = NESTED ? factors[block / 256] : ((const float*)absmax)[block];
+    if constexpr (NESTED) code = ((const u8*)absmax)[block];
+  }
+  // A nested one is rounded after its product and after its sum.
+  DEVICE float value(const Nf4Tables& tables, float mean) const {
+    if constexpr (NESTED) return __fadd_rn(__fmul_rn(tables.scales[code], number), mean);
+    else return number;
+  }
+};
 
 // A window of the matrix, whose rows have `inner` weights: `packs` packs of W weights, `row_packs` in each row, from weight `first` on.
 template <typename T, int W, bool NESTED, int THREADS, int PACKS>
@@ -35,7 +44,7 @@ __global__ void __launch_bounds__(THREADS) nf4_dequantize(
   __syncthreads();
   const float offset = NESTED ? *mean : 0.f;
   Codes<W> read[PACKS];
-  float scales[PACKS];
+  Scale<NESTED> scales[PACKS];
   T* to[PACKS];
   UNROLL for (int k = 0; k < PACKS; k++) {
     const u32 pack = blockIdx.x * (THREADS * PACKS) + k * THREADS + threadIdx.x;
@@ -45,12 +54,13 @@ __global__ void __launch_bounds__(THREADS) nf4_dequantize(
     const i64 at = first + row * inner + column;
     to[k] = out + row * stride + column;
     read[k].read(codes, at);
-    scales[k] = scale_of<NESTED>(tables, absmax, factors, offset, at / 64);
+    scales[k].read(absmax, factors, at / 64);
   }
   UNROLL for (int k = 0; k < PACKS; k++) {
     if (!to[k]) continue;
+    const float scale = scales[k].value(tables, offset);
     float f[W];
-    UNROLL for (int j = 0; j < W; j++) f[j] = scales[k] * weights[read[k].code(j)];
+    UNROLL for (int j = 0; j < W; j++) f[j] = scale * weights[read[k].code(j)];
     store<T, W>(to[k], f);
   }
 }

@@ -230,7 +230,7 @@ fn mutations() -> Vec<Mutation> {
             "tables.weights[threadIdx.x];\n  __syncthreads();" => "tables.weights[threadIdx.x];",
             "a race|never written", subjects::DEQUANTIZED),
         mutation!("a nested scale is rounded once",
-            "__fadd_rn(__fmul_rn(tables.scales[((const u8*)absmax)[block]], factors[block / 256]), mean)" => "fmaf(tables.scales[((const u8*)absmax)[block]], factors[block / 256], mean)",
+            "__fadd_rn(__fmul_rn(tables.scales[code], number), mean)" => "fmaf(tables.scales[code], number, mean)",
             OTHER_BITS, subjects::DEQUANTIZED),
         mutation!("a pack beyond the last",
             "if (pack >= (u32)packs) continue;" => "if (pack > (u32)packs) continue;",
