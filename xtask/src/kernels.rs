@@ -1,17 +1,18 @@
-//! `cargo xtask kernels check`: what each CUDA kernel costs, without a GPU and without libtorch.
+//! `cargo xtask kernels`: what each CUDA kernel costs, without a GPU and without libtorch.
 //!
-//! NVRTC compiles the kernels, its assembler reports registers and spills, and the crate `ptx` runs a few rows of each and counts.
-//! Times are predicted from those counts and the GPUs' data sheets.
+//! `check`: NVRTC compiles the kernels, its assembler reports registers and spills, and the crate `ptx` runs a few rows of each and counts.
+//! Times are predicted from those counts and the GPUs' data sheets. `sass` counts the instructions of the machine code.
 
 mod compiler;
 mod launches;
 mod prediction;
+mod sass;
 
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use crate::setup;
+use crate::setup::{self, CudaTools};
 use crate::workspace::Workspace;
 use compiler::{Compiled, Request, compile, registers};
 use launches::{SAMPLES, Sample, run as run_sample};
@@ -32,16 +33,33 @@ enum Action {
         #[arg(long, default_value_t = 90)]
         architecture: u32,
     },
+    /// Print counts of the machine code's instructions for each kernel, or one kernel's disassembly
+    Sass {
+        /// Architecture: 80 for A100, 90 for H100 and H200
+        #[arg(long, default_value_t = 90)]
+        architecture: u32,
+        /// Print the disassembly of the kernels whose name contains this
+        #[arg(long, value_name = "NAME")]
+        kernel: Option<String>,
+    },
 }
 
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     workspace.need_sources("kernels")?;
-    let Action::Check { architecture } = args.action;
     let tools = setup::cuda_tools(workspace)?;
+    match &args.action {
+        Action::Check { architecture } => check_all(workspace, &tools, *architecture),
+        Action::Sass { architecture, kernel } => {
+            sass::run(workspace, &tools, *architecture, kernel.as_deref())
+        }
+    }
+}
+
+fn check_all(workspace: &Workspace, tools: &CudaTools, architecture: u32) -> Result<()> {
     let mut rows = vec![header()];
     let mut problems = Vec::new();
     for sample in &SAMPLES {
-        let row = check(&workspace.root, &tools, sample, architecture, &mut problems);
+        let row = check(&workspace.root, tools, sample, architecture, &mut problems);
         rows.push(row.with_context(|| sample.expression)?);
     }
     print(&rows);
@@ -60,14 +78,14 @@ fn header() -> Vec<String> {
     fixed.into_iter().chain(MACHINES.iter().map(|machine| machine.name)).map(str::to_owned).collect()
 }
 
-/// A row of the table.
-fn check(
+/// Compiles a sample's kernel, and writes its machine code to a file if one is given.
+fn compile_sample(
     root: &Path,
-    tools: &setup::CudaTools,
+    tools: &CudaTools,
     sample: &Sample,
     architecture: u32,
-    problems: &mut Vec<String>,
-) -> Result<Vec<String>> {
+    cubin: Option<&Path>,
+) -> Result<Compiled> {
     let folder = root.join("crates/runtime/cpp/cuda");
     let read = |name: &str| {
         let file = folder.join(format!("{name}.cuh"));
@@ -86,8 +104,20 @@ fn check(
         headers,
         expressions: &expressions,
         options: &options,
+        cubin,
     };
-    let Compiled { ptx, log, names } = compile(&tools.python, &request)?;
+    compile(&tools.python, &request)
+}
+
+/// A row of the table.
+fn check(
+    root: &Path,
+    tools: &CudaTools,
+    sample: &Sample,
+    architecture: u32,
+    problems: &mut Vec<String>,
+) -> Result<Vec<String>> {
+    let Compiled { ptx, log, names } = compile_sample(root, tools, sample, architecture, None)?;
     let name = names.first().context("the compiler named no kernel")?;
     let (registers, spilled) = registers(&log, name).context("the assembler told no registers")?;
     if spilled > 0 {

@@ -18,13 +18,16 @@ def main():
         if status != 0:
             sys.exit(f"{what}: NVRTC error {status}: {text('ProgramLog')}")
 
-    def text(what):
+    def result(what):
         size = ctypes.c_size_t()
         if getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) != 0:
-            return ""
+            return b""
         buffer = ctypes.create_string_buffer(size.value)
         getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
-        return buffer.value.decode()
+        return buffer.raw
+
+    def text(what):
+        return result(what).split(b"\0")[0].decode()
 
     def array(texts):
         return (ctypes.c_char_p * len(texts))(*[text.encode() for text in texts])
@@ -48,6 +51,8 @@ def main():
         name = ctypes.c_char_p()
         check(nvrtc.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(name)), expression)
         names.append(name.value.decode())
+    if request["cubin"]:
+        Path(request["cubin"]).write_bytes(result("CUBIN"))
     json.dump({"ptx": text("PTX"), "log": text("ProgramLog"), "names": names}, sys.stdout)
 
 

@@ -17,6 +17,8 @@ pub(super) struct Request<'a> {
     pub(super) headers: serde_json::Map<String, serde_json::Value>,
     pub(super) expressions: &'a [&'a str],
     pub(super) options: &'a [String],
+    /// Where the machine code is written, if it is wanted.
+    pub(super) cubin: Option<&'a Path>,
 }
 
 /// Output of the script.

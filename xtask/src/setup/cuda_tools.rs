@@ -21,6 +21,8 @@ pub(crate) struct CudaTools {
     pub(crate) libraries: PathBuf,
     /// The environment's Python.
     pub(crate) python: PathBuf,
+    /// NVIDIA's disassembler.
+    pub(crate) disassembler: PathBuf,
 }
 
 /// Makes sure that `.cuda-tools` leads to them, and says so in one line.
@@ -35,7 +37,11 @@ pub(super) fn ensure(workspace: &Workspace, pair: &Pair) -> Result<CudaTools> {
     }
     link(&workspace.root.join(".cuda-tools"), &tools)?;
     eprintln!("setup: CUDA's compiler in {}, linked as .cuda-tools", tools.display());
-    Ok(CudaTools { libraries: tools.join("cu13/lib"), python: venv.python() })
+    Ok(CudaTools {
+        libraries: tools.join("cu13/lib"),
+        python: venv.python(),
+        disassembler: tools.join("cu13/bin/nvdisasm"),
+    })
 }
 
 fn recipe(pair: &Pair) -> Recipe {
