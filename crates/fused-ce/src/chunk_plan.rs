@@ -6,7 +6,7 @@
 
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::processor;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::inputs::{Sizes, tile_kind};
@@ -56,8 +56,20 @@ impl ChunkPlan {
         (0..count).step_by(size as usize).map(move |start| (start, size.min(count - start)))
     }
 
+    /// Allocates a tile for the largest chunk of `count` rows.
+    pub(crate) fn tile(
+        &self,
+        count: i64,
+        columns: i64,
+        device: Device,
+        pass: &dyn LogitsPass,
+    ) -> Result<Tensor> {
+        let rows = Tensor::f_empty([self.largest(count), pass.row_stride(columns)], (self.tile, device))?;
+        Ok(rows.f_narrow(1, 0, columns)?)
+    }
+
     /// Returns the rows of the largest chunk.
-    pub(crate) fn largest(&self, count: i64) -> i64 {
+    fn largest(&self, count: i64) -> i64 {
         self.chunks(count).map(|(_, size)| size).max().unwrap_or(0)
     }
 }
@@ -75,13 +87,15 @@ pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: De
     (tokens + chunks - 1) / chunks
 }
 
-/// Returns the bytes of a row of logits: in the dtype of logits, including the temporaries of the passes, and of its gradient in
-/// another dtype if that takes memory.
+/// Returns the bytes of a row of logits: in the dtype of logits, including what separates it from the next and the temporaries of the
+/// passes, and of its gradient in another dtype if that takes memory.
 pub(crate) fn row_bytes(columns: i64, kind: Kind, pass: &dyn LogitsPass) -> u64 {
     let tile = tile_kind(kind);
     let none = kind == tile || pass.narrows_in_place();
     let cast = if none { 0 } else { kind.elt_size_in_bytes() as u64 };
-    columns.unsigned_abs() * (tile.elt_size_in_bytes() as u64 * (1 + pass.temporaries()) + cast)
+    let (element, columns) = (tile.elt_size_in_bytes() as u64, columns.unsigned_abs());
+    let tile = element * pass.row_stride(columns as i64).unsigned_abs();
+    tile + columns * (element * pass.temporaries() + cast)
 }
 
 #[cfg(test)]

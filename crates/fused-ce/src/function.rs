@@ -108,7 +108,7 @@ impl Function for Fused {
         let mut out_best = self.options.predictions.then(|| per_row(Kind::Int64)).transpose()?;
         let mut out_entropy = self.options.entropy.then(|| per_row(plan.tile)).transpose()?;
 
-        let scratch = Tensor::f_empty([plan.largest(rows), self.sizes.columns], options)?;
+        let scratch = plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in plan.chunks(rows) {
             let mut tile = scratch.f_narrow(0, 0, count)?;
             self.products(&operands, &mut tile, start, count)?;

@@ -56,8 +56,7 @@ impl Fused {
         let transform = self.transform(bias.as_ref());
         let kind = operands.x.kind();
         let mut sums = GradientSums::new(wanted, kind);
-        let scratch =
-            Tensor::f_empty([self.plan.largest(rows), self.sizes.columns], self.options_of(device))?;
+        let scratch = self.plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in self.plan.chunks(rows) {
             let mut tile = scratch.f_narrow(0, 0, count)?;
             {

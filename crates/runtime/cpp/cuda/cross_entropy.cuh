@@ -1,12 +1,30 @@
 // The two passes over a tile of logits; mathematics and contracts are in src/fused/cross_entropy.rs.
 #include "prelude.cuh"
 
+// A number for each column, or none; read N at a time where they are aligned to 16 bytes.
+struct PerColumn {
+  const float* values;
+  bool wide;
+  DEVICE explicit PerColumn(const float* p) : values(p), wide(((unsigned long long)p & 15) == 0) {}
+  template <int N> DEVICE void read(int column, float* f) const {
+    if (N > 1 && wide) {
+      load<float, N>(values + column, f);
+    } else {
+      UNROLL for (int j = 0; j < N; j++) f[j] = values[column + j];
+    }
+  }
+};
+
 struct Transform {
-  const float* bias;  // or null
+  PerColumn bias;
   float scale, cap;   // cap 0: none
-  DEVICE float operator()(float r, int column) const {
-    if (bias) r += bias[column];
-    return cap > 0.f ? cap * tanhf(r * (scale / cap)) : r * scale;
+  template <int N> DEVICE void apply(float* f, int column) const {
+    if (bias.values) {
+      float b[N];
+      bias.read<N>(column, b);
+      UNROLL for (int j = 0; j < N; j++) f[j] += b[j];
+    }
+    UNROLL for (int j = 0; j < N; j++) f[j] = cap > 0.f ? cap * tanhf(f[j] * (scale / cap)) : f[j] * scale;
   }
 };
 
@@ -25,7 +43,62 @@ struct Best {
   }
 };
 
-// Products to logits, and a row's statistics, which are folded into what is known. One block for each row.
+// A thread's part of a row's statistics.
+template <bool CHANGES, bool EXTRA> struct Seen {
+  Transform transform;
+  i64 label;
+  PerColumn dense, weights;  // the row's distribution; class weights
+  bool wants_total, wants_moment, wants_best;
+  float m, s, of_target, of_mass, of_total, of_moment;
+  Best best;
+  // Folds N products in, from a column on.
+  template <int N, typename T> DEVICE void fold(T* z, int i) {
+    float f[N];
+    load<T, N>(z + i, f);
+    if constexpr (CHANGES) {
+      transform.apply<N>(f, i);
+      store<T, N>(z + i, f);
+    }
+    float top = f[0];
+    UNROLL for (int j = 1; j < N; j++) top = max_nan(top, f[j]);
+    const float n = max_nan(m, top), reference = possible(n);
+    const float shrink = m == n ? 1.f : power(m, reference);
+    float powers = 0.f, products = 0.f;
+    UNROLL for (int j = 0; j < N; j++) {
+      const float p = exp_fast(f[j] - reference);
+      powers += p;
+      if (EXTRA && wants_moment) products += p == 0.f ? 0.f : p * f[j];
+    }
+    s = s * shrink + powers;
+    if (EXTRA && wants_moment) of_moment = of_moment * shrink + products;
+    m = n;
+    if (label >= i && label < i + N) {
+      UNROLL for (int j = 0; j < N; j++) of_target = label == i + j ? f[j] : of_target;
+    }
+    if constexpr (EXTRA) {
+      float w[N], t[N];
+      UNROLL for (int j = 0; j < N; j++) w[j] = 1.f;
+      if (weights.values) weights.read<N>(i, w);
+      if (dense.values) {
+        dense.read<N>(i, t);
+        UNROLL for (int j = 0; j < N; j++) {
+          const float weighted = t[j] * w[j];
+          of_target += weighted == 0.f ? 0.f : weighted * f[j];
+          of_mass += weighted;
+        }
+      }
+      if (wants_total) {
+        UNROLL for (int j = 0; j < N; j++) of_total += w[j] * f[j];
+      }
+      if (wants_best) {
+        UNROLL for (int j = 0; j < N; j++) best.see(f[j], i + j);
+      }
+    }
+  }
+};
+
+// Products to logits, and a row's statistics, which are folded into what is known. One block for each row, whose last numbers, too few
+// for W, are one thread's each.
 template <typename T, int W, bool CHANGES, bool EXTRA, int THREADS>
 __global__ void __launch_bounds__(THREADS) ce_statistics(
     T* tile, i64 stride, int columns, i64 first, const float* bias, float scale, float cap, const i64* labels,
@@ -35,48 +108,17 @@ __global__ void __launch_bounds__(THREADS) ce_statistics(
   __shared__ float part[6][WARPS];
   __shared__ Best bests[WARPS];
   const i64 row = blockIdx.x;
+  const int whole = columns / W * W;
   T* z = tile + row * stride;
-  const Transform transform{bias, scale, cap};
-  const i64 label = labels ? labels[row] : -1;
-  const float* t = dense ? dense + row * dense_stride : nullptr;
-  float m = -infinity(), s = 0.f, of_target = 0.f, of_mass = 0.f, of_total = 0.f, of_moment = 0.f;
-  Best top_column{-infinity(), (i64)columns};
-  for (int i = threadIdx.x * W; i < columns; i += THREADS * W) {
-    float f[W];
-    load<T, W>(z + i, f);
-    if constexpr (CHANGES) {
-      UNROLL for (int j = 0; j < W; j++) f[j] = transform(f[j], i + j);
-      store<T, W>(z + i, f);
-    }
-    float top = f[0];
-    UNROLL for (int j = 1; j < W; j++) top = max_nan(top, f[j]);
-    const float n = max_nan(m, top), reference = possible(n);
-    const float shrink = m == n ? 1.f : power(m, reference);
-    float powers = 0.f, products = 0.f;
-    UNROLL for (int j = 0; j < W; j++) {
-      const float p = exp_fast(f[j] - reference);
-      powers += p;
-      if (EXTRA && moment) products += p == 0.f ? 0.f : p * f[j];
-    }
-    s = s * shrink + powers;
-    if (EXTRA && moment) of_moment = of_moment * shrink + products;
-    m = n;
-    if (label >= i && label < i + W) {
-      UNROLL for (int j = 0; j < W; j++) of_target = label == i + j ? f[j] : of_target;
-    }
-    if constexpr (EXTRA) {
-      UNROLL for (int j = 0; j < W; j++) {
-        const float w = weights ? weights[i + j] : 1.f;
-        if (t) {
-          const float weighted = t[i + j] * w;
-          of_target += weighted == 0.f ? 0.f : weighted * f[j];
-          of_mass += weighted;
-        }
-        if (total) of_total += w * f[j];
-        if (best) top_column.see(f[j], i + j);
-      }
-    }
-  }
+  Seen<CHANGES, EXTRA> seen{{PerColumn(bias), scale, cap}, labels ? labels[row] : -1,
+                            PerColumn(dense ? dense + row * dense_stride : nullptr), PerColumn(weights),
+                            total != nullptr, moment != nullptr, best != nullptr,
+                            -infinity(), 0.f, 0.f, 0.f, 0.f, 0.f, {-infinity(), (i64)columns}};
+  for (int i = threadIdx.x * W; i < whole; i += THREADS * W) seen.template fold<W>(z, i);
+  if (W > 1 && whole + (int)threadIdx.x < columns) seen.template fold<1>(z, whole + (int)threadIdx.x);
+  const float m = seen.m;
+  float s = seen.s, of_target = seen.of_target, of_mass = seen.of_mass, of_total = seen.of_total, of_moment = seen.of_moment;
+  Best top_column = seen.best;
   const float top = block_max<THREADS>(m, part[0]);
   s = block_sum<THREADS>(m == top ? s : s * power(m, possible(top)), part[1]);
   of_target = block_sum<THREADS>(of_target, part[2]);
@@ -109,42 +151,54 @@ __global__ void __launch_bounds__(THREADS) ce_statistics(
   maximum[row] = n;
 }
 
-// Products to logits alone.
+// Products to logits alone. The row's last block has its last numbers, too few for W.
 template <typename T, int W, int THREADS>
 __global__ void __launch_bounds__(THREADS) ce_logits(T* tile, i64 stride, int columns, int blocks, const float* bias, float scale, float cap) {
   const i64 row = blockIdx.x / blocks;
-  const int i = ((int)(blockIdx.x - row * blocks) * THREADS + threadIdx.x) * W;
-  if (i >= columns) return;
-  const Transform transform{bias, scale, cap};
-  T* z = tile + row * stride + i;
+  const int block = (int)(blockIdx.x - row * blocks), whole = columns / W * W;
+  const int i = (block * THREADS + threadIdx.x) * W, last = whole + (int)threadIdx.x;
+  const Transform transform{PerColumn(bias), scale, cap};
+  T* z = tile + row * stride;
   float f[W];
-  load<T, W>(z, f);
-  UNROLL for (int j = 0; j < W; j++) f[j] = transform(f[j], i + j);
-  store<T, W>(z, f);
+  if (i < whole) {
+    load<T, W>(z + i, f);
+    transform.apply<W>(f, i);
+    store<T, W>(z + i, f);
+  }
+  if (W == 1 || block != blocks - 1 || last >= columns) return;
+  load<T, 1>(z + last, f);
+  transform.apply<1>(f, last);
+  store<T, 1>(z + last, f);
 }
 
-// One number of a row: ∂L/∂r of a logit.
+// Logits of a row to ∂L/∂r.
 template <bool EXTRA> struct Gradient {
   float scale, cap;
   i64 label;
-  const float* dense;    // the row's distribution, or null
-  const float* weights;  // or null
+  PerColumn dense, weights;  // the row's distribution; class weights
   bool constant;
   float m, alpha, beta, gamma;
-  DEVICE float operator()(float logit, int column) const {
-    float g = alpha * exp_fast(logit - m);
+  template <int N> DEVICE void apply(float* f, int column) const {
+    float w[N], t[N];
     if constexpr (EXTRA) {
-      const float w = weights ? weights[column] : 1.f;
-      if (constant) g -= gamma * w;
-      if (dense) g -= beta * dense[column] * w;
+      UNROLL for (int j = 0; j < N; j++) w[j] = 1.f;
+      if (weights.values) weights.read<N>(column, w);
+      if (dense.values) dense.read<N>(column, t);
     }
-    if (label == column) g -= beta;
-    const float bent = logit / (cap > 0.f ? cap : 1.f);
-    return g * (cap > 0.f ? scale * (1.f - bent * bent) : scale);
+    UNROLL for (int j = 0; j < N; j++) {
+      float g = alpha * exp_fast(f[j] - m);
+      if constexpr (EXTRA) {
+        if (constant) g -= gamma * w[j];
+        if (dense.values) g -= beta * t[j] * w[j];
+      }
+      if (label == column + j) g -= beta;
+      const float bent = f[j] / (cap > 0.f ? cap : 1.f);
+      f[j] = g * (cap > 0.f ? scale * (1.f - bent * bent) : scale);
+    }
   }
 };
 
-// Logits to the gradient of the products.
+// Logits to the gradient of the products. The row's last block has its last numbers, too few for W.
 template <typename T, int W, bool EXTRA, int THREADS>
 __global__ void __launch_bounds__(THREADS) ce_gradient(
     T* tile, i64 stride, int columns, int blocks, float scale, float cap, const i64* labels, const float* dense,
@@ -152,57 +206,74 @@ __global__ void __launch_bounds__(THREADS) ce_gradient(
     const float* constant) {
   constexpr int PACKS = 4;
   const i64 row = blockIdx.x / blocks;
-  const int begin = (int)(blockIdx.x - row * blocks) * (THREADS * W * PACKS) + threadIdx.x * W;
+  const int block = (int)(blockIdx.x - row * blocks), whole = columns / W * W;
+  const int begin = block * (THREADS * W * PACKS) + threadIdx.x * W;
   T* z = tile + row * stride;
-  const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, dense ? dense + row * dense_stride : nullptr, weights,
-                                 constant != nullptr, maximum[row], powers[row], target[row], EXTRA && constant ? constant[row] : 0.f};
+  const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, PerColumn(dense ? dense + row * dense_stride : nullptr),
+                                 PerColumn(weights), constant != nullptr, maximum[row], powers[row], target[row],
+                                 EXTRA && constant ? constant[row] : 0.f};
   float f[PACKS][W];
   UNROLL for (int k = 0; k < PACKS; k++) {
     const int i = begin + k * THREADS * W;
-    if (i < columns) load<T, W>(z + i, f[k]);
+    if (i < whole) load<T, W>(z + i, f[k]);
   }
   UNROLL for (int k = 0; k < PACKS; k++) {
     const int i = begin + k * THREADS * W;
-    if (i >= columns) continue;
-    UNROLL for (int j = 0; j < W; j++) f[k][j] = gradient(f[k][j], i + j);
+    if (i >= whole) continue;
+    gradient.template apply<W>(f[k], i);
     store<T, W>(z + i, f[k]);
   }
+  const int last = whole + (int)threadIdx.x;
+  if (W == 1 || block != blocks - 1 || last >= columns) return;
+  load<T, 1>(z + last, f[0]);
+  gradient.template apply<1>(f[0], last);
+  store<T, 1>(z + last, f[0]);
 }
 
 // The same, rounded to O and written over the row's own beginning: number i of a row lies where bytes of numbers at or before i
 // were, so that a block goes from left to right and writes only what all its threads have read.
 template <typename O, int W, bool EXTRA, int THREADS>
-__global__ void __launch_bounds__(THREADS) ce_gradient_narrow(
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS) ce_gradient_narrow(
     float* tile, i64 stride, int columns, float scale, float cap, const i64* labels, const float* dense,
     i64 dense_stride, const float* weights, const float* maximum, const float* powers, const float* target,
     const float* constant) {
   constexpr int PACKS = 2;
   const i64 row = blockIdx.x;
+  const int whole = columns / W * W;
   float* z = tile + row * stride;
   O* out = (O*)z;
-  const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, dense ? dense + row * dense_stride : nullptr, weights,
-                                 constant != nullptr, maximum[row], powers[row], target[row], EXTRA && constant ? constant[row] : 0.f};
+  const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, PerColumn(dense ? dense + row * dense_stride : nullptr),
+                                 PerColumn(weights), constant != nullptr, maximum[row], powers[row], target[row],
+                                 EXTRA && constant ? constant[row] : 0.f};
+  // The row's last numbers, too few for W, are one thread's each; what is written before reaches none of them.
+  const int last = whole + (int)threadIdx.x;
+  float end[1];
+  if (last < columns) load<float, 1>(z + last, end);
   Raw<float, W> next[PACKS];
   auto read = [&](int begin) {
     UNROLL for (int k = 0; k < PACKS; k++) {
       const int i = begin + (threadIdx.x + k * THREADS) * W;
-      if (i < columns) next[k].read(z + i);
+      if (i < whole) next[k].read(z + i);
     }
   };
   read(0);
-  for (int begin = 0; begin < columns; begin += PACKS * THREADS * W) {
+  for (int begin = 0; begin < whole; begin += PACKS * THREADS * W) {
     float f[PACKS][W];
     UNROLL for (int k = 0; k < PACKS; k++) next[k].unpack(f[k]);
     read(begin + PACKS * THREADS * W);
     UNROLL for (int k = 0; k < PACKS; k++) {
       const int i = begin + (threadIdx.x + k * THREADS) * W;
-      if (i >= columns) continue;
-      UNROLL for (int j = 0; j < W; j++) f[k][j] = gradient(f[k][j], i + j);
+      if (i < whole) gradient.template apply<W>(f[k], i);
     }
     __syncthreads();
     UNROLL for (int k = 0; k < PACKS; k++) {
       const int i = begin + (threadIdx.x + k * THREADS) * W;
-      if (i < columns) store<O, W>(out + i, f[k]);
+      if (i < whole) store<O, W>(out + i, f[k]);
     }
   }
+  if (whole == columns) return;
+  __syncthreads();
+  if (last >= columns) return;
+  gradient.template apply<1>(end, last);
+  store<O, 1>(out + last, end);
 }

@@ -48,6 +48,12 @@ pub trait LogitsPass: Debug + Send + Sync {
         false
     }
 
+    /// Returns the distance between rows, in elements, with which a tile of this many columns should be allocated: on CUDA a multiple of
+    /// 16 bytes, so that every row is read 16 bytes at a time.
+    fn row_stride(&self, columns: i64) -> i64 {
+        columns
+    }
+
     /// Turns products into logits, and accumulates their statistics. `tile` `[n, c]`, Float or Double, with dense rows, whose first
     /// column is column `first` of the vocabulary; `class_weights` `[c]` in its dtype.
     ///

@@ -46,6 +46,12 @@ impl LogitsPass for Cuda {
         super::are_found()
     }
 
+    fn row_stride(&self, columns: i64) -> i64 {
+        // Numbers of 16 bytes.
+        const MULTIPLE: i64 = 4;
+        if super::are_found() { (columns + MULTIPLE - 1) / MULTIPLE * MULTIPLE } else { columns }
+    }
+
     fn statistics(
         &self,
         tile: &mut Tensor,
@@ -168,15 +174,11 @@ impl LogitsPass for Cuda {
             return Ok(tile.f_to_kind(kind)?);
         };
         let view = Tile::new(tile, None, Some(targets))?;
-        let Tile { matrix: Matrix { rows, columns, stride }, device, .. } = view;
+        let Tile { matrix: Matrix { rows, columns, .. }, width, device } = view;
         let arguments =
             view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?.concat();
         // 16-bit numbers: as many as fill 16 bytes.
-        let width = if columns % 8 == 0 && stride % 8 == 0 && (tile.data_ptr() as usize).is_multiple_of(16) {
-            8
-        } else {
-            1
-        };
+        let width = if width > 1 { 8 } else { 1 };
         if rows > 0 && columns > 0 {
             let extra = extra_of_gradient(targets, coefficients);
             let expression = format!("ce_gradient_narrow<{of_gradient}, {width}, {extra}, {ROW}>");
@@ -214,7 +216,8 @@ impl Tile {
                 }
             }
         }
-        let width = width(&[Kind::Float], &[tile], &[view.stride, view.columns]);
+        // A row's last columns are read one at a time; so are bias, class weights and targets where they are not aligned.
+        let width = width(&[Kind::Float], &[tile], &[view.stride]);
         Ok(Self { matrix: view, width, device })
     }
 

@@ -232,12 +232,18 @@ fn passes_over_logits_match_the_cpu() {
                             if dense { Targets::Dense(&distributions) } else { Targets::Columns(&labels) };
                         let asked = if plain { Wanted::default() } else { wanted };
                         let mut known = Statistics::new(rows, dense, asked, on).unwrap();
-                        let mut tile = to(&products);
+                        // Rows with the distance that the pass asks for.
+                        let rows_of = |t: &Tensor| {
+                            let all = Tensor::zeros([rows, pass.row_stride(columns)], on);
+                            all.narrow(1, 0, columns).copy_(t);
+                            all.narrow(1, 0, columns)
+                        };
+                        let mut tile = rows_of(&products);
                         pass.statistics(&mut tile, first, transform, targets, weights.as_ref(), &mut known)
                             .unwrap();
-                        let mut second = to(&(&products * 0.5));
+                        let mut second = rows_of(&(&products * 0.5));
                         pass.logits(&mut second, transform).unwrap();
-                        let mut third = to(&(&products * 0.7));
+                        let mut third = rows_of(&(&products * 0.7));
                         pass.statistics(
                             &mut third,
                             first + columns,

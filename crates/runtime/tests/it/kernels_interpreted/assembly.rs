@@ -158,10 +158,10 @@ fn kernels_on_sm_80() {
             adam<float, bf16, 4, false, 128, 1024>: 44 registers, no spills, 0 bytes shared
             ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
             ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
-            ce_logits<float, 4, 256>: 22 registers, no spills, 0 bytes shared
-            ce_gradient<float, 4, false, 256>: 45 registers, no spills, 0 bytes shared
-            ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
-            ce_gradient_narrow<bf16, 8, false, 512>: 63 registers, no spills, 0 bytes shared
+            ce_logits<float, 4, 256>: 25 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, false, 256>: 46 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, false, 512>: 61 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -185,12 +185,12 @@ fn kernels_on_sm_80() {
         expect![[r#"
             adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 44 narrow; stores 7 wide, 35 narrow
             adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 44 narrow; stores 4 wide, 28 narrow
-            ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
-            ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
-            ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
-            ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
-            ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
-            ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+            ce_statistics<float, 4, false, false, 512>: loads 3 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<float, 4, true, true, 512>: loads 4 wide, 23 narrow; stores 1 wide, 8 narrow
+            ce_logits<float, 4, 256>: loads 2 wide, 6 narrow; stores 1 wide, 1 narrow
+            ce_gradient<float, 4, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
+            ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
@@ -223,10 +223,10 @@ fn kernels_on_sm_90() {
             adam<float, bf16, 4, false, 128, 1024>: 46 registers, no spills, 0 bytes shared
             ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
             ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
-            ce_logits<float, 4, 256>: 24 registers, no spills, 0 bytes shared
+            ce_logits<float, 4, 256>: 28 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
-            ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
-            ce_gradient_narrow<bf16, 8, false, 512>: 60 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, false, 512>: 62 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -250,12 +250,12 @@ fn kernels_on_sm_90() {
         expect![[r#"
             adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 44 narrow; stores 7 wide, 35 narrow
             adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 44 narrow; stores 4 wide, 28 narrow
-            ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
-            ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
-            ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
-            ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
-            ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
-            ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+            ce_statistics<float, 4, false, false, 512>: loads 3 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<float, 4, true, true, 512>: loads 4 wide, 23 narrow; stores 1 wide, 8 narrow
+            ce_logits<float, 4, 256>: loads 2 wide, 6 narrow; stores 1 wide, 1 narrow
+            ce_gradient<float, 4, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
+            ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow

@@ -35,6 +35,12 @@ pub(super) const GRADIENT: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: GRADIENT_OF, run: gradient };
 pub(super) const NARROW: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow };
+pub(super) const STATISTICS_OF_ODD_ROWS: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: WIDE_STATISTICS_OF, run: statistics_of_odd_rows };
+pub(super) const GRADIENT_OF_ODD_ROWS: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: WIDE_GRADIENT_OF, run: gradient_of_odd_rows };
+pub(super) const NARROW_OF_FEW: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow_of_few };
 pub(super) const SWIGLU_16: KernelCase =
     KernelCase { source: SWIGLU, expression: SWIGLU_16_OF, run: swiglu_16 };
 pub(super) const SWIGLU_32: KernelCase =
@@ -76,6 +82,8 @@ const ADAM_OF: &str = "adam<bf16, bf16, 8, true, 128, 1024>";
 const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
 const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
 const GRADIENT_OF: &str = "ce_gradient<float, 1, false, 256>";
+const WIDE_STATISTICS_OF: &str = "ce_statistics<float, 4, false, false, 512>";
+const WIDE_GRADIENT_OF: &str = "ce_gradient<float, 4, false, 256>";
 const NARROW_OF: &str = "ce_gradient_narrow<bf16, 8, false, 512>";
 const SWIGLU_16_OF: &str = "swiglu_forward<bf16, 8, 256>";
 const SWIGLU_32_OF: &str = "swiglu_forward<float, 1, 256>";
@@ -174,6 +182,10 @@ fn sums(program: &Program) -> Seen {
 }
 
 fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
+    statistics_of_columns(program, expression, tile, tile.size()[1])
+}
+
+fn statistics_of_columns(program: &Program, expression: &str, tile: &Tensor, columns: i64) -> Seen {
     let rows = tile.size()[0];
     let of_rows = |value: f64| Tensor::full([rows], value, (Kind::Float, Device::Cpu));
     let (maximum, zero) = (of_rows(f64::NEG_INFINITY), of_rows(0.0));
@@ -182,7 +194,7 @@ fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
     let mut given = vec![
         Given::InOut("tile", tile),
         Given::I64(tile.size()[1]),
-        Given::I32(tile.size()[1]),
+        Given::I32(columns),
         Given::I64(0),
         Given::Null,
         Given::F32(1.0),
@@ -208,6 +220,10 @@ fn statistics(program: &Program) -> Seen {
     statistics_of(program, STATISTICS_OF, &tile)
 }
 
+fn statistics_of_odd_rows(program: &Program) -> Seen {
+    statistics_of_columns(program, WIDE_STATISTICS_OF, &draw(&[3, 1032], Kind::Float), 1031)
+}
+
 fn statistics_with_nan(program: &Program) -> Seen {
     let tile = draw(&[3, 1031], Kind::Float);
     let _ = tile.get(1).narrow(0, 700, 1).fill_(f64::NAN);
@@ -227,12 +243,14 @@ fn best(program: &Program) -> Seen {
 }
 
 fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
-    let tile = draw(&[2, columns], Kind::Float);
+    let stride = if expression == GRADIENT_OF { columns } else { (columns + 3) / 4 * 4 };
+    let tile = draw(&[2, stride], Kind::Float);
     let of_rows = Tensor::ones([2], (Kind::Float, Device::Cpu));
     let labels = Tensor::from_slice(&[3i64, columns - 1]);
-    let blocks = (columns + 1023) / 1024;
+    let of_block = if expression == WIDE_GRADIENT_OF { 4096 } else { 1024 };
+    let blocks = (columns + of_block - 1) / of_block;
     let narrow = expression == NARROW_OF;
-    let mut given = vec![Given::InOut("tile", &tile), Given::I64(columns), Given::I32(columns)];
+    let mut given = vec![Given::InOut("tile", &tile), Given::I64(stride), Given::I32(columns)];
     if !narrow {
         given.push(Given::I32(blocks));
     }
@@ -246,6 +264,15 @@ fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
 
 fn gradient(program: &Program) -> Seen {
     gradient_of(program, GRADIENT_OF, 1500)
+}
+
+fn gradient_of_odd_rows(program: &Program) -> Seen {
+    gradient_of(program, WIDE_GRADIENT_OF, 4099)
+}
+
+/// Fewer numbers than a word of 16 bytes has.
+fn narrow_of_few(program: &Program) -> Seen {
+    gradient_of(program, NARROW_OF, 7)
 }
 
 fn narrow(program: &Program) -> Seen {
