@@ -87,18 +87,23 @@ fn norm_backward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch { dynamic_shared: 3 * 2 * 512 * 16, ..Launch::new(PARTS, 512) }, all)
 }
 
+/// Queries of 32 heads and keys of 8, in place.
 fn rotate(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
-    const HEADS: u32 = 32;
     const HALF: u32 = 64;
-    let strides = [rows * HEADS * 2 * HALF, HEADS * 2 * HALF, 2 * HALF].map(long);
-    let x = inputs.half("x", rows * HEADS * 2 * HALF);
-    let mut all = vec![x.clone()];
-    all.extend(strides.clone());
-    all.push(x);
-    all.extend(strides);
-    all.extend([inputs.single("table", rows * 2 * HALF), NONE, int(rows), int(HEADS), int(HALF)]);
+    let mut turned = |name, heads: u32| {
+        let x = inputs.half(name, rows * heads * 2 * HALF);
+        let strides = [rows * heads * 2 * HALF, heads * 2 * HALF, 2 * HALF].map(long);
+        let mut members = vec![x.clone()];
+        members.extend(strides.clone());
+        members.push(x);
+        members.extend(strides);
+        members.push(long(heads));
+        Argument::Bytes(members.iter().flat_map(member).collect())
+    };
+    let mut all = vec![turned("q", 32), turned("k", 8)];
+    all.extend([inputs.single("table", rows * 2 * HALF), NONE, int(rows), int(HALF)]);
     all.extend([long(rows), Argument::F32(1.0)]);
-    (Launch::new(rows, 256), all)
+    (Launch::new(rows, 160), all)
 }
 
 fn swiglu(inputs: &mut Inputs, rows: u32, names: &[&str]) -> (Launch, Vec<Argument>) {
@@ -283,7 +288,7 @@ pub(super) const SAMPLES: [Sample; 15] = [
     Sample {
         file: "rope",
         expression: "rotate<bf16, 8>",
-        size: "8192 × 32 × 128",
+        size: "8192 × (32 + 8) × 128",
         rows: 8192.0,
         launch: rotate,
     },

@@ -78,7 +78,7 @@ fn rotate(
     overwrite: bool,
 ) -> Result<Vec<Tensor>> {
     if table.device() != Device::Cpu {
-        return tensors.into_iter().map(|x| on_device(table, positions, x, inverse, overwrite)).collect();
+        return on_device(table, positions, tensors, inverse, overwrite);
     }
     let mut turns = Vec::with_capacity(tensors.len());
     for x in tensors {
@@ -96,35 +96,44 @@ fn rotate(
         turns.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
     let _scope = kernel("runtime::rope");
     sys::rotate(table, positions.as_deref(), &pairs, inverse)?;
-    let bytes = |x: &Tensor| (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64;
-    record_external("runtime::rope", Flops::default(), turns.iter().map(|(from, _)| bytes(from)).sum())?;
-    Ok(turns.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())
-}
-
-/// Rotates on a CUDA device.
-fn on_device(
-    table: &Tensor,
-    positions: Option<&Tensor>,
-    x: Tensor,
-    inverse: bool,
-    overwrite: bool,
-) -> Result<Tensor> {
-    if !cuda::takes(&x) {
-        return by_operators(table, positions, &x, inverse);
-    }
-    let x = if x.stride()[3] == 1 && !x.is_neg() { x } else { x.f_contiguous()? };
-    let out = if overwrite && is_sole_owner(&x)? {
-        x.shallow_clone()
-    } else {
-        Tensor::f_empty(x.size(), (x.kind(), x.device()))?
-    };
-    cuda::rotate(table, positions, &x, &out, inverse)?;
     record_external(
         "runtime::rope",
         Flops::default(),
-        (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64,
+        turns.iter().map(|(from, _)| bytes_moved(from)).sum(),
     )?;
-    Ok(out)
+    Ok(turns.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())
+}
+
+/// Rotates on a CUDA device: q and k in one launch.
+fn on_device(
+    table: &Tensor,
+    positions: Option<&Tensor>,
+    tensors: Vec<Tensor>,
+    inverse: bool,
+    overwrite: bool,
+) -> Result<Vec<Tensor>> {
+    if !tensors.iter().all(cuda::takes) {
+        return tensors.iter().map(|x| by_operators(table, positions, x, inverse)).collect();
+    }
+    let mut turns = Vec::with_capacity(tensors.len());
+    for x in tensors {
+        let x = if x.stride()[3] == 1 && !x.is_neg() { x } else { x.f_contiguous()? };
+        let out = if overwrite && is_sole_owner(&x)? {
+            x.shallow_clone()
+        } else {
+            Tensor::f_empty(x.size(), (x.kind(), x.device()))?
+        };
+        turns.push((x, out));
+    }
+    let pairs: Vec<(&Tensor, &Tensor)> = turns.iter().map(|(x, out)| (x, out)).collect();
+    cuda::rotate(table, positions, &pairs, inverse)?;
+    record_external("runtime::rope", Flops::default(), turns.iter().map(|(x, _)| bytes_moved(x)).sum())?;
+    Ok(turns.into_iter().map(|(_, out)| out).collect())
+}
+
+/// Returns the bytes that are read and written.
+fn bytes_moved(x: &Tensor) -> u64 {
+    (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64
 }
 
 /// Rotates by libtorch's operators, for devices and dtypes without a kernel.

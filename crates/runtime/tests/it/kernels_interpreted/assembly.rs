@@ -25,6 +25,7 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "ce_gradient<float, 4, false, 256>",
             "ce_gradient<float, 4, true, 256>",
             "ce_gradient_narrow<bf16, 8, false, 512>",
+            "ce_gradient_narrow<bf16, 8, true, 512>",
         ],
     ),
     (
@@ -162,6 +163,7 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, false, 256>: 46 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 61 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -177,7 +179,7 @@ fn kernels_on_sm_80() {
             norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1316 bytes, loads 1284, 512 bytes shared
             column_sums: 29 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
-            rotate<float, 4>: 32 registers, no spills, 0 bytes shared
+            rotate<float, 4>: 28 registers, no spills, 0 bytes shared
             scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
             swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
             swiglu_backward<bf16, 8, 256>: 38 registers, no spills, 0 bytes shared
@@ -191,6 +193,7 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
+            ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
@@ -227,6 +230,7 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 62 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -242,7 +246,7 @@ fn kernels_on_sm_90() {
             norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1340 bytes, loads 1296, 512 bytes shared
             column_sums: 30 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
-            rotate<float, 4>: 32 registers, no spills, 0 bytes shared
+            rotate<float, 4>: 28 registers, no spills, 0 bytes shared
             scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
             swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
             swiglu_backward<bf16, 8, 256>: 40 registers, no spills, 0 bytes shared
@@ -256,6 +260,7 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
+            ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow

@@ -8,7 +8,7 @@ use super::super::program::{
     ADAM, CROSS_ENTROPY, GRADIENTS, NF4, NORM, Program, ROPE, SCALE, SWIGLU, Source,
 };
 use super::super::tolerance::normal;
-use super::super::{adam, gradients, nf4};
+use super::super::{adam, gradients, nf4, rope};
 
 /// A kernel and a launch of it.
 #[derive(Clone, Copy)]
@@ -307,11 +307,11 @@ fn swiglu_32(program: &Program) -> Seen {
 
 fn rotate(program: &Program) -> Seen {
     let (x, table) = (draw(&[1, 3, 4, 64], Kind::BFloat16), draw(&[9, 2, 32], Kind::Float));
-    let mut given = vec![Given::InOut("x", &x)];
-    given.extend([768, 256, 64].map(Given::I64));
-    given.push(Given::Out("out", Kind::BFloat16, vec![1, 3, 4, 64]));
-    given.extend([768, 256, 64].map(Given::I64));
-    given.extend([Given::In("table", &table), Given::Null, Given::I32(3), Given::I32(4), Given::I32(32)]);
+    let y = draw(&[1, 3, 2, 64], Kind::BFloat16);
+    let out = |heads| Given::Out("out", Kind::BFloat16, vec![1, 3, heads, 64]);
+    let mut given =
+        vec![rope::turn(Given::InOut("q", &x), out(4), &x), rope::turn(Given::InOut("k", &y), out(2), &y)];
+    given.extend([Given::In("table", &table), Given::Null, Given::I32(3), Given::I32(32)]);
     given.extend([Given::I64(9), Given::F32(1.0)]);
     seen(program, ROTATE_OF, (3, 32), &given)
 }
