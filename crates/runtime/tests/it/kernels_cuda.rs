@@ -1,15 +1,16 @@
 //! The CUDA kernels compared with the passes of the CPU in f64, on the same numbers. Prints that it is skipped without a GPU.
 
+mod gradients;
+mod nf4;
+
 use runtime::autograd::{self, Keep};
 use runtime::fused::adam::{AdamStep, AdamTensors, adam, adam_many};
 use runtime::fused::cross_entropy::{
     Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted, pass_for,
 };
-use runtime::fused::gradients;
 use runtime::fused::norm::{self, Norm, Options};
 use runtime::fused::rope::{Frequencies, RotaryTable};
 use runtime::fused::swiglu;
-use runtime::nf4;
 use runtime::ops::optimizer::AdamW;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -328,82 +329,6 @@ fn scaling_by_a_device_scalar_works() {
                 let factor = Tensor::full([0i64; 0], factor, (Kind::Float, device));
                 runtime::fused::gradients::scale_(&mut x, &factor).unwrap();
                 assert_eq!(distance(&x, &expected.to_device(Device::Cpu)), 0.0, "{kind:?} {numbers}");
-            }
-        }
-    }
-}
-
-/// One pass over more gradients than fit one launch, against f64; no write without a factor or with a factor of 1.
-#[test]
-fn norms_and_checks_of_many_gradients_match_the_cpu() {
-    let Some(device) = cuda() else { return };
-    let mut generator = Generator::new(10).unwrap();
-    let sizes = [1, 7, 8, 4096, 16_384, 16_385, 50_001];
-    for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
-        let drawn: Vec<Tensor> =
-            (0..170).map(|i| normal(&mut generator, &[sizes[i % 7]], kind).to_kind(kind)).collect();
-        for number in [1.0, 0.37, 1e30] {
-            let gradients: Vec<Tensor> = drawn.iter().map(|one| one.to_device(device)).collect();
-            let factor = Tensor::full([1], number, (Kind::Float, device));
-            let scale = factor.to_device(Device::Cpu);
-            let expected: Vec<Tensor> =
-                drawn.iter().map(|one| (one.to_kind(Kind::Float) * &scale).to_kind(kind)).collect();
-            let squares = expected.iter().map(|one| one.to_kind(Kind::Double).square().sum(Kind::Double));
-            let norm = squares.map(|sum| sum.double_value(&[])).sum::<f64>().sqrt();
-            let scaled: Vec<Tensor> = gradients.iter().map(Tensor::copy).collect();
-            assert!(gradients::scale_many_(&scaled, &factor).unwrap());
-            let found = gradients::unscale_(&gradients, &factor, true).unwrap();
-            let flag = if norm.is_finite() { 0.0 } else { 1.0 };
-            assert_eq!(found.found_inf.double_value(&[0]), flag, "{kind:?} × {number}");
-            let alone = gradients::norm_many(&gradients).unwrap().unwrap().double_value(&[]);
-            let found = found.norm.unwrap().double_value(&[]);
-            assert_eq!((found, found.is_finite()), (alone, norm.is_finite()), "{kind:?} × {number}");
-            assert!(flag == 1.0 || (found / norm - 1.0).abs() < 1e-7, "{kind:?} × {number}: {found} {norm}");
-            for ((one, other), expected) in gradients.iter().zip(&scaled).zip(&expected) {
-                let (one, other) = (one.to_device(Device::Cpu), other.to_device(Device::Cpu));
-                assert!(one.equal(expected) && other.equal(expected), "{kind:?} × {number}");
-            }
-        }
-    }
-    let gradients = [Tensor::full([100], 1e30, (Kind::Float, device))];
-    let norm = gradients::norm_many(&gradients).unwrap().unwrap().double_value(&[]);
-    assert!((norm / 1e31 - 1.0).abs() < 1e-6, "{norm}");
-    // Without gaps in any order of the dimensions; others are left to libtorch.
-    let whole = Tensor::ones([8, 6], (Kind::Float, device));
-    let norm = gradients::norm_many(&[whole.tr()]).unwrap().unwrap().double_value(&[]);
-    assert_eq!(norm, 48f64.sqrt());
-    assert!(gradients::norm_many(&[whole.narrow(1, 0, 3)]).unwrap().is_none());
-}
-
-/// The bits of the CPU's weights, and products with them from tiles of rows and of columns.
-#[test]
-fn nf4_matches_the_cpu() {
-    let Some(device) = cuda() else { return };
-    let mut generator = Generator::new(11).unwrap();
-    for scales in [nf4::Scales::Nested, nf4::Scales::Float] {
-        for shape in [[1, 2], [37, 22], [9, 330], [700, 4864], [4096, 2112]] {
-            let stored = nf4::quantize(&normal(&mut generator, &shape, Kind::Float), scales).unwrap();
-            let there = stored.to_device(device);
-            for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
-                for rows in [0..shape[0], shape[0] / 2..shape[0]] {
-                    let expected = nf4::dequantize_rows(&stored, rows.clone(), kind).unwrap();
-                    let found = nf4::dequantize_rows(&there, rows, kind).unwrap();
-                    assert!(found.to_device(Device::Cpu).equal(&expected), "{kind:?}, {shape:?}, {scales:?}");
-                }
-                let dense = nf4::dequantize(&stored, Kind::Double).unwrap();
-                let x = normal(&mut generator, &[5, shape[1]], kind);
-                let g = normal(&mut generator, &[5, shape[0]], kind);
-                let on = |t: &Tensor| t.to_kind(kind).to_device(device);
-                for accumulate in [false, true] {
-                    let (mut y, mut dx) = (on(&g), on(&x));
-                    nf4::mm_into(&mut y, &on(&x), &there, accumulate).unwrap();
-                    nf4::mm_transposed_into(&mut dx, &on(&g), &there, accumulate).unwrap();
-                    let before = |t: &Tensor| if accumulate { t.copy() } else { t.zeros_like() };
-                    let tolerance = if kind == Kind::Float { 2e-3 } else { 8.0 * epsilon(kind) };
-                    let what = format!("{kind:?}, {shape:?}, accumulate {accumulate}");
-                    close(&what, &y, &(x.matmul(&dense.tr()) + before(&g)), tolerance);
-                    close(&what, &dx, &(g.matmul(&dense) + before(&x)), tolerance);
-                }
             }
         }
     }
