@@ -31,16 +31,16 @@
 //!
 //! # Sliding windows
 //!
-//! With a window w (Child et al., arXiv:1904.10509), query i attends to keys i − w + 1 to i of its document. `Fused` computes the
-//! first w queries of a document as without a window, and the others in chunks of c ≤ w/2 queries over w − 1 + c keys with one
+//! With a window w (Child et al., arXiv:1904.10509), query i attends to keys i − w + 1 to i of its document. On the CPU without dropout the
+//! kernel skips the blocks of keys that no query of a block sees. Elsewhere `Fused` computes the first w queries of a document as without a window, and the others in chunks of c ≤ w/2 queries over w − 1 + c keys with one
 //! mask `[c, w − 1 + c]`: the work is t·(w + c), and nothing of size t² is allocated. Documents of at most w tokens take the path
 //! without a window.
 //!
 //! # Soft caps
 //!
-//! A cap c replaces a score s by c·tanh(s/c) (Gemma 2, arXiv:2408.00118). No kernel of libtorch computes it, so the scores are
-//! explicit, for each document and chunk of a window: one keeps three numbers per pair of query and key. (Generation's step on a CPU, one query
-//! for each head, has [a kernel](runtime::fused::attention::single_query_attention) with the cap, and without a matrix.)
+//! A cap c replaces a score s by c·tanh(s/c) (Gemma 2, arXiv:2408.00118). This project's kernels for the CPU compute it; no kernel of libtorch
+//! does, so that elsewhere, and with dropout, the scores are explicit, for each document and chunk of a window: one keeps three numbers per
+//! pair of query and key.
 
 mod cached;
 mod documents;
@@ -54,6 +54,7 @@ use tch::{Kind, Tensor};
 pub(crate) use cached::cached_attention;
 pub use documents::Documents;
 use explicit::{additive_mask, explicit, visible};
+use windowed::has_kernel;
 pub(crate) use windowed::over_window;
 
 use crate::error::{Error, Result};
@@ -174,6 +175,7 @@ fn attend(
 /// CPU, for dropout or a mask, makes the copies itself.)
 fn supports_grouped_queries(options: &AttentionOptions, q: &Tensor) -> bool {
     match options.path {
+        AttentionPath::Fused if has_kernel(q, options) => true,
         _ if options.softcap.is_some() => false,
         AttentionPath::Explicit => false,
         AttentionPath::DenseMask => !q.device().is_cuda(),

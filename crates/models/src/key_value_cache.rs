@@ -5,6 +5,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use runtime::fused::attention::takes;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionOptions, cached_attention, over_window};
@@ -297,9 +298,10 @@ impl Extension<'_> {
         let q = q.f_to_kind(shape.kind)?;
         let end = self.end();
         let window = options.window.filter(|&window| window < end);
-        let whole_rows = *length == 0 && self.cache.tokens.is_none() && options.softcap.is_none();
-        if window.is_some() && whole_rows {
-            // Chunks of the window instead of a mask of every pair.
+        let whole_rows = *length == 0 && self.cache.tokens.is_none() && self.new > 1;
+        let without_pairs = options.softcap.is_none() || takes(q.device(), q.kind());
+        if whole_rows && without_pairs && (window.is_some() || options.softcap.is_some()) {
+            // Instead of a mask of every pair, or their scores.
             let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, 0, end));
             let o = over_window(&q.f_transpose(1, 2)?, &k?, &v?, options)?.f_transpose(1, 2)?;
             return Ok(o.f_reshape([*rows, self.new, -1])?);

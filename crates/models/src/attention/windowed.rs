@@ -1,6 +1,7 @@
-//! Attention within a sliding window, in chunks of queries.
+//! Attention within a sliding window: by a kernel on the CPU, else in chunks of queries.
 
 use runtime::autograd::retain;
+use runtime::fused::attention::{self as fused, CausalOptions};
 use tch::Tensor;
 
 use super::AttentionOptions;
@@ -18,6 +19,10 @@ pub(crate) fn over_window(
     options: &AttentionOptions,
 ) -> runtime::Result<Tensor> {
     let sequence = q.size()[2];
+    if has_kernel(q, options) {
+        let &AttentionOptions { scale, window, softcap: cap, .. } = options;
+        return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap });
+    }
     let Some(window) = options.window.filter(|&window| window < sequence) else {
         return of_chunk(q, k, v, None, options);
     };
@@ -43,6 +48,11 @@ pub(crate) fn over_window(
         start += length;
     }
     Ok(Tensor::f_cat(&parts, 2)?)
+}
+
+/// Whether the kernel of this project computes it, with windows, caps and groups.
+pub(super) fn has_kernel(q: &Tensor, options: &AttentionOptions) -> bool {
+    options.dropout == 0.0 && fused::takes(q.device(), q.kind())
 }
 
 /// Attention over the keys of a mask, or causal attention.

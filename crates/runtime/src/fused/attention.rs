@@ -6,6 +6,9 @@
 //! - backward, from g_i, the gradient of o_i, with d_i = g_i·o_i: the gradient of s_ij is z_ij = p_ij·(g_i·v_j − d_i), and those of q_i, k_j
 //!   and v_j are c·Σ_j z_ij·k_j, c·Σ_i z_ij·q_i and Σ_i p_ij·g_i
 //!
+//! With a window w, scores exist for i − w < j ≤ i: blocks without one are skipped. With a cap c, s is replaced by s' = c·tanh(s/c), and the
+//! gradient of s is z times 1 − (s'/c)².
+//!
 //! As in FlashAttention-2 (Dao, arXiv:2307.08691), blocks of scores are computed while they are in the cache, with a running maximum and
 //! sum for each query; backward computes them again. Kept are q, k, v, o and one number L for each query and head. fp32, bf16 and fp16 are
 //! computed in fp32 and rounded once, f64 in f64.
@@ -25,35 +28,54 @@ use crate::autograd::retain::kept;
 use crate::autograd::{self, Backward, Forward, Function, GradMode};
 use crate::error::{Error, Result};
 use crate::profile::{Flops, kernel, record_external};
-use crate::sys::attention::{self as sys, NAME, Single, Tensors, compute_kind, reads};
+use crate::sys::attention::{self as sys, NAME, Scores, Single, Tensors, compute_kind, reads};
 
 /// Returns whether [`causal_attention`] takes tensors of this device and dtype.
 pub fn takes(device: Device, kind: Kind) -> bool {
     device == Device::Cpu && compute_kind(kind).is_some()
 }
 
+/// Options of [`causal_attention`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CausalOptions {
+    /// What scores are multiplied by; 1/√head if absent.
+    pub scale: Option<f64>,
+    /// Number of tokens that a query attends to, itself included; all before it if absent.
+    pub window: Option<i64>,
+    /// c of c·tanh(s/c), which replaces a score s.
+    pub cap: Option<f64>,
+}
+
 /// Computes causal attention of q `[batch, heads, tokens, head]` over k and v `[batch, kv_heads, tokens, head]`, of one dtype, and returns the
-/// shape of q; the heads of k and v are each shared by a group of query heads. The scores are multiplied by `scale`, 1/√head if absent.
-/// The last dimension should be dense; the memory of the result is that of `[batch, tokens, heads, head]`.
+/// shape of q; the heads of k and v are each shared by a group of query heads. The last dimension should be dense; the memory of the
+/// result is that of `[batch, tokens, heads, head]`.
 ///
 /// In a segment that keeps its products ([`retain`](crate::autograd::retain)), the result and L are kept.
 ///
 /// # Errors
-/// Shapes that do not match; a device or dtype that it does not take ([`takes`]).
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); a window below 1; a cap that is not positive.
 ///
 /// ```
-/// use runtime::fused::attention::causal_attention;
+/// use runtime::fused::attention::{CausalOptions, causal_attention};
 /// use tch::{Tensor, kind};
 ///
 /// let x = Tensor::randn([2, 4, 100, 16], kind::FLOAT_CPU).set_requires_grad(true);
-/// let o = causal_attention(&x, &x, &x, None)?;
+/// let o = causal_attention(&x, &x, &x, CausalOptions::default())?;
 /// let expected = Tensor::scaled_dot_product_attention(&x, &x, &x, None::<&Tensor>, 0.0, true, None, false);
 /// assert!((o - expected).abs().max().double_value(&[]) < 1e-5);
 /// # Ok::<(), runtime::Error>(())
 /// ```
-pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: Option<f64>) -> Result<Tensor> {
+pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions) -> Result<Tensor> {
+    let CausalOptions { scale, window, cap } = options;
+    if let Some(window) = window.filter(|window| *window < 1) {
+        return Err(Error::invalid(NAME, format!("the window is {window} tokens; expected at least 1")));
+    }
+    if let Some(cap) = cap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+        return Err(Error::invalid(NAME, format!("the cap is {cap}; expected a finite number above 0")));
+    }
     let scale = scale.unwrap_or_else(|| 1.0 / (q.size().last().copied().unwrap_or(1) as f64).sqrt());
-    Ok(autograd::apply(Causal { scale }, &[q, k, v])?.remove(0))
+    let scores = Scores { scale, window: window.map(|window| window as usize), cap };
+    Ok(autograd::apply(Causal { scores }, &[q, k, v])?.remove(0))
 }
 
 /// Options of [`single_query_attention`].
@@ -113,7 +135,7 @@ pub fn single_query_attention(
 }
 
 struct Causal {
-    scale: f64,
+    scores: Scores,
 }
 
 impl Function for Causal {
@@ -131,9 +153,9 @@ impl Function for Causal {
             let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, q.device()))?;
             {
                 let _scope = kernel(FORWARD);
-                sys::forward(&Tensors { q, k, v, o: &o, log_sums: &log_sums }, self.scale)?;
+                sys::forward(&Tensors { q, k, v, o: &o, log_sums: &log_sums }, self.scores)?;
             }
-            record(FORWARD, q, 2, &[q, k, v, &o, &log_sums])?;
+            record(FORWARD, q, (2, self.scores), &[q, k, v, &o, &log_sums])?;
             Ok(vec![o, log_sums])
         })?;
         let [o, log_sums] = <[Tensor; 2]>::try_from(results)
@@ -155,9 +177,9 @@ impl Function for Causal {
         let [of_q, of_k, of_v] = &gradients;
         {
             let _scope = kernel(BACKWARD);
-            sys::backward(&Tensors { q, k, v, o, log_sums }, &upstream, [of_q, of_k, of_v], self.scale)?;
+            sys::backward(&Tensors { q, k, v, o, log_sums }, &upstream, [of_q, of_k, of_v], self.scores)?;
         }
-        record(BACKWARD, q, 5, &[q, k, v, o, &upstream, log_sums, of_q, of_k, of_v])?;
+        record(BACKWARD, q, (5, self.scores), &[q, k, v, o, &upstream, log_sums, of_q, of_k, of_v])?;
         Ok(gradients.into_iter().map(Some).collect())
     }
 }
@@ -180,10 +202,12 @@ fn heads_last(like: &Tensor) -> Result<Tensor> {
 }
 
 /// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.
-fn record(name: &str, q: &Tensor, products: u64, moved: &[&Tensor]) -> Result<()> {
+fn record(name: &str, q: &Tensor, (products, scores): (u64, Scores), moved: &[&Tensor]) -> Result<()> {
     let (batch, heads, tokens, head) = q.size4()?;
     let of_pairs = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
-    let flops = Flops { dense: of_pairs(tokens * tokens), causal: of_pairs(tokens * (tokens + 1) / 2) };
+    let seen = scores.window.map_or(tokens, |window| tokens.min(window as i64));
+    let kept = seen * (seen + 1) / 2 + (tokens - seen) * seen;
+    let flops = Flops { dense: of_pairs(tokens * seen), causal: of_pairs(kept) };
     let bytes = moved.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum::<usize>();
     record_external(name, flops, bytes as u64)
 }

@@ -35,6 +35,10 @@ struct Pass {
     group: usize,
     heads: usize,
     scale: f64,
+    /// Keys that a query sees, its own included.
+    window: usize,
+    /// c of c·tanh(s/c).
+    cap: Option<f64>,
     q: Heads,
     k: Heads,
     v: Heads,
@@ -44,6 +48,16 @@ struct Pass {
 }
 
 impl Pass {
+    /// The first key of the first block that a query sees.
+    fn first_key(&self, query: usize) -> usize {
+        (query + 1).saturating_sub(self.window) / BLOCK * BLOCK
+    }
+
+    /// The end of the queries that see a key.
+    fn end_of_queries(&self, key: usize) -> usize {
+        key.saturating_add(self.window).min(self.tokens)
+    }
+
     /// The log-sum-exp of a block of queries.
     ///
     /// # Safety
@@ -63,6 +77,16 @@ pub(crate) struct Tensors<'a> {
     pub(crate) o: &'a Tensor,
     /// `[batch, heads, tokens]`, contiguous, of the dtype that is computed in.
     pub(crate) log_sums: &'a Tensor,
+}
+
+/// How scores are computed from products.
+#[derive(Clone, Copy)]
+pub(crate) struct Scores {
+    pub(crate) scale: f64,
+    /// Keys that a query sees, its own included; all before it if absent.
+    pub(crate) window: Option<usize>,
+    /// c of c·tanh(s/c).
+    pub(crate) cap: Option<f64>,
 }
 
 /// The dtype that elements of `kind` are computed in; `None` for one that the passes do not take.
@@ -85,8 +109,8 @@ pub(crate) fn reads(tensor: &Tensor) -> bool {
 ///
 /// # Errors
 /// Shapes, dtypes or strides that do not fit.
-pub(crate) fn forward(tensors: &Tensors<'_>, scale: f64) -> Result<()> {
-    let (pass, batch) = pass(tensors, scale)?;
+pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
+    let (pass, batch) = pass(tensors, scores)?;
     let run = match tensors.q.kind() {
         Kind::Double => forward_of::<f64>,
         Kind::BFloat16 => forward_of::<bf16>,
@@ -126,9 +150,9 @@ pub(crate) fn backward(
     tensors: &Tensors<'_>,
     upstream: &Tensor,
     gradients: [&Tensor; 3],
-    scale: f64,
+    scores: Scores,
 ) -> Result<()> {
-    let (pass, batch) = pass(tensors, scale)?;
+    let (pass, batch) = pass(tensors, scores)?;
     let heads_of = |tensor: &Tensor, like: &Tensor| checked(tensor, &like.size(), like.kind());
     let of = Gradients {
         o: heads_of(upstream, tensors.o)?,
@@ -206,7 +230,7 @@ fn workers(units: usize, work: impl Fn(usize, &mut dyn FnMut() -> Option<usize>)
     })
 }
 
-fn pass(tensors: &Tensors<'_>, scale: f64) -> Result<(Pass, usize)> {
+fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
     let &Tensors { q, k, v, o, log_sums } = tensors;
     let (batch, heads, tokens, head) = q.size4()?;
     let kv_heads = k.size().get(1).copied().unwrap_or(0);
@@ -229,7 +253,9 @@ fn pass(tensors: &Tensors<'_>, scale: f64) -> Result<(Pass, usize)> {
         head: head as usize,
         group: (heads / kv_heads) as usize,
         heads: heads as usize,
-        scale,
+        scale: scores.scale,
+        window: scores.window.unwrap_or(usize::MAX),
+        cap: scores.cap,
         q: checked(q, &q.size(), q.kind())?,
         k: checked(k, &of_keys, q.kind())?,
         v: checked(v, &of_keys, q.kind())?,

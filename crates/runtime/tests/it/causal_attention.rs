@@ -3,7 +3,9 @@
 use std::sync::Mutex;
 
 use runtime::autograd::{GradcheckOptions, Keep, grad, gradcheck};
-use runtime::fused::attention::{SingleQueryOptions, causal_attention, single_query_attention, takes};
+use runtime::fused::attention::{
+    CausalOptions, SingleQueryOptions, causal_attention, single_query_attention, takes,
+};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -24,12 +26,16 @@ fn inputs(shape: [i64; 5], kind: Kind, seed: u64) -> [Tensor; 4] {
 }
 
 /// The output and the gradients of q, k and v, by operators on all pairs, in f64.
-fn oracle([q, k, v, upstream]: &[Tensor; 4], scale: f64) -> Vec<Tensor> {
+fn oracle([q, k, v, upstream]: &[Tensor; 4], options: CausalOptions) -> Vec<Tensor> {
+    let scale = options.scale.unwrap_or(1.0 / (q.size()[3] as f64).sqrt());
     let [q, k, v] = [q, k, v].map(|x| x.to_kind(Kind::Double).detach().set_requires_grad(true));
     let (heads, kv_heads, tokens) = (q.size()[1], k.size()[1], q.size()[2]);
     let repeated = |x: &Tensor| x.repeat_interleave_self_int(heads / kv_heads, 1, None::<i64>);
     let scores = q.matmul(&repeated(&k).transpose(2, 3)) * scale;
-    let hidden = Tensor::ones([tokens, tokens], (Kind::Bool, Device::Cpu)).triu(1);
+    let scores = options.cap.map_or(scores.shallow_clone(), |cap| (scores / cap).tanh() * cap);
+    let seen = Tensor::ones([tokens, tokens], (Kind::Bool, Device::Cpu)).tril(0);
+    let seen = options.window.map_or(seen.shallow_clone(), |window| seen.triu(1 - window));
+    let hidden = seen.logical_not();
     let o = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double).matmul(&repeated(&v));
     with_gradients(o, &[&q, &k, &v], &upstream.to_kind(Kind::Double))
 }
@@ -39,9 +45,9 @@ fn with_gradients(o: Tensor, inputs: &[&Tensor], upstream: &Tensor) -> Vec<Tenso
     std::iter::once(o.detach()).chain(gradients.into_iter().map(Option::unwrap)).collect()
 }
 
-fn fused([q, k, v, upstream]: &[Tensor; 4], scale: Option<f64>) -> Vec<Tensor> {
+fn fused([q, k, v, upstream]: &[Tensor; 4], options: CausalOptions) -> Vec<Tensor> {
     let [q, k, v] = [q, k, v].map(|x| x.detach().set_requires_grad(true));
-    let o = causal_attention(&q, &k, &v, scale).unwrap();
+    let o = causal_attention(&q, &k, &v, options).unwrap();
     with_gradients(o, &[&q, &k, &v], upstream)
 }
 
@@ -50,6 +56,20 @@ fn error(found: &Tensor, expected: &Tensor) -> f64 {
     let difference = (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
     difference / expected.abs().max().double_value(&[])
 }
+
+const PLAIN: CausalOptions = CausalOptions { scale: None, window: None, cap: None };
+
+/// Scales, windows within a block, of a block and over several, caps that change all scores and few.
+const OPTIONS: [CausalOptions; 8] = [
+    PLAIN,
+    CausalOptions { scale: Some(0.31), ..PLAIN },
+    CausalOptions { window: Some(1), ..PLAIN },
+    CausalOptions { window: Some(7), ..PLAIN },
+    CausalOptions { window: Some(64), cap: Some(0.8), ..PLAIN },
+    CausalOptions { window: Some(130), scale: Some(0.2), ..PLAIN },
+    CausalOptions { window: Some(1000), ..PLAIN },
+    CausalOptions { cap: Some(2.5), ..PLAIN },
+];
 
 const SHAPES: [[i64; 5]; 11] = [
     [1, 1, 1, 1, 1],
@@ -73,16 +93,16 @@ fn every_shape_and_dtype_matches_the_formula() {
     {
         for (number, shape) in SHAPES.into_iter().enumerate() {
             let inputs = inputs(shape, kind, number as u64);
-            for scale in [None, Some(0.31)] {
-                let expected = oracle(&inputs, scale.unwrap_or(1.0 / (shape[4] as f64).sqrt()));
+            for options in OPTIONS {
+                let expected = oracle(&inputs, options);
                 for (name, (found, expected)) in
-                    ["o", "q", "k", "v"].iter().zip(fused(&inputs, scale).iter().zip(&expected))
+                    ["o", "q", "k", "v"].iter().zip(fused(&inputs, options).iter().zip(&expected))
                 {
                     assert_eq!((found.kind(), found.size()), (kind, expected.size()), "{name} {shape:?}");
                     let error = error(found, expected);
                     // The only token's scores have no gradient.
                     let is_zero = expected.abs().max().double_value(&[]) < 1e-12;
-                    assert!(is_zero || error < tolerance, "{kind:?} {shape:?} {name}: {error:e}");
+                    assert!(is_zero || error < tolerance, "{kind:?} {shape:?} {options:?} {name}: {error:e}");
                 }
             }
         }
@@ -94,12 +114,13 @@ fn every_shape_and_dtype_matches_the_formula() {
 fn bits_do_not_depend_on_the_number_of_threads() {
     let _alone = THREADS.lock().unwrap();
     let threads = tch::get_num_threads();
-    for kind in [Kind::Float, Kind::BFloat16] {
+    let windowed = CausalOptions { window: Some(70), cap: Some(1.5), ..PLAIN };
+    for (kind, options) in [(Kind::Float, PLAIN), (Kind::BFloat16, PLAIN), (Kind::Float, windowed)] {
         for shape in [[1, 300, 4, 1, 64], [1, 130, 3, 3, 40], [2, 65, 4, 2, 16]] {
             let inputs = inputs(shape, kind, 7);
             let run = |threads| {
                 tch::set_num_threads(threads);
-                fused(&inputs, None)
+                fused(&inputs, options)
             };
             let expected = run(1);
             for threads in [2, 3, 7] {
@@ -115,7 +136,7 @@ fn bits_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn every_layout_has_the_same_bits() {
     let [q, k, v, upstream] = inputs([2, 70, 4, 2, 32], Kind::Float, 3);
-    let expected = fused(&[&q, &k, &v, &upstream].map(Tensor::shallow_clone), None);
+    let expected = fused(&[&q, &k, &v, &upstream].map(Tensor::shallow_clone), PLAIN);
     let [batch, tokens, head] = [2, 70, 32];
     // One projection for all, the heads side by side; heads first; every second element; an upstream gradient that is expanded.
     let joint = Tensor::cat(&[&q, &k, &v].map(|x| x.transpose(1, 2)), 2).view([batch, tokens, 8 * head]);
@@ -127,21 +148,24 @@ fn every_layout_has_the_same_bits() {
         twice.slice(3, 0, None, 2)
     });
     for [q, k, v] in [joint, heads_first, sparse] {
-        let found = fused(&[q, k, v, upstream.contiguous()], None);
+        let found = fused(&[q, k, v, upstream.contiguous()], PLAIN);
         assert_eq!(found, expected);
     }
     let ones = Tensor::ones([1], (Kind::Float, Device::Cpu)).expand(q.size(), false);
-    let dense = fused(&[&q, &k, &v, &ones.contiguous()].map(Tensor::shallow_clone), None);
-    assert_eq!(fused(&[q, k, v, ones], None), dense);
+    let dense = fused(&[&q, &k, &v, &ones.contiguous()].map(Tensor::shallow_clone), PLAIN);
+    assert_eq!(fused(&[q, k, v, ones], PLAIN), dense);
 }
 
 #[test]
 fn derivatives_match_finite_differences() {
     let [q, k, v, _] = inputs([1, 5, 4, 2, 3], Kind::Double, 11);
     let inputs = [q, k, v].map(|x| x.contiguous().set_requires_grad(true));
-    let attend =
-        |inputs: &[Tensor]| Ok(vec![causal_attention(&inputs[0], &inputs[1], &inputs[2], Some(0.7))?]);
-    gradcheck(attend, &inputs.each_ref(), GradcheckOptions::default()).unwrap();
+    let bent = CausalOptions { scale: Some(0.7), window: Some(3), cap: Some(0.9) };
+    for options in [CausalOptions { scale: Some(0.7), ..PLAIN }, bent] {
+        let attend =
+            |inputs: &[Tensor]| Ok(vec![causal_attention(&inputs[0], &inputs[1], &inputs[2], options)?]);
+        gradcheck(attend, &inputs.each_ref(), GradcheckOptions::default()).unwrap();
+    }
 }
 
 /// Large scores neither overflow nor lose the largest; a NaN or an infinity reaches what sees it, and nothing else.
@@ -149,22 +173,24 @@ fn derivatives_match_finite_differences() {
 fn extreme_scores_are_those_of_the_formula() {
     let [q, k, v, upstream] = inputs([1, 150, 2, 1, 16], Kind::Float, 5);
     let large = [&q * 300.0, k.shallow_clone(), v.shallow_clone(), upstream.shallow_clone()];
-    let expected = oracle(&large, 0.25);
-    for (found, expected) in fused(&large, Some(0.25)).iter().zip(&expected) {
-        let error = error(found, expected);
-        assert!(error < 1e-4, "{error:e}");
+    for options in [PLAIN, CausalOptions { window: Some(20), ..PLAIN }] {
+        let options = CausalOptions { scale: Some(0.25), ..options };
+        for (found, expected) in fused(&large, options).iter().zip(&oracle(&large, options)) {
+            let error = error(found, expected);
+            assert!(error < 1e-4, "{error:e}");
+        }
     }
     for wrong in [f64::NAN, f64::INFINITY] {
         let broken = v.copy();
         let _ = broken.narrow(2, 100, 1).fill_(wrong);
-        let o = causal_attention(&q, &k, &broken, None).unwrap();
+        let o = causal_attention(&q, &k, &broken, PLAIN).unwrap();
         let seen = o.isfinite().all_dim(3, false).all_dim(1, false).squeeze();
         // A weight of 0 times it is NaN in its block of keys, as in libtorch.
         assert!(bool::try_from(seen.narrow(0, 0, 64).all()).unwrap(), "earlier blocks do not see it");
         assert!(!bool::try_from(seen.narrow(0, 100, 50).any()).unwrap(), "later tokens do");
         let broken = q.copy();
         let _ = broken.narrow(2, 70, 1).fill_(f64::NAN);
-        let o = causal_attention(&broken, &k, &v, None).unwrap();
+        let o = causal_attention(&broken, &k, &v, PLAIN).unwrap();
         assert_eq!(
             o.isnan()
                 .any_dim(3, false)
@@ -187,10 +213,15 @@ fn the_work_is_counted_as_libtorchs() {
         drop(grad(&[&o], &[Some(&upstream)], &[&q, &k, &v], Keep::default()).unwrap());
         counter.finish().unwrap().total.flops
     };
-    let ours = count(&|| causal_attention(&q, &k, &v, None).unwrap());
+    let ours = count(&|| causal_attention(&q, &k, &v, PLAIN).unwrap());
     let theirs =
         count(&|| Tensor::scaled_dot_product_attention(&q, &k, &v, None::<&Tensor>, 0.0, true, None, true));
     assert_eq!(ours, theirs);
+    // Of 70 queries the first 20 see all before them, the others 20 keys each: 1210 of the 2485 pairs below the diagonal.
+    let within =
+        count(&|| causal_attention(&q, &k, &v, CausalOptions { window: Some(20), ..PLAIN }).unwrap());
+    assert_eq!(within.causal * 2485, ours.causal * 1210);
+    assert_eq!(within.dense * 70, ours.dense * 20);
 }
 
 #[test]
@@ -202,15 +233,20 @@ fn what_does_not_fit_is_refused() {
             && !takes(Device::Cuda(0), Kind::Float)
     );
     let refused =
-        |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, None).unwrap_err().to_string();
+        |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, PLAIN).unwrap_err().to_string();
     assert!(refused(&q, &k.narrow(2, 0, 3), &v).contains("expected Float [1, 2, 4, 8] on the CPU"));
     assert!(refused(&q, &k.to_kind(Kind::Double), &v).contains("a tensor is Double"));
     assert!(refused(&q.narrow(1, 0, 3), &k, &v).contains("q is Float [1, 3, 4, 8], k [1, 2, 4, 8]"));
     let integers = [&q, &k, &v].map(|x| x.to_kind(Kind::Int64));
     assert!(refused(&integers[0], &integers[1], &integers[2]).contains("q is Int64"));
+    let with = |options| causal_attention(&q, &k, &v, options).unwrap_err().to_string();
+    let text = with(CausalOptions { window: Some(0), ..PLAIN });
+    assert!(text.contains("the window is 0 tokens; expected at least 1"), "{text}");
+    let text = with(CausalOptions { cap: Some(0.0), ..PLAIN });
+    assert!(text.contains("the cap is 0; expected a finite number above 0"), "{text}");
     let none = q.narrow(2, 0, 0);
     assert_eq!(
-        causal_attention(&none, &k.narrow(2, 0, 0), &v.narrow(2, 0, 0), None).unwrap().size(),
+        causal_attention(&none, &k.narrow(2, 0, 0), &v.narrow(2, 0, 0), PLAIN).unwrap().size(),
         [1, 4, 0, 8]
     );
 }

@@ -31,7 +31,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: Options<'_>) -> Re
     let Options { mask, dropout, scale } = options;
     let is_square = q.size().get(2) == k.size().get(2);
     if mask.is_none() && dropout == 0.0 && is_square && fused::takes(q.device(), q.kind()) {
-        return fused::causal_attention(q, k, v, scale);
+        return fused::causal_attention(q, k, v, fused::CausalOptions { scale, ..Default::default() });
     }
     if active() && q.device() == Device::Cpu && dropout == 0.0 && takes_flash(q, k, v, options)? {
         // The kernel takes a mask that is added to the scores.

@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 
 use super::Pass;
 use super::block::{BLOCK, Heads, LANES, Rows, Scratch, in_place, rows, transposed, untransposed, visible};
-use super::forward::mask;
+use super::forward::{cap, mask};
 use super::product::Product;
 use crate::sys::simd::{Element, Real};
 
@@ -89,8 +89,11 @@ impl<X: Element> WithSimd for Keys<'_, X> {
         }
         let (heads, first_queries) = match parts {
             Parts::Queries { head, first } => (head..head + 1, first..first + 1),
-            // Earlier queries see none of the keys.
-            _ => (of_keys * pass.group..(of_keys + 1) * pass.group, span.start..pass.tokens),
+            // Earlier queries see none of the keys, nor do those whose windows are after them.
+            _ => {
+                let end = pass.end_of_queries(span.end.saturating_sub(1));
+                (of_keys * pass.group..(of_keys + 1) * pass.group, span.start..end)
+            }
         };
         for head in heads {
             for first in first_queries.clone().step_by(BLOCK) {
@@ -118,7 +121,8 @@ impl<X: Element> WithSimd for Keys<'_, X> {
                 if with_queries {
                     q_gradient.fill(X::Compute::ZERO);
                 }
-                for start in (span.start..span.end.min(first + queries)).step_by(BLOCK) {
+                let begin = span.start.max(pass.first_key(first));
+                for start in (begin..span.end.min(first + queries)).step_by(BLOCK) {
                     let block = start..(start + BLOCK).min(first + queries);
                     let size = [block.len(), width];
                     // SAFETY: as above.
@@ -159,14 +163,19 @@ impl<X: Element> WithSimd for Keys<'_, X> {
                             of(keys, q, scores).compute(simd);
                             of(values, upstream, slopes).compute(simd);
                         }
-                        mask(scores, start, first, keys_here.clone(), lane);
+                        cap(pass, scores, keys_here.clone(), lane);
+                        mask(pass, scores, [start, first], keys_here.clone(), lane);
                         for key in keys_here.clone() {
                             let lanes = key * BLOCK + lane..(key + 1) * BLOCK;
-                            let of_query = log_sums_here[lane..].iter().zip(&means[lane..]);
-                            let of_pair = scores[lanes.clone()].iter_mut().zip(&mut slopes[lanes]);
-                            for ((score, slope), (log_sum, mean)) in of_pair.zip(of_query) {
+                            let (scores, slopes) = (&mut scores[lanes.clone()], &mut slopes[lanes]);
+                            for (slope, mean) in slopes.iter_mut().zip(&means[lane..]) {
+                                *slope = (*slope - *mean) * scale;
+                            }
+                            bend(pass, scores, slopes);
+                            let of_pair = scores.iter_mut().zip(slopes);
+                            for ((score, slope), log_sum) in of_pair.zip(&log_sums_here[lane..]) {
                                 *score = (*score - *log_sum).exp_of_negative();
-                                *slope = *score * (*slope - *mean) * scale;
+                                *slope = *score * *slope;
                             }
                         }
                         if with_queries {
@@ -237,6 +246,18 @@ impl<X: Element> WithSimd for Keys<'_, X> {
                 }
             }
         }
+    }
+}
+
+/// Multiplies slopes by the derivative of a capped score s' = c·tanh(s/c), 1 − (s'/c)², if there is a cap.
+#[inline(always)]
+fn bend<R: Real>(pass: &Pass, scores: &[R], slopes: &mut [R]) {
+    let Some(cap) = pass.cap else { return };
+    let (least, share) = (R::from_f64(-cap), R::from_f64(1.0 / cap));
+    for (slope, score) in slopes.iter_mut().zip(scores) {
+        // What is hidden is −∞.
+        let tanh = if *score > least { *score } else { least } * share;
+        *slope = *slope * (R::ONE - tanh * tanh);
     }
 }
 

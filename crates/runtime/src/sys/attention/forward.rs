@@ -1,6 +1,7 @@
 //! The output and the log-sum-exp of a block of queries.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
@@ -46,7 +47,8 @@ impl<X: Element> WithSimd for Block<'_, X> {
             transposed(from, pass.q.row_stride(), [queries, width], X::Compute::from_f64(pass.scale), q);
         }
         o.fill(X::Compute::ZERO);
-        for start in (0..first + queries).step_by(BLOCK) {
+        let begin = pass.first_key(first);
+        for start in (begin..first + queries).step_by(BLOCK) {
             let block = start..(start + BLOCK).min(first + queries);
             let size = [block.len(), width];
             // SAFETY: the rows lie in the tensors of keys and values.
@@ -72,14 +74,15 @@ impl<X: Element> WithSimd for Block<'_, X> {
                 };
                 // SAFETY: the keys lie in their tensor or in scratch memory, as the scores and the queries do.
                 unsafe { product.compute(simd) };
-                mask(scores, start, first, keys_here.clone(), lane);
+                cap(pass, scores, keys_here.clone(), lane);
+                mask(pass, scores, [start, first], keys_here.clone(), lane);
                 for key in keys_here {
                     for (after, score) in after[lane..].iter_mut().zip(&scores[key * BLOCK + lane..]) {
                         *after = if *score > *after { *score } else { *after };
                     }
                 }
             }
-            if start > 0 {
+            if start > begin {
                 let mut shrink = most;
                 for (shrink, after) in shrink.iter_mut().zip(&after) {
                     *shrink = (*shrink - *after).exp_of_negative();
@@ -134,21 +137,41 @@ impl<X: Element> WithSimd for Block<'_, X> {
     }
 }
 
-/// Makes the scores of keys after their queries −∞, of a part of a block.
+/// Replaces the scores s of a part of a block by c·tanh(s/c), if there is a cap.
+#[inline(always)]
+pub(super) fn cap<R: Real>(pass: &Pass, scores: &mut [R], keys: Range<usize>, lane: usize) {
+    let Some(cap) = pass.cap else { return };
+    let (cap, share) = (R::from_f64(cap), R::from_f64(1.0 / cap));
+    for key in keys {
+        for score in &mut scores[key * BLOCK + lane..(key + 1) * BLOCK] {
+            *score = cap * (*score * share).tanh();
+        }
+    }
+}
+
+/// Makes the scores of keys after their queries, and of those before the window, −∞, of a part of a block.
 #[inline(always)]
 pub(super) fn mask<R: Real>(
+    pass: &Pass,
     scores: &mut [R],
-    first_key: usize,
-    first_query: usize,
-    keys: std::ops::Range<usize>,
+    [first_key, first_query]: [usize; 2],
+    keys: Range<usize>,
     lane: usize,
 ) {
-    if first_key + keys.end <= first_query + lane + 1 {
-        return;
+    let hide = |scores: &mut [R]| scores.fill(R::from_f64(f64::NEG_INFINITY));
+    if first_key + keys.end > first_query + lane + 1 {
+        for key in keys.clone() {
+            // Queries before the key.
+            let hidden = (first_key + key).saturating_sub(first_query).min(BLOCK);
+            hide(&mut scores[key * BLOCK + lane.min(hidden)..key * BLOCK + hidden]);
+        }
     }
     for key in keys {
-        // Queries before the key.
-        let hidden = (first_key + key).saturating_sub(first_query).min(BLOCK);
-        scores[key * BLOCK + lane.min(hidden)..key * BLOCK + hidden].fill(R::from_f64(f64::NEG_INFINITY));
+        // Queries whose window is after the key.
+        let seen = (first_key + key).saturating_add(pass.window).saturating_sub(first_query).max(lane);
+        if seen >= BLOCK {
+            break;
+        }
+        hide(&mut scores[key * BLOCK + seen..(key + 1) * BLOCK]);
     }
 }
