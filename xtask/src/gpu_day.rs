@@ -117,12 +117,14 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         let known: Vec<&str> = PARTS.iter().map(|part| part.name).collect();
         bail!("there is no part `{unknown}`; there are: {}", known.join(", "));
     }
+    let own = std::env::current_exe().context("cannot find the path of this program")?;
     let folder = Folder::new(workspace, Some(&args.out))?;
     folder.create()?;
     // Built before the clock starts.
     let packages = ["experiments".to_owned(), "frugal".to_owned()];
     let programs = Programs::ready(workspace, &packages, args.device)?;
     let day = Day {
+        own,
         workspace,
         programs: &programs,
         folder: &folder,
@@ -151,6 +153,8 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
 }
 
 struct Day<'a> {
+    /// This program: found before tests are built, which puts a new file in its place.
+    own: PathBuf,
     workspace: &'a Workspace,
     programs: &'a Programs<'a>,
     folder: &'a Folder,
@@ -216,9 +220,8 @@ impl Day<'_> {
     /// The part's process, or why there is none here.
     fn command(&self, part: &Part) -> Result<std::result::Result<Command, String>> {
         let (device, rehearsal) = (self.device.to_string(), self.device == Device::Cpu);
-        let own = std::env::current_exe().context("cannot find the path of this program")?;
         let verb = |arguments: &[&str]| {
-            let mut command = Command::new(&own);
+            let mut command = Command::new(&self.own);
             command.current_dir(&self.workspace.root).args(arguments);
             command
         };
@@ -232,7 +235,8 @@ impl Day<'_> {
                 command.arg("doctor");
                 command
             }
-            Work::Tests(names) => verb(&[&["test", "--"], names].concat()),
+            // After the second `--` because cargo takes one name, and the tests' own programs take several.
+            Work::Tests(names) => verb(&[&["test", "--", "--"], names].concat()),
             Work::Experiment => {
                 let scale = if rehearsal { "smoke" } else { "paper" };
                 out(verb(&["run-all", "--only", part.name, "--device", &device, "--scale", scale]))
@@ -311,6 +315,7 @@ mod tests {
         seconds: u64,
     ) -> Day<'a> {
         Day {
+            own: std::env::current_exe().unwrap(),
             workspace,
             programs,
             folder,
