@@ -54,8 +54,7 @@ use tch::{Kind, Tensor};
 pub(crate) use cached::cached_attention;
 pub use documents::Documents;
 use explicit::{additive_mask, explicit, visible};
-use windowed::has_kernel;
-pub(crate) use windowed::over_window;
+pub(crate) use windowed::{has_kernel, over_window};
 
 use crate::error::{Error, Result};
 

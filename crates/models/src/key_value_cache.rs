@@ -5,10 +5,9 @@
 
 use std::cell::{Cell, RefCell};
 
-use runtime::fused::attention::takes;
 use tch::{Device, Kind, Tensor};
 
-use crate::attention::{AttentionOptions, cached_attention, over_window};
+use crate::attention::{AttentionOptions, cached_attention, has_kernel, over_window};
 use crate::error::{Error, Result};
 
 const WHAT: &str = "key-value cache";
@@ -299,7 +298,7 @@ impl Extension<'_> {
         let end = self.end();
         let window = options.window.filter(|&window| window < end);
         let whole_rows = *length == 0 && self.cache.tokens.is_none() && self.new > 1;
-        let without_pairs = options.softcap.is_none() || takes(q.device(), q.kind());
+        let without_pairs = options.softcap.is_none() || has_kernel(&q, options);
         if whole_rows && without_pairs && (window.is_some() || options.softcap.is_some()) {
             // Instead of a mask of every pair, or their scores.
             let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, 0, end));

@@ -51,7 +51,7 @@ pub(crate) fn over_window(
 }
 
 /// Whether the kernel of this project computes it, with windows, caps and groups.
-pub(super) fn has_kernel(q: &Tensor, options: &AttentionOptions) -> bool {
+pub(crate) fn has_kernel(q: &Tensor, options: &AttentionOptions) -> bool {
     options.dropout == 0.0 && fused::takes(q.device(), q.kind())
 }
 
