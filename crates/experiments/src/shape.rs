@@ -13,6 +13,8 @@ use tch::{Device, Kind};
 pub(crate) enum Shape {
     /// Qwen2.5-0.5B's.
     Small,
+    /// Qwen2.5-1.5B's.
+    Medium,
     /// Qwen2.5-7B's.
     Large,
     /// A block or two that keep the proportions.
@@ -27,11 +29,12 @@ impl FromStr for Shape {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         Ok(match text {
             "qwen2.5-0.5b" => Self::Small,
+            "qwen2.5-1.5b" => Self::Medium,
             "qwen2.5-7b" => Self::Large,
             "tiny" => Self::Tiny,
             path if Path::new(path).exists() => Self::File(path.into()),
             other => bail!(
-                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-7b, tiny, or the path of a config.json"
+                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or the path of a config.json"
             ),
         })
     }
@@ -49,6 +52,7 @@ impl Shape {
     pub(crate) fn name(&self) -> String {
         match self {
             Self::Small => "Qwen2.5-0.5B".to_owned(),
+            Self::Medium => "Qwen2.5-1.5B".to_owned(),
             Self::Large => "Qwen2.5-7B".to_owned(),
             Self::Tiny => "tiny".to_owned(),
             Self::File(path) => path.display().to_string(),
@@ -63,6 +67,7 @@ impl Shape {
         };
         Ok(match self {
             Self::Small => qwen(151_936, 896, 4864, 24, 14, 2),
+            Self::Medium => qwen(151_936, 1536, 8960, 28, 12, 2),
             Self::Large => {
                 LlamaConfig { tie_word_embeddings: false, ..qwen(152_064, 3584, 18_944, 28, 28, 4) }
             }

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <memory>
+#include <vector>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 namespace profiler = torch::autograd::profiler;
@@ -37,12 +38,19 @@ struct MemoryReports : kineto::ProfilerStateBase {
   }
 };
 
-// NULL when nothing records.
-at::RecordFunction* begin(at::RecordScope scope, const char* name, size_t size) {
+// NULL when nothing records. The inputs are read only if what records wants them, and not after this call.
+at::RecordFunction* begin(at::RecordScope scope, const char* name, size_t size, at::Tensor* const* inputs, size_t count) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(scope);
   if (!callbacks.has_value()) return nullptr;
   auto made = std::make_unique<at::RecordFunction>(std::move(*callbacks));
-  made->before(printable(name, size));
+  if (count == 0 || !made->needsInputs()) {
+    made->before(printable(name, size));
+    return made.release();
+  }
+  std::vector<c10::IValue> values;
+  values.reserve(count);
+  for (size_t i = 0; i < count; ++i) values.emplace_back(*inputs[i]);
+  made->before(printable(name, size), c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
   return made.release();
 }
 
@@ -85,12 +93,13 @@ void rt_trace_free(profiler::ProfilerResult* result) { delete result; }
 
 // Opens a range with `size` bytes of UTF-8 as its name; `range` is NULL when nothing records.
 rt_status rt_range_begin(const char* name, size_t size, at::RecordFunction** range) {
-  return guard([&] { *range = begin(at::RecordScope::USER_SCOPE, name, size); });
+  return guard([&] { *range = begin(at::RecordScope::USER_SCOPE, name, size, nullptr, 0); });
 }
 
-// Opens the scope of a kernel that bypasses the dispatcher, named as `rt_range_begin` does: a trace shows it as an operator.
-rt_status rt_kernel_begin(const char* name, size_t size, at::RecordFunction** range) {
-  return guard([&] { *range = begin(at::RecordScope::FUNCTION, name, size); });
+// Opens the scope of a kernel that bypasses the dispatcher, named as `rt_range_begin` does: a trace shows it as an operator of `count`
+// tensors, which are borrowed.
+rt_status rt_kernel_begin(const char* name, size_t size, at::Tensor* const* inputs, size_t count, at::RecordFunction** range) {
+  return guard([&] { *range = begin(at::RecordScope::FUNCTION, name, size, inputs, count); });
 }
 
 // Closes a range or a kernel's scope on the thread that opened it. `range` is taken.

@@ -127,7 +127,7 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
     if !on_cpu || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
         return Ok(None);
     }
-    let scope = kernel("runtime::matvec");
+    let scope = kernel("runtime::matvec", [x, weight]);
     let Some(product) = crate::sys::matvec::matvec(x, weight, bias)? else { return Ok(None) };
     drop(scope);
     let bytes = weight.numel() * weight.kind().elt_size_in_bytes();
@@ -155,7 +155,7 @@ fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result
     let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
     // A tensor may be a lazily negated view.
     let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
-    let _scope = kernel("runtime::mm");
+    let _scope = kernel("runtime::mm", [a, b]);
     gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
     let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
     let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();

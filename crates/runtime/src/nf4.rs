@@ -161,7 +161,7 @@ fn dequantize_window(weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor)
     if weight.device() == Device::Cpu {
         return sys::dequantize(weight, window, out);
     }
-    let scope = kernel("runtime::nf4::dequantize");
+    let scope = kernel("runtime::nf4::dequantize", [weight]);
     if cuda::dequantize(weight, window.clone(), out)? {
         return Ok(());
     }

@@ -16,12 +16,12 @@ use crate::shape::Shape;
 
 #[derive(Args)]
 pub(crate) struct Decode {
-    /// Size of the experiment; --shape overrides its shape
+    /// Size of the experiment; --shape overrides its shapes
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
-    #[arg(long)]
-    shape: Option<Shape>,
+    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or a config.json
+    #[arg(long, value_delimiter = ',')]
+    shape: Vec<Shape>,
     /// Dtypes of the weights: fp32, bf16, fp16, nf4
     #[arg(long, value_delimiter = ',', default_value = "fp32,bf16,nf4", value_parser = dtype::parse_weights)]
     dtype: Vec<Kind>,
@@ -45,34 +45,41 @@ pub(crate) struct Decode {
 pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
-    let mut bf16 = Vec::new();
-    let mut progress = Progress::new((arguments.dtype.len() * arguments.batch.len()) as u64);
-    for &kind in &arguments.dtype {
-        progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
-        runtime::random::seed(common.seed)?;
-        let model = shape.model(kind, device)?;
-        for &batch in &arguments.batch {
-            progress.message(&format!("{} in {}, {batch} at a time", shape.name(), dtype::name(kind)));
-            let case = Case::new()
-                .with("shape", shape.name())
-                .with("dtype", dtype::name(kind))
-                .with("batch", batch)
-                .with("prompt", arguments.prompt);
-            let step = measure(&model, batch, arguments)?;
-            let multiplied = 2.0 * shape.config()?.parameter_count() as f64 * batch as f64;
-            let mut metrics = step.metrics(batch, multiplied);
-            let seconds = Samples { samples: step.decoding }.median();
-            match kind {
-                Kind::BFloat16 => bf16.push((batch, seconds)),
-                _ => {
+    let shapes = match arguments.scale {
+        _ if !arguments.shape.is_empty() => arguments.shape.clone(),
+        Scale::Smoke | Scale::Laptop => vec![Shape::of(arguments.scale)],
+        Scale::Full | Scale::Paper => vec![Shape::Small, Shape::Medium],
+    };
+    let rows = shapes.len() * arguments.dtype.len() * arguments.batch.len();
+    let mut progress = Progress::new(rows as u64);
+    for shape in &shapes {
+        let mut bf16 = Vec::new();
+        for &kind in &arguments.dtype {
+            let name = format!("{} in {}", shape.name(), dtype::name(kind));
+            progress.message(&format!("{name}: drawing weights"));
+            runtime::random::seed(common.seed)?;
+            let model = shape.model(kind, device)?;
+            for &batch in &arguments.batch {
+                progress.message(&format!("{name}, {batch} at a time"));
+                let case = Case::new()
+                    .with("shape", shape.name())
+                    .with("dtype", dtype::name(kind))
+                    .with("batch", batch)
+                    .with("prompt", arguments.prompt);
+                let step = measure(&model, batch, arguments)?;
+                let multiplied = 2.0 * shape.config()?.parameter_count() as f64 * batch as f64;
+                let mut metrics = step.metrics(batch, multiplied);
+                let seconds = Samples { samples: step.decoding }.median();
+                if kind == Kind::BFloat16 {
+                    bf16.push((batch, seconds));
+                } else {
                     let known = bf16.iter().find(|(of, _)| *of == batch);
                     metrics
                         .extend(known.map(|(_, of)| Metric::exact("speed_over_bf16", "ratio", of / seconds)));
                 }
+                sink.put(&arguments.experiment, &case, metrics)?;
+                progress.step();
             }
-            sink.put(&arguments.experiment, &case, metrics)?;
-            progress.step();
         }
     }
     Ok(())

@@ -38,7 +38,7 @@ pub(crate) struct Step {
     /// Size of the experiment; --shape overrides its shape
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
+    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or a config.json
     #[arg(long)]
     shape: Option<Shape>,
     /// Rows of a batch

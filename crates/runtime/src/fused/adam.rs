@@ -65,7 +65,7 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
             return Err(Error::invalid(sys::NAME, format!("{name} is {beta}; expected one in [0, 1)")));
         }
     }
-    let _scope = kernel("runtime::adam");
+    let _scope = kernel("runtime::adam", []);
     sys::step(tensors, step)?;
     record_external("runtime::adam", Flops::default(), bytes_moved(tensors))
 }

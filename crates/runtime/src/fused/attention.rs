@@ -124,7 +124,7 @@ pub fn single_query_attention(
     let o = Tensor::f_empty([batch, heads, head], (q.kind(), q.device()))?;
     let scale = options.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
     {
-        let _scope = kernel(SINGLE);
+        let _scope = kernel(SINGLE, [&q, &k, &v]);
         let tensors = Single { q: &q, k: &k, v: &v, o: &o, mask: mask.as_ref() };
         sys::single(&tensors, scale, options.cap)?;
     }
@@ -152,7 +152,7 @@ impl Function for Causal {
             let computed = compute_kind(q.kind()).unwrap_or(Kind::Float);
             let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, q.device()))?;
             {
-                let _scope = kernel(FORWARD);
+                let _scope = kernel(FORWARD, [q, k, v]);
                 sys::forward(&Tensors { q, k, v, o: &o, log_sums: &log_sums }, self.scores)?;
             }
             record(FORWARD, q, (2, self.scores), &[q, k, v, &o, &log_sums])?;
@@ -176,7 +176,7 @@ impl Function for Causal {
         let gradients = [heads_last(q)?, heads_last(k)?, heads_last(v)?];
         let [of_q, of_k, of_v] = &gradients;
         {
-            let _scope = kernel(BACKWARD);
+            let _scope = kernel(BACKWARD, [q, k, v]);
             sys::backward(&Tensors { q, k, v, o, log_sums }, &upstream, [of_q, of_k, of_v], self.scores)?;
         }
         record(BACKWARD, q, (5, self.scores), &[q, k, v, o, &upstream, log_sums, of_q, of_k, of_v])?;

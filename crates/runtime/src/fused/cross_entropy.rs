@@ -136,7 +136,7 @@ impl LogitsPass for Simd {
         statistics: &mut Statistics,
     ) -> Result<()> {
         not_recorded(tile)?;
-        let _scope = kernel("runtime::cross_entropy_statistics");
+        let _scope = kernel("runtime::cross_entropy_statistics", [tile]);
         sys::statistics(tile, first, transform, targets, class_weights, statistics)?;
         let passes = 1 + u64::from(transform.changes()) + u64::from(matches!(targets, Targets::Dense(_)));
         record_external("runtime::cross_entropy_statistics", Flops::from(0), passes * bytes_of(tile))
@@ -147,7 +147,7 @@ impl LogitsPass for Simd {
         if !transform.changes() {
             return Ok(());
         }
-        let _scope = kernel("runtime::cross_entropy_logits");
+        let _scope = kernel("runtime::cross_entropy_logits", [tile]);
         sys::logits(tile, transform)?;
         record_external("runtime::cross_entropy_logits", Flops::from(0), 2 * bytes_of(tile))
     }
@@ -161,7 +161,7 @@ impl LogitsPass for Simd {
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
         not_recorded(tile)?;
-        let _scope = kernel("runtime::cross_entropy_gradient");
+        let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
         sys::gradient(tile, transform, targets, class_weights, coefficients)?;
         let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
         record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))
@@ -181,7 +181,7 @@ impl LogitsPass for Simd {
             return Ok(tile.f_to_kind(kind)?);
         }
         not_recorded(tile)?;
-        let _scope = kernel("runtime::cross_entropy_gradient");
+        let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
         sys::narrow_gradient(tile, transform, targets, class_weights, coefficients)?;
         let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
         record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))?;

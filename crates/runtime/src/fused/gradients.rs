@@ -30,7 +30,7 @@ const NAME: &str = "fused unscale";
 /// Those of libtorch.
 pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
     // A trace shows reading the factor as part of this kernel: on a CPU nothing waits for it.
-    let _scope = kernel("runtime::scale");
+    let _scope = kernel("runtime::scale", [x, factor]);
     let is_done = match x.device() {
         Device::Cpu => factor.f_double_value(&[])? == 1.0,
         _ => cuda::scale(x, factor)?,
@@ -75,7 +75,7 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
         });
         return Ok(Unscaled { found_inf, norm: norm.transpose()? });
     }
-    let _scope = kernel("runtime::unscale");
+    let _scope = kernel("runtime::unscale", []);
     let value = sys::factor(NAME, factor)?;
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
     if !norm && value.abs() <= 1.0 {
@@ -110,7 +110,7 @@ pub fn scale_many_(grads: &[impl Borrow<Tensor>], factor: &Tensor) -> Result<boo
     if !is_on_cuda(&grads) {
         return Ok(false);
     }
-    let _scope = kernel("runtime::scale");
+    let _scope = kernel("runtime::scale", []);
     many::scale_many(&grads, factor)
 }
 
@@ -123,7 +123,7 @@ fn on_cuda(grads: &[impl Borrow<Tensor>], factor: Option<&Tensor>) -> Result<Opt
     if !is_on_cuda(&grads) {
         return Ok(None);
     }
-    let _scope = kernel(if factor.is_some() { "runtime::unscale" } else { "runtime::norm" });
+    let _scope = kernel(if factor.is_some() { "runtime::unscale" } else { "runtime::norm" }, []);
     many::survey(&grads, factor)
 }
 

@@ -261,7 +261,7 @@ pub fn forward(
     let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
     let mean = (mean && norm == Norm::Layer).then(|| empty(&[rows], compute)).transpose()?;
     let rstd = empty(&[rows], compute)?;
-    let scope = kernel("runtime::norm");
+    let scope = kernel("runtime::norm", [&x]);
     sys::forward(sys::Forward {
         center: norm == Norm::Layer,
         eps: options.eps,
@@ -348,7 +348,7 @@ pub fn backward(
     let width = [size.last().copied().unwrap_or(0)];
     let vector = |wanted: bool| wanted.then(|| Tensor::f_empty(width, (compute, Device::Cpu))).transpose();
     let (of_weight, of_bias) = (vector(wanted.weight)?, vector(wanted.bias)?);
-    let scope = kernel("runtime::norm_backward");
+    let scope = kernel("runtime::norm_backward", [&kept, &upstream]);
     sys::backward(sys::Backward {
         center: norm == Norm::Layer,
         kind: saved.kind,

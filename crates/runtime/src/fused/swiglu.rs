@@ -66,7 +66,7 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 pub fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &mut Tensor) -> Result<()> {
     not_recorded(&[gate, up])?;
     if on_cpu(gate) {
-        let _scope = kernel("runtime::swiglu");
+        let _scope = kernel("runtime::swiglu", [gate, up]);
         sys::forward(gate, up, silu, product)?;
         return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
     }
@@ -104,7 +104,7 @@ pub struct Gradients {
 pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -> Result<Gradients> {
     not_recorded(&[&gate, &up, &grad])?;
     if on_cpu(&gate) {
-        let _scope = kernel("runtime::swiglu_backward");
+        let _scope = kernel("runtime::swiglu_backward", [&gate, &up, &grad]);
         sys::backward(sys::Backward {
             gate: &gate,
             up: &up,

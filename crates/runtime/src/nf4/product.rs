@@ -127,7 +127,7 @@ pub(crate) fn few_vectors(
     if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
         return Ok(None);
     }
-    let scope = kernel("runtime::nf4::matvec");
+    let scope = kernel("runtime::nf4::matvec", [x, weight]);
     let product = crate::sys::nf4::matvec(x, weight, bias, kind)?;
     drop(scope);
     let flops = Flops::from((2 * vectors * rows * columns).unsigned_abs());

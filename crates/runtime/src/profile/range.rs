@@ -1,5 +1,7 @@
 //! Named ranges of a trace, and the scopes of kernels that bypass the dispatcher.
 
+use tch::Tensor;
+
 use crate::sys::profile as sys;
 
 /// A range of the trace, from [`range`] to the guard's drop, on one thread.
@@ -39,17 +41,19 @@ pub fn range(name: &str) -> Range {
 }
 
 /// Shows this thread's work until the guard is dropped as one operator in the running [`Trace`](super::Trace). For kernels that
-/// bypass the dispatcher, which report their work to counters with [`record_external`](super::record_external).
+/// bypass the dispatcher, which report their work to counters with [`record_external`](super::record_external). A trace with shapes
+/// shows those of `inputs`, and their dtypes.
 ///
 /// ```
 /// use runtime::profile::{Flops, kernel, record_external};
 ///
-/// let scope = kernel("my_kernel");
+/// let x = tch::Tensor::zeros([64, 64], tch::kind::FLOAT_CPU);
+/// let scope = kernel("my_kernel", [&x]);
 /// // … computes
 /// drop(scope);
 /// record_external("my_kernel", Flops::from(2 * 64 * 64), 4 * 3 * 64)?;
 /// # Ok::<(), runtime::Error>(())
 /// ```
-pub fn kernel(name: &str) -> Range {
-    Range { _range: sys::begin_kernel(name) }
+pub fn kernel<const N: usize>(name: &str, inputs: [&Tensor; N]) -> Range {
+    Range { _range: sys::begin_kernel(name, inputs) }
 }

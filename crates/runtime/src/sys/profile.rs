@@ -7,6 +7,9 @@ use std::path::Path;
 use std::ptr::null_mut;
 use std::slice;
 
+use tch::Tensor;
+use torch_sys::C_tensor;
+
 use super::{Status, callback, check};
 use crate::error::{Error, Result};
 
@@ -52,7 +55,13 @@ unsafe extern "C" {
     fn rt_trace_save(result: *mut RawResult, path: *const c_char) -> Status;
     fn rt_trace_free(result: *mut RawResult);
     fn rt_range_begin(name: *const c_char, size: usize, range: *mut *mut RawRange) -> Status;
-    fn rt_kernel_begin(name: *const c_char, size: usize, range: *mut *mut RawRange) -> Status;
+    fn rt_kernel_begin(
+        name: *const c_char,
+        size: usize,
+        inputs: *const *const C_tensor,
+        count: usize,
+        range: *mut *mut RawRange,
+    ) -> Status;
     fn rt_range_end(range: *mut RawRange) -> Status;
     fn rt_counter_start(this_thread: c_int, counter: *mut *mut RawCounter) -> Status;
     fn rt_counter_stop(counter: *mut RawCounter) -> Status;
@@ -106,10 +115,12 @@ pub(crate) fn begin_range(name: &str) -> Range {
     Range(range, PhantomData)
 }
 
-pub(crate) fn begin_kernel(name: &str) -> Range {
+pub(crate) fn begin_kernel<const N: usize>(name: &str, inputs: [&Tensor; N]) -> Range {
     let mut range = null_mut();
-    // SAFETY: the name is read during the call; the status is fresh. A scope that cannot be opened is not recorded.
-    let _ = unsafe { check(rt_kernel_begin(name.as_ptr().cast(), name.len(), &raw mut range)) };
+    let inputs = inputs.map(Tensor::as_ptr);
+    let name = (name.as_ptr().cast(), name.len());
+    // SAFETY: the name and the inputs are read during the call; the status is fresh. A scope that cannot be opened is not recorded.
+    let _ = unsafe { check(rt_kernel_begin(name.0, name.1, inputs.as_ptr().cast(), N, &raw mut range)) };
     Range(range, PhantomData)
 }
 

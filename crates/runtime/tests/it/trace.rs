@@ -38,14 +38,15 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
 
     // Without a trace, ranges have no effect.
     drop(profile::range("before"));
-    drop(profile::kernel("before"));
+    drop(profile::kernel("before", []));
 
     let trace = Trace::start(TraceOptions::default()).unwrap();
     let error = Trace::start(TraceOptions::default()).unwrap_err().to_string();
     assert_eq!(error, "Trace::start: another trace is running in this process; save it or drop it first");
     step();
     thread::spawn(step).join().unwrap();
-    drop(profile::kernel("of our own"));
+    let inputs = [3, 5].map(|width| Tensor::ones([2, width], (Kind::BFloat16, Device::Cpu)));
+    drop(profile::kernel("of our own", [&inputs[0], &inputs[1]]));
     trace.save(&path).unwrap();
 
     let recorded = events(&path);
@@ -59,6 +60,8 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
     assert!(named(&recorded, "before").is_empty());
     let own = named(&recorded, "of our own");
     assert!(own.len() == 1 && own[0]["cat"] == "cpu_op", "an operator among the others: {own:?}");
+    assert_eq!(own[0]["args"]["Input Dims"].to_string(), "[[2,3],[2,5]]");
+    assert_eq!(own[0]["args"]["Input type"].to_string(), r#"["c10::BFloat16","c10::BFloat16"]"#);
     assert_eq!(named(&recorded, "aten::mm")[0]["args"]["Input Dims"].to_string(), "[[32,32],[32,32]]");
     assert!(
         recorded.iter().any(|event| event["name"].as_str().is_some_and(|name| name.contains("MmBackward")))

@@ -94,7 +94,7 @@ fn rotate(
         positions.map(|positions| Vec::<i64>::try_from(positions.f_reshape([-1])?)).transpose()?;
     let pairs: Vec<sys::Turn<'_>> =
         turns.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
-    let _scope = kernel("runtime::rope");
+    let _scope = kernel("runtime::rope", [&turns[0].0]);
     sys::rotate(table, positions.as_deref(), &pairs, inverse)?;
     record_external(
         "runtime::rope",

@@ -13,7 +13,7 @@ pub(super) const DETECTOR: Detector = Detector {
 /// Shorter sequences may repeat by chance.
 const FEWEST: usize = 3;
 
-const PRODUCTS: &[&str] = &["aten::addmm", "aten::bmm", "aten::mm"];
+const PRODUCTS: &[&str] = &["aten::addmm", "aten::bmm", "aten::mm", "runtime::mm"];
 
 /// An operator and the shapes of its inputs.
 type Call<'a> = (&'a str, Vec<&'a [i64]>);
@@ -37,6 +37,10 @@ fn is_work(name: &str) -> bool {
         "aten::embedding",
         "aten::mm",
         "aten::native_layer_norm",
+        "runtime::causal_attention",
+        "runtime::mm",
+        "runtime::norm",
+        "runtime::swiglu",
     ];
     WORK.binary_search(&name).is_ok()
 }
@@ -49,7 +53,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         let shapes = (0..seen.operator.inputs.len()).map(|input| seen.shape(input)).collect();
         work[step].push((seen.name, shapes));
     }
-    let of_products = ["MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0"];
+    let of_products = ["MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "linear"];
     for (step, _) in view.in_phase(Phase::Backward).filter(|(_, seen)| of_products.contains(&seen.name)) {
         gradients[step] += 1;
     }

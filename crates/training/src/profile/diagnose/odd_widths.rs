@@ -20,7 +20,7 @@ const CUDA_MULTIPLE: i64 = 8;
 /// `[m, k] · [k, n]`: k and n, which the model decides; m depends on the batch.
 fn widths(seen: &Seen<'_>) -> Option<(i64, i64)> {
     let second = match seen.name {
-        "aten::mm" => seen.shape(1),
+        "aten::mm" | "runtime::mm" => seen.shape(1),
         "aten::addmm" | "aten::_addmm_activation" => seen.shape(2),
         _ => return None,
     };
