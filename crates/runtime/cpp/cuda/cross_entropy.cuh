@@ -1,4 +1,5 @@
-// The two passes over a tile of logits; mathematics and contracts are in src/fused/cross_entropy.rs.
+// The two passes over a tile of logits; mathematics and contracts are in src/fused/cross_entropy.rs. T is the dtype of the tile; all else
+// is fp32. The statistics are those of the logits as they are stored, which are what the gradient reads.
 #include "prelude.cuh"
 
 // A number for each column, or none; read N at a time where they are aligned to 16 bytes.
@@ -57,7 +58,7 @@ template <bool CHANGES, bool EXTRA> struct Seen {
     load<T, N>(z + i, f);
     if constexpr (CHANGES) {
       transform.apply<N>(f, i);
-      store<T, N>(z + i, f);
+      store_rounded<T, N>(z + i, f);
     }
     float top = f[0];
     UNROLL for (int j = 1; j < N; j++) top = max_nan(top, f[j]);

@@ -235,7 +235,7 @@ fn passes_over_logits_match_the_cpu() {
                         let mut known = Statistics::new(rows, dense, asked, on).unwrap();
                         // Rows with the distance that the pass asks for.
                         let rows_of = |t: &Tensor| {
-                            let all = Tensor::zeros([rows, pass.row_stride(columns)], on);
+                            let all = Tensor::zeros([rows, pass.row_stride(columns, on.0)], on);
                             all.narrow(1, 0, columns).copy_(t);
                             all.narrow(1, 0, columns)
                         };

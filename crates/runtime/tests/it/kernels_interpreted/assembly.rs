@@ -26,6 +26,13 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "ce_gradient<float, 4, true, 256>",
             "ce_gradient_narrow<bf16, 8, false, 512>",
             "ce_gradient_narrow<bf16, 8, true, 512>",
+            "ce_statistics<bf16, 8, false, false, 512>",
+            "ce_statistics<bf16, 8, true, true, 512>",
+            "ce_statistics<f16, 8, false, false, 512>",
+            "ce_logits<bf16, 8, 256>",
+            "ce_gradient<bf16, 8, false, 256>",
+            "ce_gradient<bf16, 8, true, 256>",
+            "ce_gradient<f16, 8, false, 256>",
         ],
     ),
     (
@@ -164,6 +171,13 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 61 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
+            ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_statistics<bf16, 8, true, true, 512>: 52 registers, no spills, 640 bytes shared
+            ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 80 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 70 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 80 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -194,6 +208,13 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
+            ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
+            ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_logits<bf16, 8, 256>: loads 3 wide, 10 narrow; stores 1 wide, 1 narrow
+            ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
+            ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
@@ -231,6 +252,13 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 62 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
+            ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_statistics<bf16, 8, true, true, 512>: 50 registers, no spills, 640 bytes shared
+            ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 70 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 71 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 70 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -261,6 +289,13 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
+            ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
+            ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_logits<bf16, 8, 256>: loads 3 wide, 10 narrow; stores 1 wide, 1 narrow
+            ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
+            ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow

@@ -39,6 +39,10 @@ pub(super) const STATISTICS_OF_ODD_ROWS: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: WIDE_STATISTICS_OF, run: statistics_of_odd_rows };
 pub(super) const GRADIENT_OF_ODD_ROWS: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: WIDE_GRADIENT_OF, run: gradient_of_odd_rows };
+pub(super) const STATISTICS_OF_16_BITS: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: BF16_STATISTICS_OF, run: statistics_of_16_bits };
+pub(super) const GRADIENT_OF_FP16: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: F16_GRADIENT_OF, run: gradient_of_fp16 };
 pub(super) const NARROW_OF_FEW: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow_of_few };
 pub(super) const SWIGLU_16: KernelCase =
@@ -84,6 +88,8 @@ const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
 const GRADIENT_OF: &str = "ce_gradient<float, 1, false, 256>";
 const WIDE_STATISTICS_OF: &str = "ce_statistics<float, 4, false, false, 512>";
 const WIDE_GRADIENT_OF: &str = "ce_gradient<float, 4, false, 256>";
+const BF16_STATISTICS_OF: &str = "ce_statistics<bf16, 8, true, false, 512>";
+const F16_GRADIENT_OF: &str = "ce_gradient<f16, 8, false, 256>";
 const NARROW_OF: &str = "ce_gradient_narrow<bf16, 8, false, 512>";
 const SWIGLU_16_OF: &str = "swiglu_forward<bf16, 8, 256>";
 const SWIGLU_32_OF: &str = "swiglu_forward<float, 1, 256>";
@@ -182,10 +188,16 @@ fn sums(program: &Program) -> Seen {
 }
 
 fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
-    statistics_of_columns(program, expression, tile, tile.size()[1])
+    statistics_of_columns(program, expression, tile, tile.size()[1], 1.0)
 }
 
-fn statistics_of_columns(program: &Program, expression: &str, tile: &Tensor, columns: i64) -> Seen {
+fn statistics_of_columns(
+    program: &Program,
+    expression: &str,
+    tile: &Tensor,
+    columns: i64,
+    factor: f64,
+) -> Seen {
     let rows = tile.size()[0];
     let of_rows = |value: f64| Tensor::full([rows], value, (Kind::Float, Device::Cpu));
     let (maximum, zero) = (of_rows(f64::NEG_INFINITY), of_rows(0.0));
@@ -197,7 +209,7 @@ fn statistics_of_columns(program: &Program, expression: &str, tile: &Tensor, col
         Given::I32(columns),
         Given::I64(0),
         Given::Null,
-        Given::F32(1.0),
+        Given::F32(factor),
         Given::F32(0.0),
         Given::In("labels", &labels),
         Given::Null,
@@ -221,7 +233,12 @@ fn statistics(program: &Program) -> Seen {
 }
 
 fn statistics_of_odd_rows(program: &Program) -> Seen {
-    statistics_of_columns(program, WIDE_STATISTICS_OF, &draw(&[3, 1032], Kind::Float), 1031)
+    statistics_of_columns(program, WIDE_STATISTICS_OF, &draw(&[3, 1032], Kind::Float), 1031, 1.0)
+}
+
+/// Logits that are rounded, with a row's last ones too few for a word of 16 bytes.
+fn statistics_of_16_bits(program: &Program) -> Seen {
+    statistics_of_columns(program, BF16_STATISTICS_OF, &draw(&[3, 1032], Kind::BFloat16), 1031, 0.7)
 }
 
 fn statistics_with_nan(program: &Program) -> Seen {
@@ -243,11 +260,13 @@ fn best(program: &Program) -> Seen {
 }
 
 fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
-    let stride = if expression == GRADIENT_OF { columns } else { (columns + 3) / 4 * 4 };
-    let tile = draw(&[2, stride], Kind::Float);
+    let kind = if expression == F16_GRADIENT_OF { Kind::Half } else { Kind::Float };
+    let word = 16 / kind.elt_size_in_bytes() as i64;
+    let stride = if expression == GRADIENT_OF { columns } else { (columns + word - 1) / word * word };
+    let tile = draw(&[2, stride], kind);
     let of_rows = Tensor::ones([2], (Kind::Float, Device::Cpu));
     let labels = Tensor::from_slice(&[3i64, columns - 1]);
-    let of_block = if expression == WIDE_GRADIENT_OF { 4096 } else { 1024 };
+    let of_block = if expression == GRADIENT_OF { 1024 } else { 1024 * word };
     let blocks = (columns + of_block - 1) / of_block;
     let narrow = expression == NARROW_OF;
     let mut given = vec![Given::InOut("tile", &tile), Given::I64(stride), Given::I32(columns)];
@@ -268,6 +287,10 @@ fn gradient(program: &Program) -> Seen {
 
 fn gradient_of_odd_rows(program: &Program) -> Seen {
     gradient_of(program, WIDE_GRADIENT_OF, 4099)
+}
+
+fn gradient_of_fp16(program: &Program) -> Seen {
+    gradient_of(program, F16_GRADIENT_OF, 1029)
 }
 
 /// Fewer numbers than a word of 16 bytes has.
