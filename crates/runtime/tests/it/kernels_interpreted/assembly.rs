@@ -175,9 +175,9 @@ fn kernels_on_sm_80() {
             ce_statistics<bf16, 8, true, true, 512>: 52 registers, no spills, 640 bytes shared
             ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
             ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, false, 256>: 80 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, true, 256>: 70 registers, no spills, 0 bytes shared
-            ce_gradient<f16, 8, false, 256>: 80 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 50 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 56 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 50 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -256,9 +256,9 @@ fn kernels_on_sm_90() {
             ce_statistics<bf16, 8, true, true, 512>: 50 registers, no spills, 640 bytes shared
             ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
             ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, false, 256>: 70 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, true, 256>: 71 registers, no spills, 0 bytes shared
-            ce_gradient<f16, 8, false, 256>: 70 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 55 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared

@@ -158,7 +158,7 @@ fn mutations() -> Vec<Mutation> {
             "if (whole == columns) return;\n  __syncthreads();\n  if (last >= columns) return;" => "if (last >= columns) return;\n  load<float, 1>(z + last, end);",
             "a race", subjects::NARROW_OF_FEW),
         mutation!("every block of a row has its last numbers",
-            "if (W == 1 || block != blocks - 1 || last >= columns) return;\n  load<T, 1>(z + last, f[0]);" => "if (W == 1 || last >= columns) return;\n  load<T, 1>(z + last, f[0]);",
+            "if (W == 1 || block != blocks - 1 || last >= columns) return;\n  load<T, 1>(z + last, f);\n  gradient" => "if (W == 1 || last >= columns) return;\n  load<T, 1>(z + last, f);\n  gradient",
             "a race", subjects::GRADIENT_OF_ODD_ROWS),
         mutation!("statistics of logits that are not rounded",
             "store_rounded<T, N>(z + i, f);" => "store<T, N>(z + i, f);",
