@@ -54,7 +54,11 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "norm_forward<float, float, float, 4, 1024, 4, 0, true>",
             "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
             "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>",
             "norm_backward<float, float, float, 4, 1024, 4, 0, true, true>",
+            "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>",
+            "norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>",
             "column_sums",
         ],
     ),
@@ -190,7 +194,11 @@ fn kernels_on_sm_80() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 49 registers, no spills, 768 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 55 registers, no spills, 256 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 128 registers, no spills, 256 bytes shared
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1316 bytes, loads 1284, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: 111 registers, no spills, 256 bytes shared
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 61 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: 63 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
             column_sums: 29 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
             rotate<float, 4>: 28 registers, no spills, 0 bytes shared
@@ -227,7 +235,11 @@ fn kernels_on_sm_80() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 600 TO LOCAL MEMORY
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: loads 28 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: loads 44 wide, 2 narrow; stores 20 wide, 0 narrow
             column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
             rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
             rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
@@ -271,7 +283,11 @@ fn kernels_on_sm_90() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 46 registers, no spills, 768 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 56 registers, no spills, 256 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 118 registers, no spills, 256 bytes shared
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1340 bytes, loads 1296, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: 110 registers, no spills, 256 bytes shared
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 63 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: 64 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
             column_sums: 30 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
             rotate<float, 4>: 28 registers, no spills, 0 bytes shared
@@ -308,7 +324,11 @@ fn kernels_on_sm_90() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 603 TO LOCAL MEMORY
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: loads 28 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: loads 44 wide, 2 narrow; stores 20 wide, 0 narrow
             column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
             rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
             rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow

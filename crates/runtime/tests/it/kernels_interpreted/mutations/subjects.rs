@@ -20,6 +20,8 @@ pub(super) struct KernelCase {
 
 pub(super) const FORWARD: KernelCase = KernelCase { source: NORM, expression: FORWARD_OF, run: forward };
 pub(super) const BACKWARD: KernelCase = KernelCase { source: NORM, expression: BACKWARD_OF, run: backward };
+pub(super) const BACKWARD_OF_WIDE_ROWS: KernelCase =
+    KernelCase { source: NORM, expression: WIDE_BACKWARD_OF, run: backward_of_wide_rows };
 pub(super) const FORWARD_WITH_RESIDUAL: KernelCase =
     KernelCase { source: NORM, expression: FORWARD_OF, run: forward_with_residual };
 pub(super) const MANY: KernelCase = KernelCase { source: ADAM, expression: ADAM_OF, run: many };
@@ -82,6 +84,7 @@ fn seen_of(program: &Program, expression: &str, launch: ptx::Launch, given: &[Gi
 
 const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, 2, false>";
 const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, 3, false, false>";
+const WIDE_BACKWARD_OF: &str = "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>";
 const ADAM_OF: &str = "adam<bf16, bf16, 8, true, 128, 1024>";
 const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
 const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
@@ -151,6 +154,28 @@ fn backward(program: &Program) -> Seen {
         Given::I32(244),
     ];
     seen_of(program, BACKWARD_OF, ahead(6), &given)
+}
+
+/// Rows whose sums are in registers and in shared memory.
+fn backward_of_wide_rows(program: &Program) -> Seen {
+    let [x, upstream] = [0.5, 2.0].map(|size| draw(&[3, 8200], Kind::BFloat16) * size);
+    let (weight, mean, rstd) =
+        (draw(&[8200], Kind::BFloat16), draw(&[3], Kind::Float), draw(&[3], Kind::Float).abs());
+    let given = [
+        Given::In("x", &x),
+        Given::In("upstream", &upstream),
+        Given::Null,
+        Given::In("weight", &weight),
+        Given::In("mean", &mean),
+        Given::In("rstd", &rstd),
+        Given::Out("grad", Kind::BFloat16, vec![3, 8200]),
+        Given::Out("of_weight", Kind::Float, vec![2, 8200]),
+        Given::Out("of_bias", Kind::Float, vec![2, 8200]),
+        Given::I32(3),
+        Given::I32(8200),
+    ];
+    let launch = ptx::Launch { dynamic_shared: 1024 * 4 * 8 * 4, ..ptx::Launch::new(2, 1024) };
+    seen_of(program, WIDE_BACKWARD_OF, launch, &given)
 }
 
 /// Three tensors, of which two end within a word of 16 bytes.
