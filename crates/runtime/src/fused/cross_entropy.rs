@@ -23,8 +23,8 @@
 //! A tile may be in bf16 or fp16, with everything beside it in fp32. Each number is computed in fp32 and rounded once where a pass
 //! stores it: the logits if the transform changes them, and ∂L/∂r. The statistics are those of the stored, rounded logits. The
 //! gradient reads these, so e^(z − m) is at most 1, the softmax of a row sums to 1, and the gradient is that of the loss of the
-//! rounded logits. With statistics of unrounded logits the softmax would sum to 1 only within the error of a logit (2⁻⁸·|z| in bf16, 8% of
-//! a logit of 20), and recomputed logits, which are rounded in memory too, would not fit the saved statistics.
+//! rounded logits. With statistics of unrounded logits each e^(z − m) would differ from its part of the sum by the rounding of z, a factor
+//! of up to e^(2⁻⁸·|z|) in bf16, which is 8% for a logit of 20. Recomputed logits are rounded alike, so they fit the saved statistics.
 //!
 //! The fp32 pass over a row computes exponentials within two units in the last place, and sums blocks of 1024 in fp32, then the
 //! blocks in f64.
@@ -119,8 +119,8 @@ pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
     if device == Device::Cpu { &Simd } else { &Cuda }
 }
 
-/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only, and tiles in Float or Double: a processor
-/// gains nothing from others, whose products are computed in fp32.
+/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only, and tiles in Float or Double, in
+/// which the products of a CPU are computed; another dtype is an error.
 #[derive(Clone, Copy, Debug)]
 pub struct Simd;
 
