@@ -9,13 +9,15 @@ use runtime::processor;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::inputs::{Sizes, tile_kind};
+use crate::inputs::{Sizes, compute_kind};
 use crate::options::{Chunk, LinearCrossEntropy};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkPlan {
-    /// Dtype of logits, statistics, and gradients of weights.
-    pub(crate) tile: Kind,
+    /// Dtype of statistics, of everything per token or class, and of sums of gradients.
+    pub(crate) compute: Kind,
+    /// Dtype of logits: `compute`, or that of the inputs.
+    pub(crate) logits: Kind,
     /// Dtype of ∂L/∂Z as an operand: that of the inputs where such products into fp32 are fast, so that rounding it pays.
     pub(crate) gradient: Kind,
     /// Tokens per chunk.
@@ -30,12 +32,12 @@ impl ChunkPlan {
         device: Device,
         pass: &dyn LogitsPass,
     ) -> Result<Self> {
-        let tile = tile_kind(kind);
-        let rounds =
-            device != Device::Cpu || options.round_logits_gradient && processor::multiplies_into_fp32(kind);
-        let gradient = if rounds { kind } else { tile };
+        let (compute, on_gpu) = (compute_kind(kind), device != Device::Cpu);
+        let rounds = on_gpu || options.round_logits_gradient && processor::multiplies_into_fp32(kind);
+        let gradient = if rounds { kind } else { compute };
+        let logits = if on_gpu && options.round_logits { kind } else { compute };
         let chunk = options.chunk;
-        let row = row_bytes(sizes.widest, kind, pass);
+        let row = row_bytes(sizes.widest, kind, logits, pass);
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
             // The default budget is never an error: one row at least.
@@ -45,7 +47,7 @@ impl ChunkPlan {
             }
             Chunk::Budget(budget) => i64::try_from(budget / row).unwrap_or(i64::MAX),
         };
-        Ok(Self { tile, gradient, tokens: most })
+        Ok(Self { compute, logits, gradient, tokens: most })
     }
 
     /// Returns the start and length of each chunk of `count` rows.
@@ -64,7 +66,8 @@ impl ChunkPlan {
         device: Device,
         pass: &dyn LogitsPass,
     ) -> Result<Tensor> {
-        let rows = Tensor::f_empty([self.largest(count), pass.row_stride(columns)], (self.tile, device))?;
+        let stride = pass.row_stride(columns, self.logits);
+        let rows = Tensor::f_empty([self.largest(count), stride], (self.logits, device))?;
         Ok(rows.f_narrow(1, 0, columns)?)
     }
 
@@ -79,23 +82,22 @@ pub fn default_budget(device: Device) -> u64 {
     if device == Device::Cpu { 128 << 20 } else { 1 << 30 }
 }
 
-/// Returns the tokens of the largest chunk with the default budget.
+/// Returns the tokens of the largest chunk with the default budget and logits that are not rounded.
 pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
-    let row = row_bytes(vocabulary, kind, pass_for(device));
+    let row = row_bytes(vocabulary, kind, compute_kind(kind), pass_for(device));
     let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
     let chunks = ((tokens + most - 1) / most).max(1);
     (tokens + chunks - 1) / chunks
 }
 
-/// Returns the bytes of a row of logits: in the dtype of logits, including what separates it from the next and the temporaries of the
-/// passes, and of its gradient in another dtype if that takes memory.
-pub(crate) fn row_bytes(columns: i64, kind: Kind, pass: &dyn LogitsPass) -> u64 {
-    let tile = tile_kind(kind);
-    let none = kind == tile || pass.narrows_in_place();
+/// Returns the bytes of a row of logits for inputs in `kind`: in the dtype of logits, including what separates it from the next and the
+/// temporaries of the passes, and of its gradient in another dtype if that takes memory.
+pub(crate) fn row_bytes(columns: i64, kind: Kind, logits: Kind, pass: &dyn LogitsPass) -> u64 {
+    let none = kind == logits || pass.narrows_in_place();
     let cast = if none { 0 } else { kind.elt_size_in_bytes() as u64 };
-    let (element, columns) = (tile.elt_size_in_bytes() as u64, columns.unsigned_abs());
-    let tile = element * pass.row_stride(columns as i64).unsigned_abs();
-    tile + columns * (element * pass.temporaries() + cast)
+    let element = logits.elt_size_in_bytes() as u64;
+    let tile = element * pass.row_stride(columns, logits).unsigned_abs();
+    tile + columns.unsigned_abs() * (element * pass.temporaries(logits) + cast)
 }
 
 #[cfg(test)]
@@ -107,7 +109,8 @@ mod tests {
     #[test]
     fn chunks_cover_every_row_once_and_are_of_one_size() {
         for (tokens, count) in [(1, 0), (1, 5), (220, 2048), (7, 7), (7, 8), (3, 100), (i64::MAX, 10)] {
-            let plan = ChunkPlan { tile: Kind::Float, gradient: Kind::Float, tokens };
+            let kind = Kind::Float;
+            let plan = ChunkPlan { compute: kind, logits: kind, gradient: kind, tokens };
             let chunks: Vec<_> = plan.chunks(count).collect();
             let mut next = 0;
             for &(start, size) in &chunks {
@@ -135,6 +138,20 @@ mod tests {
         assert_eq!(tokens(Kind::BFloat16, Device::Cpu, &Simd), 250);
         assert_eq!(tokens(Kind::Float, Device::Cuda(0), &Operators), 83);
         assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Operators), 71);
+        // Rounded logits, on a GPU only: two bytes, and libtorch's operators work on a copy in fp32.
+        let rounded = LinearCrossEntropy { round_logits: true, ..budget(1_000_000) };
+        let plan = |kind, device, pass: &dyn LogitsPass| {
+            ChunkPlan::new(&rounded, sizes, kind, device, pass).unwrap()
+        };
+        for (kind, device, pass, logits, tokens) in [
+            (Kind::BFloat16, Device::Cuda(0), &Simd as &dyn LogitsPass, Kind::BFloat16, 500),
+            (Kind::Half, Device::Cuda(0), &Operators, Kind::Half, 71),
+            (Kind::Float, Device::Cuda(0), &Operators, Kind::Float, 83),
+            (Kind::BFloat16, Device::Cpu, &Simd, Kind::Float, 250),
+        ] {
+            let found = plan(kind, device, pass);
+            assert_eq!((found.logits, found.tokens), (logits, tokens), "{kind:?} on {device:?}");
+        }
         let error = ChunkPlan::new(&budget(3999), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
         expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is less than the 4000 bytes of one row of 1000 logits; increase it, or set a number of tokens"]
             .assert_eq(&error.to_string());

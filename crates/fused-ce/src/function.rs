@@ -84,7 +84,7 @@ impl Function for Fused {
             in_forward && self.index_of(slot).is_some_and(|index| ctx.needs_input_grad(index))
         });
         // The loss scale is applied in backward; fp16 gradients would underflow before that.
-        let saved_kind = if kind == Kind::Half { plan.tile } else { kind };
+        let saved_kind = if kind == Kind::Half { plan.compute } else { kind };
         let mut sums = GradientSums::new(wanted, saved_kind);
 
         let factors = self.factors()?;
@@ -96,17 +96,17 @@ impl Function for Fused {
         let transform = self.transform(bias.as_ref());
 
         let per_row = |kind: Kind| Tensor::f_empty([rows], (kind, device));
-        let losses = per_row(plan.tile)?;
+        let losses = per_row(plan.compute)?;
         let save = ctx.will_run_backward() && !in_forward;
         let log_sum_exp = self.options.log_sum_exp != LogSumExp::No;
         let mut saved_statistics = [
-            (save, per_row(plan.tile)?),
-            (save, per_row(plan.tile)?),
-            (save && self.distributions.is_some(), per_row(plan.tile)?),
+            (save, per_row(plan.compute)?),
+            (save, per_row(plan.compute)?),
+            (save && self.distributions.is_some(), per_row(plan.compute)?),
         ];
-        let mut out_log_sum_exp = log_sum_exp.then(|| per_row(plan.tile)).transpose()?;
+        let mut out_log_sum_exp = log_sum_exp.then(|| per_row(plan.compute)).transpose()?;
         let mut out_best = self.options.predictions.then(|| per_row(Kind::Int64)).transpose()?;
-        let mut out_entropy = self.options.entropy.then(|| per_row(plan.tile)).transpose()?;
+        let mut out_entropy = self.options.entropy.then(|| per_row(plan.compute)).transpose()?;
 
         let scratch = plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in plan.chunks(rows) {
@@ -178,8 +178,8 @@ impl Function for Fused {
         };
         let loss = match (self.options.reduction, &divisor) {
             (Reduction::None, _) => self.scatter(&weighted, 0.0)?,
-            (_, Some(divisor)) => weighted.f_sum(plan.tile)?.f_div(divisor)?,
-            (_, None) => weighted.f_sum(plan.tile)?,
+            (_, Some(divisor)) => weighted.f_sum(plan.compute)?.f_div(divisor)?,
+            (_, None) => weighted.f_sum(plan.compute)?,
         };
         let mut outputs = vec![loss];
         if let Some(values) = out_log_sum_exp {
@@ -262,7 +262,7 @@ impl Fused {
         let mut result = [const { None }; INPUTS];
         let Some(upstream) = upstream else { return Ok(result) };
         let overwrite = ctx.may_overwrite_saved();
-        let kind = self.state.kind.unwrap_or(self.plan.tile);
+        let kind = self.state.kind.unwrap_or(self.plan.compute);
         let mut saved = ctx.take_saved().into_iter();
         for slot in (0..INPUTS).filter(|&slot| self.state.computed[slot]) {
             let (Some(mut gradient), Some(index)) = (saved.next(), self.index_of(slot)) else { continue };

@@ -102,8 +102,8 @@ pub(crate) struct Sizes {
     pub(crate) widest: i64,
 }
 
-/// Returns the dtype of logits and of per-token numbers.
-pub(crate) fn tile_kind(kind: Kind) -> Kind {
+/// Returns the dtype in which the loss is computed: of its statistics and per-token numbers, and of logits unless they are rounded.
+pub(crate) fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     };
     same("weight", w, kind, x.device())?;
     per_class("bias", inputs.bias, columns, kind)?;
-    per_class("class_weights", inputs.class_weights, vocabulary, tile_kind(kind))?;
+    per_class("class_weights", inputs.class_weights, vocabulary, compute_kind(kind))?;
     if let Some(adapter) = inputs.adapter {
         let rank = adapter.a.size().first().copied().unwrap_or(0);
         for (name, tensor, expected) in
@@ -163,7 +163,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
         if weights.size() != leading {
             return Err(shape("token_weights", weights, format!("{leading:?}, the shape of the targets")));
         }
-        same("token_weights", weights, tile_kind(kind), x.device())?;
+        same("token_weights", weights, compute_kind(kind), x.device())?;
     }
     not_differentiated(inputs)?;
     denominator(inputs, options)?;
@@ -202,7 +202,7 @@ fn targets(inputs: &Inputs<'_>, options: &LinearCrossEntropy, leading: &[i64], c
                     format!("{expected:?}, a distribution for each token"),
                 ));
             }
-            same("targets", distributions, tile_kind(inputs.hidden.kind()), device)?;
+            same("targets", distributions, compute_kind(inputs.hidden.kind()), device)?;
             if options.shift != 0 {
                 let reason = "a shift needs classes as targets; shift the distributions themselves";
                 return Err(Error::Option(reason.into()));

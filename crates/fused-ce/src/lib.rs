@@ -50,9 +50,10 @@
 //!
 //! # Numerics
 //!
-//! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands: the gradient of W
-//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. The logits are never
-//! rounded, and their gradient only on a GPU, or by [`LinearCrossEntropy::round_logits_gradient`]. Runs are deterministic: chunks
+//! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands by default: the gradient of W
+//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. The logits are rounded
+//! only on a GPU by [`LinearCrossEntropy::round_logits`], and their gradient only on a GPU, or by
+//! [`LinearCrossEntropy::round_logits_gradient`]. Runs are deterministic: chunks
 //! depend on shapes and labels only, and sums have one order. On a CPU the result does not depend on the number of threads either if
 //! every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's bits depend on the threads.
 //!

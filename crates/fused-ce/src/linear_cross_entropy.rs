@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use crate::chunk_plan::ChunkPlan;
 use crate::error::Result;
 use crate::function::{Differentiable, Fused, State};
-use crate::inputs::{Adapter, Denominator, Inputs, Sizes, Targets, check, tile_kind};
+use crate::inputs::{Adapter, Denominator, Inputs, Sizes, Targets, check, compute_kind};
 use crate::options::{LinearCrossEntropy, LogSumExp};
 use crate::rows::Rows;
 
@@ -122,7 +122,7 @@ impl LinearCrossEntropy {
                 None => None,
                 Some(Denominator::Tensor(tensor)) => Some(tensor.f_detach()?),
                 Some(Denominator::Number(number)) => {
-                    Some(Tensor::f_full([0i64; 0], number, (tile_kind(kind), device))?)
+                    Some(Tensor::f_full([0i64; 0], number, (compute_kind(kind), device))?)
                 }
             },
             shard: inputs.shard.clone(),
@@ -144,6 +144,9 @@ impl LinearCrossEntropy {
         })
     }
 }
+
+#[cfg(test)]
+mod rounded_logits;
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::inputs::{Inputs, Sizes, Targets, tile_kind};
+use crate::inputs::{Inputs, Sizes, Targets, compute_kind};
 use crate::options::{CheckTargets, LinearCrossEntropy};
 
 /// The rows to compute.
@@ -39,7 +39,7 @@ impl Rows {
         if options.check_targets == CheckTargets::Always {
             labelled_rows(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
         }
-        let kind = tile_kind(inputs.hidden.kind());
+        let kind = compute_kind(inputs.hidden.kind());
         sorted_rows(&classes.f_reshape([-1])?, options, inputs.labelled_tokens, sequence, kind)
     }
 

@@ -327,6 +327,9 @@ mod tests {
                 "ce_gradient<float, 1, true, 256>",
                 "ce_gradient_narrow<bf16, 8, false, 512>",
                 "ce_gradient_narrow<f16, 1, true, 512>",
+                "ce_statistics<bf16, 8, true, false, 512>",
+                "ce_logits<f16, 8, 256>",
+                "ce_gradient<bf16, 8, true, 256>",
             ],
         ),
         (

@@ -36,6 +36,8 @@ impl Inputs {
     }
 }
 
+type OfNumbers = fn(&mut Inputs, &str, u32) -> Argument;
+
 const NONE: Argument = Argument::Pointer(0);
 
 fn int(number: u32) -> Argument {
@@ -50,16 +52,17 @@ const VOCABULARY: u32 = 128_256;
 const HIDDEN: u32 = 4096;
 const FEATURES: u32 = 14_336;
 
-fn statistics(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
-    let mut all = vec![inputs.single("tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY), long(0)];
+/// `of` is [`Inputs::single`], or [`Inputs::half`] for a tile in 16 bits.
+fn statistics(inputs: &mut Inputs, rows: u32, of: OfNumbers) -> (Launch, Vec<Argument>) {
+    let mut all = vec![of(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY), long(0)];
     all.extend([NONE, Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
     all.extend(["maximum", "sum", "target"].map(|name| inputs.single(name, rows)));
     all.extend([NONE; 4]);
     (Launch::new(rows, 512), all)
 }
 
-fn gradient(inputs: &mut Inputs, rows: u32, blocks: Option<u32>) -> Vec<Argument> {
-    let mut all = vec![inputs.single("tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY)];
+fn gradient(inputs: &mut Inputs, rows: u32, blocks: Option<u32>, of: OfNumbers) -> Vec<Argument> {
+    let mut all = vec![of(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY)];
     all.extend(blocks.map(int));
     all.extend([Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
     all.extend(["maximum", "powers", "target"].map(|name| inputs.single(name, rows)));
@@ -200,7 +203,7 @@ fn scale(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 256), vec![inputs.half("x", numbers), long(numbers), inputs.single("factor", 1)])
 }
 
-pub(super) const SAMPLES: [Sample; 15] = [
+pub(super) const SAMPLES: [Sample; 17] = [
     Sample {
         file: "adam",
         expression: "adam<bf16, bf16, 8, true, 128, 1024>",
@@ -213,7 +216,7 @@ pub(super) const SAMPLES: [Sample; 15] = [
         expression: "ce_statistics<float, 4, false, false, 512>",
         size: "4096 × 128256",
         rows: 4096.0,
-        launch: statistics,
+        launch: |inputs, rows| statistics(inputs, rows, Inputs::single),
     },
     Sample {
         file: "cross_entropy",
@@ -222,7 +225,7 @@ pub(super) const SAMPLES: [Sample; 15] = [
         rows: 4096.0,
         launch: |inputs, rows| {
             let blocks = VOCABULARY.div_ceil(256 * 4 * 4);
-            (Launch::new(rows * blocks, 256), gradient(inputs, rows, Some(blocks)))
+            (Launch::new(rows * blocks, 256), gradient(inputs, rows, Some(blocks), Inputs::single))
         },
     },
     Sample {
@@ -230,7 +233,24 @@ pub(super) const SAMPLES: [Sample; 15] = [
         expression: "ce_gradient_narrow<bf16, 8, false, 512>",
         size: "4096 × 128256",
         rows: 4096.0,
-        launch: |inputs, rows| (Launch::new(rows, 512), gradient(inputs, rows, None)),
+        launch: |inputs, rows| (Launch::new(rows, 512), gradient(inputs, rows, None, Inputs::single)),
+    },
+    Sample {
+        file: "cross_entropy",
+        expression: "ce_statistics<bf16, 8, false, false, 512>",
+        size: "4096 × 128256",
+        rows: 4096.0,
+        launch: |inputs, rows| statistics(inputs, rows, Inputs::half),
+    },
+    Sample {
+        file: "cross_entropy",
+        expression: "ce_gradient<bf16, 8, false, 256>",
+        size: "4096 × 128256",
+        rows: 4096.0,
+        launch: |inputs, rows| {
+            let blocks = VOCABULARY.div_ceil(256 * 4 * 8);
+            (Launch::new(rows * blocks, 256), gradient(inputs, rows, Some(blocks), Inputs::half))
+        },
     },
     Sample {
         file: "gradients",

@@ -277,7 +277,7 @@ fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let of_cuda: &[(i64, i64)] = &[(4096, 128_256), (4096, 32_000), (4096, 50_257)];
     let mut figures = Vec::new();
     for &(tokens, vocabulary) in sized(device, scale, [of_cuda, &[(64, 151_936)], &[(4, 32_000)]]) {
-        let stride = pass_for(device).row_stride(vocabulary);
+        let stride = pass_for(device).row_stride(vocabulary, Kind::Float);
         let tile = Tensor::f_randn([tokens, stride], (Kind::Float, device))?.f_narrow(1, 0, vocabulary)?;
         let labels = Tensor::f_randint(vocabulary, [tokens], (Kind::Int64, device))?;
         let logits = (tokens * vocabulary) as f64;

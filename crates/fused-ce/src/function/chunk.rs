@@ -50,7 +50,7 @@ impl Fused {
     }
 
     pub(super) fn options_of(&self, device: Device) -> (Kind, Device) {
-        (self.plan.tile, device)
+        (self.plan.compute, device)
     }
 
     /// Gathers rows of x, or of another per-token tensor. Rows of ignored tokens are zeros: they may hold infinities, and 0·∞
@@ -74,10 +74,10 @@ impl Fused {
         Ok(weights.map(|weights| weights.f_narrow(0, first, columns)?.f_contiguous()).transpose()?)
     }
 
-    /// Returns the bias in the dtype of the logits.
+    /// Returns the bias in the dtype of the statistics.
     pub(super) fn bias(&self, operands: &Operands) -> Result<Option<Tensor>> {
         let bias = operands.by_slot[BIAS].as_ref();
-        Ok(bias.map(|bias| bias.f_to_kind(self.plan.tile)?.f_contiguous()).transpose()?)
+        Ok(bias.map(|bias| bias.f_to_kind(self.plan.compute)?.f_contiguous()).transpose()?)
     }
 
     pub(super) fn transform<'a>(&self, bias: Option<&'a Tensor>) -> Transform<'a> {
@@ -150,7 +150,7 @@ impl Fused {
         if self.options.reduction != Reduction::Mean {
             return Ok(None);
         }
-        let kind = self.plan.tile;
+        let kind = self.plan.compute;
         let divisor = match &self.denominator {
             Some(given) => given.f_to_kind(kind)?.f_reshape([0i64; 0])?,
             None => {

@@ -26,9 +26,10 @@ impl GradientSums {
         self.wanted.contains(&true)
     }
 
-    /// Returns the dtype of ∂L/∂Z that [`add`](Self::add) needs: that of an operand, or fp32 to sum the gradient of the bias.
+    /// Returns the dtype of ∂L/∂Z that [`add`](Self::add) needs: that of an operand, or that of the logits to sum the gradient of the bias
+    /// before it is rounded.
     pub(super) fn tile_kind(&self, plan: ChunkPlan) -> Kind {
-        if self.wanted[BIAS] { plan.tile } else { plan.gradient }
+        if self.wanted[BIAS] { plan.logits } else { plan.gradient }
     }
 
     /// Adds the gradients of a chunk, with its ∂L/∂Z in `tile`, of dtype [`tile_kind`](Self::tile_kind).
@@ -43,7 +44,7 @@ impl GradientSums {
         let (plan, columns, device) = (of.plan, of.sizes.columns, tile.device());
         let first_chunk = start == 0;
         if self.wanted[BIAS] {
-            let sum = tile.f_sum_dim_intlist(0, false, plan.tile)?;
+            let sum = tile.f_sum_dim_intlist(0, false, plan.compute)?;
             match &mut self.by_slot[BIAS] {
                 Some(total) => {
                     let _ = total.f_add_(&sum)?;
@@ -73,7 +74,7 @@ impl GradientSums {
             if self.wanted[for_columns] {
                 let sum = match &mut self.by_slot[for_columns] {
                     Some(sum) => sum,
-                    empty => empty.insert(Tensor::f_empty([columns, width], (plan.tile, device))?),
+                    empty => empty.insert(Tensor::f_empty([columns, width], (plan.compute, device))?),
                 };
                 mm_into(sum, &gradient.f_tr()?, &of.gather(rows, start, count)?, !first_chunk)?;
             }
@@ -100,10 +101,10 @@ impl GradientSums {
             });
         }
         let all = self.by_slot[slot].as_ref().expect("it was just made");
-        if of.rows.index.is_none() && self.kind == of.plan.tile {
+        if of.rows.index.is_none() && self.kind == of.plan.compute {
             return Ok(all.f_narrow(0, start, count)?);
         }
-        Ok(Tensor::f_empty([count, width], (of.plan.tile, device))?)
+        Ok(Tensor::f_empty([count, width], (of.plan.compute, device))?)
     }
 
     /// Copies the per-token gradient of a chunk into the result, unless [`token_rows`](Self::token_rows) was a view of it.
@@ -121,7 +122,7 @@ impl GradientSums {
                 let index = index.f_narrow(0, start, count)?;
                 let _ = all.f_index_copy_(0, &index, &rows.f_to_kind(self.kind)?)?;
             }
-            None if self.kind == of.plan.tile => {}
+            None if self.kind == of.plan.compute => {}
             None => all.f_narrow(0, start, count)?.f_copy_(rows)?,
         }
         Ok(())

@@ -1,4 +1,5 @@
-// The two passes over a tile of logits; mathematics and contracts are in src/fused/cross_entropy.rs.
+// The two passes over a tile of logits; mathematics and contracts are in src/fused/cross_entropy.rs. T is the dtype of the tile; all else
+// is fp32. The statistics are those of the logits as they are stored, which are what the gradient reads.
 #include "prelude.cuh"
 
 // A number for each column, or none; read N at a time where they are aligned to 16 bytes.
@@ -57,7 +58,7 @@ template <bool CHANGES, bool EXTRA> struct Seen {
     load<T, N>(z + i, f);
     if constexpr (CHANGES) {
       transform.apply<N>(f, i);
-      store<T, N>(z + i, f);
+      store_rounded<T, N>(z + i, f);
     }
     float top = f[0];
     UNROLL for (int j = 1; j < N; j++) top = max_nan(top, f[j]);
@@ -212,22 +213,24 @@ __global__ void __launch_bounds__(THREADS) ce_gradient(
   const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, PerColumn(dense ? dense + row * dense_stride : nullptr),
                                  PerColumn(weights), constant != nullptr, maximum[row], powers[row], target[row],
                                  EXTRA && constant ? constant[row] : 0.f};
-  float f[PACKS][W];
+  Raw<T, W> raw[PACKS];
   UNROLL for (int k = 0; k < PACKS; k++) {
     const int i = begin + k * THREADS * W;
-    if (i < whole) load<T, W>(z + i, f[k]);
+    if (i < whole) raw[k].read(z + i);
   }
+  float f[W];
   UNROLL for (int k = 0; k < PACKS; k++) {
     const int i = begin + k * THREADS * W;
     if (i >= whole) continue;
-    gradient.template apply<W>(f[k], i);
-    store<T, W>(z + i, f[k]);
+    raw[k].unpack(f);
+    gradient.template apply<W>(f, i);
+    store<T, W>(z + i, f);
   }
   const int last = whole + (int)threadIdx.x;
   if (W == 1 || block != blocks - 1 || last >= columns) return;
-  load<T, 1>(z + last, f[0]);
-  gradient.template apply<1>(f[0], last);
-  store<T, 1>(z + last, f[0]);
+  load<T, 1>(z + last, f);
+  gradient.template apply<1>(f, last);
+  store<T, 1>(z + last, f);
 }
 
 // The same, rounded to O and written over the row's own beginning: number i of a row lies where bytes of numbers at or before i

@@ -1,5 +1,5 @@
 // Layer norm and RMS norm; mathematics and contracts are in src/fused/norm.rs. A row is in the registers of one block, which has
-// the rows blockIdx.x, blockIdx.x + gridDim.x, …
+// the rows blockIdx.x, blockIdx.x + gridDim.x, …; backward reads very wide rows twice.
 #include "prelude.cuh"
 
 extern __shared__ __align__(16) char ring[];
@@ -118,6 +118,11 @@ __global__ void __launch_bounds__(THREADS) norm_backward(const T* x, const U* up
   typedef Rows<T, W, THREADS, VECS, STAGES> Input;
   typedef Rows<U, W, THREADS, VECS, STAGES> Upstream;
   constexpr int STAGE = Input::BYTES + Upstream::BYTES;
+  // A thread has x, upstream and the sums in registers. Where there are too few of them, x and upstream are read again to write the
+  // gradient. Where the sums alone are too many, those of the bias are in shared memory behind the stages, each thread's at its own
+  // addresses; the host gives that memory by the same condition.
+  constexpr bool AGAIN = (BIAS ? 4 : 3) * VECS * W + 16 + CENTER > 65536 / THREADS, BESIDE = BIAS && THREADS * VECS * W > 16384;
+  constexpr int KEPT = AGAIN ? 1 : VECS;
   __shared__ float part[2][2][THREADS / 32];
   const Input input{x, width};
   const Upstream above{upstream, width};
@@ -138,8 +143,17 @@ __global__ void __launch_bounds__(THREADS) norm_backward(const T* x, const U* up
     const int i = (threadIdx.x + k * THREADS) * W;
     if (i < width && weight) weights[k].read(weight + i);
   }
-  float sums[VECS][W], plain[VECS][W];
-  UNROLL for (int k = 0; k < VECS; k++) { UNROLL for (int j = 0; j < W; j++) sums[k][j] = plain[k][j] = 0.f; }
+  float sums[VECS][W], in_registers[BESIDE ? 1 : VECS][W];
+  auto plain = [&](int k, int j) -> float& {
+    if constexpr (BESIDE) return ((float*)(ring + STAGES * STAGE))[(k * W + j) * THREADS + threadIdx.x];
+    else return in_registers[k][j];
+  };
+  UNROLL for (int k = 0; k < VECS; k++) {
+    UNROLL for (int j = 0; j < W; j++) {
+      sums[k][j] = 0.f;
+      if constexpr (BIAS) plain(k, j) = 0.f;
+    }
+  }
   int phase = 0, stage = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, phase ^= 1) {
     const i64 base = (i64)row * width;
@@ -148,52 +162,70 @@ __global__ void __launch_bounds__(THREADS) norm_backward(const T* x, const U* up
       begin(row + (STAGES - 1) * gridDim.x, stage == 0 ? STAGES - 1 : stage - 1);
       wait_for_copies<STAGES - 1>();
     }
-    float f[VECS][W], d[VECS][W];
-    UNROLL for (int k = 0; k < VECS; k++) {
-      if ((threadIdx.x + k * THREADS) * W >= width) continue;
-      input.get(row, stage * STAGE, k, f[k]);
-      above.get(row, stage * STAGE + Input::BYTES, k, d[k]);
+    float f[KEPT][W], d[KEPT][W];
+    const int place = stage * STAGE;
+    auto get = [&](int k, int at) {
+      input.get(row, place, k, f[at]);
+      above.get(row, place + Input::BYTES, k, d[at]);
+    };
+    UNROLL for (int k = 0; k < (AGAIN ? 0 : VECS); k++) {
+      if ((threadIdx.x + k * THREADS) * W < width) get(k, k);
     }
     if constexpr (STAGES > 0) stage = stage == STAGES - 1 ? 0 : stage + 1;
     float s = 0.f, products = 0.f;
     UNROLL for (int k = 0; k < VECS; k++) {
-      const int i = (threadIdx.x + k * THREADS) * W;
+      const int i = (threadIdx.x + k * THREADS) * W, at = AGAIN ? 0 : k;
       if (i >= width) continue;
+      if constexpr (AGAIN) get(k, at);
+      if constexpr (BESIDE) { UNROLL for (int j = 0; j < W; j++) plain(k, j) += d[at][j]; }
       float w[W];
       if (weight) {
         if constexpr (KEEPS) weights[k].unpack(w);
         else load<P, W>(weight + i, w);
       }
       UNROLL for (int j = 0; j < W; j++) {
-        f[k][j] = (f[k][j] - center) * r;
-        sums[k][j] = fmaf(d[k][j], f[k][j], sums[k][j]);
-        if constexpr (BIAS) plain[k][j] += d[k][j];
-        if (weight) d[k][j] *= w[j];
-        s += d[k][j];
-        products = fmaf(d[k][j], f[k][j], products);
+        f[at][j] = (f[at][j] - center) * r;
+        sums[k][j] = fmaf(d[at][j], f[at][j], sums[k][j]);
+        if constexpr (BIAS && !BESIDE) plain(k, j) += d[at][j];
+        if (weight) d[at][j] *= w[j];
+        s += d[at][j];
+        products = fmaf(d[at][j], f[at][j], products);
       }
     }
     if (!grad) continue;
     products = block_sum<THREADS>(products, part[phase][0]) / width;
     if constexpr (CENTER) s = block_sum<THREADS>(s, part[phase][1]) / width;
     UNROLL for (int k = 0; k < VECS; k++) {
-      const int i = (threadIdx.x + k * THREADS) * W;
+      const int i = (threadIdx.x + k * THREADS) * W, at = AGAIN ? 0 : k;
       if (i >= width) continue;
+      if constexpr (AGAIN) {
+        get(k, at);
+        float w[W];
+        if (weight) load<P, W>(weight + i, w);
+        UNROLL for (int j = 0; j < W; j++) {
+          f[at][j] = (f[at][j] - center) * r;
+          if (weight) d[at][j] *= w[j];
+        }
+      }
       float a[W];
       if (added) load<T, W>(added + base + i, a);
       UNROLL for (int j = 0; j < W; j++) {
-        float v = r * (d[k][j] - (CENTER ? s : 0.f) - f[k][j] * products);
+        float v = r * (d[at][j] - (CENTER ? s : 0.f) - f[at][j] * products);
         if (added) v += a[j];
-        f[k][j] = v;
+        f[at][j] = v;
       }
-      store<T, W>(grad + base + i, f[k]);
+      store<T, W>(grad + base + i, f[at]);
     }
   }
   UNROLL for (int k = 0; k < VECS; k++) {
     const int i = (threadIdx.x + k * THREADS) * W;
     if (i >= width) continue;
     if (of_weight) store<float, W>(of_weight + (i64)blockIdx.x * width + i, sums[k]);
-    if constexpr (BIAS) store<float, W>(of_bias + (i64)blockIdx.x * width + i, plain[k]);
+    if constexpr (BIAS) {
+      float of_pack[W];
+      UNROLL for (int j = 0; j < W; j++) of_pack[j] = plain(k, j);
+      store<float, W>(of_bias + (i64)blockIdx.x * width + i, of_pack);
+    }
   }
 }
 

@@ -101,6 +101,22 @@ template <typename T, int W> DEVICE void store(T* p, const float* f) {
   }
 }
 
+// As store, and f becomes what is stored: the same numbers, rounded to T.
+template <typename T, int W> DEVICE void store_rounded(T* p, float* f) {
+  if constexpr (W == 1) {
+    const T rounded = round_to<T>(f[0]);
+    *p = rounded;
+    f[0] = widen(rounded);
+  } else {
+    constexpr int L = 16 / sizeof(T);
+    UNROLL for (int i = 0; i < W; i += L) {
+      const Words words = Lanes<T>::pack(f + i);
+      write16(p + i, words);
+      Lanes<T>::unpack(words, f + i);
+    }
+  }
+}
+
 // W numbers as they lie in memory, read ahead of their use.
 template <typename T, int W> struct Raw {
   static constexpr int L = 16 / sizeof(T), N = W == 1 ? 1 : W / L;

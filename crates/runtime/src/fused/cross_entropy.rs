@@ -20,6 +20,12 @@
 //!
 //! A row with a NaN has statistics and gradients of NaN; −∞ is an impossible class.
 //!
+//! A tile may be in bf16 or fp16, with everything beside it in fp32. Each number is computed in fp32 and rounded once where a pass
+//! stores it: the logits if the transform changes them, and ∂L/∂r. The statistics are those of the stored, rounded logits. The
+//! gradient reads these, so e^(z − m) is at most 1, the softmax of a row sums to 1, and the gradient is that of the loss of the
+//! rounded logits. With statistics of unrounded logits each e^(z − m) would differ from its part of the sum by the rounding of z, a factor
+//! of up to e^(2⁻⁸·|z|) in bf16, which is 8% for a logit of 20. Recomputed logits are rounded alike, so they fit the saved statistics.
+//!
 //! The fp32 pass over a row computes exponentials within two units in the last place, and sums blocks of 1024 in fp32, then the
 //! blocks in f64.
 
@@ -40,22 +46,23 @@ pub use operators::Operators;
 
 /// The two passes over a tile. A tile without rows or columns has no effect.
 pub trait LogitsPass: Debug + Send + Sync {
-    /// Returns the maximum number of temporaries of the tile's size, for memory planning.
-    fn temporaries(&self) -> u64;
+    /// Returns the maximum number of temporaries of the size of a tile in this dtype, for memory planning.
+    fn temporaries(&self, tile: Kind) -> u64;
 
     /// Returns whether [`gradient_as`](Self::gradient_as) needs no memory for its result.
     fn narrows_in_place(&self) -> bool {
         false
     }
 
-    /// Returns the distance between rows, in elements, with which a tile of this many columns should be allocated: on CUDA a multiple of
-    /// 16 bytes, so that every row is read 16 bytes at a time.
-    fn row_stride(&self, columns: i64) -> i64 {
+    /// Returns the distance between rows, in elements, with which a tile of this many columns and this dtype should be allocated: on CUDA
+    /// a multiple of 16 bytes, so that every row is read 16 bytes at a time.
+    fn row_stride(&self, columns: i64, _tile: Kind) -> i64 {
         columns
     }
 
-    /// Turns products into logits, and accumulates their statistics. `tile` `[n, c]`, Float or Double, with dense rows, whose first
-    /// column is column `first` of the vocabulary; `class_weights` `[c]` in its dtype.
+    /// Turns products into logits, and accumulates their statistics. `tile` `[n, c]`, Float or Double, or BFloat16 or Half for passes
+    /// other than [`Simd`], with dense rows, whose first column is column `first` of the vocabulary. `class_weights` `[c]`, the bias,
+    /// target distributions and statistics are in the tile's dtype, or Float for a tile in BFloat16 or Half.
     ///
     /// # Errors
     /// Shapes, dtypes or devices that do not fit.
@@ -89,7 +96,7 @@ pub trait LogitsPass: Debug + Send + Sync {
     ) -> Result<()>;
 
     /// As [`gradient`](Self::gradient), in another dtype: returns a tensor `[n, c]` that may use the tile's memory. The tile's
-    /// values are undefined afterwards.
+    /// values are undefined afterwards. In the tile's dtype it is the tile.
     ///
     /// # Errors
     /// As [`gradient`](Self::gradient).
@@ -112,12 +119,13 @@ pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
     if device == Device::Cpu { &Simd } else { &Cuda }
 }
 
-/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only.
+/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only, and tiles in Float or Double, in
+/// which the products of a CPU are computed; another dtype is an error.
 #[derive(Clone, Copy, Debug)]
 pub struct Simd;
 
 impl LogitsPass for Simd {
-    fn temporaries(&self) -> u64 {
+    fn temporaries(&self, _tile: Kind) -> u64 {
         0
     }
 

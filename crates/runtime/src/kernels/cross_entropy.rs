@@ -20,36 +20,38 @@ const THREADS: u32 = 256;
 /// 16-byte packs per thread of the gradient pass.
 const PACKS: i64 = 4;
 
-/// The passes in fp32; for f64, and without NVRTC, [`Operators`].
+/// The passes over tiles in fp32, bf16 and fp16; for f64, and without NVRTC, [`Operators`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cuda;
 
 /// The fixed part of a tile.
 struct Tile {
     matrix: Matrix,
+    /// The C++ type of its numbers.
+    of: &'static str,
     width: i64,
     device: Device,
 }
 
 impl Cuda {
     fn takes(tile: &Tensor) -> bool {
-        tile.kind() == Kind::Float && are_ready(tile.device())
+        type_of(tile.kind()).is_some() && are_ready(tile.device())
     }
 }
 
 impl LogitsPass for Cuda {
-    fn temporaries(&self) -> u64 {
-        if super::are_found() { 0 } else { Operators.temporaries() }
+    fn temporaries(&self, tile: Kind) -> u64 {
+        if super::are_found() { 0 } else { Operators.temporaries(tile) }
     }
 
     fn narrows_in_place(&self) -> bool {
         super::are_found()
     }
 
-    fn row_stride(&self, columns: i64) -> i64 {
-        // Numbers of 16 bytes.
-        const MULTIPLE: i64 = 4;
-        if super::are_found() { (columns + MULTIPLE - 1) / MULTIPLE * MULTIPLE } else { columns }
+    fn row_stride(&self, columns: i64, tile: Kind) -> i64 {
+        // The numbers of 16 bytes.
+        let multiple = 16 / tile.elt_size_in_bytes() as i64;
+        if super::are_found() { (columns + multiple - 1) / multiple * multiple } else { columns }
     }
 
     fn statistics(
@@ -65,7 +67,7 @@ impl LogitsPass for Cuda {
             return Operators.statistics(tile, first, transform, targets, class_weights, statistics);
         }
         let view = Tile::new(tile, transform.bias, Some(targets))?;
-        let Tile { matrix: Matrix { rows, columns, stride }, width, device } = view;
+        let Tile { matrix: Matrix { rows, columns, stride }, of, width, device } = view;
         let of_rows = |name, tensor: &Tensor, kind| expect(NAME, name, tensor, &[rows], (kind, device));
         let Statistics { maximum, sum, target, mass, total, moment, best } = &*statistics;
         for (name, tensor) in [("maximum", Some(maximum)), ("sum", Some(sum)), ("target", Some(target))]
@@ -81,7 +83,7 @@ impl LogitsPass for Cuda {
         }
         let dense = matches!(targets, Targets::Dense(_));
         let extra = dense || total.is_some() || moment.is_some() || best.is_some();
-        let expression = format!("ce_statistics<float, {width}, {}, {extra}, {ROW}>", transform.changes());
+        let expression = format!("ce_statistics<{of}, {width}, {}, {extra}, {ROW}>", transform.changes());
         let [labels, distributions, distributions_stride] = target_arguments(targets);
         let [bias, scale, cap] = transform_arguments(transform);
         let arguments = [
@@ -113,7 +115,7 @@ impl LogitsPass for Cuda {
             return Operators.logits(tile, transform);
         }
         let view = Tile::new(tile, transform.bias, None)?;
-        let Tile { matrix: Matrix { rows, columns, stride }, width, device } = view;
+        let Tile { matrix: Matrix { rows, columns, stride }, of, width, device } = view;
         if rows == 0 || columns == 0 || !transform.changes() {
             return Ok(());
         }
@@ -128,7 +130,7 @@ impl LogitsPass for Cuda {
             scale,
             cap,
         ];
-        let expression = format!("ce_logits<float, {width}, {THREADS}>");
+        let expression = format!("ce_logits<{of}, {width}, {THREADS}>");
         launch(SOURCE, &expression, device, (rows * blocks, THREADS), &arguments)?;
         bump_version(tile)
     }
@@ -145,7 +147,7 @@ impl LogitsPass for Cuda {
             return Operators.gradient(tile, transform, targets, class_weights, coefficients);
         }
         let view = Tile::new(tile, None, Some(targets))?;
-        let Tile { matrix: Matrix { rows, columns, .. }, width, device } = view;
+        let Tile { matrix: Matrix { rows, columns, .. }, of, width, device } = view;
         let [before, after] =
             view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?;
         if rows == 0 || columns == 0 {
@@ -154,7 +156,7 @@ impl LogitsPass for Cuda {
         let blocks = blocks(columns, width * PACKS * i64::from(THREADS));
         let arguments = [before, vec![int(NAME, "the number of blocks", blocks)?], after].concat();
         let extra = extra_of_gradient(targets, coefficients);
-        let expression = format!("ce_gradient<float, {width}, {extra}, {THREADS}>");
+        let expression = format!("ce_gradient<{of}, {width}, {extra}, {THREADS}>");
         launch(SOURCE, &expression, device, (rows * blocks, THREADS), &arguments)?;
         bump_version(tile)
     }
@@ -168,13 +170,14 @@ impl LogitsPass for Cuda {
         coefficients: Coefficients<'_>,
         kind: Kind,
     ) -> Result<Tensor> {
-        let of_gradient = type_of(kind).filter(|_| kind != Kind::Float && Self::takes(tile));
+        let narrows = tile.kind() == Kind::Float && kind != Kind::Float && Self::takes(tile);
+        let of_gradient = type_of(kind).filter(|_| narrows);
         let Some(of_gradient) = of_gradient else {
             self.gradient(tile, transform, targets, class_weights, coefficients)?;
             return Ok(tile.f_to_kind(kind)?);
         };
         let view = Tile::new(tile, None, Some(targets))?;
-        let Tile { matrix: Matrix { rows, columns, .. }, width, device } = view;
+        let Tile { matrix: Matrix { rows, columns, .. }, width, device, .. } = view;
         let arguments =
             view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?.concat();
         // 16-bit numbers: as many as fill 16 bytes.
@@ -199,7 +202,10 @@ impl Tile {
     fn new(tile: &Tensor, bias: Option<&Tensor>, targets: Option<Targets<'_>>) -> Result<Self> {
         let device = tile.device();
         let options = (Kind::Float, device);
-        let view = matrix(NAME, "tile", tile, options)?;
+        let view = matrix(NAME, "tile", tile, (tile.kind(), device))?;
+        let of = type_of(tile.kind()).ok_or_else(|| {
+            Error::invalid(NAME, format!("`tile` is {:?}, of which there is no kernel", tile.kind()))
+        })?;
         if let Some(bias) = bias {
             expect(NAME, "bias", bias, &[view.columns], options)?;
         }
@@ -217,8 +223,8 @@ impl Tile {
             }
         }
         // A row's last columns are read one at a time; so are bias, class weights and targets where they are not aligned.
-        let width = width(&[Kind::Float], &[tile], &[view.stride]);
-        Ok(Self { matrix: view, width, device })
+        let width = width(&[tile.kind()], &[tile], &[view.stride]);
+        Ok(Self { matrix: view, of, width, device })
     }
 
     /// Returns the arguments of the gradient passes, before and after the number of blocks.

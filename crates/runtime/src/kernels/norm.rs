@@ -51,12 +51,14 @@ struct Row {
 
 impl Row {
     /// `bytes` of each number are read ahead. Nothing is read ahead if the shared memory of a block is too small, or the numbers
-    /// cannot be read 16 bytes at a time; the results are the same.
+    /// cannot be read 16 bytes at a time; the results are the same. `sums`: of two sums for each number, one is in shared memory if a
+    /// block has more than [`IN_REGISTERS`] numbers; `None` if it does not fit.
     fn new(
         division: &Division,
         size: &[i64],
         width: i64,
         bytes: usize,
+        sums: bool,
         device: Device,
     ) -> Result<Option<Self>> {
         let Some(&columns) = size.last() else { return Ok(None) };
@@ -64,18 +66,25 @@ impl Row {
         let fits = |(threads, packs): &&(u32, i64)| i64::from(*threads) * packs >= needed;
         let Some(&(threads, packs)) = division.sizes.iter().find(fits) else { return Ok(None) };
         let rows: i64 = size[..size.len() - 1].iter().product();
-        let stage = i64::from(threads) * packs * width * bytes as i64;
-        let room = if width == 1 { 0 } else { i64::from(shared_memory(device)?) - STATIC };
+        let numbers = i64::from(threads) * packs * width;
+        let (stage, beside) =
+            (numbers * bytes as i64, if sums && numbers > IN_REGISTERS { 4 * numbers } else { 0 });
+        let room = if width == 1 { 0 } else { i64::from(shared_memory(device)?) - STATIC - beside };
+        if room < 0 {
+            return Ok(None);
+        }
         let wanted = division.stages[usize::from(packs > 1)];
         let stages = (2..=wanted).rev().find(|stages| stages * stage <= room).unwrap_or(0);
         let blocks = rows.min(division.threads / i64::from(threads));
-        let shared = u32::try_from(stages * stage).unwrap_or(0);
+        let shared = u32::try_from(stages * stage + beside).unwrap_or(0);
         Ok(Some(Self { rows, columns, width, threads, packs, blocks, stages, shared }))
     }
 }
 
 /// Maximum bytes of static shared memory of a kernel.
 const STATIC: i64 = 1024;
+/// Maximum numbers of a row whose gradients of weight and bias are both summed in registers, as in `norm.cuh`.
+const IN_REGISTERS: i64 = 16_384;
 
 /// See [`crate::fused::norm::forward`]; `None` if the kernels do not support it (f64, very wide rows, no NVRTC).
 pub(crate) fn forward(
@@ -99,7 +108,7 @@ pub(crate) fn forward(
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).chain([output]).collect();
     let width = width(&kinds, &all, &[columns]);
     let ahead = kind.elt_size_in_bytes() * if residual.is_some() { 2 } else { 1 };
-    let Some(row) = Row::new(&FORWARD, &size, width, ahead, device)? else { return Ok(None) };
+    let Some(row) = Row::new(&FORWARD, &size, width, ahead, false, device)? else { return Ok(None) };
     let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, device));
     let y = empty(&size, output)?;
     let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
@@ -148,7 +157,9 @@ pub(crate) fn backward(
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).collect();
     let width = width(&kinds, &all, &[columns]);
     let ahead = kind.elt_size_in_bytes() + upstream.kind().elt_size_in_bytes();
-    let Some(row) = Row::new(&BACKWARD, &size, width, ahead, device)? else { return Ok(Err(upstream)) };
+    let Some(row) = Row::new(&BACKWARD, &size, width, ahead, wanted.bias, device)? else {
+        return Ok(Err(upstream));
+    };
     expect(NAME, "kept", &kept, &size, (kind, device))?;
     added.as_ref().map_or(Ok(()), |added| expect(NAME, "added", added, &size, (kind, device)))?;
     weight

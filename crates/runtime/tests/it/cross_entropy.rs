@@ -155,6 +155,88 @@ fn products_argmax(logits: &Tensor, kind: Kind) -> Tensor {
     logits.to_kind(kind).argmax(-1, false)
 }
 
+/// In bf16 and fp16: logits and gradients rounded once, and statistics of the stored logits.
+#[test]
+fn tiles_in_16_bits_are_rounded_once() {
+    let mut generator = Generator::new(9).unwrap();
+    let (rows, columns) = (5, 301);
+    for (kind, unit) in [(Kind::BFloat16, 2f64.powi(-8)), (Kind::Half, 2f64.powi(-11))] {
+        for (bias, softcap, scale) in [(false, None, 1.0), (true, Some(5.0), 0.7)] {
+            for dense in [false, true] {
+                let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, Device::Cpu)).unwrap();
+                let products = (normal(&[rows, columns]) * 4.0).to_kind(kind);
+                let bias = bias.then(|| normal(&[columns]));
+                let weights = normal(&[columns]).abs();
+                let distributions = normal(&[rows, columns]).softmax(-1, Kind::Float);
+                let [powers, target, constant] = [normal(&[rows]), normal(&[rows]), normal(&[rows])];
+                let labels = Tensor::from_slice(&[3i64, -1, 300, 301, 0]);
+                let f64_of = |t: &Tensor| t.to_kind(Kind::Double);
+                let (bias_f64, weights_f64) = (bias.as_ref().map(f64_of), f64_of(&weights));
+                let distributions_f64 = f64_of(&distributions);
+                let wanted = Wanted { total: true, moment: true, best: true };
+                let what = format!("{kind:?}, softcap {softcap:?}, dense {dense}");
+                // Within one rounding, and what fp32 loses before.
+                let close = |name: &str, found: &Tensor, exact: &Tensor, unit: f64| {
+                    let allowed = exact.abs() * unit + exact.abs().max() * 3e-6 + 1e-7;
+                    let share = ((f64_of(found) - exact).abs() / allowed).max().double_value(&[]);
+                    assert!(share <= 1.0, "{what}, {name}: {share} of the tolerance");
+                };
+
+                let mut tile = products.copy();
+                let transform = Transform { bias: bias.as_ref(), scale, softcap };
+                let targets = if dense { Targets::Dense(&distributions) } else { Targets::Columns(&labels) };
+                let mut known = Statistics::new(rows, dense, wanted, (Kind::Float, Device::Cpu)).unwrap();
+                Operators.statistics(&mut tile, 3, transform, targets, Some(&weights), &mut known).unwrap();
+                let mut alone = products.copy();
+                Operators.logits(&mut alone, transform).unwrap();
+                assert!(alone.equal(&tile), "{what}: recomputed logits are other ones");
+
+                let transform_f64 = Transform { bias: bias_f64.as_ref(), scale, softcap };
+                let targets_f64 =
+                    if dense { Targets::Dense(&distributions_f64) } else { Targets::Columns(&labels) };
+                let mut logits = f64_of(&products);
+                Simd.logits(&mut logits, transform_f64).unwrap();
+                close("logits", &tile, &logits, unit);
+                let mut stored = f64_of(&tile);
+                let mut exact = Statistics::new(rows, dense, wanted, (Kind::Double, Device::Cpu)).unwrap();
+                let unchanged = Transform::default();
+                Simd.statistics(&mut stored, 3, unchanged, targets_f64, Some(&weights_f64), &mut exact)
+                    .unwrap();
+                for (name, found, exact) in [
+                    ("sum", &known.sum, &exact.sum),
+                    ("maximum", &known.maximum, &exact.maximum),
+                    ("target", &known.target, &exact.target),
+                    ("total", known.total.as_ref().unwrap(), exact.total.as_ref().unwrap()),
+                    ("moment", known.moment.as_ref().unwrap(), exact.moment.as_ref().unwrap()),
+                ] {
+                    close(name, found, exact, 0.0);
+                }
+                assert_eq!(known.best, exact.best, "{what}");
+
+                let by = Coefficients {
+                    maximum: &known.maximum,
+                    powers: &powers,
+                    target: &target,
+                    constant: Some(&constant),
+                };
+                let [maximum, powers, target, constant] =
+                    [&known.maximum, &powers, &target, &constant].map(f64_of);
+                let by_f64 = Coefficients {
+                    maximum: &maximum,
+                    powers: &powers,
+                    target: &target,
+                    constant: Some(&constant),
+                };
+                Simd.gradient(&mut stored, transform_f64, targets_f64, Some(&weights_f64), by_f64).unwrap();
+                let gradient =
+                    Operators.gradient_as(&mut tile, transform, targets, Some(&weights), by, kind).unwrap();
+                assert_eq!(gradient.data_ptr(), tile.data_ptr(), "{what}: the gradient is the tile");
+                close("gradient", &gradient, &stored, unit);
+            }
+        }
+    }
+}
+
 #[test]
 fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
     let nan = f64::NAN;

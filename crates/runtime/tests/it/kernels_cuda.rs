@@ -235,7 +235,7 @@ fn passes_over_logits_match_the_cpu() {
                         let mut known = Statistics::new(rows, dense, asked, on).unwrap();
                         // Rows with the distance that the pass asks for.
                         let rows_of = |t: &Tensor| {
-                            let all = Tensor::zeros([rows, pass.row_stride(columns)], on);
+                            let all = Tensor::zeros([rows, pass.row_stride(columns, on.0)], on);
                             all.narrow(1, 0, columns).copy_(t);
                             all.narrow(1, 0, columns)
                         };
@@ -292,6 +292,57 @@ fn passes_over_logits_match_the_cpu() {
                         close(&what, found, expected, 2e-5);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Tiles in bf16 and fp16: logits and gradients within one rounding of f64's, statistics of the stored logits.
+#[test]
+fn passes_over_logits_in_16_bits_are_rounded_once() {
+    let Some(device) = cuda() else { return };
+    let mut generator = Generator::new(5).unwrap();
+    let (rows, pass, cpu) = (7, pass_for(device), (Kind::Double, Device::Cpu));
+    for kind in [Kind::BFloat16, Kind::Half] {
+        for columns in [1, 8, 509, 50_257] {
+            for (bias, softcap, scale) in [(false, None, 1.0), (true, Some(5.0), 0.5)] {
+                let what = format!("{kind:?}, {columns} columns, {softcap:?}");
+                let products = normal(&mut generator, &[rows, columns], kind) * 4.0;
+                let bias = bias.then(|| normal(&mut generator, &[columns], Kind::Float));
+                let labels = Tensor::randint_low(-2, columns + 2, [rows], (Kind::Int64, Device::Cpu));
+                let numbers = normal(&mut generator, &[2, rows], Kind::Float);
+                let on_device = |t: &Tensor| t.to_kind(Kind::Float).to_device(device);
+                let (bias_there, labels_there) = (bias.as_ref().map(on_device), labels.to_device(device));
+                let there = Transform { bias: bias_there.as_ref(), scale, softcap };
+                let here = Transform { bias: bias.as_ref(), scale, softcap };
+
+                let all = Tensor::zeros([rows, pass.row_stride(columns, kind)], (kind, device));
+                let mut tile = all.narrow(1, 0, columns);
+                tile.copy_(&products);
+                let targets = Targets::Columns(&labels_there);
+                let mut found =
+                    Statistics::new(rows, false, Wanted::default(), (Kind::Float, device)).unwrap();
+                pass.statistics(&mut tile, 0, there, targets, None, &mut found).unwrap();
+                let mut logits = products.copy();
+                Simd.logits(&mut logits, here).unwrap();
+                close(&format!("{what}: logits"), &tile, &logits, 2e-5 + epsilon(kind));
+                let mut stored = tile.to_device(Device::Cpu).to_kind(Kind::Double);
+                let mut known = Statistics::new(rows, false, Wanted::default(), cpu).unwrap();
+                let (unchanged, targets_here) = (Transform::default(), Targets::Columns(&labels));
+                Simd.statistics(&mut stored, 0, unchanged, targets_here, None, &mut known).unwrap();
+                close(&format!("{what}: maximum"), &found.maximum, &known.maximum, 0.0);
+                close(&format!("{what}: sum"), &found.sum, &known.sum, 2e-5);
+                close(&format!("{what}: target"), &found.target, &known.target, 2e-5);
+
+                let (powers, target) = (numbers.get(0), numbers.get(1));
+                let by = |maximum, powers, target| Coefficients { maximum, powers, target, constant: None };
+                Simd.gradient(&mut stored, here, targets_here, None, by(&known.maximum, &powers, &target))
+                    .unwrap();
+                let [powers, target] = [on_device(&powers), on_device(&target)];
+                let by = by(&found.maximum, &powers, &target);
+                let gradient = pass.gradient_as(&mut tile, there, targets, None, by, kind).unwrap();
+                assert_eq!(gradient.data_ptr(), tile.data_ptr(), "{what}");
+                close(&format!("{what}: gradient"), &gradient, &stored, 2e-5 + epsilon(kind));
             }
         }
     }

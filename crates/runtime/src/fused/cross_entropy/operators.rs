@@ -5,13 +5,14 @@ use tch::{Kind, Tensor};
 use super::{Coefficients, LogitsPass, Statistics, Targets, Transform};
 use crate::error::Result;
 
-/// Chains of libtorch's operators, in place where possible. Any device; no synchronisation.
+/// Chains of libtorch's operators, in place where possible; a tile in BFloat16 or Half is copied to fp32. Any device; no synchronisation.
 #[derive(Clone, Copy, Debug)]
 pub struct Operators;
 
 impl LogitsPass for Operators {
-    fn temporaries(&self) -> u64 {
-        2
+    fn temporaries(&self, tile: Kind) -> u64 {
+        // Two, and for a tile in 16 bits its copy in fp32, each of twice the tile's size.
+        if is_narrow(tile) { 6 } else { 2 }
     }
 
     fn statistics(
@@ -25,6 +26,12 @@ impl LogitsPass for Operators {
     ) -> Result<()> {
         if tile.numel() == 0 {
             return Ok(());
+        }
+        if is_narrow(tile.kind()) {
+            self.logits(tile, transform)?;
+            let mut stored = tile.f_to_kind(Kind::Float)?;
+            let unchanged = Transform::default();
+            return self.statistics(&mut stored, first, unchanged, targets, class_weights, statistics);
         }
         self.logits(tile, transform)?;
         let (largest, column) = tile.f_max_dim(1, false)?;
@@ -88,6 +95,11 @@ impl LogitsPass for Operators {
     }
 
     fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
+        if is_narrow(tile.kind()) && transform.changes() {
+            let mut wide = tile.f_to_kind(Kind::Float)?;
+            self.logits(&mut wide, transform)?;
+            return Ok(tile.f_copy_(&wide)?);
+        }
         if let Some(bias) = transform.bias {
             let _ = tile.f_add_(bias)?;
         }
@@ -115,6 +127,11 @@ impl LogitsPass for Operators {
     ) -> Result<()> {
         if tile.numel() == 0 {
             return Ok(());
+        }
+        if is_narrow(tile.kind()) {
+            let mut wide = tile.f_to_kind(Kind::Float)?;
+            self.gradient(&mut wide, transform, targets, class_weights, coefficients)?;
+            return Ok(tile.f_copy_(&wide)?);
         }
         let slope = match transform.softcap {
             // s·(1 − (z/k)²)
@@ -166,6 +183,10 @@ impl LogitsPass for Operators {
         }
         Ok(())
     }
+}
+
+fn is_narrow(kind: Kind) -> bool {
+    matches!(kind, Kind::BFloat16 | Kind::Half)
 }
 
 /// Returns which targets are columns of a tile of this width, and their index in it (0 for the others).

@@ -1,4 +1,6 @@
 //! Arguments and results of the passes over a tile of logits. Letters as in [`crate::fused::cross_entropy`].
+//!
+//! All tensors of floating-point numbers are in the tile's dtype, or Float for a tile in BFloat16 or Half.
 
 use tch::{Device, Kind, Tensor};
 
@@ -7,7 +9,7 @@ use crate::error::{Error, Result};
 /// The transform from products to logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Transform<'a> {
-    /// b, one for each column of the tile, in the tile's dtype.
+    /// b, one for each column of the tile.
     pub bias: Option<&'a Tensor>,
     /// s.
     pub scale: f64,
@@ -33,7 +35,7 @@ impl Transform<'_> {
 pub enum Targets<'a> {
     /// One class for each row, `[n]` int64, as a column of the tile; a column outside belongs to another tile.
     Columns(&'a Tensor),
-    /// The tile's part of each distribution, `[n, c]` in the tile's dtype.
+    /// The tile's part of each distribution, `[n, c]`.
     Dense(&'a Tensor),
 }
 
@@ -48,7 +50,7 @@ pub struct Wanted {
     pub best: bool,
 }
 
-/// The statistics of each row: tensors `[n]` of the tile's dtype.
+/// The statistics of each row: tensors `[n]`.
 #[derive(Debug)]
 pub struct Statistics {
     /// m; −∞ before the first tile.
@@ -107,7 +109,7 @@ impl Statistics {
     }
 }
 
-/// The coefficients of each row's gradient, `[n]` in the tile's dtype. See the [module](crate::fused::cross_entropy).
+/// The coefficients of each row's gradient, `[n]`. See the [module](crate::fused::cross_entropy).
 #[derive(Clone, Copy, Debug)]
 pub struct Coefficients<'a> {
     /// m, the largest logit of the row. (The softmax is e^(z − m) over its sum; e^(z − log Σ eᶻ) would lose what the

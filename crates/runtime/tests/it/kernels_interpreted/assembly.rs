@@ -26,6 +26,13 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "ce_gradient<float, 4, true, 256>",
             "ce_gradient_narrow<bf16, 8, false, 512>",
             "ce_gradient_narrow<bf16, 8, true, 512>",
+            "ce_statistics<bf16, 8, false, false, 512>",
+            "ce_statistics<bf16, 8, true, true, 512>",
+            "ce_statistics<f16, 8, false, false, 512>",
+            "ce_logits<bf16, 8, 256>",
+            "ce_gradient<bf16, 8, false, 256>",
+            "ce_gradient<bf16, 8, true, 256>",
+            "ce_gradient<f16, 8, false, 256>",
         ],
     ),
     (
@@ -47,7 +54,11 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "norm_forward<float, float, float, 4, 1024, 4, 0, true>",
             "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
             "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>",
             "norm_backward<float, float, float, 4, 1024, 4, 0, true, true>",
+            "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>",
+            "norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>",
             "column_sums",
         ],
     ),
@@ -164,6 +175,13 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 61 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
+            ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_statistics<bf16, 8, true, true, 512>: 52 registers, no spills, 640 bytes shared
+            ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 50 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 56 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 50 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -176,7 +194,11 @@ fn kernels_on_sm_80() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 49 registers, no spills, 768 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 55 registers, no spills, 256 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 128 registers, no spills, 256 bytes shared
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1316 bytes, loads 1284, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: 111 registers, no spills, 256 bytes shared
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 61 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: 63 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
             column_sums: 29 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
             rotate<float, 4>: 28 registers, no spills, 0 bytes shared
@@ -194,6 +216,13 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
+            ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
+            ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_logits<bf16, 8, 256>: loads 3 wide, 10 narrow; stores 1 wide, 1 narrow
+            ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
+            ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
@@ -206,7 +235,11 @@ fn kernels_on_sm_80() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 600 TO LOCAL MEMORY
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: loads 28 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: loads 44 wide, 2 narrow; stores 20 wide, 0 narrow
             column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
             rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
             rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
@@ -231,6 +264,13 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 62 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
+            ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_statistics<bf16, 8, true, true, 512>: 50 registers, no spills, 640 bytes shared
+            ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 55 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -243,7 +283,11 @@ fn kernels_on_sm_90() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 46 registers, no spills, 768 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 56 registers, no spills, 256 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 118 registers, no spills, 256 bytes shared
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1340 bytes, loads 1296, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: 110 registers, no spills, 256 bytes shared
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 63 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: 64 registers, no spills, 512 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
             column_sums: 30 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
             rotate<float, 4>: 28 registers, no spills, 0 bytes shared
@@ -261,6 +305,13 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
+            ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
+            ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_logits<bf16, 8, 256>: loads 3 wide, 10 narrow; stores 1 wide, 1 narrow
+            ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
+            ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
@@ -273,7 +324,11 @@ fn kernels_on_sm_90() {
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
-            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 603 TO LOCAL MEMORY
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: loads 28 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 20 wide, 0 narrow
+            norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: loads 44 wide, 2 narrow; stores 20 wide, 0 narrow
             column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
             rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
             rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow

@@ -5,24 +5,25 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 use super::launch::{Given, Outcome, Shift, launch};
-use super::program::{CROSS_ENTROPY, Program};
+use super::program::{CROSS_ENTROPY, Program, type_of};
 use super::tolerance::{close, normal};
 
 const ROW: u32 = 512;
 const THREADS: u32 = 256;
 
-fn expressions() -> Vec<String> {
-    let mut all = Vec::new();
-    for width in [1, 4] {
+/// The kernels for tiles of a dtype.
+pub(super) fn expressions(kind: Kind) -> Vec<String> {
+    let (of, mut all) = (type_of(kind), Vec::new());
+    for width in [1, 16 / kind.elt_size_in_bytes()] {
         for (changes, extra) in [(false, false), (false, true), (true, false), (true, true)] {
-            all.push(format!("ce_statistics<float, {width}, {changes}, {extra}, {ROW}>"));
+            all.push(format!("ce_statistics<{of}, {width}, {changes}, {extra}, {ROW}>"));
         }
-        all.push(format!("ce_logits<float, {width}, {THREADS}>"));
+        all.push(format!("ce_logits<{of}, {width}, {THREADS}>"));
         for extra in [false, true] {
-            all.push(format!("ce_gradient<float, {width}, {extra}, {THREADS}>"));
-            for (kind, width) in [("bf16", 2 * width), ("f16", 2 * width)] {
-                let width = if width == 2 { 1 } else { width };
-                all.push(format!("ce_gradient_narrow<{kind}, {width}, {extra}, {ROW}>"));
+            all.push(format!("ce_gradient<{of}, {width}, {extra}, {THREADS}>"));
+            for narrow in ["bf16", "f16"].into_iter().filter(|_| kind == Kind::Float) {
+                let width = if width == 4 { 8 } else { 1 };
+                all.push(format!("ce_gradient_narrow<{narrow}, {width}, {extra}, {ROW}>"));
             }
         }
     }
@@ -30,15 +31,17 @@ fn expressions() -> Vec<String> {
 }
 
 /// The options of a test.
-struct Case<'a> {
-    transform: Transform<'a>,
-    targets: Targets<'a>,
-    weights: Option<&'a Tensor>,
-    plain: bool,
-    width: i64,
+pub(super) struct Case<'a> {
+    pub(super) transform: Transform<'a>,
+    pub(super) targets: Targets<'a>,
+    pub(super) weights: Option<&'a Tensor>,
+    pub(super) plain: bool,
+    /// The dtype of the tile.
+    pub(super) kind: Kind,
+    pub(super) width: i64,
     /// Elements between a tile's rows.
-    stride: i64,
-    first: i64,
+    pub(super) stride: i64,
+    pub(super) first: i64,
 }
 
 impl Case<'_> {
@@ -46,19 +49,19 @@ impl Case<'_> {
         !self.plain || matches!(self.targets, Targets::Dense(_))
     }
 
-    fn changes(&self) -> bool {
+    pub(super) fn changes(&self) -> bool {
         self.transform.bias.is_some() || self.transform.softcap.is_some() || self.transform.scale != 1.0
     }
 
     fn shift(&self) -> Shift {
-        // The labels are of 8 bytes, everything else of 4.
+        // The labels are of 8 bytes, everything else of 4 or 2.
         Shift(if self.width == 1 { 8 } else { 16 })
     }
 
     /// The tile with its stride; what separates rows is NaN, and must neither be read nor change.
     fn padded(&self, tile: &Tensor) -> Tensor {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
-        let all = Tensor::full([rows, self.stride], f64::NAN, (Kind::Float, Device::Cpu));
+        let all = Tensor::full([rows, self.stride], f64::NAN, (self.kind, Device::Cpu));
         all.narrow(1, 0, columns).copy_(tile);
         all
     }
@@ -86,10 +89,11 @@ impl Case<'_> {
     }
 
     /// The logits and the accumulated statistics.
-    fn statistics(&self, program: &Program, tile: &Tensor, known: &[Tensor]) -> Outcome {
+    pub(super) fn statistics(&self, program: &Program, tile: &Tensor, known: &[Tensor]) -> Outcome {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
         let (changes, extra) = (self.changes(), self.extra());
-        let name = format!("ce_statistics<float, {}, {changes}, {extra}, {ROW}>", self.width);
+        let name =
+            format!("ce_statistics<{}, {}, {changes}, {extra}, {ROW}>", type_of(self.kind), self.width);
         let tile = self.padded(tile);
         let mut given = vec![
             Given::InOut("tile", &tile),
@@ -115,7 +119,7 @@ impl Case<'_> {
         self.without_padding(outcome, columns)
     }
 
-    fn logits(&self, program: &Program, tile: &Tensor) -> Outcome {
+    pub(super) fn logits(&self, program: &Program, tile: &Tensor) -> Outcome {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
         let of_block = self.width * i64::from(THREADS);
         let blocks = (columns + of_block - 1) / of_block;
@@ -127,13 +131,13 @@ impl Case<'_> {
             Given::I32(blocks),
         ];
         given.extend(self.transform());
-        let name = format!("ce_logits<float, {}, {THREADS}>", self.width);
+        let name = format!("ce_logits<{}, {}, {THREADS}>", type_of(self.kind), self.width);
         let outcome = launch(program.kernel(&name), (rows * blocks, THREADS), &given, self.shift());
         self.without_padding(outcome, columns)
     }
 
-    /// The gradient in fp32, or rounded in place to the beginning of each row.
-    fn gradient(
+    /// The gradient in the tile's dtype, or rounded in place to the beginning of each row.
+    pub(super) fn gradient(
         &self,
         program: &Program,
         tile: &Tensor,
@@ -162,13 +166,13 @@ impl Case<'_> {
         let extra = self.extra();
         let (name, grid) = match narrow {
             None => {
-                let name = format!("ce_gradient<float, {}, {extra}, {THREADS}>", self.width);
-                (name, (rows * blocks, THREADS))
+                let of = type_of(self.kind);
+                (format!("ce_gradient<{of}, {}, {extra}, {THREADS}>", self.width), (rows * blocks, THREADS))
             }
             Some(kind) => {
                 let width = if self.width == 4 { 8 } else { 1 };
-                let name = super::program::type_of(kind);
-                (format!("ce_gradient_narrow<{name}, {width}, {extra}, {ROW}>"), (rows, ROW))
+                let of = type_of(kind);
+                (format!("ce_gradient_narrow<{of}, {width}, {extra}, {ROW}>"), (rows, ROW))
             }
         };
         let outcome = launch(program.kernel(&name), grid, &given, self.shift());
@@ -176,14 +180,14 @@ impl Case<'_> {
     }
 }
 
-fn listed(statistics: Statistics) -> Vec<Tensor> {
+pub(super) fn listed(statistics: Statistics) -> Vec<Tensor> {
     let Statistics { maximum, sum, target, mass, total, moment, best } = statistics;
     [Some(maximum), Some(sum), Some(target), mass, total, moment, best].into_iter().flatten().collect()
 }
 
 #[test]
 fn every_option_of_the_passes_is_correct() {
-    let Some(program) = Program::of(CROSS_ENTROPY, &expressions()) else { return };
+    let Some(program) = Program::of(CROSS_ENTROPY, &expressions(Kind::Float)) else { return };
     let mut generator = Generator::new(4).unwrap();
     let (rows, first) = (3, 3);
     for (columns, stride) in
@@ -234,6 +238,7 @@ fn every_option_of_the_passes_is_correct() {
                     targets: if dense { Targets::Dense(&dense_f32) } else { Targets::Columns(&labels) },
                     weights: weights_f32.as_ref(),
                     plain,
+                    kind: Kind::Float,
                     width: if stride % 4 == 0 { 4 } else { 1 },
                     stride,
                     first,
@@ -297,9 +302,11 @@ fn every_option_of_the_passes_is_correct() {
 /// Rows that are all −∞, and rows with a NaN.
 #[test]
 fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
-    let Some(program) = Program::of(CROSS_ENTROPY, &expressions()) else { return };
-    for (columns, width) in [(5, 1), (2048, 4)] {
-        let tile = Tensor::ones([4, columns], (Kind::Float, Device::Cpu));
+    for (kind, columns, width) in
+        [(Kind::Float, 5, 1), (Kind::Float, 2048, 4), (Kind::BFloat16, 2048, 8), (Kind::Half, 2048, 8)]
+    {
+        let Some(program) = Program::of(CROSS_ENTROPY, &expressions(kind)) else { return };
+        let tile = Tensor::ones([4, columns], (kind, Device::Cpu));
         let _ = tile.get(1).narrow(0, columns / 2, 1).fill_(f64::NAN);
         let _ = tile.get(2).fill_(f64::NEG_INFINITY);
         let _ = tile.get(3).narrow(0, 0, 1).fill_(f64::INFINITY);
@@ -309,6 +316,7 @@ fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
             targets: Targets::Columns(&labels),
             weights: None,
             plain: true,
+            kind,
             width,
             stride: columns,
             first: 0,

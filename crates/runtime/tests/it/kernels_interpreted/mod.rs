@@ -5,6 +5,7 @@
 mod adam;
 mod assembly;
 mod cross_entropy;
+mod cross_entropy_16_bits;
 mod gradients;
 mod launch;
 mod mutations;

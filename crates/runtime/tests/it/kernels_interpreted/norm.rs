@@ -12,7 +12,7 @@ pub(super) const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
 
 /// Rows, columns, whether threads read 16 bytes at once, threads, packs of a thread, rows that are read ahead.
 pub(super) type Shape = (i64, i64, bool, u32, i64, i64);
-pub(super) const SHAPES: [Shape; 8] = [
+pub(super) const SHAPES: [Shape; 10] = [
     (3, 1, false, 128, 1, 0),
     (5, 7, false, 128, 1, 0),
     (4, 250, false, 128, 2, 0),
@@ -21,6 +21,8 @@ pub(super) const SHAPES: [Shape; 8] = [
     (5, 896, true, 128, 2, 2),
     (7, 1600, true, 128, 4, 2),
     (3, 4096, true, 512, 4, 0),
+    (5, 4104, true, 512, 4, 2),
+    (3, 12_304, true, 1024, 4, 0),
 ];
 
 /// Bytes of shared memory for the rows of `matrices` of a dtype that are read ahead.

@@ -10,7 +10,7 @@ pub(super) fn normal(generator: &mut Generator, shape: &[i64], kind: Kind) -> Te
     generator.normal(shape, (Kind::Float, Device::Cpu)).unwrap().to_kind(kind).to_kind(Kind::Double)
 }
 
-/// The distance between 1 and the next number.
+/// Half the distance between 1 and the next number; in fp32 all of it.
 pub(super) fn epsilon(kind: Kind) -> f64 {
     match kind {
         Kind::BFloat16 => 2f64.powi(-8),
@@ -27,6 +27,20 @@ pub(super) fn check(what: &str, outcome: &Outcome, expected: &[&Tensor], toleran
             close(&format!("{what}, output {index}, {name} instructions"), found, expected, tolerance);
         }
     }
+}
+
+/// Compares numbers that are computed in fp32 and rounded to a dtype once with exact ones: within half a spacing of the number, and
+/// `tolerance` of the largest. NaN and ∞ must be where they are expected.
+pub(super) fn rounded(what: &str, found: &Tensor, exact: &Tensor, tolerance: f64) {
+    // Half the distance between the smallest numbers.
+    let smallest = if found.kind() == Kind::Half { 2f64.powi(-25) } else { 0.0 };
+    let (kind, found) = (found.kind(), found.to_kind(Kind::Double));
+    let finite = exact.isfinite();
+    close(what, &found.masked_fill(&finite, 0.0), &exact.masked_fill(&finite, 0.0), 0.0);
+    let [found, exact] = [found, exact.shallow_clone()].map(|t| t.masked_fill(&finite.logical_not(), 0.0));
+    let allowed = exact.abs() * epsilon(kind) + exact.abs().max() * tolerance + smallest;
+    let share = ((found - exact).abs() / allowed.clamp_min(1e-30)).max().double_value(&[]);
+    assert!(share <= 1.0, "{what}: {share} of one rounding");
 }
 
 /// The largest difference over the largest number; NaN and ∞ must be where they are expected.

@@ -20,6 +20,8 @@ pub(super) struct KernelCase {
 
 pub(super) const FORWARD: KernelCase = KernelCase { source: NORM, expression: FORWARD_OF, run: forward };
 pub(super) const BACKWARD: KernelCase = KernelCase { source: NORM, expression: BACKWARD_OF, run: backward };
+pub(super) const BACKWARD_OF_WIDE_ROWS: KernelCase =
+    KernelCase { source: NORM, expression: WIDE_BACKWARD_OF, run: backward_of_wide_rows };
 pub(super) const FORWARD_WITH_RESIDUAL: KernelCase =
     KernelCase { source: NORM, expression: FORWARD_OF, run: forward_with_residual };
 pub(super) const MANY: KernelCase = KernelCase { source: ADAM, expression: ADAM_OF, run: many };
@@ -39,6 +41,10 @@ pub(super) const STATISTICS_OF_ODD_ROWS: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: WIDE_STATISTICS_OF, run: statistics_of_odd_rows };
 pub(super) const GRADIENT_OF_ODD_ROWS: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: WIDE_GRADIENT_OF, run: gradient_of_odd_rows };
+pub(super) const STATISTICS_OF_16_BITS: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: BF16_STATISTICS_OF, run: statistics_of_16_bits };
+pub(super) const GRADIENT_OF_FP16: KernelCase =
+    KernelCase { source: CROSS_ENTROPY, expression: F16_GRADIENT_OF, run: gradient_of_fp16 };
 pub(super) const NARROW_OF_FEW: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow_of_few };
 pub(super) const SWIGLU_16: KernelCase =
@@ -78,12 +84,15 @@ fn seen_of(program: &Program, expression: &str, launch: ptx::Launch, given: &[Gi
 
 const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, 2, false>";
 const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, 3, false, false>";
+const WIDE_BACKWARD_OF: &str = "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>";
 const ADAM_OF: &str = "adam<bf16, bf16, 8, true, 128, 1024>";
 const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
 const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
 const GRADIENT_OF: &str = "ce_gradient<float, 1, false, 256>";
 const WIDE_STATISTICS_OF: &str = "ce_statistics<float, 4, false, false, 512>";
 const WIDE_GRADIENT_OF: &str = "ce_gradient<float, 4, false, 256>";
+const BF16_STATISTICS_OF: &str = "ce_statistics<bf16, 8, true, false, 512>";
+const F16_GRADIENT_OF: &str = "ce_gradient<f16, 8, false, 256>";
 const NARROW_OF: &str = "ce_gradient_narrow<bf16, 8, false, 512>";
 const SWIGLU_16_OF: &str = "swiglu_forward<bf16, 8, 256>";
 const SWIGLU_32_OF: &str = "swiglu_forward<float, 1, 256>";
@@ -147,6 +156,28 @@ fn backward(program: &Program) -> Seen {
     seen_of(program, BACKWARD_OF, ahead(6), &given)
 }
 
+/// Rows whose sums are in registers and in shared memory.
+fn backward_of_wide_rows(program: &Program) -> Seen {
+    let [x, upstream] = [0.5, 2.0].map(|size| draw(&[3, 8200], Kind::BFloat16) * size);
+    let (weight, mean, rstd) =
+        (draw(&[8200], Kind::BFloat16), draw(&[3], Kind::Float), draw(&[3], Kind::Float).abs());
+    let given = [
+        Given::In("x", &x),
+        Given::In("upstream", &upstream),
+        Given::Null,
+        Given::In("weight", &weight),
+        Given::In("mean", &mean),
+        Given::In("rstd", &rstd),
+        Given::Out("grad", Kind::BFloat16, vec![3, 8200]),
+        Given::Out("of_weight", Kind::Float, vec![2, 8200]),
+        Given::Out("of_bias", Kind::Float, vec![2, 8200]),
+        Given::I32(3),
+        Given::I32(8200),
+    ];
+    let launch = ptx::Launch { dynamic_shared: 1024 * 4 * 8 * 4, ..ptx::Launch::new(2, 1024) };
+    seen_of(program, WIDE_BACKWARD_OF, launch, &given)
+}
+
 /// Three tensors, of which two end within a word of 16 bytes.
 fn many(program: &Program) -> Seen {
     let sizes = [7, 1030, 8];
@@ -182,10 +213,16 @@ fn sums(program: &Program) -> Seen {
 }
 
 fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
-    statistics_of_columns(program, expression, tile, tile.size()[1])
+    statistics_of_columns(program, expression, tile, tile.size()[1], 1.0)
 }
 
-fn statistics_of_columns(program: &Program, expression: &str, tile: &Tensor, columns: i64) -> Seen {
+fn statistics_of_columns(
+    program: &Program,
+    expression: &str,
+    tile: &Tensor,
+    columns: i64,
+    factor: f64,
+) -> Seen {
     let rows = tile.size()[0];
     let of_rows = |value: f64| Tensor::full([rows], value, (Kind::Float, Device::Cpu));
     let (maximum, zero) = (of_rows(f64::NEG_INFINITY), of_rows(0.0));
@@ -197,7 +234,7 @@ fn statistics_of_columns(program: &Program, expression: &str, tile: &Tensor, col
         Given::I32(columns),
         Given::I64(0),
         Given::Null,
-        Given::F32(1.0),
+        Given::F32(factor),
         Given::F32(0.0),
         Given::In("labels", &labels),
         Given::Null,
@@ -221,7 +258,12 @@ fn statistics(program: &Program) -> Seen {
 }
 
 fn statistics_of_odd_rows(program: &Program) -> Seen {
-    statistics_of_columns(program, WIDE_STATISTICS_OF, &draw(&[3, 1032], Kind::Float), 1031)
+    statistics_of_columns(program, WIDE_STATISTICS_OF, &draw(&[3, 1032], Kind::Float), 1031, 1.0)
+}
+
+/// Logits that are rounded, with a row's last ones too few for a word of 16 bytes.
+fn statistics_of_16_bits(program: &Program) -> Seen {
+    statistics_of_columns(program, BF16_STATISTICS_OF, &draw(&[3, 1032], Kind::BFloat16), 1031, 0.7)
 }
 
 fn statistics_with_nan(program: &Program) -> Seen {
@@ -243,11 +285,13 @@ fn best(program: &Program) -> Seen {
 }
 
 fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
-    let stride = if expression == GRADIENT_OF { columns } else { (columns + 3) / 4 * 4 };
-    let tile = draw(&[2, stride], Kind::Float);
+    let kind = if expression == F16_GRADIENT_OF { Kind::Half } else { Kind::Float };
+    let word = 16 / kind.elt_size_in_bytes() as i64;
+    let stride = if expression == GRADIENT_OF { columns } else { (columns + word - 1) / word * word };
+    let tile = draw(&[2, stride], kind);
     let of_rows = Tensor::ones([2], (Kind::Float, Device::Cpu));
     let labels = Tensor::from_slice(&[3i64, columns - 1]);
-    let of_block = if expression == WIDE_GRADIENT_OF { 4096 } else { 1024 };
+    let of_block = if expression == GRADIENT_OF { 1024 } else { 1024 * word };
     let blocks = (columns + of_block - 1) / of_block;
     let narrow = expression == NARROW_OF;
     let mut given = vec![Given::InOut("tile", &tile), Given::I64(stride), Given::I32(columns)];
@@ -268,6 +312,10 @@ fn gradient(program: &Program) -> Seen {
 
 fn gradient_of_odd_rows(program: &Program) -> Seen {
     gradient_of(program, WIDE_GRADIENT_OF, 4099)
+}
+
+fn gradient_of_fp16(program: &Program) -> Seen {
+    gradient_of(program, F16_GRADIENT_OF, 1029)
 }
 
 /// Fewer numbers than a word of 16 bytes has.
