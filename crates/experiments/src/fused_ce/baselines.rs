@@ -7,6 +7,7 @@
 //! | [`GradInForward`](Implementation::GradInForward) | one chunk's | 3 | W's dtype | computed |
 //! | [`LinearCrossEntropy`](Implementation::LinearCrossEntropy) | one chunk's, once | 3 | fp32 | dropped |
 //! | [`RoundedGradient`](Implementation::RoundedGradient) | the same | 3 | fp32 | dropped |
+//! | [`RoundedLogits`](Implementation::RoundedLogits) | the same, in the operands' dtype | 3 | fp32 | dropped |
 //!
 //! The third is the way of Malek's `efficient_cross_entropy`, which the assignment takes up with chunks of an eighth of the
 //! tokens and at most 4096, and of Liger.
@@ -40,16 +41,19 @@ pub enum Implementation {
     LinearCrossEntropy,
     /// The same with `round_logits_gradient`, as `frugal` has it: the gradient of logits is rounded to the operands' dtype, as in the others.
     RoundedGradient,
+    /// The same with `round_logits`: on a GPU the logits are kept in the operands' dtype too. On a CPU it is the one before.
+    RoundedLogits,
 }
 
 impl Implementation {
     /// All of them, in order.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Naive,
         Self::ChunkedRecompute,
         Self::GradInForward,
         Self::LinearCrossEntropy,
         Self::RoundedGradient,
+        Self::RoundedLogits,
     ];
 
     /// Its name, as [`FromStr`] reads it.
@@ -60,17 +64,19 @@ impl Implementation {
             Self::GradInForward => "grad-in-forward",
             Self::LinearCrossEntropy => "linear-cross-entropy",
             Self::RoundedGradient => "linear-cross-entropy-rounded",
+            Self::RoundedLogits => "linear-cross-entropy-rounded-logits",
         }
     }
 
     /// The options of `fused-ce`, for its own.
     pub(crate) fn options(self) -> Option<LinearCrossEntropy> {
-        let round_logits_gradient = match self {
-            Self::LinearCrossEntropy => false,
-            Self::RoundedGradient => true,
+        let [round_logits_gradient, round_logits] = match self {
+            Self::LinearCrossEntropy => [false; 2],
+            Self::RoundedGradient => [true, false],
+            Self::RoundedLogits => [true; 2],
             Self::Naive | Self::ChunkedRecompute | Self::GradInForward => return None,
         };
-        Some(LinearCrossEntropy { round_logits_gradient, ..LinearCrossEntropy::default() })
+        Some(LinearCrossEntropy { round_logits_gradient, round_logits, ..LinearCrossEntropy::default() })
     }
 
     /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets, of which −100 means none: a mean or a sum.

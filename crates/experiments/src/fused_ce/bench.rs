@@ -22,7 +22,8 @@ pub(crate) struct Bench {
     /// Measure a length and eight times as many tokens instead
     #[arg(long, conflicts_with = "case")]
     long: bool,
-    /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy
+    /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy, linear-cross-entropy-rounded,
+    /// linear-cross-entropy-rounded-logits
     #[arg(long, value_name = "METHODS", value_delimiter = ',')]
     methods: Vec<Implementation>,
     /// Bytes of logits that exist at a time, for all methods but the first [default: each method's own]
@@ -58,8 +59,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         ([], Scale::Paper) => shapes::PAPER,
         (given, _) => given,
     };
-    let implementations =
-        if arguments.methods.is_empty() { Implementation::ALL.to_vec() } else { arguments.methods.clone() };
+    let mut implementations = arguments.methods.clone();
+    if implementations.is_empty() {
+        implementations.extend(Implementation::ALL);
+        implementations.retain(|one| *one != Implementation::RoundedLogits || device.is_cuda());
+    }
     let chunk = arguments.chunk_bytes.map(Chunk::Budget);
     let mut first = vec![None; implementations.len()];
     let mut progress = Progress::new((shapes.len() * implementations.len()) as u64);

@@ -78,7 +78,9 @@ impl Variant {
         let composed = || baselines::chunk_tokens(chunk, tokens, vocabulary, 4);
         let rows = match implementation {
             Implementation::Naive => tokens,
-            Implementation::LinearCrossEntropy | Implementation::RoundedGradient => {
+            Implementation::LinearCrossEntropy
+            | Implementation::RoundedGradient
+            | Implementation::RoundedLogits => {
                 fused_ce::default_chunk_tokens(tokens, vocabulary, Kind::Float, device)
             }
             Implementation::ChunkedRecompute | Implementation::GradInForward => composed()?,

@@ -99,6 +99,6 @@ fn names_are_read_as_they_are_printed() {
     for one in Implementation::ALL {
         assert_eq!(one.to_string().parse::<Implementation>().unwrap(), one);
     }
-    expect!["linear cross-entropy: unknown implementation `liger`; expected one of naive, chunked-recompute, grad-in-forward, linear-cross-entropy, linear-cross-entropy-rounded"]
+    expect!["linear cross-entropy: unknown implementation `liger`; expected one of naive, chunked-recompute, grad-in-forward, linear-cross-entropy, linear-cross-entropy-rounded, linear-cross-entropy-rounded-logits"]
         .assert_eq(&"liger".parse::<Implementation>().unwrap_err().to_string());
 }
