@@ -18,6 +18,7 @@ pub(crate) mod norm;
 pub(crate) mod rope;
 pub(crate) mod scale;
 pub(crate) mod swiglu;
+mod table;
 
 use std::collections::HashMap;
 use std::ffi::c_int;

@@ -4,12 +4,13 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
+use models::Llama;
 use models::generation::{GenerateOptions, generate};
 use models::module::{LanguageModel, parameters};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::measure::{Samples, physical};
-use tch::{Kind, Tensor};
+use runtime::measure::{Measurement, physical};
+use tch::{Device, Kind, Tensor};
 
 use crate::dtype;
 use crate::shape::Shape;
@@ -34,9 +35,9 @@ pub(crate) struct Decode {
     /// New tokens per prompt
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(2..))]
     new_tokens: u32,
-    /// Measured repeats
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
-    repeats: u32,
+    /// Measured repeats [default: 1, at scale full 3]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: Option<u32>,
     /// The experiment that the records are of
     #[arg(long, default_value = "lora-decode")]
     experiment: String,
@@ -50,36 +51,40 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()>
         Scale::Smoke | Scale::Laptop => vec![Shape::of(arguments.scale)],
         Scale::Full | Scale::Paper => vec![Shape::Small, Shape::Medium],
     };
-    let rows = shapes.len() * arguments.dtype.len() * arguments.batch.len();
-    let mut progress = Progress::new(rows as u64);
+    let steps = arguments.dtype.len() + arguments.batch.len();
+    let mut progress = Progress::new((shapes.len() * steps) as u64);
     for shape in &shapes {
-        let mut bf16 = Vec::new();
+        let mut models = Vec::new();
         for &kind in &arguments.dtype {
-            let name = format!("{} in {}", shape.name(), dtype::name(kind));
-            progress.message(&format!("{name}: drawing weights"));
+            progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
             runtime::random::seed(common.seed)?;
             let model = shape.model(kind, device)?;
-            for &batch in &arguments.batch {
-                progress.message(&format!("{name}, {batch} at a time"));
+            // The embedding's: what is beside NF4 has another one.
+            let computed = parameters(&model).first().map_or(kind, |(_, tensor)| tensor.kind());
+            let product = physical::gemm_rate(device, computed, 1024, 1024, 1024)?;
+            models.push((model, product.rate().context("the rate of a product")?));
+            progress.step();
+        }
+        for &batch in &arguments.batch {
+            progress.message(&format!("{}, {batch} at a time", shape.name()));
+            let multiplied = 2.0 * shape.config()?.parameter_count() as f64 * batch as f64;
+            let measured = measure(&models, device, batch, multiplied, arguments)?;
+            let bf16 = arguments.dtype.iter().position(|kind| *kind == Kind::BFloat16);
+            for (&kind, of) in arguments.dtype.iter().zip(&measured) {
                 let case = Case::new()
                     .with("shape", shape.name())
                     .with("dtype", dtype::name(kind))
                     .with("batch", batch)
                     .with("prompt", arguments.prompt);
-                let step = measure(&model, batch, arguments)?;
-                let multiplied = 2.0 * shape.config()?.parameter_count() as f64 * batch as f64;
-                let mut metrics = step.metrics(batch, multiplied);
-                let seconds = Samples { samples: step.decoding }.median();
-                if kind == Kind::BFloat16 {
-                    bf16.push((batch, seconds));
-                } else {
-                    let known = bf16.iter().find(|(of, _)| *of == batch);
-                    metrics
-                        .extend(known.map(|(_, of)| Metric::exact("speed_over_bf16", "ratio", of / seconds)));
+                let mut metrics = of.metrics(batch);
+                if let Some(bf16) = bf16.filter(|_| kind != Kind::BFloat16) {
+                    let pairs = measured[bf16].decoding.iter().zip(&of.decoding);
+                    let speeds: Vec<f64> = pairs.map(|(bf16, seconds)| bf16 / seconds).collect();
+                    metrics.push(Metric::of_samples("speed_over_bf16", "ratio", &speeds));
                 }
                 sink.put(&arguments.experiment, &case, metrics)?;
-                progress.step();
             }
+            progress.step();
         }
     }
     Ok(())
@@ -87,70 +92,100 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()>
 
 /// What was measured of one model and number of prompts.
 struct Decoding {
-    /// Seconds of the prompts, and of a token of each row.
-    reading: Vec<f64>,
-    decoding: Vec<f64>,
     /// What a token must read: every weight once, but of the embedding one row, unless it is the head too.
     weight_bytes: f64,
-    /// Bytes per second of a copy, before and after the measurement: other users of the machine's memory change it.
-    copied: f64,
-    /// FLOP per second of a large product in the dtype of the computation.
-    multiplied: f64,
+    /// Seconds of a token's products at the rate of a large one in the dtype of the computation.
+    computed: f64,
+    /// Of each repeat: seconds of the prompts, and of a token of each row.
+    reading: Vec<f64>,
+    decoding: Vec<f64>,
+    /// Of each repeat: bytes per second of a copy and of reading, the means of before and after.
+    copied: Vec<f64>,
+    read: Vec<f64>,
 }
 
-/// Decoding is timed from a row's first new token on; reading the prompt ends with that.
-fn measure(model: &dyn LanguageModel, batch: i64, arguments: &Decode) -> anyhow::Result<Decoding> {
+/// Measures all models, each given with the rate of a large product in its dtype, in turn, and the memory between two of them: other users of the machine's memory change both from one second to
+/// the next. Decoding is timed from a row's first new token on; reading the prompt ends with that.
+fn measure(
+    models: &[(Llama, f64)],
+    device: Device,
+    batch: i64,
+    flops: f64,
+    arguments: &Decode,
+) -> anyhow::Result<Vec<Decoding>> {
+    let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as f64;
+    let empty = |(model, rate): &(Llama, f64)| Decoding {
+        weight_bytes: parameters(model).iter().map(|(_, tensor)| bytes(tensor)).sum(),
+        computed: flops / rate,
+        reading: Vec::new(),
+        decoding: Vec::new(),
+        copied: Vec::new(),
+        read: Vec::new(),
+    };
+    let mut measured: Vec<Decoding> = models.iter().map(empty).collect();
+    let memory = || -> anyhow::Result<[f64; 2]> {
+        let rate = |of: runtime::Result<Measurement>| of?.rate().context("the rate of the memory");
+        Ok([rate(physical::copy_bandwidth(device))?, rate(physical::read_bandwidth(device))?])
+    };
+    let mut before = memory()?;
+    let repeats = arguments.repeats.unwrap_or(match arguments.scale {
+        Scale::Smoke | Scale::Laptop => 1,
+        Scale::Full | Scale::Paper => 3,
+    });
+    for repeat in 0..=repeats {
+        for ((model, _), of) in models.iter().zip(&mut measured) {
+            let [reading, decoding] = decode(model, batch, arguments)?;
+            let after = memory()?;
+            // The first time fills caches.
+            if repeat > 0 {
+                of.reading.push(reading);
+                of.decoding.push(decoding);
+                of.copied.push(f64::midpoint(before[0], after[0]));
+                of.read.push(f64::midpoint(before[1], after[1]));
+            }
+            before = after;
+        }
+    }
+    Ok(measured)
+}
+
+/// Returns the seconds of reading the prompts, and of a token of each.
+fn decode(model: &dyn LanguageModel, batch: i64, arguments: &Decode) -> anyhow::Result<[f64; 2]> {
     let vocabulary = model.vocabulary();
     let token = |row: i64, place: i64| (row * 7919 + place * 104_729 + 13) % vocabulary;
     let prompts: Vec<Vec<i64>> =
         (0..batch).map(|row| (0..arguments.prompt).map(|place| token(row, place)).collect()).collect();
     let options =
         GenerateOptions { max_new_tokens: arguments.new_tokens as usize, ..GenerateOptions::default() };
-    let parameters = parameters(model);
-    let (_, first) = parameters.first().context("a model without parameters")?;
-    let (device, kind) = (first.device(), first.kind());
-    let copied = || physical::copy_bandwidth(device)?.rate().context("the rate of a copy");
-    let before = copied()?;
-    let (mut reading, mut decoding) = (Vec::new(), Vec::new());
-    for repeat in 0..=arguments.repeats {
-        let start = Instant::now();
-        let mut first = None;
-        let mut watch = |_: usize, _: &[i64]| {
-            first.get_or_insert_with(Instant::now);
-            false
-        };
-        generate(model, &prompts, &options, &mut watch)?;
-        let first = first.context("nothing was generated")?;
-        // The first time fills caches.
-        if repeat > 0 {
-            reading.push(first.duration_since(start).as_secs_f64());
-            decoding.push(first.elapsed().as_secs_f64() / f64::from(arguments.new_tokens - 1));
-        }
-    }
-    let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as f64;
-    let product = physical::gemm_rate(device, kind, 1024, 1024, 1024)?;
-    Ok(Decoding {
-        reading,
-        decoding,
-        weight_bytes: parameters.iter().map(|(_, tensor)| bytes(tensor)).sum(),
-        copied: (before + copied()?) / 2.0,
-        multiplied: product.rate().context("the rate of a product")?,
-    })
+    let start = Instant::now();
+    let mut first = None;
+    let mut watch = |_: usize, _: &[i64]| {
+        first.get_or_insert_with(Instant::now);
+        false
+    };
+    generate(model, &prompts, &options, &mut watch)?;
+    let first = first.context("nothing was generated")?;
+    let token = first.elapsed().as_secs_f64() / f64::from(arguments.new_tokens - 1);
+    Ok([first.duration_since(start).as_secs_f64(), token])
 }
 
 impl Decoding {
-    fn metrics(&self, batch: i64, flops: f64) -> Vec<Metric> {
-        let of =
-            |value: &dyn Fn(f64) -> f64| -> Vec<f64> { self.decoding.iter().map(|s| value(*s)).collect() };
-        let (read, computed) = (self.weight_bytes / self.copied, flops / self.multiplied);
+    fn metrics(&self, batch: i64) -> Vec<Metric> {
+        let of = |value: &dyn Fn(usize, f64) -> f64| -> Vec<f64> {
+            self.decoding.iter().enumerate().map(|(repeat, seconds)| value(repeat, *seconds)).collect()
+        };
+        let copied = |repeat: usize| self.weight_bytes / self.copied[repeat];
+        let least = |repeat: usize| (self.weight_bytes / self.read[repeat]).max(self.computed);
         vec![
             Metric::of_samples("prompt_seconds", "s", &self.reading),
             Metric::of_samples("token_seconds", "s", &self.decoding),
-            Metric::of_samples("tokens_per_second", "tokens/s", &of(&|seconds| batch as f64 / seconds)),
+            Metric::of_samples("tokens_per_second", "tokens/s", &of(&|_, seconds| batch as f64 / seconds)),
             Metric::exact("weight_bytes", "B", self.weight_bytes),
-            Metric::of_samples("weight_bandwidth", "B/s", &of(&|seconds| self.weight_bytes / seconds)),
-            Metric::of_samples("share_of_copy_bandwidth", "ratio", &of(&|seconds| read / seconds)),
-            Metric::of_samples("share_of_limit", "ratio", &of(&|seconds| read.max(computed) / seconds)),
+            Metric::of_samples("weight_bandwidth", "B/s", &of(&|_, seconds| self.weight_bytes / seconds)),
+            Metric::of_samples("copy_bandwidth", "B/s", &self.copied),
+            Metric::of_samples("read_bandwidth", "B/s", &self.read),
+            Metric::of_samples("share_of_copy_bandwidth", "ratio", &of(&|of, seconds| copied(of) / seconds)),
+            Metric::of_samples("share_of_limit", "ratio", &of(&|of, seconds| least(of) / seconds)),
         ]
     }
 }

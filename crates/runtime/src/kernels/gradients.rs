@@ -3,23 +3,18 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Argument, Source, are_ready, int, launch, optional, pointer, type_of, width};
+use super::{Argument, Source, are_ready, launch, optional, pointer, table, type_of, width};
 use crate::error::Result;
 use crate::sys::gradients::is_dense;
 use crate::sys::tensor::bump_version;
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/gradients.cuh"));
 
-const NAME: &str = "gradients";
 /// Threads and numbers of a block, all of one gradient: few enough parts for one block to add up, and many blocks.
 const THREADS: u32 = 256;
-const CHUNK: i64 = 16_384;
+const CHUNK: u64 = 16_384;
 /// Threads of the block that adds up the parts.
 const NORM_THREADS: u32 = 1024;
-/// Gradients per launch: the table is passed by value, in at most 4 KiB.
-const ENTRIES: usize = 160;
-/// 8-byte members of a table's entry.
-const MEMBERS: usize = 3;
 
 /// What a pass found, on the device.
 pub(crate) struct Survey {
@@ -29,13 +24,8 @@ pub(crate) struct Survey {
     pub(crate) found_inf: Tensor,
 }
 
-/// A launch's gradients, of one dtype and alignment, and its blocks.
-struct Group<'a> {
-    kind: &'static str,
-    width: i64,
-    gradients: Vec<&'a Tensor>,
-    blocks: i64,
-}
+/// A launch over gradients of one dtype and alignment.
+type Group = table::Launch<(&'static str, i64)>;
 
 /// Computes the 2-norm of all gradients and whether they are finite; with a factor, an fp32 scalar of the device, they are multiplied by
 /// it in place before. `None` if the kernel does not support the gradients or the factor.
@@ -45,11 +35,11 @@ pub(crate) fn survey(gradients: &[&Tensor], factor: Option<&Tensor>) -> Result<O
     let parts = Tensor::f_empty([count], (Kind::Double, device))?;
     let mut first = 0;
     for group in &groups {
-        let Group { kind, width, blocks, .. } = group;
+        let (Group { blocks, .. }, (kind, width)) = (group, group.kind);
         let own = parts.f_narrow(0, first, *blocks)?;
         let scaled = factor.is_some();
         let expression = format!("gradient_squares<{kind}, {width}, {scaled}, {THREADS}, {CHUNK}>");
-        let [table, entries] = group.arguments()?;
+        let [table, entries] = group.arguments();
         let arguments = [table, entries, optional(factor), pointer(&own)];
         launch(SOURCE, &expression, device, (*blocks, THREADS), &arguments)?;
         first += blocks;
@@ -69,9 +59,9 @@ pub(crate) fn survey(gradients: &[&Tensor], factor: Option<&Tensor>) -> Result<O
 pub(crate) fn scale_many(gradients: &[&Tensor], factor: &Tensor) -> Result<bool> {
     let Some((device, groups)) = groups(gradients, Some(factor)) else { return Ok(false) };
     for group in &groups {
-        let Group { kind, width, blocks, .. } = group;
+        let (Group { blocks, .. }, (kind, width)) = (group, group.kind);
         let expression = format!("scale_many<{kind}, {width}, {THREADS}, {CHUNK}>");
-        let [table, entries] = group.arguments()?;
+        let [table, entries] = group.arguments();
         launch(SOURCE, &expression, device, (*blocks, THREADS), &[table, entries, pointer(factor)])?;
     }
     gradients.iter().try_for_each(|gradient| bump_version(gradient))?;
@@ -79,7 +69,7 @@ pub(crate) fn scale_many(gradients: &[&Tensor], factor: &Tensor) -> Result<bool>
 }
 
 /// Divides the gradients among launches; `None` if one of them or the factor is not supported.
-fn groups<'a>(gradients: &[&'a Tensor], factor: Option<&Tensor>) -> Option<(Device, Vec<Group<'a>>)> {
+fn groups(gradients: &[&Tensor], factor: Option<&Tensor>) -> Option<(Device, Vec<Group>)> {
     let device = gradients.first()?.device();
     let fits = |factor: &Tensor| {
         (factor.kind(), factor.device(), factor.numel()) == (Kind::Float, device, 1) && !factor.is_neg()
@@ -87,44 +77,14 @@ fn groups<'a>(gradients: &[&'a Tensor], factor: Option<&Tensor>) -> Option<(Devi
     if !are_ready(device) || !factor.is_none_or(fits) {
         return None;
     }
-    let mut groups: Vec<Group<'a>> = Vec::new();
-    for gradient in gradients {
+    let entry = |gradient: &&Tensor| {
         let kind = type_of(gradient.kind())?;
         if gradient.device() != device || gradient.is_sparse() || gradient.is_neg() || !is_dense(gradient) {
             return None;
         }
-        let blocks = (gradient.numel() as i64 + CHUNK - 1) / CHUNK;
-        if blocks == 0 {
-            continue;
-        }
-        let width = width(&[gradient.kind()], &[gradient], &[]);
-        let has_room = |group: &&mut Group<'a>| {
-            (group.kind, group.width) == (kind, width) && group.gradients.len() < ENTRIES
-        };
-        match groups.iter_mut().find(has_room) {
-            Some(group) => {
-                group.gradients.push(gradient);
-                group.blocks += blocks;
-            }
-            None => groups.push(Group { kind, width, gradients: vec![gradient], blocks }),
-        }
-    }
-    Some((device, groups))
-}
-
-impl Group<'_> {
-    /// The table and the number of its entries.
-    fn arguments(&self) -> Result<[Argument; 2]> {
-        let mut table = vec![0; ENTRIES * MEMBERS];
-        let mut first_block = 0u64;
-        for (gradient, entry) in self.gradients.iter().zip(table.chunks_exact_mut(MEMBERS)) {
-            let numbers = gradient.numel() as u64;
-            entry.copy_from_slice(&[gradient.data_ptr() as u64, numbers, first_block]);
-            first_block += numbers.div_ceil(CHUNK.unsigned_abs());
-        }
-        Ok([
-            Argument::Words(table.into()),
-            int(NAME, "the number of gradients", self.gradients.len() as i64)?,
-        ])
-    }
+        let alike = (kind, width(&[gradient.kind()], &[gradient], &[]));
+        Some((alike, [gradient.data_ptr() as u64], gradient.numel()))
+    };
+    let entries: Vec<_> = gradients.iter().map(entry).collect::<Option<_>>()?;
+    Some((device, table::launches(entries, CHUNK)))
 }

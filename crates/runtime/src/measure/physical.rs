@@ -6,7 +6,7 @@ use super::{Measurement, MeasurementPlan, Work, black_box, run};
 use crate::error::{Error, Result};
 use crate::matmul::mm_into;
 
-/// Bytes that [`copy_bandwidth`] copies on the CPU: larger than any cache, small compared to a laptop's memory.
+/// Bytes that [`copy_bandwidth`] copies and [`read_bandwidth`] reads on the CPU: larger than any cache, small compared to a laptop's memory.
 const CPU_COPY: i64 = 256 << 20;
 /// The same on CUDA: enough to make the launch negligible.
 const CUDA_COPY: i64 = 1 << 30;
@@ -63,6 +63,21 @@ pub fn copy_bandwidth(device: Device) -> Result<Measurement> {
     let mut target = Tensor::f_zeros([bytes], (Kind::Uint8, device))?;
     run(&plan(device, Work::bytes(2.0 * bytes as f64)), |_| {
         target.f_copy_(black_box(&source))?;
+        Ok(())
+    })
+}
+
+/// Measures the rate of reading on the device in B/s, by a sum of fp32 numbers. It is the limit of what reads weights and writes little:
+/// on processors that have separate ways for reads and for writes, a copy moves more bytes in the same time.
+///
+/// # Errors
+/// A device that does not exist, too little memory (256 MiB on the CPU, 1 GiB on CUDA).
+pub fn read_bandwidth(device: Device) -> Result<Measurement> {
+    let bytes = if crate::device::checked(device)?.is_some() { CUDA_COPY } else { CPU_COPY };
+    let _no_grad = tch::no_grad_guard();
+    let source = Tensor::f_ones([bytes / 4], (Kind::Float, device))?;
+    run(&plan(device, Work::bytes(bytes as f64)), |_| {
+        let _sum = black_box(black_box(&source).f_sum(Kind::Float)?);
         Ok(())
     })
 }
