@@ -94,7 +94,8 @@ fn rotate(
         positions.map(|positions| Vec::<i64>::try_from(positions.f_reshape([-1])?)).transpose()?;
     let pairs: Vec<sys::Turn<'_>> =
         turns.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
-    let _scope = kernel("runtime::rope", [&turns[0].0]);
+    let Some((first, _)) = turns.first() else { return Ok(Vec::new()) };
+    let _scope = kernel("runtime::rope", [first]);
     sys::rotate(table, positions.as_deref(), &pairs, inverse)?;
     record_external(
         "runtime::rope",
