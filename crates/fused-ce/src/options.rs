@@ -108,8 +108,8 @@ pub struct LinearCrossEntropy {
     /// Whether a GPU keeps the logits of a chunk in the dtype of the inputs, as PyTorch's composed operators and Liger do. In bf16 and
     /// fp16 a row takes half the bytes, so that a chunk of the same budget has twice the tokens, and the passes over it read and write
     /// half as much. The product rounds each logit by up to 2⁻⁸ of its size in bf16 and 2⁻¹¹ in fp16, where logits beyond 65,504 are
-    /// infinite; the product of an adapter rounds it again, and so does a bias, scale or soft cap. Loss, predictions and gradients are those of the
-    /// rounded logits; statistics and sums stay in fp32. No effect on a CPU.
+    /// infinite; the product of an adapter rounds it again, and so does a bias, scale or soft cap. Loss, predictions and gradients are
+    /// those of the rounded logits; statistics and sums stay in fp32. No effect on a CPU.
     pub round_logits: bool,
     /// The mean of a batch in which every token is ignored.
     pub empty_mean: EmptyMean,

@@ -104,8 +104,9 @@ struct Decoding {
     read: Vec<f64>,
 }
 
-/// Measures all models, each given with the rate of a large product in its dtype, in turn, and the memory between two of them: other users of the machine's memory change both from one second to
-/// the next. Decoding is timed from a row's first new token on; reading the prompt ends with that.
+/// Measures all models in turn, each given with the rate of a large product in its dtype, and the memory between two of them: other users
+/// of the machine's memory change both from one second to the next. Decoding is timed from a row's first new token on; reading the prompt
+/// ends with that.
 fn measure(
     models: &[(Llama, f64)],
     device: Device,
