@@ -171,7 +171,8 @@ fn run_filtered(mut command: Command, filter: &mut Filter) -> Result<ExitStatus>
     child.wait().context("cannot wait for the tests")
 }
 
-/// Runs the prebuilt tests as [`run_workspace`] runs those that it builds.
+/// Runs the prebuilt tests as [`run_workspace`] runs those that it builds; with `extra` arguments under the machine's own implementations
+/// alone, as cargo runs them.
 fn run_bundled(
     workspace: &Workspace,
     bundle: &Manifest,
@@ -201,7 +202,8 @@ fn run_bundled(
                     test: true,
                     path: workspace.root.join(&test.path),
                 };
-                for mut job in plan(workspace, &test, &flags, &prepare) {
+                let choices = if extra.is_empty() { usize::MAX } else { 1 };
+                for mut job in plan(workspace, &test, &flags, &prepare).into_iter().take(choices) {
                     job.command.args(extra.iter().filter(|arg| *arg != "--"));
                     queue.push(job);
                 }

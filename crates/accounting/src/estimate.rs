@@ -80,8 +80,7 @@ fn of_the_model(model: &Decoder, plan: &TrainingPlan) -> Result<Estimate, Error>
     let all_kept = exact::sum("activations", [outside, on_device])?;
     let one_kept = exact::sum("activations", [outside, total(&block)?])?;
 
-    let loss = plan.labelled.map_or(plan.loss, |labelled| plan.loss.within(labelled));
-    let loss_peak = total(&logits::peak(model, work, &recipe, loss)?)?;
+    let loss_peak = total(&logits::peak(model, work, &recipe, plan.loss, plan.labelled)?)?;
     let loss_held = total(&logits::held(model, work, &recipe, plan.loss)?)?;
     let buffers = working_set::communication(model, &choices, sharding, host)?;
     let gathered = buffers.iter().filter(|item| item.name == working_set::GATHERED);

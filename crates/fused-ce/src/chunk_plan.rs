@@ -3,6 +3,9 @@
 //! Each chunk of tokens reads all of W twice, and reads and writes all of its gradient, whatever the chunk size: small chunks
 //! are limited by memory bandwidth. So chunks are as large as the budget allows, and of nearly equal size. The plan depends on
 //! shapes only, never on the free memory.
+//!
+//! The gradient of a weight in bf16 is summed over chunks in fp32. The product of a single chunk is that gradient and needs no sum:
+//! so the default on a GPU is one chunk for all rows wherever their logits take no more than the budget and the sum.
 
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::processor;
@@ -24,14 +27,22 @@ pub(crate) struct ChunkPlan {
     pub(crate) tokens: i64,
 }
 
+/// What a plan is for, besides the options.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Planned {
+    pub(crate) sizes: Sizes,
+    /// Dtype of the inputs.
+    pub(crate) kind: Kind,
+    pub(crate) device: Device,
+    /// Rows with a label, or all.
+    pub(crate) rows: i64,
+    /// Whether the weight's gradient is computed.
+    pub(crate) trains_weight: bool,
+}
+
 impl ChunkPlan {
-    pub(crate) fn new(
-        options: &LinearCrossEntropy,
-        sizes: Sizes,
-        kind: Kind,
-        device: Device,
-        pass: &dyn LogitsPass,
-    ) -> Result<Self> {
+    pub(crate) fn new(options: &LinearCrossEntropy, of: Planned, pass: &dyn LogitsPass) -> Result<Self> {
+        let Planned { sizes, kind, device, rows, trains_weight } = of;
         let (compute, on_gpu) = (compute_kind(kind), device != Device::Cpu);
         let rounds = on_gpu || options.round_logits_gradient && processor::multiplies_into_fp32(kind);
         let gradient = if rounds { kind } else { compute };
@@ -40,8 +51,10 @@ impl ChunkPlan {
         let row = row_bytes(sizes.widest, kind, logits, pass);
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
-            // The default budget is never an error: one row at least.
-            Chunk::Budget(_) if chunk.is_none() => (default_budget(device) / row).max(1) as i64,
+            Chunk::Budget(_) if chunk.is_none() => {
+                let hidden = trains_weight.then_some(sizes.hidden);
+                default_tokens(rows, row, [sizes.widest, hidden.unwrap_or(0)], kind, device)
+            }
             Chunk::Budget(budget) if budget < row => {
                 return Err(Error::Budget { budget, row, vocabulary: sizes.widest });
             }
@@ -71,6 +84,11 @@ impl ChunkPlan {
         Ok(rows.f_narrow(1, 0, columns)?)
     }
 
+    /// Returns whether one chunk has all of `count` rows.
+    pub(crate) fn is_one(&self, count: i64) -> bool {
+        self.largest(count) >= count
+    }
+
     /// Returns the rows of the largest chunk.
     fn largest(&self, count: i64) -> i64 {
         self.chunks(count).map(|(_, size)| size).max().unwrap_or(0)
@@ -82,12 +100,25 @@ pub fn default_budget(device: Device) -> u64 {
     if device == Device::Cpu { 128 << 20 } else { 1 << 30 }
 }
 
-/// Returns the tokens of the largest chunk with the default budget and logits that are not rounded.
-pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
+/// Returns the tokens of the largest chunk with the default budget and logits that are not rounded, for a weight `[vocabulary, hidden]`
+/// that is trained, or with `hidden = 0` is not.
+pub fn default_chunk_tokens(tokens: i64, [vocabulary, hidden]: [i64; 2], kind: Kind, device: Device) -> i64 {
     let row = row_bytes(vocabulary, kind, compute_kind(kind), pass_for(device));
-    let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
+    let most = default_tokens(tokens, row, [vocabulary, hidden], kind, device);
     let chunks = ((tokens + most - 1) / most).max(1);
     (tokens + chunks - 1) / chunks
+}
+
+/// Returns the tokens of a chunk with the default budget: all of `rows` if one chunk takes no more than chunks and the sum of their
+/// gradients. The budget is never an error: one row at least.
+fn default_tokens(rows: i64, row: u64, [columns, hidden]: [i64; 2], kind: Kind, device: Device) -> i64 {
+    let budget = default_budget(device);
+    let is_summed = device != Device::Cpu && kind == Kind::BFloat16;
+    let sum = if is_summed { 4 * columns.unsigned_abs() * hidden.unsigned_abs() } else { 0 };
+    if rows.unsigned_abs().saturating_mul(row) <= budget + sum {
+        return rows.max(1);
+    }
+    i64::try_from(budget / row).unwrap_or(i64::MAX).max(1)
 }
 
 /// Returns the bytes of a row of logits for inputs in `kind`: in the dtype of logits, including what separates it from the next and the
@@ -130,8 +161,9 @@ mod tests {
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let budget =
             |bytes| LinearCrossEntropy { chunk: Some(Chunk::Budget(bytes)), ..LinearCrossEntropy::default() };
+        let of = |kind, device| Planned { sizes, kind, device, rows: 4096, trains_weight: true };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
-            ChunkPlan::new(&budget(1_000_000), sizes, kind, device, pass).unwrap().tokens
+            ChunkPlan::new(&budget(1_000_000), of(kind, device), pass).unwrap().tokens
         };
         assert_eq!(tokens(Kind::Float, Device::Cpu, &Simd), 250);
         assert_eq!(tokens(Kind::Double, Device::Cpu, &Simd), 125);
@@ -140,9 +172,8 @@ mod tests {
         assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Operators), 71);
         // Rounded logits, on a GPU only: two bytes, and libtorch's operators work on a copy in fp32.
         let rounded = LinearCrossEntropy { round_logits: true, ..budget(1_000_000) };
-        let plan = |kind, device, pass: &dyn LogitsPass| {
-            ChunkPlan::new(&rounded, sizes, kind, device, pass).unwrap()
-        };
+        let plan =
+            |kind, device, pass: &dyn LogitsPass| ChunkPlan::new(&rounded, of(kind, device), pass).unwrap();
         for (kind, device, pass, logits, tokens) in [
             (Kind::BFloat16, Device::Cuda(0), &Simd as &dyn LogitsPass, Kind::BFloat16, 500),
             (Kind::Half, Device::Cuda(0), &Operators, Kind::Half, 71),
@@ -152,8 +183,39 @@ mod tests {
             let found = plan(kind, device, pass);
             assert_eq!((found.logits, found.tokens), (logits, tokens), "{kind:?} on {device:?}");
         }
-        let error = ChunkPlan::new(&budget(3999), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
+        let error = ChunkPlan::new(&budget(3999), of(Kind::Float, Device::Cpu), &Simd).unwrap_err();
         expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is less than the 4000 bytes of one row of 1000 logits; increase it, or set a number of tokens"]
             .assert_eq(&error.to_string());
+    }
+
+    /// 2048 rows of 128,256 logits in fp32 are the budget of a GPU, and the sum of a weight's gradient takes twice as much.
+    #[test]
+    fn one_chunk_that_needs_no_sum_may_take_its_memory() {
+        let tokens = |rows, kind, device, trains_weight, round_logits| {
+            let sizes = Sizes {
+                tokens: rows,
+                hidden: 4096,
+                columns: 128_256,
+                vocabulary: 128_256,
+                first: 0,
+                widest: 128_256,
+            };
+            let options = LinearCrossEntropy { round_logits, ..LinearCrossEntropy::default() };
+            ChunkPlan::new(&options, Planned { sizes, kind, device, rows, trains_weight }, &Simd)
+                .unwrap()
+                .tokens
+        };
+        let (gpu, bf16) = (Device::Cuda(0), Kind::BFloat16);
+        assert_eq!(tokens(4096, bf16, gpu, true, false), 4096);
+        assert_eq!(tokens(6188, bf16, gpu, true, false), 6188);
+        assert_eq!(tokens(6189, bf16, gpu, true, false), 2092);
+        assert_eq!(tokens(8192, bf16, gpu, true, true), 8192);
+        // No sum is saved: a frozen weight, gradients in fp32, a CPU's cache.
+        assert_eq!(tokens(4096, bf16, gpu, false, false), 2092);
+        assert_eq!(tokens(4096, Kind::Half, gpu, true, false), 2092);
+        assert_eq!(tokens(4096, Kind::Float, gpu, true, false), 2092);
+        assert_eq!(tokens(4096, bf16, Device::Cpu, true, false), 261);
+        assert_eq!(default_tokens(4096, 4 * 128_256, [128_256, 4096], bf16, gpu), 4096);
+        assert_eq!(default_tokens(0, 4 * 128_256, [128_256, 4096], bf16, gpu), 1);
     }
 }

@@ -85,7 +85,7 @@ impl Function for Fused {
         });
         // The loss scale is applied in backward; fp16 gradients would underflow before that.
         let saved_kind = if kind == Kind::Half { plan.compute } else { kind };
-        let mut sums = GradientSums::new(wanted, saved_kind);
+        let mut sums = GradientSums::new(wanted, saved_kind, plan.is_one(rows));
 
         let factors = self.factors()?;
         let divisor = self.divisor(factors.as_ref(), device)?;

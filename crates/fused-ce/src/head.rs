@@ -72,7 +72,11 @@ impl LossHead for LinearCrossEntropyHead {
         context: &Context<'_>,
     ) -> models::Result<LossOutput> {
         let loss = LinearCrossEntropy { predictions: context.accuracy, ..self.loss.clone() };
-        let inputs = Inputs { bias: self.bias.as_ref(), ..Inputs::new(hidden_btd, &self.weight, labels_bt) };
+        let inputs = Inputs {
+            bias: self.bias.as_ref(),
+            labelled_tokens: context.labelled_tokens,
+            ..Inputs::new(hidden_btd, &self.weight, labels_bt)
+        };
         let output = loss.run(&inputs).map_err(runtime::Error::from)?;
         Ok(LossOutput { sum: output.loss, correct: output.correct })
     }

@@ -61,8 +61,9 @@ pub struct Inputs<'a> {
     /// The denominator of a mean. `None`: as in PyTorch, the number of tokens that are not ignored, each weighted by its token
     /// weight and the weight of its target class (for distributions, by the token weight only).
     pub denominator: Option<Denominator<'a>>,
-    /// The number of tokens that are not ignored, if known. On a GPU the other rows then skip the products without a
-    /// synchronisation; a number that is too small drops labelled tokens. On a CPU the targets are read instead.
+    /// The number of tokens that are not ignored, or more, if known. On a GPU the other rows then skip the products without a
+    /// synchronisation; a number that is too small drops labelled tokens. On a CPU the targets are read instead, and a number that is
+    /// too small is an error.
     pub labelled_tokens: Option<i64>,
     /// The shard of the vocabulary that `weight`, `bias`, B and distributions hold. Target classes and class weights refer to
     /// the whole vocabulary.

@@ -44,15 +44,16 @@
 //! |---|---|---|
 //! | logits and their gradient | about 3·4·n·v | the budget of a chunk ([`Chunk`]), for any n |
 //! | saved for backward | e·n·h and the logits | e·(n·h + v·h) (4 instead of e for fp16), or 8·n with [`Gradients::Backward`] |
-//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32 |
+//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32; none in bf16 with one chunk |
 //! | products | 3 | 3, or 4 with [`Gradients::Backward`] |
 //! | ignored tokens | computed | skipped |
 //!
 //! # Numerics
 //!
 //! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands by default: the gradient of W
-//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. The logits are rounded
-//! only on a GPU by [`LinearCrossEntropy::round_logits`], and their gradient only on a GPU, or by
+//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. With one chunk it is that product,
+//! rounded to bf16 as it is written: so on a GPU the default is one chunk wherever that takes no more memory than chunks and a sum, which
+//! saves reading and writing the sum for each chunk. The logits are rounded only on a GPU by [`LinearCrossEntropy::round_logits`], and their gradient only on a GPU, or by
 //! [`LinearCrossEntropy::round_logits_gradient`]. Runs are deterministic: chunks
 //! depend on shapes and labels only, and sums have one order. On a CPU the result does not depend on the number of threads either if
 //! every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's bits depend on the threads.

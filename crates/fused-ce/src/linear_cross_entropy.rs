@@ -1,11 +1,11 @@
 //! The entry point: checks the inputs, plans the chunks and applies the autograd function.
 
-use runtime::autograd::apply;
+use runtime::autograd::{GradMode, apply};
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
-use crate::chunk_plan::ChunkPlan;
+use crate::chunk_plan::{ChunkPlan, Planned};
 use crate::error::Result;
 use crate::function::{Differentiable, Fused, State};
 use crate::inputs::{Adapter, Denominator, Inputs, Sizes, Targets, check, compute_kind};
@@ -73,8 +73,10 @@ impl LinearCrossEntropy {
         let sizes = check(inputs, self)?;
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let pass = pass_for(device);
-        let plan = ChunkPlan::new(self, sizes, kind, device, pass)?;
         let rows = Rows::new(inputs, self, sizes)?;
+        let trains_weight = GradMode::enabled() && inputs.weight.requires_grad();
+        let of = Planned { sizes, kind, device, rows: rows.count, trains_weight };
+        let plan = ChunkPlan::new(self, of, pass)?;
         self.run_planned(inputs, sizes, plan, pass, rows)
     }
 
@@ -155,7 +157,11 @@ mod tests {
 
     use super::*;
     use crate::options::{Chunk, Gradients, Reduction};
-    use crate::rows::sorted_rows;
+    use crate::rows::unread_rows;
+
+    fn planned(sizes: Sizes, rows: &Rows) -> Planned {
+        Planned { sizes, kind: Kind::Double, device: Device::Cpu, rows: rows.count, trains_weight: true }
+    }
 
     /// Ignored tokens may hold any values: hidden states, token weights and upstream gradients.
     #[test]
@@ -193,9 +199,9 @@ mod tests {
                     let output = match sorted {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
-                            let plan = ChunkPlan::new(&options, sizes, Kind::Double, Device::Cpu, &Operators);
-                            let rows = sorted_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
-                            options.run_planned(&inputs, sizes, plan.unwrap(), &Operators, rows).unwrap()
+                            let rows = unread_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
+                            let plan = ChunkPlan::new(&options, planned(sizes, &rows), &Operators).unwrap();
+                            options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
                         }
                     };
                     let loss = output.loss.sum(Kind::Double).double_value(&[]);
@@ -272,10 +278,9 @@ mod tests {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
                             let sizes = check(&inputs, &options).unwrap();
-                            let plan = ChunkPlan::new(&options, sizes, Kind::Double, Device::Cpu, &Operators)
-                                .unwrap();
                             let flat = targets.reshape([-1]);
-                            let rows = sorted_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
+                            let rows = unread_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
+                            let plan = ChunkPlan::new(&options, planned(sizes, &rows), &Operators).unwrap();
                             options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
                         }
                     };

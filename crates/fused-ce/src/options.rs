@@ -97,7 +97,8 @@ pub struct LinearCrossEntropy {
     pub softcap: Option<f64>,
     /// The hidden state at position t predicts the target at position t + shift of its row; the last positions have no target.
     pub shift: i64,
-    /// The chunk size. `None`: 128 MiB of logits on a CPU, 1 GiB on a GPU.
+    /// The chunk size. `None`: 128 MiB of logits on a CPU, 1 GiB on a GPU, and there as many more as a single chunk saves by not summing
+    /// the gradient of a weight in bf16 in fp32 (4·v·h bytes).
     pub chunk: Option<Chunk>,
     /// When gradients are computed.
     pub gradients: Gradients,

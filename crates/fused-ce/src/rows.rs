@@ -1,8 +1,8 @@
 //! Selection of the rows with a label.
 //!
 //! An ignored row costs three products for nothing, so the labelled rows are gathered first. On a CPU the targets are read. On
-//! a GPU that would synchronise: there the rows are sorted, labelled ones first, and the ignored rows at the end have a factor
-//! of 0, or are skipped if the caller gives the number of labelled ones.
+//! a GPU that would synchronise: there ignored rows are computed with a factor of 0, or, if the caller gives the number of labelled
+//! ones, the rows are sorted, labelled ones first, and the ignored rows at the end are skipped.
 
 use tch::{Device, Kind, Tensor};
 
@@ -34,24 +34,36 @@ impl Rows {
         let sequence = classes.size().last().copied().unwrap_or(1);
         let device = classes.device();
         if device == Device::Cpu {
-            return labelled_rows(classes, options, sizes, sequence);
+            let rows = labelled_rows(classes, options, sizes, sequence)?;
+            if let Some(given) = inputs.labelled_tokens.filter(|given| *given < rows.count) {
+                let reason = format!(
+                    "{given} labelled tokens, and {} targets are not ignored; expected as many, or more",
+                    rows.count
+                );
+                return Err(Error::Option(reason));
+            }
+            return Ok(rows);
         }
         if options.check_targets == CheckTargets::Always {
             labelled_rows(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
         }
         let kind = compute_kind(inputs.hidden.kind());
-        sorted_rows(&classes.f_reshape([-1])?, options, inputs.labelled_tokens, sequence, kind)
+        unread_rows(&classes.f_reshape([-1])?, options, inputs.labelled_tokens, sequence, kind)
     }
 
     /// Returns x `[tokens, …]` with zeros in the ignored rows, by differentiable operators. They may hold infinities, and 0·∞
     /// is not 0.
     pub(crate) fn zero_unlabelled(&self, x: &Tensor) -> Result<Tensor> {
-        let Some(index) = &self.index else { return Ok(x.shallow_clone()) };
-        let part = match &self.labelled {
-            Some(labelled) => labelled.f_ne(0.0)?,
-            None => Tensor::f_ones([self.count], (Kind::Bool, x.device()))?,
+        let labelled = self.labelled.as_ref().map(|labelled| labelled.f_ne(0.0)).transpose()?;
+        let part = match (&self.index, labelled) {
+            (None, None) => return Ok(x.shallow_clone()),
+            (None, Some(labelled)) => labelled,
+            (Some(index), labelled) => {
+                let options = (Kind::Bool, x.device());
+                let part = labelled.map_or_else(|| Tensor::f_ones([self.count], options), Ok)?;
+                Tensor::f_zeros([x.size()[0]], options)?.f_index_copy(0, index, &part)?
+            }
         };
-        let part = Tensor::f_zeros([x.size()[0]], (Kind::Bool, x.device()))?.f_index_copy(0, index, &part)?;
         Ok(x.f_where_self(&part.f_unsqueeze(1)?, &Tensor::f_zeros([], (x.kind(), x.device()))?)?)
     }
 }
@@ -92,9 +104,9 @@ fn labelled_rows(
     })
 }
 
-/// Returns all rows, or the first `labelled` ones, sorted with the labelled ones first, by operators whose shapes do not
-/// depend on the targets.
-pub(crate) fn sorted_rows(
+/// Returns all rows in order, or the first `labelled` ones, sorted with the labelled ones first, by operators whose shapes do not depend
+/// on the targets.
+pub(crate) fn unread_rows(
     classes: &Tensor,
     options: &LinearCrossEntropy,
     labelled: Option<i64>,
@@ -111,16 +123,20 @@ pub(crate) fn sorted_rows(
         labels = labels.f_roll([-shift], [0])?;
         mask = mask.f_roll([-shift], [0])?.f_logical_and(&within)?;
     }
-    let order = mask.f_logical_not()?.f_to_kind(Kind::Uint8)?.f_argsort_stable(true, 0, false)?;
-    let count = labelled.unwrap_or(tokens);
-    let index = order.f_narrow(0, 0, count)?;
-    let mask = mask.f_index_select(0, &index)?;
-    let labels = labels.f_index_select(0, &index)?;
+    let index = match labelled.filter(|count| *count < tokens) {
+        Some(count) => {
+            let order = mask.f_logical_not()?.f_to_kind(Kind::Uint8)?.f_argsort_stable(true, 0, false)?;
+            let index = order.f_narrow(0, 0, count)?;
+            (mask, labels) = (mask.f_index_select(0, &index)?, labels.f_index_select(0, &index)?);
+            Some(index)
+        }
+        None => None,
+    };
     Ok(Rows {
-        count,
+        count: labelled.unwrap_or(tokens),
         classes: Some(labels.f_where_self(&mask, &Tensor::f_zeros([], options_of)?)?),
         labelled: Some(mask.f_to_kind(kind)?),
-        index: Some(index),
+        index,
     })
 }
 
@@ -132,7 +148,7 @@ mod tests {
         Sizes { tokens, hidden: 1, columns: vocabulary, vocabulary, first: 0, widest: vocabulary }
     }
 
-    /// Sorting without reading the targets finds the same rows as reading them.
+    /// Without reading the targets the same rows are found, in their order or sorted.
     #[test]
     fn both_implementations_find_the_same_rows() {
         let ignored = -7;
@@ -144,18 +160,18 @@ mod tests {
             let seen = labelled_rows(&targets, &options, sizes(12, 5), 4).unwrap();
             let flat = targets.reshape([-1]);
             for labelled in [None, Some(seen.count)] {
-                let ordered = sorted_rows(&flat, &options, labelled, 4, Kind::Float).unwrap();
-                let mask = ordered.labelled.unwrap();
-                assert_eq!(mask.sum(Kind::Int64).int64_value(&[]), seen.count, "shift {shift}");
-                let head = |t: &Tensor| Vec::<i64>::try_from(t.narrow(0, 0, seen.count)).unwrap();
-                let all = Tensor::arange(12, (Kind::Int64, Device::Cpu));
-                let index = seen.index.as_ref().unwrap_or(&all);
-                assert_eq!(head(&ordered.index.unwrap()), Vec::<i64>::try_from(index).unwrap());
+                let unread = unread_rows(&flat, &options, labelled, 4, Kind::Float).unwrap();
                 assert_eq!(
-                    head(&ordered.classes.unwrap()),
-                    Vec::<i64>::try_from(seen.classes.as_ref().unwrap()).unwrap()
+                    (unread.count, unread.index.is_some()),
+                    (labelled.unwrap_or(12), labelled.is_some())
                 );
-                assert_eq!(ordered.count, labelled.unwrap_or(12));
+                let all = Tensor::arange(12, (Kind::Int64, Device::Cpu));
+                let found = unread.labelled.unwrap().nonzero().squeeze_dim(1);
+                let index = unread.index.as_ref().unwrap_or(&all).index_select(0, &found);
+                let classes = unread.classes.unwrap().index_select(0, &found);
+                let numbers = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
+                assert_eq!(numbers(&index), numbers(seen.index.as_ref().unwrap_or(&all)), "shift {shift}");
+                assert_eq!(numbers(&classes), numbers(&seen.classes.as_ref().unwrap()));
             }
         }
     }

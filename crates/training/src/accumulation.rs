@@ -120,7 +120,13 @@ pub fn forward(
     let input = Input {
         tokens: &batch.tokens,
         positions: batch.packing.as_ref().map(|packing| &packing.positions),
-        context: Context { documents: documents.as_ref(), training, accuracy, ..Context::default() },
+        context: Context {
+            documents: documents.as_ref(),
+            training,
+            accuracy,
+            labelled_tokens: i64::try_from(batch.counts.targets).ok().filter(|targets| *targets > 0),
+            ..Context::default()
+        },
     };
     Ok(model.loss(&input, &batch.labels)?)
 }

@@ -18,7 +18,7 @@
 //! |---|---|---|
 //! | `ChunkedRecompute` | `c + 12` | one chunk's gradient, before it is added |
 //! | `GradInForward` | `c`, and `4` for a copy in fp32 unless `c = 4`; the gradient is written over it | – |
-//! | `LinearCrossEntropy` | `4`: one tile in fp32, its gradient written over it | an accumulator in fp32, unless the gradient is that |
+//! | `LinearCrossEntropy` | `4`: one tile in fp32, its gradient written over it | an accumulator in fp32, unless the gradient is that, or is in bf16 and there is one chunk |
 
 use std::str::FromStr;
 
@@ -47,7 +47,7 @@ pub enum Loss {
         tokens: u64,
     },
     /// The same with one tile of logits in fp32 that is overwritten by its gradient, and the output matrix' gradient
-    /// accumulated in fp32.
+    /// accumulated in fp32, or rounded to bf16 at once if one tile has all labelled tokens.
     LinearCrossEntropy {
         /// Tokens of a tile.
         tokens: u64,
@@ -80,16 +80,6 @@ impl Loss {
         }
     }
 
-    /// Limits the chunk to the labelled tokens of a step. An eager loss always computes all tokens.
-    pub(crate) fn within(self, labelled: u64) -> Self {
-        match self {
-            Self::Eager => self,
-            Self::ChunkedRecompute { tokens } => Self::ChunkedRecompute { tokens: tokens.min(labelled) },
-            Self::GradInForward { tokens } => Self::GradInForward { tokens: tokens.min(labelled) },
-            Self::LinearCrossEntropy { tokens } => Self::LinearCrossEntropy { tokens: tokens.min(labelled) },
-        }
-    }
-
     /// Returns the tokens of a chunk, if there are chunks.
     pub const fn chunk(self) -> Option<u64> {
         match self {
@@ -110,13 +100,30 @@ impl FromStr for Loss {
     }
 }
 
+/// Returns whether the gradient of the output matrix is summed beside itself, in fp32, where the largest of the chunks of `labelled`
+/// tokens has `rows` of them. One chunk's product is rounded to bf16 at once; gradients in fp16 are so only after their scaling.
+pub(crate) fn accumulates(recipe: &Recipe, rows: u64, labelled: u64) -> bool {
+    match recipe.gradients {
+        Dtype::Bf16 => rows < labelled,
+        narrow => narrow.storage_bits() < Dtype::Fp32.storage_bits(),
+    }
+}
+
 /// Lists logits, temporaries of the loss and their gradients at their peak: at the start of backward, or while chunks are
-/// processed. The gradient of the output matrix is counted with the other gradients.
-pub fn peak(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Result<Vec<Item>, Error> {
+/// processed. The gradient of the output matrix is counted with the other gradients. Chunks have the `labelled` tokens only, or all; an
+/// eager loss always computes all.
+pub fn peak(
+    model: &Decoder,
+    work: Workload,
+    recipe: &Recipe,
+    loss: Loss,
+    labelled: Option<u64>,
+) -> Result<Vec<Item>, Error> {
     let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
+    let labelled = labelled.map_or(tokens, |labelled| labelled.min(tokens));
     let rows = match loss.chunk() {
         None => tokens,
-        Some(chunk) => positive("tokens of a chunk of logits", chunk)?.min(tokens),
+        Some(chunk) => positive("tokens of a chunk of logits", chunk)?.min(labelled),
     };
     let size = [rows, model.vocabulary];
     let matrix = [model.vocabulary, model.hidden];
@@ -145,7 +152,7 @@ pub fn peak(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Res
         }
         Loss::LinearCrossEntropy { .. } => {
             let mut items = vec![Item::new("tile of logits in fp32", 4, &size)?];
-            if recipe.gradients.storage_bits() < Dtype::Fp32.storage_bits() {
+            if accumulates(recipe, rows, labelled) {
                 items.push(Item::new("accumulator of the output matrix' gradient", 4, &matrix)?);
             }
             items
@@ -175,7 +182,7 @@ mod tests {
     fn bytes_per_token_and_entry() {
         let model = presets::find("gpt2").unwrap();
         let work = Workload { batch: 2, sequence: 512 };
-        let bytes = |recipe, loss| total(&peak(&model, work, &recipe, loss).unwrap()).unwrap();
+        let bytes = |recipe, loss| total(&peak(&model, work, &recipe, loss, None).unwrap()).unwrap();
         let (v, d) = (50257, 768);
         assert_eq!(bytes(Recipe::FP32, Loss::Eager), 16 * 1024 * v);
         assert_eq!(bytes(Recipe::BF16, Loss::Eager), 14 * 1024 * v);
@@ -187,6 +194,7 @@ mod tests {
             (Recipe::BF16, "grad-in-forward", [6, 0, 2]),
             (Recipe::FP32, "linear-cross-entropy", [4, 0, 4]),
             (Recipe::BF16, "linear-cross-entropy", [4, 4, 2]),
+            (Recipe::FP16_MASTER, "linear-cross-entropy", [4, 4, 2]),
             // Products in bf16, but the weight and its gradient are in fp32.
             (Recipe::AMP_BF16, "linear-cross-entropy", [4, 0, 2]),
         ];
@@ -194,12 +202,16 @@ mod tests {
             for tokens in [256, 1 << 40] {
                 let loss = Loss::from_name(name, tokens).unwrap();
                 let chunk = tokens.min(1024);
+                // One chunk's gradient in bf16 is rounded at once.
+                let at_once =
+                    name == "linear-cross-entropy" && recipe.name == Recipe::BF16.name && chunk == 1024;
+                let matrix = if at_once { 0 } else { matrix };
                 let hand = logit * chunk * v + matrix * v * d + hidden * 1024 * d;
                 assert_eq!(bytes(recipe, loss), hand, "{name} {} {tokens}", recipe.name);
                 assert_eq!((loss.name(), loss.chunk()), (name, Some(tokens)));
             }
             let none = Loss::from_name(name, 0).unwrap();
-            assert!(peak(&model, work, &recipe, none).is_err());
+            assert!(peak(&model, work, &recipe, none, None).is_err());
         }
     }
 

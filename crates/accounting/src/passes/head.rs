@@ -60,10 +60,8 @@ pub(crate) fn outside(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<
 /// Returns the tensors of the loss over the labelled tokens without a gradient of the output matrix.
 pub(crate) fn frozen_loss(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
     let HeadOptions { work, recipe, loss, .. } = *options;
-    let tokens = work.tokens()?;
-    let labelled = options.labelled.unwrap_or(tokens);
     if !matches!(loss, Loss::LinearCrossEntropy { .. }) {
-        let mut items = logits::peak(model, work, recipe, loss.within(labelled))?;
+        let mut items = logits::peak(model, work, recipe, loss, options.labelled)?;
         items.retain(|item| !item.name.ends_with("of the output matrix"));
         return Ok(items);
     }
@@ -134,7 +132,14 @@ pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Resu
         Loss::LinearCrossEntropy { .. } => {
             tracker.touch(narrow);
             let items = total(&chunked(model, options)?)?;
-            let sums = if trained { product("bytes of the sums", &[matrix, 4])? } else { 0 };
+            let labelled = options.labelled.unwrap_or(tokens);
+            let rows = loss.chunk().unwrap_or(labelled).min(labelled);
+            let sums = match trained {
+                true if logits::accumulates(recipe, rows, labelled) => {
+                    product("bytes of the sums", &[matrix, 4])?
+                }
+                _ => gradient,
+            };
             tracker.make(sum("bytes of the head", [items, sums])?);
             if trained && gradient < sums {
                 tracker.free(items - narrow);
@@ -142,11 +147,8 @@ pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Resu
             }
         }
         _ => {
-            let labelled = options.labelled.unwrap_or(tokens);
-            tracker.make(sum(
-                "bytes of the head",
-                [total(&logits::peak(model, work, recipe, loss.within(labelled))?)?, gradient],
-            )?);
+            let peak = total(&logits::peak(model, work, recipe, loss, options.labelled)?)?;
+            tracker.make(sum("bytes of the head", [peak, gradient])?);
         }
     }
     tracker.peak()

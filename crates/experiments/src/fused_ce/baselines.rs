@@ -80,19 +80,22 @@ impl Implementation {
     }
 
     /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets, of which −100 means none: a mean or a sum.
-    /// Where `chunk` is `None`, the second and third implementation take the assignment's.
+    /// Where `chunk` is `None`, the second and third implementation take the assignment's. `labelled`: how many targets are classes, if a
+    /// training's host knows it.
     ///
     /// # Errors
     /// As [`LinearCrossEntropy::run`].
     pub fn loss(
         self,
         [x, w, targets]: [&Tensor; 3],
+        labelled: Option<i64>,
         reduction: Reduction,
         chunk: Option<Chunk>,
     ) -> Result<Tensor> {
         if let Some(options) = self.options() {
             let options = LinearCrossEntropy { reduction, chunk, ..options };
-            return Ok(options.run(&Inputs::new(x, w, targets))?.loss);
+            let inputs = Inputs { labelled_tokens: labelled, ..Inputs::new(x, w, targets) };
+            return Ok(options.run(&inputs)?.loss);
         }
         let mean = match reduction {
             Reduction::Mean => true,

@@ -71,7 +71,7 @@ fn run(
     implementation: Implementation,
     chunk: Option<Chunk>,
 ) -> Result<[Tensor; 3]> {
-    let loss = implementation.loss([hidden, weight, targets], Reduction::Mean, chunk)?;
+    let loss = implementation.loss([hidden, weight, targets], None, Reduction::Mean, chunk)?;
     runtime::autograd::backward(&[&loss])?;
     let gradients = [hidden.f_grad()?, weight.f_grad()?];
     for leaf in [hidden, weight] {

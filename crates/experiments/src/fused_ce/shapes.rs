@@ -59,6 +59,7 @@ pub(crate) const LONG_SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(1024, 64, 
 pub(crate) const PAPER: &[Shape] = &[
     shape(2048, 896, 151_936),
     shape(8192, 896, 151_936),
+    Shape { kind: Kind::BFloat16, ..shape(4096, 4096, 128_256) },
     Shape { kind: Kind::BFloat16, ..shape(8192, 4096, 128_256) },
     Shape { kind: Kind::BFloat16, ..shape(16_384, 4096, 128_256) },
     Shape { kind: Kind::BFloat16, ..shape(32_768, 4096, 128_256) },
@@ -180,7 +181,8 @@ pub(crate) fn measure(
     let gradients = (hidden.numel() + weight.numel()) * shape.kind.elt_size_in_bytes();
     let plan = MeasurementPlan { work: Some(Work::flops(shape.flops())), ..plan.clone() };
     let time = measure::run(&plan, |timer| {
-        let loss = implementation.loss([hidden, weight, targets], Reduction::Mean, chunk);
+        let operands = [hidden, weight, targets];
+        let loss = implementation.loss(operands, Some(shape.labelled()), Reduction::Mean, chunk);
         let loss = loss.map_err(runtime::Error::from)?;
         timer.end("forward")?;
         runtime::autograd::backward(&[&loss])?;

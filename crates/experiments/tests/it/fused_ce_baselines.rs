@@ -27,7 +27,7 @@ fn all_implementations_agree() {
                 for upstream in [1.0, -2.5] {
                     let results = Implementation::ALL.map(|implementation| {
                         let (x, w) = (x.copy().set_requires_grad(true), w.copy().set_requires_grad(true));
-                        let loss = implementation.loss([&x, &w, targets], reduction, chunk).unwrap();
+                        let loss = implementation.loss([&x, &w, targets], None, reduction, chunk).unwrap();
                         runtime::autograd::backward(&[&(&loss * upstream)]).unwrap();
                         [loss.detach(), x.grad(), w.grad()]
                     });
@@ -47,7 +47,7 @@ fn all_implementations_agree() {
 #[test]
 fn the_first_is_pytorchs_cross_entropy() {
     let [x, w, targets] = operands(Kind::Double);
-    let loss = Implementation::Naive.loss([&x, &w, &targets], Reduction::Mean, None).unwrap();
+    let loss = Implementation::Naive.loss([&x, &w, &targets], None, Reduction::Mean, None).unwrap();
     let logits = x.matmul(&w.tr()).reshape([10, 11]);
     // −log softmax at the target by hand, over the seven labelled positions.
     let (mut sum, labels) = (0.0, Vec::<i64>::try_from(targets.reshape([-1])).unwrap());
@@ -62,7 +62,7 @@ fn the_first_is_pytorchs_cross_entropy() {
 fn a_budget_below_a_row_of_logits_is_refused() {
     let [x, w, targets] = operands(Kind::Float);
     let budget = Some(Chunk::Budget(43));
-    let refused = Implementation::ChunkedRecompute.loss([&x, &w, &targets], Reduction::Mean, budget);
+    let refused = Implementation::ChunkedRecompute.loss([&x, &w, &targets], None, Reduction::Mean, budget);
     expect!["linear cross-entropy: a budget of 43 bytes is less than the 44 bytes of one row of 11 logits; increase it, or set a number of tokens"]
         .assert_eq(&refused.unwrap_err().to_string());
 }
@@ -80,7 +80,7 @@ fn a_sum_in_the_weights_own_dtype_loses_more_with_each_chunk() {
         let (x, w) =
             (x.to_kind(kind).set_requires_grad(true), w.to_kind(kind).copy().set_requires_grad(true));
         let chunk = Some(Chunk::Tokens(chunk));
-        let loss = implementation.loss([&x, &w, &targets], Reduction::Mean, chunk).unwrap();
+        let loss = implementation.loss([&x, &w, &targets], None, Reduction::Mean, chunk).unwrap();
         runtime::autograd::backward(&[&loss]).unwrap();
         w.grad().to_kind(Kind::Double)
     };

@@ -208,20 +208,19 @@ impl Fused {
 
     /// Scatters one number per row to the positions of its token, in the shape of the targets; ignored tokens get `absent`.
     pub(super) fn scatter(&self, rows: &Tensor, absent: f64) -> Result<Tensor> {
-        let all = match &self.rows.index {
-            Some(index) => {
-                let all = Tensor::f_full([self.sizes.tokens], absent, (rows.kind(), rows.device()))?;
-                // Rows of ignored tokens that were computed get `absent` too.
-                let rows = match &self.rows.labelled {
-                    Some(labelled) => rows.f_where_self(
-                        &labelled.f_ne(0.0)?,
-                        &Tensor::f_full([0i64; 0], absent, (rows.kind(), rows.device()))?,
-                    )?,
-                    None => rows.shallow_clone(),
-                };
-                all.f_index_copy(0, index, &rows)?
+        let options = (rows.kind(), rows.device());
+        // Rows of ignored tokens that were computed get `absent` too.
+        let rows = match &self.rows.labelled {
+            Some(labelled) => {
+                rows.f_where_self(&labelled.f_ne(0.0)?, &Tensor::f_full([0i64; 0], absent, options)?)?
             }
             None => rows.shallow_clone(),
+        };
+        let all = match &self.rows.index {
+            Some(index) => {
+                Tensor::f_full([self.sizes.tokens], absent, options)?.f_index_copy(0, index, &rows)?
+            }
+            None => rows,
         };
         Ok(all.f_reshape(self.targets_shape.as_slice())?)
     }

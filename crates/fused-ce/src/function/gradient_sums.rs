@@ -1,4 +1,5 @@
-//! Accumulation of gradients over chunks: weight gradients in fp32, overwritten by the first chunk.
+//! Accumulation of gradients over chunks: weight gradients in fp32, overwritten by the first chunk, or in their own dtype if it is the
+//! only one.
 
 use runtime::Result;
 use runtime::matmul::mm_into;
@@ -13,13 +14,19 @@ use crate::vocabulary_parallel::ReduceOp;
 pub(super) struct GradientSums {
     pub(super) wanted: [bool; INPUTS],
     by_slot: [Option<Tensor>; INPUTS],
-    /// Dtype of per-token gradients.
+    /// Dtype of the gradients, per-token gradients included.
     kind: Kind,
+    /// Whether one chunk has all rows.
+    is_one_chunk: bool,
 }
 
+/// The elements of a product on a GPU that is rounded to 16 bits at once: cuBLAS divides the sums of smaller ones among processors,
+/// and may round each part.
+const WHOLE: i64 = 1 << 22;
+
 impl GradientSums {
-    pub(super) fn new(wanted: [bool; INPUTS], kind: Kind) -> Self {
-        Self { wanted, by_slot: [const { None }; INPUTS], kind }
+    pub(super) fn new(wanted: [bool; INPUTS], kind: Kind, is_one_chunk: bool) -> Self {
+        Self { wanted, by_slot: [const { None }; INPUTS], kind, is_one_chunk }
     }
 
     pub(super) fn any(&self) -> bool {
@@ -72,9 +79,11 @@ impl GradientSums {
                 self.store_token_rows(of, for_tokens, &into, start, count)?;
             }
             if self.wanted[for_columns] {
+                let rounds = self.is_one_chunk && (device == Device::Cpu || columns * width >= WHOLE);
+                let kind = if rounds { self.kind } else { plan.compute };
                 let sum = match &mut self.by_slot[for_columns] {
                     Some(sum) => sum,
-                    empty => empty.insert(Tensor::f_empty([columns, width], (plan.compute, device))?),
+                    empty => empty.insert(Tensor::f_empty([columns, width], (kind, device))?),
                 };
                 mm_into(sum, &gradient.f_tr()?, &of.gather(rows, start, count)?, !first_chunk)?;
             }

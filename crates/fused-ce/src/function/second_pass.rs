@@ -55,7 +55,7 @@ impl Fused {
         let bias = self.bias(&operands)?;
         let transform = self.transform(bias.as_ref());
         let kind = operands.x.kind();
-        let mut sums = GradientSums::new(wanted, kind);
+        let mut sums = GradientSums::new(wanted, kind, self.plan.is_one(rows));
         let scratch = self.plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in self.plan.chunks(rows) {
             let mut tile = scratch.f_narrow(0, 0, count)?;

@@ -3,6 +3,7 @@
 mod bad_input;
 mod bad_options;
 mod chunks;
+mod cuda;
 mod example;
 mod gradcheck;
 mod low_precision;

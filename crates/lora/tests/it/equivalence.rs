@@ -12,8 +12,14 @@ use tch::{Device, Kind, Tensor, kind};
 /// Dropout draws its seed from the process's shared generator, so tests that replay it run alone.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
-const TRAINING: Context<'_> =
-    Context { documents: None, positions: None, extension: None, training: true, accuracy: false };
+const TRAINING: Context<'_> = Context {
+    documents: None,
+    positions: None,
+    extension: None,
+    training: true,
+    accuracy: false,
+    labelled_tokens: None,
+};
 
 fn linear(inner: i64, out: i64, bias: bool, generator: &mut Generator, options: (Kind, Device)) -> Linear {
     let mut normal = |shape: &[i64]| generator.normal(shape, options).unwrap();

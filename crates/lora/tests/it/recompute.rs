@@ -13,8 +13,14 @@ use tch::{Device, Kind, Tensor, kind};
 /// Dropout draws its seed from the process's shared generator, so tests that replay it run alone.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
-const TRAINING: Context<'_> =
-    Context { documents: None, positions: None, extension: None, training: true, accuracy: false };
+const TRAINING: Context<'_> = Context {
+    documents: None,
+    positions: None,
+    extension: None,
+    training: true,
+    accuracy: false,
+    labelled_tokens: None,
+};
 
 fn layer(dora: bool, options: (Kind, Device)) -> LoraLinear {
     let mut generator = Generator::new(1).unwrap();

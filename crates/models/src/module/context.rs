@@ -20,6 +20,9 @@ pub struct Context<'a> {
     pub training: bool,
     /// Whether the head counts correct predictions.
     pub accuracy: bool,
+    /// The number of labels other than [`IGNORE_INDEX`](super::IGNORE_INDEX), or more, if it is known: on a GPU a head may skip the other
+    /// positions without waiting for the labels.
+    pub labelled_tokens: Option<i64>,
 }
 
 /// A [`Context`] that owns its values, for recomputation. It shares the tensors of the original, and has no cache: generation is never
@@ -30,26 +33,29 @@ pub struct OwnedContext {
     positions: Option<Tensor>,
     training: bool,
     accuracy: bool,
+    labelled_tokens: Option<i64>,
 }
 
 impl From<&Context<'_>> for OwnedContext {
     fn from(context: &Context<'_>) -> Self {
-        let &Context { documents, positions, extension: _, training, accuracy } = context;
-        let positions = positions.map(Tensor::shallow_clone);
-        Self { documents: documents.map(Documents::shallow_clone), positions, training, accuracy }
+        let &Context { documents, positions, extension: _, training, accuracy, labelled_tokens } = context;
+        let (documents, positions) =
+            (documents.map(Documents::shallow_clone), positions.map(Tensor::shallow_clone));
+        Self { documents, positions, training, accuracy, labelled_tokens }
     }
 }
 
 impl OwnedContext {
     /// Borrows it as a [`Context`].
     pub fn borrow(&self) -> Context<'_> {
-        let &Self { ref documents, ref positions, training, accuracy } = self;
+        let &Self { ref documents, ref positions, training, accuracy, labelled_tokens } = self;
         Context {
             documents: documents.as_ref(),
             positions: positions.as_ref(),
             extension: None,
             training,
             accuracy,
+            labelled_tokens,
         }
     }
 }

@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(THREADS) ce_logits(T* tile, i64 stride, int co
   store<T, 1>(z + last, f);
 }
 
-// Logits of a row to ∂L/∂r.
+// Logits of a row to ∂L/∂r. Which products are added in one operation is written here, not chosen by the compiler for each N: a number
+// has the same bits wherever it lies.
 template <bool EXTRA> struct Gradient {
   float scale, cap;
   i64 label;
@@ -187,14 +188,14 @@ template <bool EXTRA> struct Gradient {
       if (dense.values) dense.read<N>(column, t);
     }
     UNROLL for (int j = 0; j < N; j++) {
-      float g = alpha * exp_fast(f[j] - m);
+      float g = __fmul_rn(alpha, exp_fast(f[j] - m));
       if constexpr (EXTRA) {
-        if (constant) g -= gamma * w[j];
-        if (dense.values) g -= beta * t[j] * w[j];
+        if (constant) g = fmaf(-gamma, w[j], g);
+        if (dense.values) g = fmaf(-__fmul_rn(beta, t[j]), w[j], g);
       }
       if (label == column + j) g -= beta;
       const float bent = f[j] / (cap > 0.f ? cap : 1.f);
-      f[j] = g * (cap > 0.f ? scale * (1.f - bent * bent) : scale);
+      f[j] = g * (cap > 0.f ? scale * fmaf(-bent, bent, 1.f) : scale);
     }
   }
 };
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) ce_gradient_narrow(
     float* tile, i64 stride, int columns, float scale, float cap, const i64* labels, const float* dense,
     i64 dense_stride, const float* weights, const float* maximum, const float* powers, const float* target,
     const float* constant) {
-  constexpr int PACKS = 2;
+  constexpr int PACKS = EXTRA ? 1 : 2;
   const i64 row = blockIdx.x;
   const int whole = columns / W * W;
   float* z = tile + row * stride;

@@ -52,8 +52,8 @@ pub struct Unscaled {
 }
 
 /// Multiplies every gradient by `factor` in place. All on one device; on the CPU fp32, fp64 or bf16, each filling its memory
-/// without gaps or overlap (in any order of dimensions); on CUDA what libtorch accepts. Without gradients: nothing found, a norm of
-/// 0.
+/// without gaps or overlap (in any order of dimensions); on CUDA bf16 and what libtorch accepts. Without gradients: nothing found, a
+/// norm of 0.
 ///
 /// `factor` is a float tensor of one element on the gradients' device; the host does not read it.
 ///
@@ -65,8 +65,7 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
         if let Some(many::Survey { norm: found, found_inf }) = on_cuda(grads, Some(factor))? {
             return Ok(Unscaled { found_inf, norm: norm.then_some(found) });
         }
-        let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
-        ops::amp::non_finite_check_and_unscale_(grads, &found_inf, factor)?;
+        let found_inf = unscale_by_operators_(grads, factor, device)?;
         let norm = norm.then(|| -> Result<Tensor> {
             let norms = ops::foreach::norm(grads, 2.0)?;
             let norms: Vec<Tensor> =
@@ -89,6 +88,21 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
     let flag = f32::from(u8::from(found.non_finite));
     let norm = norm.then(|| Tensor::f_from_slice(&[found.sum_of_squares.sqrt()])?.f_reshape([] as [i64; 0]));
     Ok(Unscaled { found_inf: Tensor::f_from_slice(&[flag])?, norm: norm.transpose()? })
+}
+
+/// Returns whether a gradient is not finite, float `[1]`. libtorch's operator has no bf16 on CUDA.
+fn unscale_by_operators_(grads: &[impl Borrow<Tensor>], factor: &Tensor, device: Device) -> Result<Tensor> {
+    let (narrow, others): (Vec<&Tensor>, Vec<&Tensor>) =
+        grads.iter().map(Borrow::borrow).partition(|grad| grad.kind() == Kind::BFloat16);
+    let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
+    ops::amp::non_finite_check_and_unscale_(&others, &found_inf, factor)?;
+    let mut found = vec![found_inf];
+    for grad in narrow {
+        let is_finite = grad.f_isfinite()?.f_all()?;
+        found.push(is_finite.f_logical_not()?.f_to_kind(Kind::Float)?.f_reshape([1])?);
+        let _ = grad.shallow_clone().f_mul_(&factor.f_reshape([0i64; 0])?)?;
+    }
+    Ok(Tensor::f_stack(&found, 0)?.f_amax([0], false)?)
 }
 
 /// Returns the 2-norm of all gradients as one vector, double and without a dimension, from one read of them; `None` if the kernel cannot

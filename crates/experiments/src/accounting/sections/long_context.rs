@@ -177,7 +177,7 @@ fn two_gpus(model: &Decoder) -> Result<Vec<(Case, Vec<Metric>)>, Error> {
             let plan = TrainingPlan { work, loss, sharding, ..assignment(all.sequence) };
             let found = estimate(model, &plan)?;
             let metrics = vec![
-                bytes("logits_and_loss_bytes", total(&logits::peak(model, work, &recipe, loss)?)?),
+                bytes("logits_and_loss_bytes", total(&logits::peak(model, work, &recipe, loss, None)?)?),
                 bytes("sent_for_the_loss_bytes", ring_sends(whole.matrix_gradient, sharding.devices)?),
                 bytes("peak_bytes", found.peak().total),
             ];

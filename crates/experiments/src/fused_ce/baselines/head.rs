@@ -73,9 +73,8 @@ impl LossHead for Head {
             return Err(refused(format!("`{}` computes no accuracy", self.implementation)));
         }
         let inputs = [hidden_btd, &self.weight, labels_bt];
-        let sum =
-            self.implementation.loss(inputs, Reduction::Sum, self.chunk).map_err(runtime::Error::from)?;
-        Ok(LossOutput { sum, correct: None })
+        let sum = self.implementation.loss(inputs, context.labelled_tokens, Reduction::Sum, self.chunk);
+        Ok(LossOutput { sum: sum.map_err(runtime::Error::from)?, correct: None })
     }
 }
 

@@ -16,20 +16,28 @@ pub(super) fn gradients(device: Device, scale: Scale) -> anyhow::Result<Figures>
     let number = |value: f64| Tensor::f_full([1], value, (Kind::Float, device));
     // Alternating, so that the gradients neither grow nor vanish.
     let factors = [number(2.0)?, number(0.5)?];
+    let narrow = factors.iter().map(|factor| factor.f_to_kind(KIND)).collect::<Result<Vec<_>, _>>()?;
     let norm_of = |all: &[Tensor]| -> runtime::Result<()> {
         let norms = foreach::norm(all, 2.0)?;
         discard(Tensor::f_stack(&norms, 0)?.f_norm())
     };
     let mut figures = Vec::new();
     let (own, theirs, found) = (shared(&all), shared(&all), Tensor::f_zeros([1], (Kind::Float, device))?);
-    let (of_ours, of_theirs) = (shared(&factors), shared(&factors));
+    let (of_ours, of_theirs) =
+        (shared(&factors), shared(if device == Device::Cpu { &factors } else { &narrow }));
     let unscale = Line {
         what: "unscaling, overflow check and norm",
         shape: shape.clone(),
         bytes: 2.0 * bytes,
         ours: Box::new(move |index| unscale_(&own, &of_ours[index % 2], true).map(drop)),
         libtorch: Some(Box::new(move |index| {
-            ops::amp::non_finite_check_and_unscale_(&theirs, &found, &of_theirs[index % 2])?;
+            // On CUDA the scaler's operator has no bf16; a norm that is not finite says that a gradient is not.
+            match device {
+                Device::Cpu => {
+                    ops::amp::non_finite_check_and_unscale_(&theirs, &found, &of_theirs[index % 2])?
+                }
+                _ => foreach::mul_tensor_(&theirs, &of_theirs[index % 2])?,
+            }
             norm_of(&theirs)
         })),
     };
@@ -47,8 +55,7 @@ pub(super) fn gradients(device: Device, scale: Scale) -> anyhow::Result<Figures>
         libtorch: Some(Box::new(move |_| norm_of(&theirs))),
     };
     measure_line(norm, device, scale, &mut figures)?;
-    let (own, theirs, of_ours) = (shared(&all), all, shared(&factors));
-    let narrow = factors.iter().map(|factor| factor.f_to_kind(KIND)).collect::<Result<Vec<_>, _>>()?;
+    let (own, theirs, of_ours) = (shared(&all), all, factors);
     let multiply = Line {
         what: "scaling of all gradients",
         shape,

@@ -172,16 +172,16 @@ fn kernels_on_sm_80() {
             ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
             ce_logits<float, 4, 256>: 25 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, false, 256>: 46 registers, no spills, 0 bytes shared
-            ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
-            ce_gradient_narrow<bf16, 8, false, 512>: 61 registers, no spills, 0 bytes shared
-            ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, false, 512>: 56 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, true, 512>: 58 registers, no spills, 0 bytes shared
             ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
             ce_statistics<bf16, 8, true, true, 512>: 52 registers, no spills, 640 bytes shared
             ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
             ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, false, 256>: 50 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, true, 256>: 56 registers, no spills, 0 bytes shared
-            ce_gradient<f16, 8, false, 256>: 50 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -215,7 +215,7 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
-            ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
+            ce_gradient_narrow<bf16, 8, true, 512>: loads 8 wide, 24 narrow; stores 1 wide, 1 narrow
             ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
             ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
             ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
@@ -261,16 +261,16 @@ fn kernels_on_sm_90() {
             ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
             ce_logits<float, 4, 256>: 28 registers, no spills, 0 bytes shared
             ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
-            ce_gradient<float, 4, true, 256>: 54 registers, no spills, 0 bytes shared
-            ce_gradient_narrow<bf16, 8, false, 512>: 62 registers, no spills, 0 bytes shared
-            ce_gradient_narrow<bf16, 8, true, 512>: 64 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, false, 512>: 56 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, true, 512>: 59 registers, no spills, 0 bytes shared
             ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
             ce_statistics<bf16, 8, true, true, 512>: 50 registers, no spills, 640 bytes shared
             ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
             ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
-            ce_gradient<bf16, 8, true, 256>: 55 registers, no spills, 0 bytes shared
-            ce_gradient<f16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, false, 256>: 54 registers, no spills, 0 bytes shared
+            ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
+            ce_gradient<f16, 8, false, 256>: 54 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -304,7 +304,7 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
-            ce_gradient_narrow<bf16, 8, true, 512>: loads 16 wide, 40 narrow; stores 2 wide, 1 narrow
+            ce_gradient_narrow<bf16, 8, true, 512>: loads 8 wide, 24 narrow; stores 1 wide, 1 narrow
             ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
             ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
             ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow

@@ -31,6 +31,7 @@ pub(super) fn expressions(kind: Kind) -> Vec<String> {
 }
 
 /// The options of a test.
+#[derive(Clone, Copy)]
 pub(super) struct Case<'a> {
     pub(super) transform: Transform<'a>,
     pub(super) targets: Targets<'a>,
@@ -280,6 +281,10 @@ fn every_option_of_the_passes_is_correct() {
                 let found = case.gradient(&program, &logits, &numbers, None);
                 close(&format!("{what}: gradient"), &found.outputs[0], &gradient, 2e-5);
                 close(&format!("{what}: gradient, approximate"), &found.perturbed[0], &gradient, 2e-5);
+                // A number has the same bits wherever its row begins.
+                let unaligned = Case { width: 1, stride: columns, ..case };
+                let alone = unaligned.gradient(&program, &logits, &numbers, None);
+                assert!(alone.outputs[0].equal(&found.outputs[0]), "{what}: other bits in unaligned rows");
                 let kind = if plain { Kind::BFloat16 } else { Kind::Half };
                 let narrow = case.gradient(&program, &logits, &numbers, Some(kind));
                 let rounded = narrow.outputs[0].view_dtype(kind).narrow(1, 0, columns);
