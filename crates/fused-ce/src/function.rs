@@ -111,7 +111,8 @@ impl Function for Fused {
         let scratch = plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in plan.chunks(rows) {
             let mut tile = scratch.f_narrow(0, 0, count)?;
-            self.products(&operands, &mut tile, start, count)?;
+            let x = self.gather(&operands.x, start, count)?;
+            self.products(&operands, &x, &mut tile, start, count)?;
             let mut row = Statistics::new(count, self.distributions.is_some(), self.wanted(), options)?;
             let targets = self.tile_targets(start, count)?;
             let (targets, weights) = (self.as_targets(&targets), class_weights.as_ref());
@@ -148,7 +149,7 @@ impl Function for Fused {
                 let into = sums.tile_kind(plan);
                 let gradient =
                     pass.gradient_as(&mut tile, transform, targets, weights, coefficients, into)?;
-                sums.add(self, &operands, &gradient, start, count)?;
+                sums.add(self, &operands, x, &gradient, start, count)?;
             }
         }
         drop(scratch);

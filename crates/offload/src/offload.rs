@@ -3,7 +3,7 @@
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{
-    Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, tensors, try_replace,
+    Block, FunctionalCall, Module, ModuleMapper, NamedTensor, freeze, map_modules, tensors, try_replace,
 };
 use models::tensors_file::{TensorLocation, dtype_name};
 use models::{Llama, LlamaConfig};
@@ -37,12 +37,14 @@ impl Offload {
     /// call: with [`Tier::File`], frozen tensors are moved to a file that is only read, and cannot be trained any more.
     ///
     /// # Errors
-    /// A layer of the options that does not exist; too little memory or disk space. Blocks offloaded before the failure stay
+    /// A layer of the options that does not exist; a tensor on another GPU than the options' device; too little memory or disk space. Blocks
+    /// offloaded before the failure stay
     /// offloaded, and the model works.
     pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
         let mut names = Names::default();
         map_modules(model, &mut names)?;
         check_blocks(options, names.0.count)?;
+        check_devices(&tensors(model), options.device)?;
         let mut install = Install { engine: Engine::new(options.clone())?, blocks: Outermost::default() };
         map_modules(model, &mut install)?;
         Ok(Self { blocks: install.blocks.count, engine: install.engine })
@@ -233,6 +235,16 @@ fn check_blocks(options: &Options, blocks: usize) -> Result<()> {
         return Err(Error::config(what, reason));
     }
     Ok(())
+}
+
+/// Refuses a model on a GPU whose layers would run elsewhere: the rest of the model, and its inputs, are there.
+fn check_devices(tensors: &[NamedTensor<'_>], device: Device) -> Result<()> {
+    let is_elsewhere =
+        |named: &&NamedTensor<'_>| named.tensor.device().is_cuda() && named.tensor.device() != device;
+    let Some(NamedTensor { name, tensor, .. }) = tensors.iter().find(is_elsewhere) else { return Ok(()) };
+    let reason =
+        format!("layers would run on {device:?}, and `{name}` is on {:?}; give that device", tensor.device());
+    Err(Error::config("device", reason))
 }
 
 /// A block that could not be wrapped, and why.

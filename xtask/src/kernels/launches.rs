@@ -53,12 +53,12 @@ const HIDDEN: u32 = 4096;
 const FEATURES: u32 = 14_336;
 
 /// `of` is [`Inputs::single`], or [`Inputs::half`] for a tile in 16 bits.
-fn statistics(inputs: &mut Inputs, rows: u32, of: OfNumbers) -> (Launch, Vec<Argument>) {
+fn statistics(inputs: &mut Inputs, rows: u32, threads: u32, of: OfNumbers) -> (Launch, Vec<Argument>) {
     let mut all = vec![of(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY), long(0)];
     all.extend([NONE, Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
     all.extend(["maximum", "sum", "target"].map(|name| inputs.single(name, rows)));
     all.extend([NONE; 4]);
-    (Launch::new(rows, 512), all)
+    (Launch::new(rows, threads), all)
 }
 
 fn gradient(inputs: &mut Inputs, rows: u32, blocks: Option<u32>, of: OfNumbers) -> Vec<Argument> {
@@ -86,8 +86,8 @@ fn norm_backward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     all.extend([inputs.half("weight", HIDDEN), NONE, inputs.single("rstd", rows)]);
     all.extend([inputs.half("grad", rows * HIDDEN), inputs.single("of_weight", PARTS * HIDDEN), NONE]);
     all.extend([int(rows), int(HIDDEN)]);
-    // Three rows of both matrices, 16 bytes for each thread.
-    (Launch { dynamic_shared: 3 * 2 * 512 * 16, ..Launch::new(PARTS, 512) }, all)
+    // Two rows of both matrices, 16 bytes for each of a thread's two packs.
+    (Launch { dynamic_shared: 2 * 2 * 2 * 256 * 16, ..Launch::new(PARTS, 256) }, all)
 }
 
 /// Queries of 32 heads and keys of 8, in place.
@@ -216,7 +216,7 @@ pub(super) const SAMPLES: [Sample; 17] = [
         expression: "ce_statistics<float, 4, false, false, 512>",
         size: "4096 × 128256",
         rows: 4096.0,
-        launch: |inputs, rows| statistics(inputs, rows, Inputs::single),
+        launch: |inputs, rows| statistics(inputs, rows, 512, Inputs::single),
     },
     Sample {
         file: "cross_entropy",
@@ -237,10 +237,10 @@ pub(super) const SAMPLES: [Sample; 17] = [
     },
     Sample {
         file: "cross_entropy",
-        expression: "ce_statistics<bf16, 8, false, false, 512>",
+        expression: "ce_statistics<bf16, 8, false, false, 128>",
         size: "4096 × 128256",
         rows: 4096.0,
-        launch: |inputs, rows| statistics(inputs, rows, Inputs::half),
+        launch: |inputs, rows| statistics(inputs, rows, 128, Inputs::half),
     },
     Sample {
         file: "cross_entropy",
@@ -300,7 +300,7 @@ pub(super) const SAMPLES: [Sample; 17] = [
     },
     Sample {
         file: "norm",
-        expression: "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
+        expression: "norm_backward<bf16, bf16, bf16, 8, 256, 2, 2, false, false>",
         size: "8192 × 4096",
         rows: 8192.0,
         launch: norm_backward,

@@ -84,15 +84,16 @@ impl Fused {
         Transform { bias, scale: self.options.scale, softcap: self.options.softcap }
     }
 
-    /// Writes X·Wᵀ (+ scale·X·Aᵀ·Bᵀ) of a chunk into `tile`.
+    /// Writes X·Wᵀ (+ scale·X·Aᵀ·Bᵀ) of a chunk into `tile`; `x` are the chunk's rows of X.
     pub(super) fn products(
         &self,
         operands: &Operands,
+        x: &Tensor,
         tile: &mut Tensor,
         start: i64,
         count: i64,
     ) -> Result<()> {
-        mm_into(tile, &self.gather(&operands.x, start, count)?, &operands.weight().f_tr()?, false)?;
+        mm_into(tile, x, &operands.weight().f_tr()?, false)?;
         if let (Some(low_rank), Some(b)) = (&operands.by_slot[LOW_RANK], &operands.by_slot[ADAPTER_B]) {
             mm_into(tile, &self.gather(low_rank, start, count)?, &b.f_tr()?, true)?;
         }

@@ -39,11 +39,13 @@ impl GradientSums {
         if self.wanted[BIAS] { plan.logits } else { plan.gradient }
     }
 
-    /// Adds the gradients of a chunk, with its ∂L/∂Z in `tile`, of dtype [`tile_kind`](Self::tile_kind).
+    /// Adds the gradients of a chunk, with its rows of X in `x`, freed before rows of its gradient are made, and its ∂L/∂Z in `tile`, of dtype
+    /// [`tile_kind`](Self::tile_kind).
     pub(super) fn add(
         &mut self,
         of: &Fused,
         operands: &Operands,
+        x: Tensor,
         tile: &Tensor,
         start: i64,
         count: i64,
@@ -62,30 +64,36 @@ impl GradientSums {
         // Products on the CPU take an operand in fp32 beside one in another dtype.
         let gradient =
             if device == Device::Cpu { tile.shallow_clone() } else { tile.f_to_kind(plan.gradient)? };
+        let mut x = Some(x);
         for [for_tokens, for_columns] in [[HIDDEN, WEIGHT], [LOW_RANK, ADAPTER_B]] {
             if !self.wanted[for_tokens] && !self.wanted[for_columns] {
                 continue;
             }
             let matrix = operands.by_slot[for_columns].as_ref().expect("a wanted gradient has a given input");
-            let rows = if for_tokens == HIDDEN {
-                &operands.x
-            } else {
-                operands.by_slot[LOW_RANK].as_ref().expect("given with B")
-            };
             let width = matrix.size()[1];
-            if self.wanted[for_tokens] {
-                let mut into = self.token_rows(of, for_tokens, width, start, count, device)?;
-                mm_into(&mut into, &gradient, matrix, false)?;
-                self.store_token_rows(of, for_tokens, &into, start, count)?;
-            }
+            let x = x.take().filter(|_| for_tokens == HIDDEN);
             if self.wanted[for_columns] {
+                let rows = match x {
+                    Some(x) => x,
+                    None => {
+                        let all = operands.by_slot[LOW_RANK].as_ref().expect("given with B");
+                        of.gather(all, start, count)?
+                    }
+                };
                 let rounds = self.is_one_chunk && (device == Device::Cpu || columns * width >= WHOLE);
                 let kind = if rounds { self.kind } else { plan.compute };
                 let sum = match &mut self.by_slot[for_columns] {
                     Some(sum) => sum,
                     empty => empty.insert(Tensor::f_empty([columns, width], (kind, device))?),
                 };
-                mm_into(sum, &gradient.f_tr()?, &of.gather(rows, start, count)?, !first_chunk)?;
+                mm_into(sum, &gradient.f_tr()?, &rows, !first_chunk)?;
+            } else {
+                drop(x);
+            }
+            if self.wanted[for_tokens] {
+                let mut into = self.token_rows(of, for_tokens, width, start, count, device)?;
+                mm_into(&mut into, &gradient, matrix, false)?;
+                self.store_token_rows(of, for_tokens, &into, start, count)?;
             }
         }
         Ok(())

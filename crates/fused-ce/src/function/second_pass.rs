@@ -59,9 +59,10 @@ impl Fused {
         let scratch = self.plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in self.plan.chunks(rows) {
             let mut tile = scratch.f_narrow(0, 0, count)?;
+            let x = self.gather(&operands.x, start, count)?;
             {
                 let _recompute = runtime::profile::recompute();
-                self.products(&operands, &mut tile, start, count)?;
+                self.products(&operands, &x, &mut tile, start, count)?;
             }
             pass.logits(&mut tile, transform)?;
             let part = |tensor: &Tensor| tensor.f_narrow(0, start, count);
@@ -84,7 +85,7 @@ impl Fused {
                 coefficients,
                 sums.tile_kind(self.plan),
             )?;
-            sums.add(self, &operands, &gradient, start, count)?;
+            sums.add(self, &operands, x, &gradient, start, count)?;
         }
         drop(scratch);
         sums.finish(self, &operands, kind)

@@ -52,7 +52,7 @@ fn weights_written_after_synchronize_do_not_reach_the_pass_before_it() {
         scale_layers(&model, 0.5);
         assert_ne!(before, after);
 
-        let offload = Offload::apply(&mut model, &Options { ring: 3, ..Options::default() }).unwrap();
+        let offload = Offload::apply(&mut model, &Options { device, ring: 3, ..Options::default() }).unwrap();
         for round in 0..10 {
             let first = forward(&model, &tokens);
             offload.synchronize().unwrap();
@@ -71,7 +71,8 @@ fn passes_on_two_streams_share_the_ring() {
     on_cuda(|device| {
         let (mut model, tokens) = model_and_tokens(device);
         let expected = forward(&model, &tokens);
-        let _offload = Offload::apply(&mut model, &Options { ring: 2, ..Options::default() }).unwrap();
+        let _offload =
+            Offload::apply(&mut model, &Options { device, ring: 2, ..Options::default() }).unwrap();
         device::synchronize(device).unwrap();
         let streams = [Stream::new(device).unwrap(), Stream::new(device).unwrap()];
         let mut found = Vec::new();
@@ -84,5 +85,16 @@ fn passes_on_two_streams_share_the_ring() {
         for (round, found) in found.into_iter().enumerate() {
             assert_eq!(found, expected, "round {round}");
         }
+    });
+}
+
+#[test]
+fn a_model_on_a_gpu_is_not_offloaded_to_run_on_the_cpu() {
+    on_cuda(|device| {
+        let (mut model, tokens) = model_and_tokens(device);
+        let error = Offload::apply(&mut model, &Options::default()).unwrap_err().to_string();
+        assert!(error.contains("layers would run on Cpu, and `"), "{error}");
+        // Nothing has changed.
+        assert!(forward(&model, &tokens).isfinite().all().int64_value(&[]) == 1);
     });
 }

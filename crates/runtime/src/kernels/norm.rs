@@ -14,27 +14,21 @@ const NAME: &str = "fused norm";
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/norm.cuh"));
 
-/// The division of rows among blocks.
-struct Division {
-    /// Threads and packs per thread, by increasing size; the fastest on an H200.
-    sizes: [(u32, i64); 6],
-    /// Maximum threads of a pass over all blocks. A function of the shape, because the number of processors must not affect the
-    /// order of summation.
-    threads: i64,
-    /// Rows that are read ahead if a thread has one pack, and if it has more.
-    stages: [i64; 2],
-}
+/// Packs of a row that one thread has, and the most packs of a row that is divided so. As many threads share it as it needs, in whole
+/// warps. The fastest on an H200 over rows of 896 to 16,384 columns.
+type Division = &'static [(i64, i64)];
 
-const FORWARD: Division = Division {
-    sizes: [(128, 1), (128, 2), (256, 2), (512, 2), (1024, 2), (1024, 4)],
-    threads: 132 * 2048,
-    stages: [2, 2],
-};
-const BACKWARD: Division = Division {
-    sizes: [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 4), (1024, 4)],
-    threads: 132 * 1024,
-    stages: [3, 2],
-};
+const FORWARD: Division = &[(1, 128), (2, 2048), (4, 4096)];
+const BACKWARD: Division = &[(2, 1024), (4, 4096)];
+
+/// Processors of a GPU. A constant, because their number must not affect the order of summation.
+const PROCESSORS: i64 = 132;
+/// Bytes of rows of each input that the blocks of one processor work on, if one row is not more, and that they work on or read ahead:
+/// more blocks than that keep each other from the memory, and have more partial sums.
+const AT_WORK: i64 = 24 << 10;
+const AHEAD: i64 = 48 << 10;
+/// Maximum threads and blocks of a processor.
+const RESIDENT: (i64, i64) = (2048, 32);
 
 /// The division of a row among a block's threads.
 struct Row {
@@ -50,33 +44,38 @@ struct Row {
 }
 
 impl Row {
-    /// `bytes` of each number are read ahead. Nothing is read ahead if the shared memory of a block is too small, or the numbers
-    /// cannot be read 16 bytes at a time; the results are the same. `sums`: of two sums for each number, one is in shared memory if a
-    /// block has more than [`IN_REGISTERS`] numbers; `None` if it does not fit.
+    /// `inputs`: bytes of a number of each input that is read ahead. Nothing is read ahead if the shared memory of a block is too small,
+    /// or the numbers cannot be read 16 bytes at a time; the results are the same. `sums`: of two sums for each number, one is in shared
+    /// memory if a block has more than [`IN_REGISTERS`] numbers; `None` if it does not fit.
     fn new(
-        division: &Division,
+        division: Division,
         size: &[i64],
         width: i64,
-        bytes: usize,
+        inputs: &[usize],
         sums: bool,
         device: Device,
     ) -> Result<Option<Self>> {
         let Some(&columns) = size.last() else { return Ok(None) };
         let needed = (columns + width - 1) / width;
-        let fits = |(threads, packs): &&(u32, i64)| i64::from(*threads) * packs >= needed;
-        let Some(&(threads, packs)) = division.sizes.iter().find(fits) else { return Ok(None) };
+        let Some(&(packs, _)) = division.iter().find(|(_, most)| needed <= *most) else { return Ok(None) };
+        let threads = ((needed + packs - 1) / packs + 31) / 32 * 32;
         let rows: i64 = size[..size.len() - 1].iter().product();
-        let numbers = i64::from(threads) * packs * width;
-        let (stage, beside) =
-            (numbers * bytes as i64, if sums && numbers > IN_REGISTERS { 4 * numbers } else { 0 });
+        let numbers = threads * packs * width;
+        let bytes = inputs.iter().sum::<usize>() as i64;
+        let (stage, beside) = (numbers * bytes, if sums && numbers > IN_REGISTERS { 4 * numbers } else { 0 });
         let room = if width == 1 { 0 } else { i64::from(shared_memory(device)?) - STATIC - beside };
         if room < 0 {
             return Ok(None);
         }
-        let wanted = division.stages[usize::from(packs > 1)];
+        let row = (columns * bytes / inputs.len().max(1) as i64).max(1);
+        // Two sums for each number leave registers for two thirds of the blocks.
+        let at_work = if sums { AT_WORK * 2 / 3 } else { AT_WORK };
+        let of_processor = (at_work / row).min(RESIDENT.0 / threads.max(1)).clamp(1, RESIDENT.1);
+        let wanted = (AHEAD / (of_processor * row)).clamp(2, 3);
         let stages = (2..=wanted).rev().find(|stages| stages * stage <= room).unwrap_or(0);
-        let blocks = rows.min(division.threads / i64::from(threads));
+        let blocks = rows.min(PROCESSORS * of_processor);
         let shared = u32::try_from(stages * stage + beside).unwrap_or(0);
+        let threads = u32::try_from(threads).unwrap_or(0);
         Ok(Some(Self { rows, columns, width, threads, packs, blocks, stages, shared }))
     }
 }
@@ -107,8 +106,8 @@ pub(crate) fn forward(
         [Some(&x), residual.as_ref(), weight.as_ref(), bias.as_ref()].into_iter().flatten().collect();
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).chain([output]).collect();
     let width = width(&kinds, &all, &[columns]);
-    let ahead = kind.elt_size_in_bytes() * if residual.is_some() { 2 } else { 1 };
-    let Some(row) = Row::new(&FORWARD, &size, width, ahead, false, device)? else { return Ok(None) };
+    let ahead = vec![kind.elt_size_in_bytes(); if residual.is_some() { 2 } else { 1 }];
+    let Some(row) = Row::new(FORWARD, &size, width, &ahead, false, device)? else { return Ok(None) };
     let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, device));
     let y = empty(&size, output)?;
     let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
@@ -156,8 +155,8 @@ pub(crate) fn backward(
         [Some(&kept), Some(&upstream), added.as_ref(), weight.as_ref()].into_iter().flatten().collect();
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).collect();
     let width = width(&kinds, &all, &[columns]);
-    let ahead = kind.elt_size_in_bytes() + upstream.kind().elt_size_in_bytes();
-    let Some(row) = Row::new(&BACKWARD, &size, width, ahead, wanted.bias, device)? else {
+    let ahead = [kind, upstream.kind()].map(|kind| kind.elt_size_in_bytes());
+    let Some(row) = Row::new(BACKWARD, &size, width, &ahead, wanted.bias, device)? else {
         return Ok(Err(upstream));
     };
     expect(NAME, "kept", &kept, &size, (kind, device))?;

@@ -16,7 +16,8 @@ pub(super) fn gradients(device: Device, scale: Scale) -> anyhow::Result<Figures>
     let number = |value: f64| Tensor::f_full([1], value, (Kind::Float, device));
     // Alternating, so that the gradients neither grow nor vanish.
     let factors = [number(2.0)?, number(0.5)?];
-    let narrow = factors.iter().map(|factor| factor.f_to_kind(KIND)).collect::<Result<Vec<_>, _>>()?;
+    let scalar = |factor: &Tensor| factor.f_to_kind(KIND)?.f_reshape([0i64; 0]);
+    let narrow = factors.iter().map(scalar).collect::<Result<Vec<_>, _>>()?;
     let norm_of = |all: &[Tensor]| -> runtime::Result<()> {
         let norms = foreach::norm(all, 2.0)?;
         discard(Tensor::f_stack(&norms, 0)?.f_norm())

@@ -26,9 +26,9 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "ce_gradient<float, 4, true, 256>",
             "ce_gradient_narrow<bf16, 8, false, 512>",
             "ce_gradient_narrow<bf16, 8, true, 512>",
-            "ce_statistics<bf16, 8, false, false, 512>",
-            "ce_statistics<bf16, 8, true, true, 512>",
-            "ce_statistics<f16, 8, false, false, 512>",
+            "ce_statistics<bf16, 8, false, false, 128>",
+            "ce_statistics<bf16, 8, true, true, 128>",
+            "ce_statistics<f16, 8, false, false, 128>",
             "ce_logits<bf16, 8, 256>",
             "ce_gradient<bf16, 8, false, 256>",
             "ce_gradient<bf16, 8, true, 256>",
@@ -52,7 +52,11 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>",
             "norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>",
             "norm_forward<float, float, float, 4, 1024, 4, 0, true>",
-            "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
+            "norm_forward<bf16, bf16, bf16, 8, 512, 2, 3, true>",
+            "norm_backward<bf16, bf16, bf16, 8, 256, 2, 2, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 512, 2, 3, true, true>",
+            "norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, true, true>",
             "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>",
             "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>",
             "norm_backward<float, float, float, 4, 1024, 4, 0, true, true>",
@@ -175,9 +179,9 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 56 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, true, 512>: 58 registers, no spills, 0 bytes shared
-            ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
-            ce_statistics<bf16, 8, true, true, 512>: 52 registers, no spills, 640 bytes shared
-            ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_statistics<bf16, 8, false, false, 128>: 32 registers, no spills, 96 bytes shared
+            ce_statistics<bf16, 8, true, true, 128>: 69 registers, no spills, 160 bytes shared
+            ce_statistics<f16, 8, false, false, 128>: 32 registers, no spills, 96 bytes shared
             ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
@@ -192,7 +196,11 @@ fn kernels_on_sm_80() {
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 60 registers, no spills, 768 bytes shared
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 49 registers, no spills, 768 bytes shared
-            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 55 registers, no spills, 256 bytes shared
+            norm_forward<bf16, bf16, bf16, 8, 512, 2, 3, true>: 64 registers, no spills, 384 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 256, 2, 2, false, false>: 79 registers, no spills, 128 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 2, 3, true, true>: 107 registers, no spills, 256 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, false, false>: 74 registers, no spills, 320 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, true, true>: 81 registers, no spills, 320 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 128 registers, no spills, 256 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: 111 registers, no spills, 256 bytes shared
             norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 61 registers, no spills, 512 bytes shared
@@ -216,9 +224,9 @@ fn kernels_on_sm_80() {
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, true, 512>: loads 8 wide, 24 narrow; stores 1 wide, 1 narrow
-            ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
-            ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
-            ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, false, false, 128>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, true, true, 128>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
+            ce_statistics<f16, 8, false, false, 128>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
             ce_logits<bf16, 8, 256>: loads 3 wide, 10 narrow; stores 1 wide, 1 narrow
             ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
@@ -233,7 +241,11 @@ fn kernels_on_sm_80() {
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
-            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
+            norm_forward<bf16, bf16, bf16, 8, 512, 2, 3, true>: loads 4 wide, 0 narrow; stores 4 wide, 2 narrow
+            norm_backward<bf16, bf16, bf16, 8, 256, 2, 2, false, false>: loads 4 wide, 1 narrow; stores 6 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 512, 2, 3, true, true>: loads 4 wide, 2 narrow; stores 10 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, false, false>: loads 12 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
             norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 12 wide, 0 narrow
@@ -264,9 +276,9 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, false, 512>: 56 registers, no spills, 0 bytes shared
             ce_gradient_narrow<bf16, 8, true, 512>: 59 registers, no spills, 0 bytes shared
-            ce_statistics<bf16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
-            ce_statistics<bf16, 8, true, true, 512>: 50 registers, no spills, 640 bytes shared
-            ce_statistics<f16, 8, false, false, 512>: 32 registers, no spills, 384 bytes shared
+            ce_statistics<bf16, 8, false, false, 128>: 32 registers, no spills, 96 bytes shared
+            ce_statistics<bf16, 8, true, true, 128>: 56 registers, no spills, 160 bytes shared
+            ce_statistics<f16, 8, false, false, 128>: 32 registers, no spills, 96 bytes shared
             ce_logits<bf16, 8, 256>: 32 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, false, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
@@ -281,7 +293,11 @@ fn kernels_on_sm_90() {
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 58 registers, no spills, 768 bytes shared
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: 46 registers, no spills, 768 bytes shared
-            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 56 registers, no spills, 256 bytes shared
+            norm_forward<bf16, bf16, bf16, 8, 512, 2, 3, true>: 60 registers, no spills, 384 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 256, 2, 2, false, false>: 80 registers, no spills, 128 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 2, 3, true, true>: 107 registers, no spills, 256 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, false, false>: 70 registers, no spills, 320 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, true, true>: 78 registers, no spills, 320 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 118 registers, no spills, 256 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: 110 registers, no spills, 256 bytes shared
             norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 63 registers, no spills, 512 bytes shared
@@ -305,9 +321,9 @@ fn kernels_on_sm_90() {
             ce_gradient<float, 4, true, 256>: loads 12 wide, 40 narrow; stores 4 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 5 narrow; stores 2 wide, 1 narrow
             ce_gradient_narrow<bf16, 8, true, 512>: loads 8 wide, 24 narrow; stores 1 wide, 1 narrow
-            ce_statistics<bf16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
-            ce_statistics<bf16, 8, true, true, 512>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
-            ce_statistics<f16, 8, false, false, 512>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, false, false, 128>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
+            ce_statistics<bf16, 8, true, true, 128>: loads 7 wide, 35 narrow; stores 1 wide, 8 narrow
+            ce_statistics<f16, 8, false, false, 128>: loads 1 wide, 5 narrow; stores 0 wide, 3 narrow
             ce_logits<bf16, 8, 256>: loads 3 wide, 10 narrow; stores 1 wide, 1 narrow
             ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
@@ -322,7 +338,11 @@ fn kernels_on_sm_90() {
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
             norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
-            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
+            norm_forward<bf16, bf16, bf16, 8, 512, 2, 3, true>: loads 4 wide, 0 narrow; stores 4 wide, 2 narrow
+            norm_backward<bf16, bf16, bf16, 8, 256, 2, 2, false, false>: loads 4 wide, 1 narrow; stores 6 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 512, 2, 3, true, true>: loads 4 wide, 2 narrow; stores 10 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, false, false>: loads 12 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 640, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, true, true>: loads 12 wide, 2 narrow; stores 20 wide, 0 narrow
             norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 12 wide, 0 narrow

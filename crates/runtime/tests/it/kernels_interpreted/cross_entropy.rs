@@ -9,6 +9,8 @@ use super::program::{CROSS_ENTROPY, Program, type_of};
 use super::tolerance::{close, normal};
 
 const ROW: u32 = 512;
+/// Threads of a block of the statistics of short rows.
+const SHORT: u32 = 128;
 const THREADS: u32 = 256;
 
 /// The kernels for tiles of a dtype.
@@ -16,7 +18,9 @@ pub(super) fn expressions(kind: Kind) -> Vec<String> {
     let (of, mut all) = (type_of(kind), Vec::new());
     for width in [1, 16 / kind.elt_size_in_bytes()] {
         for (changes, extra) in [(false, false), (false, true), (true, false), (true, true)] {
-            all.push(format!("ce_statistics<{of}, {width}, {changes}, {extra}, {ROW}>"));
+            for threads in [SHORT, ROW] {
+                all.push(format!("ce_statistics<{of}, {width}, {changes}, {extra}, {threads}>"));
+            }
         }
         all.push(format!("ce_logits<{of}, {width}, {THREADS}>"));
         for extra in [false, true] {
@@ -93,8 +97,9 @@ impl Case<'_> {
     pub(super) fn statistics(&self, program: &Program, tile: &Tensor, known: &[Tensor]) -> Outcome {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
         let (changes, extra) = (self.changes(), self.extra());
+        let threads = if columns < 2000 { SHORT } else { ROW };
         let name =
-            format!("ce_statistics<{}, {}, {changes}, {extra}, {ROW}>", type_of(self.kind), self.width);
+            format!("ce_statistics<{}, {}, {changes}, {extra}, {threads}>", type_of(self.kind), self.width);
         let tile = self.padded(tile);
         let mut given = vec![
             Given::InOut("tile", &tile),
@@ -116,7 +121,7 @@ impl Case<'_> {
         for name in ["total", "moment", "best"] {
             given.push(if self.plain { Given::Null } else { next(name, true) });
         }
-        let outcome = launch(program.kernel(&name), (rows, ROW), &given, self.shift());
+        let outcome = launch(program.kernel(&name), (rows, threads), &given, self.shift());
         self.without_padding(outcome, columns)
     }
 

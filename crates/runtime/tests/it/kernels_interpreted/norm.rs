@@ -12,12 +12,13 @@ pub(super) const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
 
 /// Rows, columns, whether threads read 16 bytes at once, threads, packs of a thread, rows that are read ahead.
 pub(super) type Shape = (i64, i64, bool, u32, i64, i64);
-pub(super) const SHAPES: [Shape; 10] = [
+pub(super) const SHAPES: [Shape; 11] = [
     (3, 1, false, 128, 1, 0),
     (5, 7, false, 128, 1, 0),
     (4, 250, false, 128, 2, 0),
     (7, 96, true, 128, 1, 2),
-    (9, 96, true, 128, 1, 3),
+    (9, 96, true, 32, 1, 3),
+    (4, 2496, true, 320, 2, 3),
     (5, 896, true, 128, 2, 2),
     (7, 1600, true, 128, 4, 2),
     (3, 4096, true, 512, 4, 0),
