@@ -45,7 +45,7 @@ pub struct Counts {
     pub tokens: usize,
     /// Padding positions.
     pub padding: usize,
-    /// Positions with a label: the denominator of a mean loss.
+    /// Positions with a label: the denominator of a mean loss. On a GPU no more of them are computed.
     pub targets: usize,
     /// Tokens dropped because they did not fit.
     pub dropped: usize,

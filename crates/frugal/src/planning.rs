@@ -34,7 +34,7 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
         flops: rates.flops,
         bandwidth: rates.bandwidth,
         recipe: recipe(kind),
-        loss: Loss::LinearCrossEntropy { tokens: loss_chunk },
+        loss: Loss::LinearCrossEntropy { tokens: loss_chunk, whole: 0 },
         norm: NormKernel::Output,
         logits: Logits::LastToken,
         product_workspaces: rates.product_workspaces,

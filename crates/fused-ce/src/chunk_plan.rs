@@ -2,10 +2,10 @@
 //!
 //! Each chunk of tokens reads all of W twice, and reads and writes all of its gradient, whatever the chunk size: small chunks
 //! are limited by memory bandwidth. So chunks are as large as the budget allows, and of nearly equal size. The plan depends on
-//! shapes only, never on the free memory.
+//! shapes and on what is trained, never on the free memory.
 //!
 //! The gradient of a weight in bf16 is summed over chunks in fp32. The product of a single chunk is that gradient and needs no sum:
-//! so the default on a GPU is one chunk for all rows wherever their logits take no more than the budget and the sum.
+//! so the default on a GPU is one chunk for all rows wherever that takes no more memory than chunks and their sum.
 
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::processor;
@@ -34,15 +34,13 @@ pub(crate) struct Planned {
     /// Dtype of the inputs.
     pub(crate) kind: Kind,
     pub(crate) device: Device,
-    /// Rows with a label, or all.
-    pub(crate) rows: i64,
-    /// Whether the weight's gradient is computed.
+    /// Whether the gradient of the weight, and not that of a bias, is computed, of the whole vocabulary.
     pub(crate) trains_weight: bool,
 }
 
 impl ChunkPlan {
     pub(crate) fn new(options: &LinearCrossEntropy, of: Planned, pass: &dyn LogitsPass) -> Result<Self> {
-        let Planned { sizes, kind, device, rows, trains_weight } = of;
+        let Planned { sizes, kind, device, trains_weight } = of;
         let (compute, on_gpu) = (compute_kind(kind), device != Device::Cpu);
         let rounds = on_gpu || options.round_logits_gradient && processor::multiplies_into_fp32(kind);
         let gradient = if rounds { kind } else { compute };
@@ -52,8 +50,11 @@ impl ChunkPlan {
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
             Chunk::Budget(_) if chunk.is_none() => {
-                let hidden = trains_weight.then_some(sizes.hidden);
-                default_tokens(rows, row, [sizes.widest, hidden.unwrap_or(0)], kind, device)
+                // Never an error: one row at least.
+                let chunk = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
+                let bytes = sizes.tokens.unsigned_abs().saturating_mul(row);
+                let one = one_chunk_bytes([sizes.columns, sizes.hidden], kind, device);
+                if trains_weight && bytes <= one { chunk.max(sizes.tokens) } else { chunk }
             }
             Chunk::Budget(budget) if budget < row => {
                 return Err(Error::Budget { budget, row, vocabulary: sizes.widest });
@@ -100,25 +101,35 @@ pub fn default_budget(device: Device) -> u64 {
     if device == Device::Cpu { 128 << 20 } else { 1 << 30 }
 }
 
-/// Returns the tokens of the largest chunk with the default budget and logits that are not rounded, for a weight `[vocabulary, hidden]`
-/// that is trained, or with `hidden = 0` is not.
-pub fn default_chunk_tokens(tokens: i64, [vocabulary, hidden]: [i64; 2], kind: Kind, device: Device) -> i64 {
+/// Returns the tokens of the largest chunk with the default budget and logits that are not rounded, where there are more chunks than one
+/// ([`one_chunk_tokens`]).
+pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
     let row = row_bytes(vocabulary, kind, compute_kind(kind), pass_for(device));
-    let most = default_tokens(tokens, row, [vocabulary, hidden], kind, device);
+    let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
     let chunks = ((tokens + most - 1) / most).max(1);
     (tokens + chunks - 1) / chunks
 }
 
-/// Returns the tokens of a chunk with the default budget: all of `rows` if one chunk takes no more than chunks and the sum of their
-/// gradients. The budget is never an error: one row at least.
-fn default_tokens(rows: i64, row: u64, [columns, hidden]: [i64; 2], kind: Kind, device: Device) -> i64 {
-    let budget = default_budget(device);
-    let is_summed = device != Device::Cpu && kind == Kind::BFloat16;
-    let sum = if is_summed { 4 * columns.unsigned_abs() * hidden.unsigned_abs() } else { 0 };
-    if rows.unsigned_abs().saturating_mul(row) <= budget + sum {
-        return rows.max(1);
+/// Returns the tokens, labelled or not, up to which the default is one chunk because that saves the sum of the gradient of a trained
+/// weight `[vocabulary, hidden]` in `kind`, with logits that are not rounded; 0 for none: on a CPU, in another dtype than bf16, or for a
+/// small matrix.
+pub fn one_chunk_tokens(matrix: [i64; 2], kind: Kind, device: Device) -> i64 {
+    let row = row_bytes(matrix[0], kind, compute_kind(kind), pass_for(device));
+    i64::try_from(one_chunk_bytes(matrix, kind, device) / row).unwrap_or(i64::MAX)
+}
+
+/// The elements of a product on a GPU that is rounded to 16 bits at once: cuBLAS divides the sums of smaller ones among processors,
+/// and may round each part.
+pub(crate) const WHOLE: i64 = 1 << 22;
+
+/// Returns the bytes of logits in one chunk, beside the gradient of the weight (2·v·h), that take no more than chunks of the budget and
+/// the sum of that gradient in fp32 (4·v·h), or than the sum and the gradient.
+fn one_chunk_bytes([columns, hidden]: [i64; 2], kind: Kind, device: Device) -> u64 {
+    if device == Device::Cpu || kind != Kind::BFloat16 || columns.saturating_mul(hidden) < WHOLE {
+        return 0;
     }
-    i64::try_from(budget / row).unwrap_or(i64::MAX).max(1)
+    let gradient = 2 * columns.unsigned_abs() * hidden.unsigned_abs();
+    (default_budget(device) + gradient).max(2 * gradient)
 }
 
 /// Returns the bytes of a row of logits for inputs in `kind`: in the dtype of logits, including what separates it from the next and the
@@ -161,7 +172,7 @@ mod tests {
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let budget =
             |bytes| LinearCrossEntropy { chunk: Some(Chunk::Budget(bytes)), ..LinearCrossEntropy::default() };
-        let of = |kind, device| Planned { sizes, kind, device, rows: 4096, trains_weight: true };
+        let of = |kind, device| Planned { sizes, kind, device, trains_weight: true };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
             ChunkPlan::new(&budget(1_000_000), of(kind, device), pass).unwrap().tokens
         };
@@ -188,7 +199,7 @@ mod tests {
             .assert_eq(&error.to_string());
     }
 
-    /// 2048 rows of 128,256 logits in fp32 are the budget of a GPU, and the sum of a weight's gradient takes twice as much.
+    /// 2092 rows of 128,256 logits in fp32 are the budget of a GPU, and the gradient of a weight takes as much.
     #[test]
     fn one_chunk_that_needs_no_sum_may_take_its_memory() {
         let tokens = |rows, kind, device, trains_weight, round_logits| {
@@ -201,21 +212,25 @@ mod tests {
                 widest: 128_256,
             };
             let options = LinearCrossEntropy { round_logits, ..LinearCrossEntropy::default() };
-            ChunkPlan::new(&options, Planned { sizes, kind, device, rows, trains_weight }, &Simd)
-                .unwrap()
-                .tokens
+            ChunkPlan::new(&options, Planned { sizes, kind, device, trains_weight }, &Simd).unwrap().tokens
         };
         let (gpu, bf16) = (Device::Cuda(0), Kind::BFloat16);
         assert_eq!(tokens(4096, bf16, gpu, true, false), 4096);
-        assert_eq!(tokens(6188, bf16, gpu, true, false), 6188);
-        assert_eq!(tokens(6189, bf16, gpu, true, false), 2092);
+        assert_eq!(tokens(4140, bf16, gpu, true, false), 4140);
+        assert_eq!(tokens(4141, bf16, gpu, true, false), 2092);
         assert_eq!(tokens(8192, bf16, gpu, true, true), 8192);
+        assert_eq!(one_chunk_tokens([128_256, 4096], bf16, gpu), 4140);
         // No sum is saved: a frozen weight, gradients in fp32, a CPU's cache.
         assert_eq!(tokens(4096, bf16, gpu, false, false), 2092);
         assert_eq!(tokens(4096, Kind::Half, gpu, true, false), 2092);
         assert_eq!(tokens(4096, Kind::Float, gpu, true, false), 2092);
         assert_eq!(tokens(4096, bf16, Device::Cpu, true, false), 261);
-        assert_eq!(default_tokens(4096, 4 * 128_256, [128_256, 4096], bf16, gpu), 4096);
-        assert_eq!(default_tokens(0, 4 * 128_256, [128_256, 4096], bf16, gpu), 1);
+        for (matrix, kind, device) in [
+            ([1000, 64], bf16, gpu),
+            ([128_256, 4096], Kind::Half, gpu),
+            ([128_256, 4096], bf16, Device::Cpu),
+        ] {
+            assert_eq!(one_chunk_tokens(matrix, kind, device), 0);
+        }
     }
 }

@@ -74,7 +74,7 @@ impl LossHead for LinearCrossEntropyHead {
         let loss = LinearCrossEntropy { predictions: context.accuracy, ..self.loss.clone() };
         let inputs = Inputs {
             bias: self.bias.as_ref(),
-            labelled_tokens: context.labelled_tokens,
+            labelled_tokens: context.labelled_tokens.map(|number| number.min(labels_bt.numel() as i64)),
             ..Inputs::new(hidden_btd, &self.weight, labels_bt)
         };
         let output = loss.run(&inputs).map_err(runtime::Error::from)?;

@@ -42,21 +42,22 @@
 //!
 //! | | `linear` and `cross_entropy` | here |
 //! |---|---|---|
-//! | logits and their gradient | about 3·4·n·v | the budget of a chunk ([`Chunk`]), for any n |
+//! | logits and their gradient | about 3·4·n·v | the budget of a chunk ([`Chunk`]), for any n; on a GPU up to 2·v·h more |
 //! | saved for backward | e·n·h and the logits | e·(n·h + v·h) (4 instead of e for fp16), or 8·n with [`Gradients::Backward`] |
-//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32; none in bf16 with one chunk |
+//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32; none in bf16 on a GPU with one chunk |
 //! | products | 3 | 3, or 4 with [`Gradients::Backward`] |
 //! | ignored tokens | computed | skipped |
 //!
 //! # Numerics
 //!
-//! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands by default: the gradient of W
-//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. With one chunk it is that product,
-//! rounded to bf16 as it is written: so on a GPU the default is one chunk wherever that takes no more memory than chunks and a sum, which
-//! saves reading and writing the sum for each chunk. The logits are rounded only on a GPU by [`LinearCrossEntropy::round_logits`], and their gradient only on a GPU, or by
-//! [`LinearCrossEntropy::round_logits_gradient`]. Runs are deterministic: chunks
-//! depend on shapes and labels only, and sums have one order. On a CPU the result does not depend on the number of threads either if
-//! every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's bits depend on the threads.
+//! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands by default: the gradient
+//! of W is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. On a GPU one chunk's
+//! product is rounded to bf16 as it is written: so the default there is one chunk wherever that takes no more memory than chunks
+//! and a sum, which saves reading and writing the sum for each chunk. The logits are rounded only on a GPU by
+//! [`LinearCrossEntropy::round_logits`], and their gradient only on a GPU, or by [`LinearCrossEntropy::round_logits_gradient`].
+//! Runs are deterministic: chunks depend on shapes and labels only, and sums have one order. On a CPU the result does not depend on
+//! the number of threads either if every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's
+//! bits depend on the threads.
 //!
 //! A NaN in the hidden states of a token makes its loss NaN, and with it a mean or sum; in an ignored token it changes
 //! nothing. The mean of a batch in which every token is ignored is 0, or NaN as in PyTorch, by [`EmptyMean`].
@@ -85,7 +86,7 @@ mod rows;
 mod token_loss;
 pub mod vocabulary_parallel;
 
-pub use chunk_plan::{default_budget, default_chunk_tokens};
+pub use chunk_plan::{default_budget, default_chunk_tokens, one_chunk_tokens};
 pub use error::{Error, Result};
 pub use head::{LinearCrossEntropyHead, install};
 pub use inputs::{Adapter, Denominator, Inputs, Targets};

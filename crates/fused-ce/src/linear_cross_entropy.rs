@@ -74,8 +74,11 @@ impl LinearCrossEntropy {
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let pass = pass_for(device);
         let rows = Rows::new(inputs, self, sizes)?;
-        let trains_weight = GradMode::enabled() && inputs.weight.requires_grad();
-        let of = Planned { sizes, kind, device, rows: rows.count, trains_weight };
+        let trains = |tensor: &Tensor| GradMode::enabled() && tensor.requires_grad();
+        // The gradient of a bias is summed from a tile in fp32, and the tile is then copied. Shards agree on their chunks.
+        let trains_weight =
+            trains(inputs.weight) && !inputs.bias.is_some_and(trains) && inputs.shard.is_none();
+        let of = Planned { sizes, kind, device, trains_weight };
         let plan = ChunkPlan::new(self, of, pass)?;
         self.run_planned(inputs, sizes, plan, pass, rows)
     }
@@ -159,8 +162,8 @@ mod tests {
     use crate::options::{Chunk, Gradients, Reduction};
     use crate::rows::unread_rows;
 
-    fn planned(sizes: Sizes, rows: &Rows) -> Planned {
-        Planned { sizes, kind: Kind::Double, device: Device::Cpu, rows: rows.count, trains_weight: true }
+    fn planned(sizes: Sizes) -> Planned {
+        Planned { sizes, kind: Kind::Double, device: Device::Cpu, trains_weight: true }
     }
 
     /// Ignored tokens may hold any values: hidden states, token weights and upstream gradients.
@@ -200,7 +203,7 @@ mod tests {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
                             let rows = unread_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
-                            let plan = ChunkPlan::new(&options, planned(sizes, &rows), &Operators).unwrap();
+                            let plan = ChunkPlan::new(&options, planned(sizes), &Operators).unwrap();
                             options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
                         }
                     };
@@ -280,7 +283,7 @@ mod tests {
                             let sizes = check(&inputs, &options).unwrap();
                             let flat = targets.reshape([-1]);
                             let rows = unread_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
-                            let plan = ChunkPlan::new(&options, planned(sizes, &rows), &Operators).unwrap();
+                            let plan = ChunkPlan::new(&options, planned(sizes), &Operators).unwrap();
                             options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
                         }
                     };

@@ -25,7 +25,7 @@ pub enum EmptyMean {
     Nan,
 }
 
-/// The chunk size: how many tokens have their logits in memory at a time. It depends on shapes only, so that equal runs
+/// The chunk size: how many tokens have their logits in memory at a time. It depends on shapes and labels only, so that equal runs
 /// compute equal numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
@@ -85,7 +85,7 @@ pub enum CheckTargets {
 pub struct LinearCrossEntropy {
     /// The reduction of the per-token losses.
     pub reduction: Reduction,
-    /// The target of ignored tokens. Their rows skip all products.
+    /// The target of ignored tokens. Their rows skip all products, on a GPU if their number is given ([`Inputs::labelled_tokens`]).
     pub ignore_index: i64,
     /// ε in [0, 1]: the target becomes (1 − ε)·target + ε/vocabulary.
     pub label_smoothing: f64,
@@ -97,8 +97,8 @@ pub struct LinearCrossEntropy {
     pub softcap: Option<f64>,
     /// The hidden state at position t predicts the target at position t + shift of its row; the last positions have no target.
     pub shift: i64,
-    /// The chunk size. `None`: 128 MiB of logits on a CPU, 1 GiB on a GPU, and there as many more as a single chunk saves by not summing
-    /// the gradient of a weight in bf16 in fp32 (4·v·h bytes).
+    /// The chunk size. `None`: 128 MiB of logits on a CPU, 1 GiB on a GPU, and there one chunk for all tokens if that takes no more
+    /// memory than chunks and the sum of a weight's gradient ([`one_chunk_tokens`](crate::one_chunk_tokens)).
     pub chunk: Option<Chunk>,
     /// When gradients are computed.
     pub gradients: Gradients,

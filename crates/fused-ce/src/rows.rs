@@ -35,17 +35,12 @@ impl Rows {
         let device = classes.device();
         if device == Device::Cpu {
             let rows = labelled_rows(classes, options, sizes, sequence)?;
-            if let Some(given) = inputs.labelled_tokens.filter(|given| *given < rows.count) {
-                let reason = format!(
-                    "{given} labelled tokens, and {} targets are not ignored; expected as many, or more",
-                    rows.count
-                );
-                return Err(Error::Option(reason));
-            }
+            check_number(inputs, &rows)?;
             return Ok(rows);
         }
         if options.check_targets == CheckTargets::Always {
-            labelled_rows(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
+            let rows = labelled_rows(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
+            check_number(inputs, &rows)?;
         }
         let kind = compute_kind(inputs.hidden.kind());
         unread_rows(&classes.f_reshape([-1])?, options, inputs.labelled_tokens, sequence, kind)
@@ -66,6 +61,15 @@ impl Rows {
         };
         Ok(x.f_where_self(&part.f_unsqueeze(1)?, &Tensor::f_zeros([], (x.kind(), x.device()))?)?)
     }
+}
+
+/// Refuses a number of labelled tokens that is less than was found.
+fn check_number(inputs: &Inputs<'_>, rows: &Rows) -> Result<()> {
+    let Some(given) = inputs.labelled_tokens.filter(|given| *given < rows.count) else { return Ok(()) };
+    Err(Error::Option(format!(
+        "{given} labelled tokens, and {} targets are not ignored; expected as many, or more",
+        rows.count
+    )))
 }
 
 /// Returns the labelled rows, by reading each target.

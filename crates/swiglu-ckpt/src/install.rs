@@ -32,7 +32,7 @@ use crate::level::CheckpointLevel;
 
 /// Replaces every MLP of `model` by one that keeps what `level` says, and returns their number. If one cannot be replaced,
 /// nothing is changed. SwiGLUs compute their products with [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's
-/// MLPs give the same bits as before.
+/// MLPs give the same bits as before, but for the gradient of the second weight, whose bits MKL's small products for AVX2 change.
 ///
 /// Install adapters before this, and activation plans and offloading after it.
 ///

@@ -50,7 +50,7 @@ impl MicroBatches {
     }
 }
 
-/// Returns the parts of a batch. The counts stay with the step.
+/// Returns the parts of a batch.
 fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
     let (all, length) = batch.tokens.size2()?;
     let part = |first: i64| -> Result<Batch> {
@@ -72,7 +72,9 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
                 })
             }
         };
-        let counts = Counts::default();
+        // The counts stay with the step; the targets of a part are at most these.
+        let positions = usize::try_from(count * length).unwrap_or(usize::MAX);
+        let counts = Counts { targets: batch.counts.targets.min(positions), ..Counts::default() };
         Ok(Batch { tokens: of(&batch.tokens)?, labels: of(&batch.labels)?, packing, counts })
     };
     (0..all).step_by(rows as usize).map(part).collect()

@@ -215,7 +215,7 @@ mod tests {
             let mut plan = TrainingPlan {
                 work: Workload { batch: 4, sequence: 1024 },
                 lora: Some(LowRank { targets: targets.parse().unwrap(), ..LowRank::default() }),
-                loss: crate::memory::logits::Loss::LinearCrossEntropy { tokens: 4096 },
+                loss: crate::memory::logits::Loss::LinearCrossEntropy { tokens: 4096, whole: 0 },
                 labelled,
                 ..TrainingPlan::default()
             };

@@ -18,7 +18,7 @@
 //! |---|---|---|
 //! | `ChunkedRecompute` | `c + 12` | one chunk's gradient, before it is added |
 //! | `GradInForward` | `c`, and `4` for a copy in fp32 unless `c = 4`; the gradient is written over it | – |
-//! | `LinearCrossEntropy` | `4`: one tile in fp32, its gradient written over it | an accumulator in fp32, unless the gradient is that, or is in bf16 and there is one chunk |
+//! | `LinearCrossEntropy` | `4`: one tile in fp32, its gradient written over it | an accumulator in fp32, unless the gradient is that, or one chunk's in bf16 |
 
 use std::str::FromStr;
 
@@ -47,10 +47,13 @@ pub enum Loss {
         tokens: u64,
     },
     /// The same with one tile of logits in fp32 that is overwritten by its gradient, and the output matrix' gradient
-    /// accumulated in fp32, or rounded to bf16 at once if one tile has all labelled tokens.
+    /// accumulated in fp32.
     LinearCrossEntropy {
         /// Tokens of a tile.
         tokens: u64,
+        /// Tokens of the largest step that has one tile for all labelled tokens, and a gradient in bf16 that is rounded at once instead of
+        /// accumulated; 0 for none.
+        whole: u64,
     },
 }
 
@@ -65,7 +68,7 @@ impl Loss {
             Some(0) => Ok(Self::Eager),
             Some(1) => Ok(Self::ChunkedRecompute { tokens }),
             Some(2) => Ok(Self::GradInForward { tokens }),
-            Some(_) => Ok(Self::LinearCrossEntropy { tokens }),
+            Some(_) => Ok(Self::LinearCrossEntropy { tokens, whole: 0 }),
             None => Err(Error::unknown("loss", name, Self::NAMES)),
         }
     }
@@ -86,8 +89,18 @@ impl Loss {
             Self::Eager => None,
             Self::ChunkedRecompute { tokens }
             | Self::GradInForward { tokens }
-            | Self::LinearCrossEntropy { tokens } => Some(tokens),
+            | Self::LinearCrossEntropy { tokens, .. } => Some(tokens),
         }
+    }
+
+    /// Returns whether a step of `tokens` has one tile whose gradient of the output matrix is rounded at once.
+    pub(crate) const fn is_whole(self, tokens: u64) -> bool {
+        matches!(self, Self::LinearCrossEntropy { whole, .. } if tokens <= whole)
+    }
+
+    /// Returns the tokens of a chunk of a step of `tokens`, if there are chunks.
+    pub(crate) const fn chunk_of(self, tokens: u64) -> Option<u64> {
+        if self.is_whole(tokens) { Some(tokens) } else { self.chunk() }
     }
 }
 
@@ -97,15 +110,6 @@ impl FromStr for Loss {
     /// As [`Loss::from_name`], with chunks of 1024 tokens.
     fn from_str(text: &str) -> Result<Self, Error> {
         Self::from_name(text, 1024)
-    }
-}
-
-/// Returns whether the gradient of the output matrix is summed beside itself, in fp32, where the largest of the chunks of `labelled`
-/// tokens has `rows` of them. One chunk's product is rounded to bf16 at once; gradients in fp16 are so only after their scaling.
-pub(crate) fn accumulates(recipe: &Recipe, rows: u64, labelled: u64) -> bool {
-    match recipe.gradients {
-        Dtype::Bf16 => rows < labelled,
-        narrow => narrow.storage_bits() < Dtype::Fp32.storage_bits(),
     }
 }
 
@@ -121,7 +125,7 @@ pub fn peak(
 ) -> Result<Vec<Item>, Error> {
     let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
     let labelled = labelled.map_or(tokens, |labelled| labelled.min(tokens));
-    let rows = match loss.chunk() {
+    let rows = match loss.chunk_of(tokens) {
         None => tokens,
         Some(chunk) => positive("tokens of a chunk of logits", chunk)?.min(labelled),
     };
@@ -152,7 +156,7 @@ pub fn peak(
         }
         Loss::LinearCrossEntropy { .. } => {
             let mut items = vec![Item::new("tile of logits in fp32", 4, &size)?];
-            if accumulates(recipe, rows, labelled) {
+            if recipe.gradients.storage_bits() < Dtype::Fp32.storage_bits() && !loss.is_whole(tokens) {
                 items.push(Item::new("accumulator of the output matrix' gradient", 4, &matrix)?);
             }
             items
@@ -194,7 +198,6 @@ mod tests {
             (Recipe::BF16, "grad-in-forward", [6, 0, 2]),
             (Recipe::FP32, "linear-cross-entropy", [4, 0, 4]),
             (Recipe::BF16, "linear-cross-entropy", [4, 4, 2]),
-            (Recipe::FP16_MASTER, "linear-cross-entropy", [4, 4, 2]),
             // Products in bf16, but the weight and its gradient are in fp32.
             (Recipe::AMP_BF16, "linear-cross-entropy", [4, 0, 2]),
         ];
@@ -202,16 +205,30 @@ mod tests {
             for tokens in [256, 1 << 40] {
                 let loss = Loss::from_name(name, tokens).unwrap();
                 let chunk = tokens.min(1024);
-                // One chunk's gradient in bf16 is rounded at once.
-                let at_once =
-                    name == "linear-cross-entropy" && recipe.name == Recipe::BF16.name && chunk == 1024;
-                let matrix = if at_once { 0 } else { matrix };
                 let hand = logit * chunk * v + matrix * v * d + hidden * 1024 * d;
                 assert_eq!(bytes(recipe, loss), hand, "{name} {} {tokens}", recipe.name);
                 assert_eq!((loss.name(), loss.chunk()), (name, Some(tokens)));
             }
             let none = Loss::from_name(name, 0).unwrap();
             assert!(peak(&model, work, &recipe, none, None).is_err());
+        }
+    }
+
+    /// A step of up to `whole` tokens is one tile of its labelled tokens, without an accumulator.
+    #[test]
+    fn one_tile_needs_no_accumulator() {
+        let model = presets::find("gpt2").unwrap();
+        let work = Workload { batch: 2, sequence: 512 };
+        let (v, d) = (50257, 768);
+        for (whole, labelled, hand) in [
+            (1024, None, 4 * 1024 * v + 2 * 1024 * d),
+            (1024, Some(700), 4 * 700 * v + 2 * 1024 * d),
+            (1023, None, 4 * 256 * v + 4 * v * d + 2 * 1024 * d),
+            (0, Some(700), 4 * 256 * v + 4 * v * d + 2 * 1024 * d),
+        ] {
+            let loss = Loss::LinearCrossEntropy { tokens: 256, whole };
+            let items = peak(&model, work, &Recipe::BF16, loss, labelled).unwrap();
+            assert_eq!(total(&items).unwrap(), hand, "{whole} {labelled:?}");
         }
     }
 

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! tile of logits                       4·t·v/R     in fp32, overwritten by its gradient
-//! output matrix, and its gradient      c·v·d/R     each; an accumulator of 4 bytes if the gradient is narrower and there are several tiles
+//! output matrix, and its gradient      c·v·d/R     each; an accumulator of 4 bytes if the gradient is narrower
 //! statistics of a token                12          its largest logit; then its sum of exponentials and its target's logit
 //! gradient of the hidden states        c·n·d       a sum over the ranks
 //! ```
@@ -13,7 +13,6 @@
 
 use crate::decoder_flops::Workload;
 use crate::exact::{positive, product};
-use crate::memory::logits::accumulates;
 use crate::memory::recipe::Recipe;
 use crate::model::Decoder;
 use crate::{Dtype, Error};
@@ -63,7 +62,7 @@ pub fn rank_bytes(
         tile: product("bytes of a tile of logits", &[4, tile, rows])?,
         matrix: recipe.parameters.bytes(elements)?,
         matrix_gradient: recipe.gradients.bytes(elements)?,
-        accumulator: if accumulates(recipe, tile, tokens) { Dtype::Fp32.bytes(elements)? } else { 0 },
+        accumulator: if recipe.gradients == Dtype::Fp32 { 0 } else { Dtype::Fp32.bytes(elements)? },
         hidden_gradient: product("bytes of the hidden states' gradient", &[c, tokens, model.hidden])?,
         statistics: product("bytes of the tokens' statistics", &[STATISTICS, tokens])?,
     })

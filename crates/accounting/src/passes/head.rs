@@ -7,7 +7,8 @@
 //! in chunks of r one tile [r, v] in fp32, overwritten by its gradient; ∂hidden [n, d] and ∂W [v, d] computed in the forward
 //! ```
 //!
-//! The sums of ∂W are in fp32; for a narrower weight they are rounded at the end, into a second tensor.
+//! The sums of ∂W are in fp32; for a narrower weight they are rounded at the end, into a second tensor, or in bf16 as they are written if
+//! there is one tile ([`Loss::LinearCrossEntropy`]).
 
 use crate::exact::{self, product, sum};
 use crate::memory::logits::{self, Loss};
@@ -73,7 +74,7 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     let tokens = options.work.tokens()?;
     let labelled = options.labelled.unwrap_or(tokens);
     let c = options.recipe.compute.storage_bits() / 8;
-    let chunk = options.loss.chunk().unwrap_or(labelled);
+    let chunk = options.loss.chunk_of(tokens).unwrap_or(labelled);
     // Chunks are as even as possible.
     let chunks = labelled.div_ceil(exact::positive("tokens of a chunk of logits", chunk)?);
     let rows = labelled.div_ceil(chunks);
@@ -132,12 +133,8 @@ pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Resu
         Loss::LinearCrossEntropy { .. } => {
             tracker.touch(narrow);
             let items = total(&chunked(model, options)?)?;
-            let labelled = options.labelled.unwrap_or(tokens);
-            let rows = loss.chunk().unwrap_or(labelled).min(labelled);
             let sums = match trained {
-                true if logits::accumulates(recipe, rows, labelled) => {
-                    product("bytes of the sums", &[matrix, 4])?
-                }
+                true if !loss.is_whole(tokens) => product("bytes of the sums", &[matrix, 4])?,
                 _ => gradient,
             };
             tracker.make(sum("bytes of the head", [items, sums])?);

@@ -21,7 +21,7 @@ fn job(lora: bool) -> Job {
             flops: 1e11,
             bandwidth: 2e10,
             recipe: Recipe::BF16_FP32_STATE,
-            loss: Loss::LinearCrossEntropy { tokens: 128 },
+            loss: Loss::LinearCrossEntropy { tokens: 128, whole: 0 },
             packs: true,
             ..Choices::default()
         },

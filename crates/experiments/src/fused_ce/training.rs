@@ -81,7 +81,7 @@ impl Variant {
             Implementation::LinearCrossEntropy
             | Implementation::RoundedGradient
             | Implementation::RoundedLogits => {
-                fused_ce::default_chunk_tokens(tokens, [vocabulary, hidden], Kind::Float, device)
+                fused_ce::default_chunk_tokens(tokens, vocabulary, Kind::Float, device)
             }
             Implementation::ChunkedRecompute | Implementation::GradInForward => composed()?,
         };

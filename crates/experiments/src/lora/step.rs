@@ -136,7 +136,7 @@ fn predict(
         recomputation: Recomputation { checkpoint, ..Recomputation::default() },
         norm: NormKernel::Output,
         step: StepKernel::Fused,
-        loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))? },
+        loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))?, whole: 0 },
         labelled: Some(size(labelled)?),
         lora: Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
         product_workspaces: runtime::device::product_workspaces(device)?,

@@ -120,7 +120,7 @@ fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimat
         recomputation: Recomputation { checkpoint, ..Recomputation::default() },
         norm: NormKernel::Output,
         step: StepKernel::Fused,
-        loss: Loss::LinearCrossEntropy { tokens: CHUNK as u64 },
+        loss: Loss::LinearCrossEntropy { tokens: CHUNK as u64, whole: 0 },
         labelled: Some(tokens / 2),
         lora: Some(LowRank { rank: RANK as u64, targets, dropout, on_cpu: true, ..LowRank::default() }),
         ..TrainingPlan::default()

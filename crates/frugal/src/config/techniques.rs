@@ -26,7 +26,8 @@ pub struct LossConfig {
     /// Tokens whose logits exist at a time in the fused loss; absent for `chunk_bytes`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunk_tokens: Option<i64>,
-    /// Bytes of logits that exist at a time in the fused loss; absent for 128 MiB on a CPU and 1 GiB on a GPU.
+    /// Bytes of logits that exist at a time in the fused loss; absent for 128 MiB on a CPU, and on a GPU for
+    /// 1 GiB or one chunk that takes no more memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunk_bytes: Option<Bytes>,
     /// Computes the fused loss's gradients in backward, from logits computed again: one product more, and less memory between

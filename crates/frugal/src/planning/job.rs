@@ -76,23 +76,21 @@ pub fn job(
         (Some(tokens), _) => tokens.unsigned_abs(),
         (None, Some(Bytes(bytes))) => (bytes / row).max(1),
         (None, None) => {
-            let trained = if lora.is_none() { shape.hidden_size } else { 0 };
-            let chunk = |tokens| {
-                let matrix = [shape.vocab_size, trained];
-                fused_ce::default_chunk_tokens(tokens, matrix, product_kind, device).unsigned_abs()
-            };
-            // One chunk for every batch, or so many tokens that all chunks but the last are full.
-            let most = data.largest.iter().map(|(_, batch)| batch.work.batch * batch.work.sequence).max();
-            let most = most.unwrap_or(0);
-            match chunk(i64::try_from(most).unwrap_or(i64::MAX)) {
-                all if all >= most => all.max(1),
-                _ => chunk(1 << 40),
-            }
+            // So many tokens that all chunks but the last are full.
+            let vocabulary = shape.vocab_size;
+            fused_ce::default_chunk_tokens(1 << 40, vocabulary, product_kind, device).unsigned_abs()
         }
+    };
+    let whole = match (loss.chunk_tokens, loss.chunk_bytes) {
+        (None, None) if lora.is_none() => {
+            let matrix = [shape.vocab_size, shape.hidden_size];
+            fused_ce::one_chunk_tokens(matrix, product_kind, device).unsigned_abs()
+        }
+        _ => 0,
     };
     let loss = match loss.head {
         LossHeadKind::Plain => Loss::Eager,
-        LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens },
+        LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens, whole },
     };
     let (formats, operands) = match (mixed, kind, optimizer.master_weights) {
         (Some(mixed), ..) => mixed,

@@ -1,5 +1,5 @@
-//! Accumulation of gradients over chunks: weight gradients in fp32, overwritten by the first chunk, or in their own dtype if it is the
-//! only one.
+//! Accumulation of gradients over chunks: weight gradients in fp32, overwritten by the first chunk, or on a GPU in their own dtype if it is
+//! the only one.
 
 use runtime::Result;
 use runtime::matmul::mm_into;
@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::chunk::Operands;
 use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
-use crate::chunk_plan::ChunkPlan;
+use crate::chunk_plan::{ChunkPlan, WHOLE};
 use crate::vocabulary_parallel::ReduceOp;
 
 /// The gradients of one run, accumulated over chunks.
@@ -19,10 +19,6 @@ pub(super) struct GradientSums {
     /// Whether one chunk has all rows.
     is_one_chunk: bool,
 }
-
-/// The elements of a product on a GPU that is rounded to 16 bits at once: cuBLAS divides the sums of smaller ones among processors,
-/// and may round each part.
-const WHOLE: i64 = 1 << 22;
 
 impl GradientSums {
     pub(super) fn new(wanted: [bool; INPUTS], kind: Kind, is_one_chunk: bool) -> Self {
@@ -80,7 +76,7 @@ impl GradientSums {
                         of.gather(all, start, count)?
                     }
                 };
-                let rounds = self.is_one_chunk && (device == Device::Cpu || columns * width >= WHOLE);
+                let rounds = self.is_one_chunk && device != Device::Cpu && columns * width >= WHOLE;
                 let kind = if rounds { self.kind } else { plan.compute };
                 let sum = match &mut self.by_slot[for_columns] {
                     Some(sum) => sum,

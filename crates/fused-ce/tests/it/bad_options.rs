@@ -126,6 +126,12 @@ fn options_outside_their_range_are_refused() {
         |i, _| i.labelled_tokens = Some(-1),
         expect!["linear cross-entropy: -1 labelled tokens of 6; expected 0 to 6"],
     );
+    check(
+        |i, _| i.labelled_tokens = Some(4),
+        expect![
+            "linear cross-entropy: 4 labelled tokens, and 5 targets are not ignored; expected as many, or more"
+        ],
+    );
 }
 
 #[test]

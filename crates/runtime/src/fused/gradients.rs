@@ -100,7 +100,8 @@ fn unscale_by_operators_(grads: &[impl Borrow<Tensor>], factor: &Tensor, device:
     for grad in narrow {
         let is_finite = grad.f_isfinite()?.f_all()?;
         found.push(is_finite.f_logical_not()?.f_to_kind(Kind::Float)?.f_reshape([1])?);
-        let _ = grad.shallow_clone().f_mul_(&factor.f_reshape([0i64; 0])?)?;
+        // By the factor in fp32: a bf16 tensor would round it.
+        grad.shallow_clone().f_copy_(&grad.f_to_kind(Kind::Float)?.f_mul(factor)?)?;
     }
     Ok(Tensor::f_stack(&found, 0)?.f_amax([0], false)?)
 }

@@ -58,7 +58,9 @@ impl Row {
         let Some(&columns) = size.last() else { return Ok(None) };
         let needed = (columns + width - 1) / width;
         let Some(&(packs, _)) = division.iter().find(|(_, most)| needed <= *most) else { return Ok(None) };
-        let threads = ((needed + packs - 1) / packs + 31) / 32 * 32;
+        // With four packs not every number of warps leaves each thread the registers that it needs.
+        let step = if packs == 4 { 128 } else { 32 };
+        let threads = ((needed + packs - 1) / packs + step - 1) / step * step;
         let rows: i64 = size[..size.len() - 1].iter().product();
         let numbers = threads * packs * width;
         let bytes = inputs.iter().sum::<usize>() as i64;

@@ -127,7 +127,16 @@ fn installing_keeps_a_gpt2s_bits() {
                 assert_eq!(install(&mut *model, level).unwrap(), 3);
                 same_names(&*model, &*plain);
                 for ((name, found), (_, expected)) in gradients(&*model).iter().zip(&expected) {
-                    assert!(found == expected, "{level}, {frozen:?}, {kind:?}: `{name}` has other bits");
+                    let what = format!("{level}, {frozen:?}, {kind:?}: `{name}`");
+                    // The gradient of the second weight is a product of the same operands. MKL's for AVX2 has other bits on an Intel.
+                    let (true, Some(found), Some(expected)) =
+                        (name.ends_with("mlp.c_proj.weight"), found, expected)
+                    else {
+                        assert!(found == expected, "{what} has other bits");
+                        continue;
+                    };
+                    let error = (found - expected).abs().max() / expected.abs().max();
+                    assert!(error.double_value(&[]) <= 1e-6, "{what}: {error:?}");
                 }
             }
         }

@@ -44,7 +44,7 @@ impl Default for Choices {
             bandwidth: 1e12,
             recipe: Recipe::BF16_MASTER,
             optimizer: Optimizer::AdamW,
-            loss: Loss::LinearCrossEntropy { tokens: 1024 },
+            loss: Loss::LinearCrossEntropy { tokens: 1024, whole: 0 },
             norm: NormKernel::default(),
             logits: Logits::default(),
             product_workspaces: 0,

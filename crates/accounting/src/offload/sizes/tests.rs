@@ -53,7 +53,7 @@ fn generation_is_bound_by_the_link() {
 fn a_resident_step_matches_the_estimate() {
     let model = presets::find("qwen2.5-0.5b").unwrap();
     let choices = Choices {
-        loss: Loss::LinearCrossEntropy { tokens: 64 },
+        loss: Loss::LinearCrossEntropy { tokens: 64, whole: 0 },
         norm: NormKernel::Output,
         ..Choices::default()
     };

@@ -52,7 +52,7 @@ fn all_series() -> Result<[Series; 4], Error> {
     // Gradients of earlier batches and a loss in chunks: the model states are what these series are about.
     let small = TrainingPlan {
         work: Workload { batch: 8, sequence: 1024 },
-        loss: Loss::LinearCrossEntropy { tokens: 1024 },
+        loss: Loss::LinearCrossEntropy { tokens: 1024, whole: 0 },
         accumulate: true,
         ..TrainingPlan::default()
     };
@@ -96,9 +96,12 @@ fn recomputation(plan: TrainingPlan) -> Vec<(String, TrainingPlan)> {
         ("… and SwiGLU input-only".into(), with(level(SwigluLevel::InputOnly), Loss::Eager)),
         (
             "… and loss in chunks of 1024".into(),
-            with(level(SwigluLevel::InputOnly), Loss::LinearCrossEntropy { tokens: 1024 }),
+            with(level(SwigluLevel::InputOnly), Loss::LinearCrossEntropy { tokens: 1024, whole: 0 }),
         ),
         ("full recomputation".into(), with(full, Loss::Eager)),
-        ("full, loss in chunks of 1024".into(), with(full, Loss::LinearCrossEntropy { tokens: 1024 })),
+        (
+            "full, loss in chunks of 1024".into(),
+            with(full, Loss::LinearCrossEntropy { tokens: 1024, whole: 0 }),
+        ),
     ]
 }

@@ -26,7 +26,7 @@ pub(crate) fn fits(
     };
     let frugal = TrainingPlan {
         recomputation,
-        loss: Loss::LinearCrossEntropy { tokens: 1024 },
+        loss: Loss::LinearCrossEntropy { tokens: 1024, whole: 0 },
         step: StepKernel::Fused,
         ..plain
     };

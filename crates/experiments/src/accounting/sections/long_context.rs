@@ -21,7 +21,7 @@ use super::record;
 const MODEL: &str = "llama-3-8b";
 const CARD: &str = "h100";
 const SEQUENCES: [(u64, &str); 2] = [(32_768, "32k"), (131_072, "131k")];
-const FUSED: Loss = Loss::LinearCrossEntropy { tokens: 1024 };
+const FUSED: Loss = Loss::LinearCrossEntropy { tokens: 1024, whole: 0 };
 
 const ON_DEVICE: OnHost =
     OnHost { parameters: false, gradients: false, optimizer: false, block_inputs: false };

@@ -25,7 +25,7 @@ impl Row {
             recipe: frugal::planning::recipe(self.kind),
             loss: match self.head {
                 Head::Logits => Loss::Eager,
-                Head::Chunks(tokens) => Loss::LinearCrossEntropy { tokens: tokens.unsigned_abs() },
+                Head::Chunks(tokens) => Loss::LinearCrossEntropy { tokens: tokens.unsigned_abs(), whole: 0 },
             },
             norm: NormKernel::Output,
             logits: Logits::LastToken,

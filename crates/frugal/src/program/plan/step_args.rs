@@ -226,7 +226,7 @@ impl TrainingArgs {
                 remedy: "leave out --loss-chunk, or name another --loss".into(),
             }),
             (Some(name), tokens) => Loss::from_name(name, tokens.unwrap_or(1024)),
-            (None, Some(tokens)) => Ok(Loss::LinearCrossEntropy { tokens }),
+            (None, Some(tokens)) => Ok(Loss::LinearCrossEntropy { tokens, whole: 0 }),
             (None, None) => Ok(Loss::Eager),
         }
     }
@@ -235,7 +235,7 @@ impl TrainingArgs {
 fn loss_name(text: &str) -> Result<&'static str, Error> {
     Ok(match text {
         "plain" => Loss::Eager.name(),
-        "fused" => Loss::LinearCrossEntropy { tokens: 1 }.name(),
+        "fused" => Loss::LinearCrossEntropy { tokens: 1, whole: 0 }.name(),
         other => other.parse::<Loss>()?.name(),
     })
 }
