@@ -175,7 +175,7 @@ mod tests {
                 let classes = unread.classes.unwrap().index_select(0, &found);
                 let numbers = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
                 assert_eq!(numbers(&index), numbers(seen.index.as_ref().unwrap_or(&all)), "shift {shift}");
-                assert_eq!(numbers(&classes), numbers(&seen.classes.as_ref().unwrap()));
+                assert_eq!(numbers(&classes), numbers(seen.classes.as_ref().unwrap()));
             }
         }
     }
