@@ -202,24 +202,32 @@ mod tests {
     /// 2092 rows of 128,256 logits in fp32 are the budget of a GPU, and the gradient of a weight takes as much.
     #[test]
     fn one_chunk_that_needs_no_sum_may_take_its_memory() {
+        let sizes = |rows| Sizes {
+            tokens: rows,
+            hidden: 4096,
+            columns: 128_256,
+            vocabulary: 128_256,
+            first: 0,
+            widest: 128_256,
+        };
         let tokens = |rows, kind, device, trains_weight, round_logits| {
-            let sizes = Sizes {
-                tokens: rows,
-                hidden: 4096,
-                columns: 128_256,
-                vocabulary: 128_256,
-                first: 0,
-                widest: 128_256,
-            };
             let options = LinearCrossEntropy { round_logits, ..LinearCrossEntropy::default() };
-            ChunkPlan::new(&options, Planned { sizes, kind, device, trains_weight }, &Simd).unwrap().tokens
+            ChunkPlan::new(&options, Planned { sizes: sizes(rows), kind, device, trains_weight }, &Simd)
+                .unwrap()
+                .tokens
         };
         let (gpu, bf16) = (Device::Cuda(0), Kind::BFloat16);
         assert_eq!(tokens(4096, bf16, gpu, true, false), 4096);
         assert_eq!(tokens(4140, bf16, gpu, true, false), 4140);
         assert_eq!(tokens(4141, bf16, gpu, true, false), 2092);
         assert_eq!(tokens(8192, bf16, gpu, true, true), 8192);
-        assert_eq!(one_chunk_tokens([128_256, 4096], bf16, gpu), 4140);
+        // The same by the pass that this machine has for a GPU.
+        let most = one_chunk_tokens([128_256, 4096], bf16, gpu);
+        for (rows, is_one) in [(most, true), (most + 1, false)] {
+            let of = Planned { sizes: sizes(rows), kind: bf16, device: gpu, trains_weight: true };
+            let plan = ChunkPlan::new(&LinearCrossEntropy::default(), of, pass_for(gpu)).unwrap();
+            assert_eq!(plan.is_one(rows), is_one, "{rows}");
+        }
         // No sum is saved: a frozen weight, gradients in fp32, a CPU's cache.
         assert_eq!(tokens(4096, bf16, gpu, false, false), 2092);
         assert_eq!(tokens(4096, Kind::Half, gpu, true, false), 2092);
