@@ -38,8 +38,7 @@ impl Offload {
     ///
     /// # Errors
     /// A layer of the options that does not exist; a tensor on another GPU than the options' device; too little memory or disk space. Blocks
-    /// offloaded before the failure stay
-    /// offloaded, and the model works.
+    /// offloaded before the failure stay offloaded, and the model works.
     pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
         let mut names = Names::default();
         map_modules(model, &mut names)?;
