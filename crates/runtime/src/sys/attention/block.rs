@@ -11,6 +11,9 @@ const STEP: usize = 16;
 /// Elements of the widest vector: rows in scratch memory are padded to a multiple.
 pub(super) const LANES: usize = 16;
 
+/// Rows and columns that are transposed at a time: written along one side at once, they would each take a line of the cache.
+const TILE: usize = 16;
+
 /// The heads of a tensor `[batch, heads, tokens, head]`: its address, and the strides of all but the last dimension, which is dense.
 #[derive(Clone, Copy)]
 pub(super) struct Heads {
@@ -84,11 +87,22 @@ pub(super) unsafe fn transposed<X: Element>(
     if count < BLOCK {
         to.fill(X::Compute::ZERO);
     }
-    for token in 0..count {
-        // SAFETY: by this function's contract.
-        let from = unsafe { std::slice::from_raw_parts(from.add(token * stride), head) };
-        for (to, from) in to[token..].iter_mut().step_by(BLOCK).zip(from) {
-            *to = from.widen() * factor;
+    let mut tile = [[X::Compute::ZERO; TILE]; TILE];
+    for (token, column) in tiles(count, head) {
+        let tokens = TILE.min(count - token);
+        let columns = TILE.min(head - column);
+        for (row, tile) in tile.iter_mut().enumerate().take(tokens) {
+            // SAFETY: by this function's contract.
+            let from =
+                unsafe { std::slice::from_raw_parts(from.add((token + row) * stride + column), columns) };
+            for (tile, from) in tile.iter_mut().zip(from) {
+                *tile = from.widen() * factor;
+            }
+        }
+        for (index, to) in to.chunks_exact_mut(BLOCK).skip(column).enumerate().take(columns) {
+            for (to, tile) in to[token..].iter_mut().zip(&tile[..tokens]) {
+                *to = tile[index];
+            }
         }
     }
 }
@@ -105,13 +119,27 @@ pub(super) unsafe fn untransposed<X: Element>(
     to: *mut X,
     stride: usize,
 ) {
-    for (token, factor) in factors.iter().enumerate().take(count) {
-        // SAFETY: by this function's contract.
-        let to = unsafe { std::slice::from_raw_parts_mut(to.add(token * stride), head) };
-        for (to, from) in to.iter_mut().zip(from[token..].iter().step_by(BLOCK)) {
-            *to = X::round(*from * *factor);
+    let mut tile = [[X::Compute::ZERO; TILE]; TILE];
+    for (token, column) in tiles(count, head) {
+        let tokens = TILE.min(count - token);
+        let columns = TILE.min(head - column);
+        for (from, tile) in from.chunks_exact(BLOCK).skip(column).zip(&mut tile[..columns]) {
+            tile.copy_from_slice(&from[token..token + TILE]);
+        }
+        for (row, factor) in factors[token..].iter().enumerate().take(tokens) {
+            // SAFETY: by this function's contract.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(to.add((token + row) * stride + column), columns) };
+            for (to, tile) in to.iter_mut().zip(&tile) {
+                *to = X::round(tile[row] * *factor);
+            }
         }
     }
+}
+
+/// The first row and column of each tile.
+fn tiles(rows: usize, columns: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).step_by(TILE).flat_map(move |row| (0..columns).step_by(TILE).map(move |column| (row, column)))
 }
 
 /// The parts of a pair of blocks in which a query sees a key: keys, and the first lane of the queries.

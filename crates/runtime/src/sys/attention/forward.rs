@@ -76,11 +76,7 @@ impl<X: Element> WithSimd for Block<'_, X> {
                 unsafe { product.compute(simd) };
                 cap(pass, scores, keys_here.clone(), lane);
                 mask(pass, scores, [start, first], keys_here.clone(), lane);
-                for key in keys_here {
-                    for (after, score) in after[lane..].iter_mut().zip(&scores[key * BLOCK + lane..]) {
-                        *after = if *score > *after { *score } else { *after };
-                    }
-                }
+                fold(simd, &mut after, scores, keys_here, lane, Fold::Largest);
             }
             if start > begin {
                 let mut shrink = most;
@@ -100,11 +96,11 @@ impl<X: Element> WithSimd for Block<'_, X> {
             for (keys_here, lane) in visible(block.clone(), first) {
                 for key in keys_here.clone() {
                     let scores = &mut scores[key * BLOCK + lane..(key + 1) * BLOCK];
-                    for ((score, most), sum) in scores.iter_mut().zip(&most[lane..]).zip(&mut sums[lane..]) {
+                    for (score, most) in scores.iter_mut().zip(&most[lane..]) {
                         *score = (*score - *most).exp_of_negative();
-                        *sum += *score;
                     }
                 }
+                fold(simd, &mut sums, scores, keys_here.clone(), lane, Fold::Sum);
                 let product = Product {
                     to: o[lane..].as_mut_ptr(),
                     to_stride: BLOCK,
@@ -133,6 +129,33 @@ impl<X: Element> WithSimd for Block<'_, X> {
             for ((to, most), sum) in to.iter_mut().zip(&most).zip(&sums) {
                 *to = *most + X::Compute::from_f64(sum.to_f64().ln());
             }
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Fold {
+    Largest,
+    Sum,
+}
+
+/// Folds the scores of each query from `lane` on into what `to` has for it, over the keys in order.
+#[inline(always)]
+fn fold<R: Real, S: Simd>(
+    simd: S,
+    to: &mut [R; BLOCK],
+    scores: &[R],
+    keys: Range<usize>,
+    lane: usize,
+    by: Fold,
+) {
+    for (vector, to) in R::split_mut::<S>(&mut to[lane..]).0.iter_mut().enumerate() {
+        for row in scores.chunks_exact(BLOCK).skip(keys.start).take(keys.len()) {
+            let score = R::split::<S>(&row[lane..]).0[vector];
+            *to = match by {
+                Fold::Largest => R::larger(simd, score, *to),
+                Fold::Sum => R::plus(simd, *to, score),
+            };
         }
     }
 }

@@ -11,6 +11,8 @@ pub(in crate::sys) trait Vectors: Copy {
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
     fn plus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     fn minus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// The larger of each pair.
+    fn larger<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     /// a·b + c, rounded once if the processor supports it.
     fn mul_add<S: Simd>(
         simd: S,
@@ -26,7 +28,7 @@ pub(in crate::sys) trait Vectors: Copy {
 }
 
 macro_rules! vectors {
-    ($real:ty, $vector:ident, $splat:ident, $add:ident, $sub:ident, $mul_add:ident, $sum:ident, $split:ident,
+    ($real:ty, $vector:ident, $splat:ident, $add:ident, $sub:ident, $max:ident, $mul_add:ident, $sum:ident, $split:ident,
      $split_mut:ident) => {
         impl Vectors for $real {
             type Vector<S: Simd> = S::$vector;
@@ -41,6 +43,10 @@ macro_rules! vectors {
             #[inline(always)]
             fn minus<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
                 simd.$sub(a, b)
+            }
+            #[inline(always)]
+            fn larger<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
+                simd.$max(a, b)
             }
             #[inline(always)]
             fn mul_add<S: Simd>(simd: S, a: S::$vector, b: S::$vector, c: S::$vector) -> S::$vector {
@@ -68,6 +74,7 @@ vectors!(
     splat_f32s,
     add_f32s,
     sub_f32s,
+    max_f32s,
     mul_add_e_f32s,
     reduce_sum_f32s,
     as_simd_f32s,
@@ -79,6 +86,7 @@ vectors!(
     splat_f64s,
     add_f64s,
     sub_f64s,
+    max_f64s,
     mul_add_e_f64s,
     reduce_sum_f64s,
     as_simd_f64s,
