@@ -3,11 +3,11 @@
 //! For `to [m, n] = a [m, k]·b [k, n]`:
 //!
 //! ```text
-//! for each block of the output [ROWS, COLUMNS]       in fp32 (its own memory, if the output is in 16 bits)
+//! for each block of the output [ROWS, COLUMNS]       in fp32, if the output is in 16 bits; all columns otherwise
 //!     for each slab of at most DEPTH of k
 //!         cast a [ROWS, DEPTH]
-//!         for each tile of at most TILE columns
-//!             cast b [DEPTH, TILE], multiply, add
+//!         for each tile of at most COLUMNS columns
+//!             cast b [DEPTH, COLUMNS], multiply, add
 //!     round
 //! ```
 //!
@@ -23,10 +23,7 @@ use super::{Matrix, STEP, Stored, kernel, piece};
 use crate::sys::simd::{self, Element, blocks, half_lines, load, store};
 
 const ROWS: usize = 1024;
-/// Rows of a block that is rounded after one slab: short sums leave little time to write it and read it again, so it stays in the L2 cache.
-const ROUNDED_ROWS: usize = 256;
 const COLUMNS: usize = 512;
-const TILE: usize = 256;
 const DEPTH: usize = 512;
 /// Lines from a cast to the prefetch: lines of a wide matrix lie in pages of their own, which the processor does not foresee.
 const AHEAD: usize = 2;
@@ -54,7 +51,7 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3
     SCRATCH.with_borrow_mut(|[of_a, of_b, of_block]| {
         let rounds = to.stored != Stored::Float;
         let depths = k.div_ceil(DEPTH);
-        let row_blocks = m.div_ceil(if rounds && depths == 1 { ROUNDED_ROWS } else { ROWS });
+        let row_blocks = m.div_ceil(ROWS);
         let column_blocks = if rounds { n.div_ceil(COLUMNS) } else { 1 };
         for (row_block, column_block) in
             (0..row_blocks).flat_map(|row| (0..column_blocks).map(move |column| (row, column)))
@@ -74,7 +71,7 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3
                     let length = k.div_ceil(depths);
                     let depth = (slab * length).min(k)..((slab + 1) * length).min(k);
                     let a = fp32(a.from(rows.start, depth.start), [rows.len(), depth.len()], of_a);
-                    let tiles = columns.len().div_ceil(TILE);
+                    let tiles = columns.len().div_ceil(COLUMNS);
                     for tile in (0..tiles).map(|tile| piece(columns.len(), tiles, tile)) {
                         let b = b.from(depth.start, columns.start + tile.start);
                         let b = fp32(b, [depth.len(), tile.len()], of_b);
