@@ -15,9 +15,11 @@
 //! | Intel Xeon with AVX-512 bf16 and fp16, without AMX | 143–161 | 148–163 | 73–85 | 145–157 |
 //! | AMD Zen 4 (two threads) | 190–224 | 192–205 | 391–438 | 2 |
 //! | AMD EPYC, later (two threads) | 320–505 | 134–225 | 710–1000 | 4–54 |
+//! | Intel Xeon with AMX tiles of bf16 | 110–170 | 150–160 | 410–1120 | |
 //!
-//! So bf16 uses the processor's instructions on AMD or with AMX tiles, fp16 only with AMX tiles. Products of bf16 into fp32, which
-//! libtorch does not have, are this crate's ([`multiplies_into_fp32`]): 730–990 on the later AMD processor.
+//! So bf16 uses the processor's instructions on AMD or with AMX tiles, fp16 only with AMX tiles of fp16. Products of bf16 into fp32, which
+//! libtorch does not have, are this crate's ([`multiplies_into_fp32`]): 730–990 on the later AMD processor, 370–780 with AMX tiles from
+//! 512 rows on.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -115,19 +117,38 @@ pub fn multiplies_low_precision(kind: Kind) -> bool {
 }
 
 /// Returns whether products of `kind` into fp32 ([`mm_into`](crate::matmul::mm_into)) are faster than those of fp32: for bf16 where
-/// [`multiplies_low_precision`], with `avx512`, on a processor that has AVX-512's instruction for pairs of bf16 and no AMX tiles (on
-/// Intel's, it has half the rate of fp32).
+/// [`multiplies_low_precision`], with `avx512`, on a processor that has AMX tiles, or AVX-512's instruction for pairs of bf16 at more than
+/// the rate of fp32.
 pub fn multiplies_into_fp32(kind: Kind) -> bool {
-    static OF_BF16: OnceLock<bool> = OnceLock::new();
-    kind == Kind::BFloat16
-        && *OF_BF16.get_or_init(|| {
-            let choices = decided().0;
-            #[cfg(target_arch = "x86_64")]
-            let pairs = is_x86_feature_detected!("avx512bf16") && !crate::sys::simd::tiles().0;
-            #[cfg(not(target_arch = "x86_64"))]
-            let pairs = false;
-            choices.native_bf16 && choices.simd == Simd::Avx512 && pairs
-        })
+    kind == Kind::BFloat16 && bf16_instructions().is_some()
+}
+
+/// The instructions of products of bf16 into fp32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "other architectures have neither"))]
+pub(crate) enum Bf16Instructions {
+    /// AVX-512's for pairs. On Intel's processors they have half the rate of fp32.
+    Pairs,
+    /// AMX's for tiles.
+    Tiles,
+}
+
+/// Returns the instructions of products of bf16 into fp32; `None` where those of fp32 are as fast.
+pub(crate) fn bf16_instructions() -> Option<Bf16Instructions> {
+    static CHOSEN: OnceLock<Option<Bf16Instructions>> = OnceLock::new();
+    *CHOSEN.get_or_init(|| {
+        let choices = decided().0;
+        if !choices.native_bf16 || choices.simd != Simd::Avx512 {
+            return None;
+        }
+        #[cfg(target_arch = "x86_64")]
+        if crate::sys::simd::tiles().0 {
+            return crate::sys::gemm::amx::is_there().then_some(Bf16Instructions::Tiles);
+        } else if is_x86_feature_detected!("avx512bf16") {
+            return Some(Bf16Instructions::Pairs);
+        }
+        None
+    })
 }
 
 /// Returns the choices, and the result of [`choices`].

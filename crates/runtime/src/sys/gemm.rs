@@ -9,6 +9,8 @@
 //! instructions (`bf16`) where these are faster.
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+#[cfg(target_arch = "x86_64")]
 mod bf16;
 mod narrower;
 mod tiles;

@@ -1,7 +1,7 @@
 //! Products of a few vectors with a stored matrix: each weight is read once, and summed in fp32.
 //!
 //! If both are in bf16, they are multiplied by the processor's own instruction for pairs of bf16 where it is used
-//! ([`multiplies_into_fp32`]): the products are exact and the sums in fp32, as without it, in another order.
+//! ([`Bf16Instructions`]): the products are exact and the sums in fp32, as without it, in another order.
 
 mod results;
 pub(super) mod streams;
@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use super::tensor::{Rows, rows};
 use crate::error::Result;
-use crate::processor::multiplies_into_fp32;
+use crate::processor::{Bf16Instructions, bf16_instructions};
 use crate::sys::simd;
 
 pub(super) use results::Results;
@@ -39,7 +39,9 @@ enum Stored {
 pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
     let (stored, per_word) = match weight_nd.kind() {
         Kind::Float => (Stored::Float, 1),
-        Kind::BFloat16 if x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16) => {
+        Kind::BFloat16
+            if x_md.kind() == Kind::BFloat16 && bf16_instructions() == Some(Bf16Instructions::Pairs) =>
+        {
             (Stored::Pairs, 2)
         }
         Kind::BFloat16 => (Stored::Bfloat16, 2),

@@ -1,4 +1,5 @@
-//! A part of a product of two matrices in bf16 into fp32, by the processor's own instructions for bf16.
+//! A part of a product of two matrices in bf16 into fp32, by AVX-512's instruction for pairs of bf16; on a processor with AMX by
+//! [its tiles](super::amx).
 //!
 //! For `to [m, n] = a [m, k]·b [k, n]`:
 //!
@@ -61,6 +62,10 @@ pub(super) fn applies(to: Matrix, a: Matrix, b: Matrix) -> bool {
 /// # Safety
 /// As [`multiply`](super::multiply).
 pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usize; 3], accumulate: bool) {
+    if super::amx::is_there() {
+        // SAFETY: by this function's contract.
+        return unsafe { super::amx::multiply(to, a, b, [m, n, k], accumulate) };
+    }
     // Lanes are along the dense dimension of the output.
     let lanes_are_rows = to.row_stride == 1;
     let (of_a, of_b) = if lanes_are_rows { (WIDE, NARROW) } else { (NARROW, WIDE) };
@@ -143,7 +148,7 @@ unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], width: usize, packed: &
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx512f")]
-unsafe fn interleave(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
+pub(super) unsafe fn interleave(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
     for (pair, words) in panel.chunks_exact_mut(width).enumerate() {
         let first = from.from(0, 2 * pair).at as *const u16;
         let second = (2 * pair + 1 < depth).then(|| from.from(0, 2 * pair + 1).at as *const u16);
@@ -171,7 +176,7 @@ unsafe fn interleave(from: Matrix, [count, depth]: [usize; 2], width: usize, pan
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
+pub(super) unsafe fn transpose(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
     let whole = depth / 2;
     for start in (0..whole).step_by(STEP) {
         let pairs = STEP.min(whole - start);
@@ -210,7 +215,7 @@ unsafe fn transpose(from: Matrix, [count, depth]: [usize; 2], width: usize, pane
 
 /// Transposes 16 × 16 words.
 #[target_feature(enable = "avx512f")]
-fn transposed(lines: [__m512i; STEP]) -> [__m512i; STEP] {
+pub(super) fn transposed(lines: [__m512i; STEP]) -> [__m512i; STEP] {
     let by_two: [__m512i; STEP] = std::array::from_fn(|at| {
         let (a, b) = (lines[at / 2 * 2], lines[at / 2 * 2 + 1]);
         if at % 2 == 0 { _mm512_unpacklo_epi32(a, b) } else { _mm512_unpackhi_epi32(a, b) }
@@ -237,7 +242,7 @@ fn transposed(lines: [__m512i; STEP]) -> [__m512i; STEP] {
 ///
 /// # Safety
 /// As [`pack`].
-unsafe fn gather(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
+pub(super) unsafe fn gather(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
     for (pair, words) in panel.chunks_exact_mut(width).enumerate() {
         for (line, word) in words.iter_mut().enumerate().take(count) {
             // SAFETY: an element within `depth` of this line.

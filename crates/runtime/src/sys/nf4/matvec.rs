@@ -1,7 +1,7 @@
 //! Products of a few vectors with a weight, which is read once.
 //!
-//! Vectors in bf16 are multiplied by the processor's own instructions for bf16 where these are used
-//! ([`multiplies_into_fp32`]): half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. What a
+//! Vectors in bf16 are multiplied by the processor's own instruction for pairs of bf16 where it is used
+//! ([`Bf16Instructions`]): half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. What a
 //! weight that is dequantized to bf16 has is rounded as often.
 
 use half::bf16;
@@ -14,7 +14,7 @@ use super::super::matvec::streams::{self, Products, STREAMS, Sums, VECTORS};
 use super::x86;
 use super::{BLOCK, BYTES, Choice, Packed, TASK, bytes, choice, expect_shape, packed, portable};
 use crate::error::Result;
-use crate::processor::multiplies_into_fp32;
+use crate::processor::{Bf16Instructions, bf16_instructions};
 use crate::sys::simd::arch;
 
 /// Returns `x·Ŵᵀ + b` in `kind` if that is bf16, else in fp32. The caller has checked the shapes, that all are on the CPU, and that rows are
@@ -22,7 +22,7 @@ use crate::sys::simd::arch;
 pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let [height, inner] = expect_shape(weight)?.map(|size| size as usize);
     let vectors = x_md.size()[0] as usize;
-    let in_pairs = x_md.kind() == Kind::BFloat16 && multiplies_into_fp32(Kind::BFloat16);
+    let in_pairs = x_md.kind() == Kind::BFloat16 && bf16_instructions() == Some(Bf16Instructions::Pairs);
     let x_md = x_md.f_to_kind(if in_pairs { Kind::BFloat16 } else { Kind::Float })?.f_contiguous()?;
     let x = bytes(&x_md);
     let x = if in_pairs {

@@ -1,0 +1,301 @@
+//! A part of a product of two matrices in bf16 into fp32, by AMX's tiles of bf16.
+//!
+//! For `to [m, n] = a [m, k]·b [k, n]`, with dense rows of `to` (else the product of the transposed operands is computed):
+//!
+//! ```text
+//! for each block of at most ROWS rows and DEPTH of k
+//!     pack a [ROWS, DEPTH]
+//!     for each SIDE columns
+//!         pack b [DEPTH, SIDE]
+//!         for each slab of at most SLAB of k, whose packed b stays in the L1 cache
+//!             for each SIDE × SIDE elements of the output
+//!                 load them, multiply in tiles, store
+//! ```
+//!
+//! A tile is 16 rows of 16 words of 32 bits; `tdpbf16ps` adds to a tile of fp32 the product of two tiles of pairs along k: those of a have a
+//! row of a in each row, those of b a pair of rows of b. Packed operands are such tiles one after another, padded with zeros, 1.1 MiB of the
+//! thread.
+//!
+//! Each element is summed pair after pair of k, from what the output held on: the bits depend on neither the other sizes, the position,
+//! the blocks nor the division into parts. The instruction treats subnormal numbers as zero, and rounds to nearest.
+//!
+//! Source: Intel's manual of instructions, `TDPBF16PS`, and its optimization manual, chapter "Intel Advanced Matrix Extensions".
+
+use std::arch::asm;
+use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_storeu_si512};
+use std::cell::RefCell;
+use std::sync::OnceLock;
+
+use super::bf16::{gather, interleave, transpose, transposed};
+use super::{Matrix, piece};
+
+/// Rows of a tile, and 32-bit words of a row.
+const TILE: usize = 16;
+const WORDS: usize = TILE * TILE;
+/// Rows and columns of the output in registers: two tiles each way.
+const SIDE: usize = 2 * TILE;
+const ROWS: usize = 512;
+const DEPTH: usize = 1024;
+/// A multiple of the 32 elements of k in a tile.
+const SLAB: usize = 512;
+
+thread_local! {
+    /// The packed operands a and b.
+    static PACKED: RefCell<[Vec<u32>; 2]> = const { RefCell::new([const { Vec::new() }; 2]) };
+}
+
+/// Whether the processor has tiles of bf16 and the system lets this process use them.
+pub(crate) fn is_there() -> bool {
+    static IS_THERE: OnceLock<bool> = OnceLock::new();
+    *IS_THERE.get_or_init(|| crate::sys::simd::tiles().0 && cfg!(target_os = "linux") && permitted())
+}
+
+/// Asks Linux for the tiles' registers, whose state it saves for processes that asked only.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    /// `ARCH_REQ_XCOMP_PERM` and the number of the tiles' data among the states of `XSAVE`, of Linux's documentation of `x86/xstate`.
+    const REQUEST: libc::c_long = 0x1023;
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: the call takes two numbers and touches no memory of the process.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILE_DATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]`; a and b in bf16, `to` in fp32 and dense one way.
+///
+/// # Safety
+/// As [`multiply`](super::multiply); [`is_there`] is true, and the processor has AVX-512 F.
+pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usize; 3], accumulate: bool) {
+    let (to, a, b, m, n) = if to.column_stride == 1 {
+        (to, a, b, m, n)
+    } else {
+        (to.transposed(), b.transposed(), a.transposed(), n, m)
+    };
+    let blocks = m.div_ceil(ROWS);
+    let _tiles = Tiles::configure();
+    PACKED.with_borrow_mut(|[packed_a, packed_b]| {
+        for rows in (0..blocks).map(|block| piece(m, blocks, block)) {
+            for depth in (0..k).step_by(DEPTH).map(|start| start..(start + DEPTH).min(k)) {
+                let steps = depth.len().div_ceil(SIDE);
+                // SAFETY: windows within the operands' sizes, by this function's contract; the packed operands are this thread's
+                // own, and as long as `pack` says.
+                unsafe {
+                    let size = [rows.len(), depth.len()];
+                    pack(a.from(rows.start, depth.start), size, Side::Left, packed_a);
+                    for first in (0..n).step_by(SIDE) {
+                        let columns = first..(first + SIDE).min(n);
+                        let lines = b.from(depth.start, columns.start).transposed();
+                        pack(lines, [columns.len(), depth.len()], Side::Right, packed_b);
+                        for slab in (0..steps).step_by(SLAB / SIDE) {
+                            let length = (SLAB / SIDE).min(steps - slab);
+                            let add = accumulate || depth.start + slab > 0;
+                            for row in (0..rows.len()).step_by(SIDE) {
+                                let height = SIDE.min(rows.len() - row);
+                                let tiles = |packed: &[u32], line: usize| {
+                                    [0, TILE].map(|tile| {
+                                        packed[((line + tile) * steps + slab * TILE) * TILE..].as_ptr()
+                                    })
+                                };
+                                let target = to.from(rows.start + row, columns.start);
+                                let sums =
+                                    Sums { at: target.at as *mut f32, stride: to.row_stride as usize, add };
+                                let operands = [tiles(packed_a, row), tiles(packed_b, 0)];
+                                sums.add_products(length, operands, [height, columns.len()]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Which operand is packed: lines of the left one are rows of tiles, those of the right one columns.
+#[derive(Clone, Copy, PartialEq)]
+enum Side {
+    Left,
+    Right,
+}
+
+/// Packs a matrix `[lines, depth]` into tiles: `[lines/16, depth/32]` of them, lines in pairs of tiles, zeros beyond the matrix.
+///
+/// # Safety
+/// The elements are bf16 in memory that lives; the processor has AVX-512 F.
+#[target_feature(enable = "avx512f")]
+unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mut Vec<u32>) {
+    let line_words = depth.div_ceil(SIDE) * TILE;
+    let words = lines.next_multiple_of(SIDE) * line_words;
+    if packed.len() < words {
+        packed.resize(words, 0);
+    }
+    for (number, tiles) in packed[..words].chunks_exact_mut(TILE * line_words).enumerate() {
+        let first = number * TILE;
+        let count = TILE.min(lines.saturating_sub(first));
+        if count < TILE || !depth.is_multiple_of(SIDE) {
+            tiles.fill(0);
+        }
+        let source = from.from(first, 0);
+        let pairs = &mut tiles[..depth.div_ceil(2) * TILE];
+        // SAFETY: by this function's contract; each stays within [count, depth].
+        unsafe {
+            match (from.row_stride, from.column_stride) {
+                (_, 1) if side == Side::Left => copy(source, [count, depth], tiles),
+                (1, _) => interleave(source, [count, depth], TILE, pairs),
+                (_, 1) => transpose(source, [count, depth], TILE, pairs),
+                _ => gather(source, [count, depth], TILE, pairs),
+            }
+        }
+        if side == Side::Left && from.column_stride != 1 {
+            for tile in tiles.chunks_exact_mut(WORDS) {
+                // SAFETY: a tile has 16 rows of 64 bytes.
+                unsafe {
+                    let rows: [__m512i; TILE] =
+                        std::array::from_fn(|row| _mm512_loadu_si512(tile.as_ptr().add(row * TILE).cast()));
+                    for (row, words) in transposed(rows).into_iter().enumerate() {
+                        _mm512_storeu_si512(tile.as_mut_ptr().add(row * TILE).cast(), words);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Copies lines that are dense along k into rows of tiles.
+///
+/// # Safety
+/// As [`pack`].
+unsafe fn copy(from: Matrix, [count, depth]: [usize; 2], tiles: &mut [u32]) {
+    for (step, tile) in tiles.chunks_exact_mut(WORDS).enumerate() {
+        let length = SIDE.min(depth - step * SIDE);
+        for (line, row) in tile.chunks_exact_mut(TILE).enumerate().take(count) {
+            // SAFETY: so many elements of 16 bits lie at both.
+            unsafe {
+                let source = from.from(line, step * SIDE).at as *const u16;
+                std::ptr::copy_nonoverlapping(source, row.as_mut_ptr().cast(), length);
+            }
+        }
+    }
+}
+
+/// Sums in memory: rows of [`SIDE`] elements, as many rows.
+struct Sums {
+    at: *mut f32,
+    /// Elements from one row to the next.
+    stride: usize,
+    /// Whether to add to what is there.
+    add: bool,
+}
+
+impl Sums {
+    /// Computes the first `size` rows and columns, from `steps` tiles of each half of a and b.
+    ///
+    /// # Safety
+    /// The tiles live; so do these elements, which nothing else uses meanwhile; the tiles are configured.
+    unsafe fn add_products(self, steps: usize, operands: [[*const u32; 2]; 2], [rows, columns]: [usize; 2]) {
+        if [rows, columns] == [SIDE, SIDE] {
+            // SAFETY: by this function's contract.
+            return unsafe { self.add_whole(steps, operands) };
+        }
+        let mut whole = [0.0f32; SIDE * SIDE];
+        // SAFETY: rows of so many elements lie at both, by this function's contract.
+        unsafe {
+            if self.add {
+                for (row, to) in whole.chunks_exact_mut(SIDE).enumerate().take(rows) {
+                    std::ptr::copy_nonoverlapping(self.at.add(row * self.stride), to.as_mut_ptr(), columns);
+                }
+            }
+            Self { at: whole.as_mut_ptr(), stride: SIDE, add: self.add }.add_whole(steps, operands);
+            for (row, from) in whole.chunks_exact(SIDE).enumerate().take(rows) {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), self.at.add(row * self.stride), columns);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Sums::add_products`], of all rows and columns.
+    unsafe fn add_whole(self, steps: usize, [a, b]: [[*const u32; 2]; 2]) {
+        let lower = self.at.wrapping_add(TILE * self.stride);
+        // SAFETY: by this function's contract; the instructions read the tiles of a and b and these elements, and write these elements and
+        // the registers that are named.
+        unsafe {
+            asm!(
+                "test {add}, {add}",
+                "jz 2f",
+                "tileloadd tmm0, [{upper} + {stride}*1]",
+                "tileloadd tmm1, [{upper} + {stride}*1 + 64]",
+                "tileloadd tmm2, [{lower} + {stride}*1]",
+                "tileloadd tmm3, [{lower} + {stride}*1 + 64]",
+                "jmp 3f",
+                "2:",
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "3:",
+                "tileloadd tmm4, [{a0} + {row}*1]",
+                "tileloadd tmm6, [{b0} + {row}*1]",
+                "tileloadd tmm7, [{b1} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{a1} + {row}*1]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a0}, {tile}",
+                "add {a1}, {tile}",
+                "add {b0}, {tile}",
+                "add {b1}, {tile}",
+                "dec {steps}",
+                "jnz 3b",
+                "tilestored [{upper} + {stride}*1], tmm0",
+                "tilestored [{upper} + {stride}*1 + 64], tmm1",
+                "tilestored [{lower} + {stride}*1], tmm2",
+                "tilestored [{lower} + {stride}*1 + 64], tmm3",
+                add = in(reg) usize::from(self.add),
+                upper = in(reg) self.at,
+                lower = in(reg) lower,
+                stride = in(reg) self.stride * size_of::<f32>(),
+                row = in(reg) TILE * size_of::<u32>(),
+                tile = const WORDS * size_of::<u32>(),
+                a0 = inout(reg) a[0] => _,
+                a1 = inout(reg) a[1] => _,
+                b0 = inout(reg) b[0] => _,
+                b1 = inout(reg) b[1] => _,
+                steps = inout(reg) steps => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+    }
+}
+
+/// Eight tiles of 16 rows of 64 bytes, on this thread, until it is dropped.
+struct Tiles;
+
+impl Tiles {
+    fn configure() -> Self {
+        /// Palette 1; from byte 16 on the bytes of a row of each tile, from byte 48 on its rows.
+        #[repr(align(64))]
+        struct Configuration([u8; 64]);
+        let mut configuration = Configuration([0; 64]);
+        configuration.0[0] = 1;
+        for tile in 0..8 {
+            configuration.0[16 + 2 * tile] = 64;
+            configuration.0[48 + tile] = TILE as u8;
+        }
+        // SAFETY: whoever multiplies here knows that the processor has tiles; the instruction reads the 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
+        Self
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: no tile is used any more.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
