@@ -28,6 +28,7 @@ use std::sync::OnceLock;
 
 use super::bf16::{gather, interleave, transpose, transposed};
 use super::{Matrix, piece};
+use crate::sys::simd;
 
 /// Rows of a tile, and 32-bit words of a row.
 const TILE: usize = 16;
@@ -47,7 +48,7 @@ thread_local! {
 /// Whether the processor has tiles of bf16 and the system lets this process use them.
 pub(crate) fn is_there() -> bool {
     static IS_THERE: OnceLock<bool> = OnceLock::new();
-    *IS_THERE.get_or_init(|| crate::sys::simd::tiles().0 && cfg!(target_os = "linux") && permitted())
+    *IS_THERE.get_or_init(|| simd::tiles().0 && cfg!(target_os = "linux") && permitted())
 }
 
 /// Asks Linux for the tiles' registers, whose state it saves for processes that asked only.
@@ -101,6 +102,10 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usiz
                                     })
                                 };
                                 let target = to.from(rows.start + row, columns.start);
+                                // The processor does not foresee rows that lie in pages of their own.
+                                for next in SIDE..(2 * SIDE).min(rows.len() - row) {
+                                    simd::prefetch(target.from(next, 0).at, columns.len() * size_of::<f32>());
+                                }
                                 let sums =
                                     Sums { at: target.at as *mut f32, stride: to.row_stride as usize, add };
                                 let operands = [tiles(packed_a, row), tiles(packed_b, 0)];
