@@ -92,9 +92,9 @@ pub(super) unsafe fn transposed<X: Element>(
         let tokens = TILE.min(count - token);
         let columns = TILE.min(head - column);
         for (row, tile) in tile.iter_mut().enumerate().take(tokens) {
+            let from = from.wrapping_add((token + row) * stride + column);
             // SAFETY: by this function's contract.
-            let from =
-                unsafe { std::slice::from_raw_parts(from.add((token + row) * stride + column), columns) };
+            let from = unsafe { std::slice::from_raw_parts(from, columns) };
             for (tile, from) in tile.iter_mut().zip(from) {
                 *tile = from.widen() * factor;
             }
@@ -127,9 +127,9 @@ pub(super) unsafe fn untransposed<X: Element>(
             tile.copy_from_slice(&from[token..token + TILE]);
         }
         for (row, factor) in factors[token..].iter().enumerate().take(tokens) {
+            let to = to.wrapping_add((token + row) * stride + column);
             // SAFETY: by this function's contract.
-            let to =
-                unsafe { std::slice::from_raw_parts_mut(to.add((token + row) * stride + column), columns) };
+            let to = unsafe { std::slice::from_raw_parts_mut(to, columns) };
             for (to, tile) in to.iter_mut().zip(&tile) {
                 *to = X::round(tile[row] * *factor);
             }
