@@ -257,8 +257,8 @@ fn misuse_is_refused_with_the_tensors_name() {
     }
 }
 
-/// Products of bf16 into fp32 by the processor's instructions for pairs or tiles: an element is the sum over k of its row and column, wherever it
-/// is and whatever the layouts are, also of operands that are dense in neither direction.
+/// Products of bf16 into fp32 by the processor's instructions for pairs or tiles: an element is the sum over k of its row and column,
+/// wherever it is and whatever the layouts are, also of operands that are dense in neither direction.
 #[test]
 fn products_of_bf16_into_fp32_depend_on_neither_position_nor_layout() {
     if !processor::multiplies_into_fp32(Kind::BFloat16) {

@@ -48,7 +48,7 @@ thread_local! {
 /// Whether the processor has tiles of bf16 and the system lets this process use them.
 pub(crate) fn is_there() -> bool {
     static IS_THERE: OnceLock<bool> = OnceLock::new();
-    *IS_THERE.get_or_init(|| simd::tiles().0 && cfg!(target_os = "linux") && permitted())
+    *IS_THERE.get_or_init(|| simd::tiles().0 && permitted())
 }
 
 /// Asks Linux for the tiles' registers, whose state it saves for processes that asked only.
