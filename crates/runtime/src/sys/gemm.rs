@@ -6,14 +6,16 @@
 //! element; parts are so large that this is a few percent.
 //!
 //! Operands in bf16 and fp16 are cast tile by tile within a part ([`tiles`]). Two operands in bf16 are multiplied by the processor's own
-//! instructions (`bf16`) where these are faster.
+//! instructions (`packed`) where these are faster, and so are few rows with a transposed weight, which the crate packs element by element.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
-#[cfg(target_arch = "x86_64")]
-mod bf16;
 mod narrower;
+#[cfg(target_arch = "x86_64")]
+mod packed;
 mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod words;
 
 use gemm_common::Parallelism;
 use tch::{Kind, Tensor};
@@ -83,7 +85,8 @@ impl Matrix {
 /// an output in 16 bits is rounded once. The caller checks shapes, layouts, and that the output shares no memory with an operand.
 ///
 /// The bits do not depend on `threads` if the output has at least [`MIN_DIMENSION`] rows and columns: each element is summed over k in
-/// blocks whose length depends on k and the processor, and on m and n only in that outputs of up to 64 × 64 have another length.
+/// blocks whose length depends on k, the processor and the method, and on m and n only in that outputs of up to 64 × 64 have another
+/// length.
 /// Parts are longer than 64, and so is an output that is one part for some numbers of threads but not for others. The crate's other
 /// paths are for outputs of at most 256 elements, and for single rows and columns, which are no parts of such an output.
 pub(crate) fn gemm_f32(
@@ -106,6 +109,8 @@ pub(crate) fn gemm_f32(
         let reason = format!("the output's strides {:?} are neither row- nor column-major", out.stride());
         return Err(Error::invalid("matrix product", reason));
     }
+    // For the whole product, not for its parts.
+    let method = Method::of(to, left, right, [m, n]);
     // The larger dimension is divided, so that the parts share the smaller operand. It is made that of the columns.
     let (to, short, long) =
         if n >= m { (to, left, right) } else { (to.transposed(), right.transposed(), left.transposed()) };
@@ -119,7 +124,7 @@ pub(crate) fn gemm_f32(
         // element reached by these sizes and strides lies in its tensor, and in this part of it; the output's elements are
         // distinct (dense rows or columns, checked above), overlap neither operand (checked by the caller) and belong to
         // this part only; `out` is borrowed mutably until all parts are done.
-        unsafe { tiles::multiply(to, short, long, sizes, accumulate) };
+        unsafe { tiles::multiply(method, to, short, long, sizes, accumulate) };
     };
     if threads > 1 {
         parallel::for_each(parts, work)?;
@@ -127,6 +132,28 @@ pub(crate) fn gemm_f32(
         (0..parts).for_each(work);
     }
     bump_version(out)
+}
+
+/// What multiplies.
+#[derive(Clone, Copy)]
+enum Method {
+    /// The `gemm` crate, after casts.
+    Crate,
+    /// `packed`.
+    #[cfg(target_arch = "x86_64")]
+    Packed,
+}
+
+impl Method {
+    fn of(to: Matrix, a: Matrix, b: Matrix, size: [usize; 2]) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if packed::applies(to, a, b, size) {
+            return Self::Packed;
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (to, a, b, size);
+        Self::Crate
+    }
 }
 
 /// The range of one of `parts` parts of about equal length.

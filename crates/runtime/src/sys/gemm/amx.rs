@@ -26,7 +26,7 @@ use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_storeu_si512};
 use std::cell::RefCell;
 use std::sync::OnceLock;
 
-use super::bf16::{gather, interleave, transpose, transposed};
+use super::words::{Packed, Pair, pack_panel, transposed};
 use super::{Matrix, piece};
 use crate::sys::simd;
 
@@ -42,7 +42,7 @@ const SLAB: usize = 512;
 
 thread_local! {
     /// The packed operands a and b.
-    static PACKED: RefCell<[Vec<u32>; 2]> = const { RefCell::new([const { Vec::new() }; 2]) };
+    static PACKED: RefCell<[Packed; 2]> = const { RefCell::new([const { Packed::new() }; 2]) };
 }
 
 /// Whether the processor has tiles of bf16 and the system lets this process use them.
@@ -69,7 +69,7 @@ fn permitted() -> bool {
 /// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]`; a and b in bf16, `to` in fp32 and dense one way.
 ///
 /// # Safety
-/// As [`multiply`](super::multiply); [`is_there`] is true, and the processor has AVX-512 F.
+/// As [`multiply`](super::multiply); [`is_there`] is true, and the processor has AVX-512 F, BW and VL.
 pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usize; 3], accumulate: bool) {
     let (to, a, b, m, n) = if to.column_stride == 1 {
         (to, a, b, m, n)
@@ -86,20 +86,19 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usiz
                 // own, and as long as `pack` says.
                 unsafe {
                     let size = [rows.len(), depth.len()];
-                    pack(a.from(rows.start, depth.start), size, Side::Left, packed_a);
+                    let packed_a = pack(a.from(rows.start, depth.start), size, Side::Left, packed_a);
                     for first in (0..n).step_by(SIDE) {
                         let columns = first..(first + SIDE).min(n);
                         let lines = b.from(depth.start, columns.start).transposed();
-                        pack(lines, [columns.len(), depth.len()], Side::Right, packed_b);
+                        let packed_b = pack(lines, [columns.len(), depth.len()], Side::Right, packed_b);
                         for slab in (0..steps).step_by(SLAB / SIDE) {
                             let length = (SLAB / SIDE).min(steps - slab);
                             let add = accumulate || depth.start + slab > 0;
                             for row in (0..rows.len()).step_by(SIDE) {
                                 let height = SIDE.min(rows.len() - row);
-                                let tiles = |packed: &[u32], line: usize| {
-                                    [0, TILE].map(|tile| {
-                                        packed[((line + tile) * steps + slab * TILE) * TILE..].as_ptr()
-                                    })
+                                let tiles = |packed: *const u32, line: usize| {
+                                    [0, TILE]
+                                        .map(|tile| packed.add(((line + tile) * steps + slab * TILE) * TILE))
                                 };
                                 let target = to.from(rows.start + row, columns.start);
                                 // The processor does not foresee rows that lie in pages of their own.
@@ -129,15 +128,12 @@ enum Side {
 /// Packs a matrix `[lines, depth]` into tiles: `[lines/16, depth/32]` of them, lines in pairs of tiles, zeros beyond the matrix.
 ///
 /// # Safety
-/// The elements are bf16 in memory that lives; the processor has AVX-512 F.
-#[target_feature(enable = "avx512f")]
-unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mut Vec<u32>) {
+/// The elements are bf16 in memory that lives; the processor has AVX-512 F, BW and VL.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mut Packed) -> *const u32 {
     let line_words = depth.div_ceil(SIDE) * TILE;
-    let words = lines.next_multiple_of(SIDE) * line_words;
-    if packed.len() < words {
-        packed.resize(words, 0);
-    }
-    for (number, tiles) in packed[..words].chunks_exact_mut(TILE * line_words).enumerate() {
+    let packed = packed.words(lines.next_multiple_of(SIDE) * line_words);
+    for (number, tiles) in packed.chunks_exact_mut(TILE * line_words).enumerate() {
         let first = number * TILE;
         let count = TILE.min(lines.saturating_sub(first));
         if count < TILE || !depth.is_multiple_of(SIDE) {
@@ -147,11 +143,10 @@ unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mu
         let pairs = &mut tiles[..depth.div_ceil(2) * TILE];
         // SAFETY: by this function's contract; each stays within [count, depth].
         unsafe {
-            match (from.row_stride, from.column_stride) {
-                (_, 1) if side == Side::Left => copy(source, [count, depth], tiles),
-                (1, _) => interleave(source, [count, depth], TILE, pairs),
-                (_, 1) => transpose(source, [count, depth], TILE, pairs),
-                _ => gather(source, [count, depth], TILE, pairs),
+            if side == Side::Left && from.column_stride == 1 {
+                copy(source, [count, depth], tiles);
+            } else {
+                pack_panel::<Pair>(source, [count, depth], TILE, pairs);
             }
         }
         if side == Side::Left && from.column_stride != 1 {
@@ -167,6 +162,7 @@ unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mu
             }
         }
     }
+    packed.as_ptr()
 }
 
 /// Copies lines that are dense along k into rows of tiles.

@@ -19,7 +19,7 @@ use std::cell::RefCell;
 
 use half::{bf16, f16};
 
-use super::{Matrix, STEP, Stored, kernel, piece};
+use super::{Matrix, Method, STEP, Stored, kernel, piece};
 use crate::sys::simd::{self, Element, blocks, half_lines, load, store};
 
 const ROWS: usize = 1024;
@@ -29,65 +29,87 @@ const DEPTH: usize = 512;
 const AHEAD: usize = 2;
 
 thread_local! {
-    /// The casts of a, of b, and a block of the output.
-    static SCRATCH: RefCell<[Vec<f32>; 3]> = const { RefCell::new([const { Vec::new() }; 3]) };
+    /// The casts of a and of b.
+    static CASTS: RefCell<[Vec<f32>; 2]> = const { RefCell::new([const { Vec::new() }; 2]) };
+    /// A block of the output.
+    static BLOCK: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]`.
 ///
 /// # Safety
-/// As [`multiply`](super::multiply).
-pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, sizes: [usize; 3], accumulate: bool) {
-    let [m, n, k] = sizes;
-    if [to, a, b].iter().all(|matrix| matrix.stored == Stored::Float) {
+/// As [`multiply`](super::multiply), with operands and an output of any dtype.
+pub(super) unsafe fn multiply(
+    method: Method,
+    to: Matrix,
+    a: Matrix,
+    b: Matrix,
+    [m, n, k]: [usize; 3],
+    accumulate: bool,
+) {
+    if to.stored == Stored::Float {
         // SAFETY: by this function's contract.
-        return unsafe { super::multiply(kernel(), to, a, b, sizes, accumulate) };
+        return unsafe { into_fp32(method, to, a, b, [m, n, k], accumulate) };
     }
-    #[cfg(target_arch = "x86_64")]
-    if super::bf16::applies(to, a, b) {
-        // SAFETY: by this function's contract.
-        return unsafe { super::bf16::multiply(to, a, b, sizes, accumulate) };
-    }
-    SCRATCH.with_borrow_mut(|[of_a, of_b, of_block]| {
-        let rounds = to.stored != Stored::Float;
-        let depths = k.div_ceil(DEPTH);
-        let row_blocks = m.div_ceil(ROWS);
-        let column_blocks = if rounds { n.div_ceil(COLUMNS) } else { 1 };
-        for (row_block, column_block) in
-            (0..row_blocks).flat_map(|row| (0..column_blocks).map(move |column| (row, column)))
-        {
-            let rows = piece(m, row_blocks, row_block);
-            let columns = piece(n, column_blocks, column_block);
-            let size = [rows.len(), columns.len()];
-            let to = to.from(rows.start, columns.start);
-            // SAFETY: of this function's operands, windows within their sizes; the tiles are this thread's own.
-            unsafe {
-                let block = if rounds { room(to, size, of_block) } else { to };
-                if rounds && accumulate {
-                    widen(to, block, size);
-                }
-                for slab in 0..depths {
-                    // Not in steps: the kernels divide k in this way.
-                    let length = k.div_ceil(depths);
-                    let depth = (slab * length).min(k)..((slab + 1) * length).min(k);
-                    let a = fp32(a.from(rows.start, depth.start), [rows.len(), depth.len()], of_a);
-                    let tiles = columns.len().div_ceil(COLUMNS);
-                    for tile in (0..tiles).map(|tile| piece(columns.len(), tiles, tile)) {
-                        let b = b.from(depth.start, columns.start + tile.start);
-                        let b = fp32(b, [depth.len(), tile.len()], of_b);
-                        let sizes = [rows.len(), tile.len(), depth.len()];
-                        super::multiply(
-                            kernel(),
-                            block.from(0, tile.start),
-                            a,
-                            b,
-                            sizes,
-                            accumulate || slab > 0,
-                        );
+    BLOCK.with_borrow_mut(|memory| {
+        let [row_blocks, column_blocks] = [m.div_ceil(ROWS), n.div_ceil(COLUMNS)];
+        for rows in (0..row_blocks).map(|block| piece(m, row_blocks, block)) {
+            for columns in (0..column_blocks).map(|block| piece(n, column_blocks, block)) {
+                let size = [rows.len(), columns.len()];
+                let (a, b) = (a.from(rows.start, 0), b.from(0, columns.start));
+                let to = to.from(rows.start, columns.start);
+                let block = room(to, size, memory);
+                // SAFETY: windows within the sizes, by this function's contract; the block is this thread's own.
+                unsafe {
+                    if accumulate {
+                        widen(to, block, size);
                     }
-                }
-                if rounds {
+                    into_fp32(method, block, a, b, [size[0], size[1], k], accumulate);
                     round(block, to, size);
+                }
+            }
+        }
+    });
+}
+
+/// [`multiply`] into fp32.
+///
+/// # Safety
+/// As [`multiply`].
+unsafe fn into_fp32(
+    method: Method,
+    to: Matrix,
+    a: Matrix,
+    b: Matrix,
+    [m, n, k]: [usize; 3],
+    accumulate: bool,
+) {
+    match method {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: by this function's contract.
+        Method::Packed => return unsafe { super::packed::multiply(to, a, b, [m, n, k], accumulate) },
+        Method::Crate => {}
+    }
+    if [a, b].iter().all(|matrix| matrix.stored == Stored::Float) {
+        // SAFETY: by this function's contract.
+        return unsafe { super::multiply(kernel(), to, a, b, [m, n, k], accumulate) };
+    }
+    CASTS.with_borrow_mut(|[of_a, of_b]| {
+        let [row_blocks, depths, tiles] = [m.div_ceil(ROWS), k.div_ceil(DEPTH), n.div_ceil(COLUMNS)];
+        for rows in (0..row_blocks).map(|block| piece(m, row_blocks, block)) {
+            for slab in 0..depths {
+                // Not in steps: the kernels divide k in this way.
+                let length = k.div_ceil(depths);
+                let depth = (slab * length).min(k)..((slab + 1) * length).min(k);
+                // SAFETY: windows within the sizes, by this function's contract; the casts are this thread's own.
+                unsafe {
+                    let a = fp32(a.from(rows.start, depth.start), [rows.len(), depth.len()], of_a);
+                    for columns in (0..tiles).map(|tile| piece(n, tiles, tile)) {
+                        let b = fp32(b.from(depth.start, columns.start), [depth.len(), columns.len()], of_b);
+                        let to = to.from(rows.start, columns.start);
+                        let sizes = [rows.len(), columns.len(), depth.len()];
+                        super::multiply(kernel(), to, a, b, sizes, accumulate || slab > 0);
+                    }
                 }
             }
         }
