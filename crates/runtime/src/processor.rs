@@ -143,7 +143,7 @@ pub(crate) fn bf16_instructions() -> Option<Bf16Instructions> {
         }
         #[cfg(target_arch = "x86_64")]
         if crate::sys::simd::tiles().0 {
-            return crate::sys::gemm::amx::is_there().then_some(Bf16Instructions::Tiles);
+            return crate::sys::amx::is_there().then_some(Bf16Instructions::Tiles);
         } else if is_x86_feature_detected!("avx512bf16") {
             return Some(Bf16Instructions::Pairs);
         }

@@ -16,6 +16,8 @@ use crate::error::{Error, Result, strip_frames};
 pub(crate) type Status = *mut c_char;
 
 pub(crate) mod adam;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 pub(crate) mod attention;
 pub(crate) mod autocast;
 pub(crate) mod autograd;

@@ -9,13 +9,13 @@
 //! instructions (`packed`) where these are faster, and so are few rows with a transposed weight, which the crate packs element by element.
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) mod amx;
+mod amx;
 mod narrower;
 #[cfg(target_arch = "x86_64")]
 mod packed;
 mod tiles;
 #[cfg(target_arch = "x86_64")]
-mod words;
+pub(super) mod words;
 
 use gemm_common::Parallelism;
 use tch::{Kind, Tensor};

@@ -1,10 +1,12 @@
 //! Products of a few vectors with a stored matrix: each weight is read once, and summed in fp32.
 //!
-//! If both are in bf16, they are multiplied by the processor's own instruction for pairs of bf16 where it is used
-//! ([`Bf16Instructions`]): the products are exact and the sums in fp32, as without it, in another order.
+//! If both are in bf16, they are multiplied by the processor's own instructions for pairs of bf16 or for tiles of them where these are used
+//! ([`Bf16Instructions`]): the products are exact and the sums in fp32, as without them, in another order.
 
 mod results;
 pub(super) mod streams;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use std::borrow::Cow;
 
@@ -28,7 +30,7 @@ enum Stored {
     Float,
     /// Two bf16 in each word, the first in its lower half.
     Bfloat16,
-    /// The same, for vectors in bf16 and the instruction that multiplies pairs.
+    /// The same, for vectors in bf16 and an instruction that multiplies pairs.
     Pairs,
 }
 
@@ -37,13 +39,17 @@ enum Stored {
 ///
 /// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, and the bias `[n]`, which the caller has checked.
 pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let vectors = x_md.size()[0] as usize;
+    let instructions = bf16_instructions().filter(|instructions| match instructions {
+        Bf16Instructions::Pairs => true,
+        #[cfg(target_arch = "x86_64")]
+        Bf16Instructions::Tiles => tiles::applies(vectors, weight_nd.size()[0] as usize),
+        #[cfg(not(target_arch = "x86_64"))]
+        Bf16Instructions::Tiles => false,
+    });
     let (stored, per_word) = match weight_nd.kind() {
         Kind::Float => (Stored::Float, 1),
-        Kind::BFloat16
-            if x_md.kind() == Kind::BFloat16 && bf16_instructions() == Some(Bf16Instructions::Pairs) =>
-        {
-            (Stored::Pairs, 2)
-        }
+        Kind::BFloat16 if x_md.kind() == Kind::BFloat16 && instructions.is_some() => (Stored::Pairs, 2),
         Kind::BFloat16 => (Stored::Bfloat16, 2),
         _ => return Ok(None),
     };
@@ -57,10 +63,14 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -
     if !whole || words == 0 || weight.rows == 0 {
         return Ok(None);
     }
-    let vectors = x_md.size()[0] as usize;
     let x = words_of(x_md, (stored, per_word), weight.columns)?;
     let x: Vec<&[u32]> = x.chunks_exact(x.len() / vectors.max(1)).collect();
     let results = Results::new([vectors, weight.rows], x_md.kind(), bias)?;
+    #[cfg(target_arch = "x86_64")]
+    if matches!(stored, Stored::Pairs) && instructions == Some(Bf16Instructions::Tiles) {
+        tiles::run(weight, words, &x, &results)?;
+        return Ok(Some(results.into_tensor()));
+    }
     let stride = weight.row_stride / per_word;
     let products = Words { stored, weight, words, stride, x: &x };
     streams::run(&products, &results, TASK / (words * size_of::<u32>()))?;

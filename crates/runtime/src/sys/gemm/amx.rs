@@ -24,14 +24,12 @@
 use std::arch::asm;
 use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_storeu_si512};
 use std::cell::RefCell;
-use std::sync::OnceLock;
 
 use super::words::{Packed, Pair, pack_panel, transposed};
 use super::{Matrix, piece};
+use crate::sys::amx::{ROWS as TILE, Tiles};
 use crate::sys::simd;
 
-/// Rows of a tile, and 32-bit words of a row.
-const TILE: usize = 16;
 const WORDS: usize = TILE * TILE;
 /// Rows and columns of the output in registers: two tiles each way.
 const SIDE: usize = 2 * TILE;
@@ -45,31 +43,10 @@ thread_local! {
     static PACKED: RefCell<[Packed; 2]> = const { RefCell::new([const { Packed::new() }; 2]) };
 }
 
-/// Whether the processor has tiles of bf16 and the system lets this process use them.
-pub(crate) fn is_there() -> bool {
-    static IS_THERE: OnceLock<bool> = OnceLock::new();
-    *IS_THERE.get_or_init(|| simd::tiles().0 && permitted())
-}
-
-/// Asks Linux for the tiles' registers, whose state it saves for processes that asked only.
-#[cfg(target_os = "linux")]
-fn permitted() -> bool {
-    /// `ARCH_REQ_XCOMP_PERM` and the number of the tiles' data among the states of `XSAVE`, of Linux's documentation of `x86/xstate`.
-    const REQUEST: libc::c_long = 0x1023;
-    const TILE_DATA: libc::c_long = 18;
-    // SAFETY: the call takes two numbers and touches no memory of the process.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILE_DATA) == 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn permitted() -> bool {
-    false
-}
-
 /// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]`; a and b in bf16, `to` in fp32 and dense one way.
 ///
 /// # Safety
-/// As [`multiply`](super::multiply); [`is_there`] is true, and the processor has AVX-512 F, BW and VL.
+/// As [`multiply`](super::multiply); [`is_there`](crate::sys::amx::is_there) is true, and the processor has AVX-512 F, BW and VL.
 pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usize; 3], accumulate: bool) {
     let (to, a, b, m, n) = if to.column_stride == 1 {
         (to, a, b, m, n)
@@ -271,32 +248,5 @@ impl Sums {
                 options(nostack),
             );
         }
-    }
-}
-
-/// Eight tiles of 16 rows of 64 bytes, on this thread, until it is dropped.
-struct Tiles;
-
-impl Tiles {
-    fn configure() -> Self {
-        /// Palette 1; from byte 16 on the bytes of a row of each tile, from byte 48 on its rows.
-        #[repr(align(64))]
-        struct Configuration([u8; 64]);
-        let mut configuration = Configuration([0; 64]);
-        configuration.0[0] = 1;
-        for tile in 0..8 {
-            configuration.0[16 + 2 * tile] = 64;
-            configuration.0[48 + tile] = TILE as u8;
-        }
-        // SAFETY: whoever multiplies here knows that the processor has tiles; the instruction reads the 64 bytes.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
-        Self
-    }
-}
-
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: no tile is used any more.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }

@@ -119,19 +119,19 @@ cast!(
 );
 
 /// The words of an operand, in memory that grows as needed and is kept. They begin with a cache line, so that no vector lies in two.
-pub(super) struct Packed(Vec<Line>);
+pub(in crate::sys) struct Packed(Vec<Line>);
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Line([u32; STEP]);
 
 impl Packed {
-    pub(super) const fn new() -> Self {
+    pub(in crate::sys) const fn new() -> Self {
         Self(Vec::new())
     }
 
     /// So many words, whatever they hold.
-    pub(super) fn words(&mut self, count: usize) -> &mut [u32] {
+    pub(in crate::sys) fn words(&mut self, count: usize) -> &mut [u32] {
         let lines = count.div_ceil(STEP);
         if self.0.len() < lines {
             self.0.resize(lines, Line([0; STEP]));
