@@ -6,6 +6,8 @@
 mod matvec;
 mod portable;
 #[cfg(target_arch = "x86_64")]
+mod tiles;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! Products of a few vectors with a weight, which is read once.
 //!
-//! Vectors in bf16 are multiplied by the processor's own instruction for pairs of bf16 where it is used
-//! ([`Bf16Instructions`]): half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. What a
+//! Vectors in bf16 are multiplied by the processor's own instructions where these are used ([`Bf16Instructions`]): by AMX's ([`tiles`]),
+//! or by the one for pairs of bf16: half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. What a
 //! weight that is dequantized to bf16 has is rounded as often.
 
 use half::bf16;
@@ -10,9 +10,9 @@ use tch::{Kind, Tensor};
 
 use super::super::matvec::Results;
 use super::super::matvec::streams::{self, Products, STREAMS, Sums, VECTORS};
-#[cfg(target_arch = "x86_64")]
-use super::x86;
 use super::{BLOCK, BYTES, Choice, Packed, TASK, bytes, choice, expect_shape, packed, portable};
+#[cfg(target_arch = "x86_64")]
+use super::{tiles, x86};
 use crate::error::Result;
 use crate::processor::{Bf16Instructions, bf16_instructions};
 use crate::sys::simd::arch;
@@ -22,11 +22,24 @@ use crate::sys::simd::arch;
 pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let [height, inner] = expect_shape(weight)?.map(|size| size as usize);
     let vectors = x_md.size()[0] as usize;
-    let in_pairs = x_md.kind() == Kind::BFloat16 && bf16_instructions() == Some(Bf16Instructions::Pairs);
-    let x_md = x_md.f_to_kind(if in_pairs { Kind::BFloat16 } else { Kind::Float })?.f_contiguous()?;
+    let instructions = bf16_instructions().filter(|instructions| match instructions {
+        Bf16Instructions::Pairs => x_md.kind() == Kind::BFloat16,
+        #[cfg(target_arch = "x86_64")]
+        Bf16Instructions::Tiles => x_md.kind() == Kind::BFloat16 && tiles::applies(vectors, height),
+        #[cfg(not(target_arch = "x86_64"))]
+        Bf16Instructions::Tiles => false,
+    });
+    let x_md =
+        x_md.f_to_kind(if instructions.is_some() { Kind::BFloat16 } else { Kind::Float })?.f_contiguous()?;
     let x = bytes(&x_md);
-    let x = if in_pairs {
+    let x = if instructions.is_some() {
         let x: Vec<bf16> = x.as_chunks().0.iter().map(|two| bf16::from_ne_bytes(*two)).collect();
+        #[cfg(target_arch = "x86_64")]
+        if instructions == Some(Bf16Instructions::Tiles) {
+            let results = Results::new([vectors, height], kind, bias)?;
+            tiles::run(&packed(weight)?, &x, inner, &results)?;
+            return Ok(results.into_tensor());
+        }
         Vectors::Pairs(x.chunks_exact(inner).map(arranged_in_pairs).collect())
     } else {
         let x: Vec<f32> = x.as_chunks().0.iter().map(|four| f32::from_ne_bytes(*four)).collect();
