@@ -11,7 +11,7 @@
 //!   rate on an Intel Xeon with AVX-512, at up to 1.1 of it on an AMD Zen 4, and at twice it on a Zen 5, where MKL keeps to AVX2. MKL
 //!   uses one thread for a product of 512 rows, this two; MKL's bits depend on the number of threads, these do not;
 //! - on the CPU with AVX-512, x·Wᵀ of fewer than 1024 rows by kernels of this crate, which transpose the weight 16 × 16 elements at a
-//!   time: 0.9–1.1 of MKL's rate at 128 rows on the Intel Xeon, where the `gemm` crate runs at 0.53–0.87.
+//!   time: 0.8–1.1 of MKL's rate at 128 rows on the Intel Xeon, where the `gemm` crate runs at 0.53–0.87.
 //!
 //! A product whose output has fewer than 32 rows or columns, and whose operands have dense rows or columns, is libtorch's on every
 //! processor: MKL is up to twice as fast there. Such results may depend on the number of threads. No fp32 product on the CPU
@@ -31,7 +31,7 @@ use crate::sys::tensor::memory_range;
 
 pub use crate::sys::gemm::MIN_DIMENSION;
 
-/// Maximum number of vectors of [`matvec`]: from about ten, arithmetic takes as long as reading the weights.
+/// Maximum number of vectors of [`matvec`]: from about ten, arithmetic takes as long as reading the weights, unless AMX's tiles multiply.
 pub const FEW: i64 = 16;
 /// [`matvec`] leaves weights with fewer elements to libtorch, whose call is cheaper.
 const SMALL: i64 = 1 << 12;
