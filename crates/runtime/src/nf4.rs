@@ -17,7 +17,7 @@
 //! **Products** ([`linear`], [`mm_into`], [`mm_transposed_into`]) dequantize a tile of at most [`TILE_BYTES`], multiply it, and
 //! continue with the next, so beyond their results they take the memory of one tile, whatever the size of the matrix; a tile has at
 //! least 64 rows or columns. Up to [`FEW`](crate::matmul::FEW) vectors are multiplied without a tile ([`matvec`]): each code is read
-//! once and looked up in a register. On a CPU tiles are in fp32 (in bf16 for operands in bf16 that the
+//! once and looked up in a register; with AMX, two vectors and more in bf16 are multiplied with weights rounded to bf16. On a CPU tiles are in fp32 (in bf16 for operands in bf16 that the
 //! [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with the whole matrix.
 //! The gradient of W does not exist; backward computes that of x.
 //!

@@ -55,7 +55,7 @@ fn only_the_output_view_is_written() {
     assert_eq!(whole, expected);
 }
 
-/// The `gemm` crate's product itself, also in shapes that [`mm_into`] leaves to libtorch.
+/// The products behind [`mm_into`], also in shapes that [`mm_into`] leaves to libtorch.
 #[test]
 fn the_gemm_backend_is_correct_and_refuses_an_overlapping_output() {
     for (m, n, k) in [(1, 1, 5), (1, 70, 33), (70, 1, 33), (130, 65, 40)] {
@@ -207,6 +207,25 @@ fn matvec_is_correct_to_one_rounding() {
                 let share = ((wide(&found) - exact).abs() / allowed).max().double_value(&[]);
                 assert!(share <= 1.0, "{vectors} x {out} x {width} {kind:?}: {share} of what is allowed");
             }
+        }
+    }
+}
+
+#[test]
+fn matvec_reads_a_lazily_negated_vector() {
+    let normal = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+    let (x, weight) = (normal([3, 128]), normal([64, 128]));
+    let stored = nf4::quantize(&weight, nf4::Scales::Float).unwrap();
+    for x_kind in [Kind::Float, Kind::BFloat16] {
+        let x = x.to_kind(x_kind);
+        for weight in [weight.to_kind(x_kind), stored.shallow_clone()] {
+            let found = matvec(&x.internal_neg_view(), &weight, None).unwrap().unwrap();
+            assert_eq!(
+                found,
+                matvec(&-&x, &weight, None).unwrap().unwrap(),
+                "{x_kind:?}, {:?}",
+                weight.kind()
+            );
         }
     }
 }

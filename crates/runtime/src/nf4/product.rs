@@ -100,7 +100,7 @@ fn into_window(out: &mut Tensor, x: &Tensor, right: &Tensor, accumulate: bool) -
     Ok(())
 }
 
-/// Computes `x·Ŵᵀ` in fp32 for at most [`FEW`](matmul::FEW) vectors `x [vectors, in]` without a tile; `None` for more, on other
+/// Computes `x·Ŵᵀ` into fp32 for at most [`FEW`](matmul::FEW) vectors `x [vectors, in]` without a tile; `None` for more, on other
 /// devices, and for widths that are no multiples of 64.
 ///
 /// # Errors

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use super::simd;
 
 /// Rows of a tile, and 32-bit words of a row.
-pub(super) const ROWS: usize = 16;
+pub(super) const TILE: usize = 16;
 const ROW_BYTES: u8 = 64;
 
 /// Whether the processor has tiles of bf16 and the system lets this process use them.
@@ -36,7 +36,9 @@ fn permitted() -> bool {
 pub(super) struct Tiles;
 
 impl Tiles {
-    pub(super) fn configure() -> Self {
+    /// # Safety
+    /// [`is_there`] is true.
+    pub(super) unsafe fn configure() -> Self {
         /// Palette 1; from byte 16 on the bytes of a row of each tile, from byte 48 on its rows.
         #[repr(align(64))]
         struct Configuration([u8; 64]);
@@ -44,9 +46,9 @@ impl Tiles {
         configuration.0[0] = 1;
         for tile in 0..8 {
             configuration.0[16 + 2 * tile] = ROW_BYTES;
-            configuration.0[48 + tile] = ROWS as u8;
+            configuration.0[48 + tile] = TILE as u8;
         }
-        // SAFETY: whoever multiplies here knows that the processor has tiles; the instruction reads the 64 bytes.
+        // SAFETY: by this function's contract; the instruction reads the 64 bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
         Self
     }

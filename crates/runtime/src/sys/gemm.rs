@@ -6,7 +6,8 @@
 //! element; parts are so large that this is a few percent.
 //!
 //! Operands in bf16 and fp16 are cast tile by tile within a part ([`tiles`]). Two operands in bf16 are multiplied by the processor's own
-//! instructions (`packed`) where these are faster, and so are few rows with a transposed weight, which the crate packs element by element.
+//! instructions (`packed`) where these are faster. `packed` also multiplies x·Wᵀ of few rows in fp32, because the crate packs a transposed
+//! operand element by element.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -85,8 +86,8 @@ impl Matrix {
 /// an output in 16 bits is rounded once. The caller checks shapes, layouts, and that the output shares no memory with an operand.
 ///
 /// The bits do not depend on `threads` if the output has at least [`MIN_DIMENSION`] rows and columns: each element is summed over k in
-/// blocks whose length depends on k, the processor and the method, and on m and n only in that outputs of up to 64 × 64 have another
-/// length.
+/// blocks whose length depends on k and the processor, on whether a row-major output has fewer than 1024 rows and a transposed b, and on
+/// whether it is larger than 64 × 64.
 /// Parts are longer than 64, and so is an output that is one part for some numbers of threads but not for others. The crate's other
 /// paths are for outputs of at most 256 elements, and for single rows and columns, which are no parts of such an output.
 pub(crate) fn gemm_f32(
@@ -110,7 +111,7 @@ pub(crate) fn gemm_f32(
         return Err(Error::invalid("matrix product", reason));
     }
     // For the whole product, not for its parts.
-    let method = Method::of(to, left, right, [m, n]);
+    let method = Method::of(to, left, right, m);
     // The larger dimension is divided, so that the parts share the smaller operand. It is made that of the columns.
     let (to, short, long) =
         if n >= m { (to, left, right) } else { (to.transposed(), right.transposed(), left.transposed()) };
@@ -145,13 +146,13 @@ enum Method {
 }
 
 impl Method {
-    fn of(to: Matrix, a: Matrix, b: Matrix, size: [usize; 2]) -> Self {
+    fn of(to: Matrix, a: Matrix, b: Matrix, rows: usize) -> Self {
         #[cfg(target_arch = "x86_64")]
-        if packed::applies(to, a, b, size) {
+        if packed::applies(to, a, b, rows) {
             return Self::Packed;
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = (to, a, b, size);
+        let _ = (to, a, b, rows);
         Self::Crate
     }
 }

@@ -1,12 +1,12 @@
 //! Products of a few vectors with a stored matrix: each weight is read once, and summed in fp32.
 //!
 //! If both are in bf16, they are multiplied by the processor's own instructions for pairs of bf16 or for tiles of them where these are used
-//! ([`Bf16Instructions`]): the products are exact and the sums in fp32, as without them, in another order.
+//! ([`Bf16Instructions`]): the products are exact and the sums in fp32, as without them, in another order, and subnormal numbers are zero.
 
+#[cfg(target_arch = "x86_64")]
+pub(super) mod amx;
 mod results;
 pub(super) mod streams;
-#[cfg(target_arch = "x86_64")]
-mod tiles;
 
 use std::borrow::Cow;
 
@@ -39,11 +39,13 @@ enum Stored {
 ///
 /// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, and the bias `[n]`, which the caller has checked.
 pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
+    // A tensor may be a lazily negated view.
+    let x_md = &x_md.f_resolve_neg()?;
     let vectors = x_md.size()[0] as usize;
     let instructions = bf16_instructions().filter(|instructions| match instructions {
         Bf16Instructions::Pairs => true,
         #[cfg(target_arch = "x86_64")]
-        Bf16Instructions::Tiles => tiles::applies(vectors, weight_nd.size()[0] as usize),
+        Bf16Instructions::Tiles => amx::applies(vectors, weight_nd.size()[0] as usize),
         #[cfg(not(target_arch = "x86_64"))]
         Bf16Instructions::Tiles => false,
     });
@@ -68,7 +70,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -
     let results = Results::new([vectors, weight.rows], x_md.kind(), bias)?;
     #[cfg(target_arch = "x86_64")]
     if matches!(stored, Stored::Pairs) && instructions == Some(Bf16Instructions::Tiles) {
-        tiles::run(weight, words, &x, &results)?;
+        amx::run(weight, words, &x, &results)?;
         return Ok(Some(results.into_tensor()));
     }
     let stride = weight.row_stride / per_word;
@@ -114,7 +116,7 @@ impl Products for Words<'_> {
 /// for [`Stored::Pairs`] as they are.
 fn words_of(x_md: &Tensor, (stored, per_word): (Stored, usize), columns: usize) -> Result<Cow<'_, [u32]>> {
     let kind = if matches!(stored, Stored::Pairs) { Kind::BFloat16 } else { Kind::Float };
-    if x_md.kind() == kind && !matches!(stored, Stored::Bfloat16) && x_md.is_contiguous() && !x_md.is_neg() {
+    if x_md.kind() == kind && !matches!(stored, Stored::Bfloat16) && x_md.is_contiguous() {
         let at = x_md.data_ptr() as usize;
         if at.is_multiple_of(size_of::<u32>()) {
             let words = x_md.numel() * kind.elt_size_in_bytes() / size_of::<u32>();
@@ -225,7 +227,7 @@ fn dots_of_pairs<const N: usize>(streams: &[&[u32]; STREAMS], x: &[&[u32]; N], o
         }
     }
 
-    // SAFETY: `Stored::Pairs` is chosen only where the processor has the instructions.
+    // SAFETY: `Stored::Pairs` gets here only where the processor has the instructions: `matvec` gives tiles away before.
     unsafe { sums(streams, x, out) }
 }
 

@@ -3,10 +3,10 @@
 //! Vector instructions do not change a bit of what is quantized or dequantized: each element is one product in fp32. Products are summed
 //! in another order for each choice of [`simd`].
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod matvec;
 mod portable;
-#[cfg(target_arch = "x86_64")]
-mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 

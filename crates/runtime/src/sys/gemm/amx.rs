@@ -16,7 +16,7 @@
 //! row of a in each row, those of b a pair of rows of b. Packed operands are such tiles one after another, padded with zeros, 1.1 MiB of the
 //! thread.
 //!
-//! Each element is summed pair after pair of k, from what the output held on: the bits depend on neither the other sizes, the position,
+//! Each element is summed 32 elements of k at a time, from what the output held on: the bits depend on neither the other sizes, the position,
 //! the blocks nor the division into parts. The instruction treats subnormal numbers as zero, and rounds to nearest.
 //!
 //! Source: Intel's manual of instructions, `TDPBF16PS`, and its optimization manual, chapter "Intel Advanced Matrix Extensions".
@@ -25,9 +25,9 @@ use std::arch::asm;
 use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_storeu_si512};
 use std::cell::RefCell;
 
-use super::words::{Packed, Pair, pack_panel, transposed};
+use super::words::{Pair, Words, pack_panel, transposed};
 use super::{Matrix, piece};
-use crate::sys::amx::{ROWS as TILE, Tiles};
+use crate::sys::amx::{TILE, Tiles};
 use crate::sys::simd;
 
 const WORDS: usize = TILE * TILE;
@@ -40,7 +40,7 @@ const SLAB: usize = 512;
 
 thread_local! {
     /// The packed operands a and b.
-    static PACKED: RefCell<[Packed; 2]> = const { RefCell::new([const { Packed::new() }; 2]) };
+    static PACKED: RefCell<[Words; 2]> = const { RefCell::new([const { Words::new() }; 2]) };
 }
 
 /// Computes `to = a·b`, or `to += a·b`, on this thread: `[m, n]`, `[m, k]` and `[k, n]`; a and b in bf16, `to` in fp32 and dense one way.
@@ -54,7 +54,8 @@ pub(super) unsafe fn multiply(to: Matrix, a: Matrix, b: Matrix, [m, n, k]: [usiz
         (to.transposed(), b.transposed(), a.transposed(), n, m)
     };
     let blocks = m.div_ceil(ROWS);
-    let _tiles = Tiles::configure();
+    // SAFETY: by this function's contract.
+    let _tiles = unsafe { Tiles::configure() };
     PACKED.with_borrow_mut(|[packed_a, packed_b]| {
         for rows in (0..blocks).map(|block| piece(m, blocks, block)) {
             for depth in (0..k).step_by(DEPTH).map(|start| start..(start + DEPTH).min(k)) {
@@ -107,7 +108,7 @@ enum Side {
 /// # Safety
 /// The elements are bf16 in memory that lives; the processor has AVX-512 F, BW and VL.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mut Packed) -> *const u32 {
+unsafe fn pack(from: Matrix, [lines, depth]: [usize; 2], side: Side, packed: &mut Words) -> *const u32 {
     let line_words = depth.div_ceil(SIDE) * TILE;
     let packed = packed.words(lines.next_multiple_of(SIDE) * line_words);
     for (number, tiles) in packed.chunks_exact_mut(TILE * line_words).enumerate() {

@@ -3,7 +3,7 @@
 //! For `to [m, n] = a [m, k]·b [k, n]`:
 //!
 //! ```text
-//! for each block of at most ROWS rows and DEPTH words of k
+//! for each block of about ROWS rows at most and DEPTH words of k
 //!     pack a [ROWS, DEPTH]
 //!     for each tile of COLUMNS columns
 //!         pack b [DEPTH, COLUMNS]
@@ -14,7 +14,7 @@
 //!
 //! Elements are cast to fp32 when they are packed; two operands in bf16 are multiplied in pairs along k by `vdpbf16ps` where the processor
 //! does that at more than the rate of fp32, or by [AMX's tiles](super::amx). The wide panels belong to the operand along which the output
-//! is dense. Packed operands take at most 4.8 MiB of the thread.
+//! is dense. Packed operands take at most 4.9 MiB of the thread.
 //!
 //! Each element is summed in the order of k, in slabs that depend on k alone: the bits do not depend on the other sizes, on the
 //! position or on the division into parts. `vdpbf16ps` treats subnormal numbers as zero, and rounds to nearest.
@@ -28,10 +28,10 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::words::{Cast, Packed, Pair, Word, pack};
+use super::words::{Cast, Pair, Word, Words, mask, pack};
 use super::{Matrix, STEP, Stored, piece};
 use crate::processor::{Bf16Instructions, Simd, bf16_instructions, simd};
-use crate::sys::simd::pairs;
+use crate::sys::simd::{pairs, prefetch, prefetch_line};
 
 /// Rows or columns of a wide panel: three vectors of fp32.
 const WIDE: usize = 48;
@@ -44,26 +44,25 @@ const DEPTH: usize = 1024;
 /// Words of k that are summed in registers: a wide panel of them and a narrow one are in an L1 cache of 32 KiB.
 const SLAB: usize = 128;
 const VECTORS: usize = WIDE / STEP;
-/// Uses of an element of the wide operand from which on the `gemm` crate, which copies less, is faster.
+/// Rows from which on the `gemm` crate, which copies less, is faster.
 const MANY: usize = 1024;
 
 thread_local! {
     /// The packed operands a and b.
-    static PACKED: RefCell<[Packed; 2]> = const { RefCell::new([const { Packed::new() }; 2]) };
+    static PACKED: RefCell<[Words; 2]> = const { RefCell::new([const { Words::new() }; 2]) };
 }
 
-/// Whether [`multiply`] is for this product on this processor: for two operands in bf16 where the processor multiplies these, and for few
-/// uses of each element of a wide operand that is transposed when it is packed, which the `gemm` crate does element by element.
-pub(super) fn applies(to: Matrix, a: Matrix, b: Matrix, [m, n]: [usize; 2]) -> bool {
-    let lanes_are_rows = to.row_stride == 1;
-    if simd() != Simd::Avx512 || !(lanes_are_rows || to.column_stride == 1) {
+/// Whether [`multiply`] is for this product with `m` rows on this processor: for two operands in bf16 where the processor multiplies these,
+/// and for few rows and a transposed b, which the `gemm` crate packs element by element. That depends on no number of columns, so a
+/// product by columns has the bits of the whole one.
+pub(super) fn applies(to: Matrix, a: Matrix, b: Matrix, m: usize) -> bool {
+    if simd() != Simd::Avx512 || to.row_stride != 1 && to.column_stride != 1 {
         return false;
     }
-    if [to, a, b].map(|matrix| matrix.stored) == [Stored::Float, Stored::Bfloat16, Stored::Bfloat16] {
-        return bf16_instructions().is_some();
-    }
-    let (stride, uses) = if lanes_are_rows { (a.row_stride, n) } else { (b.column_stride, m) };
-    stride != 1 && uses < MANY
+    let stored = [to, a, b].map(|matrix| matrix.stored);
+    let of_bf16 =
+        stored == [Stored::Float, Stored::Bfloat16, Stored::Bfloat16] && bf16_instructions().is_some();
+    of_bf16 || to.column_stride == 1 && b.column_stride != 1 && m < MANY
 }
 
 /// How the operands are packed and multiplied.
@@ -132,7 +131,7 @@ impl Packing {
         from: Matrix,
         [lines, depth]: [usize; 2],
         width: usize,
-        packed: &mut Packed,
+        packed: &mut Words,
     ) -> *const u32 {
         let height = lines.next_multiple_of(width);
         let packed = packed.words(height * depth.div_ceil(self.elements));
@@ -182,7 +181,7 @@ impl Tile {
     unsafe fn multiply(&self, add_products: AddProducts) {
         let [rows, columns] = self.size;
         let [a, b] = self.packed;
-        // The output is dense along its rows' numbers from here on.
+        // From here on the output's row stride is 1.
         let (to, size, [wide, narrow]) = if self.to.row_stride == 1 {
             (self.to, [rows, columns], [a, b])
         } else {
@@ -227,12 +226,9 @@ impl Sums {
         self.at.wrapping_offset(line as isize * self.stride)
     }
 
-    #[target_feature(enable = "avx512f")]
     fn prefetch(&self) {
         for line in 0..self.lines {
-            for vector in 0..VECTORS {
-                _mm_prefetch::<_MM_HINT_T0>(self.line(line).wrapping_add(vector * STEP).cast());
-            }
+            prefetch(self.line(line).addr(), WIDE * size_of::<f32>());
         }
     }
 
@@ -242,8 +238,8 @@ impl Sums {
     unsafe fn store(&self, total: [[__m512; VECTORS]; NARROW]) {
         for (line, total) in total.into_iter().enumerate().take(self.lines) {
             for (vector, total) in total.into_iter().enumerate() {
-                let lanes = self.lanes.saturating_sub(vector * STEP).min(STEP);
-                let mask = ((1u32 << lanes) - 1) as __mmask16;
+                let lanes = self.lanes.saturating_sub(vector * STEP);
+                let mask = mask(lanes);
                 let at = self.line(line).wrapping_add(vector * STEP);
                 // SAFETY: by this function's contract, for the lanes of the mask.
                 unsafe {
@@ -270,7 +266,7 @@ macro_rules! add_products {
             // The next panel lies behind this one.
             let next = narrow.wrapping_add(words * NARROW);
             for word in 0..words {
-                _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(word * NARROW).cast());
+                prefetch_line(next.wrapping_add(word * NARROW).addr());
                 // SAFETY: by this function's contract.
                 let lanes: [__m512i; VECTORS] = std::array::from_fn(|vector| unsafe {
                     _mm512_loadu_si512(wide.add(word * WIDE + vector * STEP).cast())
@@ -310,7 +306,8 @@ mod tests {
     /// Pairs and cast words, also on a processor that multiplies bf16 otherwise: several blocks, tiles and slabs, odd sizes, every layout.
     #[test]
     fn packed_products_are_correct_and_depend_on_neither_position_nor_layout() {
-        let features = [Simd::Avx512.is_there(), is_x86_feature_detected!("avx512bf16")];
+        let avx512 = Simd::Avx512.is_there();
+        let is_there = [avx512, avx512 && is_x86_feature_detected!("avx512bf16")];
         let casts: [Pack; 2] = [pack::<Cast<bf16>>; 2];
         let packings = [
             Packing { elements: 1, pack: casts, add_products: add_floats },
@@ -320,8 +317,8 @@ mod tests {
         let mut normal = |shape: [i64; 2]| {
             random.normal(&shape, (Kind::Float, Device::Cpu)).unwrap().to_kind(Kind::BFloat16)
         };
-        for (packing, name) in packings.iter().zip(["casts", "pairs"]) {
-            if !features[..packing.elements].iter().all(|is_there| *is_there) {
+        for ((packing, name), is_there) in packings.iter().zip(["casts", "pairs"]).zip(is_there) {
+            if !is_there {
                 eprintln!("skipped: this processor has no instructions for {name}");
                 continue;
             }

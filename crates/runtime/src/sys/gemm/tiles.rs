@@ -1,18 +1,20 @@
-//! A part of a product whose operands or output are in 16 bits: tiles of the operands are cast to fp32 while they are in the cache.
+//! A part of a product by either [`Method`]. An output in 16 bits is computed by blocks in fp32; for the `gemm` crate, tiles of operands in 16
+//! bits are cast to fp32 while they are in the cache.
 //!
 //! For `to [m, n] = a [m, k]·b [k, n]`:
 //!
 //! ```text
-//! for each block of the output [ROWS, COLUMNS]       in fp32, if the output is in 16 bits; all columns otherwise
-//!     for each slab of at most DEPTH of k
+//! for each block of the output [ROWS, COLUMNS]       in fp32, if the output is in 16 bits; the whole output otherwise
+//!     multiply by `packed`, or:
+//!     for each ROWS rows and each slab of at most DEPTH of k
 //!         cast a [ROWS, DEPTH]
 //!         for each tile of at most COLUMNS columns
 //!             cast b [DEPTH, COLUMNS], multiply, add
 //!     round
 //! ```
 //!
-//! What is cast takes memory of the thread, at most 5 MiB, as the crate's packed operands do; it does not grow with the operands. An
-//! element of a is cast n/COLUMNS times, one of b m/ROWS times. The slabs depend on k alone, so that the sums do not depend on the
+//! Blocks and casts take memory of the thread, at most 5 MiB, as packed operands do; it does not grow with the operands. An element of a
+//! is cast n/COLUMNS times if the output is in 16 bits, one of b m/ROWS times. The slabs depend on k alone, so that the sums do not depend on the
 //! division into parts.
 
 use std::cell::RefCell;

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use half::f16;
 
 use super::{Matrix, STEP};
-use crate::sys::simd::prefetch;
+use crate::sys::simd::{prefetch, prefetch_line};
 
 /// Bytes from a load to the prefetch in the same line.
 const AHEAD: usize = 128;
@@ -119,13 +119,13 @@ cast!(
 );
 
 /// The words of an operand, in memory that grows as needed and is kept. They begin with a cache line, so that no vector lies in two.
-pub(in crate::sys) struct Packed(Vec<Line>);
+pub(in crate::sys) struct Words(Vec<Line>);
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Line([u32; STEP]);
 
-impl Packed {
+impl Words {
     pub(in crate::sys) const fn new() -> Self {
         Self(Vec::new())
     }
@@ -180,7 +180,7 @@ pub(super) unsafe fn pack_panel<W: Word>(from: Matrix, size: [usize; 2], width: 
 }
 
 /// The first `count` of 16.
-fn mask(count: usize) -> __mmask16 {
+pub(super) fn mask(count: usize) -> __mmask16 {
     ((1u32 << count.min(STEP)) - 1) as __mmask16
 }
 
@@ -226,7 +226,7 @@ unsafe fn transpose<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: us
                         return _mm512_setzero_si512();
                     }
                     let at = from.from(first + line, start * W::ELEMENTS).at as *const W::Element;
-                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_byte_add(AHEAD).cast());
+                    prefetch_line(at.addr() + AHEAD);
                     W::along(at, mask(length))
                 });
                 for (word, words) in transposed(lines).into_iter().enumerate().take(length) {

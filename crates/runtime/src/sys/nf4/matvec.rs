@@ -1,8 +1,8 @@
 //! Products of a few vectors with a weight, which is read once.
 //!
-//! Vectors in bf16 are multiplied by the processor's own instructions where these are used ([`Bf16Instructions`]): by AMX's ([`tiles`]),
-//! or by the one for pairs of bf16: half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. What a
-//! weight that is dequantized to bf16 has is rounded as often.
+//! Vectors in bf16 are multiplied by the processor's own instructions where these are used ([`Bf16Instructions`]): by AMX's (`amx`),
+//! or by the one for pairs of bf16: half as many instructions, with the 16 values of the codes rounded to bf16 and scaled in fp32. So each
+//! weight is rounded once, as when it is dequantized to bf16.
 
 use half::bf16;
 use pulp::Simd;
@@ -12,7 +12,7 @@ use super::super::matvec::Results;
 use super::super::matvec::streams::{self, Products, STREAMS, Sums, VECTORS};
 use super::{BLOCK, BYTES, Choice, Packed, TASK, bytes, choice, expect_shape, packed, portable};
 #[cfg(target_arch = "x86_64")]
-use super::{tiles, x86};
+use super::{amx, x86};
 use crate::error::Result;
 use crate::processor::{Bf16Instructions, bf16_instructions};
 use crate::sys::simd::arch;
@@ -25,10 +25,12 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind
     let instructions = bf16_instructions().filter(|instructions| match instructions {
         Bf16Instructions::Pairs => x_md.kind() == Kind::BFloat16,
         #[cfg(target_arch = "x86_64")]
-        Bf16Instructions::Tiles => x_md.kind() == Kind::BFloat16 && tiles::applies(vectors, height),
+        Bf16Instructions::Tiles => x_md.kind() == Kind::BFloat16 && amx::applies(vectors, height),
         #[cfg(not(target_arch = "x86_64"))]
         Bf16Instructions::Tiles => false,
     });
+    // A tensor may be a lazily negated view.
+    let x_md = x_md.f_resolve_neg()?;
     let x_md =
         x_md.f_to_kind(if instructions.is_some() { Kind::BFloat16 } else { Kind::Float })?.f_contiguous()?;
     let x = bytes(&x_md);
@@ -37,7 +39,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind
         #[cfg(target_arch = "x86_64")]
         if instructions == Some(Bf16Instructions::Tiles) {
             let results = Results::new([vectors, height], kind, bias)?;
-            tiles::run(&packed(weight)?, &x, inner, &results)?;
+            amx::run(&packed(weight)?, &x, inner, &results)?;
             return Ok(results.into_tensor());
         }
         Vectors::Pairs(x.chunks_exact(inner).map(arranged_in_pairs).collect())

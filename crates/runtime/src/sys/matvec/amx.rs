@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The rows' next 32 are prefetched meanwhile, in the order of memory: tiles read 16 rows at a time, which the processor does not foresee.
-//! An element of the result is summed pair after pair of the columns, whatever the other vectors and rows are.
+//! An element of the result is summed 32 columns at a time, whatever the other vectors and rows are. The instruction treats subnormal
+//! numbers as zero.
 //!
 //! Source: Intel's manual of instructions, `TDPBF16PS`.
 
@@ -15,64 +16,78 @@ use std::arch::asm;
 
 use super::Results;
 use crate::error::Result;
-use crate::sys::amx::{ROWS as TILE, Tiles};
-use crate::sys::gemm::words::Packed;
+use crate::sys::amx::{TILE, Tiles};
+use crate::sys::gemm::words::Words;
 use crate::sys::parallel;
 use crate::sys::tensor::Rows;
 
 /// 32-bit words of a tile.
-const WORDS: usize = TILE * TILE;
+pub(in crate::sys) const WORDS: usize = TILE * TILE;
 /// Rows of the weight that are multiplied together.
-const GROUP: usize = 2 * TILE;
+pub(in crate::sys) const GROUP: usize = 2 * TILE;
 /// Maximum number of vectors.
-const VECTORS: usize = TILE;
+pub(in crate::sys) const VECTORS: usize = TILE;
+
+/// Sums of a group of rows with all vectors.
+pub(in crate::sys) type Sums = [[f32; VECTORS]; GROUP];
 
 /// Whether [`run`] is for so many vectors and rows.
 pub(super) fn applies(vectors: usize, rows: usize) -> bool {
     vectors <= VECTORS && rows >= GROUP
 }
 
-/// Computes the products of all rows. The weight is in bf16, with rows of `words` pairs, as the vectors are.
-pub(super) fn run(weight: Rows, words: usize, x: &[&[u32]], results: &Results) -> Result<()> {
+/// Computes the results of all rows: `of_group(start, end)` multiplies the [`GROUP`] rows from `start` on, with tiles configured; rows from
+/// `end` on are another thread's.
+pub(in crate::sys) fn for_groups(
+    results: &Results,
+    of_group: impl Fn(usize, usize) -> Sums + Sync,
+) -> Result<()> {
+    let [vectors, rows] = results.size();
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
     // One task per thread: the next rows are prefetched into the cache of the processor that multiplies them.
-    let of_task = weight.rows.div_ceil(threads).next_multiple_of(GROUP);
-    let mut packed = Packed::new();
-    let steps = words.div_ceil(TILE);
-    let packed = packed.words(steps * WORDS);
+    let of_task = rows.div_ceil(threads).next_multiple_of(GROUP);
+    parallel::for_each(rows.div_ceil(of_task), |task| {
+        let of_task = task * of_task..rows.min((task + 1) * of_task);
+        // SAFETY: whoever multiplies here knows that the processor has tiles.
+        let _tiles = unsafe { Tiles::configure() };
+        let mut sums = vec![0f32; vectors * of_task.len()];
+        for first in of_task.clone().step_by(GROUP) {
+            // A short last group is read with rows before it.
+            let start = first.min(rows - GROUP);
+            let found = of_group(start, of_task.end);
+            for row in first..of_task.end.min(first + GROUP) {
+                for vector in 0..vectors {
+                    sums[vector * of_task.len() + row - of_task.start] = found[row - start][vector];
+                }
+            }
+        }
+        for (vector, sums) in sums.chunks_exact(of_task.len()).enumerate() {
+            // SAFETY: both are among the results, and no other task has these rows.
+            unsafe { results.put(vector, of_task.start, sums) };
+        }
+    })
+}
+
+/// Computes the products of all rows. The weight is in bf16, with rows of `words` pairs, as the vectors are.
+pub(super) fn run(weight: Rows, words: usize, x: &[&[u32]], results: &Results) -> Result<()> {
+    let mut packed = Words::new();
+    let packed = packed.words(words.div_ceil(TILE) * WORDS);
     packed.fill(0);
     for (vector, x) in x.iter().enumerate() {
         for (pair, word) in x.iter().enumerate() {
             packed[pair * TILE + vector] = *word;
         }
     }
-    let x = Vectors { tiles: packed, count: x.len(), words };
-    parallel::for_each(weight.rows.div_ceil(of_task), |task| {
-        let rows = task * of_task..weight.rows.min((task + 1) * of_task);
-        let _tiles = Tiles::configure();
-        let mut sums = vec![0f32; x.count * rows.len()];
-        for first in rows.clone().step_by(GROUP) {
-            // A short last group is read with rows before it.
-            let start = first.min(weight.rows - GROUP);
-            // SAFETY: so many rows lie in the CPU tensor of the weight, which outlives the call; the tiles are configured.
-            let products = unsafe { x.multiply(weight, start, rows.end) };
-            for row in first..rows.end.min(first + GROUP) {
-                for vector in 0..x.count {
-                    sums[vector * rows.len() + row - rows.start] = products[row - start][vector];
-                }
-            }
-        }
-        for (vector, sums) in sums.chunks_exact(rows.len()).enumerate() {
-            // SAFETY: both are among the results, and no other task has these rows.
-            unsafe { results.put(vector, rows.start, sums) };
-        }
+    let x = Vectors { tiles: packed, words };
+    for_groups(results, |start, end| {
+        // SAFETY: so many rows lie in the CPU tensor of the weight, which outlives the call; the tiles are configured.
+        unsafe { x.multiply(weight, start, end) }
     })
 }
 
 /// Vectors in tiles of pairs: `[words/16, 16 words, 16 vectors]`, zeros beyond them.
 struct Vectors<'a> {
     tiles: &'a [u32],
-    count: usize,
     words: usize,
 }
 
@@ -81,7 +96,7 @@ impl Vectors<'_> {
     ///
     /// # Safety
     /// The rows live, and are as long as the vectors; the tiles are configured.
-    unsafe fn multiply(&self, weight: Rows, first: usize, end: usize) -> [[f32; VECTORS]; GROUP] {
+    unsafe fn multiply(&self, weight: Rows, first: usize, end: usize) -> Sums {
         let stride = weight.row_stride * size_of::<u16>();
         let upper = (weight.pointer + first * stride) as *const u8;
         let lower = upper.wrapping_add(TILE * stride);

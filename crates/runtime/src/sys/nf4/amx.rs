@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A scale times the table is rounded to bf16, sixteen values for a block, and codes are looked up there: the elements are those of a weight
-//! that is dequantized to bf16. An element of the result is summed pair after pair of the columns, in an order that depends on nothing
-//! else: the columns of two blocks are taken by their place in 16 bits of codes.
+//! that is dequantized to bf16. An element of the result is summed 32 columns at a time, whatever the other vectors and rows are: of two
+//! blocks first the columns whose codes are the lowest four bits of each 16, then those of the next four.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -18,69 +18,39 @@ use std::ops::Range;
 use half::bf16;
 
 use super::super::matvec::Results;
+use super::super::matvec::amx::{GROUP, Sums, VECTORS, WORDS, for_groups};
 use super::{BLOCK, BYTES, Packed};
 use crate::error::Result;
 use crate::nf4::TABLE;
-use crate::sys::amx::{ROWS as TILE, Tiles};
-use crate::sys::gemm::words;
-use crate::sys::parallel;
+use crate::sys::amx::TILE;
+use crate::sys::gemm::words::Words;
 
-/// 32-bit words of a tile.
-const WORDS: usize = TILE * TILE;
-/// Rows of the weight that are multiplied together.
-const GROUP: usize = 2 * TILE;
 /// Codes in 16 bits. A lookup takes one of each 16 bits.
 const PARTS: usize = 4;
 /// Columns of two blocks.
 const COLUMNS: usize = 2 * BLOCK;
-/// Maximum number of vectors.
-const VECTORS: usize = TILE;
-
-/// Sums of a group of rows with all vectors.
-type Sums = [[f32; VECTORS]; GROUP];
 /// Two blocks of a group of rows, in bf16: for each part, each row's 32 elements.
 #[repr(C, align(64))]
 struct Dequantized([[[u32; TILE]; GROUP]; PARTS]);
 
-/// Whether [`run`] is for so many vectors and rows. One vector is multiplied in fp32 in less time than a weight is dequantized in.
+/// Whether [`run`] is for so many vectors and rows on this processor. One vector is faster in fp32: dequantizing takes longer.
 pub(super) fn applies(vectors: usize, rows: usize) -> bool {
-    (2..=VECTORS).contains(&vectors) && rows >= GROUP
+    (2..=VECTORS).contains(&vectors) && rows >= GROUP && is_x86_feature_detected!("avx512bf16")
 }
 
 /// Computes the products of all rows with vectors of `inner` elements.
 pub(super) fn run(packed: &Packed<'_>, x: &[bf16], inner: usize, results: &Results) -> Result<()> {
-    let [vectors, rows] = results.size();
-    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-    // One task per thread: the next rows are prefetched into the cache of the processor that multiplies them.
-    let of_task = rows.div_ceil(threads).next_multiple_of(GROUP);
-    let mut memory = words::Packed::new();
-    let x = tiles_of(x, inner, &mut memory);
-    let products = Products { packed, x, blocks: inner / BLOCK };
-    parallel::for_each(rows.div_ceil(of_task), |task| {
-        let of_task = task * of_task..rows.min((task + 1) * of_task);
-        let _tiles = Tiles::configure();
-        let mut sums = vec![0f32; vectors * of_task.len()];
-        for first in of_task.clone().step_by(GROUP) {
-            // A short last group is read with rows before it.
-            let start = first.min(rows - GROUP);
-            // SAFETY: the processor has the instructions, and the tiles are configured.
-            let found = unsafe { products.of_group(start) };
-            for row in first..of_task.end.min(first + GROUP) {
-                for vector in 0..vectors {
-                    sums[vector * of_task.len() + row - of_task.start] = found[row - start][vector];
-                }
-            }
-        }
-        for (vector, sums) in sums.chunks_exact(of_task.len()).enumerate() {
-            // SAFETY: both are among the results, and no other task has these rows.
-            unsafe { results.put(vector, of_task.start, sums) };
-        }
+    let mut memory = Words::new();
+    let products = Products { packed, x: tiles_of(x, inner, &mut memory), blocks: inner / BLOCK };
+    for_groups(results, |start, _| {
+        // SAFETY: the processor has the instructions, and the tiles are configured.
+        unsafe { products.of_group(start) }
     })
 }
 
 /// Vectors in tiles of pairs, `[pairs of blocks, parts, 16 words, 16 vectors]`, zeros beyond them: a word has the elements of two 16 bits of
 /// codes that follow each other, of the same part. Of each byte the high four bits are the first element.
-fn tiles_of<'a>(x: &[bf16], inner: usize, memory: &'a mut words::Packed) -> &'a [u32] {
+fn tiles_of<'a>(x: &[bf16], inner: usize, memory: &'a mut Words) -> &'a [u32] {
     let tiles = memory.words(inner.div_ceil(COLUMNS) * PARTS * WORDS);
     tiles.fill(0);
     for (vector, x) in x.chunks_exact(inner).enumerate() {
@@ -112,7 +82,7 @@ impl Products<'_> {
         let mut scales = vec![0f32; GROUP * self.blocks];
         self.packed.scales(first * self.blocks, &mut scales);
         let mut sums = [[0f32; VECTORS]; GROUP];
-        // Tiles that were just stored are not in the L1 cache yet: they are multiplied while the next ones are dequantized.
+        // A tile that was just stored is loaded late, so it is multiplied after the next ones are dequantized.
         let mut values = [const { Dequantized([[[0; TILE]; GROUP]; PARTS]) }; 2];
         let mut stored: Option<&[u32]> = None;
         for (number, x) in self.x.chunks_exact(PARTS * WORDS).enumerate() {
@@ -221,8 +191,8 @@ mod tests {
     /// vectors, results that do not depend on the other vectors.
     #[test]
     fn products_are_those_of_the_weight_in_bf16() {
-        if !crate::sys::amx::is_there() {
-            eprintln!("skipped: this processor has no AMX tiles");
+        if !crate::sys::amx::is_there() || !applies(VECTORS, GROUP) {
+            eprintln!("skipped: this processor has no AMX tiles, or not AVX-512's conversion to bf16");
             return;
         }
         let mut random = crate::random::Generator::new(4).unwrap();
