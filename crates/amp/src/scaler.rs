@@ -40,6 +40,7 @@ pub mod static_scale;
 use std::fmt::Debug;
 
 use runtime::fused::gradients::{Unscaled, unscale_};
+use runtime::ops::TryScalar;
 use serde_json::Value;
 use tch::{Kind, Tensor};
 use training::clip::Norm;
@@ -125,7 +126,7 @@ impl<R: ScaleRule> Scaler<R> {
     /// # Errors
     /// Those of libtorch.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        Ok(loss.f_mul_scalar(f64::from(self.rule.scale()))?)
+        Ok(loss.try_mul_scalar(f64::from(self.rule.scale()))?)
     }
 
     /// Divides the gradients of one optimizer by the scale, in place, and records whether one of them is infinite or NaN.

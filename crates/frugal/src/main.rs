@@ -146,6 +146,7 @@ fn main() -> ExitCode {
     runtime::memory::limit_kernel_caches();
     let cli = parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
     report::cli::run(|| {
+        frugal::runtime::mapped::report_shortened_files()?;
         run(&cli).inspect_err(program::ranks::report_failure).map_err(program::ranks::with_status)
     })
 }

@@ -24,6 +24,7 @@ mod session;
 mod tiny_folder;
 mod train;
 mod trainings;
+mod wrong_values;
 
 use expect_test::Expect;
 use report::cli::{Failure, error_line};

@@ -12,6 +12,7 @@ use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function};
 use runtime::fused::cross_entropy::{Coefficients, LogitsPass, Statistics};
 use runtime::fused::gradients::scale_;
+use runtime::ops::TryScalar;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
@@ -173,7 +174,7 @@ impl Function for Fused {
         let weighted = match &factors {
             // A NaN of an ignored token does not reach the loss.
             Some(factors) => {
-                losses.f_mul(factors)?.f_where_self(&factors.f_ne(0.0)?, &losses.f_zeros_like()?)?
+                losses.f_mul(factors)?.f_where_self(&factors.try_ne(0.0)?, &losses.f_zeros_like()?)?
             }
             None => losses,
         };
@@ -194,7 +195,7 @@ impl Function for Fused {
                 Some(classes) => {
                     let correct = best.f_eq_tensor(classes)?;
                     match &self.rows.labelled {
-                        Some(labelled) => correct.f_logical_and(&labelled.f_ne(0.0)?)?,
+                        Some(labelled) => correct.f_logical_and(&labelled.try_ne(0.0)?)?,
                         None => correct,
                     }
                     .f_sum(Kind::Int64)?

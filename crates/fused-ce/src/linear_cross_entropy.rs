@@ -2,6 +2,7 @@
 
 use runtime::autograd::{GradMode, apply};
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
+use runtime::ops::TryScalar;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
@@ -96,7 +97,7 @@ impl LinearCrossEntropy {
         let low_rank = match inputs.adapter {
             Some(Adapter { a, scale, .. }) => {
                 let x = rows.zero_unlabelled(&inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?)?;
-                Some(x.f_matmul(&a.f_tr()?)?.f_mul_scalar(scale)?)
+                Some(x.f_matmul(&a.f_tr()?)?.try_mul_scalar(scale)?)
             }
             None => None,
         };
@@ -127,7 +128,7 @@ impl LinearCrossEntropy {
                 None => None,
                 Some(Denominator::Tensor(tensor)) => Some(tensor.f_detach()?),
                 Some(Denominator::Number(number)) => {
-                    Some(Tensor::f_full([0i64; 0], number, (compute_kind(kind), device))?)
+                    Some(Tensor::try_full([0i64; 0], number, (compute_kind(kind), device))?)
                 }
             },
             shard: inputs.shard.clone(),

@@ -4,6 +4,7 @@
 //! a GPU that would synchronise: there ignored rows are computed with a factor of 0, or, if the caller gives the number of labelled
 //! ones, the rows are sorted, labelled ones first, and the ignored rows at the end are skipped.
 
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -49,7 +50,7 @@ impl Rows {
     /// Returns x `[tokens, …]` with zeros in the ignored rows, by differentiable operators. They may hold infinities, and 0·∞
     /// is not 0.
     pub(crate) fn zero_unlabelled(&self, x: &Tensor) -> Result<Tensor> {
-        let labelled = self.labelled.as_ref().map(|labelled| labelled.f_ne(0.0)).transpose()?;
+        let labelled = self.labelled.as_ref().map(|labelled| labelled.try_ne(0.0)).transpose()?;
         let part = match (&self.index, labelled) {
             (None, None) => return Ok(x.shallow_clone()),
             (None, Some(labelled)) => labelled,
@@ -119,11 +120,11 @@ pub(crate) fn unread_rows(
 ) -> Result<Rows> {
     let (tokens, options_of) = (classes.size()[0], (Kind::Int64, classes.device()));
     let mut labels = classes.shallow_clone();
-    let mut mask = classes.f_ne(options.ignore_index)?;
+    let mut mask = classes.try_ne(options.ignore_index)?;
     let shift = options.shift.min(sequence);
     if shift > 0 {
-        let position = Tensor::f_arange(tokens, options_of)?.f_remainder(sequence.max(1))?;
-        let within = position.f_lt(sequence - shift)?;
+        let position = Tensor::try_arange(tokens, options_of)?.try_remainder(sequence.max(1))?;
+        let within = position.try_lt(sequence - shift)?;
         labels = labels.f_roll([-shift], [0])?;
         mask = mask.f_roll([-shift], [0])?.f_logical_and(&within)?;
     }

@@ -11,6 +11,7 @@
 
 use runtime::Result;
 use runtime::fused::cross_entropy::Statistics;
+use runtime::ops::TryScalar;
 use tch::Tensor;
 
 use crate::options::LinearCrossEntropy;
@@ -54,8 +55,8 @@ impl Formula {
     fn smoothed(&self, x: &Tensor) -> Result<Tensor> {
         let share = self.smoothing / self.vocabulary;
         Ok(match &self.class_weight_sum {
-            Some(sum) => x.f_mul(sum)?.f_mul_scalar(share)?,
-            None => x.f_mul_scalar(share * self.vocabulary)?,
+            Some(sum) => x.f_mul(sum)?.try_mul_scalar(share)?,
+            None => x.try_mul_scalar(share * self.vocabulary)?,
         })
     }
 
@@ -70,14 +71,14 @@ impl Formula {
         } else {
             times(row.maximum.f_sub(&row.target)?.f_add(&log_sum)?, &target.mass)?
         };
-        let mut losses = if self.smoothing == 0.0 { nll } else { nll.f_mul_scalar(1.0 - self.smoothing)? };
+        let mut losses = if self.smoothing == 0.0 { nll } else { nll.try_mul_scalar(1.0 - self.smoothing)? };
         if let Some(total) = &row.total {
             let log_sum_exp = row.maximum.f_add(&log_sum)?;
             let share = self.smoothing / self.vocabulary;
-            let _ = losses.f_add_(&self.smoothed(&log_sum_exp)?.f_sub(&total.f_mul_scalar(share)?)?)?;
+            let _ = losses.f_add_(&self.smoothed(&log_sum_exp)?.f_sub(&total.try_mul_scalar(share)?)?)?;
         }
         if self.z_loss > 0.0 {
-            let _ = losses.f_add_(&row.maximum.f_add(&log_sum)?.f_square()?.f_mul_scalar(self.z_loss)?)?;
+            let _ = losses.f_add_(&row.maximum.f_add(&log_sum)?.f_square()?.try_mul_scalar(self.z_loss)?)?;
         }
         Ok(losses)
     }
@@ -95,22 +96,22 @@ impl Formula {
             Some(mass) => loss_grad.f_mul(mass)?,
             None => loss_grad.shallow_clone(),
         };
-        let mass = mass.f_mul_scalar(1.0 - self.smoothing)?;
+        let mass = mass.try_mul_scalar(1.0 - self.smoothing)?;
         let mut softmax = mass.shallow_clone();
         let constant = if self.smoothing > 0.0 {
             softmax = softmax.f_add(&self.smoothed(loss_grad)?)?;
-            Some(loss_grad.f_mul_scalar(self.smoothing / self.vocabulary)?)
+            Some(loss_grad.try_mul_scalar(self.smoothing / self.vocabulary)?)
         } else {
             None
         };
         if self.z_loss > 0.0 {
-            let slope = sum.f_log()?.f_add(maximum)?.f_mul_scalar(2.0 * self.z_loss)?;
+            let slope = sum.f_log()?.f_add(maximum)?.try_mul_scalar(2.0 * self.z_loss)?;
             softmax = softmax.f_add(&slope.f_mul(loss_grad)?)?;
         }
         if let Some(upstream) = log_sum_exp_grad {
             softmax = softmax.f_add(upstream)?;
         }
-        let target = if target.weighted { loss_grad.f_mul_scalar(1.0 - self.smoothing)? } else { mass };
+        let target = if target.weighted { loss_grad.try_mul_scalar(1.0 - self.smoothing)? } else { mass };
         Ok(GradientTerms { powers: softmax.f_div(sum)?, target, constant })
     }
 }

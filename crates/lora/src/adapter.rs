@@ -1,5 +1,6 @@
 //! The trained tensors of one projection's adapter.
 
+use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
 
@@ -85,7 +86,7 @@ impl Adapter {
     pub(crate) fn delta(&self) -> Result<Tensor> {
         let mut sum: Option<Tensor> = None;
         for Term { a, b, scale, .. } in self.terms(None) {
-            let product = b.f_mm(a)?.f_mul_scalar(scale)?;
+            let product = b.f_mm(a)?.try_mul_scalar(scale)?;
             sum = Some(match sum {
                 Some(sum) => sum.f_add(&product)?,
                 None => product,

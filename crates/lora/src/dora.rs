@@ -28,6 +28,7 @@
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::matmul::{mm, mm_into};
 use runtime::nf4::{self, is_nf4};
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::adapter::Adapter;
@@ -93,7 +94,7 @@ impl Dora {
         let mut us = Vec::new();
         for (term, &scale) in self.scales.iter().enumerate() {
             let u = mm(&x, &inputs[a(term)].f_tr()?)?;
-            mm_into(&mut z, &u.f_mul_scalar(scale)?, &inputs[a(term) + 1].f_tr()?, true)?;
+            mm_into(&mut z, &u.try_mul_scalar(scale)?, &inputs[a(term) + 1].f_tr()?, true)?;
             us.push(u);
         }
         us.insert(0, z);
@@ -166,12 +167,12 @@ impl Function for Dora {
         for (term, &scale) in self.scales.iter().enumerate() {
             let at = a(term);
             if let Some(kept) = self.kept.iter().position(|kept| *kept == term).filter(|_| wanted(at + 1)) {
-                result[at + 1] = Some(mm(&scaled.f_tr()?, &us[kept])?.f_mul_scalar_(scale)?);
+                result[at + 1] = Some(mm(&scaled.f_tr()?, &us[kept])?.try_mul_scalar_(scale)?);
             }
             if !(of_x || wanted(at)) {
                 continue;
             }
-            let du = mm(&scaled, &saved[at + 1])?.f_mul_scalar_(scale)?;
+            let du = mm(&scaled, &saved[at + 1])?.try_mul_scalar_(scale)?;
             if wanted(at) {
                 if x_wide.is_none() {
                     x_wide = Some(self.dropped(&rows(x)?)?.f_to_kind(wide)?);
@@ -241,9 +242,9 @@ pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -
     // Offloading moves the weight to the device without these.
     let squares = squares.f_to_device(weight.device())?;
     let rows = |product: Tensor, b: &Tensor, scale: f64| -> runtime::Result<Tensor> {
-        Ok(product.f_mul(b)?.f_sum_dim_intlist([1].as_slice(), false, kind)?.f_mul_scalar(scale)?)
+        Ok(product.f_mul(b)?.f_sum_dim_intlist([1].as_slice(), false, kind)?.try_mul_scalar(scale)?)
     };
-    let mut sum = squares.f_add_scalar(0.0)?;
+    let mut sum = squares.try_add_scalar(0.0)?;
     for (index, term) in terms.iter().enumerate() {
         sum = sum.f_add_(&rows(by_weight(term.a)?, term.b, 2.0 * term.scale)?)?;
         for (other_index, other) in terms.iter().enumerate().take(index + 1) {
@@ -253,5 +254,5 @@ pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -
         }
     }
     // Rounding may make a row of norm zero slightly negative.
-    Ok(sum.f_clamp_min_(0.0)?.f_sqrt_()?)
+    Ok(sum.try_clamp_min_(0.0)?.f_sqrt_()?)
 }

@@ -4,6 +4,7 @@
 //! counter ⌊i/2⌋. The mask depends on neither the device nor the number of threads. PyTorch keeps one byte per element until
 //! backward; this keeps eight bytes in total, and backward recomputes the mask.
 
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 /// The dropout mask of a low-rank path.
@@ -36,7 +37,7 @@ impl Mask {
     /// Returns x with elements dropped and the rest scaled.
     pub(crate) fn apply(self, x: &Tensor) -> runtime::Result<Tensor> {
         let mut kept = self.keep(&x.size(), (x.kind(), x.device()))?;
-        let _ = kept.f_mul_(x)?.f_mul_scalar_(self.scale())?;
+        let _ = kept.f_mul_(x)?.try_mul_scalar_(self.scale())?;
         Ok(kept)
     }
 

@@ -33,6 +33,7 @@
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::matmul::{FEW, matvec, mm, mm_into};
 use runtime::nf4::{self, is_nf4, matrix_shape};
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::dropout::Mask;
@@ -119,14 +120,14 @@ impl LowRank {
         for (term, &(scale, mask)) in self.terms.iter().enumerate() {
             let at = self.index_of_a(term);
             let (a, b) = (inputs[at], inputs[at + 1]);
-            let mut u = match mask {
+            let u = match mask {
                 Some(mask) => mm(&masked(mask, &x)?, &a.f_tr()?)?,
                 None => mm(&x, &a.f_tr()?)?,
             };
             if let Some(mask) = mask {
-                let _ = u.f_mul_scalar_(mask.scale())?;
+                let _ = u.try_mul_scalar_(mask.scale())?;
             }
-            mm_into(&mut out, &u.f_mul_scalar(scale)?, &b.f_tr()?, true)?;
+            mm_into(&mut out, &u.try_mul_scalar(scale)?, &b.f_tr()?, true)?;
             results.push(u);
         }
         let shape = [&self.shape[..self.shape.len() - 1], &[width]].concat();
@@ -202,13 +203,13 @@ impl Function for LowRank {
             let at = self.index_of_a(term);
             if wanted(at + 1) {
                 let u = find(Kept::U(term))?;
-                result[at + 1] = Some(mm(&grad_wide.f_tr()?, u)?.f_mul_scalar_(scale)?);
+                result[at + 1] = Some(mm(&grad_wide.f_tr()?, u)?.try_mul_scalar_(scale)?);
             }
             if !(of_x || wanted(at)) {
                 continue;
             }
             let factor = scale * mask.map_or(1.0, Mask::scale);
-            let du = mm(&grad_wide, find(Kept::B(term))?)?.f_mul_scalar_(factor)?;
+            let du = mm(&grad_wide, find(Kept::B(term))?)?.try_mul_scalar_(factor)?;
             let Some(mask) = mask else {
                 if wanted(at) {
                     let x = rows(find(Kept::X)?)?.f_to_kind(wide)?;

@@ -17,6 +17,7 @@
 //! base in NF4 can have such adapters; a rank-r part of the dequantized W is what they take. Files contain only A and B, as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
 use runtime::nf4;
+use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
 
@@ -71,14 +72,14 @@ impl Init {
             Self::Random => (uniform(r, inner, inner)?, uniform(out, r, r)?),
             Self::Gaussian => {
                 let drawn = generator.normal(&[r, inner], options)?;
-                (drawn.f_mul_scalar(1.0 / r as f64)?, zero()?)
+                (drawn.try_mul_scalar(1.0 / r as f64)?, zero()?)
             }
             Self::Orthogonal => {
                 let mut normal = |rows: i64, columns: i64| generator.normal(&[rows, columns], options);
                 let (basis, _) = Tensor::f_linalg_qr(&normal(r, r)?, "reduced")?;
                 let (odd, even) = (every_second(&basis, 0)?, every_second(&basis, 1)?);
-                let a = normal(inner, r / 2)?.f_mm(&odd)?.f_tr()?.f_mul_scalar(0.1)?;
-                (a, normal(out, r / 2)?.f_mm(&even)?.f_mul_scalar(0.1)?)
+                let a = normal(inner, r / 2)?.f_mm(&odd)?.f_tr()?.try_mul_scalar(0.1)?;
+                (a, normal(out, r / 2)?.f_mm(&even)?.try_mul_scalar(0.1)?)
             }
             Self::Pissa | Self::Olora => return self.of_weight(weight, r, scaling),
         };
@@ -99,7 +100,7 @@ impl Init {
         let rank = r.min(wide.size()[0]).min(wide.size()[1]);
         let (a, b) = if self == Self::Pissa {
             let (u, singular, v) = wide.f_svd(true, true)?;
-            let root = singular.f_narrow(0, 0, rank)?.f_div_scalar(scaling)?.f_sqrt()?;
+            let root = singular.f_narrow(0, 0, rank)?.try_div_scalar(scaling)?.f_sqrt()?;
             let a = v.f_narrow(1, 0, rank)?.f_mul(&root)?.f_tr()?;
             (a, u.f_narrow(1, 0, rank)?.f_mul(&root)?)
         } else {

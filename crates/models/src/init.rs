@@ -4,6 +4,7 @@
 //! at any width ([`Init::lecun`], CS336's `1/√d`). Xavier's σ² = 2/(in + out) also balances the variance of gradients (Glorot &
 //! Bengio 2010). PyTorch's `nn.Linear` draws uniformly from ±1/√in, with a third of that variance.
 
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -77,7 +78,7 @@ impl Init {
         match self {
             Self::Uninitialised => {}
             Self::Constant(value) => {
-                let _ = tensor.f_fill_(value)?;
+                let _ = tensor.try_fill_(value)?;
             }
             Self::Normal { std } => {
                 positive("std", std)?;
@@ -103,8 +104,8 @@ fn truncated_normal(tensor: &mut Tensor, std: f64, cut: f64) -> Result<()> {
     let cut = cut.min(8.0);
     let within = Tensor::from(cut / std::f64::consts::SQRT_2).f_erf()?.f_double_value(&[])?;
     let draw = Tensor::f_empty(tensor.size(), (Kind::Float, tensor.device()))?.f_uniform_(-within, within)?;
-    let values = draw.f_erfinv()?.f_mul_scalar(std * std::f64::consts::SQRT_2)?;
+    let values = draw.f_erfinv()?.try_mul_scalar(std * std::f64::consts::SQRT_2)?;
     // Rounding in f32 may exceed the cut slightly.
-    tensor.f_copy_(&values.f_clamp(-cut * std, cut * std)?)?;
+    tensor.f_copy_(&values.try_clamp(-cut * std, cut * std)?)?;
     Ok(())
 }

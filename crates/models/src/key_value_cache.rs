@@ -5,6 +5,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionOptions, cached_attention, has_kernel, over_window};
@@ -120,7 +121,7 @@ impl KeyValueCache {
             let mut place = tokens.f_narrow(1, self.length, new)?;
             match real {
                 Some(real) => place.f_copy_(real)?,
-                None => drop(place.f_fill_(1)?),
+                None => drop(place.try_fill_(1)?),
             }
         }
         Ok(())

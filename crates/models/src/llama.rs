@@ -50,6 +50,7 @@ mod config;
 mod rotary;
 mod shapes;
 
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
@@ -185,7 +186,7 @@ impl LanguageModel for Llama {
         let mut x = self.embed_tokens.forward(input.tokens)?;
         let scale = self.config.embedding_scale(x.kind());
         if scale != 1.0 {
-            x = x.f_mul_scalar(scale)?;
+            x = x.try_mul_scalar(scale)?;
         }
         for layer in &self.layers {
             x = layer.forward(&x, &context)?;

@@ -40,6 +40,7 @@ mod visitor;
 
 use std::fmt::Debug;
 
+use runtime::ops::TryScalar;
 use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
@@ -179,9 +180,9 @@ impl LogitTransform {
     /// # Errors
     /// Those of libtorch.
     pub fn apply(&self, products: Tensor) -> Result<Tensor> {
-        let scaled = if self.scale == 1.0 { products } else { products.f_mul_scalar(self.scale)? };
+        let scaled = if self.scale == 1.0 { products } else { products.try_mul_scalar(self.scale)? };
         Ok(match self.softcap {
-            Some(cap) => scaled.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?,
+            Some(cap) => scaled.try_div_scalar(cap)?.f_tanh()?.try_mul_scalar(cap)?,
             None => scaled,
         })
     }

@@ -1,6 +1,7 @@
 //! Normalisations of the last dimension.
 
 use runtime::fused::norm::{Keep, Options, layer_norm, rms_norm};
+use runtime::ops::TryScalar;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
@@ -98,7 +99,7 @@ impl RmsNorm {
             return Ok(rms_norm(x, Some(&self.weight), options(x, self.eps))?);
         }
         let wide = if self.weight.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-        let weight = self.weight.f_to_kind(wide)?.f_add_scalar(self.offset)?;
+        let weight = self.weight.f_to_kind(wide)?.try_add_scalar(self.offset)?;
         Ok(rms_norm(x, Some(&weight), options(x, self.eps))?)
     }
 }

@@ -188,6 +188,7 @@ impl HostAdamW {
                 layers,
                 master_weights: options.master_weights,
                 waiting: VecDeque::new(),
+                updating: false,
             }),
         });
         engine.set_consumer(shared.clone())?;
@@ -234,7 +235,10 @@ impl HostAdamW {
 
     /// Marks the model as consistent again: forwards may run.
     fn end(&mut self) {
-        self.shared.state.lock().layers.iter_mut().for_each(|layer| *layer = LayerState::default());
+        let mut state = self.shared.state.lock();
+        state.layers.iter_mut().for_each(|layer| *layer = LayerState::default());
+        state.updating = false;
+        drop(state);
         self.engine.with_layers(|layers| layers.iter_mut().for_each(|layer| layer.ahead.clear()));
     }
 

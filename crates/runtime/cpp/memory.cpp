@@ -41,6 +41,18 @@ std::atomic<bool> huge_pages{true};
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 // No allocation makes more bytes live than this.
 std::atomic<int64_t> limit{kUnlimited};
+
+// Allocations that fail on request: those of more than kScalar bytes are numbered from 0 while `first` is not negative.
+struct Failures {
+  std::atomic<int64_t> first{-1};
+  std::atomic<int64_t> end{0};
+  std::atomic<int64_t> seen{0};
+  std::atomic<int64_t> failed{0};
+};
+Failures failures;
+// libtorch wraps each number that an operator gets in a tensor. A block so small comes from the C library's heap, whose exhaustion ends
+// any program.
+constexpr int64_t kScalar = 64;
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_deleter = nullptr;
 
@@ -187,8 +199,19 @@ void KeptBlocks::release_one() {
   blocks_.erase(largest);
 }
 
+void fail_on_request(int64_t size) {
+  const int64_t first = failures.first.load(std::memory_order_acquire);
+  if (first < 0 || size <= kScalar) return;
+  const int64_t number = failures.seen.fetch_add(1, std::memory_order_relaxed);
+  if (number < first || number >= failures.end.load(std::memory_order_relaxed)) return;
+  failures.failed.fetch_add(1, std::memory_order_relaxed);
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory on the CPU: ", size, " bytes were asked for, and allocation ", number,
+                   " fails on request (runtime::memory::fail_allocations)");
+}
+
 // Counts `size` bytes before they are allocated, if the limit permits. Returns the live bytes including them.
 int64_t admit(int64_t size) {
+  fail_on_request(size);
   int64_t live = cpu_counters.live.load(std::memory_order_relaxed);
   while (true) {
     const int64_t most = limit.load(std::memory_order_relaxed);
@@ -280,6 +303,23 @@ rt_status rt_cpu_limit(int64_t bytes) {
   return guard([&] {
     limit.store(bytes < 0 ? kUnlimited : bytes);
     kept().fit(cpu_counters.live.load());
+  });
+}
+
+rt_status rt_cpu_fail_allocations(int64_t first, int64_t end) {
+  return guard([&] {
+    failures.first.store(-1);
+    failures.end.store(end);
+    failures.seen.store(0);
+    failures.failed.store(0);
+    failures.first.store(first, std::memory_order_release);
+  });
+}
+
+rt_status rt_cpu_failed_allocations(int64_t* seen, int64_t* failed) {
+  return guard([&] {
+    *seen = failures.seen.load();
+    *failed = failures.failed.load();
   });
 }
 

@@ -23,6 +23,12 @@ rt_status rt_cpu_take_peak(int64_t* peak);
 // c10::OutOfMemoryError and counts nothing. Frees cached blocks that exceed the limit together with the live bytes.
 rt_status rt_cpu_limit(int64_t bytes);
 
+// From this call on, allocations on the CPU of more than 64 bytes are numbered from 0, and those from `first` to before `end` throw
+// c10::OutOfMemoryError; a negative `first` ends it.
+rt_status rt_cpu_fail_allocations(int64_t first, int64_t end);
+// How many allocations were numbered, and how many of them failed, since the last call of rt_cpu_fail_allocations.
+rt_status rt_cpu_failed_allocations(int64_t* seen, int64_t* failed);
+
 // Sets whether large blocks request huge pages. Returns the previous setting.
 rt_status rt_cpu_huge_pages(int enabled, int* previous);
 

@@ -2,7 +2,7 @@
 //!
 //! For weights and token stores, which are written once and then only read. A file must not be shortened or rewritten in place
 //! while it is mapped (write a new one and rename it, as all of this project does): the operating system would end the process at
-//! the first access to a removed page.
+//! the first access to a removed page. A program can have the file named then ([`report_shortened_files`]).
 //!
 //! ```
 //! use runtime::mapped::MappedFile;
@@ -57,6 +57,16 @@ pub fn copy_values(bytes: &[u8], kind: Kind, destination: &Tensor) -> Result<()>
     let _no_grad = tch::no_grad_guard();
     destination.shallow_clone().f_copy_(&values)?;
     Ok(())
+}
+
+/// From now on, names the file on standard error and ends the process with status 1 when a mapped file has become shorter and a page that
+/// is gone is read. Without this the system ends it by SIGBUS, without a word. For programs; a library leaves signals alone.
+///
+/// # Errors
+/// [`Error::Io`] if the system refuses the handler.
+pub fn report_shortened_files() -> Result<()> {
+    let io = |cause| Error::Io { path: "SIGBUS".into(), cause };
+    crate::sys::truncated::install().map_err(io)
 }
 
 /// A read-only mapping of a file, as a slice of bytes.

@@ -22,6 +22,7 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
+mod failures;
 mod limit;
 mod movable;
 
@@ -30,6 +31,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Tensor};
 
+pub use failures::{FailedAllocations, fail_allocations};
 pub use limit::{Limit, limit};
 pub use movable::{Attached, MovableMemory};
 

@@ -25,6 +25,7 @@ pub mod foreach;
 pub(crate) mod matmul;
 pub mod norm;
 pub mod optimizer;
+mod scalar;
 pub mod settings;
 mod value;
 
@@ -34,6 +35,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::profile::{Flops, record_external};
+pub use scalar::TryScalar;
 pub use value::Value;
 
 /// Calls an operator, for example `call("aten::_foreach_add_", "Scalar", …)`; the overload without a name is `""`.

@@ -220,6 +220,7 @@ mod tests {
 
     use super::*;
     use crate::autograd::{backward, checkpoint};
+    use crate::ops::TryScalar;
 
     /// Adds its number to every product, and counts its threads.
     #[derive(Debug, Default)]
@@ -227,7 +228,7 @@ mod tests {
 
     impl Policy for Marked {
         fn matmul(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-            Ok(a.f_matmul(b)?.f_add_scalar(self.0)?)
+            Ok(a.f_matmul(b)?.try_add_scalar(self.0)?)
         }
         fn entered(&self) {
             self.1.fetch_add(1, Ordering::SeqCst);

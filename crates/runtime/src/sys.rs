@@ -48,6 +48,7 @@ pub(crate) mod simd;
 pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;
+pub(crate) mod truncated;
 
 unsafe extern "C" {
     fn rt_free_message(message: Status);

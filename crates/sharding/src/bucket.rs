@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use runtime::collectives::{Division, Group, Work};
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::mesh::{Mesh, Reduction, Terms};
@@ -91,7 +92,7 @@ impl Bucket {
             Reduction::Ordered => self.division.elements,
             Reduction::Native => self.division.per_rank * mesh.shard.size() as i64,
         };
-        Ok(Tensor::f_full([elements], -0.0, (self.kind, Device::Cpu))?)
+        Ok(Tensor::try_full([elements], -0.0, (self.kind, Device::Cpu))?)
     }
 
     /// Returns the part of a member that a rank owns, as elements of the bucket.
@@ -134,7 +135,7 @@ impl Bucket {
                     match (gradient.defined(), first) {
                         (true, true) => sums.f_copy_(&gradient.f_reshape([-1])?)?,
                         (true, false) => drop(sums.f_add_(&gradient.f_reshape([-1])?)?),
-                        (false, true) => drop(sums.f_fill_(-0.0)?),
+                        (false, true) => drop(sums.try_fill_(-0.0)?),
                         (false, false) => {}
                     }
                 }

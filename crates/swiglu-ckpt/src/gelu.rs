@@ -19,6 +19,7 @@
 use models::Activation;
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::matmul::compute_kind;
+use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
@@ -105,7 +106,7 @@ impl FeedForward {
     fn activate_backward(&self, grad: &Tensor, product: &Tensor) -> runtime::Result<Tensor> {
         Ok(match self.activation {
             // The derivative of ReLU: the gradient where the result is above 0.
-            Activation::Relu => product.f_threshold_backward(grad, 0.0)?,
+            Activation::Relu => product.try_threshold_backward(grad, 0.0)?,
             Activation::Gelu => product.f_gelu_backward(grad, "none")?,
             Activation::GeluTanh => product.f_gelu_backward(grad, "tanh")?,
         })

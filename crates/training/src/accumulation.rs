@@ -8,6 +8,7 @@
 use dataloading::{Batch, Counts, Packing};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, module::LossOutput};
+use runtime::ops::TryScalar;
 use tch::Tensor;
 
 use crate::batches::Batches;
@@ -65,7 +66,7 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
                 let before = packing.starts.iter().filter(|start| **start < begin).count() as i64;
                 Some(Packing {
                     positions: of(&packing.positions)?,
-                    document_ids: of(&packing.document_ids)?.f_sub_scalar(before)?,
+                    document_ids: of(&packing.document_ids)?.try_sub_scalar(before)?,
                     cu_seqlens: Tensor::f_from_slice(&starts)?.f_to_device(batch.tokens.device())?,
                     longest: starts.windows(2).map(|ends| i64::from(ends[1] - ends[0])).max().unwrap_or(0),
                     starts,

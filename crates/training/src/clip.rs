@@ -8,6 +8,7 @@ use std::borrow::Borrow;
 
 use runtime::file_memory;
 use runtime::fused::gradients;
+use runtime::ops::TryScalar;
 use runtime::ops::foreach;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -104,7 +105,7 @@ pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
         norms.extend(foreach::norm(&single, 2.0)?);
     }
     for grad in half {
-        norms.push(grad.f_norm_scalaropt_dtype(2.0, Kind::Float)?);
+        norms.push(grad.try_norm_scalaropt_dtype(2.0, Kind::Float)?);
         file_memory::release(&grad)?;
     }
     let norms: Vec<Tensor> =
@@ -123,7 +124,7 @@ pub fn scale_to_(grads: &[impl Borrow<Tensor>], norm: &Norm, limit: f64) -> Resu
     let _no_grad = tch::no_grad_guard();
     // In fp64 and divided once, as on the host: the bits do not depend on where it is computed.
     let norm = norm.tensor.f_to_kind(Kind::Double)?;
-    let factor = norm.f_full_like(limit)?.f_div(&norm.f_add_scalar(EPS)?)?.f_clamp_max(1.0)?;
+    let factor = norm.try_full_like(limit)?.f_div(&norm.try_add_scalar(EPS)?)?.try_clamp_max(1.0)?;
     multiply(grads, &factor)
 }
 

@@ -104,6 +104,17 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
+    /// A step failed when the optimizer had updated a part of the weights.
+    #[error(
+        "step {step} failed when a part of the weights was updated: {cause}; resume from the last checkpoint, or load weights and \
+         optimizer state"
+    )]
+    Interrupted {
+        /// The step, from 1.
+        step: u64,
+        /// Why it failed.
+        cause: Box<Self>,
+    },
     /// No activation plan fits the budget.
     #[error(transparent)]
     Plan(#[from] accounting::Error),

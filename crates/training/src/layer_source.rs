@@ -7,6 +7,7 @@
 use std::fmt::Debug;
 use std::ops::Range;
 
+use runtime::ops::TryScalar;
 use tch::{Device, Tensor};
 
 use crate::error::Result;
@@ -73,7 +74,7 @@ pub trait LayerSource: Debug + Send + Sync {
 pub fn set_placeholder(tensor: &Tensor) -> runtime::Result<()> {
     if tensor.numel() > 1 {
         let _no_grad = tch::no_grad_guard();
-        let nan = Tensor::f_full([1], f64::NAN, (tensor.kind(), Device::Cpu))?;
+        let nan = Tensor::try_full([1], f64::NAN, (tensor.kind(), Device::Cpu))?;
         tensor.shallow_clone().f_set_data(&nan.f_expand(tensor.size().as_slice(), false)?)?;
     }
     Ok(())

@@ -22,6 +22,7 @@
 //! ```
 
 use dataloading::IGNORE_INDEX;
+use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -86,8 +87,8 @@ impl LmCrossEntropyLoss {
         match self.reduction {
             Reduction::Sum => Ok(sum),
             Reduction::Mean => {
-                let count = labels.f_ne(self.ignore_index)?.f_sum(sum.kind())?;
-                Ok(sum.f_div(&count.f_clamp_min(1.0)?)?)
+                let count = labels.try_ne(self.ignore_index)?.f_sum(sum.kind())?;
+                Ok(sum.f_div(&count.try_clamp_min(1.0)?)?)
             }
         }
     }
@@ -128,9 +129,9 @@ impl LmAccuracy {
     pub fn with_labels(&self, logits_btv: &Tensor, labels_bt: &Tensor) -> Result<Tensor> {
         check("LmAccuracy", logits_btv, labels_bt)?;
         let _no_grad = tch::no_grad_guard();
-        let labelled = labels_bt.f_ne(self.ignore_index)?;
+        let labelled = labels_bt.try_ne(self.ignore_index)?;
         let right = logits_btv.f_argmax(-1, false)?.f_eq_tensor(labels_bt)?.f_logical_and(&labelled)?;
-        let count = labelled.f_sum(Kind::Float)?.f_clamp_min(1.0)?;
+        let count = labelled.f_sum(Kind::Float)?.try_clamp_min(1.0)?;
         Ok(right.f_sum(Kind::Float)?.f_div(&count)?)
     }
 }
@@ -157,10 +158,10 @@ pub fn labels(tokens_bt: &Tensor, lengths_b: &Tensor, ignore_index: i64) -> Resu
         return Err(Error::Tensor { operation: "labels", name: "tokens".into(), reason });
     }
     let _no_grad = tch::no_grad_guard();
-    let following = Tensor::f_arange_start(1, tokens[1] + 1, (Kind::Int64, tokens_bt.device()))?;
+    let following = Tensor::try_arange_start(1, tokens[1] + 1, (Kind::Int64, tokens_bt.device()))?;
     // Rolled rather than shifted, so that the last position exists; it never counts, because no length is above t.
-    let beyond = following.f_ge_tensor(&lengths_b.f_clamp_max(tokens[1])?.f_unsqueeze(1)?)?;
-    Ok(tokens_bt.f_roll([-1], [1])?.f_masked_fill(&beyond, ignore_index)?)
+    let beyond = following.f_ge_tensor(&lengths_b.try_clamp_max(tokens[1])?.f_unsqueeze(1)?)?;
+    Ok(tokens_bt.f_roll([-1], [1])?.try_masked_fill(&beyond, ignore_index)?)
 }
 
 fn full_precision(logits: &Tensor) -> Result<Tensor> {

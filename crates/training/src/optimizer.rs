@@ -114,6 +114,15 @@ pub trait Optimizer: Debug + Send {
     /// Those of libtorch.
     fn zero_grad(&mut self, how: ZeroGrad) -> Result<()>;
 
+    /// Ends a step that failed, at whatever point, without an update: clears all gradients. Returns whether weights and state are as they
+    /// were before [`Optimizer::begin`]; false if that is not known. After false they have to be loaded before the next step.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
+        self.zero_grad(how).map(|()| false)
+    }
+
     /// The data-parallel ranks that share the parameters; `None` for one process alone. All ranks make the same calls in the
     /// same order.
     fn ranks(&self) -> Option<collectives::Group> {

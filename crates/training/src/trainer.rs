@@ -13,6 +13,7 @@
 mod best;
 mod description;
 mod failed_save;
+mod failed_step;
 mod figures;
 mod frozen;
 mod options;
@@ -27,8 +28,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use models::module::LanguageModel;
+use runtime::ops::TryScalar;
 use runtime::precision::{self, Policy, PolicyGuard};
 use runtime::profile::range;
+use runtime::random::RandomState;
 use tch::{Kind, Tensor};
 
 use crate::accumulation::{MicroBatches, fetch, forward};
@@ -41,6 +44,7 @@ use crate::optimizer::{Optimizer, StepDecision, StepSettings};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::LrSchedule;
 pub use best::{Best, BestWeights};
+use failed_step::BeforeStep;
 use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
@@ -112,6 +116,8 @@ pub struct Trainer {
     saved_at: Instant,
     /// Fingerprint of frozen parameters that checkpoints leave out, once computed.
     fingerprint: Fingerprint,
+    /// The step whose update failed halfway.
+    interrupted: Option<u64>,
 }
 
 impl Trainer {
@@ -146,6 +152,7 @@ impl Trainer {
             last: Instant::now(),
             saved_at: Instant::now(),
             fingerprint: Fingerprint::default(),
+            interrupted: None,
         })
     }
 
@@ -163,8 +170,12 @@ impl Trainer {
     /// Trains until all steps are done, the data ends, evaluations do not get better, or [`Trainer::stop`] is set; then saves. Each evaluation reads
     /// `validation` from its position to its end, and restores the position.
     ///
+    /// A step that fails before the optimizer updates weights, such as for want of memory, leaves everything as it was before the step;
+    /// another call computes it again.
+    ///
     /// # Errors
-    /// [`Error::Diverged`](crate::Error::Diverged); a checkpoint that cannot be written; those of data, model and observers.
+    /// [`Error::Diverged`](crate::Error::Diverged); [`Error::Interrupted`](crate::Error::Interrupted) after a step that failed halfway through its
+    /// update; a checkpoint that cannot be written; those of data, model and observers.
     pub fn run(
         &mut self,
         train: &mut dyn Batches,
@@ -239,9 +250,15 @@ impl Trainer {
         self.tell(|observer| observer.on_warning(warning))
     }
 
-    /// Runs one step; returns false at the end of the data.
+    /// Runs one step, or puts back what it changed; returns false at the end of the data.
     fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let _step = range("step");
+        self.refuse_interrupted()?;
+        let mut before = BeforeStep::of(train);
+        self.try_step(train, &mut before).map_err(|error| self.undo_step(error, &before, train))
+    }
+
+    fn try_step(&mut self, train: &mut dyn Batches, before: &mut BeforeStep) -> Result<bool> {
         let mut timings = Timings::default();
         let (accumulation, rows) = (self.options.accumulation, self.options.rows);
         let fetched = timed("data", &mut timings.data, || match (fetch(train, accumulation)?, rows) {
@@ -250,8 +267,9 @@ impl Trainer {
         })?;
         let Some(micro) = fetched else { return Ok(false) };
         let device = micro.batches[0].tokens.device();
-        let mut attempts = self.attempts(device)?;
-        let repeat = self.before_step(device)?;
+        let random = before.random.insert(RandomState::capture(device)?);
+        let mut attempts = self.attempts()?;
+        self.fit_into_memory(device)?;
         let settings = StepSettings {
             micro_batches: micro.batches.len() as u64,
             factor: self.schedule.factor(self.step),
@@ -263,7 +281,7 @@ impl Trainer {
             let sums = match self.gradients(&micro, &mut timings) {
                 Ok(sums) => sums,
                 Err(error) => {
-                    self.repeat_with_less(error, repeat.as_ref())?;
+                    self.repeat_with_less(error, device, random)?;
                     continue;
                 }
             };
@@ -271,11 +289,17 @@ impl Trainer {
             let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
             let started = Instant::now();
             let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
-            if !self.try_again(attempts.as_mut(), &decision, scale)? {
+            if !self.try_again(attempts.as_mut(), &decision, scale, random)? {
                 break (sums, scale, decision, started);
             }
             timings.optimizer += started.elapsed().as_secs_f64();
         };
+        // The last allocations of the step, before anything is updated.
+        let mut sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+        let parts = sums.numel();
+        if let StepDecision::Device { figures, .. } = &decision {
+            sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
+        }
         {
             let _optimizer = range("optimizer");
             self.optimizer.take_step(&decision)?;
@@ -306,11 +330,6 @@ impl Trainer {
             targets,
             timings,
         };
-        let mut sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
-        let parts = sums.numel();
-        if let StepDecision::Device { figures, .. } = decision {
-            sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
-        }
         self.pending.push(Pending { record, denominator: micro.denominator(), sums, parts });
         Ok(true)
     }
@@ -335,7 +354,7 @@ impl Trainer {
             let model = self.model.as_ref();
             let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
             timed("backward", &mut timings.backward, || {
-                let loss = self.scaler.scale(&output.sum.f_div_scalar(micro.denominator())?)?;
+                let loss = self.scaler.scale(&output.sum.try_div_scalar(micro.denominator())?)?;
                 Ok(runtime::autograd::backward(&[&loss])?)
             })?;
             if owner == Owner::Own {
@@ -358,14 +377,13 @@ impl Trainer {
 
     /// Reads the losses that are still on the device, in one copy, and reports them.
     fn read_losses(&mut self) -> Result<()> {
-        let pending = std::mem::take(&mut self.pending);
-        if pending.is_empty() {
+        if self.pending.is_empty() {
             return Ok(());
         }
-        let sums: Vec<&Tensor> = pending.iter().map(|step| &step.sums).collect();
+        let sums: Vec<&Tensor> = self.pending.iter().map(|step| &step.sums).collect();
         let values = runtime::ops::read(&Tensor::f_cat(&sums, 0)?)?;
         let mut values = values.as_slice();
-        for Pending { mut record, denominator, sums, parts } in pending {
+        for Pending { mut record, denominator, sums, parts } in std::mem::take(&mut self.pending) {
             let (own, rest) = values.split_at(sums.numel());
             values = rest;
             let (sums, figures) = own.split_at(parts);

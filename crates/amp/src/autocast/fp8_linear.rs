@@ -18,6 +18,7 @@ use std::sync::{Mutex, PoisonError};
 
 use runtime::autograd::{self, Backward, Forward, Function, retain};
 use runtime::matmul::mm_into;
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 /// The lower bound of amax: a tensor of zeros is quantized to zeros.
@@ -48,13 +49,13 @@ pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
     if fp32.numel() == 0 {
         return Ok(Quantized {
             values: fp32.f_to_kind(dtype)?,
-            scale: Tensor::f_scalar_tensor(1.0, (Kind::Float, fp32.device()))?,
+            scale: Tensor::try_full([0i64; 0], 1.0, (Kind::Float, fp32.device()))?,
         });
     }
     // As in torchao: the quotient in fp64, rounded to fp32 once.
     let amax = fp32.f_abs()?.f_max()?.f_to_kind(Kind::Double)?;
-    let scale = (amax.f_clamp_min(MIN_AMAX)?.f_reciprocal()? * max).f_to_kind(Kind::Float)?;
-    let values = fp32.f_mul(&scale)?.f_clamp(-max, max)?.f_to_kind(dtype)?;
+    let scale = (amax.try_clamp_min(MIN_AMAX)?.f_reciprocal()? * max).f_to_kind(Kind::Float)?;
+    let values = fp32.f_mul(&scale)?.try_clamp(-max, max)?.f_to_kind(dtype)?;
     Ok(Quantized { values, scale })
 }
 

@@ -29,6 +29,7 @@
 //! ```
 
 use runtime::fused::gradients::Unscaled;
+use runtime::ops::TryScalar;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use training::clip::Norm;
@@ -169,7 +170,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
         for flag in flags {
             // A NaN flag counts as an overflow.
             overflow =
-                overflow.f_logical_or(&flag.f_to_device(device)?.f_reshape([] as [i64; 0])?.f_ne(0)?)?;
+                overflow.f_logical_or(&flag.f_to_device(device)?.f_reshape([] as [i64; 0])?.try_ne(0)?)?;
         }
         self.state = self.rule.update_on_device(&self.state, &overflow)?;
         Ok(())

@@ -11,6 +11,7 @@
 //! the two agree to the bit, except that PyTorch has no `min_scale`. Hysteresis is Megatron-LM's: the scale falls only after
 //! that many overflows since it last grew, so that one bad batch does not cost a whole interval.
 
+use runtime::ops::TryScalar;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
@@ -259,24 +260,26 @@ impl DeviceRule for DynamicRule {
         let part = |index: i64| state.f_select(0, index);
         let (scale, growth_tracker, hysteresis_tracker) = (part(0)?, part(1)?, part(2)?);
         // Rounded to fp32 once, from fp64.
-        let times = |factor: f64| scale.f_mul_scalar(factor)?.f_to_kind(Kind::Float)?.f_to_kind(Kind::Double);
+        let times =
+            |factor: f64| scale.try_mul_scalar(factor)?.f_to_kind(Kind::Float)?.f_to_kind(Kind::Double);
         let zero = scale.f_zeros_like()?;
 
-        let hysteresis_left = hysteresis_tracker.f_sub_scalar(1)?.f_clamp_min(0)?;
+        let hysteresis_left = hysteresis_tracker.try_sub_scalar(1)?.try_clamp_min(0)?;
         let fallen = times(backoff_factor)?
-            .f_clamp_min(f64::from(min_scale))?
-            .f_where_self(&hysteresis_left.f_eq(0)?, &scale)?;
-        let at_min_scale = part(4)?.f_add(&scale.f_le(f64::from(min_scale))?.f_to_kind(Kind::Double)?)?;
+            .try_clamp_min(f64::from(min_scale))?
+            .f_where_self(&hysteresis_left.try_eq(0)?, &scale)?;
+        let at_min_scale = part(4)?.f_add(&scale.try_le(f64::from(min_scale))?.f_to_kind(Kind::Double)?)?;
         let after_overflow =
-            [fallen, zero.shallow_clone(), hysteresis_left, part(3)?.f_add_scalar(1)?, at_min_scale];
+            [fallen, zero.shallow_clone(), hysteresis_left, part(3)?.try_add_scalar(1)?, at_min_scale];
 
-        let growth_tracker = growth_tracker.f_add_scalar(1)?;
-        let due = growth_tracker.f_ge(f64::from(growth_interval))?;
+        let growth_tracker = growth_tracker.try_add_scalar(1)?;
+        let due = growth_tracker.try_ge(f64::from(growth_interval))?;
         let grown = times(growth_factor)?;
         let grows = due.f_logical_and(&grown.f_isfinite()?)?;
-        let grown = grown.f_clamp_max(f64::from(max_scale))?.f_where_self(&grows, &scale)?;
-        let hysteresis_tracker =
-            hysteresis_tracker.f_full_like(f64::from(hysteresis))?.f_where_self(&due, &hysteresis_tracker)?;
+        let grown = grown.try_clamp_max(f64::from(max_scale))?.f_where_self(&grows, &scale)?;
+        let hysteresis_tracker = hysteresis_tracker
+            .try_full_like(f64::from(hysteresis))?
+            .f_where_self(&due, &hysteresis_tracker)?;
         let after_step = [
             grown,
             zero.f_where_self(&due, &growth_tracker)?,

@@ -1,5 +1,6 @@
 //! A constant scale.
 
+use runtime::ops::TryScalar;
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
@@ -84,9 +85,9 @@ impl DeviceRule for StaticRule {
 
     fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor> {
         // [s, n] + [0, 1] after an overflow, [s, n]·[1, 0] otherwise.
-        let after_overflow = state.f_add(&Tensor::f_arange(2, (Kind::Double, state.device()))?)?;
+        let after_overflow = state.f_add(&Tensor::try_arange(2, (Kind::Double, state.device()))?)?;
         let after_step =
-            state.f_mul(&Tensor::f_arange_start_step(1, -1, -1, (Kind::Double, state.device()))?)?;
+            state.f_mul(&Tensor::try_arange_start_step(1, -1, -1, (Kind::Double, state.device()))?)?;
         Ok(after_overflow.f_where_self(overflow, &after_step)?)
     }
 

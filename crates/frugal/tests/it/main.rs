@@ -30,6 +30,7 @@ mod nf4;
 mod pairs;
 mod predicted_peaks;
 mod recipe;
+mod refused_allocations;
 mod rows;
 mod run_folder;
 mod shell_and_set;

@@ -30,7 +30,7 @@ pub(crate) const ROWS: usize = 8;
 const VOCABULARY: i64 = 61;
 const STEPS: u64 = 2;
 
-fn rows() -> Vec<MaskedRow> {
+pub(crate) fn rows() -> Vec<MaskedRow> {
     let row = |number: i64| {
         let length = 5 + number % 5;
         let tokens: Vec<i64> = (0..length).map(|at| (7 * number + 5 * at * at + 3) % VOCABULARY).collect();
@@ -72,7 +72,7 @@ fn noise(model: &dyn LanguageModel) {
 
 /// Applies the techniques to a model: made here, or in NF4 opened from files.
 #[allow(clippy::result_large_err, reason = "a test's errors are few")]
-fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error> {
+pub(crate) fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error> {
     if recipe.config().model.dtype != Some(Dtype::Nf4) {
         return recipe.apply(model(family));
     }

@@ -2,6 +2,7 @@
 
 use runtime::fused::cross_entropy::{Statistics, Targets as TileTargets, Transform, Wanted};
 use runtime::matmul::mm_into;
+use runtime::ops::TryScalar;
 use runtime::{Error as RuntimeError, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -63,7 +64,7 @@ impl Fused {
         let Some(labelled) = &self.rows.labelled else { return Ok(rows) };
         let mut shape = vec![1; tensor.dim()];
         shape[0] = count;
-        let labelled = labelled.f_narrow(0, start, count)?.f_ne(0.0)?.f_reshape(shape.as_slice())?;
+        let labelled = labelled.f_narrow(0, start, count)?.try_ne(0.0)?.f_reshape(shape.as_slice())?;
         Ok(rows.f_where_self(&labelled, &Tensor::f_zeros([], (rows.kind(), rows.device()))?)?)
     }
 
@@ -105,7 +106,7 @@ impl Fused {
         match (&self.rows.classes, &self.distributions) {
             (Some(classes), _) => {
                 let classes = classes.f_narrow(0, start, count)?;
-                Ok(if self.sizes.first == 0 { classes } else { classes.f_sub_scalar(self.sizes.first)? })
+                Ok(if self.sizes.first == 0 { classes } else { classes.try_sub_scalar(self.sizes.first)? })
             }
             (None, Some(distributions)) => Ok(distributions.f_narrow(0, start, count)?),
             (None, None) => Err(RuntimeError::invalid("linear cross-entropy", "there are no targets")),
@@ -163,14 +164,14 @@ impl Fused {
                     (Some(factors), Some(mass)) => factors.f_mul(&mass)?.f_sum(kind)?,
                     (Some(factors), None) => factors.f_sum(kind)?,
                     (None, Some(mass)) => mass.f_sum(kind)?,
-                    (None, None) => Tensor::f_full([0i64; 0], self.rows.count as f64, (kind, device))?,
+                    (None, None) => Tensor::try_full([0i64; 0], self.rows.count as f64, (kind, device))?,
                 }
             }
         };
         // 0/0 is 0, unless the options ask for NaN.
         Ok(Some(match self.options.empty_mean {
             EmptyMean::Nan => divisor,
-            EmptyMean::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
+            EmptyMean::Zero => divisor.f_where_self(&divisor.try_ne(0.0)?, &divisor.f_ones_like()?)?,
         }))
     }
 
@@ -182,7 +183,7 @@ impl Fused {
         if let Some(best) = &mut row.best {
             // The lowest class with the largest logit is the maximum of −class over the shards that have it.
             let classes = best.f_neg()?;
-            let absent = Tensor::f_full([0i64; 0], -self.sizes.vocabulary, (Kind::Int64, best.device()))?;
+            let absent = Tensor::try_full([0i64; 0], -self.sizes.vocabulary, (Kind::Int64, best.device()))?;
             let mut candidate = classes.f_where_self(&local_maximum.f_eq_tensor(&row.maximum)?, &absent)?;
             shard.group.all_reduce(&mut candidate, ReduceOp::Max)?;
             best.f_copy_(&candidate.f_neg()?)?;
@@ -213,13 +214,13 @@ impl Fused {
         // Rows of ignored tokens that were computed get `absent` too.
         let rows = match &self.rows.labelled {
             Some(labelled) => {
-                rows.f_where_self(&labelled.f_ne(0.0)?, &Tensor::f_full([0i64; 0], absent, options)?)?
+                rows.f_where_self(&labelled.try_ne(0.0)?, &Tensor::try_full([0i64; 0], absent, options)?)?
             }
             None => rows.shallow_clone(),
         };
         let all = match &self.rows.index {
             Some(index) => {
-                Tensor::f_full([self.sizes.tokens], absent, options)?.f_index_copy(0, index, &rows)?
+                Tensor::try_full([self.sizes.tokens], absent, options)?.f_index_copy(0, index, &rows)?
             }
             None => rows,
         };

@@ -1,5 +1,6 @@
 //! Attention with scores, softmax and products as separate tensors, and the masks of whole rows.
 
+use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
 use super::{AttentionOptions, Documents, low};
@@ -27,15 +28,15 @@ pub(super) fn of_heads(
     options: &AttentionOptions,
 ) -> Result<Tensor> {
     let scale = options.scale_of(q.size()[3]);
-    let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
+    let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.try_mul_scalar(scale)?;
     let scores = match options.softcap {
-        Some(cap) => scores.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?,
+        Some(cap) => scores.try_div_scalar(cap)?.f_tanh()?.try_mul_scalar(cap)?,
         None => scores,
     };
     // The softmax of low precision is computed in fp32 and rounded for the product.
     let wide = if low(scores.kind()) { Kind::Float } else { scores.kind() };
     let hidden = visible.f_logical_not()?;
-    let weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, wide)?;
+    let weights = scores.try_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, wide)?;
     let weights = weights.f_to_kind(scores.kind())?;
     let weights = if options.dropout > 0.0 { weights.f_dropout(options.dropout, true)? } else { weights };
     Ok(weights.f_matmul(v)?)
@@ -49,7 +50,7 @@ pub(super) fn additive_mask(
 ) -> Result<Tensor> {
     let hidden = visible(q, documents, window)?.f_logical_not()?;
     let zeros = Tensor::f_zeros(hidden.size(), (Kind::Float, q.device()))?;
-    Ok(zeros.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_to_kind(q.kind())?)
+    Ok(zeros.try_masked_fill(&hidden, f64::NEG_INFINITY)?.f_to_kind(q.kind())?)
 }
 
 /// Which keys each query of whole rows attends to: `[t, t]`, or `[b, 1, t, t]` with documents.

@@ -1,5 +1,6 @@
 //! Choosing the next token from logits.
 
+use runtime::ops::TryScalar;
 use runtime::random::Generator as Random;
 use tch::{Device, Kind, Tensor};
 
@@ -71,7 +72,7 @@ impl Sampling {
         let &Self::Random { temperature, top_k, top_p, .. } = self else {
             return Ok(Vec::try_from(tokens)?);
         };
-        let scaled = logits_bv.f_to_kind(Kind::Float)?.f_div_scalar(temperature)?;
+        let scaled = logits_bv.f_to_kind(Kind::Float)?.try_div_scalar(temperature)?;
         let probabilities = scaled.f_softmax(-1, Kind::Float)?;
         rows.iter_mut()
             .zip(0..)

@@ -5,6 +5,7 @@
 //! x = x + m·post(mlp(pre(x)))         each pre and post is an RMS norm or nothing, m the residual multiplier
 //! ```
 
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use super::attention::SelfAttention;
@@ -92,7 +93,7 @@ impl LlamaBlock {
             update = norm.forward(&update)?;
         }
         if self.residual_multiplier != 1.0 {
-            update = update.f_mul_scalar(self.residual_multiplier)?;
+            update = update.try_mul_scalar(self.residual_multiplier)?;
         }
         Ok(x.f_add(&update)?)
     }

@@ -69,7 +69,8 @@ impl Optimizer for HostAdamW {
         }
         let clip = self.shared.state.lock().settings.clip;
         let factor = norm.zip(clip).and_then(|(norm, limit)| clip::factor(norm, limit));
-        self.step_layers(factor)?;
+        // What allocates comes before the first update, so that a refusal leaves everything as it was.
+        self.shared.state.lock().create(&self.engine)?;
         if let Some(rest) = &mut self.rest {
             if let Some(factor) = factor {
                 let _no_grad = tch::no_grad_guard();
@@ -77,6 +78,7 @@ impl Optimizer for HostAdamW {
             }
             rest.step()?;
         }
+        self.step_layers(factor)?;
         self.end();
         if self.options.overlap {
             self.engine.send_ahead()?
@@ -94,11 +96,26 @@ impl Optimizer for HostAdamW {
                 runtime::autograd::set_grad(tensor, None)?;
             }
         }
-        if let Some(rest) = &self.rest {
-            rest.zero_grad(how)?;
+        if let Some(rest) = &mut self.rest {
+            Optimizer::zero_grad(rest, how)?;
         }
         self.end();
         Ok(())
+    }
+
+    fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
+        let mut state = self.shared.state.lock();
+        let mut whole = !state.updating;
+        if whole {
+            let new = state.parameters.iter_mut().filter(|parameter| parameter.step == 0);
+            new.for_each(|parameter| (parameter.moments, parameter.master) = (None, None));
+        }
+        drop(state);
+        if let Some(rest) = &mut self.rest {
+            whole &= rest.abandon(how)?;
+        }
+        self.zero_grad(how)?;
+        Ok(whole)
     }
 
     fn synchronize(&self) -> Result<()> {

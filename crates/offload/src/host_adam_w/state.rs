@@ -36,6 +36,8 @@ pub(super) struct State {
     pub(super) layers: Vec<LayerState>,
     pub(super) master_weights: bool,
     pub(super) waiting: VecDeque<Arc<Event>>,
+    /// Whether the current step has begun to update layers.
+    pub(super) updating: bool,
 }
 
 /// The state of a layer within a step.
@@ -90,6 +92,18 @@ impl State {
         })
     }
 
+    /// Creates the state of every parameter that has a gradient, before the first of them is updated.
+    pub(super) fn create(&mut self, engine: &Engine) -> Result<()> {
+        for parameter in &mut self.parameters {
+            let weight = parameter.tensor.shallow_clone();
+            if weight.f_grad()?.defined() {
+                drop(parameter.moments(&weight, engine.placement())?);
+                parameter.master(&weight, engine.placement(), self.master_weights)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Queues the update of a layer.
     pub(super) fn step(
         &mut self,
@@ -108,6 +122,9 @@ impl State {
             let Some(&index) = self.indices.get(&identity(&weight)?) else { continue };
             let parameter = &mut self.parameters[index];
             let (lr, weight_decay) = self.groups[parameter.group];
+            let moments = parameter.moments(&weight, engine.placement())?;
+            let master = parameter.master(&weight, engine.placement(), self.master_weights)?;
+            self.updating = true;
             parameter.step += 1;
             let step = AdamStep {
                 lr: lr * self.settings.factor,
@@ -119,8 +136,6 @@ impl State {
                 step: parameter.step,
                 gradient_factor: factor,
             };
-            let moments = parameter.moments(&weight, engine.placement())?;
-            let master = parameter.master(&weight, engine.placement(), self.master_weights)?;
             // The memory that the weight refers to at its step, whatever it refers to when the step runs; and with its own
             // version: the engine tracks this change by the layer's generation, ahead of time, while the tensor's version
             // tracks changes by others.

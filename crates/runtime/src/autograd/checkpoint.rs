@@ -23,6 +23,7 @@ use super::saved_tensor_storage::{SavedTensorStorage, StoredTensor};
 use super::settings::Settings;
 use super::thread_local_state::ThreadLocalState;
 use crate::error::{Error, Result};
+use crate::memory::is_out_of_memory;
 
 /// Options of checkpointing a segment.
 #[derive(Clone, Copy, Debug)]
@@ -198,7 +199,9 @@ where
             let _grad = GradMode::on();
             let within = products.map_or_else(TapeGuard::none, TapeGuard::replay);
             let (outputs, second) = Settings::of(|| (self.f)(&inputs));
-            if let Some(first) = self.settings {
+            // A run that had no memory for its rest has noted less.
+            let ended = !outputs.as_ref().is_err_and(|error| is_out_of_memory(error));
+            if let Some(first) = self.settings.filter(|_| ended) {
                 first.check(second, "checkpoint")?;
             }
             let outputs = outputs?;

@@ -9,6 +9,7 @@ use tch::{Kind, Tensor};
 
 use super::engine::{GradMode, Keep, backward_with};
 use crate::error::{Error, Result};
+use crate::ops::TryScalar;
 
 /// Tolerances of [`gradcheck`].
 #[derive(Clone, Copy, Debug)]
@@ -121,7 +122,7 @@ fn analytic_row(leaves: &[Tensor], leaf: &Tensor, output: &Tensor, element: usiz
         return Ok(vec![0.0; numel]);
     }
     let upstream = Tensor::f_zeros([output.numel() as i64], (Kind::Double, output.device()))?;
-    let _ = upstream.f_narrow(0, element as i64, 1)?.f_fill_(1.0)?;
+    let _ = upstream.f_narrow(0, element as i64, 1)?.try_fill_(1.0)?;
     let upstream = upstream.f_view_as(output)?;
     let once = || -> Result<Vec<f64>> {
         for leaf in leaves.iter().filter(|leaf| leaf.requires_grad()) {
@@ -154,7 +155,7 @@ where
     let at = |position: usize, step: f64| -> Result<Vec<Vec<f64>>> {
         let mut moved: Vec<Tensor> = leaves.iter().map(Tensor::detach).collect();
         moved[index] = copied(&moved[index])?;
-        let _ = moved[index].f_view([-1])?.f_narrow(0, position as i64, 1)?.f_add_scalar_(step)?;
+        let _ = moved[index].f_view([-1])?.f_narrow(0, position as i64, 1)?.try_add_scalar_(step)?;
         let results = f(&moved)?;
         if results.len() != outputs.len() {
             return Err(Error::invalid(

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::group::Group;
 use super::{ReduceOp, ReduceOptions};
 use crate::error::Result;
+use crate::ops::TryScalar;
 
 impl Group {
     /// Tells all ranks of a failure that has nothing to do with the group, such as that of a disk: returns the first rank that gives a
@@ -25,12 +26,12 @@ impl Group {
         // The first rank has the largest number, and 0 is none.
         let number = own.map_or(0, |_| self.size() - self.rank());
         let device = self.device();
-        let largest = Tensor::f_full([1], number as i64, (Kind::Int64, device))?;
+        let largest = Tensor::try_full([1], number as i64, (Kind::Int64, device))?;
         self.all_reduce(&largest, ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() }, label)?;
         let Ok(number @ 1..) = usize::try_from(largest.f_int64_value(&[0])?) else { return Ok(None) };
         let rank = self.size().saturating_sub(number);
         let own = own.filter(|_| rank == self.rank()).unwrap_or_default().as_bytes();
-        let length = Tensor::f_full([1], own.len() as i64, (Kind::Int64, device))?;
+        let length = Tensor::try_full([1], own.len() as i64, (Kind::Int64, device))?;
         self.broadcast(&length, rank, label)?;
         let length = length.f_int64_value(&[0])?;
         let text = match own {

@@ -12,6 +12,7 @@ use super::operation_log::Progress;
 use super::work::{Deadline, Operation, Pending};
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
+use crate::ops::TryScalar;
 use crate::sys::collectives::Message;
 
 impl Group {
@@ -178,7 +179,7 @@ impl Group {
         let Some(backend) = self.backend().filter(|_| !self.is_over_nccl()) else { return Ok(()) };
         let (to, from) = ((self.rank() + 1) % self.size(), (self.rank() + self.size() - 1) % self.size());
         let what = format!("{} of {:?}", operation.name, tensor.kind());
-        let byte = |value: i64| Tensor::f_full([1], value, (Kind::Uint8, tensor.device()));
+        let byte = |value: i64| Tensor::try_full([1], value, (Kind::Uint8, tensor.device()));
         let (token, arrived) = (byte(1)?, byte(0)?);
         let (sent, received) = {
             let mut state = self.0.state.lock();

@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::{BLOCK, NESTED_BLOCK, Sections, TABLE, expect, nested_map, sections};
 use crate::error::Result;
+use crate::ops::TryScalar;
 
 /// Returns a window of rows and columns of ŵ in fp32.
 pub(super) fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Result<Tensor> {
@@ -19,7 +20,7 @@ pub(super) fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Resul
     let (begin, end) = (columns.start / 2, (columns.end + 1) / 2);
     let codes = parts.codes.f_view([out, inner / 2])?.f_narrow(0, rows.start, height)?;
     let codes = codes.f_narrow(1, begin, end - begin)?;
-    let pairs = [codes.f_bitwise_right_shift_tensor_scalar(4)?, codes.f_bitwise_and(15)?];
+    let pairs = [codes.try_bitwise_right_shift_tensor_scalar(4)?, codes.try_bitwise_and(15)?];
     let index = Tensor::f_stack(&pairs, 2)?.f_view([height, 2 * (end - begin)])?;
     let index = index.f_narrow(1, columns.start - 2 * begin, width)?.f_reshape([-1])?.f_to_kind(Kind::Int)?;
     let values = Tensor::f_from_slice(&TABLE)?.f_to_device(weight.device())?.f_index_select(0, &index)?;
@@ -27,9 +28,9 @@ pub(super) fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Resul
     let last = ((rows.end - 1) * inner + columns.end - 1) / BLOCK;
     let options = (Kind::Int64, weight.device());
     let of_rows =
-        Tensor::f_arange_start(rows.start, rows.end, options)?.f_mul_scalar(inner)?.f_unsqueeze(1)?;
-    let element = Tensor::f_arange_start(columns.start, columns.end, options)?.f_add(&of_rows)?;
-    let block = element.f_floor_divide_scalar(BLOCK)?.f_sub_scalar(first)?.f_view([-1])?;
+        Tensor::try_arange_start(rows.start, rows.end, options)?.try_mul_scalar(inner)?.f_unsqueeze(1)?;
+    let element = Tensor::try_arange_start(columns.start, columns.end, options)?.f_add(&of_rows)?;
+    let block = element.try_floor_divide_scalar(BLOCK)?.try_sub_scalar(first)?.f_view([-1])?;
     let scales = scales(&parts, first..last + 1)?.f_index_select(0, &block)?;
     Ok(values.f_mul(&scales)?.f_view([height, width])?)
 }
@@ -44,8 +45,8 @@ fn scales(parts: &Sections, blocks: Range<i64>) -> Result<Tensor> {
     let device = parts.absmax.device();
     let index = parts.absmax.f_narrow(0, blocks.start, length)?.f_to_kind(Kind::Int)?;
     let values = Tensor::f_from_slice(nested_map())?.f_to_device(device)?.f_index_select(0, &index)?;
-    let group = Tensor::f_arange_start(blocks.start, blocks.end, (Kind::Int64, device))?
-        .f_floor_divide_scalar(NESTED_BLOCK)?;
+    let group = Tensor::try_arange_start(blocks.start, blocks.end, (Kind::Int64, device))?
+        .try_floor_divide_scalar(NESTED_BLOCK)?;
     let factors = float(factors)?.f_index_select(0, &group)?;
     Ok(values.f_mul(&factors)?.f_add(&float(offset)?)?)
 }

@@ -10,6 +10,8 @@ unsafe extern "C" {
     fn rt_cpu_live(live: *mut i64) -> Status;
     fn rt_cpu_take_peak(peak: *mut i64) -> Status;
     fn rt_cpu_limit(bytes: i64) -> Status;
+    fn rt_cpu_fail_allocations(first: i64, end: i64) -> Status;
+    fn rt_cpu_failed_allocations(seen: *mut i64, failed: *mut i64) -> Status;
     fn rt_cpu_huge_pages(enabled: c_int, previous: *mut c_int) -> Status;
     fn rt_cpu_block_cache(enabled: c_int, previous: *mut c_int) -> Status;
     fn rt_cpu_cache_slack(percent: i64, previous: *mut i64) -> Status;
@@ -57,6 +59,21 @@ pub(crate) fn take_peak(cuda: Option<i32>) -> Result<i64> {
 pub(crate) fn set_limit(bytes: Option<i64>) -> Result<()> {
     // SAFETY: plain data in.
     unsafe { check(rt_cpu_limit(bytes.unwrap_or(-1))) }
+}
+
+/// Makes the allocations numbered from `first` to before `end` fail, counted from this call; `None` ends it.
+pub(crate) fn fail_allocations(range: Option<(i64, i64)>) -> Result<()> {
+    let (first, end) = range.unwrap_or((-1, 0));
+    // SAFETY: plain data in.
+    unsafe { check(rt_cpu_fail_allocations(first, end)) }
+}
+
+/// How many allocations were numbered, and how many of them failed.
+pub(crate) fn failed_allocations() -> Result<(i64, i64)> {
+    let (mut seen, mut failed) = (0, 0);
+    // SAFETY: the out-parameters outlive the call.
+    unsafe { check(rt_cpu_failed_allocations(&mut seen, &mut failed)) }?;
+    Ok((seen, failed))
 }
 
 /// Sets whether large CPU blocks request huge pages; returns the previous setting.

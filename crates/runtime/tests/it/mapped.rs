@@ -29,3 +29,30 @@ fn files_that_cannot_be_mapped_are_errors() {
     assert!(of(folder.path()).ends_with(": not a regular file"));
     assert!(of(&folder.path().join("none")).contains("none: No such file"));
 }
+
+/// Run by the test below, as a process of its own.
+#[test]
+fn reads_a_file_that_becomes_shorter() {
+    let Some(path) = std::env::var_os("FRUGAL_TEST_SHORTENED") else { return };
+    runtime::mapped::report_shortened_files().unwrap();
+    let mapped = MappedFile::open(path.as_ref()).unwrap();
+    let last = mapped.len() - 1;
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(10).unwrap();
+    assert_eq!(mapped[last], 7, "the page is gone");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_that_becomes_shorter_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("some weights");
+    std::fs::write(&path, vec![7; 100_000]).unwrap();
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "mapped::reads_a_file_that_becomes_shorter", "--nocapture"]);
+    let output = command.env("FRUGAL_TEST_SHORTENED", &path).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let expected =
+        format!("error: a file that is being read has become shorter: {}; another program", path.display());
+    assert!(said.contains(&expected), "{said}");
+}

@@ -13,6 +13,7 @@ use runtime::autograd::{self, Backward, Forward, Function, GradMode};
 use runtime::device::synchronize;
 use runtime::measure::Samples;
 use runtime::memory::{Region, live_bytes};
+use runtime::ops::TryScalar;
 use tch::Tensor;
 
 use super::{Activations, LayerPlan, WHAT};
@@ -116,7 +117,7 @@ impl First<'_> {
     /// Returns the layer's input: not a leaf, so that the layer decides whether it is kept.
     fn input(&self) -> Result<Tensor> {
         let leaf = self.hidden_btd.f_detach()?.f_set_requires_grad(true)?;
-        Ok(leaf.f_mul_scalar(1.0)?)
+        Ok(leaf.try_mul_scalar(1.0)?)
     }
 
     fn step_seconds(&self, block: &dyn Block) -> Result<f64> {

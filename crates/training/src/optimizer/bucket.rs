@@ -1,9 +1,11 @@
 //! A step over all parameters, in buckets of one group, device, dtype and step number, each of which takes one call.
 
+use runtime::memory::is_out_of_memory;
 use tch::{Device, Kind, Tensor};
 
 use super::group::{Group, OptimizedParameter};
 use super::rule::{FusedStep, Hyperparameters, Rule, Tensors, cast_gradients, write_weights};
+use super::state::ParameterState;
 use super::{Implementation, work_kind};
 use crate::error::Result;
 
@@ -36,27 +38,73 @@ pub(super) struct StepArguments<'a> {
     pub(super) implementation: Implementation,
     /// Where this is 1 on the device, nothing changes. All rules have fused kernels then.
     pub(super) skip: Option<&'a Tensor>,
+    /// Whether to keep an fp32 copy of each bf16 or fp16 parameter.
+    pub(super) master_weights: bool,
 }
 
-/// Steps every parameter in `live` once.
+/// A parameter that has a gradient.
+#[derive(Debug)]
+pub(super) struct Live<'a> {
+    pub(super) parameter: &'a mut OptimizedParameter,
+    pub(super) grad: Tensor,
+    /// Whether it has no state yet.
+    pub(super) is_new: bool,
+}
+
+/// Steps every parameter in `live` once. Sets `changed` as soon as a parameter or its state may differ; a failure before leaves all of
+/// them as they were.
 pub(super) fn step(
-    live: Vec<(&mut OptimizedParameter, Tensor)>,
+    live: &mut [Live<'_>],
     groups: &[Group],
     arguments: StepArguments<'_>,
+    changed: &mut bool,
 ) -> Result<()> {
-    let StepArguments { rule, implementation, skip, .. } = arguments;
+    let done = update(live, groups, arguments, changed);
+    for Live { parameter, is_new, .. } in live {
+        match (&done, &mut parameter.state) {
+            (Ok(()), Some(state)) => {
+                state.step += 1;
+                state.uncertain |= arguments.skip.is_some();
+            }
+            (Err(_), _) if *is_new && !*changed => parameter.state = None,
+            // It may have been incremented.
+            (Err(_), Some(state)) if !state.uncertain => state.device_step = None,
+            _ => {}
+        }
+    }
+    done
+}
+
+fn update(
+    live: &mut [Live<'_>],
+    groups: &[Group],
+    arguments: StepArguments<'_>,
+    changed: &mut bool,
+) -> Result<()> {
+    let StepArguments { rule, implementation, master_weights, .. } = arguments;
+    let rule_of = |group: usize| groups[group].rule.as_deref().unwrap_or(rule);
+    // All of them before the first update, because memory may be short for the last.
+    for Live { parameter, .. } in &mut *live {
+        let own = rule_of(parameter.group);
+        match &mut parameter.state {
+            None => parameter.state = Some(ParameterState::new(own, &parameter.tensor, master_weights)?),
+            // The state may have been loaded from a run without master weights.
+            Some(state) if master_weights => state.keep_master(&parameter.tensor)?,
+            Some(_) => {}
+        }
+    }
     let mut buckets: Vec<Bucket> = Vec::new();
-    for (parameter, grad) in live {
+    for Live { parameter, grad, .. } in live {
         let Some(state) = &mut parameter.state else { continue };
         let kind = work_kind(parameter.tensor.kind());
-        let own = groups[parameter.group].rule.as_deref().unwrap_or(rule);
+        let own = rule_of(parameter.group);
         let fused = implementation == Implementation::Fused && own.has_fused();
         if !fused {
             state.device_step = None;
         }
-        state.step += 1;
         // A fused kernel gets each parameter's own step number.
-        let key = (parameter.group, parameter.tensor.device(), kind, if fused { 0 } else { state.step });
+        let number = if fused { 0 } else { state.step + 1 };
+        let key = (parameter.group, parameter.tensor.device(), kind, number);
         // A bucket of one parameter can run immediately, so that its temporaries are freed before the next one's.
         let at = buckets.iter().position(|bucket| bucket.key == key);
         let at = at.unwrap_or_else(|| {
@@ -84,19 +132,21 @@ pub(super) fn step(
         }
         if fused {
             // The kernel increments it: it gets the number before this step.
-            state.step -= 1;
             bucket.steps.push(state.device_step(&parameter.tensor)?);
-            state.step += 1;
-            state.uncertain |= skip.is_some();
         }
         if implementation == Implementation::ForLoop || bucket.casts >= CASTS {
-            run(Some(buckets.swap_remove(at)).into_iter(), groups, arguments)?;
+            run(Some(buckets.swap_remove(at)).into_iter(), groups, arguments, changed)?;
         }
     }
-    run(buckets.into_iter(), groups, arguments)
+    run(buckets.into_iter(), groups, arguments, changed)
 }
 
-fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], arguments: StepArguments<'_>) -> Result<()> {
+fn run(
+    buckets: impl Iterator<Item = Bucket>,
+    groups: &[Group],
+    arguments: StepArguments<'_>,
+    changed: &mut bool,
+) -> Result<()> {
     for Bucket { key: (group, device, _, step), params, grads, slots, steps, weights, casts: _ } in buckets {
         let group = &groups[group];
         let rule = group.rule.as_deref().unwrap_or(arguments.rule);
@@ -110,10 +160,13 @@ fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], arguments: StepA
             false => rule.fused(&FusedStep { tensors, weights, steps, hyperparameters, skip }),
         };
         if let Some(done) = fused {
+            // What it allocates, it allocates before it changes anything.
+            *changed |= !done.as_ref().is_err_and(|error| is_out_of_memory(error));
             done?;
             continue;
         }
         let grads = cast_gradients(&params, &grads)?;
+        *changed = true;
         rule.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
         write_weights(weights, &params)?;
     }

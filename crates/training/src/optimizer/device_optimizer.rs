@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use runtime::ops::foreach;
 use tch::Tensor;
 
-use super::bucket::{self, StepArguments};
+use super::bucket::{self, Live, StepArguments};
 use super::group::{Group, OptimizedParameter};
 use super::rule::Rule;
 use super::state::{self, ParameterState};
@@ -24,6 +24,8 @@ pub struct DeviceOptimizer {
     implementation: Implementation,
     master_weights: bool,
     pub(super) settings: StepSettings,
+    /// Whether the step that is running, or failed last, has changed parameters or state.
+    pub(super) changed: bool,
 }
 
 impl DeviceOptimizer {
@@ -62,6 +64,7 @@ impl DeviceOptimizer {
             implementation: Implementation::default(),
             master_weights: false,
             settings: StepSettings::default(),
+            changed: false,
         })
     }
 
@@ -210,9 +213,10 @@ impl DeviceOptimizer {
     fn advance(&mut self, skip: Option<&Tensor>) -> Result<()> {
         let _range = runtime::profile::range("optimizer.step");
         let _no_grad = tch::no_grad_guard();
+        let &mut Self { ref rule, ref groups, factor, implementation, master_weights, .. } = self;
         let mut live = Vec::new();
         for parameter in &mut self.parameter {
-            if self.groups[parameter.group].frozen {
+            if groups[parameter.group].frozen {
                 continue;
             }
             let grad = parameter.tensor.f_grad()?;
@@ -225,19 +229,13 @@ impl DeviceOptimizer {
                         .into();
                 return Err(Error::Tensor { operation: "optimizer", name: parameter.name.clone(), reason });
             }
-            let rule = self.groups[parameter.group].rule.as_deref().unwrap_or(self.rule.as_ref());
-            match &mut parameter.state {
-                None => {
-                    parameter.state = Some(ParameterState::new(rule, &parameter.tensor, self.master_weights)?)
-                }
-                // The state may have been loaded from a run without master weights.
-                Some(state) if self.master_weights => state.keep_master(&parameter.tensor)?,
-                Some(_) => {}
-            }
-            live.push((parameter, grad));
+            let is_new = parameter.state.is_none();
+            live.push(Live { parameter, grad, is_new });
         }
-        let &mut Self { ref rule, factor, implementation, .. } = self;
-        bucket::step(live, &self.groups, StepArguments { rule: rule.as_ref(), factor, implementation, skip })
+        let rule = rule.as_ref();
+        self.changed = false;
+        let arguments = StepArguments { rule, factor, implementation, skip, master_weights };
+        bucket::step(&mut live, groups, arguments, &mut self.changed)
     }
 
     /// Returns the state as named tensors, sharing memory: `NAME.step` (int64 scalar) and one `NAME.SLOT` per slot of the rule,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
 use super::rule::Rule;
@@ -30,7 +31,7 @@ impl ParameterState {
     pub(super) fn new(rule: &dyn Rule, parameter: &Tensor, master: bool) -> Result<Self> {
         let kind = work_kind(parameter.kind());
         let options = (kind, parameter.device());
-        let slot = |&name| Ok((name, Tensor::f_full(parameter.size(), rule.initial(), options)?));
+        let slot = |&name| Ok((name, Tensor::try_full(parameter.size(), rule.initial(), options)?));
         let slots = rule.slots().iter().map(slot).collect::<Result<_>>()?;
         let mut state = Self { step: 0, device_step: None, uncertain: false, slots, master: None };
         if master {
@@ -52,7 +53,7 @@ impl ParameterState {
     pub(super) fn device_step(&mut self, parameter: &Tensor) -> Result<Tensor> {
         if self.device_step.is_none() {
             let options = (Kind::Float, parameter.device());
-            self.device_step = Some(Tensor::f_full([] as [i64; 0], self.step as f64, options)?);
+            self.device_step = Some(Tensor::try_full([] as [i64; 0], self.step as f64, options)?);
         }
         Ok(self.device_step.as_ref().map(Tensor::shallow_clone).unwrap_or_default())
     }

@@ -5,6 +5,7 @@
 //! optimizer's kernel reads the flag.
 
 use runtime::ops;
+use runtime::ops::TryScalar;
 use runtime::profile::range;
 use tch::{Kind, Tensor};
 
@@ -59,7 +60,15 @@ impl Optimizer for DeviceOptimizer {
     }
 
     fn zero_grad(&mut self, how: ZeroGrad) -> Result<()> {
-        DeviceOptimizer::zero_grad(self, how)
+        DeviceOptimizer::zero_grad(self, how)?;
+        self.changed = false;
+        Ok(())
+    }
+
+    fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
+        let whole = !self.changed;
+        Optimizer::zero_grad(self, how)?;
+        Ok(whole)
     }
 
     fn groups(&self) -> &[Group] {
@@ -103,7 +112,7 @@ fn decide_on_device(
         clip::scale_to_(grads, norm, limit)?;
         if settings.non_finite != NonFinite::Ignore {
             let finite = wide(norm.tensor())?.f_isfinite()?.f_to_kind(Kind::Double)?;
-            skip = skip.f_maximum(&finite.f_neg()?.f_add_scalar(1.0)?)?;
+            skip = skip.f_maximum(&finite.f_neg()?.try_add_scalar(1.0)?)?;
         }
     }
     let Some(scaler) = scaler.device_scaler() else {
@@ -113,7 +122,7 @@ fn decide_on_device(
     scaler.update(found_inf)?;
     let norm = match norm {
         Some(norm) => wide(norm.tensor())?,
-        None => skip.f_full_like(f64::NAN)?,
+        None => skip.try_full_like(f64::NAN)?,
     };
     let device = skip.device();
     let figures = [&skip, &overflow, &norm, &before.f_narrow(0, 0, 1)?, &scaler.device_state()];

@@ -54,9 +54,11 @@ impl Trainer {
         let evaluation = {
             let _precision = self.enter_precision();
             let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
-            evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)?
+            evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)
         };
-        validation.resume(&start)?;
+        let restored = validation.resume(&start);
+        let evaluation = evaluation?;
+        restored?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;
         self.compare_with_best(&evaluation)?;
         // Not part of the next step's time.

@@ -87,20 +87,13 @@ impl fmt::Debug for CheaperPlans {
     }
 }
 
-/// What a step needs to be computed again.
-pub(super) struct Repeat {
-    device: Device,
-    random: RandomState,
-}
-
 impl Trainer {
-    /// Changes the plan if the machine has less free memory than it needs; returns what a repetition of the step needs, if there may
-    /// be one.
-    pub(super) fn before_step(&mut self, device: Device) -> Result<Option<Repeat>> {
+    /// Changes the plan if the machine has less free memory than it needs.
+    pub(super) fn fit_into_memory(&mut self, device: Device) -> Result<()> {
         if self.optimizer.ranks().is_some() {
-            return Ok(None);
+            return Ok(());
         }
-        let Some(plans) = &mut self.cheaper_plans else { return Ok(None) };
+        let Some(plans) = &mut self.cheaper_plans else { return Ok(()) };
         if let Some(missing) = plans.missing(device)? {
             let most = plans.peak_bytes.unwrap_or(0).saturating_sub(missing);
             if let Some(name) = plans.change(most)? {
@@ -111,21 +104,27 @@ impl Trainer {
                 ))?;
             }
         }
-        Ok(Some(Repeat { device, random: RandomState::capture(device)? }))
+        Ok(())
     }
 
-    /// Prepares the repetition of a step that ran out of memory; returns `error` if it is another one, or no plan is left.
-    pub(super) fn repeat_with_less(&mut self, error: Error, repeat: Option<&Repeat>) -> Result<()> {
-        let (Some(repeat), Some(plans)) = (repeat, &mut self.cheaper_plans) else { return Err(error) };
-        if !runtime::memory::is_out_of_memory(&error) {
+    /// Prepares the repetition of a step that ran out of memory, with the generators at `random`; returns `error` if it is another one,
+    /// or no plan is left.
+    pub(super) fn repeat_with_less(
+        &mut self,
+        error: Error,
+        device: Device,
+        random: &RandomState,
+    ) -> Result<()> {
+        let Some(plans) = &mut self.cheaper_plans else { return Err(error) };
+        if self.optimizer.ranks().is_some() || !runtime::memory::is_out_of_memory(&error) {
             return Err(error);
         }
         // Whatever was predicted, the current plan needs more than there is.
         let most = plans.peak_bytes.map_or(u64::MAX, |peak| peak.saturating_sub(1));
         let Some(name) = plans.change(most)? else { return Err(error) };
         self.optimizer.zero_grad(self.options.zero_grad)?;
-        memory::empty_cache(repeat.device)?;
-        repeat.random.restore()?;
+        memory::empty_cache(device)?;
+        random.restore()?;
         let step = self.step + 1;
         self.note(&format!(
             "step {step}: an allocation was refused; the step is repeated, and from now on: {name} (the result keeps its bits)\n"

@@ -10,7 +10,6 @@
 
 use runtime::random::RandomState;
 use serde_json::Value;
-use tch::Device;
 
 use super::Trainer;
 use crate::error::{Error, Result};
@@ -36,8 +35,6 @@ pub(super) struct Attempts {
     made: u32,
     /// The scaler's state before the step.
     scaler: Value,
-    /// The random generators before the step.
-    random: RandomState,
 }
 
 impl Attempts {
@@ -48,24 +45,24 @@ impl Attempts {
 
 impl Trainer {
     /// Saves what another attempt at the step needs, if there may be one.
-    pub(super) fn attempts(&mut self, device: Device) -> Result<Option<Attempts>> {
+    pub(super) fn attempts(&mut self) -> Result<Option<Attempts>> {
         let Overflow::Retry { most } = self.options.overflow else { return Ok(None) };
         if self.scaler.device_scaler().is_some() {
             let reason = "it decides on the device, where no step can be tried again; give one that decides on the host, or \
                           leave steps out (Overflow::Skip)";
             return Err(Error::config("gradient scaler", reason));
         }
-        let random = RandomState::capture(device)?;
-        Ok(Some(Attempts { most, made: 0, scaler: self.scaler.state(), random }))
+        Ok(Some(Attempts { most, made: 0, scaler: self.scaler.state() }))
     }
 
     /// Returns whether the gradients are to be recomputed; `scale` is the scale that they had. If so, the state is restored
-    /// except for the scale.
+    /// except for the scale: `random` is that of the generators.
     pub(super) fn try_again(
         &mut self,
         attempts: Option<&mut Attempts>,
         decision: &StepDecision,
         scale: f64,
+        random: &RandomState,
     ) -> Result<bool> {
         let (Some(attempts), StepDecision::Host { overflow: true, .. }) = (attempts, decision) else {
             return Ok(false);
@@ -73,7 +70,7 @@ impl Trainer {
         if self.scaler.current() < scale && attempts.made < attempts.most {
             attempts.made += 1;
             self.optimizer.zero_grad(self.options.zero_grad)?;
-            attempts.random.restore()?;
+            random.restore()?;
             return Ok(true);
         }
         if attempts.made > 0 {

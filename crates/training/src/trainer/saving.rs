@@ -32,6 +32,7 @@ impl Trainer {
             return Ok(());
         }
         let _range = range("checkpoint");
+        self.refuse_interrupted()?;
         self.optimizer.synchronize()?;
         let bad = self.watch.bad();
         let troubled = bad > 0 && self.options.divergence.patience > 0;
@@ -172,7 +173,7 @@ impl Trainer {
         self.best_so_far =
             serde_json::from_value::<Option<Best>>(checkpoint.state["best"].clone()).unwrap_or_default();
         self.pending.clear();
-        (self.step, self.saved) = (step, Some(step));
+        (self.step, self.saved, self.interrupted) = (step, Some(step), None);
         let name = checkpoint.path.display();
         if self.watch.bad() > 0 {
             let bad = self.watch.bad();

@@ -13,6 +13,38 @@ const TEXTS: [&str; 9] = ["rs", "toml", "md", "cpp", "h", "hpp", "py", "sh", "ym
 /// Folders of a person or of a machine; a remedy may name a system folder, but never these.
 const MACHINE: [&str; 4] = ["/home/", "/root/", "/Users/", "/work/"];
 
+/// Methods of `tch` with a number, which panic where the operator fails (`runtime::ops::TryScalar`).
+const PANICKING: [&str; 28] = [
+    "f_add_scalar",
+    "f_arange",
+    "f_arange_start",
+    "f_arange_start_step",
+    "f_bitwise_and",
+    "f_bitwise_right_shift_tensor_scalar",
+    "f_clamp",
+    "f_clamp_max",
+    "f_clamp_min",
+    "f_div_scalar",
+    "f_eq",
+    "f_fill_",
+    "f_floor_divide_scalar",
+    "f_full",
+    "f_full_like",
+    "f_ge",
+    "f_gt",
+    "f_le",
+    "f_lt",
+    "f_masked_fill",
+    "f_mul_scalar",
+    "f_ne",
+    "f_norm_scalaropt_dtype",
+    "f_pow_tensor_scalar",
+    "f_remainder",
+    "f_scalar_tensor",
+    "f_sub_scalar",
+    "f_threshold_backward",
+];
+
 pub(crate) fn check(tree: &Tree) -> Vec<String> {
     let mut found = Vec::new();
     for (path, text) in tree.with_extension(&["rs"]) {
@@ -21,6 +53,10 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
             continue;
         }
         found.extend(unsafe_code(path, text));
+        // Experiments and tests may end by a panic.
+        if path.contains("/src/") && !path.starts_with("crates/experiments/") && !path.contains("/tests") {
+            found.extend(panicking_methods(path, text));
+        }
     }
     for (path, text) in tree.with_extension(&["cpp", "cc", "cxx", "cu", "c", "h", "hpp"]) {
         if !path.starts_with(CPP) && path != PRELOADED {
@@ -70,6 +106,21 @@ fn unsafe_code(path: &str, text: &str) -> Vec<String> {
         } else if !has_reason(&lines[..index]) {
             found.push(format!("{at}: `unsafe` without `// SAFETY:` just above"));
         }
+    }
+    found
+}
+
+fn panicking_methods(path: &str, text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let code = code_of(line);
+        let calls = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+        let calls =
+            calls.filter(|word| PANICKING.contains(&word.trim_end_matches('_')) || *word == "f_fill_");
+        found.extend(calls.map(|word| {
+            let instead = word.replacen("f_", "try_", 1);
+            format!("{path}:{number}: `{word}` panics where its operator fails; use `{instead}` of runtime::ops::TryScalar")
+        }));
     }
     found
 }

@@ -6,6 +6,7 @@ use super::{active, kept};
 use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::{Error, Result};
 use crate::fused::attention as fused;
+use crate::ops::TryScalar;
 use crate::ops::{Value, call, tensors};
 
 /// Options of [`attention`].
@@ -57,7 +58,7 @@ fn grouped(q: &Tensor, k: &Tensor) -> bool {
 /// 0 where the mask is true, −∞ elsewhere.
 fn added(mask: &Tensor, kind: Kind) -> Result<Tensor> {
     let zeros = Tensor::f_zeros(mask.size(), (kind, mask.device()))?;
-    Ok(zeros.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?)
+    Ok(zeros.try_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?)
 }
 
 /// Returns whether libtorch would use its CPU flash kernel.

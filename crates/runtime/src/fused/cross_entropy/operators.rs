@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{Coefficients, LogitsPass, Statistics, Targets, Transform};
 use crate::error::Result;
+use crate::ops::TryScalar;
 
 /// Chains of libtorch's operators, in place where possible; a tile in BFloat16 or Half is copied to fp32. Any device; no synchronisation.
 #[derive(Clone, Copy, Debug)]
@@ -37,13 +38,14 @@ impl LogitsPass for Operators {
         let (largest, column) = tile.f_max_dim(1, false)?;
         if let Some(best) = &mut statistics.best {
             // Strictly larger, so that the first of equal ones stays.
-            let found =
-                column.f_add_scalar(first)?.f_where_self(&largest.f_gt_tensor(&statistics.maximum)?, best)?;
+            let found = column
+                .try_add_scalar(first)?
+                .f_where_self(&largest.f_gt_tensor(&statistics.maximum)?, best)?;
             best.f_copy_(&found)?;
         }
         let maximum = statistics.maximum.f_maximum(&largest)?;
         // While every class is impossible, exponentials are of z itself.
-        let finite = |m: &Tensor| m.f_where_self(&m.f_ne(f64::NEG_INFINITY)?, &m.f_zeros_like()?);
+        let finite = |m: &Tensor| m.f_where_self(&m.try_ne(f64::NEG_INFINITY)?, &m.f_zeros_like()?);
         let reference = finite(&maximum)?;
         let shrink = finite(&statistics.maximum)?.f_sub(&reference)?.f_exp()?;
         let powers = tile.f_sub(&reference.f_unsqueeze(1)?)?.f_exp_()?;
@@ -52,7 +54,7 @@ impl LogitsPass for Operators {
         statistics.sum.f_copy_(&sum)?;
         if let Some(moment) = &mut statistics.moment {
             let mut powers = powers;
-            let possible = powers.f_ne(0.0)?;
+            let possible = powers.try_ne(0.0)?;
             let products = powers
                 .f_mul_(tile)?
                 .f_where_self(&possible, &Tensor::f_zeros([], (tile.kind(), tile.device()))?)?;
@@ -75,7 +77,7 @@ impl LogitsPass for Operators {
                 // An impossible class without target weight adds nothing: 0·(−∞) is 0 here.
                 let products = weighted.f_mul(tile)?;
                 let products = products.f_where_self(
-                    &weighted.f_ne(0.0)?,
+                    &weighted.try_ne(0.0)?,
                     &Tensor::f_zeros([], (tile.kind(), tile.device()))?,
                 )?;
                 let _ = statistics.target.f_add_(&products.f_sum_dim_intlist(1, false, None::<Kind>)?)?;
@@ -105,12 +107,12 @@ impl LogitsPass for Operators {
         }
         match transform.softcap {
             Some(cap) => {
-                let _ = tile.f_mul_scalar_(transform.scale / cap)?;
+                let _ = tile.try_mul_scalar_(transform.scale / cap)?;
                 let _ = tile.f_tanh_()?;
-                let _ = tile.f_mul_scalar_(cap)?;
+                let _ = tile.try_mul_scalar_(cap)?;
             }
             None if transform.scale != 1.0 => {
-                let _ = tile.f_mul_scalar_(transform.scale)?;
+                let _ = tile.try_mul_scalar_(transform.scale)?;
             }
             None => {}
         }
@@ -137,8 +139,8 @@ impl LogitsPass for Operators {
             // s·(1 − (z/k)²)
             Some(cap) => Some(
                 tile.f_square()?
-                    .f_mul_scalar_(-transform.scale / (cap * cap))?
-                    .f_add_scalar_(transform.scale)?,
+                    .try_mul_scalar_(-transform.scale / (cap * cap))?
+                    .try_add_scalar_(transform.scale)?,
             ),
             None => None,
         };
@@ -177,7 +179,7 @@ impl LogitsPass for Operators {
                 let _ = tile.f_mul_(&slope)?;
             }
             None if transform.scale != 1.0 => {
-                let _ = tile.f_mul_scalar_(transform.scale)?;
+                let _ = tile.try_mul_scalar_(transform.scale)?;
             }
             None => {}
         }
@@ -191,7 +193,7 @@ fn is_narrow(kind: Kind) -> bool {
 
 /// Returns which targets are columns of a tile of this width, and their index in it (0 for the others).
 fn within(columns: &Tensor, width: i64) -> Result<(Tensor, Tensor)> {
-    let within = columns.f_ge(0)?.f_logical_and(&columns.f_lt(width)?)?;
-    let index = columns.f_clamp(0, width - 1)?;
+    let within = columns.try_ge(0)?.f_logical_and(&columns.try_lt(width)?)?;
+    let index = columns.try_clamp(0, width - 1)?;
     Ok((within, index))
 }

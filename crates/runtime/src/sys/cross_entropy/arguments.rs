@@ -5,6 +5,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ops::TryScalar;
 
 /// The transform from products to logits.
 #[derive(Clone, Copy, Debug)]
@@ -79,7 +80,7 @@ impl Statistics {
         let when = |wanted: bool| wanted.then(zeros).transpose();
         let best = wanted.best.then(|| Tensor::f_zeros([rows], (Kind::Int64, options.1))).transpose()?;
         Ok(Self {
-            maximum: Tensor::f_full([rows], f64::NEG_INFINITY, options)?,
+            maximum: Tensor::try_full([rows], f64::NEG_INFINITY, options)?,
             sum: zeros()?,
             target: zeros()?,
             mass: when(dense)?,
