@@ -160,6 +160,7 @@ impl Turns<'_> {
     /// Runs all rounds of one comparison into one records file.
     fn rounds(&self, comparison: &Comparison, display: &mut Display) -> Result<Ending> {
         let name = &comparison.name;
+        self.folder.forget_unfinished(name)?;
         let records = self.folder.unfinished_records(name);
         let log = self.folder.fresh_log(name)?;
         let turn = self.folder.run().join(format!("{name}.turn.jsonl"));

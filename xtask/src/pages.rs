@@ -90,19 +90,47 @@ impl Folder {
         Ok(log)
     }
 
+    /// The file for the records of a run of this process. An experiment outlives a process that was killed, and goes on writing to the
+    /// file of that one.
     pub(crate) fn unfinished_records(&self, experiment: &str) -> PathBuf {
+        self.run().join(format!("{experiment}.{}.jsonl", std::process::id()))
+    }
+
+    /// The records of the last complete run.
+    fn finished_records(&self, experiment: &str) -> PathBuf {
         self.run().join(format!("{experiment}.jsonl"))
     }
 
-    /// Replaces the records with those of a complete run.
+    /// Removes what runs of earlier processes left unfinished.
+    pub(crate) fn forget_unfinished(&self, experiment: &str) -> Result<()> {
+        let run = self.run();
+        let entries = std::fs::read_dir(&run).with_context(|| format!("cannot read {}", run.display()))?;
+        for path in entries.flatten().map(|entry| entry.path()) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let number = name.strip_prefix(experiment).and_then(|rest| rest.strip_prefix('.'));
+            let number = number.and_then(|rest| rest.strip_suffix(".jsonl"));
+            if number.is_some_and(|number| number.parse::<u32>().is_ok()) {
+                std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces the records with those of the run that this process has completed.
     pub(crate) fn publish(&self, experiment: &str) -> Result<()> {
-        let from = self.unfinished_records(experiment);
+        let (from, to) = (self.unfinished_records(experiment), self.finished_records(experiment));
         // An experiment may have had nothing to measure here.
-        let records = if from.exists() {
-            std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?
-        } else {
-            Vec::new()
-        };
+        if !from.exists() {
+            std::fs::File::create(&from).with_context(|| format!("cannot write {}", from.display()))?;
+        }
+        std::fs::rename(&from, &to).with_context(|| format!("cannot rename {}", from.display()))?;
+        self.publish_again(experiment)
+    }
+
+    /// Replaces the records with those of the last complete run.
+    pub(crate) fn publish_again(&self, experiment: &str) -> Result<()> {
+        let from = self.finished_records(experiment);
+        let records = std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?;
         stamp::replace(&self.records().join(format!("{experiment}.jsonl")), &records)
     }
 

@@ -53,6 +53,8 @@ impl<'a> Programs<'a> {
         let mut command = Command::new(self.path(package)?);
         cargo::with_libtorch(&mut command, self.workspace);
         command.env(revision::VARIABLE, &self.revision).current_dir(&self.workspace.root);
+        // For the experiment that kills it.
+        command.env("FRUGAL_XTASK", std::env::current_exe().context("finding this program")?);
         Ok(command)
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use report::cli::Scale;
 use report::spec::Experiment;
 use report::{RunOutcome, RunState, Specs};
@@ -125,7 +125,7 @@ impl Run<'_> {
         let estimate = before.as_ref().and_then(|stamp| stamp.estimate(&setting));
         display.start(name, estimate);
         if let Some(stamp) = before.filter(|stamp| self.args.resume && stamp.covers(&setting)) {
-            self.folder.publish(name)?;
+            self.folder.publish_again(name)?;
             display.finish(&format!("{name}: already done, skipped"));
             return Ok(stamp.outcome);
         }
@@ -136,10 +136,7 @@ impl Run<'_> {
         };
         // A run counts as failed until it has ended, even if this process is killed.
         stamp(RunState::Failed { message: "the run did not finish".into() }, estimate).write(&run)?;
-        let records = self.folder.unfinished_records(name);
-        if records.exists() {
-            std::fs::remove_file(&records).with_context(|| format!("cannot remove {}", records.display()))?;
-        }
+        self.folder.forget_unfinished(name)?;
         let command = self.command(experiment)?;
         let log = self.folder.fresh_log(name)?;
         let (ending, time) = runner::run(command, &log, &self.interrupt, |step| display.step(&step))?;

@@ -1,8 +1,11 @@
 //! `robustness`: the program killed at random instants, with system calls that fail, and over many steps.
 
+mod allocations;
 mod faults;
+mod hub;
 mod kills;
 mod recovery;
+mod scripts;
 mod soak;
 mod work;
 
@@ -16,6 +19,8 @@ pub(crate) enum Verb {
     Kills(kills::Kills),
     /// Make system calls of commands fail one after the other, and run them again
     Faults(faults::Faults),
+    /// Refuse each allocation of a training step in turn
+    Allocations(allocations::Allocations),
     /// Run many steps and watch what the process holds
     Soak(soak::Soak),
 }
@@ -24,6 +29,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Kills(arguments) => kills::run(common, arguments),
         Verb::Faults(arguments) => faults::run(common, arguments),
+        Verb::Allocations(arguments) => allocations::run(common, arguments),
         Verb::Soak(arguments) => soak::run(common, arguments),
     }
 }

@@ -2,7 +2,8 @@
 //
 // FAULT_FOLDER  the folder
 // FAULT_KIND    count: nothing fails; kill: half of the call is done and the process is killed; eio: one call fails with EIO;
-//               enospc, erofs: one call and all that follow fail with ENOSPC or EROFS; short: that write and all that follow write half
+//               enospc, erofs: one call and all that follow fail with ENOSPC or EROFS; short: that write and all that follow write half;
+//               clock: from that call on, the time of day jumps to and fro by years
 // FAULT_AT      the number of the first call that fails, from 1
 // FAULT_COUNT   a file for the number of calls, at the end of the process
 #define _GNU_SOURCE
@@ -17,9 +18,10 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-enum kind { COUNT, KILL, EIO_ONCE, ENOSPC_ON, EROFS_ON, SHORT };
+enum kind { COUNT, KILL, EIO_ONCE, ENOSPC_ON, EROFS_ON, SHORT, CLOCK };
 
 static const char *folder;
 static enum kind kind;
@@ -36,6 +38,7 @@ __attribute__((constructor)) static void begin(void) {
     else if (!strcmp(name, "eio")) kind = EIO_ONCE;
     else if (!strcmp(name, "enospc")) kind = ENOSPC_ON;
     else if (!strcmp(name, "erofs")) kind = EROFS_ON;
+    else if (!strcmp(name, "clock")) kind = CLOCK;
     else kind = SHORT;
 }
 
@@ -162,3 +165,12 @@ ON_PATH(link, (const char *from, const char *to), (from, to), to, 1)
 
 OPEN(open)
 OPEN(open64)
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static atomic_long asked;
+    static const long years[] = {12, -7, 0, 40, -30};
+    int result = REAL(clock_gettime)(clock, now);
+    if (result == 0 && clock == CLOCK_REALTIME && kind == CLOCK && atomic_load(&calls) >= at)
+        now->tv_sec += years[atomic_fetch_add(&asked, 1) % 5] * 31556952;
+    return result;
+}

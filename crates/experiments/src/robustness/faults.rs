@@ -40,12 +40,13 @@ struct Fault {
     says: Option<&'static str>,
 }
 
-const FAULTS: [Fault; 5] = [
+const FAULTS: [Fault; 6] = [
     Fault { name: "killed within the call", kind: "kill", says: None },
     Fault { name: "disk full from there on", kind: "enospc", says: Some("No space left on device") },
     Fault { name: "input/output error, once", kind: "eio", says: Some("Input/output error") },
     Fault { name: "read-only from there on", kind: "erofs", says: Some("Read-only file system") },
     Fault { name: "half of each write from there on", kind: "short", says: None },
+    Fault { name: "time of day jumps by years from there on", kind: "clock", says: None },
 ];
 
 /// What came of the failures of one kind in one command.

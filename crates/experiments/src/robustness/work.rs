@@ -10,10 +10,12 @@ use models::{Llama, LlamaConfig};
 use report::cli::Scale;
 use runtime::random::Generator;
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::Device;
 use tempfile::TempDir;
 use training::checkpoint;
 
+use super::hub::Hub;
+use super::scripts;
 use crate::started_program;
 
 /// A command of the program.
@@ -29,6 +31,18 @@ pub(super) struct Work {
     pub(super) resumes: bool,
     /// Whether it is one process.
     pub(super) alone: bool,
+    pub(super) kind: Kind,
+}
+
+/// What a command is of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Kind {
+    /// `frugal`, without a network.
+    Frugal,
+    /// `frugal` with a hub, whose cache is the output.
+    Download,
+    /// `xtask` with experiments that are shell scripts.
+    Xtask,
 }
 
 /// The results of a training of all weights.
@@ -39,7 +53,7 @@ const FULL_RESULTS: [&str; 3] = [
 ];
 
 /// Every command that is tried.
-pub(super) const WORKS: [Work; 8] = [
+pub(super) const WORKS: [Work; 10] = [
     Work {
         name: "pretraining",
         arguments: "train --width 16 --heads 2 --vocabulary 32 --length 16 --dropout 0.1 --batch-size 4 --accumulation 2 --clip 1 \
@@ -50,6 +64,7 @@ pub(super) const WORKS: [Work; 8] = [
         ],
         resumes: true,
         alone: true,
+        kind: Kind::Frugal,
     },
     Work {
         name: "LoRA with offloaded layers",
@@ -62,6 +77,7 @@ pub(super) const WORKS: [Work; 8] = [
         ],
         resumes: true,
         alone: true,
+        kind: Kind::Frugal,
     },
     Work {
         name: "full with AdamW on the host",
@@ -70,6 +86,7 @@ pub(super) const WORKS: [Work; 8] = [
         results: &FULL_RESULTS,
         resumes: true,
         alone: true,
+        kind: Kind::Frugal,
     },
     Work {
         name: "full with layers and AdamW in files",
@@ -78,6 +95,7 @@ pub(super) const WORKS: [Work; 8] = [
         results: &FULL_RESULTS,
         resumes: true,
         alone: true,
+        kind: Kind::Frugal,
     },
     Work {
         name: "LoRA over two ranks",
@@ -90,6 +108,7 @@ pub(super) const WORKS: [Work; 8] = [
         ],
         resumes: true,
         alone: false,
+        kind: Kind::Frugal,
     },
     Work {
         name: "merging",
@@ -97,6 +116,7 @@ pub(super) const WORKS: [Work; 8] = [
         results: &["model.safetensors", "config.json", "tokenizer.json"],
         resumes: false,
         alone: true,
+        kind: Kind::Frugal,
     },
     Work {
         name: "export to GGUF",
@@ -104,6 +124,7 @@ pub(super) const WORKS: [Work; 8] = [
         results: &["tuned.gguf"],
         resumes: false,
         alone: true,
+        kind: Kind::Frugal,
     },
     Work {
         name: "export to PEFT",
@@ -111,6 +132,28 @@ pub(super) const WORKS: [Work; 8] = [
         results: &["adapter_model.safetensors", "adapter_config.json"],
         resumes: false,
         alone: true,
+        kind: Kind::Frugal,
+    },
+    Work {
+        name: "downloading",
+        arguments: "generate --model owner/small --prompt one --max-new-tokens 1 --quiet",
+        results: &[
+            "models--owner--small/snapshots/0123456789abcdef0123456789abcdef01234567/model.safetensors",
+            "models--owner--small/snapshots/0123456789abcdef0123456789abcdef01234567/config.json",
+            "models--owner--small/snapshots/0123456789abcdef0123456789abcdef01234567/tokenizer.json",
+            "models--owner--small/refs/main",
+        ],
+        resumes: false,
+        alone: true,
+        kind: Kind::Download,
+    },
+    Work {
+        name: "cargo xtask run-all",
+        arguments: "run-all --scale smoke --resume --out {out}",
+        results: &["records/first.jsonl", "records/second.jsonl", "records/third.jsonl"],
+        resumes: false,
+        alone: true,
+        kind: Kind::Xtask,
     },
 ];
 
@@ -123,6 +166,7 @@ pub(super) const SOAKED: [(Work, u64); 2] = [
             results: &[],
             resumes: true,
             alone: true,
+            kind: Kind::Frugal,
         },
         100_000,
     ),
@@ -134,6 +178,7 @@ pub(super) const SOAKED: [(Work, u64); 2] = [
             results: &[],
             resumes: true,
             alone: true,
+            kind: Kind::Frugal,
         },
         10_000,
     ),
@@ -155,7 +200,8 @@ pub(super) fn named(only: &[String], scale: Scale) -> anyhow::Result<Vec<Work>> 
             known()
         );
     }
-    let of_scale = |work: &Work| scale != Scale::Smoke || SMOKE.contains(&work.name);
+    let possible = |work: &Work| work.kind != Kind::Xtask || xtask().is_some();
+    let of_scale = |work: &Work| (scale != Scale::Smoke || SMOKE.contains(&work.name)) && possible(work);
     let wanted =
         |work: &Work| only.iter().any(|name| name == work.name) || (only.is_empty() && of_scale(work));
     Ok(WORKS.into_iter().filter(wanted).collect())
@@ -165,6 +211,7 @@ pub(super) fn named(only: &[String], scale: Scale) -> anyhow::Result<Vec<Work>> 
 pub(super) struct Sandbox {
     folder: TempDir,
     program: PathBuf,
+    hub: Hub,
 }
 
 impl Sandbox {
@@ -175,10 +222,14 @@ impl Sandbox {
     pub(super) fn new() -> anyhow::Result<Self> {
         let program = started_program::path()?;
         let folder = tempfile::Builder::new().prefix("robustness-").tempdir()?;
-        let sandbox = Self { folder, program };
+        let hub = Hub::start(&folder.path().join("model"))?;
+        let sandbox = Self { folder, program, hub };
         std::fs::create_dir(sandbox.scratch())?;
         std::fs::create_dir(sandbox.outputs())?;
         sandbox.write_model()?;
+        if let Some(xtask) = xtask() {
+            scripts::write(&sandbox.path("scripts"), &xtask)?;
+        }
         let mut rows = String::new();
         for (a, b) in (0..40).map(|n| (n % 9, n / 4)) {
             let question = format!("Ann has {a} pears and buys {b} more. How many has she?");
@@ -199,10 +250,10 @@ impl Sandbox {
             tie_word_embeddings: true,
             ..LlamaConfig::qwen2(4096, 32, 48, 2, 4)
         };
-        let model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
+        let model = Llama::new(&config, (tch::Kind::Float, Device::Cpu))?;
         let mut generator = Generator::new(1)?;
         for named in tensors(&model).into_iter().filter(|named| named.tensor.dim() == 2) {
-            let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu))? * 0.2;
+            let noise = generator.normal(&named.tensor.size(), (tch::Kind::Float, Device::Cpu))? * 0.2;
             tch::no_grad(|| named.tensor.shallow_clone().f_copy_(&noise))?;
         }
         started_program::write_model(&model, &self.path("model"))
@@ -229,8 +280,12 @@ impl Sandbox {
     }
 
     fn program(&self, arguments: &str) -> Command {
-        let mut command = Command::new(&self.program);
-        command.args(arguments.split_whitespace()).current_dir(self.folder.path());
+        self.start(&self.program, arguments, self.folder.path())
+    }
+
+    fn start(&self, program: &Path, arguments: &str, folder: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.args(arguments.split_whitespace()).current_dir(folder);
         // One thread: the same order of summation at each try.
         command.env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
         command.env("FRUGAL_CACHE", self.path("cache")).env("TMPDIR", self.scratch());
@@ -241,7 +296,22 @@ impl Sandbox {
     /// The command that writes to the output of this name.
     pub(super) fn command(&self, work: &Work, out: &str) -> Command {
         let out = self.output(out).display().to_string();
-        self.program(&work.arguments.replace("{out}", &out))
+        let arguments = work.arguments.replace("{out}", &out);
+        match work.kind {
+            Kind::Frugal => self.program(&arguments),
+            Kind::Download => {
+                let mut command = self.program(&arguments);
+                command.env_remove("HF_HUB_OFFLINE").env_remove("HF_TOKEN");
+                command.env("HF_ENDPOINT", self.hub.address()).env("HF_HUB_CACHE", out);
+                command
+            }
+            Kind::Xtask => {
+                let folder = self.path("scripts");
+                let mut command = self.start(&folder.join("bin/xtask"), &arguments, &folder);
+                command.env_remove("CARGO_MANIFEST_DIR");
+                command
+            }
+        }
     }
 
     /// Runs a command that has to end well, and returns what it wrote to standard error.
@@ -292,9 +362,14 @@ impl Sandbox {
     /// Temporary files that are left in an output and in the scratch folder.
     pub(super) fn left(&self, out: &str) -> Vec<PathBuf> {
         let mut left = entries(&self.scratch());
-        let beside = entries(&self.outputs()).into_iter().chain(entries(&self.output(out)));
-        let within = entries(&self.output(out).join("checkpoints"));
-        left.extend(beside.chain(within).filter(|path| is_temporary(path)));
+        let mut found = entries(&self.outputs());
+        let mut folders = vec![self.output(out)];
+        while let Some(folder) = folders.pop() {
+            let inside = entries(&folder);
+            folders.extend(inside.iter().filter(|path| path.is_dir() && !path.is_symlink()).cloned());
+            found.extend(inside);
+        }
+        left.extend(found.into_iter().filter(|path| is_temporary(path)));
         left
     }
 
@@ -342,5 +417,12 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 }
 
 fn is_temporary(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.to_string_lossy().contains(".tmp"))
+    path.file_name()
+        .map(|name| name.to_string_lossy())
+        .is_some_and(|name| [".tmp", ".incomplete"].iter().any(|part| name.contains(part)))
+}
+
+/// The `xtask` that started this program, if one did.
+fn xtask() -> Option<PathBuf> {
+    std::env::var_os("FRUGAL_XTASK").map(PathBuf::from)
 }
