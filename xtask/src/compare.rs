@@ -163,7 +163,7 @@ impl Turns<'_> {
         self.folder.forget_unfinished(name)?;
         let records = self.folder.unfinished_records(name);
         let log = self.folder.fresh_log(name)?;
-        let turn = self.folder.run().join(format!("{name}.turn.jsonl"));
+        let turn = self.folder.run().join(format!("{name}.turn.{}.jsonl", std::process::id()));
         let mut file =
             std::fs::File::create(&records).with_context(|| format!("cannot write {}", records.display()))?;
         let turns = schedule(comparison.rounds, comparison.peer_runs_ours);

@@ -109,6 +109,8 @@ impl Folder {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let number = name.strip_prefix(experiment).and_then(|rest| rest.strip_prefix('.'));
             let number = number.and_then(|rest| rest.strip_suffix(".jsonl"));
+            // A comparison has another file for the turn that runs.
+            let number = number.map(|rest| rest.strip_prefix("turn.").unwrap_or(rest));
             if number.is_some_and(|number| number.parse::<u32>().is_ok()) {
                 std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
             }

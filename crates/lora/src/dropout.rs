@@ -7,6 +7,13 @@
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
+/// SplitMix64's increment, and the shifts and factors of its first two rounds.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+const MIX: [(i64, u64); 2] = [(30, 0xbf58_476d_1ce4_e5b9), (27, 0x94d0_49bb_1331_11eb)];
+
+/// Pairs of elements that operators compute at a time, so that the integers of 64 bits on the way take at most 32 MiB.
+const PAIRS: usize = 1 << 20;
+
 /// The dropout mask of a low-rank path.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Mask {
@@ -28,6 +35,9 @@ impl Mask {
         if count == 0 {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
         }
+        if device.is_cuda() {
+            return Ok(self.by_operators(count, device)?.f_view(shape)?.f_to_kind(kind)?);
+        }
         let bytes = self.bytes(count);
         let mask = Tensor::f_from_data_size(&bytes, shape, Kind::Bool)?;
         drop(bytes);
@@ -46,14 +56,49 @@ impl Mask {
         1.0 / (1.0 - self.rate)
     }
 
+    /// A rate below 1 stays below 2³², so that something is always kept.
+    fn threshold(self) -> u64 {
+        (self.rate * 4_294_967_296.0) as u64
+    }
+
+    /// The mask, a vector of bools, by libtorch's operators on a device: drawn on the host it takes longer than the rest of a step on a GPU.
+    fn by_operators(self, count: usize, device: Device) -> runtime::Result<Tensor> {
+        let _no_grad = tch::no_grad_guard();
+        let mask = Tensor::f_empty([count as i64], (Kind::Bool, device))?;
+        // Integers of 64 bits wrap around, and shifts keep the sign, which is masked away.
+        let fold = |z: &Tensor, shift: i64| -> runtime::Result<Tensor> {
+            let bits = z
+                .try_bitwise_right_shift_tensor_scalar(shift)?
+                .try_bitwise_and((1i64 << (64 - shift)) - 1)?;
+            Ok(z.f_bitwise_xor_tensor(&bits)?)
+        };
+        for first in (0..count).step_by(2 * PAIRS) {
+            let part = (count - first).min(2 * PAIRS);
+            let (begin, pairs) = ((first / 2 + 1) as i64, part.div_ceil(2) as i64);
+            let counters = Tensor::try_arange_start(begin, begin + pairs, (Kind::Int64, device))?;
+            let _ = counters.try_mul_scalar_(STEP.cast_signed())?.try_add_scalar_(self.seed.cast_signed())?;
+            let mut z = counters;
+            for (shift, factor) in MIX {
+                z = fold(&z, shift)?;
+                let _ = z.try_mul_scalar_(factor.cast_signed())?;
+            }
+            let z = fold(&z, 31)?;
+            let halves = [z.try_bitwise_and(0xffff_ffffi64)?, upper_half(&z)?];
+            let kept = Tensor::f_stack(&halves, 1)?.f_view([-1])?.f_narrow(0, 0, part as i64)?;
+            let kept = kept.try_ge(self.threshold().cast_signed())?;
+            mask.f_narrow(0, first as i64, part as i64)?.f_copy_(&kept)?;
+        }
+        Ok(mask)
+    }
+
     fn bytes(self, count: usize) -> Vec<u8> {
-        // A rate below 1 stays below 2³², so that something is always kept.
-        let threshold = (self.rate * 4_294_967_296.0) as u64;
+        let threshold = self.threshold();
         let mut bytes = vec![0; count];
         for (pair, counter) in bytes.chunks_mut(2).zip(1u64..) {
-            let mut z = self.seed.wrapping_add(counter.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            let mut z = self.seed.wrapping_add(counter.wrapping_mul(STEP));
+            for (shift, factor) in MIX {
+                z = (z ^ (z >> shift)).wrapping_mul(factor);
+            }
             z ^= z >> 31;
             pair[0] = u8::from(z & 0xffff_ffff >= threshold);
             if let Some(second) = pair.get_mut(1) {
@@ -62,6 +107,11 @@ impl Mask {
         }
         bytes
     }
+}
+
+/// The upper 32 bits.
+fn upper_half(z: &Tensor) -> runtime::Result<Tensor> {
+    Ok(z.try_bitwise_right_shift_tensor_scalar(32)?.try_bitwise_and(0xffff_ffffi64)?)
 }
 
 #[cfg(test)]
@@ -82,6 +132,20 @@ mod tests {
             let (a, b) = (flat.narrow(0, 0, 200_900), flat.narrow(0, 1, 200_900));
             let correlation = (a * b).mean(Kind::Double).double_value(&[]);
             assert!(correlation.abs() <= 4.0 * rate * (1.0 - rate) / 448.0 + 1e-12, "{rate}: {correlation}");
+        }
+    }
+
+    #[test]
+    fn operators_draw_the_same_mask() {
+        for (rate, seed, count) in [
+            (0.05, 7, 1),
+            (0.5, u64::MAX, 2),
+            (0.3, 1 << 63, 1001),
+            (0.9, 0x0123_4567_89ab_cdef, 2 * PAIRS + 3),
+        ] {
+            let mask = Mask { rate, seed };
+            let drawn = mask.by_operators(count, Device::Cpu).unwrap().to_kind(Kind::Uint8);
+            assert_eq!(Vec::<u8>::try_from(drawn).unwrap(), mask.bytes(count), "{rate} {seed} {count}");
         }
     }
 

@@ -80,6 +80,8 @@ struct State {
     end_requests: Vec<Weak<EndRequest>>,
     /// A failure of an optimizer step on the host that was not reported yet.
     unreported: Option<runtime::Error>,
+    /// Whether an update on the host has failed since the weights were loaded.
+    update_failed: bool,
     /// Uses in progress, inside and outside the ring, by thread.
     uses: HashMap<ThreadId, usize>,
     /// When copies from the host on callers' streams are done.
@@ -250,6 +252,19 @@ impl Engine {
         }
     }
 
+    /// Returns whether an update on the host has failed, so that weights are neither old nor new; reports a failure no more.
+    pub(crate) fn update_has_failed(&self) -> bool {
+        // Its error, if any, is the one that is being handled.
+        let _ = self.synchronize();
+        self.0.state.lock().update_failed
+    }
+
+    /// Forgets that an update has failed: weights and state are being loaded.
+    pub(crate) fn forget_failed_update(&self) {
+        let _ = self.synchronize();
+        self.0.state.lock().update_failed = false;
+    }
+
     /// Waits for the streams, and makes them usable again after a failure. Returns a failed load. A failed store of gradients
     /// discards all gradients in flight, and fails every running backward. A failed step is stored for the next caller.
     fn wait_and_recover(&self) -> Result<()> {
@@ -266,6 +281,7 @@ impl Engine {
             Self::discard_gradients(state, &error.to_string());
             if is_step {
                 state.unreported.get_or_insert(error);
+                state.update_failed = true;
             }
         }
         Ok(feeder.and(prefetch).and(reads)?)

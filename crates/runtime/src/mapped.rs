@@ -59,8 +59,9 @@ pub fn copy_values(bytes: &[u8], kind: Kind, destination: &Tensor) -> Result<()>
     Ok(())
 }
 
-/// From now on, names the file on standard error and ends the process with status 1 when a mapped file has become shorter and a page that
-/// is gone is read. Without this the system ends it by SIGBUS, without a word. For programs; a library leaves signals alone.
+/// From now on, when a page of a mapped file cannot be read because the file has become shorter or its disk fails, names the file on
+/// standard error and ends the process with status 1. Without this the system ends it by SIGBUS, without a word. For programs; a library
+/// leaves signals alone.
 ///
 /// # Errors
 /// [`Error::Io`] if the system refuses the handler.

@@ -106,7 +106,7 @@ impl FeedForward {
     fn activate_backward(&self, grad: &Tensor, product: &Tensor) -> runtime::Result<Tensor> {
         Ok(match self.activation {
             // The derivative of ReLU: the gradient where the result is above 0.
-            Activation::Relu => product.try_threshold_backward(grad, 0.0)?,
+            Activation::Relu => grad.try_threshold_backward(product, 0.0)?,
             Activation::Gelu => product.f_gelu_backward(grad, "none")?,
             Activation::GeluTanh => product.f_gelu_backward(grad, "tanh")?,
         })

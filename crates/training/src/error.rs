@@ -104,11 +104,8 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
-    /// A step failed when the optimizer had updated a part of the weights.
-    #[error(
-        "step {step} failed when a part of the weights was updated: {cause}; resume from the last checkpoint, or load weights and \
-         optimizer state"
-    )]
+    /// A step failed and could not be undone, for the most part because the optimizer had updated some of the weights.
+    #[error("step {step} failed and could not be undone: {cause}; resume from the last checkpoint")]
     Interrupted {
         /// The step, from 1.
         step: u64,

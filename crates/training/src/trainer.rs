@@ -229,7 +229,7 @@ impl Trainer {
                 self.last += began.elapsed();
             }
         };
-        self.optimizer.synchronize()?;
+        self.finish_updates()?;
         self.read_losses()?;
         Ok(ended)
     }
@@ -254,7 +254,7 @@ impl Trainer {
     fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let _step = range("step");
         self.refuse_interrupted()?;
-        let mut before = BeforeStep::of(train);
+        let mut before = BeforeStep::of(train, self.scaler.as_mut());
         self.try_step(train, &mut before).map_err(|error| self.undo_step(error, &before, train))
     }
 

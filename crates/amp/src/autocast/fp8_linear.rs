@@ -54,7 +54,7 @@ pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
     }
     // As in torchao: the quotient in fp64, rounded to fp32 once.
     let amax = fp32.f_abs()?.f_max()?.f_to_kind(Kind::Double)?;
-    let scale = (amax.try_clamp_min(MIN_AMAX)?.f_reciprocal()? * max).f_to_kind(Kind::Float)?;
+    let scale = amax.try_clamp_min(MIN_AMAX)?.f_reciprocal()?.try_mul_scalar(max)?.f_to_kind(Kind::Float)?;
     let values = fp32.f_mul(&scale)?.try_clamp(-max, max)?.f_to_kind(dtype)?;
     Ok(Quantized { values, scale })
 }

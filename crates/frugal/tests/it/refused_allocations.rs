@@ -50,14 +50,17 @@ impl Training {
         self.trainer.advance(until, &mut self.data, None).map(drop)
     }
 
-    /// Copies of the weights and of the optimizer's state.
+    /// Copies of the weights and of the state of the optimizer and of the scaler.
     fn bits(&self) -> Vec<(String, Tensor)> {
         self.trainer.optimizer.synchronize().unwrap();
         let weights = module::tensors(self.trainer.model.as_ref()).into_iter();
         let weights = weights
             .map(|named| (named.name, self.trainer.optimizer.whole_weight(named.tensor).unwrap().copy()));
         let state = self.trainer.optimizer.state().unwrap().into_iter();
-        weights.chain(state.map(|(name, tensor)| (format!("optimizer.{name}"), tensor.copy()))).collect()
+        let scaler = self.trainer.scaler.state().to_string();
+        let scaler = ("scaler".to_owned(), Tensor::from_slice(scaler.as_bytes()));
+        let state = state.map(|(name, tensor)| (format!("optimizer.{name}"), tensor.copy()));
+        weights.chain(state).chain([scaler]).collect()
     }
 }
 
@@ -158,4 +161,9 @@ fn every_technique_survives_them() {
         }
     }
     assert!(total.as_before > 500, "{total:?}");
+    // A scale that grows at every step, and is put back.
+    let mut growing = config(&["LoRA", "fp16"]);
+    growing.precision.scaler = None;
+    let outcome = refuse_some(&growing, 2, 0, "dynamic scale").unwrap();
+    assert!(outcome.as_before == outcome.tried && outcome.tried > 10, "{outcome:?}");
 }

@@ -79,11 +79,12 @@ impl Optimizer for HostAdamW {
             rest.step()?;
         }
         self.step_layers(factor)?;
+        if !self.options.overlap {
+            self.engine.synchronize()?;
+        }
         self.end();
         if self.options.overlap {
-            self.engine.send_ahead()?
-        } else {
-            self.engine.synchronize()?
+            self.engine.send_ahead()?;
         }
         Ok(())
     }
@@ -104,8 +105,9 @@ impl Optimizer for HostAdamW {
     }
 
     fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
+        let failed = self.engine.update_has_failed();
         let mut state = self.shared.state.lock();
-        let mut whole = !state.updating;
+        let mut whole = !failed && !state.updating;
         if whole {
             let new = state.parameters.iter_mut().filter(|parameter| parameter.step == 0);
             new.for_each(|parameter| (parameter.moments, parameter.master) = (None, None));

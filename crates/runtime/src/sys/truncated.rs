@@ -1,14 +1,15 @@
-//! What is said when a mapped file has become shorter: the kernel sends SIGBUS at the first access to a page that is gone.
+//! What is said when a page of a mapped file cannot be read: the kernel sends SIGBUS if the file has become shorter, or if its disk fails.
 
 use std::ffi::{c_int, c_void};
 use std::io::{Error, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How a handler is installed.
-const FLAGS: c_int = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESETHAND;
-
-const BEFORE: &[u8] = b"error: a file that is being read has become shorter: ";
+const BEFORE: &[u8] = b"error: a part of a file that is in use is gone: ";
 const AFTER: &[u8] =
-    b"; another program has shortened or rewritten it; put the whole file back and start again\n";
+    b"; another program has shortened or rewritten it, or its disk fails; put the whole file back and start again\n";
+
+/// Whether a thread is naming the file. Others wait for the end of the process.
+static NAMING: AtomicBool = AtomicBool::new(false);
 
 /// Installs the handler.
 pub(crate) fn install() -> Result<()> {
@@ -18,19 +19,27 @@ pub(crate) fn install() -> Result<()> {
         let mut action: libc::sigaction = std::mem::zeroed();
         let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_bus_error;
         action.sa_sigaction = handler as usize;
-        action.sa_flags = FLAGS;
+        // On the thread's own stack: the alternative one, for overflows, is too small for the lines of the kernel's list.
+        action.sa_flags = libc::SA_SIGINFO;
         libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut())
     };
     if done == 0 { Ok(()) } else { Err(Error::last_os_error()) }
 }
 
-/// Names the file and ends the process. An address in no file is left to the default action: SA_RESETHAND has restored it, and the
-/// instruction runs again.
+/// Names the file and ends the process. An address in no file is left to the default action, when the instruction runs again.
 extern "C" fn on_bus_error(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
+    while NAMING.swap(true, Ordering::SeqCst) {
+        // SAFETY: only waits.
+        unsafe { libc::pause() };
+    }
     // SAFETY: the kernel passes a valid siginfo, whose address is set for SIGBUS.
     let address = unsafe { (*info).si_addr() } as usize;
     let mut path = [0; 4096];
-    let Some(length) = file_at(address, &mut path) else { return };
+    let Some(length) = file_at(address, &mut path) else {
+        // SAFETY: a plain call with a constant.
+        unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+        return;
+    };
     write(BEFORE);
     write(&path[..length]);
     write(AFTER);

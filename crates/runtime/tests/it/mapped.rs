@@ -53,6 +53,6 @@ fn a_file_that_becomes_shorter_is_named() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let expected =
-        format!("error: a file that is being read has become shorter: {}; another program", path.display());
+        format!("error: a part of a file that is in use is gone: {}; another program", path.display());
     assert!(said.contains(&expected), "{said}");
 }

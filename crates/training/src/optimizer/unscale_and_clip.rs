@@ -17,7 +17,7 @@ use crate::scaler::{GradScaler, UnscaleResult};
 impl Optimizer for DeviceOptimizer {
     fn begin(&mut self, settings: StepSettings) -> Result<()> {
         self.set_factor(settings.factor)?;
-        self.settings = settings;
+        (self.settings, self.changed) = (settings, false);
         Ok(())
     }
 

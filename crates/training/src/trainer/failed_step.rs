@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::Trainer;
 use crate::batches::Batches;
 use crate::error::{Error, Result};
+use crate::scaler::GradScaler;
 
 /// What a step changes before the optimizer updates weights.
 pub(super) struct BeforeStep {
@@ -18,11 +19,14 @@ pub(super) struct BeforeStep {
     data: Value,
     /// The random generators, from when its device is known.
     pub(super) random: Option<RandomState>,
+    /// The scaler's state; `None` if reading it would wait for the device.
+    scaler: Option<Value>,
 }
 
 impl BeforeStep {
-    pub(super) fn of(train: &dyn Batches) -> Self {
-        Self { data: train.state(), random: None }
+    pub(super) fn of(train: &dyn Batches, scaler: &mut dyn GradScaler) -> Self {
+        let on_host = scaler.device_scaler().is_none();
+        Self { data: train.state(), random: None, scaler: on_host.then(|| scaler.state()) }
     }
 }
 
@@ -31,20 +35,36 @@ impl Trainer {
     pub(super) fn refuse_interrupted(&self) -> Result<()> {
         let Some(step) = self.interrupted else { return Ok(()) };
         let reason = format!(
-            "step {step} failed when a part of the weights was updated; resume from a checkpoint (`Trainer::resume`) first"
+            "step {step} failed and could not be undone; resume from a checkpoint (`Trainer::resume`) first"
         );
         Err(Error::config("training", reason))
     }
 
     /// Puts back what the failed step has changed. Returns its error, or [`Error::Interrupted`] if that is impossible.
     pub(super) fn undo_step(&mut self, error: Error, before: &BeforeStep, train: &mut dyn Batches) -> Error {
-        // Over ranks the others have failed too, or will: none of them can go on.
-        if self.optimizer.ranks().is_none() && self.put_back(before, train).unwrap_or(false) {
+        if self.interrupted.is_some() {
             return error;
         }
-        let step = self.step + 1;
+        if self.optimizer.ranks().is_some() {
+            // The others have failed too, or will: none of them can go on.
+            self.interrupted = Some(self.step + 1);
+            return error;
+        }
+        match self.put_back(before, train) {
+            Ok(true) => error,
+            Ok(false) | Err(_) => self.interrupt(self.step + 1, error),
+        }
+    }
+
+    /// Notes that `step` has left weights or state that belong to no step.
+    pub(super) fn interrupt(&mut self, step: u64, cause: Error) -> Error {
         self.interrupted = Some(step);
-        Error::Interrupted { step, cause: Box::new(error) }
+        Error::Interrupted { step, cause: Box::new(cause) }
+    }
+
+    /// Waits until all steps are done; a step that failed meanwhile was not undone.
+    pub(super) fn finish_updates(&mut self) -> Result<()> {
+        self.optimizer.synchronize().map_err(|error| self.interrupt(self.step, error))
     }
 
     /// Returns false if weights or state are not as before.
@@ -53,6 +73,9 @@ impl Trainer {
         if let Some(random) = &before.random {
             random.restore()?;
         }
+        // Loading a state also forgets that gradients were unscaled.
+        let scaler = before.scaler.clone().unwrap_or_else(|| self.scaler.state());
+        self.scaler.load_state(&scaler)?;
         train.resume(&before.data)?;
         Ok(whole)
     }

@@ -122,7 +122,9 @@ impl Trainer {
         // Whatever was predicted, the current plan needs more than there is.
         let most = plans.peak_bytes.map_or(u64::MAX, |peak| peak.saturating_sub(1));
         let Some(name) = plans.change(most)? else { return Err(error) };
-        self.optimizer.zero_grad(self.options.zero_grad)?;
+        if !self.optimizer.abandon(self.options.zero_grad)? {
+            return Err(self.interrupt(self.step + 1, error));
+        }
         memory::empty_cache(device)?;
         random.restore()?;
         let step = self.step + 1;

@@ -33,7 +33,7 @@ impl Trainer {
         }
         let _range = range("checkpoint");
         self.refuse_interrupted()?;
-        self.optimizer.synchronize()?;
+        self.finish_updates()?;
         let bad = self.watch.bad();
         let troubled = bad > 0 && self.options.divergence.patience > 0;
         let reason = if !self.weights_are_finite()? {
