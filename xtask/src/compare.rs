@@ -14,7 +14,7 @@ use report::spec::Comparison;
 use report::{Case, Record, RunOutcome, RunState, Specs};
 
 use crate::device::Device;
-use crate::display::{Display, duration};
+use crate::display::{Display, Running, duration};
 use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::{Programs, packages, select};
@@ -124,24 +124,24 @@ struct Turns<'a> {
 
 impl Turns<'_> {
     fn all(&self, comparisons: &[&Comparison]) -> Result<Vec<String>> {
-        let mut display = Display::new(comparisons.len());
+        let display = Display::new(comparisons.len());
         let mut failed = Vec::new();
         for comparison in comparisons {
             let start = Instant::now();
             let name = &comparison.name;
             let setting = self.setting();
             let estimate = Stamp::read(&self.folder.run(), name).and_then(|stamp| stamp.estimate(&setting));
-            display.start(name, estimate);
-            let ending = self.rounds(comparison, &mut display)?;
+            let mut running = display.start(name, estimate);
+            let ending = self.rounds(comparison, &mut running)?;
             let seconds = start.elapsed().as_secs_f64();
             let (state, usual_seconds) = match ending {
                 Ending::Done => {
                     self.folder.publish(name)?;
-                    display.finish(&format!("{name}: done in {}", duration(seconds)));
+                    running.finish(&format!("{name}: done in {}", duration(seconds)));
                     (RunState::Done { seconds }, Some(seconds))
                 }
                 Ending::Failed(message) => {
-                    display.finish(&format!("{name}: failed: {message}"));
+                    running.finish(&format!("{name}: failed: {message}"));
                     failed.push((name.clone(), message.clone()));
                     (RunState::Failed { message }, estimate)
                 }
@@ -158,7 +158,7 @@ impl Turns<'_> {
     }
 
     /// Runs all rounds of one comparison into one records file.
-    fn rounds(&self, comparison: &Comparison, display: &mut Display) -> Result<Ending> {
+    fn rounds(&self, comparison: &Comparison, running: &mut Running<'_>) -> Result<Ending> {
         let name = &comparison.name;
         self.folder.forget_unfinished(name)?;
         let records = self.folder.unfinished_records(name);
@@ -170,14 +170,14 @@ impl Turns<'_> {
         let total = turns.len() as u64;
         for (done, (round, side)) in (0..).zip(turns) {
             let about = format!("round {} of {}: {}", round + 1, comparison.rounds, side.label());
-            display.step(&Step { done, total, message: about.clone() });
+            running.step(&Step { done, total, message: about.clone() });
             if turn.exists() {
                 std::fs::remove_file(&turn).with_context(|| format!("cannot remove {}", turn.display()))?;
             }
             let command = self.command(comparison, side, &turn)?;
             let (ending, _) = runner::run(command, &log, &self.interrupt, |step| {
                 let message = format!("{about} {}/{} {}", step.done, step.total, step.message);
-                display.step(&Step { done, total, message });
+                running.step(&Step { done, total, message });
             })?;
             match ending {
                 Ending::Done => {}

@@ -1,6 +1,7 @@
-//! Progress display: one bar for the whole run and one for the current step, or plain lines without a terminal.
+//! Progress display: one bar for the whole run and one for each running program, or plain lines without a terminal.
 
 use std::io::IsTerminal;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
@@ -13,20 +14,22 @@ const TICK: Duration = Duration::from_millis(250);
 /// Minimum interval between progress lines without a terminal.
 const QUIET: Duration = Duration::from_secs(15);
 
-/// Shows the progress of several programs that run one after the other.
+/// Shows the progress of several programs, one after the other or beside each other.
 pub(crate) struct Display {
     bars: Option<Bars>,
-    /// How many are done.
-    done: u64,
+    started: AtomicU64,
     count: u64,
-    current: Option<Current>,
 }
 
-/// The running program.
-struct Current {
+/// A running program.
+pub(crate) struct Running<'a> {
+    display: &'a Display,
     name: String,
     /// `of about 3 min 05 s`, or empty.
     about: String,
+    bar: Option<ProgressBar>,
+    /// What it has added to the bar of the whole, of [`PARTS`].
+    share: u64,
     /// When its last progress line was printed.
     printed: Instant,
 }
@@ -34,7 +37,6 @@ struct Current {
 struct Bars {
     all: MultiProgress,
     whole: ProgressBar,
-    step: ProgressBar,
 }
 
 impl Display {
@@ -44,68 +46,77 @@ impl Display {
             let all = MultiProgress::new();
             let whole = ProgressBar::new(count * PARTS)
                 .with_style(style("{msg:16} {bar:30} {percent:>3} % [{elapsed}]"));
-            let step = ProgressBar::new(1)
-                .with_style(style("{prefix:16} {bar:30} {pos}/{len} [{elapsed}] {wide_msg}"));
-            let (whole, step) = (all.add(whole), all.add(step));
+            let whole = all.add(whole);
             whole.enable_steady_tick(TICK);
-            Bars { all, whole, step }
+            Bars { all, whole }
         });
-        Self { bars, done: 0, count, current: None }
+        Self { bars, started: AtomicU64::new(0), count }
     }
 
     /// Starts a program; `estimate` is its last duration in seconds.
-    pub(crate) fn start(&mut self, name: &str, estimate: Option<f64>) {
+    pub(crate) fn start(&self, name: &str, estimate: Option<f64>) -> Running<'_> {
         let about = estimate.map_or(String::new(), |seconds| format!("of about {}", duration(seconds)));
-        let which = format!("{}/{}", self.done + 1, self.count);
-        match &self.bars {
-            Some(bars) => {
-                bars.whole.set_message(format!("{which} total"));
-                bars.step.reset();
-                bars.step.set_length(1);
-                bars.step.set_prefix(name.to_owned());
-                bars.step.set_message(about.clone());
-                bars.step.enable_steady_tick(TICK);
-            }
+        let which = format!("{}/{}", self.started.fetch_add(1, Ordering::Relaxed) + 1, self.count);
+        let bar = self.bars.as_ref().map(|bars| {
+            bars.whole.set_message(format!("{which} total"));
+            let bar = ProgressBar::new(1)
+                .with_style(style("{prefix:16} {bar:30} {pos}/{len} [{elapsed}] {wide_msg}"))
+                .with_prefix(name.to_owned())
+                .with_message(about.clone());
+            let bar = bars.all.add(bar);
+            bar.enable_steady_tick(TICK);
+            bar
+        });
+        match &bar {
+            Some(_) => {}
             None if about.is_empty() => eprintln!("[{which}] {name}"),
             None => eprintln!("[{which}] {name} ({})", about.trim_start_matches("of ")),
         }
-        self.current = Some(Current { name: name.to_owned(), about, printed: Instant::now() });
+        Running { display: self, name: name.to_owned(), about, bar, share: 0, printed: Instant::now() }
     }
+}
 
-    /// Updates the progress of the running program.
+impl Running<'_> {
+    /// Updates the progress.
     pub(crate) fn step(&mut self, step: &Step) {
         let total = step.total.max(1);
         let done = step.done.min(total);
-        let Some(current) = &mut self.current else { return };
-        if let Some(bars) = &self.bars {
-            bars.step.set_length(total);
-            bars.step.set_position(done);
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
             if !step.message.is_empty() {
-                let between = if current.about.is_empty() { "" } else { ": " };
-                bars.step.set_message(format!("{}{between}{}", current.about, step.message));
+                let between = if self.about.is_empty() { "" } else { ": " };
+                bar.set_message(format!("{}{between}{}", self.about, step.message));
             }
-            bars.whole.set_position(self.done * PARTS + done * PARTS / total);
-        } else if current.printed.elapsed() >= QUIET {
-            eprintln!("      {} {done}/{total} {}", current.name, step.message);
-            current.printed = Instant::now();
+            self.advance(done * PARTS / total);
+        } else if self.printed.elapsed() >= QUIET {
+            eprintln!("      {} {done}/{total} {}", self.name, step.message);
+            self.printed = Instant::now();
         }
     }
 
-    /// Ends the running program and prints `line`.
-    pub(crate) fn finish(&mut self, line: &str) {
-        self.done += 1;
-        self.current = None;
-        if let Some(bars) = &self.bars {
-            bars.whole.set_position(self.done * PARTS);
-        }
-        self.say(line);
-    }
-
-    /// Prints a line above the bars.
-    pub(crate) fn say(&self, line: &str) {
-        match &self.bars {
+    /// Prints `line` above the bars; the program's own bar ends.
+    pub(crate) fn finish(mut self, line: &str) {
+        self.advance(PARTS);
+        match &self.display.bars {
             Some(bars) => drop(bars.all.println(line)),
             None => eprintln!("{line}"),
+        }
+    }
+
+    /// Moves the bar of the whole; a program that counts a second time from the start does not move it back.
+    fn advance(&mut self, share: u64) {
+        if let Some(bars) = &self.display.bars {
+            bars.whole.inc(share.saturating_sub(self.share));
+            self.share = self.share.max(share);
+        }
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
         }
     }
 }
@@ -113,7 +124,6 @@ impl Display {
 impl Drop for Display {
     fn drop(&mut self) {
         if let Some(bars) = &self.bars {
-            bars.step.finish_and_clear();
             bars.whole.finish_and_clear();
         }
     }

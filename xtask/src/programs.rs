@@ -1,21 +1,28 @@
 //! The measured programs: built from source, or taken from the bundle.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result};
 
 use crate::cargo::{self, Optimization};
 use crate::device::Device;
 use crate::workspace::Workspace;
-use crate::{revision, setup};
+use crate::{revision, setup, stamp};
 
 /// Executable programs by package.
 pub(crate) struct Programs<'a> {
     workspace: &'a Workspace,
-    paths: BTreeMap<String, PathBuf>,
+    programs: BTreeMap<String, Program>,
     pub(crate) revision: String,
+}
+
+struct Program {
+    path: PathBuf,
+    /// Made when it is first asked for: it reads all of a file of a hundred megabytes.
+    digest: OnceLock<String>,
 }
 
 impl<'a> Programs<'a> {
@@ -40,17 +47,29 @@ impl<'a> Programs<'a> {
                 cargo::build_programs(workspace, packages, optimization)?
             }
         };
-        Ok(Self { workspace, paths, revision: revision::current(workspace) })
+        let programs =
+            paths.into_iter().map(|(name, path)| (name, Program { path, digest: OnceLock::new() })).collect();
+        Ok(Self { workspace, programs, revision: revision::current(workspace) })
     }
 
-    pub(crate) fn path(&self, package: &str) -> Result<&Path> {
-        let path = self.paths.get(package).map(PathBuf::as_path);
-        path.with_context(|| format!("the bundle has no program {package}; build the bundle again"))
+    fn program(&self, package: &str) -> Result<&Program> {
+        let program = self.programs.get(package);
+        program.with_context(|| format!("the bundle has no program {package}; build the bundle again"))
+    }
+
+    /// The digest of the executable of `package`.
+    pub(crate) fn digest(&self, package: &str) -> Result<&str> {
+        let program = self.program(package)?;
+        if let Some(digest) = program.digest.get() {
+            return Ok(digest);
+        }
+        let digest = stamp::digest(&program.path)?;
+        Ok(program.digest.get_or_init(|| digest))
     }
 
     /// The program of `package` as a child that finds libtorch.
     pub(crate) fn command(&self, package: &str) -> Result<Command> {
-        let mut command = Command::new(self.path(package)?);
+        let mut command = Command::new(&self.program(package)?.path);
         cargo::with_libtorch(&mut command, self.workspace);
         command.env(revision::VARIABLE, &self.revision).current_dir(&self.workspace.root);
         // For the experiment that kills it.

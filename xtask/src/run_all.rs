@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
+use parking_lot::Mutex;
 use report::cli::Scale;
 use report::spec::Experiment;
 use report::{RunOutcome, RunState, Specs};
@@ -16,7 +18,7 @@ use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::{Programs, packages, select};
 use crate::runner::{self, Ending};
-use crate::stamp::{Setting, Stamp, digest};
+use crate::stamp::{Setting, Stamp};
 use crate::workspace::Workspace;
 
 /// What to run, and where.
@@ -60,7 +62,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let programs = Programs::built(workspace, &packages, args.device, optimization)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
     let start = Instant::now();
-    let failed = run.all(&now)?;
+    let failed = run.all(&now, at_once(args))?;
     folder.finish(&specs)?;
     eprintln!("the experiments took {}", duration(start.elapsed().as_secs_f64()));
     if args.scale == Scale::Laptop {
@@ -73,6 +75,13 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         [] => Ok(()),
         names => bail!("{} of {} experiments failed: {}", names.len(), now.len(), names.join(", ")),
     }
+}
+
+/// How many experiments run beside each other. A measurement has the machine to itself; a smoke run only checks that everything runs,
+/// but on one GPU its experiments would share the memory that their plans count on.
+fn at_once(args: &Args) -> usize {
+    let alone = args.scale != Scale::Smoke || args.device != Device::Cpu;
+    if alone { 1 } else { thread::available_parallelism().map_or(1, |processors| processors.get().min(4)) }
 }
 
 /// Names the experiments that took longer than their budget at scale laptop.
@@ -96,37 +105,49 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Runs the experiments one after the other, shows the logs of those that fail, and returns their names.
-    fn all(&self, experiments: &[&Experiment]) -> Result<Vec<String>> {
-        let mut display = Display::new(experiments.len());
-        let mut failed = Vec::new();
-        for experiment in experiments {
-            let outcome = self.one(experiment, &mut display)?;
-            if let RunState::Failed { message } = &outcome.state
-                && !self.interrupt.wanted()
+    /// Runs the experiments, `at_once` beside each other, shows the logs of those that fail, and returns their names.
+    fn all(&self, experiments: &[&Experiment], at_once: usize) -> Result<Vec<String>> {
+        let display = Display::new(experiments.len());
+        let waiting = Mutex::new(experiments.iter());
+        let failed = Mutex::new(Vec::new());
+        let next = || waiting.lock().next();
+        let work = || -> Result<()> {
+            while !self.interrupt.wanted()
+                && let Some(experiment) = next()
             {
-                failed.push((experiment.name.clone(), message.clone()));
+                // After an error of its own, not an experiment's, nothing more is started.
+                let outcome = self.one(experiment, &display).inspect_err(|_| *waiting.lock() = [].iter())?;
+                if let RunState::Failed { message } = &outcome.state
+                    && !self.interrupt.wanted()
+                {
+                    failed.lock().push((experiment.name.clone(), message.clone()));
+                }
             }
-            if self.interrupt.wanted() {
-                break;
-            }
-        }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let workers: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
+            let ends = workers.into_iter().map(|worker| worker.join().expect("a worker does not panic"));
+            // All are waited for, whatever the first returns.
+            ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
+        })?;
         drop(display);
+        let failed = failed.into_inner();
         for (name, message) in &failed {
             show_failure(name, message, self.folder);
         }
         Ok(failed.into_iter().map(|(name, _)| name).collect())
     }
 
-    fn one(&self, experiment: &Experiment, display: &mut Display) -> Result<RunOutcome> {
+    fn one(&self, experiment: &Experiment, display: &Display) -> Result<RunOutcome> {
         let (name, run) = (&experiment.name, self.folder.run());
         let setting = self.setting(experiment)?;
         let before = Stamp::read(&run, name);
         let estimate = before.as_ref().and_then(|stamp| stamp.estimate(&setting));
-        display.start(name, estimate);
+        let mut running = display.start(name, estimate);
         if let Some(stamp) = before.filter(|stamp| self.args.resume && stamp.covers(&setting)) {
             self.folder.publish_again(name)?;
-            display.finish(&format!("{name}: already done, skipped"));
+            running.finish(&format!("{name}: already done, skipped"));
             return Ok(stamp.outcome);
         }
         let stamp = |state, usual_seconds| Stamp {
@@ -139,7 +160,7 @@ impl Run<'_> {
         self.folder.forget_unfinished(name)?;
         let command = self.command(experiment)?;
         let log = self.folder.fresh_log(name)?;
-        let (ending, time) = runner::run(command, &log, &self.interrupt, |step| display.step(&step))?;
+        let (ending, time) = runner::run(command, &log, &self.interrupt, |step| running.step(&step))?;
         let seconds = time.as_secs_f64();
         let (state, usual, line) = match ending {
             Ending::Done => {
@@ -156,7 +177,7 @@ impl Run<'_> {
         };
         let stamp = stamp(state, usual);
         stamp.write(&run)?;
-        display.finish(&line);
+        running.finish(&line);
         Ok(stamp.outcome)
     }
 
@@ -166,7 +187,7 @@ impl Run<'_> {
             device: self.args.device.to_string(),
             seed: self.args.seed,
             revision: self.programs.revision.clone(),
-            program: digest(self.programs.path(&experiment.package)?)?,
+            program: self.programs.digest(&experiment.package)?.to_owned(),
         })
     }
 

@@ -1,4 +1,4 @@
-//! `lora step`: a training step on a real model's shape, measured and predicted.
+//! `lora step`: a training step on a real model's shape, of adapters or of all weights, measured and predicted.
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{TrainingPlan as Budget, estimate};
@@ -33,6 +33,15 @@ enum Method {
     Recompute,
 }
 
+/// What a step updates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Trained {
+    /// Adapters on q, k, v and o
+    Adapters,
+    /// All weights, which must be fp32
+    All,
+}
+
 #[derive(Args)]
 pub(crate) struct Step {
     /// Size of the experiment; --shape overrides its shape
@@ -56,7 +65,10 @@ pub(crate) struct Step {
     /// What a step keeps for backward
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
     methods: Vec<Method>,
-    /// Rank of the adapters on q, k, v and o
+    /// What a step updates
+    #[arg(long, value_enum, default_value = "adapters")]
+    train: Trained,
+    /// Rank of the adapters
     #[arg(long, default_value_t = 8)]
     rank: i64,
     /// Measured steps
@@ -68,6 +80,8 @@ pub(crate) struct Step {
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
+    let fp32 = arguments.dtype.iter().all(|&kind| kind == Kind::Float);
+    anyhow::ensure!(arguments.train == Trained::Adapters || fp32, "--train all takes --dtype fp32 only");
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
@@ -138,7 +152,10 @@ fn predict(
         step: StepKernel::Fused,
         loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))?, whole: 0 },
         labelled: Some(size(labelled)?),
-        lora: Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
+        lora: match arguments.train {
+            Trained::Adapters => Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
+            Trained::All => None,
+        },
         product_workspaces: runtime::device::product_workspaces(device)?,
         ..Budget::default()
     };
@@ -152,7 +169,7 @@ fn name(method: Method) -> &'static str {
     }
 }
 
-/// A model with adapters, its optimizer, and a batch.
+/// A model, the optimizer of what is trained, and a batch.
 struct Prepared {
     model: Box<dyn LanguageModel>,
     optimizer: DeviceOptimizer,
@@ -171,13 +188,15 @@ impl Prepared {
         fused_ce::install(&mut *model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
         let layers = model.llama_config().num_hidden_layers as usize;
         let vocabulary = model.vocabulary();
-        let lora = LoraConfig {
-            r: arguments.rank,
-            lora_alpha: 16.0,
-            target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
-            ..LoraConfig::default()
-        };
-        Adapters::install(&mut *model, &lora, seed)?;
+        if arguments.train == Trained::Adapters {
+            let lora = LoraConfig {
+                r: arguments.rank,
+                lora_alpha: 16.0,
+                target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+                ..LoraConfig::default()
+            };
+            Adapters::install(&mut *model, &lora, seed)?;
+        }
         let switches = activations::apply(&mut *model, &vec![LayerPlan::KeepAll; layers])?;
         let parameters: Vec<(String, Tensor)> =
             trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
