@@ -60,9 +60,10 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let optimization = if smoke.is_some() { Optimization::Dev } else { Optimization::Release };
     let packages = packages(now.iter().flat_map(|e| e.starts.iter().chain([&e.package])).map(|name| &**name));
     let programs = Programs::built(workspace, &packages, args.device, optimization)?;
-    let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
+    let at_once = at_once(args);
+    let run = Run { args, folder: &folder, programs: &programs, at_once, interrupt: Interrupt::install()? };
     let start = Instant::now();
-    let failed = run.all(&now, at_once(args))?;
+    let failed = run.all(&now)?;
     folder.finish(&specs)?;
     eprintln!("the experiments took {}", duration(start.elapsed().as_secs_f64()));
     if args.scale == Scale::Laptop {
@@ -101,12 +102,14 @@ struct Run<'a> {
     args: &'a Args,
     folder: &'a Folder,
     programs: &'a Programs<'a>,
+    /// How many run beside each other.
+    at_once: usize,
     interrupt: Interrupt,
 }
 
 impl Run<'_> {
-    /// Runs the experiments, `at_once` beside each other, shows the logs of those that fail, and returns their names.
-    fn all(&self, experiments: &[&Experiment], at_once: usize) -> Result<Vec<String>> {
+    /// Runs the experiments, shows the logs of those that fail, and returns their names.
+    fn all(&self, experiments: &[&Experiment]) -> Result<Vec<String>> {
         let display = Display::new(experiments.len());
         let waiting = Mutex::new(experiments.iter());
         let failed = Mutex::new(Vec::new());
@@ -126,7 +129,7 @@ impl Run<'_> {
             Ok(())
         };
         thread::scope(|scope| {
-            let workers: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
+            let workers: Vec<_> = (0..self.at_once).map(|_| scope.spawn(work)).collect();
             let ends = workers.into_iter().map(|worker| worker.join().expect("a worker does not panic"));
             // All are waited for, whatever the first returns.
             ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
@@ -193,6 +196,10 @@ impl Run<'_> {
 
     fn command(&self, experiment: &Experiment) -> Result<Command> {
         let mut command = self.programs.command(&experiment.package)?;
+        if self.at_once > 1 {
+            // Threads that wait for each other spin: more of them than processors take several times as long.
+            command.env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1");
+        }
         command.args(&experiment.args);
         if !experiment.one_size {
             command.args(["--scale", self.args.scale.name()]);
