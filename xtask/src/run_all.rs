@@ -135,7 +135,8 @@ impl Run<'_> {
             ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
         })?;
         drop(display);
-        let failed = failed.into_inner();
+        let mut failed = failed.into_inner();
+        failed.sort_by_key(|(name, _)| experiments.iter().position(|experiment| experiment.name == *name));
         for (name, message) in &failed {
             show_failure(name, message, self.folder);
         }

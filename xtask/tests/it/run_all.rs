@@ -23,12 +23,19 @@ fn three() -> Bundle {
     bundle
 }
 
+/// The lines of the file `ran`; at scale smoke experiments run beside each other, in any order.
+fn sorted(bundle: &Bundle) -> Vec<String> {
+    let mut lines: Vec<String> = bundle.read("ran").lines().map(str::to_owned).collect();
+    lines.sort();
+    lines
+}
+
 #[test]
 fn one_that_fails_does_not_keep_the_rest_from_running() {
     let bundle = three();
     let ran = bundle.run(&["run-all", "--scale", "smoke", "--seed", "7"]);
     assert_eq!(ran.code, Some(1), "{ran:?}");
-    assert_eq!(bundle.read("ran"), "fine\nfails\ncrashes\n");
+    assert_eq!(sorted(&bundle), ["crashes", "fails", "fine"]);
     assert!(bundle.read("flags").starts_with("--scale smoke --device cpu --seed 7 --records /"));
     assert!(ran.err.contains("fails failed: no such level: 7; give 0 or 1; the end of"), "{}", ran.err);
     assert!(ran.err.contains("crashes failed: ended by SIGSEGV (a crash in native code)"), "{}", ran.err);
@@ -40,6 +47,31 @@ fn one_that_fails_does_not_keep_the_rest_from_running() {
     let records = report::read_records(&bundle.path("target/smoke-report/records/fine.jsonl")).unwrap();
     assert_eq!(records[0].environment.revision, "abc1234");
     assert!(!bundle.path("target/smoke-report/records/fails.jsonl").exists());
+}
+
+#[test]
+fn only_a_smoke_run_runs_several_beside_each_other() {
+    let mut bundle = Bundle::new();
+    bundle.register(&["first", "second"].map(experiment).concat());
+    // Each waits until the other has begun, and fails if it does not.
+    let waits = |own: &str, other: &str, tenths: u32| {
+        format!(
+            "touch {own}; for _ in $(seq {tenths}); do [ -e {other} ] && break; sleep 0.1; done; [ -e {other} ] || exit 3\n\
+             echo \"threads $OMP_NUM_THREADS\" >> ran{RECORD}"
+        )
+    };
+    bundle.program("first", &waits("a", "b", 200));
+    bundle.program("second", &waits("b", "a", 200));
+    if std::thread::available_parallelism().unwrap().get() > 1 {
+        let together = bundle.run(&["run-all", "--scale", "smoke"]);
+        assert_eq!(together.code, Some(0), "{together:?}");
+        assert_eq!(sorted(&bundle), ["threads 1", "threads 1"]);
+        std::fs::remove_file(bundle.path("a")).unwrap();
+        std::fs::remove_file(bundle.path("b")).unwrap();
+    }
+    bundle.script("bin/first", &waits("a", "b", 5));
+    let one_by_one = bundle.run(&["run-all", "--scale", "laptop"]);
+    assert!(one_by_one.err.ends_with("error: 1 of 2 experiments failed: first\n"), "{one_by_one:?}");
 }
 
 #[test]
@@ -60,7 +92,7 @@ fn resume_runs_what_is_not_done() {
     bundle.run(&["run-all", "--scale", "smoke"]);
     let ran = bundle.run(&["run-all", "--scale", "smoke", "--resume"]);
     assert!(ran.err.contains("fine: already done, skipped"), "{}", ran.err);
-    assert_eq!(bundle.read("ran"), "fine\nfails\ncrashes\nfails\ncrashes\n");
+    assert_eq!(sorted(&bundle), ["crashes", "crashes", "fails", "fails", "fine"]);
     // Another scale, seed or program is another measurement.
     bundle.run(&["run-all", "--scale", "laptop", "--resume", "--only", "fine"]);
     bundle.run(&["run-all", "--scale", "laptop", "--resume", "--only", "fine", "--seed", "1"]);
