@@ -94,8 +94,8 @@ def main():
                 held = torch.cuda.memory_allocated(device)
             figures.append(metric("peak_bytes", "B", [held + peak_of(lambda: step(run), device)]))
             case = {
-                "shape": NAMES[args.shape], "method": method, "level": level, "dtype": "fp32", "batch": args.batch,
-                "sequence": args.sequence,
+                "impl": "pytorch" if level == "eager" else level, "shape": NAMES[args.shape], "method": method, "dtype": "fp32",
+                "batch": args.batch, "sequence": args.sequence,
             }
             for figure in figures:
                 record = {"experiment": "lora-step", "case": case, "metric": figure, "environment": where}

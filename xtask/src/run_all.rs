@@ -60,8 +60,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let optimization = if smoke.is_some() { Optimization::Dev } else { Optimization::Release };
     let packages = packages(now.iter().flat_map(|e| e.starts.iter().chain([&e.package])).map(|name| &**name));
     let programs = Programs::built(workspace, &packages, args.device, optimization)?;
-    let at_once = at_once(args);
-    let run = Run { args, folder: &folder, programs: &programs, at_once, interrupt: Interrupt::install()? };
+    let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
     let start = Instant::now();
     let failed = run.all(&now)?;
     folder.finish(&specs)?;
@@ -76,13 +75,6 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         [] => Ok(()),
         names => bail!("{} of {} experiments failed: {}", names.len(), now.len(), names.join(", ")),
     }
-}
-
-/// How many experiments run beside each other. A measurement has the machine to itself; a smoke run only checks that everything runs,
-/// but on one GPU its experiments would share the memory that their plans count on.
-fn at_once(args: &Args) -> usize {
-    let alone = args.scale != Scale::Smoke || args.device != Device::Cpu;
-    if alone { 1 } else { thread::available_parallelism().map_or(1, |processors| processors.get().min(4)) }
 }
 
 /// Names the experiments that took longer than their budget at scale laptop.
@@ -102,12 +94,21 @@ struct Run<'a> {
     args: &'a Args,
     folder: &'a Folder,
     programs: &'a Programs<'a>,
-    /// How many run beside each other.
-    at_once: usize,
     interrupt: Interrupt,
 }
 
 impl Run<'_> {
+    /// How many experiments run beside each other, and the threads of each; `None`: all that it likes. A measurement has the machine to
+    /// itself. A smoke run only checks that everything runs, but on one GPU its experiments would share the memory that their plans count on.
+    fn at_once(&self) -> (usize, Option<usize>) {
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        if self.args.scale != Scale::Smoke || self.args.device != Device::Cpu || processors == 1 {
+            return (1, None);
+        }
+        let count = processors.min(4);
+        (count, Some(processors / count))
+    }
+
     /// Runs the experiments, shows the logs of those that fail, and returns their names.
     fn all(&self, experiments: &[&Experiment]) -> Result<Vec<String>> {
         let display = Display::new(experiments.len());
@@ -129,7 +130,7 @@ impl Run<'_> {
             Ok(())
         };
         thread::scope(|scope| {
-            let workers: Vec<_> = (0..self.at_once).map(|_| scope.spawn(work)).collect();
+            let workers: Vec<_> = (0..self.at_once().0).map(|_| scope.spawn(work)).collect();
             let ends = workers.into_iter().map(|worker| worker.join().expect("a worker does not panic"));
             // All are waited for, whatever the first returns.
             ends.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
@@ -197,9 +198,10 @@ impl Run<'_> {
 
     fn command(&self, experiment: &Experiment) -> Result<Command> {
         let mut command = self.programs.command(&experiment.package)?;
-        if self.at_once > 1 {
+        if let (_, Some(threads)) = self.at_once() {
             // Threads that wait for each other spin: more of them than processors take several times as long.
-            command.env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1");
+            let threads = threads.to_string();
+            command.env("OMP_NUM_THREADS", &threads).env("MKL_NUM_THREADS", &threads);
         }
         command.args(&experiment.args);
         if !experiment.one_size {
