@@ -1,11 +1,11 @@
 //! The trained tensors of one projection's adapter.
 
+use runtime::fused::dropout::Mask;
 use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
 
 use crate::dora::{row_norms, squared_norms};
-use crate::dropout::Mask;
 use crate::error::Result;
 use crate::function::Term;
 use crate::init::Initial;

@@ -26,13 +26,13 @@
 //! recomputes does that). The mask and D(x) are computed again. Sums are in fp32 (f64 for f64), and y and dx are rounded once.
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
+use runtime::fused::dropout::Mask;
 use runtime::matmul::{mm, mm_into};
 use runtime::nf4::{self, is_nf4};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::adapter::Adapter;
-use crate::dropout::Mask;
 use crate::function::{Term, base_gradient_into, base_product, base_product_into, rows, wide_kind};
 
 /// Computes y for one adapter with a magnitude.
@@ -82,7 +82,7 @@ fn a(term: usize) -> usize {
 
 impl Dora {
     fn dropped(&self, x: &Tensor) -> runtime::Result<Tensor> {
-        self.mask.map_or_else(|| Ok(x.shallow_clone()), |mask| mask.apply(x))
+        self.mask.map_or_else(|| Ok(x.shallow_clone()), |mask| mask.apply(x, mask.scale()))
     }
 
     /// Computes z, and u of each term.
@@ -194,7 +194,7 @@ impl Function for Dora {
                 mm_into(&mut sum, du, &saved[*at], true)?;
             }
             if let Some(mask) = self.mask {
-                sum = mask.apply(&sum)?;
+                sum = mask.apply(&sum, mask.scale())?;
                 base_gradient_into(&mut sum, &grad, weight, true)?;
             }
             result[0] = Some(sum.f_to_kind(x.kind())?.f_reshape(&size)?);

@@ -31,12 +31,11 @@
 //! products.
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
+use runtime::fused::dropout::Mask;
 use runtime::matmul::{FEW, matvec, mm, mm_into};
 use runtime::nf4::{self, is_nf4, matrix_shape};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
-
-use crate::dropout::Mask;
 
 /// s·D(x)·Aᵀ·Bᵀ.
 #[derive(Debug)]
@@ -121,7 +120,7 @@ impl LowRank {
             let at = self.index_of_a(term);
             let (a, b) = (inputs[at], inputs[at + 1]);
             let u = match mask {
-                Some(mask) => mm(&masked(mask, &x)?, &a.f_tr()?)?,
+                Some(mask) => mm(&mask.apply(&x, 1.0)?, &a.f_tr()?)?,
                 None => mm(&x, &a.f_tr()?)?,
             };
             if let Some(mask) = mask {
@@ -310,10 +309,6 @@ pub(crate) fn base_gradient_into(
     } else {
         mm_into(sum, &grad.f_to_kind(wide)?, &weight.f_to_kind(wide)?, accumulate)
     }
-}
-
-fn masked(mask: Mask, x: &Tensor) -> runtime::Result<Tensor> {
-    Ok(mask.keep(&x.size(), (x.kind(), x.device()))?.f_mul_(x)?)
 }
 
 /// Views `[…, width]` as `[n, width]`, also if n is 0.

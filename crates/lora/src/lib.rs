@@ -54,7 +54,6 @@ mod adapter;
 mod adapters;
 mod config;
 mod dora;
-mod dropout;
 mod error;
 mod function;
 mod linear;

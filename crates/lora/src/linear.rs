@@ -6,6 +6,7 @@ use models::Linear;
 use models::module::{Context, Module, Projection, Visitor, VisitorMut, tensors};
 use parking_lot::Mutex;
 use runtime::autograd::note_setting;
+use runtime::fused::dropout::Mask;
 use runtime::nf4::{is_nf4, matrix_shape};
 use runtime::precision;
 use runtime::random::Generator;
@@ -13,7 +14,6 @@ use tch::Tensor;
 
 use crate::adapter::Adapter;
 use crate::dora;
-use crate::dropout::Mask;
 use crate::error::{Error, Result};
 use crate::function::low_rank_linear;
 use crate::options::Options;

@@ -12,7 +12,9 @@
 pub(crate) mod adam;
 mod cache;
 pub(crate) mod cross_entropy;
+pub(crate) mod dropout;
 pub(crate) mod gradients;
+pub(crate) mod loss_scale;
 pub(crate) mod nf4;
 pub(crate) mod norm;
 pub(crate) mod rope;
@@ -316,7 +318,7 @@ mod tests {
         }
     }
 
-    const EXPRESSIONS: [(Source, &[&str]); 8] = [
+    const EXPRESSIONS: [(Source, &[&str]); 10] = [
         (adam::SOURCE, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 1, false, 128, 1024>"]),
         (
             cross_entropy::SOURCE,
@@ -333,6 +335,7 @@ mod tests {
                 "ce_gradient<bf16, 8, true, 256>",
             ],
         ),
+        (dropout::SOURCE, &["dropout<bf16, 8, 256>", "dropout<float, 1, 256>"]),
         (
             gradients::SOURCE,
             &[
@@ -342,6 +345,7 @@ mod tests {
                 "scale_many<f16, 8, 256, 16384>",
             ],
         ),
+        (loss_scale::SOURCE, &["update_loss_scale"]),
         (nf4::SOURCE, &["nf4_dequantize<bf16, 8, true, 256, 4>", "nf4_dequantize<float, 1, false, 256, 4>"]),
         (
             norm::SOURCE,

@@ -2,8 +2,8 @@
 //!
 //! The scale is a tensor on the device. The loss is multiplied by it there; unscaling divides by it and writes an overflow
 //! flag. If the flag is set, the fused kernel of the optimizer leaves parameters, moments and step counts unchanged
-//! ([`DeviceOptimizer::step_unless`]). Tensor operations update the scale to the same bits as the rule on the host
-//! ([`DeviceRule::update_on_device`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
+//! ([`DeviceOptimizer::step_unless`]). The scale is updated there to the same bits as by the rule on the host, by a kernel
+//! ([`DeviceRule::update_by_kernel`]) or by operators ([`DeviceRule::update_on_device`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
 //! in every step unless the optimizer is fused, and has no bounds, hysteresis or limit of skipped steps.
 //!
 //! The host learns the scale late: [`DeviceScaler::read`] waits for it, and [`training::Trainer`] reads it with the losses of
@@ -29,6 +29,7 @@
 //! ```
 
 use runtime::fused::gradients::Unscaled;
+use runtime::fused::loss_scale::Updated;
 use runtime::ops::TryScalar;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -52,6 +53,15 @@ pub trait DeviceRule: ScaleRule + Clone {
     /// Those of libtorch.
     fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor>;
 
+    /// As [`DeviceRule::update_on_device`] in one launch on a GPU, from a float `[1]` that is not 0 after an overflow; `None` if there is
+    /// no such kernel.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn update_by_kernel(&self, _state: &Tensor, _found_inf: &Tensor) -> Result<Option<Updated>> {
+        Ok(None)
+    }
+
     /// Sets the state to numbers read from the device.
     ///
     /// # Errors
@@ -66,6 +76,8 @@ pub struct DeviceScaler<R> {
     rule: R,
     /// Fp64. Each update makes a new tensor, so a tensor handed out earlier does not change.
     state: Tensor,
+    /// Fp32 `[2]`: the scale and its inverse, if the kernel of the last update computed them.
+    factors: Option<Tensor>,
     optimizers: PerOptimizerState,
 }
 
@@ -87,7 +99,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// The device does not exist.
     pub fn new(rule: R, device: Device) -> Result<Self> {
         let state = Tensor::f_from_slice(&rule.state_vector())?.f_to_device(device)?;
-        Ok(Self { rule, state, optimizers: PerOptimizerState::default() })
+        Ok(Self { rule, state, factors: None, optimizers: PerOptimizerState::default() })
     }
 
     /// Returns the loss times the scale; see [`Scaler::scale`].
@@ -95,7 +107,10 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// # Errors
     /// Those of libtorch.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        let scale = self.state.f_select(0, 0)?.f_to_kind(Kind::Float)?;
+        let scale = match &self.factors {
+            Some(factors) => factors.f_select(0, 0)?,
+            None => self.state.f_select(0, 0)?.f_to_kind(Kind::Float)?,
+        };
         Ok(loss.f_mul(&scale.f_to_device(loss.device())?)?)
     }
 
@@ -104,7 +119,10 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// # Errors
     /// As [`Scaler::unscale_`].
     pub fn unscale_(&mut self, optimizer: &str, grads: &[Tensor], norm: bool) -> Result<Unscaled> {
-        let inverse = self.state.f_narrow(0, 0, 1)?.f_reciprocal()?.f_to_kind(Kind::Float)?;
+        let inverse = match &self.factors {
+            Some(factors) => factors.f_narrow(0, 1, 1)?,
+            None => self.state.f_narrow(0, 0, 1)?.f_reciprocal()?.f_to_kind(Kind::Float)?,
+        };
         unscale_once(&mut self.optimizers, optimizer, grads, &inverse, norm)
     }
 
@@ -160,19 +178,49 @@ impl<R: DeviceRule> DeviceScaler<R> {
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         self.rule.load_state(untagged(R::NAME, state)?)?;
         self.state = Tensor::f_from_slice(&self.rule.state_vector())?.f_to_device(self.state.device())?;
+        self.factors = None;
         self.optimizers.clear();
         Ok(())
     }
 
+    /// Updates the scale by the overflow flags of all optimizers, float `[1]` each.
     fn advance(&mut self, flags: &[Tensor]) -> Result<()> {
         let device = self.state.device();
-        let mut overflow = Tensor::f_zeros([], (Kind::Bool, device))?;
-        for flag in flags {
-            // A NaN flag counts as an overflow.
-            overflow =
-                overflow.f_logical_or(&flag.f_to_device(device)?.f_reshape([] as [i64; 0])?.try_ne(0)?)?;
+        if device == Device::Cpu {
+            return self.advance_on_host(flags);
         }
-        self.state = self.rule.update_on_device(&self.state, &overflow)?;
+        let found_inf = match flags {
+            [flag] => flag.f_to_device(device)?.f_to_kind(Kind::Float)?.f_reshape([1])?,
+            _ => {
+                let mut overflow = Tensor::f_zeros([1], (Kind::Bool, device))?;
+                for flag in flags {
+                    // A NaN flag counts as an overflow.
+                    overflow =
+                        overflow.f_logical_or(&flag.f_to_device(device)?.f_reshape([1])?.try_ne(0)?)?;
+                }
+                overflow.f_to_kind(Kind::Float)?
+            }
+        };
+        if let Some(Updated { state, factors }) = self.rule.update_by_kernel(&self.state, &found_inf)? {
+            (self.state, self.factors) = (state, Some(factors));
+            return Ok(());
+        }
+        let overflow = found_inf.f_reshape([] as [i64; 0])?.try_ne(0)?;
+        (self.state, self.factors) = (self.rule.update_on_device(&self.state, &overflow)?, None);
+        Ok(())
+    }
+
+    /// As [`DeviceScaler::advance`] where nothing waits for the flags: about thirty operators on single numbers take longer.
+    fn advance_on_host(&mut self, flags: &[Tensor]) -> Result<()> {
+        let mut overflow = false;
+        for flag in flags {
+            overflow |= runtime::ops::read(flag)?.iter().any(|value| *value != 0.0);
+        }
+        let mut rule = self.rule.clone();
+        // Too many skipped steps are an error of `read`, not of an update.
+        let _ = rule.set_state_vector(&runtime::ops::read(&self.state)?);
+        let _ = rule.update(overflow);
+        self.state = Tensor::f_from_slice(&rule.state_vector())?;
         Ok(())
     }
 }

@@ -11,6 +11,7 @@
 //! the two agree to the bit, except that PyTorch has no `min_scale`. Hysteresis is Megatron-LM's: the scale falls only after
 //! that many overflows since it last grew, so that one bad batch does not cost a whole interval.
 
+use runtime::fused::loss_scale::{self, Dynamic, Updated};
 use runtime::ops::TryScalar;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -289,6 +290,21 @@ impl DeviceRule for DynamicRule {
         ];
 
         Ok(Tensor::f_stack(&after_overflow, 0)?.f_where_self(overflow, &Tensor::f_stack(&after_step, 0)?)?)
+    }
+
+    fn update_by_kernel(&self, state: &Tensor, found_inf: &Tensor) -> Result<Option<Updated>> {
+        let DynamicOptions {
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            min_scale,
+            max_scale,
+            hysteresis,
+            ..
+        } = self.options;
+        let options =
+            Dynamic { growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis };
+        Ok(loss_scale::update(state, found_inf, &options)?)
     }
 
     fn set_state_vector(&mut self, state: &[f64]) -> Result<()> {

@@ -216,6 +216,51 @@ fn host_and_device_decisions_give_the_same_bits() {
     }
 }
 
+/// The kernel, against the rule on the host; two optimizers' flags are combined, and a NaN flag is an overflow.
+#[test]
+fn on_cuda_the_scale_matches_the_host_scale() {
+    if runtime::device::cuda_count().unwrap() == 0 {
+        eprintln!("skipped: no CUDA device");
+        return;
+    }
+    let device = runtime::device::select("cuda").unwrap();
+    let flags = [0.0, f32::NAN, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0];
+    for (hysteresis, growth_interval, max_scale) in [(1, 2, f32::MAX), (2, 3, 70_000.0), (3, 1, 1e6)] {
+        let options = DynamicOptions {
+            hysteresis,
+            growth_interval,
+            max_scale,
+            min_scale: 20_000.0,
+            ..DynamicOptions::default()
+        };
+        let mut host = DynamicRule::new(options).unwrap();
+        let mut scaler = DeviceScaler::new(host, device).unwrap();
+        for flag in flags {
+            let overflow = Tensor::from_slice(&[flag]).to_device(device);
+            training::scaler::DeviceGradScaler::update(&mut scaler, &overflow).unwrap();
+            host.update(flag != 0.0).unwrap();
+            assert_eq!(scaler.read().unwrap(), &host);
+            let scaled = scaler.scale(&Tensor::ones([1], (Kind::Float, device))).unwrap();
+            assert_eq!(scaled.double_value(&[0]), f64::from(host.scale()));
+            let mut parameters = [false, flag != 0.0].map(|bad| {
+                let gradient =
+                    Tensor::full([3], if bad { f64::INFINITY } else { 1.0 }, (Kind::Float, device));
+                let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+                runtime::autograd::set_grad(&w, Some(&gradient)).unwrap();
+                DeviceOptimizer::new(AdamW::default(), vec![Group::new(vec![("w".into(), w)], 0.1)]).unwrap()
+            });
+            for (name, optimizer) in ["first", "second"].into_iter().zip(&mut parameters) {
+                scaler.step(name, optimizer).unwrap();
+            }
+            let unscaled = parameters[0].gradients().unwrap()[0].double_value(&[0]);
+            assert_eq!(unscaled, f64::from((1.0 / f64::from(host.scale())) as f32));
+            scaler.update().unwrap();
+            host.update(flag != 0.0).unwrap();
+            assert_eq!(scaler.read().unwrap(), &host);
+        }
+    }
+}
+
 #[test]
 fn only_the_overflowing_optimizer_of_several_skips() {
     let parameters = [leaves(1, 2, Kind::Float), leaves(2, 3, Kind::Float)];

@@ -11,7 +11,9 @@ pub(super) struct Source(pub(super) &'static str);
 
 pub(super) const ADAM: Source = Source(include_str!("../../../cpp/cuda/adam.cuh"));
 pub(super) const CROSS_ENTROPY: Source = Source(include_str!("../../../cpp/cuda/cross_entropy.cuh"));
+pub(super) const DROPOUT: Source = Source(include_str!("../../../cpp/cuda/dropout.cuh"));
 pub(super) const GRADIENTS: Source = Source(include_str!("../../../cpp/cuda/gradients.cuh"));
+pub(super) const LOSS_SCALE: Source = Source(include_str!("../../../cpp/cuda/loss_scale.cuh"));
 pub(super) const NF4: Source = Source(include_str!("../../../cpp/cuda/nf4.cuh"));
 pub(super) const NORM: Source = Source(include_str!("../../../cpp/cuda/norm.cuh"));
 pub(super) const ROPE: Source = Source(include_str!("../../../cpp/cuda/rope.cuh"));

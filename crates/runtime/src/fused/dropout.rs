@@ -1,11 +1,15 @@
 //! Dropout whose mask is a function of a seed, so that it need not be kept.
 //!
 //! Element i (row-major) is kept if h(seed, i) ≥ p·2³², where h is half of SplitMix64's output (Steele, Lea & Flood 2014) at
-//! counter ⌊i/2⌋. The mask depends on neither the device nor the number of threads. PyTorch keeps one byte per element until
-//! backward; this keeps eight bytes in total, and backward recomputes the mask.
+//! counter ⌊i/2⌋ + 1, the lower half for an even i. The mask depends on neither the device nor the number of threads. PyTorch keeps
+//! one byte per element until backward; this keeps eight bytes in total, and backward recomputes the mask. On CUDA a kernel computes
+//! the mask and its product with the tensor in one launch.
 
-use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::ops::TryScalar;
+use crate::profile::kernel;
 
 /// SplitMix64's increment, and the shifts and factors of its first two rounds.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -14,28 +18,40 @@ const MIX: [(i64, u64); 2] = [(30, 0xbf58_476d_1ce4_e5b9), (27, 0x94d0_49bb_1331
 /// Pairs of elements that operators compute at a time, so that the integers of 64 bits on the way take at most 32 MiB.
 const PAIRS: usize = 1 << 20;
 
-/// The dropout mask of a low-rank path.
+/// The mask of a dropout.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Mask {
-    pub(crate) rate: f64,
-    pub(crate) seed: u64,
+pub struct Mask {
+    /// p: the probability that an element is dropped, from 0 to below 1.
+    pub rate: f64,
+    /// Decides which elements are dropped.
+    pub seed: u64,
 }
 
 impl Mask {
     /// Draws a seed from libtorch's default generator. Recomputation restores the generator, so a recomputed segment draws the
     /// same seed.
-    pub(crate) fn draw(rate: f64) -> runtime::Result<Self> {
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn draw(rate: f64) -> Result<Self> {
         let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
         Ok(Self { rate, seed: drawn.f_int64_value(&[0])?.cast_unsigned() })
     }
 
-    /// Returns 1 for kept and 0 for dropped elements, in `kind`.
-    pub(crate) fn keep(self, shape: &[i64], (kind, device): (Kind, Device)) -> runtime::Result<Tensor> {
+    /// Returns 1 for kept and 0 for dropped elements, in a floating dtype.
+    ///
+    /// # Errors
+    /// Those of libtorch and the driver.
+    pub fn keep(self, shape: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
         let count = usize::try_from(shape.iter().product::<i64>()).unwrap_or(0);
         if count == 0 {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
         }
         if device.is_cuda() {
+            let out = Tensor::f_empty(shape, (kind, device))?;
+            if self.by_kernel(None, &out, 1.0)? {
+                return Ok(out);
+            }
             return Ok(self.by_operators(count, device)?.f_view(shape)?.f_to_kind(kind)?);
         }
         let bytes = self.bytes(count);
@@ -44,29 +60,50 @@ impl Mask {
         Ok(mask.f_to_device(device)?.f_to_kind(kind)?)
     }
 
-    /// Returns x with elements dropped and the rest scaled.
-    pub(crate) fn apply(self, x: &Tensor) -> runtime::Result<Tensor> {
-        let mut kept = self.keep(&x.size(), (x.kind(), x.device()))?;
-        let _ = kept.f_mul_(x)?.try_mul_scalar_(self.scale())?;
+    /// Returns x·mask·factor. [`Mask::scale`] is the factor that keeps the mean. Records no graph.
+    ///
+    /// # Errors
+    /// Those of libtorch and the driver.
+    pub fn apply(self, x: &Tensor, factor: f64) -> Result<Tensor> {
+        let _no_grad = tch::no_grad_guard();
+        if x.device().is_cuda() {
+            let x = x.f_contiguous()?;
+            let out = x.f_empty_like()?;
+            if self.by_kernel(Some(&x), &out, factor)? {
+                return Ok(out);
+            }
+        }
+        let mut kept = self.keep(&x.size(), (x.kind(), x.device()))?.f_mul_(x)?;
+        if factor != 1.0 {
+            // A tensor, not a scalar: on a CPU, libtorch's in-place product rounds a scalar to the dtype of bf16 and fp16.
+            let factor =
+                if x.kind() == Kind::Double { Tensor::from(factor) } else { Tensor::from(factor as f32) };
+            let _ = kept.f_mul_(&factor)?;
+        }
         Ok(kept)
     }
 
     /// 1/(1 − p).
-    pub(crate) fn scale(self) -> f64 {
+    pub fn scale(self) -> f64 {
         1.0 / (1.0 - self.rate)
     }
 
     /// A rate below 1 stays below 2³², so that something is always kept.
-    fn threshold(self) -> u64 {
+    pub(crate) fn threshold(self) -> u64 {
         (self.rate * 4_294_967_296.0) as u64
     }
 
+    fn by_kernel(self, x: Option<&Tensor>, out: &Tensor, factor: f64) -> Result<bool> {
+        let _scope = kernel("runtime::dropout", []);
+        crate::kernels::dropout::dropout(x, out, self, factor)
+    }
+
     /// The mask, a vector of bools, by libtorch's operators on a device: drawn on the host it takes longer than the rest of a step on a GPU.
-    fn by_operators(self, count: usize, device: Device) -> runtime::Result<Tensor> {
+    fn by_operators(self, count: usize, device: Device) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let mask = Tensor::f_empty([count as i64], (Kind::Bool, device))?;
         // Integers of 64 bits wrap around, and shifts keep the sign, which is masked away.
-        let fold = |z: &Tensor, shift: i64| -> runtime::Result<Tensor> {
+        let fold = |z: &Tensor, shift: i64| -> Result<Tensor> {
             let bits = z
                 .try_bitwise_right_shift_tensor_scalar(shift)?
                 .try_bitwise_and((1i64 << (64 - shift)) - 1)?;
@@ -110,7 +147,7 @@ impl Mask {
 }
 
 /// The upper 32 bits.
-fn upper_half(z: &Tensor) -> runtime::Result<Tensor> {
+fn upper_half(z: &Tensor) -> Result<Tensor> {
     Ok(z.try_bitwise_right_shift_tensor_scalar(32)?.try_bitwise_and(0xffff_ffffi64)?)
 }
 
@@ -146,6 +183,21 @@ mod tests {
             let mask = Mask { rate, seed };
             let drawn = mask.by_operators(count, Device::Cpu).unwrap().to_kind(Kind::Uint8);
             assert_eq!(Vec::<u8>::try_from(drawn).unwrap(), mask.bytes(count), "{rate} {seed} {count}");
+        }
+    }
+
+    #[test]
+    fn products_are_rounded_once() {
+        tch::manual_seed(1);
+        let mask = Mask { rate: 0.3, seed: 5 };
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+            let x = Tensor::randn([777], (kind, Device::Cpu));
+            let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+            let keep = mask.keep(&[777], (wide, Device::Cpu)).unwrap();
+            for factor in [1.0, mask.scale()] {
+                let exact = x.to_kind(wide) * &keep * Tensor::from(factor).to_kind(wide);
+                assert_eq!(mask.apply(&x, factor).unwrap(), exact.to_kind(kind), "{kind:?} {factor}");
+            }
         }
     }
 
