@@ -354,7 +354,7 @@ mod tests {
                 "norm_forward<f16, float, float, 1, 1024, 4, 0, true>",
                 "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
                 "norm_backward<f16, float, float, 1, 1024, 4, 0, true, true>",
-                "column_sums",
+                "column_sums<bf16>",
             ],
         ),
         (rope::SOURCE, &["rotate<bf16, 8>", "rotate<float, 1>"]),

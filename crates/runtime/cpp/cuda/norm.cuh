@@ -229,10 +229,14 @@ __global__ void __launch_bounds__(THREADS) norm_backward(const T* x, const U* up
   }
 }
 
-// Sums of the columns of [rows, width]: 32 columns for each block of 8 warps.
-__global__ void __launch_bounds__(256) column_sums(const float* partial, float* out, int rows, int width) {
+// Sums of the columns of one or two [rows, width], rounded once to the dtype of the parameters: 32 columns of one of them for each block
+// of 8 warps. `second` may be null.
+template <typename P>
+__global__ void __launch_bounds__(256) column_sums(const float* first, P* of_first, const float* second, P* of_second, int rows, int width) {
   __shared__ float part[8][33];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = blockIdx.x * 32 + lane;
+  const int blocks = (width + 31) / 32, is_second = blockIdx.x >= blocks;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = (blockIdx.x - is_second * blocks) * 32 + lane;
+  const float* partial = is_second ? second : first;
   float s = 0.f;
   if (column < width) {
     _Pragma("unroll 8") for (int row = warp; row < rows; row += 8) s += partial[(i64)row * width + column];
@@ -242,6 +246,6 @@ __global__ void __launch_bounds__(256) column_sums(const float* partial, float* 
   if (warp == 0 && column < width) {
     float all = part[0][lane];
     UNROLL for (int i = 1; i < 8; i++) all += part[i][lane];
-    out[column] = all;
+    (is_second ? of_second : of_first)[column] = round_to<P>(all);
   }
 }

@@ -138,13 +138,15 @@ pub(crate) fn forward(
     Ok(Some(Normalized { y, sum, mean, rstd }))
 }
 
-/// See [`crate::fused::norm::backward`], with a saved input; returns `upstream` if the kernels do not support it.
+/// See [`crate::fused::norm::backward`], with a saved input; returns `upstream` if the kernels do not support it. The gradients of weight
+/// and bias have the parameters' dtypes `of_parameters` if both have one and the kernels support it, else fp32.
 pub(crate) fn backward(
     norm: Norm,
     saved: &Saved<'_>,
     upstream: Tensor,
     added: Option<&Tensor>,
     wanted: Wanted,
+    of_parameters: [Kind; 2],
 ) -> Result<std::result::Result<Gradients, Tensor>> {
     let (size, kind, device) = (upstream.size(), saved.kind, upstream.device());
     let types = type_of(kind).zip(type_of(upstream.kind()));
@@ -207,22 +209,42 @@ pub(crate) fn backward(
         launch_with(SOURCE, &expression, device, (parts, threads, shared), &arguments)?;
         grad.as_ref().map_or(Ok(()), bump_version)?;
     }
-    let summed = |partial: Option<Tensor>| -> Result<Option<Tensor>> {
-        let Some(partial) = partial else { return Ok(None) };
-        if parts == 0 {
-            return Ok(Some(Tensor::f_zeros([columns], (Kind::Float, device))?));
-        }
-        let sums = Tensor::f_empty([columns], (Kind::Float, device))?;
-        let arguments = [
-            pointer(&partial),
-            pointer(&sums),
-            int(NAME, "the number of parts", parts)?,
-            int(NAME, "the width", columns)?,
-        ];
-        launch(SOURCE, "column_sums", device, ((columns + 31) / 32, 256), &arguments)?;
-        Ok(Some(sums))
+    let [weight, bias] = column_sums([of_weight, of_bias], of_parameters)?;
+    Ok(Ok(Gradients { x: grad, weight, bias }))
+}
+
+/// Returns the sums of the columns of each matrix that is there, all of one size, in its dtype: in one launch.
+fn column_sums(partial: [Option<Tensor>; 2], kinds: [Kind; 2]) -> Result<[Option<Tensor>; 2]> {
+    let mut there = partial.iter().zip(kinds).filter_map(|(partial, kind)| Some((partial.as_ref()?, kind)));
+    let Some((first, of_first)) = there.next() else { return Ok([None, None]) };
+    let second = there.next();
+    let alike = second.is_none_or(|(_, of_second)| of_second == of_first);
+    let kind = Some(of_first).filter(|kind| alike && type_of(*kind).is_some()).unwrap_or(Kind::Float);
+    let [parts, columns] = first.size()[..] else {
+        return Err(Error::invalid(NAME, "partial sums that are no matrix"));
     };
-    Ok(Ok(Gradients { x: grad, weight: summed(of_weight)?, bias: summed(of_bias)? }))
+    let sums = || Tensor::f_zeros([columns], (kind, first.device()));
+    if parts == 0 {
+        let of = |partial: &Option<Tensor>| partial.as_ref().map(|_| sums()).transpose();
+        return Ok([of(&partial[0])?, of(&partial[1])?]);
+    }
+    let empty = || Tensor::f_empty([columns], (kind, first.device()));
+    let sums = (empty()?, second.map(|_| empty()).transpose()?);
+    let arguments = [
+        pointer(first),
+        pointer(&sums.0),
+        optional(second.map(|(partial, _)| partial)),
+        optional(sums.1.as_ref()),
+        int(NAME, "the number of parts", parts)?,
+        int(NAME, "the width", columns)?,
+    ];
+    let blocks = (columns + 31) / 32 * if second.is_some() { 2 } else { 1 };
+    let expression = format!("column_sums<{}>", type_of(kind).unwrap_or("float"));
+    launch(SOURCE, &expression, first.device(), (blocks, 256), &arguments)?;
+    Ok(match partial {
+        [Some(_), _] => [Some(sums.0), sums.1],
+        [None, _] => [None, Some(sums.0)],
+    })
 }
 
 /// Returns the C++ type of the parameters, and the parameters: converted to fp32 if their types differ.

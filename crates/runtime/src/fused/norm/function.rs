@@ -139,7 +139,7 @@ impl Function for FusedNorm {
                 gradients = if self.device == Device::Cpu {
                     backward(self.norm, &saved, upstream, added, wanted)?
                 } else {
-                    match cuda::backward(self.norm, &saved, upstream, added, wanted)? {
+                    match cuda::backward(self.norm, &saved, upstream, added, wanted, self.kinds)? {
                         Ok(gradients) => gradients,
                         Err(upstream) => operators::backward(self.norm, &saved, upstream, added, wanted)?,
                     }

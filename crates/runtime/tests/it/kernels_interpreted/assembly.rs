@@ -63,7 +63,7 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>",
             "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>",
             "norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>",
-            "column_sums",
+            "column_sums<bf16>",
         ],
     ),
     (ROPE, &["rotate<bf16, 8>", "rotate<float, 4>"]),

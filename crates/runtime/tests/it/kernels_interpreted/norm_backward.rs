@@ -24,7 +24,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
         .collect();
     let mut expressions: Vec<String> =
         all.iter().map(|(kind, norm, shape)| expression(*kind, *norm, *shape)).collect();
-    expressions.push("column_sums".into());
+    expressions.push("column_sums<float>".into());
     let Some(program) = Program::of(NORM, &expressions) else { return };
     let mut generator = Generator::new(4).unwrap();
     for ((kind, norm, shape), expression) in all.iter().zip(&expressions) {
@@ -87,11 +87,13 @@ fn norms_are_correct_for_every_dtype_and_width() {
                 }
                 for (partial, expected) in partial.iter().zip(expected) {
                     let summed = launch(
-                        program.kernel("column_sums"),
+                        program.kernel("column_sums<float>"),
                         ((columns + 31) / 32, 256),
                         &[
                             Given::In("partial", partial),
                             Given::Out("sums", Kind::Float, vec![columns]),
+                            Given::Null,
+                            Given::Null,
                             Given::I32(blocks),
                             Given::I32(columns),
                         ],
@@ -145,21 +147,35 @@ fn of_processor(
 }
 
 #[test]
-fn column_sums_of_many_rows_are_correct() {
-    let Some(program) = Program::of(NORM, &["column_sums".into()]) else { return };
+fn column_sums_of_one_and_two_matrices_are_correct() {
+    let expressions = ["float", "bf16", "f16"].map(|kind| format!("column_sums<{kind}>"));
+    let Some(program) = Program::of(NORM, &expressions) else { return };
     let mut generator = Generator::new(5).unwrap();
     for (rows, columns) in [(1, 1), (7, 33), (100, 32), (67, 130)] {
-        let partial = normal(&mut generator, &[rows, columns], Kind::Float);
-        let single = partial.to_kind(Kind::Float);
-        let given = [
-            Given::In("partial", &single),
-            Given::Out("sums", Kind::Float, vec![columns]),
-            Given::I32(rows),
-            Given::I32(columns),
-        ];
-        let outcome =
-            launch(program.kernel("column_sums"), ((columns + 31) / 32, 256), &given, Shift::default());
-        let expected = partial.sum_dim_intlist([0].as_slice(), false, Kind::Double);
-        check(&format!("{rows} × {columns}"), &outcome, &[&expected], 1e-6);
+        for (kind, expression) in KINDS.into_iter().zip(&expressions) {
+            let exact = [0, 1].map(|_| normal(&mut generator, &[rows, columns], Kind::Float));
+            let partial = exact.each_ref().map(|exact| exact.to_kind(Kind::Float));
+            let expected = exact.map(|exact| exact.sum_dim_intlist([0].as_slice(), false, Kind::Double));
+            for count in [1, 2] {
+                let blocks = (columns + 31) / 32 * count as i64;
+                let mut given =
+                    vec![Given::In("first", &partial[0]), Given::Out("of_first", kind, vec![columns])];
+                given.extend(if count == 2 {
+                    [Given::In("second", &partial[1]), Given::Out("of_second", kind, vec![columns])]
+                } else {
+                    [Given::Null, Given::Null]
+                });
+                given.extend([Given::I32(rows), Given::I32(columns)]);
+                let outcome = launch(program.kernel(expression), (blocks, 256), &given, Shift::default());
+                let expected: Vec<&Tensor> = expected.iter().take(count).collect();
+                let what = format!("{kind:?}, {count} of {rows} × {columns}");
+                check(
+                    &what,
+                    &outcome,
+                    &expected,
+                    1e-6 + if kind == Kind::Float { 0.0 } else { epsilon(kind) },
+                );
+            }
+        }
     }
 }

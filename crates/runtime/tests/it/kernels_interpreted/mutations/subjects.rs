@@ -25,7 +25,7 @@ pub(super) const BACKWARD_OF_WIDE_ROWS: KernelCase =
 pub(super) const FORWARD_WITH_RESIDUAL: KernelCase =
     KernelCase { source: NORM, expression: FORWARD_OF, run: forward_with_residual };
 pub(super) const MANY: KernelCase = KernelCase { source: ADAM, expression: ADAM_OF, run: many };
-pub(super) const SUMS: KernelCase = KernelCase { source: NORM, expression: "column_sums", run: sums };
+pub(super) const SUMS: KernelCase = KernelCase { source: NORM, expression: SUMS_OF, run: sums };
 pub(super) const STATISTICS: KernelCase =
     KernelCase { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics };
 pub(super) const STATISTICS_WITH_NAN: KernelCase =
@@ -85,6 +85,7 @@ fn seen_of(program: &Program, expression: &str, launch: ptx::Launch, given: &[Gi
 const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, 2, false>";
 const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, 3, false, false>";
 const WIDE_BACKWARD_OF: &str = "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>";
+const SUMS_OF: &str = "column_sums<float>";
 const ADAM_OF: &str = "adam<bf16, bf16, 8, true, 128, 1024>";
 const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
 const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
@@ -206,10 +207,17 @@ fn many(program: &Program) -> Seen {
 }
 
 fn sums(program: &Program) -> Seen {
-    let partial = draw(&[37, 72], Kind::Float);
-    let out = Given::Out("sums", Kind::Float, vec![72]);
-    let given = [Given::In("partial", &partial), out, Given::I32(37), Given::I32(72)];
-    seen(program, "column_sums", (3, 256), &given)
+    let drawn = draw(&[2, 37, 72], Kind::Float);
+    let partial = [0, 1].map(|index| drawn.get(index));
+    let given = [
+        Given::In("first", &partial[0]),
+        Given::Out("of_first", Kind::Float, vec![72]),
+        Given::In("second", &partial[1]),
+        Given::Out("of_second", Kind::Float, vec![72]),
+        Given::I32(37),
+        Given::I32(72),
+    ];
+    seen(program, SUMS_OF, (6, 256), &given)
 }
 
 fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
