@@ -1,15 +1,18 @@
 //! `training bench`: steps of the GPT-2-like model on given sizes, for a comparison with another program.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
+use dataloading::Batch;
 use models::module::{parameter_count, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use report::cli::CommonArgs;
 use report::{Case, Metric, Progress, Sink};
 use runtime::memory::Region;
+use serde_json::Value;
 use tch::Kind;
 use training::Trainer;
-use training::batches::Synthetic;
+use training::batches::{Batches, Synthetic};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::trainer::Options;
 
@@ -55,18 +58,18 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let parameters = parameter_count(&*model).total;
     let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
+    const WARMUP: u64 = 2;
     let length = length as usize;
-    let mut batches = Synthetic {
+    let mut batches = Drawn::new(Synthetic {
         seed: common.seed,
         vocabulary,
         rows,
         length,
         noise: 1,
-        batches: None,
+        batches: Some(WARMUP + steps),
         device,
         position: 0,
-    };
-    const WARMUP: u64 = 2;
+    })?;
     let mut trainer =
         Trainer::new(model, Box::new(optimizer), Options { steps: WARMUP, ..Default::default() })?;
     trainer.run(&mut batches, None)?;
@@ -96,4 +99,34 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         Metric::exact("parameters", "count", parameters as f64),
     ];
     sink.put("training-bench", &case, metrics)
+}
+
+/// Batches that were drawn before, so that a step is measured without its data, as the other program measures its own.
+struct Drawn {
+    source: Synthetic,
+    batches: VecDeque<Batch>,
+}
+
+impl Drawn {
+    fn new(mut source: Synthetic) -> training::Result<Self> {
+        let mut batches = VecDeque::new();
+        while let Some(batch) = source.next()? {
+            batches.push_back(batch);
+        }
+        Ok(Self { source, batches })
+    }
+}
+
+impl Batches for Drawn {
+    fn next(&mut self) -> training::Result<Option<Batch>> {
+        Ok(self.batches.pop_front())
+    }
+
+    fn state(&self) -> Value {
+        self.source.state()
+    }
+
+    fn resume(&mut self, state: &Value) -> training::Result<()> {
+        self.source.resume(state)
+    }
 }
