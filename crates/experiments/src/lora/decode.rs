@@ -128,22 +128,23 @@ fn measure(
         let rate = |of: runtime::Result<Measurement>| of?.rate().context("the rate of the memory");
         Ok([rate(physical::copy_bandwidth(device))?, rate(physical::read_bandwidth(device))?])
     };
-    let mut before = memory()?;
     let repeats = arguments.repeats.unwrap_or(match arguments.scale {
         Scale::Smoke | Scale::Laptop => 1,
         Scale::Full | Scale::Paper => 3,
     });
-    for repeat in 0..=repeats {
+    // The first time fills caches.
+    for (model, _) in models {
+        decode(model, batch, arguments)?;
+    }
+    let mut before = memory()?;
+    for _ in 0..repeats {
         for ((model, _), of) in models.iter().zip(&mut measured) {
             let [reading, decoding] = decode(model, batch, arguments)?;
             let after = memory()?;
-            // The first time fills caches.
-            if repeat > 0 {
-                of.reading.push(reading);
-                of.decoding.push(decoding);
-                of.copied.push(f64::midpoint(before[0], after[0]));
-                of.read.push(f64::midpoint(before[1], after[1]));
-            }
+            of.reading.push(reading);
+            of.decoding.push(decoding);
+            of.copied.push(f64::midpoint(before[0], after[0]));
+            of.read.push(f64::midpoint(before[1], after[1]));
             before = after;
         }
     }

@@ -43,8 +43,17 @@ pub struct KnownRates {
 }
 
 impl KnownRates {
-    /// Returns nominal rates, for a choice that does not depend on them.
-    pub fn nominal() -> Self {
+    /// Returns nominal rates, for a choice that hardly depends on them: on a GPU products and memory are much faster than on its host, so
+    /// that nothing is moved there that fits the GPU. The bytes that its libraries keep are measured.
+    ///
+    /// # Errors
+    /// A device that does not exist.
+    pub fn nominal(device: Device) -> Result<Self> {
+        let found = Self { product_workspaces: product_workspaces(device)?, ..Self::nominal_of_host() };
+        Ok(if device.is_cuda() { found.with_nominal_gpu() } else { found })
+    }
+
+    fn nominal_of_host() -> Self {
         let MachineRates { flops, bandwidth, transfers, product_workspaces } = MachineRates::NOMINAL;
         Self {
             flops,
@@ -55,6 +64,10 @@ impl KnownRates {
             file_optimizer: transfers.host_optimizer / 4.0,
             product_workspaces,
         }
+    }
+
+    fn with_nominal_gpu(self) -> Self {
+        Self { flops: 1e13, bandwidth: 1e12, host_load: 1e10, ..self }
     }
 
     /// Returns the rates that were measured before, for weights in `kind`.
@@ -78,7 +91,7 @@ impl KnownRates {
     /// A device that does not exist; no room for a temporary file.
     pub fn measure(device: Device, kind: Kind) -> Result<Self> {
         if memory_info(Device::Cpu)?.free < NEEDED {
-            return Ok(Self::nominal());
+            return Self::nominal(device);
         }
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = product_workspaces(device)?;
@@ -170,14 +183,19 @@ fn write(path: &Path, all: &BTreeMap<String, KnownRates>) -> std::io::Result<()>
 
 #[cfg(test)]
 mod tests {
+    use accounting::offload::Budget;
+    use models::LlamaConfig;
+
     use super::*;
+    use crate::config::Config;
+    use crate::planning::{self, DataShape};
 
     #[test]
     fn kept_rates_are_read_again_and_damaged_ones_are_measured_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("cache").join(FILE);
         assert!(read(&path).is_empty());
-        let known = KnownRates::nominal();
+        let known = KnownRates::nominal(Device::Cpu).unwrap();
         let all = BTreeMap::from([("this machine".to_owned(), known)]);
         write(&path, &all).unwrap();
         assert_eq!(read(&path), all);
@@ -186,5 +204,25 @@ mod tests {
         assert_eq!(read(&path), BTreeMap::from([("b".to_owned(), known)]));
         std::fs::write(&path, "{").unwrap();
         assert!(read(&path).is_empty());
+    }
+
+    /// Before anything is measured, a model that fits a GPU is trained there, and not by its host.
+    #[test]
+    fn nominal_rates_of_a_gpu_keep_all_on_it() {
+        let shape = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::qwen2(4096, 512, 2048, 8, 8) };
+        let (config, data) = (Config::default(), DataShape::uniform(4, 128, false));
+        let (kind, device) = (Kind::Float, Device::Cuda(0));
+        let host = KnownRates::nominal_of_host();
+        for (rates, keeps) in [(host.with_nominal_gpu(), true), (host, false)] {
+            let job = planning::job(&config, &shape, (kind, device), &data, &rates).unwrap();
+            let allowed = planning::allowed(&config, 8, device).unwrap();
+            let found = job.search(&allowed, Budget { device: 100 << 30, host: None }).unwrap();
+            assert_eq!(
+                found.chosen().unwrap().name() == "keep all",
+                keeps,
+                "{}",
+                found.chosen().unwrap().name()
+            );
+        }
     }
 }

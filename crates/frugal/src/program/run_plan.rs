@@ -329,7 +329,8 @@ fn predict(
     };
     let kept = KnownRates::kept(device, kind);
     let mut is_timed = kept.is_some();
-    let (mut job, mut found) = with(&kept.unwrap_or_else(KnownRates::nominal))?;
+    let rates = kept.map_or_else(|| KnownRates::nominal(device), Ok)?;
+    let (mut job, mut found) = with(&rates)?;
     let seconds = found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
     if !is_timed && seconds > WORTH_MEASURING {
         (job, found) = with(&KnownRates::measure(device, kind)?)?;

@@ -223,7 +223,7 @@ impl Question<'_> {
 
     /// The bytes of tensors of the least way to run a step.
     fn least(&self, config: &Config, kind: Kind, data: &DataShape) -> Result<u64, NotPredicted> {
-        let rates = KnownRates::nominal();
+        let rates = KnownRates::nominal(self.device)?;
         let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;

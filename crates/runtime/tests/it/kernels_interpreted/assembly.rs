@@ -8,13 +8,16 @@ use std::process::Command;
 use expect_test::{Expect, expect};
 use runtime::nvrtc;
 
-use super::program::{self, ADAM, CROSS_ENTROPY, GRADIENTS, NF4, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
+use super::program::{
+    self, ADAM, CROSS_ENTROPY, DROPOUT, GRADIENTS, LOSS_SCALE, NF4, NORM, PRELUDE, ROPE, SCALE, SWIGLU,
+    Source,
+};
 
 /// The NVRTC version of the figures.
 const VERSION: (i32, i32) = (13, 0);
 
 /// The kernels of a large model's step, in which every row is aligned.
-const KERNELS: [(Source, &[&str]); 8] = [
+const KERNELS: [(Source, &[&str]); 10] = [
     (ADAM, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 4, false, 128, 1024>"]),
     (
         CROSS_ENTROPY,
@@ -35,6 +38,7 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "ce_gradient<f16, 8, false, 256>",
         ],
     ),
+    (DROPOUT, &["dropout<bf16, 8, 256>", "dropout<float, 4, 256>"]),
     (
         GRADIENTS,
         &[
@@ -45,6 +49,7 @@ const KERNELS: [(Source, &[&str]); 8] = [
             "scale_many<bf16, 8, 256, 16384>",
         ],
     ),
+    (LOSS_SCALE, &["update_loss_scale"]),
     (NF4, &["nf4_dequantize<bf16, 8, true, 256, 4>", "nf4_dequantize<float, 4, false, 256, 4>"]),
     (
         NORM,
@@ -186,11 +191,14 @@ fn kernels_on_sm_80() {
             ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
             ce_gradient<f16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
+            dropout<bf16, 8, 256>: 26 registers, no spills, 0 bytes shared
+            dropout<float, 4, 256>: 20 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_norm<1024>: 32 registers, no spills, 256 bytes shared
             scale_many<bf16, 8, 256, 16384>: 29 registers, no spills, 0 bytes shared
+            update_loss_scale: 26 registers, no spills, 0 bytes shared
             nf4_dequantize<bf16, 8, true, 256, 4>: 32 registers, no spills, 64 bytes shared
             nf4_dequantize<float, 4, false, 256, 4>: 27 registers, no spills, 64 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
@@ -207,7 +215,7 @@ fn kernels_on_sm_80() {
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: 63 registers, no spills, 512 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
             norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
-            column_sums: 29 registers, no spills, 1056 bytes shared
+            column_sums<bf16>: 29 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
             rotate<float, 4>: 28 registers, no spills, 0 bytes shared
             scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
@@ -231,11 +239,14 @@ fn kernels_on_sm_80() {
             ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
             ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            dropout<bf16, 8, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
+            dropout<float, 4, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
             gradient_norm<1024>: loads 0 wide, 24 narrow; stores 0 wide, 2 narrow
             scale_many<bf16, 8, 256, 16384>: loads 4 wide, 6 narrow; stores 4 wide, 5 narrow
+            update_loss_scale: loads 0 wide, 6 narrow; stores 0 wide, 7 narrow
             nf4_dequantize<bf16, 8, true, 256, 4>: loads 0 wide, 13 narrow; stores 4 wide, 0 narrow
             nf4_dequantize<float, 4, false, 256, 4>: loads 0 wide, 8 narrow; stores 4 wide, 0 narrow
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
@@ -252,7 +263,7 @@ fn kernels_on_sm_80() {
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: loads 28 wide, 1 narrow; stores 12 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 20 wide, 0 narrow
             norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: loads 44 wide, 2 narrow; stores 20 wide, 0 narrow
-            column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
+            column_sums<bf16>: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
             rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
             rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
             scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
@@ -283,11 +294,14 @@ fn kernels_on_sm_90() {
             ce_gradient<bf16, 8, false, 256>: 54 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
             ce_gradient<f16, 8, false, 256>: 54 registers, no spills, 0 bytes shared
+            dropout<bf16, 8, 256>: 28 registers, no spills, 0 bytes shared
+            dropout<float, 4, 256>: 21 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_norm<1024>: 32 registers, no spills, 256 bytes shared
             scale_many<bf16, 8, 256, 16384>: 30 registers, no spills, 0 bytes shared
+            update_loss_scale: 26 registers, no spills, 0 bytes shared
             nf4_dequantize<bf16, 8, true, 256, 4>: 32 registers, no spills, 64 bytes shared
             nf4_dequantize<float, 4, false, 256, 4>: 27 registers, no spills, 64 bytes shared
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
@@ -304,7 +318,7 @@ fn kernels_on_sm_90() {
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: 64 registers, no spills, 512 bytes shared
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
             norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: 64 registers, no spills, 512 bytes shared
-            column_sums: 30 registers, no spills, 1056 bytes shared
+            column_sums<bf16>: 30 registers, no spills, 1056 bytes shared
             rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
             rotate<float, 4>: 28 registers, no spills, 0 bytes shared
             scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
@@ -328,11 +342,14 @@ fn kernels_on_sm_90() {
             ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
             ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
+            dropout<bf16, 8, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
+            dropout<float, 4, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
             gradient_norm<1024>: loads 0 wide, 24 narrow; stores 0 wide, 2 narrow
             scale_many<bf16, 8, 256, 16384>: loads 4 wide, 6 narrow; stores 4 wide, 5 narrow
+            update_loss_scale: loads 0 wide, 6 narrow; stores 0 wide, 7 narrow
             nf4_dequantize<bf16, 8, true, 256, 4>: loads 0 wide, 13 narrow; stores 4 wide, 0 narrow
             nf4_dequantize<float, 4, false, 256, 4>: loads 0 wide, 8 narrow; stores 4 wide, 0 narrow
             norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
@@ -349,7 +366,7 @@ fn kernels_on_sm_90() {
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, false, false>: loads 28 wide, 1 narrow; stores 12 wide, 0 narrow
             norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>: loads 28 wide, 2 narrow; stores 20 wide, 0 narrow
             norm_backward<bf16, float, float, 8, 1024, 4, 0, true, true>: loads 44 wide, 2 narrow; stores 20 wide, 0 narrow
-            column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
+            column_sums<bf16>: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
             rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
             rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
             scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::launch::{Given, Shift, try_launch};
 use super::super::program::{
-    ADAM, CROSS_ENTROPY, GRADIENTS, NF4, NORM, Program, ROPE, SCALE, SWIGLU, Source,
+    ADAM, CROSS_ENTROPY, DROPOUT, GRADIENTS, LOSS_SCALE, NF4, NORM, Program, ROPE, SCALE, SWIGLU, Source,
 };
 use super::super::tolerance::normal;
 use super::super::{adam, gradients, nf4, rope};
@@ -62,6 +62,9 @@ pub(super) const SCALED_MANY: KernelCase =
     KernelCase { source: GRADIENTS, expression: SCALE_MANY_OF, run: scale_many };
 pub(super) const DEQUANTIZED: KernelCase =
     KernelCase { source: NF4, expression: DEQUANTIZE_OF, run: dequantize };
+pub(super) const DROPPED: KernelCase = KernelCase { source: DROPOUT, expression: DROPOUT_OF, run: dropped };
+pub(super) const LOSS_SCALED: KernelCase =
+    KernelCase { source: LOSS_SCALE, expression: "update_loss_scale", run: loss_scaled };
 
 /// The result of a launch.
 #[derive(Debug)]
@@ -85,6 +88,7 @@ fn seen_of(program: &Program, expression: &str, launch: ptx::Launch, given: &[Gi
 const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, 2, false>";
 const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, 3, false, false>";
 const WIDE_BACKWARD_OF: &str = "norm_backward<bf16, bf16, bf16, 8, 1024, 4, 0, true, true>";
+const DROPOUT_OF: &str = "dropout<float, 4, 256>";
 const SUMS_OF: &str = "column_sums<float>";
 const ADAM_OF: &str = "adam<bf16, bf16, 8, true, 128, 1024>";
 const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
@@ -218,6 +222,27 @@ fn sums(program: &Program) -> Seen {
         Given::I32(72),
     ];
     seen(program, SUMS_OF, (6, 256), &given)
+}
+
+fn dropped(program: &Program) -> Seen {
+    let x = draw(&[4104], Kind::Float);
+    let out = Given::Out("out", Kind::Float, vec![4104]);
+    // Half of all elements are dropped.
+    let numbers = [4104, 7, 1 << 31].map(Given::I64);
+    let given: Vec<_> =
+        [Given::In("x", &x), out].into_iter().chain(numbers).chain([Given::F32(2.0)]).collect();
+    seen(program, DROPOUT_OF, (2, 256), &given)
+}
+
+/// An overflow at the minimum scale.
+fn loss_scaled(program: &Program) -> Seen {
+    let state = Tensor::from_slice(&[4.0f64, 3.0, 1.0, 0.0, 0.0]);
+    let found_inf = Tensor::from_slice(&[1f32]);
+    let mut given = vec![Given::In("state", &state), Given::In("found_inf", &found_inf)];
+    given.extend([2.0, 0.5, 9.0, 4.0, 1e6, 1.0].map(Given::F64));
+    given.push(Given::Out("updated", Kind::Double, vec![5]));
+    given.push(Given::Out("factors", Kind::Float, vec![2]));
+    seen(program, "update_loss_scale", (1, 32), &given)
 }
 
 fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
