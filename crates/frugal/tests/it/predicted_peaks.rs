@@ -235,7 +235,14 @@ fn config(case: &Case) -> Config {
 
 fn job(case: &Case, shape: &LlamaConfig) -> Job {
     let data = DataShape::of(&batches(case), 100);
-    planning::job(&config(case), shape, (case.kind, Device::Cpu), &data, &KnownRates::nominal()).unwrap()
+    planning::job(
+        &config(case),
+        shape,
+        (case.kind, Device::Cpu),
+        &data,
+        &KnownRates::nominal(Device::Cpu).unwrap(),
+    )
+    .unwrap()
 }
 
 /// The peak of a third step, above what was live before the model.
@@ -305,7 +312,13 @@ fn what_is_not_predicted_is_named() {
     let why = |set: fn(&mut Config)| {
         let mut config = config(&ADAPTED);
         set(&mut config);
-        let found = planning::job(&config, shape, (Kind::Float, Device::Cpu), &data, &KnownRates::nominal());
+        let found = planning::job(
+            &config,
+            shape,
+            (Kind::Float, Device::Cpu),
+            &data,
+            &KnownRates::nominal(Device::Cpu).unwrap(),
+        );
         found.unwrap_err().0
     };
     let biases = |config: &mut Config| config.adapter.as_mut().unwrap().bias = lora::BiasTraining::All;
