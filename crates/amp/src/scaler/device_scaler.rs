@@ -186,9 +186,6 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// Updates the scale by the overflow flags of all optimizers, float `[1]` each.
     fn advance(&mut self, flags: &[Tensor]) -> Result<()> {
         let device = self.state.device();
-        if device == Device::Cpu {
-            return self.advance_on_host(flags);
-        }
         let found_inf = match flags {
             [flag] => flag.f_to_device(device)?.f_to_kind(Kind::Float)?.f_reshape([1])?,
             _ => {
@@ -207,20 +204,6 @@ impl<R: DeviceRule> DeviceScaler<R> {
         }
         let overflow = found_inf.f_reshape([] as [i64; 0])?.try_ne(0)?;
         (self.state, self.factors) = (self.rule.update_on_device(&self.state, &overflow)?, None);
-        Ok(())
-    }
-
-    /// As [`DeviceScaler::advance`] where nothing waits for the flags: about thirty operators on single numbers take longer.
-    fn advance_on_host(&mut self, flags: &[Tensor]) -> Result<()> {
-        let mut overflow = false;
-        for flag in flags {
-            overflow |= runtime::ops::read(flag)?.iter().any(|value| *value != 0.0);
-        }
-        let mut rule = self.rule.clone();
-        // Too many skipped steps are an error of `read`, not of an update.
-        let _ = rule.set_state_vector(&runtime::ops::read(&self.state)?);
-        let _ = rule.update(overflow);
-        self.state = Tensor::f_from_slice(&rule.state_vector())?;
         Ok(())
     }
 }

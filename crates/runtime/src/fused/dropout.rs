@@ -7,7 +7,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::TryScalar;
 use crate::profile::kernel;
 
@@ -41,8 +41,9 @@ impl Mask {
     /// Returns 1 for kept and 0 for dropped elements, in a floating dtype.
     ///
     /// # Errors
-    /// Those of libtorch and the driver.
+    /// [`Error::Invalid`] for a rate outside [0, 1); those of libtorch and the driver.
     pub fn keep(self, shape: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
+        self.check()?;
         let count = usize::try_from(shape.iter().product::<i64>()).unwrap_or(0);
         if count == 0 {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
@@ -63,9 +64,10 @@ impl Mask {
     /// Returns x·mask·factor. [`Mask::scale`] is the factor that keeps the mean. Records no graph.
     ///
     /// # Errors
-    /// Those of libtorch and the driver.
+    /// As [`Mask::keep`].
     pub fn apply(self, x: &Tensor, factor: f64) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
+        self.check()?;
         if x.device().is_cuda() {
             let x = x.f_contiguous()?;
             let out = x.f_empty_like()?;
@@ -86,6 +88,13 @@ impl Mask {
     /// 1/(1 − p).
     pub fn scale(self) -> f64 {
         1.0 / (1.0 - self.rate)
+    }
+
+    fn check(self) -> Result<()> {
+        if (0.0..1.0).contains(&self.rate) {
+            return Ok(());
+        }
+        Err(Error::invalid("dropout", format!("the rate is {}; expected one from 0 to below 1", self.rate)))
     }
 
     /// A rate below 1 stays below 2³², so that something is always kept.
@@ -183,6 +192,21 @@ mod tests {
             let mask = Mask { rate, seed };
             let drawn = mask.by_operators(count, Device::Cpu).unwrap().to_kind(Kind::Uint8);
             assert_eq!(Vec::<u8>::try_from(drawn).unwrap(), mask.bytes(count), "{rate} {seed} {count}");
+        }
+    }
+
+    #[test]
+    fn a_rate_outside_its_range_is_refused() {
+        let x = Tensor::ones([3], kind::FLOAT_CPU);
+        for rate in [1.0, -0.1, f64::NAN] {
+            let mask = Mask { rate, seed: 1 };
+            let errors = [mask.keep(&[3], kind::FLOAT_CPU).unwrap_err(), mask.apply(&x, 1.0).unwrap_err()];
+            for error in errors {
+                assert_eq!(
+                    error.to_string(),
+                    format!("dropout: the rate is {rate}; expected one from 0 to below 1")
+                );
+            }
         }
     }
 
