@@ -3,8 +3,9 @@
 //! The scale is a tensor on the device. The loss is multiplied by it there; unscaling divides by it and writes an overflow
 //! flag. If the flag is set, the fused kernel of the optimizer leaves parameters, moments and step counts unchanged
 //! ([`DeviceOptimizer::step_unless`]). The scale is updated there to the same bits as by the rule on the host, by a kernel
-//! ([`DeviceRule::update_by_kernel`]) or by operators ([`DeviceRule::update_on_device`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
-//! in every step unless the optimizer is fused, and has no bounds, hysteresis or limit of skipped steps.
+//! ([`DeviceRule::update_by_kernel`]) or by operators ([`DeviceRule::update_on_device`]). So the host can queue step after step.
+//! PyTorch's `GradScaler` reads the flag of every optimizer in every step unless the optimizer is fused, and has no bounds, hysteresis or
+//! limit of skipped steps.
 //!
 //! The host learns the scale late: [`DeviceScaler::read`] waits for it, and [`training::Trainer`] reads it with the losses of
 //! several steps. A run that skips too many steps ends with an error at that read. The saved state is that of a [`Scaler`]:

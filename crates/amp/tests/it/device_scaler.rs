@@ -258,6 +258,14 @@ fn on_cuda_the_scale_matches_the_host_scale() {
             host.update(flag != 0.0).unwrap();
             assert_eq!(scaler.read().unwrap(), &host);
         }
+        // A restored scale is used, not the one of the last update.
+        let start = DeviceScaler::new(DynamicRule::new(options).unwrap(), device).unwrap();
+        scaler.load_state(&start.state().unwrap()).unwrap();
+        let ones = || Tensor::ones([1], (Kind::Float, device));
+        assert_eq!(scaler.scale(&ones()).unwrap().double_value(&[0]), 65536.0);
+        let gradient = ones();
+        scaler.unscale_("restored", &[gradient.shallow_clone()], false).unwrap();
+        assert_eq!(gradient.double_value(&[0]), 1.0 / 65536.0);
     }
 }
 

@@ -54,10 +54,6 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         dropout: 0.0,
         ..Default::default()
     };
-    let before = Region::start(device)?;
-    let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
-    let parameters = parameter_count(&*model).total;
-    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     const WARMUP: u64 = 2;
     let length = length as usize;
     let mut batches = Drawn::new(Synthetic {
@@ -70,6 +66,10 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         device,
         position: 0,
     })?;
+    let before = Region::start(device)?;
+    let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
+    let parameters = parameter_count(&*model).total;
+    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let mut trainer =
         Trainer::new(model, Box::new(optimizer), Options { steps: WARMUP, ..Default::default() })?;
     trainer.run(&mut batches, None)?;
@@ -126,7 +126,11 @@ impl Batches for Drawn {
         self.source.state()
     }
 
+    /// What is drawn does not come back.
     fn resume(&mut self, state: &Value) -> training::Result<()> {
-        self.source.resume(state)
+        Err(training::Error::Config {
+            what: "drawn batches",
+            reason: format!("they cannot go back to {state}"),
+        })
     }
 }

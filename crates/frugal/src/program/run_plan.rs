@@ -329,7 +329,10 @@ fn predict(
     };
     let kept = KnownRates::kept(device, kind);
     let mut is_timed = kept.is_some();
-    let rates = kept.map_or_else(|| KnownRates::nominal(device), Ok)?;
+    let rates = match kept {
+        Some(rates) => rates,
+        None => KnownRates::nominal(device)?,
+    };
     let (mut job, mut found) = with(&rates)?;
     let seconds = found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
     if !is_timed && seconds > WORTH_MEASURING {

@@ -49,9 +49,11 @@ impl Mask {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
         }
         if device.is_cuda() {
-            let out = Tensor::f_empty(shape, (kind, device))?;
-            if self.by_kernel(None, &out, 1.0)? {
-                return Ok(out);
+            {
+                let out = Tensor::f_empty(shape, (kind, device))?;
+                if self.by_kernel(None, &out, 1.0)? {
+                    return Ok(out);
+                }
             }
             return Ok(self.by_operators(count, device)?.f_view(shape)?.f_to_kind(kind)?);
         }

@@ -41,7 +41,8 @@ pub struct Updated {
 }
 
 /// Computes the state after a step from `state` `[5]` (double: s, t, h, n, m) and `found_inf` `[1]` (float: 0, or anything else after an
-/// overflow). Changes neither. `None` if the kernel cannot run: on other devices than CUDA, without NVRTC, below compute capability 8.0.
+/// overflow). Changes neither. `None` where the kernel cannot run, whatever the tensors: on other devices than
+/// CUDA, without NVRTC, below compute capability 8.0, and with `FRUGAL_CUDA_KERNELS=off`.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) for tensors of other shapes, dtypes or devices; those of the driver.

@@ -139,7 +139,7 @@ pub(crate) fn forward(
 }
 
 /// See [`crate::fused::norm::backward`], with a saved input; returns `upstream` if the kernels do not support it. The gradients of weight
-/// and bias have the parameters' dtypes `of_parameters` if both have one and the kernels support it, else fp32.
+/// and bias have the parameters' dtypes `of_parameters` if these are the same and the kernels support it, else fp32.
 pub(crate) fn backward(
     norm: Norm,
     saved: &Saved<'_>,
@@ -213,7 +213,8 @@ pub(crate) fn backward(
     Ok(Ok(Gradients { x: grad, weight, bias }))
 }
 
-/// Returns the sums of the columns of each matrix that is there, all of one size, in its dtype: in one launch.
+/// Returns the sums of the columns of each matrix that is there, all of one size, in one launch: in `kinds` if those that are needed are
+/// the same and have a kernel, else in fp32.
 fn column_sums(partial: [Option<Tensor>; 2], kinds: [Kind; 2]) -> Result<[Option<Tensor>; 2]> {
     let mut there = partial.iter().zip(kinds).filter_map(|(partial, kind)| Some((partial.as_ref()?, kind)));
     let Some((first, of_first)) = there.next() else { return Ok([None, None]) };
