@@ -45,7 +45,7 @@ fn a_scale_moves_as_documented() {
         (most, [3.0, 0.5, 1.0, least, most, 1.0]),
         (least, [2.0, 0.1, 4.0, least, most, 1.0]),
     ];
-    // No overflow, or one of three kinds; every order of them occurs often enough for each rule to apply.
+    // No overflow, or one of three kinds, alone and in a row.
     let flags = [0.0, 1.0, 0.0, 0.0, 0.0, f32::NAN, 1.0, 1.0, -2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0];
     for (scale, options) in cases {
         let mut host = [scale, 0.0, options[5], 0.0, 0.0];
