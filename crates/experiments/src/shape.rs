@@ -19,6 +19,8 @@ pub(crate) enum Shape {
     Large,
     /// A block or two that keep the proportions.
     Tiny,
+    /// As many layers as [`Self::Small`] and hardly any arithmetic: what is left is the host's time for a step's operators.
+    Narrow,
     /// Of a `config.json`, or of the folder of one.
     File(PathBuf),
 }
@@ -32,9 +34,10 @@ impl FromStr for Shape {
             "qwen2.5-1.5b" => Self::Medium,
             "qwen2.5-7b" => Self::Large,
             "tiny" => Self::Tiny,
+            "narrow" => Self::Narrow,
             path if Path::new(path).exists() => Self::File(path.into()),
             other => bail!(
-                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or the path of a config.json"
+                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow, or the path of a config.json"
             ),
         })
     }
@@ -55,6 +58,7 @@ impl Shape {
             Self::Medium => "Qwen2.5-1.5B".to_owned(),
             Self::Large => "Qwen2.5-7B".to_owned(),
             Self::Tiny => "tiny".to_owned(),
+            Self::Narrow => "24 layers of width 32".to_owned(),
             Self::File(path) => path.display().to_string(),
         }
     }
@@ -72,6 +76,7 @@ impl Shape {
                 LlamaConfig { tie_word_embeddings: false, ..qwen(152_064, 3584, 18_944, 28, 28, 4) }
             }
             Self::Tiny => qwen(4096, 128, 704, 2, 2, 1),
+            Self::Narrow => qwen(1024, 32, 64, 24, 4, 2),
             Self::File(path) => {
                 let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
                 LlamaConfig::read(&file)?

@@ -19,7 +19,7 @@
 //! One autograd function. With f = m/ν, z = D(x)·Vᵀ and g = ∂L/∂y, the backward is
 //!
 //! - dm = Σ g ⊙ z / ν, the sum over tokens
-//! - dV's part: with h = f ⊙ g, dB = s·hᵀ·u, du = s·h·B, dA = duᵀ·D(x)
+//! - dV's part: with h = f ⊙ g and u = s·D(x)·Aᵀ, dB = hᵀ·u, du = s·h·B, dA = duᵀ·D(x)
 //! - dx = h·W + du·A; with dropout D((h − g)·W + du·A) + g·W
 //!
 //! It keeps x, z `[n, o]` in fp32 and u `[n, r]`: LoRA without z, which costs a third product to compute again (a segment that
@@ -27,7 +27,7 @@
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::fused::dropout::Mask;
-use runtime::matmul::{mm, mm_into};
+use runtime::matmul::{mm, mm_into, mm_scaled};
 use runtime::nf4::{self, is_nf4};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
@@ -93,8 +93,8 @@ impl Dora {
         let x = x.f_to_kind(wide)?;
         let mut us = Vec::new();
         for (term, &scale) in self.scales.iter().enumerate() {
-            let u = mm(&x, &inputs[a(term)].f_tr()?)?;
-            mm_into(&mut z, &u.try_mul_scalar(scale)?, &inputs[a(term) + 1].f_tr()?, true)?;
+            let u = mm_scaled(&x, &inputs[a(term)].f_tr()?, scale)?;
+            mm_into(&mut z, &u, &inputs[a(term) + 1].f_tr()?, true)?;
             us.push(u);
         }
         us.insert(0, z);
@@ -167,12 +167,12 @@ impl Function for Dora {
         for (term, &scale) in self.scales.iter().enumerate() {
             let at = a(term);
             if let Some(kept) = self.kept.iter().position(|kept| *kept == term).filter(|_| wanted(at + 1)) {
-                result[at + 1] = Some(mm(&scaled.f_tr()?, &us[kept])?.try_mul_scalar_(scale)?);
+                result[at + 1] = Some(mm(&scaled.f_tr()?, &us[kept])?);
             }
             if !(of_x || wanted(at)) {
                 continue;
             }
-            let du = mm(&scaled, &saved[at + 1])?.try_mul_scalar_(scale)?;
+            let du = mm_scaled(&scaled, &saved[at + 1], scale)?;
             if wanted(at) {
                 if x_wide.is_none() {
                     x_wide = Some(self.dropped(&rows(x)?)?.f_to_kind(wide)?);

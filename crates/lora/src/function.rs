@@ -4,13 +4,13 @@
 //! i]`, b `[o]`, and for each term A `[r, i]`, B `[o, r]`, a scale s, a dropout D (D(x) = k·M ⊙ x, M of zeros and ones, k =
 //! 1/(1 − p)):
 //!
-//! - u = D(x)·Aᵀ `[n, r]`
-//! - y = x·Wᵀ + b + Σ s·u·Bᵀ `[n, o]`
+//! - u = s·D(x)·Aᵀ `[n, r]`
+//! - y = x·Wᵀ + b + Σ u·Bᵀ `[n, o]`
 //!
 //! Backward, with g = ∂L/∂y:
 //!
-//! - dB = s·gᵀ·u
-//! - du = s·g·B `[n, r]`
+//! - dB = gᵀ·u
+//! - du = s·g·B `[n, r]`, the derivative by D(x)·Aᵀ
 //! - dA = duᵀ·D(x)
 //! - dx = g·W + Σ D(du·A), D being its own transpose
 //! - dW = gᵀ·x and db = Σ g only if they are trained: a frozen base has no gradient, and no product for it.
@@ -32,9 +32,8 @@
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::fused::dropout::Mask;
-use runtime::matmul::{FEW, matvec, mm, mm_into};
+use runtime::matmul::{FEW, matvec, mm, mm_into, mm_scaled};
 use runtime::nf4::{self, is_nf4, matrix_shape};
-use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 /// s·D(x)·Aᵀ·Bᵀ.
@@ -120,13 +119,10 @@ impl LowRank {
             let at = self.index_of_a(term);
             let (a, b) = (inputs[at], inputs[at + 1]);
             let u = match mask {
-                Some(mask) => mm(&mask.apply(&x, 1.0)?, &a.f_tr()?)?,
-                None => mm(&x, &a.f_tr()?)?,
+                Some(mask) => mm_scaled(&mask.apply(&x, 1.0)?, &a.f_tr()?, scale * mask.scale())?,
+                None => mm_scaled(&x, &a.f_tr()?, scale)?,
             };
-            if let Some(mask) = mask {
-                let _ = u.try_mul_scalar_(mask.scale())?;
-            }
-            mm_into(&mut out, &u.try_mul_scalar(scale)?, &b.f_tr()?, true)?;
+            mm_into(&mut out, &u, &b.f_tr()?, true)?;
             results.push(u);
         }
         let shape = [&self.shape[..self.shape.len() - 1], &[width]].concat();
@@ -202,13 +198,13 @@ impl Function for LowRank {
             let at = self.index_of_a(term);
             if wanted(at + 1) {
                 let u = find(Kept::U(term))?;
-                result[at + 1] = Some(mm(&grad_wide.f_tr()?, u)?.try_mul_scalar_(scale)?);
+                result[at + 1] = Some(mm(&grad_wide.f_tr()?, u)?);
             }
             if !(of_x || wanted(at)) {
                 continue;
             }
             let factor = scale * mask.map_or(1.0, Mask::scale);
-            let du = mm(&grad_wide, find(Kept::B(term))?)?.try_mul_scalar_(factor)?;
+            let du = mm_scaled(&grad_wide, find(Kept::B(term))?, factor)?;
             let Some(mask) = mask else {
                 if wanted(at) {
                     let x = rows(find(Kept::X)?)?.f_to_kind(wide)?;
@@ -271,6 +267,10 @@ pub(crate) fn base_product(
         if weight.kind() != wide && !is_nf4(weight) {
             return Ok(x.f_linear(weight, bias)?.f_to_kind(wide)?);
         }
+    }
+    // One launch, which adds the bias to the product. (On a CPU, `mm_into` divides the product among the threads.)
+    if let Some(bias) = bias.filter(|_| x.device().is_cuda() && weight.kind() == wide && x.kind() == wide) {
+        return Ok(bias.f_addmm(x, &weight.f_tr()?)?);
     }
     let [width, _] = matrix_shape(weight).unwrap_or_default();
     let mut out = Tensor::f_empty([count, width], (wide, x.device()))?;

@@ -24,6 +24,7 @@ use tch::{Device, Kind, Tensor};
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
 use crate::nf4;
+use crate::ops::TryScalar;
 use crate::processor;
 use crate::profile::{Flops, kernel, record_external};
 use crate::sys::gemm::gemm_f32;
@@ -78,6 +79,22 @@ pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let mut out = Tensor::f_empty([m, n], (a.kind(), a.device()))?;
     mm_into(&mut out, a, b, false)?;
     Ok(out)
+}
+
+/// Returns `factor·a·b` in a new tensor of the operands' dtype: one launch on a GPU, a product and a pass over it on a CPU. See
+/// [`mm_into`].
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
+    if factor != 1.0 && a.device().is_cuda() && a.numel() > 0 && b.numel() > 0 {
+        let out = Tensor::f_empty([a.size()[0], *b.size().last().unwrap_or(&0)], (a.kind(), a.device()))?;
+        check(&out, a, b)?;
+        crate::ops::matmul::mm_scaled(&out, a, b, factor)?;
+        return Ok(out);
+    }
+    let product = mm(a, b)?;
+    Ok(if factor == 1.0 { product } else { product.try_mul_scalar_(factor)? })
 }
 
 /// Returns the dtype in which products of `kind` run on `device` at full speed: `kind` itself, or fp32 for bf16 and

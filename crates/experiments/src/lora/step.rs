@@ -42,12 +42,21 @@ enum Trained {
     All,
 }
 
+impl Trained {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Adapters => "adapters",
+            Self::All => "all weights",
+        }
+    }
+}
+
 #[derive(Args)]
 pub(crate) struct Step {
     /// Size of the experiment; --shape overrides its shape
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or a config.json
+    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow (24 layers of width 32), or a config.json
     #[arg(long)]
     shape: Option<Shape>,
     /// Rows of a batch
@@ -66,8 +75,8 @@ pub(crate) struct Step {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
     methods: Vec<Method>,
     /// What a step updates
-    #[arg(long, value_enum, default_value = "adapters")]
-    train: Trained,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "adapters")]
+    train: Vec<Trained>,
     /// Rank of the adapters
     #[arg(long, default_value_t = 8)]
     rank: i64,
@@ -81,7 +90,7 @@ pub(crate) struct Step {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let fp32 = arguments.dtype.iter().all(|&kind| kind == Kind::Float);
-    anyhow::ensure!(arguments.train == Trained::Adapters || fp32, "--train all takes --dtype fp32 only");
+    anyhow::ensure!(!arguments.train.contains(&Trained::All) || fp32, "--train all takes --dtype fp32 only");
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
@@ -93,15 +102,17 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let limit = physical::gemm_rate(device, Kind::Float, rows, config.intermediate_size, config.hidden_size)?
         .rate()
         .context("the rate of a product")?;
-    let mut progress = Progress::new((arguments.dtype.len() * arguments.methods.len()) as u64);
-    for &kind in &arguments.dtype {
+    let models =
+        || arguments.train.iter().flat_map(|&train| arguments.dtype.iter().map(move |&kind| (train, kind)));
+    let mut progress = Progress::new((models().count() * arguments.methods.len()) as u64);
+    for (train, kind) in models() {
         progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
         runtime::random::seed(common.seed)?;
-        let mut prepared = Prepared::new(&shape, arguments, common.seed, (kind, device))?;
+        let mut prepared = Prepared::new(&shape, arguments, train, common.seed, (kind, device))?;
         for &method in &arguments.methods {
             progress.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
             let mut figures = prepared.measure(method, arguments, limit)?;
-            let predicted = predict(&shape, method, arguments, prepared.labelled, (kind, device))?;
+            let predicted = predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))?;
             figures.push(Metric::exact("predicted_peak_bytes", "B", predicted as f64));
             if let Some(peak) =
                 figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value)
@@ -112,12 +123,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
                     (predicted as f64 / peak - 1.0).abs(),
                 ));
             }
-            let case = Case::new()
+            let mut case = Case::new()
                 .with("shape", shape.name())
                 .with("method", name(method))
                 .with("dtype", dtype::name(kind))
                 .with("batch", arguments.batch)
                 .with("sequence", arguments.sequence);
+            if arguments.train.len() > 1 {
+                case = case.with("trained", train.name());
+            }
             sink.put(&arguments.experiment, &case, figures)?;
             progress.step();
         }
@@ -133,7 +147,7 @@ fn chunk(shape: &Shape) -> anyhow::Result<i64> {
 /// The predicted peak of such a step.
 fn predict(
     shape: &Shape,
-    method: Method,
+    (method, train): (Method, Trained),
     arguments: &Step,
     labelled: i64,
     (kind, device): (Kind, Device),
@@ -152,7 +166,7 @@ fn predict(
         step: StepKernel::Fused,
         loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))?, whole: 0 },
         labelled: Some(size(labelled)?),
-        lora: match arguments.train {
+        lora: match train {
             Trained::Adapters => Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
             Trained::All => None,
         },
@@ -182,13 +196,19 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(shape: &Shape, arguments: &Step, seed: u64, options: (Kind, Device)) -> anyhow::Result<Self> {
+    fn new(
+        shape: &Shape,
+        arguments: &Step,
+        train: Trained,
+        seed: u64,
+        options: (Kind, Device),
+    ) -> anyhow::Result<Self> {
         let mut model = Box::new(shape.model(options.0, options.1)?);
         let chunk = Some(Chunk::Tokens(chunk(shape)?));
         fused_ce::install(&mut *model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
         let layers = model.llama_config().num_hidden_layers as usize;
         let vocabulary = model.vocabulary();
-        if arguments.train == Trained::Adapters {
+        if train == Trained::Adapters {
             let lora = LoraConfig {
                 r: arguments.rank,
                 lora_alpha: 16.0,

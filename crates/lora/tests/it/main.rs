@@ -9,6 +9,7 @@ mod fuzz_adapter;
 mod lifecycle;
 mod lora_memory;
 mod nf4;
+mod on_cuda;
 mod recompute;
 mod targets;
 mod writers;

@@ -44,6 +44,39 @@ fn products_are_correct_for_every_layout_dtype_and_backend() {
     }
 }
 
+/// By a pass over the product, and in one operator, as on a GPU.
+#[test]
+fn a_scaled_product_is_that_of_the_unscaled_one_times_the_factor() {
+    let mut generator = crate::random::Generator::new(4).unwrap();
+    for (m, n, k) in [(1, 1, 1), (40, 8, 33), (64, 96, 80), (0, 3, 2), (3, 2, 0)] {
+        for kind in [Kind::Float, Kind::Double] {
+            let a = generator.normal(&[m, k], (kind, Device::Cpu)).unwrap();
+            let b = generator.normal(&[n, k], (kind, Device::Cpu)).unwrap().tr();
+            for factor in [1.0, 2.0, -0.3, 0.0] {
+                let exact = a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double)) * factor;
+                let one = Tensor::full([m, n], f64::NAN, (kind, Device::Cpu));
+                crate::ops::matmul::mm_scaled(&one, &a, &b, factor).unwrap();
+                for found in [mm_scaled(&a, &b, factor).unwrap(), one] {
+                    assert_eq!((found.size(), found.kind()), (vec![m, n], kind));
+                    let allowed = if kind == Kind::Double { 1e-13 } else { 1e-5 };
+                    let worst = (found.to_kind(Kind::Double) - &exact).abs();
+                    let close =
+                        worst.numel() == 0 || worst.max().double_value(&[]) <= allowed * (k as f64).sqrt();
+                    assert!(close, "{m} {n} {k} {kind:?}, factor {factor}");
+                }
+            }
+        }
+    }
+    assert!(
+        mm_scaled(
+            &Tensor::zeros([2, 3], tch::kind::FLOAT_CPU),
+            &Tensor::zeros([2, 3], tch::kind::FLOAT_CPU),
+            2.0
+        )
+        .is_err()
+    );
+}
+
 #[test]
 fn only_the_output_view_is_written() {
     let whole = Tensor::zeros([64, 200], tch::kind::FLOAT_CPU);
