@@ -87,8 +87,9 @@ pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`mm_into`].
 pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
-    if factor != 1.0 && a.device().is_cuda() && a.numel() > 0 && b.numel() > 0 {
-        let out = Tensor::f_empty([a.size()[0], *b.size().last().unwrap_or(&0)], (a.kind(), a.device()))?;
+    let matrices = a.dim() == 2 && b.dim() == 2 && a.numel() > 0 && b.numel() > 0;
+    if factor != 1.0 && a.device().is_cuda() && matrices {
+        let out = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
         check(&out, a, b)?;
         crate::ops::matmul::mm_scaled(&out, a, b, factor)?;
         return Ok(out);
