@@ -261,6 +261,41 @@ mod tests {
         assert_eq!(executable_of("running 3 tests"), None);
     }
 
+    /// Who calls `cargo xtask run-all` in a new checkout builds both: what differed in features would be compiled twice, and all that
+    /// depends on it.
+    #[test]
+    fn what_xtask_and_the_measuring_programs_share_is_compiled_once() {
+        let features = |packages: &[&str]| {
+            let mut command = Command::new(std::env::var_os("CARGO").expect("cargo runs the tests"));
+            command.args([
+                "tree",
+                "--offline",
+                "--edges",
+                "normal,build",
+                "--prefix",
+                "none",
+                "--format",
+                "{p} [{f}]",
+            ]);
+            command.args(packages.iter().flat_map(|package| ["--package", package]));
+            let output = command.current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            let mut features = BTreeMap::<String, BTreeSet<String>>::new();
+            for line in String::from_utf8(output.stdout).unwrap().lines().filter(|line| !line.is_empty()) {
+                let (package, chosen) = line.trim_end_matches(" (*)").split_once(" [").unwrap();
+                features.entry(package.to_owned()).or_default().insert(chosen.to_owned());
+            }
+            features
+        };
+        let (own, programs) = (features(&["xtask"]), features(&["frugal", "experiments"]));
+        let shared: Vec<_> = own.iter().filter(|(package, _)| programs.contains_key(*package)).collect();
+        assert!(shared.len() > 50, "{shared:?}");
+        for (package, features) in shared {
+            let of_programs = &programs[package];
+            assert!(features.is_subset(of_programs), "{package}: {features:?} here, {of_programs:?} there");
+        }
+    }
+
     #[test]
     fn packages_with_torch_are_found_through_others() {
         let package = |name: &str, dependencies: &[&str]| Package {

@@ -63,7 +63,8 @@ impl Tokenizer {
     /// The content is not a tokenizer.
     pub fn from_bytes(json: &[u8]) -> Result<Self> {
         let inner = guarded(|| {
-            let mut inner = tokenizers::Tokenizer::from_bytes(json)?;
+            // Compiled once, in `tokenizers`; its other constructors would be compiled again here.
+            let mut inner = std::str::from_utf8(json)?.parse::<tokenizers::Tokenizer>()?;
             inner.with_truncation(None)?;
             inner.with_padding(None);
             Ok(inner)

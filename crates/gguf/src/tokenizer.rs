@@ -87,8 +87,8 @@ impl Tokenizer {
             let kind = Kind::SentencePiece { scores, space_prefix: sentencepiece::space_prefix(&fields)? };
             (kind, Special::read(folder, config, &own, &fields, &added)?)
         } else {
-            let tokenizer = tokenizers::Tokenizer::from_file(&path)
-                .map_err(|cause| file_error(&path, format!("not a tokenizer: {cause}")))?;
+            let tokenizer =
+                parsed(&path).map_err(|cause| file_error(&path, format!("not a tokenizer: {cause}")))?;
             let pre = pre::name(&fields, &tokenizer)?;
             let kind = Kind::ByteLevel { pre, merges: merges(&fields, model)? };
             (kind, Special::read(folder, config, &own, &fields, &added)?)
@@ -226,6 +226,11 @@ pub(crate) struct AddedToken {
     pub(crate) id: u32,
     pub(crate) text: String,
     pub(crate) special: bool,
+}
+
+/// Parses a `tokenizer.json` by what is compiled once, in `tokenizers`; its other constructors would be compiled again here.
+fn parsed(path: &Path) -> tokenizers::Result<tokenizers::Tokenizer> {
+    std::fs::read_to_string(path)?.parse()
 }
 
 fn object<'a>(fields: &'a Fields, key: &str) -> Result<&'a Map<String, Json>> {

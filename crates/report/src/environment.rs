@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub struct Environment {
     /// `cpu`, or the name of the GPU.
     pub device: String,
-    /// Model name of the processor.
+    /// Model name of the processor, on x86 with its family and model: AMD's names in virtual machines lack the generation.
     pub cpu: String,
     /// Threads that the computation used.
     pub threads: usize,
@@ -57,7 +57,12 @@ impl Environment {
 }
 
 fn cpu_name() -> String {
-    proc_field("/proc/cpuinfo", "model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+    let field = |key| proc_field("/proc/cpuinfo", key);
+    let Some(name) = field("model name") else { return std::env::consts::ARCH.to_owned() };
+    match (field("cpu family"), field("model")) {
+        (Some(family), Some(model)) => format!("{name} (family {family}, model {model})"),
+        _ => name,
+    }
 }
 
 /// The first `key : value` line of a procfs file.

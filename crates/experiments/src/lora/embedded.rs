@@ -81,7 +81,7 @@ struct Sizes {
 impl Sizes {
     fn of(scale: Scale, recipe: &Recipe) -> Self {
         let (pretraining, adaptation, held_out) = match scale {
-            Scale::Smoke => ((12, 2, 64), (4, 4), 8),
+            Scale::Smoke => ((12, 2, 64), (4, 4), 2),
             Scale::Laptop => ((1600, 2, 128), (200, 16), 50),
             Scale::Full => ((2400, 2, 128), (300, 16), 200),
             Scale::Paper => ((6000, 8, 128), (600, 32), 200),

@@ -29,11 +29,11 @@ pub(crate) fn parts(_: Device) -> Vec<Part> {
 }
 
 fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
-    let (weights, tokens, rounds): (_, &[i64], _) = match scale {
-        Scale::Smoke => (&WEIGHTS[..1], &[64], 2),
-        Scale::Laptop => (&WEIGHTS[1..2], &[512], 5),
-        Scale::Full => (&WEIGHTS[..4], &[128, 512, 2048], 9),
-        Scale::Paper => (&WEIGHTS[..], &[128, 512, 2048, 8192], 9),
+    let (weights, tokens, effort): (_, &[i64], _) = match scale {
+        Scale::Smoke => (&WEIGHTS[..1], &[64], Effort { rounds: 1, flops: 1e8 }),
+        Scale::Laptop => (&WEIGHTS[1..2], &[512], Effort { rounds: 5, ..Effort::USUAL }),
+        Scale::Full => (&WEIGHTS[..4], &[128, 512, 2048], Effort::USUAL),
+        Scale::Paper => (&WEIGHTS[..], &[128, 512, 2048, 8192], Effort::USUAL),
     };
     let mut figures = Vec::new();
     for &(weight, out, width) in weights {
@@ -46,13 +46,25 @@ fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
                         .with("pass", pass.name())
                         .with("dtype", dtype::name(kind))
                 };
-                for (kind, metric) in pass.measure([tokens, out, width], device, rounds)? {
+                for (kind, metric) in pass.measure([tokens, out, width], device, &effort)? {
                     figures.push((case(kind), metric));
                 }
             }
         }
     }
     Ok(figures)
+}
+
+/// How long a product is measured.
+struct Effort {
+    rounds: usize,
+    /// Floating-point operations of a sample, which repeats the product until it has as many, at most 100 times.
+    flops: f64,
+}
+
+impl Effort {
+    /// A sample takes about ten milliseconds at the rate of a processor.
+    const USUAL: Self = Self { rounds: 9, flops: 2e9 };
 }
 
 /// The three products of a linear layer `y [tokens, out] = x [tokens, in]·Wᵀ`.
@@ -92,7 +104,12 @@ impl Pass {
     }
 
     /// Measures every candidate of every dtype once per round, so that a disturbance does not hit one of them alone.
-    fn measure(self, sizes: [i64; 3], device: Device, rounds: usize) -> anyhow::Result<Vec<(Kind, Metric)>> {
+    fn measure(
+        self,
+        sizes: [i64; 3],
+        device: Device,
+        effort: &Effort,
+    ) -> anyhow::Result<Vec<(Kind, Metric)>> {
         let kinds: &[Kind] = if device == Device::Cpu {
             &[Kind::Float, Kind::BFloat16, Kind::Half]
         } else {
@@ -103,10 +120,9 @@ impl Pass {
             candidates.extend(self.candidates(sizes, (kind, device))?);
         }
         let work = 2.0 * sizes.iter().product::<i64>() as f64;
-        // About ten milliseconds at the rate of a processor.
-        let repeats = (2e9 / work).ceil().clamp(1.0, 100.0) as u32;
+        let repeats = (effort.flops / work).ceil().clamp(1.0, 100.0) as u32;
         let mut seconds = vec![Vec::new(); candidates.len()];
-        for round in 0..=rounds {
+        for round in 0..=effort.rounds {
             for (candidate, seconds) in candidates.iter_mut().zip(&mut seconds) {
                 // With operands in the cache, as far as they fit, whatever ran before.
                 (candidate.run)()?;

@@ -33,35 +33,44 @@ struct Sizes {
     adapters: i64,
 }
 
-const BASE: Sizes = Sizes { rows: 4, length: 128, layers: 4, vocabulary: 8192, adapters: 1 };
+impl Sizes {
+    /// The sizes that do not grow. At scale smoke tokens and vocabulary are an eighth.
+    fn base(part: i64) -> Self {
+        Self { rows: 4, length: 128 / part, layers: 4, vocabulary: 8192 / part, adapters: 1 }
+    }
+}
 
 /// Each size, how it is set, and its first value; each value is twice the one before.
 type Axis = (&'static str, fn(&mut Sizes, i64), i64);
-const AXES: [Axis; 5] = [
-    ("rows", |sizes, value| sizes.rows = value, 2),
-    // One row, so that the pairs of tokens grow with the square.
-    ("tokens of one row", |sizes, value| (sizes.rows, sizes.length) = (1, value), 256),
-    ("layers", |sizes, value| sizes.layers = value, 2),
-    ("vocabulary", |sizes, value| sizes.vocabulary = value, 8192),
-    ("active adapters", |sizes, value| sizes.adapters = value, 1),
-];
+
+fn axes(part: i64) -> [Axis; 5] {
+    [
+        ("rows", |sizes, value| sizes.rows = value, 2),
+        // One row, so that the pairs of tokens grow with the square.
+        ("tokens of one row", |sizes, value| (sizes.rows, sizes.length) = (1, value), 256 / part),
+        ("layers", |sizes, value| sizes.layers = value, 2),
+        ("vocabulary", |sizes, value| sizes.vocabulary = value, 8192 / part),
+        ("active adapters", |sizes, value| sizes.adapters = value, 1),
+    ]
+}
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Growth) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let (doublings, repeats) = match arguments.scale {
-        Scale::Smoke => (2, 1),
-        Scale::Laptop => (4, 3),
-        Scale::Full | Scale::Paper => (5, 7),
+    let (doublings, repeats, part) = match arguments.scale {
+        Scale::Smoke => (2, 1, 8),
+        Scale::Laptop => (4, 3, 1),
+        Scale::Full | Scale::Paper => (5, 7, 1),
     };
+    let axes = axes(part);
     let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let mut progress = Progress::new(AXES.len() as u64 * doublings);
-    for (axis, set, first) in AXES {
+    let mut progress = Progress::new(axes.len() as u64 * doublings);
+    for (axis, set, first) in axes {
         let (mut seconds, mut bytes) = (Vec::new(), Vec::new());
         for doubling in 0..doublings {
             let value = first << doubling;
             progress.message(&format!("{axis}: {value}"));
-            let mut sizes = BASE;
+            let mut sizes = Sizes::base(part);
             set(&mut sizes, value);
             let plan = MeasurementPlan { warmup: 1, repeats, ..MeasurementPlan::new(device) };
             let measured = step(&sizes, &plan, common.seed)?;

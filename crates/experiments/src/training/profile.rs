@@ -64,7 +64,11 @@ impl Measurement {
         let device = runtime::device::select(&common.device)?;
         runtime::memory::track_cpu()?;
         let sizes = Sizes::of(which.scale);
-        let few = matches!(which.scale, Scale::Smoke | Scale::Laptop);
+        let traced = match which.scale {
+            Scale::Smoke => 1,
+            Scale::Laptop => 2,
+            Scale::Full | Scale::Paper => 3,
+        };
         Ok(Self {
             sink: Sink::new(common, crate::environment::of(device)?, which.scale)?,
             progress: Progress::new(parts as u64),
@@ -81,7 +85,7 @@ impl Measurement {
                 warmup: 2,
                 turn: if device.is_cuda() { 10 } else { 1 },
                 turns: sizes.turns,
-                traced: if few { 2 } else { 3 },
+                traced,
             },
         })
     }
