@@ -1,13 +1,12 @@
 //! Ranks that hang, are killed or stopped, or are slow.
 
 use std::sync::Mutex;
-use std::time::Duration;
 
 use runtime::autograd::GradientHook;
 use test_ranks::Ranks as Processes;
 use training::checkpoint;
 
-use crate::faulty::{Fault, Injected, Operation, STEP, wait};
+use crate::faulty::{Fault, Injected, Operation, PATIENCE, STEP, wait};
 use crate::run;
 use crate::training_case::Case;
 
@@ -41,7 +40,7 @@ fn check(printed: &[String], (_, rank, operation): Injected, folder: &tempfile::
 
 fn case(fault: Injected, folder: &tempfile::TempDir) -> Case {
     let folder = Some(folder.path().to_owned());
-    Case { fault: Some(fault), folder, timeout: Duration::from_millis(1500), ..Case::default() }
+    Case { fault: Some(fault), folder, timeout: PATIENCE, ..Case::default() }
 }
 
 const OPERATIONS: [Operation; 3] = [Operation::Reduce, Operation::Gather, Operation::Save];

@@ -41,6 +41,8 @@ pub(crate) enum Operation {
 /// A fault: what befalls which rank, and when.
 pub(crate) type Injected = (Fault, usize, Operation);
 
+/// How long ranks wait for one with a fault: longer than anything else takes while other tests have both processors.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(4);
 /// The step of a fault.
 pub(crate) const STEP: u64 = 3;
 
@@ -76,7 +78,7 @@ impl Faulty {
                     }
                     if fault == Fault::Hangs {
                         // Until the others have given up.
-                        std::thread::sleep(Duration::from_secs(3));
+                        std::thread::sleep(PATIENCE + Duration::from_secs(1));
                     }
                     befall(fault).map_err(|error| runtime::Error::Other(error.to_string().into()))
                 });
@@ -106,7 +108,7 @@ fn befall(fault: Fault) -> Result<()> {
     let own = std::process::id();
     let signals = match fault {
         Fault::Killed => format!("kill -9 {own}"),
-        Fault::Stopped => format!("kill -STOP {own}; sleep 4; kill -9 {own}"),
+        Fault::Stopped => format!("kill -STOP {own}; sleep {}; kill -9 {own}", PATIENCE.as_secs() + 2),
         Fault::Hangs => {
             return Err(Error::Config { what: HANGS, reason: "until the others have ended".to_owned() });
         }

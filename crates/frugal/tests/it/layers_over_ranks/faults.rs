@@ -1,11 +1,9 @@
 //! Ranks of stage 3 that hang, are killed or stopped, between and within their passes.
 
-use std::time::Duration;
-
 use test_ranks::Ranks;
 use training::checkpoint;
 
-use super::faulty::{Fault, Injected, Operation, STEP};
+use super::faulty::{Fault, Injected, Operation, PATIENCE, STEP};
 use super::training_case::Case;
 use super::{A_RANK, case, run};
 
@@ -13,7 +11,7 @@ const OPERATIONS: [Operation; 4] =
     [Operation::Forward, Operation::Backward, Operation::Reduce, Operation::Gather];
 
 fn faulty(fault: Injected, folder: &tempfile::TempDir) -> Case {
-    let (folder, timeout) = (Some(folder.path().to_owned()), Some(Duration::from_millis(1500)));
+    let (folder, timeout) = (Some(folder.path().to_owned()), Some(PATIENCE));
     // With one slot every layer is gathered again in backward.
     Case { fault: Some(fault), folder, timeout, ..case(3, 0.5, 4, "[offload]\nring = 1\n") }
 }
