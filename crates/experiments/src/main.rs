@@ -2,6 +2,9 @@
 
 use std::process::ExitCode;
 
+// As `frugal` waits, which it measures.
+runtime::bound_spinning!();
+
 fn main() -> ExitCode {
     experiments::run()
 }

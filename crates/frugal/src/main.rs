@@ -7,6 +7,9 @@ mod program;
 #[global_allocator]
 static GLOBAL: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+// People train beside a browser.
+runtime::bound_spinning!();
+
 use std::ffi::OsString;
 use std::process::ExitCode;
 

@@ -22,6 +22,7 @@
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
 //! | [`file_memory`] | tensors whose memory is an unnamed file |
 //! | [`random`] | seeds and the state of the random generators |
+//! | [`wait_policy`] | how libtorch's CPU threads wait for each other: what a program on a busy machine does |
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
 //! libtorch is an [`Error`] with libtorch's message and without its C++ stack; no argument causes a panic.
@@ -60,6 +61,7 @@ pub mod processor;
 pub mod profile;
 pub mod random;
 mod sys;
+pub mod wait_policy;
 
 pub use error::{Error, Result};
 

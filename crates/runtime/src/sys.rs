@@ -49,6 +49,7 @@ pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;
 pub(crate) mod truncated;
+pub(crate) mod wait_policy;
 
 unsafe extern "C" {
     fn rt_free_message(message: Status);

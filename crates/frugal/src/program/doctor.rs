@@ -10,6 +10,7 @@ use frugal::planning::KnownRates;
 use report::Environment;
 use report::unit::human;
 use runtime::device::{self, memory_info};
+use runtime::wait_policy::WaitPolicy;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -44,6 +45,8 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
     tell("libtorch path", shown, json!(path));
     tell("processor", environment.cpu.clone(), json!(environment.cpu));
     tell("threads", environment.threads.to_string(), json!(environment.threads));
+    let policy = WaitPolicy::of_process().to_string();
+    tell("waiting threads", policy.clone(), json!(policy));
     let implementations = runtime::processor::choices()?.to_string();
     tell("implementations", implementations.clone(), json!(implementations));
     for device in devices()? {
