@@ -1,5 +1,6 @@
-//! `planning`: trainings of the program under budgets.
+//! `planning`: trainings of the program under budgets, and beside other programs.
 
+mod busy;
 mod choice;
 mod large;
 mod sandbox;
@@ -10,6 +11,8 @@ use report::cli::CommonArgs;
 /// What is compared.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
+    /// Train beside a process on every core, under each way in which threads can wait
+    Busy(busy::Busy),
     /// Train under budgets with the chosen plan, and with every other one
     Choice(choice::Choice),
     /// Train a model that is larger than its budget
@@ -18,6 +21,7 @@ pub(crate) enum Verb {
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
+        Verb::Busy(arguments) => busy::run(common, arguments),
         Verb::Choice(arguments) => choice::run(common, arguments),
         Verb::Large(arguments) => large::run(common, arguments),
     }

@@ -131,6 +131,38 @@ impl Sandbox {
         Ok(std::fs::write(self.folder.path().join(name), text)?)
     }
 
+    /// Runs a training, `words` of the program's command line, without the variables in `without` and with `with`, and returns the
+    /// mean time of the steps after the first three.
+    ///
+    /// # Errors
+    /// A training that fails or is too short.
+    pub(super) fn mean_step_seconds(
+        &self,
+        words: &[String],
+        without: &[&str],
+        with: Option<(&str, &str)>,
+    ) -> anyhow::Result<f64> {
+        let out = self.folder.path().join("out");
+        let mut command = self.command();
+        command.args(words).args(["--out", "out"]);
+        for name in without {
+            command.env_remove(name);
+        }
+        command.envs(with);
+        let Output { status, stderr, .. } = command.output()?;
+        ensure!(status.success(), "{command:?} failed with {status}: {}", String::from_utf8_lossy(&stderr));
+        let losses = std::fs::read_to_string(out.join("losses.jsonl"))?;
+        std::fs::remove_dir_all(&out)?;
+        let mut seconds = Vec::new();
+        for line in losses.lines() {
+            let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            seconds.extend(value["seconds"].as_f64());
+        }
+        let measured = seconds.get(WARM_UP..).unwrap_or_default();
+        ensure!(!measured.is_empty(), "{command:?} recorded {} steps", seconds.len());
+        Ok(measured.iter().sum::<f64>() / measured.len() as f64)
+    }
+
     /// Fine-tunes with these arguments; `None` where the budget does not suffice.
     ///
     /// # Errors

@@ -44,6 +44,8 @@ mod train_data;
 mod train_kill;
 mod training_budget;
 mod triples;
+#[cfg(target_os = "linux")]
+mod waiting_threads;
 
 /// The program, where this was built, or where the variable says on another machine.
 fn program() -> std::ffi::OsString {

@@ -50,9 +50,8 @@ mod linux {
         }
         let mut path = [0_u8; libc::PATH_MAX as usize];
         // SAFETY: at most one byte less than `path` has is written, so that the text ends with a zero byte.
-        let length = unsafe {
-            libc::readlink(c"/proc/self/exe".as_ptr(), path.as_mut_ptr().cast(), path.len() - 1)
-        };
+        let length =
+            unsafe { libc::readlink(c"/proc/self/exe".as_ptr(), path.as_mut_ptr().cast(), path.len() - 1) };
         if length <= 0 {
             return;
         }
