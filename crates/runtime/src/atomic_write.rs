@@ -6,6 +6,9 @@
 //!   one that they replace. The two folders exchange names in one step (`renameat2` with `RENAME_EXCHANGE`), after the other
 //!   entries of the old folder were linked into the new one. Of several writers, the last one wins completely.
 //!
+//! What is replaced passes its mode on, and where the system permits it its owner ([`keep_access`]); what is new has the mode that the user's
+//! mask allows.
+//!
 //! Temporary names are `.NAME.RANDOM.new`, locked while they are written. The next writer of a name removes what a killed process
 //! left.
 //!
@@ -35,6 +38,7 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 
+mod access;
 mod folder;
 mod temporary;
 
@@ -42,9 +46,10 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
+pub use access::keep_access;
 pub use folder::Folder;
 
-/// Writes a file atomically, replacing an existing one.
+/// Writes a file atomically, replacing an existing one, whose mode it keeps ([`keep_access`]).
 ///
 /// # Errors
 /// Those of `content`; a folder that does not exist, is not writable, or is full. The old file is then unchanged.

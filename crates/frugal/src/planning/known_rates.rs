@@ -174,11 +174,7 @@ fn read(path: &Path) -> BTreeMap<String, KnownRates> {
 fn write(path: &Path, all: &BTreeMap<String, KnownRates>) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)?;
-    // The file appears whole.
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    std::io::Write::write_all(&mut file, &serde_json::to_vec_pretty(all)?)?;
-    file.persist(path).map_err(|error| error.error)?;
-    Ok(())
+    runtime::atomic_write::file(path, |file| file.write_all(&serde_json::to_vec_pretty(all)?))
 }
 
 #[cfg(test)]

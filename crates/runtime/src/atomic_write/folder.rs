@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use super::{is_at, parent, sync_folder, temporary};
+use super::{access, is_at, parent, sync_folder, temporary};
 
 /// A folder that is filled under a temporary name. It is removed if dropped before [`Folder::publish`].
 #[derive(Debug)]
@@ -67,6 +67,10 @@ impl Folder {
     /// Those of the file system. The old content is then unchanged; or, if folders cannot be exchanged and renaming failed halfway,
     /// it lacks its `marks`.
     pub fn publish(self, marks: &[&str], is_former: &dyn Fn(&str) -> bool) -> io::Result<()> {
+        for entry in fs::read_dir(self.path())? {
+            let entry = entry?;
+            access::keep_access(&self.target.join(entry.file_name()), &entry.path())?;
+        }
         let mut written = Vec::new();
         for entry in fs::read_dir(self.path())? {
             let entry = entry?;
@@ -111,7 +115,7 @@ impl Folder {
             return Err(io::ErrorKind::CrossesDevices.into());
         }
         link_missing(&self.target, self.path(), is_former)?;
-        fs::set_permissions(self.path(), fs::metadata(&self.target)?.permissions())?;
+        access::set(&fs::metadata(&self.target)?, self.path());
         sync_folder(self.path())?;
         exchange_names(self.path(), &self.target)?;
         // Entries that were added to the old folder meanwhile.
@@ -159,7 +163,7 @@ fn link_missing(from: &Path, to: &Path, is_left_out: &dyn Fn(&str) -> bool) -> i
         let linked = if kind.is_dir() {
             if !to.is_dir() {
                 fs::create_dir(&to)?;
-                fs::set_permissions(&to, entry.metadata()?.permissions())?;
+                access::set(&entry.metadata()?, &to);
             }
             link_missing(&from, &to, &|_| false)
         } else if fs::symlink_metadata(&to).is_ok() {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use parking_lot::Mutex;
 use tempfile::{Builder, NamedTempFile, TempDir, TempPath};
 
-use super::{is_at, parent};
+use super::{access, is_at, parent};
 
 /// Temporary files and folders of this process; those that have got their names are no longer there.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
@@ -25,9 +25,11 @@ pub(super) fn file(path: &Path) -> io::Result<NamedTempFile> {
     let (folder, prefix) = (parent(path), prefix(path)?);
     remove_leftovers(folder, &prefix);
     loop {
-        let made = builder(&prefix, 0o666).tempfile_in(folder)?;
+        let made = builder(&prefix, access::mode(path, 0o666)).tempfile_in(folder)?;
         if lock(made.as_file())? && is_at(made.as_file(), made.path()) {
             note(made.path());
+            // Before it has a content.
+            access::keep_access(path, made.path())?;
             return Ok(made);
         }
     }
@@ -54,7 +56,7 @@ pub(super) fn folder(folder: &Path, target: &Path) -> io::Result<(TempDir, File)
     let prefix = prefix(target)?;
     remove_leftovers(folder, &prefix);
     loop {
-        let made = builder(&prefix, 0o777).tempdir_in(folder)?;
+        let made = builder(&prefix, access::mode(target, 0o777) | 0o700).tempdir_in(folder)?;
         // Another writer may have removed it before it was locked.
         let open = match File::open(made.path()) {
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
@@ -99,7 +101,6 @@ fn prefix(path: &Path) -> io::Result<OsString> {
 fn builder<'a>(prefix: &'a OsStr, mode: u32) -> Builder<'a, 'static> {
     let mut builder = Builder::new();
     builder.prefix(prefix).suffix(SUFFIX).rand_bytes(RANDOM);
-    // The permissions of any new file: what the user's mask allows.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(mode));
     #[cfg(not(unix))]

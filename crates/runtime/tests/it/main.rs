@@ -1,6 +1,7 @@
 //! The tests of `runtime` that need only its public interface: one binary, a module per behaviour.
 
 mod adam;
+mod atomic_write;
 mod attention_flops;
 mod autograd_captured;
 mod autograd_checkpoint;

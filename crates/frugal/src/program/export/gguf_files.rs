@@ -128,7 +128,9 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     std::fs::create_dir_all(out).with_context(|| format!("{} cannot be created", out.display()))?;
     for name in [Some(&*names.0), own.as_ref().map(|_| &*names.1), Some(MODELFILE)].into_iter().flatten() {
         let path = out.join(name);
-        std::fs::rename(stage.path().join(name), &path)
+        let staged = stage.path().join(name);
+        atomic_write::keep_access(&path, &staged)
+            .and_then(|()| std::fs::rename(&staged, &path))
             .with_context(|| format!("{} cannot be written", path.display()))?;
     }
     result.insert("modelfile".to_owned(), json!(out.join(MODELFILE)));
