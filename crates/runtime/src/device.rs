@@ -53,11 +53,10 @@ pub use stream::{Stream, StreamGuard};
 use crate::error::{Error, Result};
 use crate::sys::{device as sys, stream as sys_stream};
 
-/// Blocks the calling thread until the work of all streams of the device is done. Within the work of a CPU stream, that
-/// stream is left out.
+/// Blocks the calling thread until the work of all streams of the device is done.
 ///
 /// # Errors
-/// A device that does not exist; on CUDA, an asynchronous error of a kernel. On the CPU, the failure of a stream; the
+/// A device that does not exist; the CPU within the work of a CPU stream, for which another stream may wait; on CUDA, an asynchronous error of a kernel. On the CPU, the failure of a stream; the
 /// stream's own [`Stream::synchronize`] returns it again, because only the stream's owner knows what was not computed.
 pub fn synchronize(device: Device) -> Result<()> {
     match checked(device)? {
@@ -85,8 +84,9 @@ pub fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
 /// # Errors
 /// Tensors that are not contiguous, not on the CPU, or not of one dtype and number of elements.
 pub fn copy_on_this_thread(target: &Tensor, source: &Tensor) -> Result<()> {
-    let plain =
-        |tensor: &Tensor| tensor.defined() && tensor.device() == Device::Cpu && tensor.is_contiguous();
+    let plain = |tensor: &Tensor| {
+        tensor.defined() && tensor.device() == Device::Cpu && tensor.is_contiguous() && !tensor.is_neg()
+    };
     if !plain(target) || !plain(source) || target.kind() != source.kind() || target.numel() != source.numel()
     {
         let of = |tensor: &Tensor| match tensor.defined() {

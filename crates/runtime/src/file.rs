@@ -73,7 +73,7 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
 /// [`Error::Io`] if the file ends too early or cannot be read: the target's values are undefined then. [`Error::Invalid`] for a
 /// target that is not contiguous, or on another device.
 pub fn read_into(file: &File, path: &Path, offset: u64, target: &Tensor) -> Result<()> {
-    if target.device() != Device::Cpu || !target.is_contiguous() {
+    if target.device() != Device::Cpu || !target.is_contiguous() || target.is_neg() {
         let (device, size) = (crate::device::flag(target.device()), target.size());
         let reason = format!(
             "the target {size:?} is on {device} or not contiguous; expected contiguous memory on the CPU"
@@ -99,5 +99,7 @@ pub fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Result<()>
         );
         return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, reason));
     }
-    sys::write_values(out, tensor)
+    // Its memory has the other sign.
+    let tensor = tensor.f_resolve_neg().map_err(std::io::Error::other)?;
+    sys::write_values(out, &tensor)
 }

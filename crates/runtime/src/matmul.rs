@@ -217,6 +217,9 @@ fn check(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
             kinds.0, kinds.1, kinds.2
         ));
     }
+    if out.is_neg() {
+        return refuse("the output is a lazily negated view; give it memory of its own".to_owned());
+    }
     for (name, operand) in [("left", a), ("right", b)] {
         if out.is_sparse() || operand.is_sparse() {
             return refuse("an operand or the output is sparse; make it dense".to_owned());

@@ -102,7 +102,7 @@ pub fn quantize(weight: &Tensor, scales: Scales) -> Result<Tensor> {
     let elements = out * inner;
     let blocks = (elements + BLOCK - 1) / BLOCK;
     let absmax = Tensor::f_empty([blocks], (Kind::Float, Device::Cpu))?;
-    let flat = weight.f_detach()?.f_reshape([-1])?;
+    let flat = weight.f_detach()?.f_resolve_neg()?.f_reshape([-1])?;
     for start in (0..elements).step_by(PIECE as usize) {
         let length = PIECE.min(elements - start);
         let piece = flat.f_narrow(0, start, length)?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?;

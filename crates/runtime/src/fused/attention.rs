@@ -53,7 +53,8 @@ pub struct CausalOptions {
 /// In a segment that keeps its products ([`retain`](crate::autograd::retain)), the result and L are kept.
 ///
 /// # Errors
-/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); a window below 1; a cap that is not positive.
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); a window below 1; a cap that is not positive. Without
+/// elements the result is empty.
 ///
 /// ```
 /// use runtime::fused::attention::{CausalOptions, causal_attention};
@@ -195,10 +196,12 @@ fn readable(x: &Tensor) -> Result<Tensor> {
 }
 
 /// A tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.
+///
+/// No view: libtorch refuses to change views that a function returns in place.
 fn heads_last(like: &Tensor) -> Result<Tensor> {
     let (batch, heads, tokens, head) = like.size4()?;
-    let memory = Tensor::f_empty([batch, tokens, heads, head], (like.kind(), like.device()))?;
-    Ok(memory.f_transpose(1, 2)?)
+    let strides = [tokens * heads * head, head, heads * head, 1];
+    Ok(Tensor::f_empty_strided([batch, heads, tokens, head], strides, (like.kind(), like.device()))?)
 }
 
 /// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.

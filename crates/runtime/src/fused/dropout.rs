@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::ops::TryScalar;
 use crate::profile::kernel;
+use crate::sys::tensor::dense;
 
 /// SplitMix64's increment, and the shifts and factors of its first two rounds.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -44,10 +45,12 @@ impl Mask {
     /// [`Error::Invalid`] for a rate outside [0, 1); those of libtorch and the driver.
     pub fn keep(self, shape: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
         self.check()?;
-        let count = usize::try_from(shape.iter().product::<i64>()).unwrap_or(0);
-        if count == 0 {
+        // Of a shape that no tensor has, libtorch says so.
+        let count =
+            shape.iter().try_fold(1usize, |count, &size| count.checked_mul(usize::try_from(size).ok()?));
+        let Some(count) = count.filter(|count| *count > 0) else {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
-        }
+        };
         if device.is_cuda() {
             {
                 let out = Tensor::f_empty(shape, (kind, device))?;
@@ -63,7 +66,8 @@ impl Mask {
         Ok(mask.f_to_device(device)?.f_to_kind(kind)?)
     }
 
-    /// Returns x·mask·factor. [`Mask::scale`] is the factor that keeps the mean. Records no graph.
+    /// Returns x·mask·factor. [`Mask::scale`] is the factor that keeps the mean. Records no graph. A dropped infinity is NaN, as in
+    /// PyTorch: 0·∞.
     ///
     /// # Errors
     /// As [`Mask::keep`].
@@ -71,7 +75,7 @@ impl Mask {
         let _no_grad = tch::no_grad_guard();
         self.check()?;
         if x.device().is_cuda() {
-            let x = x.f_contiguous()?;
+            let x = dense(x)?;
             let out = x.f_empty_like()?;
             if self.by_kernel(Some(&x), &out, factor)? {
                 return Ok(out);
@@ -209,6 +213,14 @@ mod tests {
                     format!("dropout: the rate is {rate}; expected one from 0 to below 1")
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_shape_that_no_tensor_has_is_refused() {
+        let mask = Mask { rate: 0.5, seed: 1 };
+        for shape in [&[1 << 32, 1 << 32][..], &[i64::MAX, 2, 3], &[3, -1], &[-2, -2]] {
+            assert!(mask.keep(shape, kind::FLOAT_CPU).is_err(), "{shape:?}");
         }
     }
 

@@ -62,7 +62,7 @@ use crate::autograd::{self, GradMode};
 use crate::error::{Error, Result};
 use crate::profile::{Flops, kernel, record_external};
 use crate::sys::norm as sys;
-use crate::sys::tensor::is_sole_owner;
+use crate::sys::tensor::{dense, is_sole_owner};
 use function::FusedNorm;
 
 const NAME: &str = "fused norm";
@@ -253,7 +253,7 @@ pub fn forward(
     not_recorded(&[Some(x), residual, weight, bias])?;
     let (size, kind) = (x.size(), x.kind());
     let compute = sys::compute_kind(kind);
-    let (x, residual) = (x.f_contiguous()?, residual.map(Tensor::f_contiguous).transpose()?);
+    let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
     let (weight, bias) = (parameter(weight, compute)?, parameter(bias, compute)?);
     let rows = x.numel() as i64 / size.last().copied().unwrap_or(1);
     let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, Device::Cpu));
@@ -333,9 +333,9 @@ pub fn backward(
 ) -> Result<Gradients> {
     not_recorded(&[Some(&upstream), added, Some(saved.kept), saved.weight, saved.bias])?;
     let (size, compute) = (upstream.size(), sys::compute_kind(saved.kind));
-    let upstream = if upstream.is_contiguous() { upstream } else { upstream.f_contiguous()? };
-    let added = added.map(Tensor::f_contiguous).transpose()?;
-    let kept = saved.kept.f_contiguous()?;
+    let upstream = if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+    let added = added.map(dense).transpose()?;
+    let kept = dense(saved.kept)?;
     let output_kept = saved.keep == Keep::Output;
     let (weight, bias) = (parameter(saved.weight, compute)?, parameter(saved.bias, compute)?);
     let inverse = weight.as_ref().filter(|_| output_kept).map(Tensor::f_reciprocal).transpose()?;
@@ -374,7 +374,7 @@ pub fn backward(
 
 /// Converts a parameter for the passes.
 fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Tensor>> {
-    parameter.map(|p| Ok(p.f_detach()?.f_to_kind(kind)?.f_contiguous()?)).transpose()
+    parameter.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose()
 }
 
 /// Reports a pass over these matrices to running counters. Elementwise work counts no FLOPs.

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::fused::norm::{Gradients, Norm, Normalized, Options, Saved, Wanted};
-use crate::sys::tensor::{bump_version, is_sole_owner};
+use crate::sys::tensor::{bump_version, dense, is_sole_owner};
 
 const NAME: &str = "fused norm";
 
@@ -101,7 +101,7 @@ pub(crate) fn forward(
     let (Some(of_x), Some(of_y), true) = (type_of(kind), type_of(output), are_ready(device)) else {
         return Ok(None);
     };
-    let (x, residual) = (x.f_contiguous()?, residual.map(Tensor::f_contiguous).transpose()?);
+    let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
     let (of_parameters, weight, bias) = parameters(weight, bias)?;
     let columns = size.last().copied().unwrap_or(1);
     let all: Vec<&Tensor> =
@@ -151,8 +151,8 @@ pub(crate) fn backward(
     let (size, kind, device) = (upstream.size(), saved.kind, upstream.device());
     let types = type_of(kind).zip(type_of(upstream.kind()));
     let (Some((of_x, of_upstream)), true) = (types, are_ready(device)) else { return Ok(Err(upstream)) };
-    let upstream = if upstream.is_contiguous() { upstream } else { upstream.f_contiguous()? };
-    let (kept, added) = (saved.kept.f_contiguous()?, added.map(Tensor::f_contiguous).transpose()?);
+    let upstream = if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+    let (kept, added) = (dense(saved.kept)?, added.map(dense).transpose()?);
     let (of_weight_type, weight, _) = parameters(saved.weight, None)?;
     let columns = size.last().copied().unwrap_or(1);
     let all: Vec<&Tensor> =
@@ -256,8 +256,6 @@ fn parameters(
     let kinds: Vec<Kind> = [weight, bias].into_iter().flatten().map(Tensor::kind).collect();
     let alike = kinds.windows(2).all(|pair| pair[0] == pair[1]);
     let kind = kinds.first().copied().filter(|kind| alike && type_of(*kind).is_some()).unwrap_or(Kind::Float);
-    let plain = |p: Option<&Tensor>| {
-        p.map(|p| Ok::<_, Error>(p.f_detach()?.f_to_kind(kind)?.f_contiguous()?)).transpose()
-    };
+    let plain = |p: Option<&Tensor>| p.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose();
     Ok((type_of(kind).unwrap_or("float"), plain(weight)?, plain(bias)?))
 }

@@ -1,5 +1,7 @@
 //! Tensors whose memory moves.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -35,7 +37,11 @@ use crate::sys::tensor as sys;
 /// Who attaches memory is responsible for its values: the tensors do not share its version, so that a graph does not see that
 /// they changed.
 #[derive(Debug)]
-pub struct MovableMemory(Tensor);
+pub struct MovableMemory {
+    bytes: Tensor,
+    /// Whether a guard lives.
+    attached: AtomicBool,
+}
 
 /// Memory that is attached until this is dropped.
 #[derive(Debug)]
@@ -49,37 +55,43 @@ impl MovableMemory {
     /// A device that does not exist.
     pub fn new(bytes: usize, device: Device) -> Result<Self> {
         let prototype = Tensor::f_empty([0], (Kind::Uint8, device))?;
-        Ok(Self(sys::movable(bytes, &prototype)?))
+        Ok(Self { bytes: sys::movable(bytes, &prototype)?, attached: AtomicBool::new(false) })
     }
 
     /// The bytes, `[bytes]`, for views.
     pub fn bytes(&self) -> &Tensor {
-        &self.0
+        &self.bytes
     }
 
     /// Attaches memory: the bytes of a contiguous tensor, which live until the guard is dropped.
     ///
     /// # Errors
-    /// Memory of another size or dtype, or on another device.
+    /// Memory of another size or dtype, or on another device; memory that is attached already.
     pub fn attach(&self, memory: &Tensor) -> Result<Attached<'_>> {
         let fits = memory.kind() == Kind::Uint8
-            && memory.numel() == self.0.numel()
+            && memory.numel() == self.bytes.numel()
             && memory.is_contiguous()
-            && memory.device() == self.0.device();
+            && memory.device() == self.bytes.device();
         if !fits {
             let of =
                 |tensor: &Tensor| format!("{:?} {:?} on {:?}", tensor.kind(), tensor.size(), tensor.device());
-            let reason = format!("the memory is {}; expected {}, contiguous", of(memory), of(&self.0));
+            let reason = format!("the memory is {}; expected {}, contiguous", of(memory), of(&self.bytes));
             return Err(Error::invalid("MovableMemory::attach", reason));
         }
-        sys::set_movable(&self.0, Some(memory))?;
-        Ok(Attached(self))
+        if self.attached.swap(true, Ordering::AcqRel) {
+            let reason = "memory is attached already; drop its guard first";
+            return Err(Error::invalid("MovableMemory::attach", reason));
+        }
+        let attached = Attached(self);
+        sys::set_movable(&self.bytes, Some(memory))?;
+        Ok(attached)
     }
 }
 
 impl Drop for Attached<'_> {
     fn drop(&mut self) {
         // Fails for an undefined tensor alone.
-        let _ = sys::set_movable(&self.0.0, None);
+        let _ = sys::set_movable(&self.0.bytes, None);
+        self.0.attached.store(false, Ordering::Release);
     }
 }

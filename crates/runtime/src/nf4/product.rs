@@ -168,13 +168,15 @@ impl Function for Nf4Linear {
         retain::kept(|| {
             let [out, inner] = expect(weight)?;
             let x = matrix(x, inner)?;
-            let mut y = Tensor::f_empty([x.size()[0], out], (self.kind, x.device()))?;
-            if let Some(bias) = inputs.get(2) {
-                y.f_copy_(&bias.f_expand_as(&y)?)?;
-            }
-            mm_into(&mut y, &x, weight, self.bias.is_some())?;
             let leading = &self.shape[..self.shape.len() - 1];
-            Ok(vec![y.f_view([leading, &[out]].concat().as_slice())?])
+            // No view: libtorch refuses to change views that a function returns in place.
+            let y = Tensor::f_empty([leading, &[out]].concat(), (self.kind, x.device()))?;
+            let mut rows = y.f_view([x.size()[0], out])?;
+            if let Some(bias) = inputs.get(2) {
+                rows.f_copy_(&bias.f_expand_as(&rows)?)?;
+            }
+            mm_into(&mut rows, &x, weight, self.bias.is_some())?;
+            Ok(vec![y])
         })
     }
 

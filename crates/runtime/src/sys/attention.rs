@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::parallel;
 use super::simd::{self, Element, Real};
-use super::tensor::bump_version;
+use super::tensor::{address, bump_version};
 use crate::error::{Error, Result};
 use backward::{Gradients, Keys, Parts};
 use block::{BLOCK, Heads};
@@ -98,11 +98,12 @@ pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
     }
 }
 
-/// Whether rows of heads can be read where they are.
+/// Whether rows of heads can be read where they are. Without elements nothing is read, and libtorch calls any strides contiguous.
 pub(crate) fn reads(tensor: &Tensor) -> bool {
-    !tensor.is_neg()
-        && tensor.stride().last() == Some(&1)
-        && tensor.stride().iter().all(|stride| *stride >= 0)
+    tensor.numel() == 0
+        || !tensor.is_neg()
+            && tensor.stride().last() == Some(&1)
+            && tensor.stride().iter().all(|stride| *stride >= 0)
 }
 
 /// Computes `o` and `log_sums`.
@@ -111,6 +112,9 @@ pub(crate) fn reads(tensor: &Tensor) -> bool {
 /// Shapes, dtypes or strides that do not fit.
 pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
     let (pass, batch) = pass(tensors, scores)?;
+    if tensors.o.numel() == 0 {
+        return Ok(());
+    }
     let run = match tensors.q.kind() {
         Kind::Double => forward_of::<f64>,
         Kind::BFloat16 => forward_of::<bf16>,
@@ -160,6 +164,11 @@ pub(crate) fn backward(
         k: heads_of(gradients[1], tensors.k)?,
         v: heads_of(gradients[2], tensors.v)?,
     };
+    if tensors.o.numel() == 0 {
+        // No query sees the keys, if there are any.
+        gradients.into_iter().try_for_each(|gradient| gradient.shallow_clone().f_zero_().map(drop))?;
+        return Ok(());
+    }
     let run = match tensors.q.kind() {
         Kind::Double => backward_of::<f64>,
         Kind::BFloat16 => backward_of::<bf16>,
@@ -236,8 +245,8 @@ fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
     let kv_heads = k.size().get(1).copied().unwrap_or(0);
     let of_keys = [batch, kv_heads, tokens, head];
     let computed = compute_kind(q.kind());
-    let fits = kv_heads > 0
-        && heads % kv_heads == 0
+    let divides = if kv_heads > 0 { heads % kv_heads == 0 } else { heads == 0 };
+    let fits = divides
         && computed.is_some()
         && log_sums.size() == [batch, heads, tokens]
         && Some(log_sums.kind()) == computed
@@ -251,7 +260,7 @@ fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
     let pass = Pass {
         tokens: tokens as usize,
         head: head as usize,
-        group: (heads / kv_heads) as usize,
+        group: (heads / kv_heads.max(1)) as usize,
         heads: heads as usize,
         scale: scores.scale,
         window: scores.window.unwrap_or(usize::MAX),
@@ -260,7 +269,7 @@ fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
         k: checked(k, &of_keys, q.kind())?,
         v: checked(v, &of_keys, q.kind())?,
         o: checked(o, &q.size(), q.kind())?,
-        log_sums: log_sums.data_ptr() as usize,
+        log_sums: address(log_sums)?,
     };
     Ok((pass, batch as usize))
 }
@@ -279,5 +288,5 @@ fn checked(tensor: &Tensor, size: &[i64], kind: Kind) -> Result<Heads> {
     }
     let stride = tensor.stride();
     let strides = std::array::from_fn(|dimension| stride[dimension] as usize);
-    Ok(Heads { at: tensor.data_ptr() as usize, strides })
+    Ok(Heads { at: address(tensor)?, strides })
 }

@@ -74,11 +74,13 @@ fn typed_statistics<R: Real>(
 ) -> Result<()> {
     let view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, class_weights)?;
+    let given = targets;
     let targets = view.targets(targets)?;
     let first = usize::try_from(first).map_err(|_| refuse("a tile begins at column 0 or later"))?;
     let cells = |name, tensor: &Tensor| view.cells::<R>(name, tensor, R::KIND);
     let optional =
         |name, tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| cells(name, tensor)).transpose();
+    check_written(statistics, transform, given, class_weights)?;
     let (maximum, sum) = (cells("maximum", &statistics.maximum)?, cells("sum", &statistics.sum)?);
     let target = cells("target", &statistics.target)?;
     let (mass, total) = (optional("mass", &statistics.mass)?, optional("total", &statistics.total)?);
@@ -172,6 +174,45 @@ fn typed_gradient<R: Real>(
     bump_version(tile)
 }
 
+/// Refuses statistics that share memory with each other, or with what the rows read while other rows write.
+fn check_written(
+    statistics: &Statistics,
+    transform: Transform<'_>,
+    targets: Targets<'_>,
+    class_weights: Option<&Tensor>,
+) -> Result<()> {
+    let Statistics { maximum, sum, target, mass, total, moment, best } = statistics;
+    let written = [
+        ("maximum", Some(maximum)),
+        ("sum", Some(sum)),
+        ("target", Some(target)),
+        ("mass", mass.as_ref()),
+        ("total", total.as_ref()),
+        ("moment", moment.as_ref()),
+        ("best", best.as_ref()),
+    ];
+    let targets = match targets {
+        Targets::Columns(columns) => ("target columns", Some(columns)),
+        Targets::Dense(distributions) => ("target distributions", Some(distributions)),
+    };
+    let read = [("bias", transform.bias), ("class_weights", class_weights), targets];
+    let ranges = |named: &[(&'static str, Option<&Tensor>)]| -> Result<Vec<_>> {
+        named
+            .iter()
+            .filter_map(|(name, tensor)| Some(memory_range((*tensor)?).map(|range| (*name, range))))
+            .collect()
+    };
+    let (written, read) = (ranges(&written)?, ranges(&read)?);
+    for (index, (name, range)) in written.iter().enumerate() {
+        let mut others = written[..index].iter().chain(&read);
+        if let Some((other, _)) = others.find(|(_, other)| other.start < range.end && range.start < other.end)
+        {
+            return Err(refuse(format!("`{name}` overlaps `{other}` in memory; give it memory of its own")));
+        }
+    }
+    Ok(())
+}
+
 fn refuse(reason: impl Into<String>) -> Error {
     Error::invalid(NAME, reason.into())
 }
@@ -205,10 +246,11 @@ impl<'a, R: Real> Tile<'a, R> {
             && !tensor.is_neg();
         if !fits {
             return Err(refuse(format!(
-                "`{name}` is {:?} {:?} on {:?}; expected contiguous {kind:?} [{length}] on the CPU",
+                "`{name}` is {:?} {:?} on {:?}{}; expected contiguous {kind:?} [{length}] on the CPU",
                 tensor.kind(),
                 tensor.size(),
-                tensor.device()
+                tensor.device(),
+                if tensor.is_neg() { ", lazily negated (`resolve_neg`)" } else { "" }
             )));
         }
         let (a, b) = (memory_range(tensor)?, memory_range(self.tensor)?);

@@ -22,7 +22,7 @@ use gemm_common::Parallelism;
 use tch::{Kind, Tensor};
 
 use super::parallel;
-use super::tensor::bump_version;
+use super::tensor::{address, bump_version};
 use crate::error::{Error, Result};
 use crate::processor::{Simd, simd};
 
@@ -68,7 +68,7 @@ impl Matrix {
         };
         let stride = tensor.stride();
         let (row_stride, column_stride) = (stride[0] as isize, stride[1] as isize);
-        Ok(Self { at: tensor.data_ptr() as usize, stored, row_stride, column_stride })
+        Ok(Self { at: address(tensor)?, stored, row_stride, column_stride })
     }
 
     fn transposed(self) -> Self {

@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use pulp::Simd;
 use tch::{Kind, Tensor};
 
-use super::tensor::{Rows, rows};
+use super::tensor::{Rows, address, rows};
 use crate::error::Result;
 use crate::processor::{Bf16Instructions, bf16_instructions};
 use crate::sys::simd;
@@ -117,7 +117,7 @@ impl Products for Words<'_> {
 fn words_of(x_md: &Tensor, (stored, per_word): (Stored, usize), columns: usize) -> Result<Cow<'_, [u32]>> {
     let kind = if matches!(stored, Stored::Pairs) { Kind::BFloat16 } else { Kind::Float };
     if x_md.kind() == kind && !matches!(stored, Stored::Bfloat16) && x_md.is_contiguous() {
-        let at = x_md.data_ptr() as usize;
+        let at = address(x_md)?;
         if at.is_multiple_of(size_of::<u32>()) {
             let words = x_md.numel() * kind.elt_size_in_bytes() / size_of::<u32>();
             // SAFETY: the vectors are contiguous, on the CPU, whole words (checked of the weight, which is as wide), and begin at one; any

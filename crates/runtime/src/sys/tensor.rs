@@ -48,10 +48,11 @@ pub(crate) fn copy_bytes(target: &Tensor, source: &Tensor) -> Result<()> {
     if bytes == 0 {
         return Ok(());
     }
+    let (from, to) = (address(source)?, address(target)?);
     bump_version(target)?;
     // SAFETY: the tensors are contiguous and have this many bytes; `copy` permits an overlap. As with every in-place operation of
     // libtorch, the caller ensures that no thread uses them meanwhile.
-    unsafe { std::ptr::copy(source.data_ptr().cast::<u8>(), target.data_ptr().cast::<u8>(), bytes) };
+    unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
     Ok(())
 }
 
@@ -76,7 +77,30 @@ pub(crate) fn memory_range(tensor: &Tensor) -> Result<Range<usize>> {
     let (mut begin, mut end) = (0, 0);
     // SAFETY: the tensor and the out-parameters outlive the call.
     unsafe { check(rt_memory_range(tensor.as_ptr(), &mut begin, &mut end)) }?;
+    // libtorch 2.11 returns null for a storage whose memory is detached; later versions throw.
+    if begin == 0 && tensor.numel() > 0 {
+        return Err(Error::Torch("the tensor has elements, but no memory".to_owned()));
+    }
     Ok(begin..end)
+}
+
+/// Returns the address of a tensor's first element, for kernels that also write there; null without elements.
+///
+/// # Errors
+/// A tensor whose memory is detached ([`movable`]), for which `data_ptr` panics or returns null.
+pub(crate) fn address(tensor: &Tensor) -> Result<usize> {
+    let range = memory_range(tensor)?;
+    Ok(if range.is_empty() { 0 } else { tensor.data_ptr() as usize })
+}
+
+/// Returns the tensor with the sign and the strides that kernels read: itself, or a copy. libtorch negates lazily, and calls any strides
+/// of a tensor without elements contiguous.
+pub(crate) fn dense(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = tensor.f_resolve_neg()?;
+    if tensor.numel() == 0 && tensor.dim() > 0 && tensor.stride().last() != Some(&1) {
+        return Ok(tensor.f_empty_like()?);
+    }
+    Ok(tensor.f_contiguous()?)
 }
 
 /// A matrix for kernels: rows of `columns` elements at a distance of `row_stride`, each row dense.
@@ -128,7 +152,7 @@ pub(crate) fn rows_on(
     if rows > 0 && columns > 1 && column_stride != 1 || rows > 1 && row_stride < columns {
         return refuse(format!("has strides {stride:?}; expected dense rows"));
     }
-    let pointer = tensor.data_ptr() as usize;
+    let pointer = address(tensor)?;
     let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
     Ok(Rows { pointer, rows: as_usize(rows), columns: as_usize(columns), row_stride: as_usize(row_stride) })
 }

@@ -340,3 +340,39 @@ fn misuse_is_refused_with_the_tensors_name() {
         assert!(error.to_string().contains(message), "{error}");
     }
 }
+
+/// A statistic that is also read as a bias or a class weight would change while rows read it.
+#[test]
+fn written_statistics_share_memory_with_nothing() {
+    let vector = |value: f64| Tensor::full([4], value, (Kind::Float, Device::Cpu));
+    let (bias, targets) = (vector(0.5), Tensor::zeros([4], (Kind::Int64, Device::Cpu)));
+    let known = || {
+        let wanted = Wanted { total: true, moment: true, best: true };
+        Statistics::new(4, false, wanted, (Kind::Float, Device::Cpu)).unwrap()
+    };
+    let run = |mut known: Statistics, bias: &Tensor, weights: &Tensor, targets: &Tensor| {
+        let mut tile = Tensor::ones([4, 4], (Kind::Float, Device::Cpu));
+        let transform = Transform { bias: Some(bias), ..Transform::default() };
+        let targets = Targets::Columns(targets);
+        Simd.statistics(&mut tile, 0, transform, targets, Some(weights), &mut known)
+    };
+    let weights = vector(1.0);
+    run(known(), &bias, &weights, &targets).unwrap();
+    // One tensor may be read twice.
+    run(known(), &bias, &bias, &targets).unwrap();
+    for (shared, other) in [
+        (Statistics { sum: bias.shallow_clone(), ..known() }, "bias"),
+        (Statistics { total: Some(weights.shallow_clone()), ..known() }, "class_weights"),
+        (Statistics { best: Some(targets.shallow_clone()), ..known() }, "target columns"),
+        (
+            {
+                let known = known();
+                Statistics { target: known.sum.shallow_clone(), ..known }
+            },
+            "sum",
+        ),
+    ] {
+        let error = run(shared, &bias, &weights, &targets).unwrap_err().to_string();
+        assert!(error.contains("overlap") && error.contains(&format!("`{other}`")), "{error}");
+    }
+}

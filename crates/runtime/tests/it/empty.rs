@@ -2,6 +2,9 @@
 
 use runtime::device::{PinnedBuffer, pinned_empty};
 use runtime::fused::adam::{AdamStep, AdamTensors, adam};
+use runtime::fused::attention::{
+    CausalOptions, SingleQueryOptions, causal_attention, single_query_attention,
+};
 use runtime::fused::cross_entropy::{
     Coefficients, LogitsPass, Operators, Simd, Statistics, Targets, Transform, Wanted,
 };
@@ -120,6 +123,31 @@ fn rotating_empty_tensors_works() {
                 autograd::backward(&[&q_turned.sum(kind)]).unwrap();
             }
             assert_eq!(q.grad().size(), size);
+        }
+    }
+}
+
+/// As `scaled_dot_product_attention`: results without elements, and gradients of zero for keys that no query sees.
+#[test]
+fn attention_without_elements_is_empty() {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+        for size in emptied(&[2, 4, 3, 8]) {
+            for kv_heads in [size[1], 2] {
+                let keys = [size[0], kv_heads, size[2], size[3]];
+                let [q, k, v] =
+                    [&size[..], &keys, &keys].map(|size| ones(size, kind).set_requires_grad(true));
+                let o = causal_attention(&q, &k, &v, CausalOptions::default()).unwrap();
+                assert_eq!(o.size(), size);
+                autograd::backward(&[&o.sum(kind)]).unwrap();
+                for x in [&q, &k, &v] {
+                    assert_eq!(values(&x.grad()), vec![0.0; x.numel()], "{kind:?} {size:?}");
+                }
+            }
+        }
+        for [batch, heads, head] in [[0, 4, 8], [2, 0, 8], [2, 4, 0]] {
+            let (q, k) = (ones(&[batch, heads, head], kind), ones(&[batch, 2, 3, head], kind));
+            let o = single_query_attention(&q, &k, &k, SingleQueryOptions::default()).unwrap();
+            assert_eq!(o.size(), [batch, heads, head]);
         }
     }
 }

@@ -30,6 +30,7 @@ mod file_memory;
 mod held;
 mod kernels_cuda;
 mod kernels_interpreted;
+mod lazy_views;
 mod linear;
 mod mapped;
 mod measure;

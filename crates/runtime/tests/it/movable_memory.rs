@@ -2,6 +2,9 @@
 
 use expect_test::expect;
 use runtime::autograd::{Keep, backward_with, set_grad};
+use runtime::fused::norm::{Options, rms_norm};
+use runtime::fused::swiglu::silu_mul;
+use runtime::matmul::mm;
 use runtime::memory::{MovableMemory, is_sole_owner, live_bytes, track_cpu};
 use tch::{Device, Kind, Tensor};
 
@@ -82,4 +85,37 @@ fn other_memory_is_refused() {
         ]
         .concat(),
     );
+}
+
+/// The second guard would end with nothing attached, or the first would take the second's memory away.
+#[test]
+fn memory_is_attached_once_at_a_time() {
+    let moved = MovableMemory::new(4, CPU).unwrap();
+    let memory = Tensor::ones([4], (Kind::Uint8, CPU));
+    let attached = moved.attach(&memory).unwrap();
+    expect!["MovableMemory::attach: memory is attached already; drop its guard first"]
+        .assert_eq(&moved.attach(&memory).unwrap_err().to_string());
+    assert_eq!(moved.bytes().sum(Kind::Int64).int64_value(&[]), 4);
+    drop(attached);
+    // A refused attempt changes nothing either.
+    assert!(moved.attach(&memory.narrow(0, 0, 2)).is_err());
+    let _attached = moved.attach(&memory).unwrap();
+    assert_eq!(moved.bytes().sum(Kind::Int64).int64_value(&[]), 4);
+}
+
+#[test]
+fn kernels_refuse_tensors_without_memory() {
+    let moved = MovableMemory::new(64 * 64 * 4, CPU).unwrap();
+    let weight = moved.bytes().view_dtype(Kind::Float).view([64, 64]);
+    let x = Tensor::ones([64, 64], (Kind::Float, CPU));
+    for result in [
+        mm(&x, &weight),
+        mm(&weight, &x),
+        rms_norm(&weight, None, Options::default()),
+        rms_norm(&x, Some(&weight.get(0)), Options::default()),
+        silu_mul(&weight, &x),
+    ] {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("no memory") || error.contains("not allocated"), "{error}");
+    }
 }

@@ -212,7 +212,7 @@ fn mismatched_inputs_are_refused_with_the_remedy() {
         (
             t(&[3], Kind::Float).to_sparse(None, None::<&[i64]>, None),
             t(&[3], Kind::Float),
-            "fused swiglu: `gate` is sparse, MKL-DNN's or a negated view; make it dense with `to_dense` or `resolve_neg`",
+            "fused swiglu: `gate` is sparse or MKL-DNN's; make it dense with `to_dense`",
         ),
     ];
     for (gate, up, message) in cases {

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::kernels::rope as cuda;
 use crate::profile::{Flops, kernel, record_external};
 use crate::sys::rope as sys;
-use crate::sys::tensor::is_sole_owner;
+use crate::sys::tensor::{dense, is_sole_owner};
 
 /// Inputs: any number of tensors of heads. Outputs: the same, rotated.
 pub(super) struct Rotate {
@@ -21,7 +21,7 @@ pub(super) struct Rotate {
 
 impl Rotate {
     pub(super) fn new(table: &Tensor, positions: Option<&Tensor>, inverse: bool) -> Result<Self> {
-        let positions = positions.map(Tensor::f_contiguous).transpose()?;
+        let positions = positions.map(dense).transpose()?;
         Ok(Self { table: table.shallow_clone(), given: positions.is_some(), positions, inverse })
     }
 }
@@ -82,6 +82,7 @@ fn rotate(
     }
     let mut turns = Vec::with_capacity(tensors.len());
     for x in tensors {
+        let x = if x.is_neg() { x.f_resolve_neg()? } else { x };
         let target = if overwrite && sys::writes(&x) && is_sole_owner(&x)? {
             None
         } else {
@@ -118,7 +119,7 @@ fn on_device(
     }
     let mut turns = Vec::with_capacity(tensors.len());
     for x in tensors {
-        let x = if x.stride()[3] == 1 && !x.is_neg() { x } else { x.f_contiguous()? };
+        let x = if x.stride()[3] == 1 && !x.is_neg() { x } else { dense(&x)? };
         let out = if overwrite && is_sole_owner(&x)? {
             x.shallow_clone()
         } else {

@@ -22,9 +22,8 @@ pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
                 tensor.kind()
             ));
         }
-        if tensor.is_sparse() || tensor.is_mkldnn() || tensor.is_neg() {
-            let remedy = "make it dense with `to_dense` or `resolve_neg`";
-            return refuse(format!("`{name}` is sparse, MKL-DNN's or a negated view; {remedy}"));
+        if tensor.is_sparse() || tensor.is_mkldnn() {
+            return refuse(format!("`{name}` is sparse or MKL-DNN's; make it dense with `to_dense`"));
         }
     }
     if gate.size() != up.size() {
@@ -85,7 +84,7 @@ impl Function for Product {
         let up = saved.next();
         let (size, kind, device) = (grad.size(), grad.kind(), grad.device());
         // A gradient may overwrite the upstream gradient if nothing else uses it.
-        let alone = !ctx.is_recorded() && grad.is_contiguous() && is_sole_owner(&grad)?;
+        let alone = !ctx.is_recorded() && grad.is_contiguous() && !grad.is_neg() && is_sole_owner(&grad)?;
         let dense = rows(&grad)?;
         let spare = if alone { Some(grad) } else { None };
         let empty = || Tensor::f_empty(&size, (kind, device));
@@ -119,6 +118,7 @@ impl Function for Product {
 
 /// Returns the tensor as dense rows: a view if possible, else a copy.
 fn rows(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = tensor.f_resolve_neg()?;
     let size = tensor.size();
     let columns = size.last().copied().unwrap_or(1);
     let leading = size.iter().rev().skip(1).product::<i64>();

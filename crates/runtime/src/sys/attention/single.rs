@@ -13,7 +13,7 @@ use super::block::{BLOCK, Heads, LANES, Scratch, rows};
 use super::{NAME, checked, workers};
 use crate::error::{Error, Result};
 use crate::sys::simd::{self, Element, Real};
-use crate::sys::tensor::bump_version;
+use crate::sys::tensor::{address, bump_version};
 
 /// Keys of a unit.
 const CHUNK: usize = 512;
@@ -96,6 +96,9 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
         let reason = format!("q is {:?}, k {:?}, the mask {mask:?}", q.size(), k.size());
         return Err(Error::invalid(NAME, reason));
     }
+    if q.numel() == 0 {
+        return Ok(());
+    }
     let chunks = (keys as usize).div_ceil(CHUNK);
     let units = batch as usize * kv_heads as usize * chunks;
     let group = (heads / kv_heads) as usize;
@@ -111,7 +114,7 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
         k: checked(k, &of_keys, q.kind())?,
         v: checked(v, &of_keys, q.kind())?,
         o: checked(&o.f_unsqueeze(2)?, &[batch, heads, 1, head], q.kind())?,
-        mask: mask.map(|mask| (mask.data_ptr() as usize, mask.stride()[0] as usize)),
+        mask: mask.map(|mask| Ok::<_, Error>((address(mask)?, mask.stride()[0] as usize))).transpose()?,
         partial: 0,
     };
     let partial =

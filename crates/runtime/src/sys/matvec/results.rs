@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::sys::simd::Element;
+use crate::sys::tensor::address;
 
 /// The results `[vectors, rows]` of products: each sum plus the bias of its row, in fp32, rounded once to fp32 or bf16.
 pub(in crate::sys) struct Results {
@@ -30,6 +31,8 @@ impl Results {
         let kind = if rounds { Kind::BFloat16 } else { Kind::Float };
         let tensor = Tensor::f_empty([vectors as i64, rows as i64], (kind, Device::Cpu))?;
         let readable = |bias: &Tensor| {
+            // It may be a lazily negated view.
+            let bias = bias.f_resolve_neg()?;
             let bias =
                 if bias.kind() == Kind::BFloat16 { bias.f_detach()? } else { bias.f_to_kind(Kind::Float)? };
             bias.f_contiguous()
@@ -41,7 +44,7 @@ impl Results {
             rounds,
             vectors,
             rows,
-            bias_at: bias.as_ref().map_or(0, |bias| bias.data_ptr() as usize),
+            bias_at: bias.as_ref().map_or(Ok(0), address)?,
             bias_is_narrow: bias.as_ref().is_some_and(|bias| bias.kind() == Kind::BFloat16),
             bias,
         })
