@@ -1,5 +1,6 @@
 //! A key-value store that all ranks see.
 
+use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,7 +9,7 @@ use super::Launch;
 use crate::error::{Error, Result};
 use crate::sys::collectives as sys;
 
-/// Whether this process has given the socket of `FRUGAL_LISTEN_FD` away.
+/// Whether this process has closed the socket of `FRUGAL_LISTEN_FD`, because a store has a duplicate, or is trying one.
 static LISTENER_TAKEN: AtomicBool = AtomicBool::new(false);
 
 /// A key-value store that all ranks see: c10d's `TCPStore`, kept by rank 0 or by the launcher. Its keys are this run's and this
@@ -31,36 +32,59 @@ impl Store {
     /// Connects, and waits until all ranks have connected.
     ///
     /// # Errors
-    /// Ranks that do not come within `timeout`, or have another number of ranks; an address that is not reached. A second store in the process to which `frugal
-    /// launch` gave the listening socket.
+    /// Ranks that do not come within `timeout`, or have another number of ranks; an address that is not reached: another call tries again.
+    /// A second store in the process to which `frugal launch` gave the listening socket.
     pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let server = !launch.agent_store && launch.rank == 0;
         let listener = if server { launch.listener } else { None };
-        if listener.is_some_and(|descriptor| !is_socket(descriptor)) {
-            let reason = "a program between the launcher and this process has closed the launcher's socket, FRUGAL_LISTEN_FD; let it \
-                          pass file descriptors on (in Python, `close_fds=False`)";
-            return Err(Error::invalid("store", reason));
-        }
         if listener.is_some() && LISTENER_TAKEN.swap(true, Ordering::SeqCst) {
             return Err(Error::invalid(
                 "store",
                 "this process has connected before; clone the store that it has",
             ));
         }
-        let address =
-            sys::Address { host: &launch.master_address, port: launch.master_port, server, listener };
-        let prefix = format!("frugal/{}/{}", launch.run_id, launch.restart_count);
-        let connection =
-            sys::Store::connect(&address, launch.world_size, &prefix, timeout).map_err(|cause| {
-                let Launch { rank, world_size, master_address, master_port, .. } = launch;
-                let reason = format!(
-                    "rank {rank} of {world_size}: no connection to all ranks at {master_address}:{master_port}: {cause}"
-                );
-                Error::invalid("store", reason)
-            })?;
+        if listener.is_some_and(|descriptor| !is_socket(descriptor)) {
+            LISTENER_TAKEN.store(false, Ordering::SeqCst);
+            let reason = "a program between the launcher and this process has closed the launcher's socket, FRUGAL_LISTEN_FD; let it \
+                          pass file descriptors on (in Python, `close_fds=False`)";
+            return Err(Error::invalid("store", reason));
+        }
+        let connected = Self::connect_to(launch, server, listener, timeout);
+        if let Some(descriptor) = listener {
+            match &connected {
+                // Else the port would outlive the store.
+                Ok(_) => sys::close(descriptor),
+                Err(_) => LISTENER_TAKEN.store(false, Ordering::SeqCst),
+            }
+        }
+        let connection = connected.map_err(|cause| {
+            let Launch { rank, world_size, master_address, master_port, .. } = launch;
+            let reason = format!(
+                "rank {rank} of {world_size}: no connection to all ranks at {master_address}:{master_port}: {cause}"
+            );
+            Error::invalid("store", reason)
+        })?;
         let store = Self { connection: Arc::new(connection), launch: Arc::new(launch.clone()) };
         store.compare_world_size(timeout)?;
         Ok(store)
+    }
+
+    /// Connects once. The store gets a duplicate of the listening socket, and closes that if not all ranks come.
+    fn connect_to(
+        launch: &Launch,
+        server: bool,
+        listener: Option<i32>,
+        timeout: Duration,
+    ) -> Result<sys::Store> {
+        let duplicate = listener.map(sys::duplicate).transpose();
+        let duplicate = duplicate.map_err(|cause| {
+            Error::invalid("store", format!("the launcher's socket, FRUGAL_LISTEN_FD: {cause}"))
+        })?;
+        let listener = duplicate.map(IntoRawFd::into_raw_fd);
+        let address =
+            sys::Address { host: &launch.master_address, port: launch.master_port, server, listener };
+        let prefix = format!("frugal/{}/{}", launch.run_id, launch.restart_count);
+        sys::Store::connect(&address, launch.world_size, &prefix, timeout)
     }
 
     /// Refuses a number of ranks that is not rank 0's: the ranks would wait for some that never come.

@@ -152,12 +152,16 @@ impl Drop for Worker {
     }
 }
 
-/// Waits for what every CPU stream has queued so far, except the one that this thread executes. Returns one of the
-/// failures; all stay with their streams.
+/// Waits for what every CPU stream has queued so far. Returns one of the failures; all stay with their streams.
 pub(super) fn synchronize_all() -> Result<()> {
+    if is_worker() {
+        let reason =
+            "called from work of a CPU stream, for which other streams may wait; call it from outside";
+        return Err(Error::invalid("device synchronize", reason));
+    }
     let queues: Vec<Arc<Queue>> = lock(&QUEUES).iter().filter_map(Weak::upgrade).collect();
     let mut marks = Vec::new();
-    for queue in queues.iter().filter(|queue| !queue.is_executed_here()) {
+    for queue in &queues {
         let mark = Arc::new(Mark::default());
         if queue.push_if_open(Command::Complete(mark.clone())) {
             marks.push(Recorded::Host(mark));

@@ -117,6 +117,44 @@ unsafe impl Send for Store {}
 // SAFETY: as above.
 unsafe impl Sync for Store {}
 
+/// Returns a duplicate of a socket that this process inherited, which children do not inherit; nor do they the socket from here on.
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+pub(crate) fn duplicate(descriptor: i32) -> std::io::Result<std::os::fd::OwnedFd> {
+    use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
+
+    // SAFETY: the caller has made sure that this is an open socket, which nothing else of the process uses.
+    let socket = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
+    fcntl_setfd(socket, FdFlags::CLOEXEC)?;
+    Ok(fcntl_dupfd_cloexec(socket, 0)?)
+}
+
+/// Lets the process that `command` starts, and no other, inherit a socket of this one.
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+pub(crate) fn inherit(command: &mut std::process::Command, socket: &impl std::os::fd::AsRawFd) {
+    use std::os::fd::BorrowedFd;
+    use std::os::unix::process::CommandExt;
+
+    use rustix::io::{FdFlags, fcntl_setfd};
+
+    let descriptor = socket.as_raw_fd();
+    let before_exec = move || {
+        // SAFETY: the caller keeps the socket open until the command has been started.
+        fcntl_setfd(unsafe { BorrowedFd::borrow_raw(descriptor) }, FdFlags::empty())?;
+        Ok(())
+    };
+    // SAFETY: one system call, which may be made between fork and exec.
+    unsafe { command.pre_exec(before_exec) };
+}
+
+/// Closes a socket that this process inherited.
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+pub(crate) fn close(descriptor: i32) {
+    use std::os::fd::FromRawFd;
+
+    // SAFETY: as in `duplicate`; the caller uses it no more.
+    drop(unsafe { std::os::fd::OwnedFd::from_raw_fd(descriptor) });
+}
+
 /// Where a store is.
 #[derive(Debug)]
 pub(crate) struct Address<'a> {

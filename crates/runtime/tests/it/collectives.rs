@@ -18,6 +18,7 @@ type Case = fn(&Launch);
 const CASES: &[(&str, Case)] = &[
     ("operations", operations::rank),
     ("wire", wire::rank),
+    ("a peer that comes late", failures::late_peer),
     ("a peer that dies", failures::dying_peer),
     ("groups that fail", failures::failing_groups),
     ("a GPU that is missing", nccl::missing),

@@ -1,7 +1,7 @@
 //! `device::synchronize` over all CPU streams. It waits for the streams of the whole process, so no other test
 //! may run at the same time.
 
-use runtime::device::{self, Stream};
+use runtime::device::{self, Event, Stream};
 use runtime::{Error, Result};
 use tch::Device;
 
@@ -38,5 +38,29 @@ fn synchronizing_a_device_waits_for_every_stream_and_keeps_failures() {
     assert_eq!(words(device::synchronize(Device::Cpu)), "ok");
 
     drop(streams);
+    assert_eq!(words(device::synchronize(Device::Cpu)), "ok");
+}
+
+/// As CUDA's host functions, which may not synchronise: another stream may wait for this work.
+#[test]
+fn work_of_a_stream_cannot_wait_for_all_streams() {
+    let streams = [Stream::new(Device::Cpu).unwrap(), Stream::new(Device::Cpu).unwrap()];
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let (begin, wait) = std::sync::mpsc::channel::<()>();
+    streams[0]
+        .submit(move || {
+            let _ = wait.recv();
+            sender.send(words(device::synchronize(Device::Cpu))).map_err(|error| Error::Other(error.into()))
+        })
+        .unwrap();
+    let event = Event::new(Device::Cpu).unwrap();
+    streams[0].record(&event).unwrap();
+    streams[1].wait(&event).unwrap();
+    begin.send(()).unwrap();
+    let found = receiver.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+    assert_eq!(
+        found,
+        "device synchronize: called from work of a CPU stream, for which other streams may wait; call it from outside"
+    );
     assert_eq!(words(device::synchronize(Device::Cpu)), "ok");
 }

@@ -75,6 +75,28 @@ pub(super) fn dying_peer(launch: &Launch) {
 }
 
 #[test]
+fn a_store_that_not_all_ranks_have_reached_can_be_tried_again() {
+    super::ranks(2).run(&"a peer that comes late");
+}
+
+/// The second rank comes when the first has failed once, which it sees by a file named after their parent.
+pub(super) fn late_peer(launch: &Launch) {
+    let failed = std::env::temp_dir().join(format!("frugal-late-peer-{}", launch.master_port));
+    if launch.rank == 0 {
+        let error = Store::connect(launch, Duration::from_millis(100)).unwrap_err().to_string();
+        assert!(error.contains("rank 0 of 2: no connection to all ranks"), "{error}");
+        std::fs::write(&failed, "").unwrap();
+    } else {
+        while !failed.exists() {
+            std::thread::yield_now();
+        }
+    }
+    let (_store, group) = super::connect(launch, Duration::from_secs(30));
+    group.barrier("end").unwrap();
+    let _ = std::fs::remove_file(failed);
+}
+
+#[test]
 fn groups_that_fail_say_why_and_leave_their_processes_alive() {
     super::ranks(3).run(&"groups that fail");
 }
