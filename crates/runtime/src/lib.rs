@@ -22,7 +22,15 @@
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
 //! | [`file_memory`] | tensors whose memory is an unnamed file |
 //! | [`random`] | seeds and the state of the random generators |
+//! | [`signals`] | which signals this process ignores |
 //! | [`wait_policy`] | how libtorch's CPU threads wait for each other: what a program on a busy machine does |
+//!
+//! # What is the process's, not the caller's
+//!
+//! Where a driver of CUDA is visible, a program that links this crate opens `libtorch_cuda` before `main`, as `import torch` does, because
+//! libtorch asks once per process whether CUDA exists, and a seed, pinned memory or a trace on the CPU asks it. An empty
+//! `CUDA_VISIBLE_DEVICES` prevents that, and saves the time and the memory. Shared by all of a process are also the default generators
+//! ([`random::seed`]), the allocators' counts and limits ([`memory`]), and the handlers of [`mapped::report_shortened_files`].
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
 //! libtorch is an [`Error`] with libtorch's message and without its C++ stack; no argument causes a panic.
@@ -60,6 +68,7 @@ pub mod precision;
 pub mod processor;
 pub mod profile;
 pub mod random;
+pub mod signals;
 mod sys;
 pub mod wait_policy;
 

@@ -44,6 +44,7 @@ pub(crate) mod parallel;
 pub(crate) mod profile;
 pub(crate) mod random;
 pub(crate) mod rope;
+pub(crate) mod signals;
 pub(crate) mod simd;
 pub(crate) mod stream;
 pub(crate) mod swiglu;

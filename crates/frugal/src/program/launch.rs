@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::{Args, CommandFactory};
+use frugal::training::interrupt;
 use report::cli::Failure;
 use runtime::collectives::ranks::{Progress, Ranks, RanksOptions, ending};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::Common;
@@ -50,7 +50,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
     let mut signals =
-        Signals::new([SIGHUP, SIGINT, SIGTERM]).context("a handler of signals cannot be registered")?;
+        Signals::new(interrupt::signals()).context("a handler of signals cannot be registered")?;
     let run_id = std::process::id().to_string();
     for restart_count in 0..=arguments.restarts {
         let options = RanksOptions { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };

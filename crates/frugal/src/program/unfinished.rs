@@ -2,17 +2,17 @@
 
 use std::path::Path;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use frugal::training::interrupt;
 use signal_hook::iterator::Signals;
 
 use super::ranks::INTERRUPTED;
 
-/// From here on, SIGINT, SIGTERM and SIGHUP remove what is written to `out` under a temporary name, say so, and end the process.
+/// From here on, SIGINT, SIGTERM and SIGHUP, unless this process ignores them, remove what is written to `out` under a temporary name, say so, and end the process.
 ///
 /// # Errors
 /// The system refuses a signal handler.
 pub(crate) fn remove_on_signals(out: &Path) -> anyhow::Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut signals = Signals::new(interrupt::signals())?;
     let out = out.to_owned();
     std::thread::spawn(move || {
         if signals.forever().next().is_some() {

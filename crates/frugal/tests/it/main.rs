@@ -22,6 +22,7 @@ mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
 mod guide;
 mod guide_commands;
+mod ignored_signals;
 mod interrupted_export;
 mod launch;
 mod launch_training;

@@ -29,11 +29,12 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::launch::LISTENER;
 use crate::error::{Error, Result};
+use crate::signals::not_ignored;
+use crate::sys::collectives::inherit;
 
 /// How often processes are asked whether they have ended.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -136,10 +137,10 @@ impl Ranks {
                 command.env("OMP_NUM_THREADS", threads.to_string());
             }
             if rank == 0 {
+                // By this process alone, whatever other threads start meanwhile.
                 command.env(LISTENER, listener.as_raw_fd().to_string());
+                inherit(&mut command, &listener);
             }
-            let inherited = if rank == 0 { FdFlags::empty() } else { FdFlags::CLOEXEC };
-            fcntl_setfd(&listener, inherited).map_err(|cause| no_socket(&cause))?;
             let mut child =
                 command.spawn().map_err(|cause| Error::Io { path: command.get_program().into(), cause })?;
             let (output, error) = (child.stdout.take(), child.stderr.take());
@@ -204,9 +205,10 @@ impl Ranks {
         self.running.iter().all(Option::is_none)
     }
 
-    /// Sends every rank that runs the signal of Ctrl-C.
+    /// Sends every rank that runs the signal of Ctrl-C; SIGTERM if this process ignores that one, because the ranks then do too.
     pub fn interrupt(&self) {
-        self.signal(Signal::INT);
+        let is_ignored = not_ignored(&[Signal::INT.as_raw()]).is_empty();
+        self.signal(if is_ignored { Signal::TERM } else { Signal::INT });
     }
 
     /// Kills every rank that runs, with what it has started.
