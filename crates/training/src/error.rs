@@ -104,7 +104,8 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
-    /// A step failed and could not be undone, for the most part because the optimizer had updated some of the weights.
+    /// A step failed and could not be undone, for the most part because the optimizer had updated some of the weights; or a step could
+    /// be loaded from its checkpoint only in part.
     #[error("step {step} failed and could not be undone: {cause}; resume from the last checkpoint")]
     Interrupted {
         /// The step, from 1.

@@ -25,18 +25,34 @@ pub struct StepProbe {
 }
 
 impl StepProbe {
-    /// Runs forward and backward on the next batch of `train`; `None` at the end of the data. Restores the position in the data
-    /// and the random generators, and clears the gradients, so call it between steps.
+    /// Runs forward and backward on the next batch of `train`, in the trainer's precision; `None` at the end of the data. Restores the
+    /// position in the data and the random generators, and clears the gradients, also after an error, so call it between steps.
     ///
     /// # Errors
     /// Those of the data and of the model.
     pub fn run(trainer: &mut Trainer, train: &mut dyn Batches) -> Result<Option<Self>> {
         let (data, random) = (train.state(), RandomState::capture_all()?);
+        let probed = Self::of_next_batch(trainer, train);
+        let optimizer = &mut trainer.optimizer;
+        let cleared = match &probed {
+            Ok(_) => optimizer.zero_grad(ZeroGrad::ToNone),
+            Err(_) => optimizer.abandon(ZeroGrad::ToNone).map(|_| ()),
+        };
+        // Each of them, whatever became of the others; the first error is the one to report.
+        let (resumed, restored) = (train.resume(&data), random.restore());
+        let probed = probed?;
+        cleared.and(resumed)?;
+        restored?;
+        Ok(probed)
+    }
+
+    fn of_next_batch(trainer: &mut Trainer, train: &mut dyn Batches) -> Result<Option<Self>> {
         let Some(mut micro) = fetch(train, 1)? else { return Ok(None) };
         let counts = micro.batches.first().map(|batch| batch.counts).unwrap_or_default();
         if let Some(rows) = trainer.options.rows {
             micro = micro.split(rows)?;
         }
+        let _precision = trainer.enter_precision();
         let model = trainer.model.as_ref();
         trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
         // Announced as one micro-batch more, so that no optimizer steps during backward.
@@ -55,9 +71,6 @@ impl StepProbe {
                 without_gradient.push(name);
             }
         }
-        trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
-        train.resume(&data)?;
-        random.restore()?;
         Ok(Some(Self { flops, counts, without_gradient, elements_without_gradient }))
     }
 

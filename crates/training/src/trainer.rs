@@ -32,7 +32,7 @@ use runtime::ops::TryScalar;
 use runtime::precision::{self, Policy, PolicyGuard};
 use runtime::profile::range;
 use runtime::random::RandomState;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::accumulation::{MicroBatches, fetch, forward};
 use crate::batches::Batches;
@@ -118,6 +118,8 @@ pub struct Trainer {
     fingerprint: Fingerprint,
     /// The step whose update failed halfway.
     interrupted: Option<u64>,
+    /// Whether an observer has failed since [`Trainer::run`] was called.
+    observer_failed: bool,
 }
 
 impl Trainer {
@@ -153,6 +155,7 @@ impl Trainer {
             saved_at: Instant::now(),
             fingerprint: Fingerprint::default(),
             interrupted: None,
+            observer_failed: false,
         })
     }
 
@@ -171,7 +174,7 @@ impl Trainer {
     /// `validation` from its position to its end, and restores the position.
     ///
     /// A step that fails before the optimizer updates weights, such as for want of memory, leaves everything as it was before the step;
-    /// another call computes it again.
+    /// another call computes it again. After an observer has failed, a training in one process saves its steps all the same.
     ///
     /// # Errors
     /// [`Error::Diverged`](crate::Error::Diverged); [`Error::Interrupted`](crate::Error::Interrupted) after a step that failed halfway through its
@@ -181,9 +184,14 @@ impl Trainer {
         train: &mut dyn Batches,
         validation: Option<&mut dyn Batches>,
     ) -> Result<StopReason> {
-        let ended = self.advance(self.options.steps, train, validation)?;
-        self.save(train, SaveReason::End)?;
-        Ok(ended)
+        self.observer_failed = false;
+        let ended = self.advance(self.options.steps, train, validation);
+        // The steps are done all the same. Other ranks do not know of the failure, and would not take part in the checkpoint.
+        if ended.is_ok() || self.observer_failed && self.optimizer.ranks().is_none() {
+            let saved = self.save(train, SaveReason::End);
+            return ended.and_then(|ended| saved.map(|()| ended));
+        }
+        ended
     }
 
     /// Trains until step `until`, like [`Trainer::run`], without saving at the end.
@@ -199,6 +207,7 @@ impl Trainer {
         self.schedule.check()?;
         self.optimizer.check(self.scaler.as_mut())?;
         self.last = Instant::now();
+        let devices = self.devices();
         let ended = loop {
             if self.step >= until {
                 break StopReason::Completed;
@@ -210,7 +219,7 @@ impl Trainer {
             if requests.stop {
                 break StopReason::Interrupted;
             }
-            if !self.train_step(train)? {
+            if !self.train_step(train, &devices)? {
                 break StopReason::OutOfData;
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
@@ -251,14 +260,14 @@ impl Trainer {
     }
 
     /// Runs one step, or puts back what it changed; returns false at the end of the data.
-    fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
+    fn train_step(&mut self, train: &mut dyn Batches, devices: &[Device]) -> Result<bool> {
         let _step = range("step");
         self.refuse_interrupted()?;
-        let mut before = BeforeStep::of(train, self.scaler.as_mut());
-        self.try_step(train, &mut before).map_err(|error| self.undo_step(error, &before, train))
+        let before = BeforeStep::of(train, self.scaler.as_mut(), devices)?;
+        self.try_step(train).map_err(|error| self.undo_step(error, &before, train))
     }
 
-    fn try_step(&mut self, train: &mut dyn Batches, before: &mut BeforeStep) -> Result<bool> {
+    fn try_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let mut timings = Timings::default();
         let (accumulation, rows) = (self.options.accumulation, self.options.rows);
         let fetched = timed("data", &mut timings.data, || match (fetch(train, accumulation)?, rows) {
@@ -267,7 +276,8 @@ impl Trainer {
         })?;
         let Some(micro) = fetched else { return Ok(false) };
         let device = micro.batches[0].tokens.device();
-        let random = before.random.insert(RandomState::capture(device)?);
+        // For repetitions with these batches.
+        let random = &RandomState::capture(device)?;
         let mut attempts = self.attempts()?;
         self.fit_into_memory(device)?;
         let settings = StepSettings {
@@ -371,7 +381,7 @@ impl Trainer {
         }
     }
 
-    fn enter_precision(&self) -> Option<PolicyGuard> {
+    pub(crate) fn enter_precision(&self) -> Option<PolicyGuard> {
         self.precision.clone().map(|policy| precision::enter(Some(policy)))
     }
 
@@ -383,6 +393,8 @@ impl Trainer {
         let sums: Vec<&Tensor> = self.pending.iter().map(|step| &step.sums).collect();
         let values = runtime::ops::read(&Tensor::f_cat(&sums, 0)?)?;
         let mut values = values.as_slice();
+        // What fails at one step must not keep the later ones, which are not read again, from the observers.
+        let mut failed = Ok(());
         for Pending { mut record, denominator, sums, parts } in std::mem::take(&mut self.pending) {
             let (own, rest) = values.split_at(sums.numel());
             values = rest;
@@ -393,17 +405,23 @@ impl Trainer {
                 Some(figures) => self.read_figures(&figures, &mut record),
                 None => Ok(()),
             };
-            self.tell(|observer| observer.on_step(&record))?;
-            learned?;
+            let told = self.tell(|observer| observer.on_step(&record));
             self.trouble.observe(&record);
             let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
-            seen.map_err(|error| self.with_last_checkpoint(error))?;
+            let seen = seen.map_err(|error| self.with_last_checkpoint(error));
+            failed = failed.and(told).and(learned).and(seen);
         }
-        Ok(())
+        failed
     }
 
+    /// Calls every observer, also after one that fails. Returns the first failure.
     fn tell(&mut self, mut what: impl FnMut(&mut dyn Observer) -> Result<()>) -> Result<()> {
-        self.observers.iter_mut().try_for_each(|observer| what(observer.as_mut()))
+        let mut told = Ok(());
+        for observer in &mut self.observers {
+            told = told.and(what(observer.as_mut()));
+        }
+        self.observer_failed |= told.is_err();
+        told
     }
 }
 

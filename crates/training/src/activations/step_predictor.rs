@@ -106,7 +106,8 @@ impl StepPredictor {
         let of_layers = layers as u64 * layer.cost(LayerPlan::KeepAll).map_or(0, |cost| cost.held_bytes);
         let alive = live_bytes(device)?;
         let hidden = model.hidden(input)?;
-        let outside_bytes = (live_bytes(device)? - alive).saturating_sub(of_layers);
+        // Something else of the process may have freed memory meanwhile.
+        let outside_bytes = live_bytes(device)?.saturating_sub(alive + of_layers);
         // The head alone, for its own peak.
         let head_input = hidden.f_detach()?.f_set_requires_grad(true)?;
         let region = Region::start(device)?;

@@ -101,9 +101,9 @@ impl Checkpoints {
             let own = name.strip_prefix(REPLACED).map(|name| folder.join(name));
             match own {
                 // The crash was before the new one got its name.
-                Some(own) if !own.exists() => fs::rename(&path, own),
-                Some(_) => fs::remove_dir_all(&path),
-                None if name.starts_with(TEMPORARY) => fs::remove_dir_all(&path),
+                Some(own) if !own.exists() && path.is_dir() => fs::rename(&path, own),
+                Some(_) => remove(&path),
+                None if name.starts_with(TEMPORARY) => remove(&path),
                 None => Ok(()),
             }
             .map_err(|cause| Error::Io { path, cause })?;
@@ -152,7 +152,7 @@ impl Checkpoints {
             Ok(all) => {
                 let own = all.into_iter().filter(|(step, _)| *step <= newest);
                 for (_, old) in own.skip(self.keep) {
-                    if let Err(cause) = self.hide(&old, TEMPORARY).and_then(fs::remove_dir_all) {
+                    if let Err(cause) = self.hide(&old, TEMPORARY).and_then(|hidden| remove(&hidden)) {
                         let old = old.display();
                         saved.warnings.push(format!("the earlier checkpoint {old} was not removed: {cause}"));
                     }
@@ -175,13 +175,14 @@ impl Checkpoints {
         let (path, temporary) = (self.folder.join(&name), self.folder.join(format!("{TEMPORARY}{name}")));
         let (mut replaced, mut warnings) = (None, Vec::new());
         let written = write(&temporary, &mut snapshot).and_then(|()| {
+            remove(&self.folder.join(format!("{REPLACED}{name}")))?;
             replaced = path.exists().then(|| self.hide(&path, REPLACED)).transpose()?;
             fs::rename(&temporary, &path)?;
             sync_folder(&self.folder)
         });
         if let Err(cause) = written {
             // What cannot be removed or restored now is when the folder is opened again.
-            let _ = fs::remove_dir_all(&temporary);
+            let _ = remove(&temporary);
             if let Some(replaced) = replaced.filter(|_| !path.exists()) {
                 let _ = fs::rename(replaced, &path);
             }
@@ -195,7 +196,7 @@ impl Checkpoints {
                 }),
             });
         }
-        if let Some(Err(cause)) = replaced.map(fs::remove_dir_all) {
+        if let Some(Err(cause)) = replaced.map(|replaced| remove(&replaced)) {
             let path = path.display();
             warnings.push(format!("the checkpoint that {path} replaces was not removed: {cause}"));
         }
@@ -302,6 +303,19 @@ fn steps_and_paths(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(all.into_iter().rev().collect())
 }
 
+/// Removes a folder with its contents; a file or a link with such a name too. Nothing there is no error.
+fn remove(path: &Path) -> io::Result<()> {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(found) if found.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(cause) => Err(cause),
+    };
+    match removed {
+        Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(cause),
+        _ => Ok(()),
+    }
+}
+
 /// Creates a folder, and syncs each parent with a new entry.
 fn make_folder(folder: &Path) -> io::Result<()> {
     let missing = folder.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
@@ -318,7 +332,14 @@ fn lock(folder: &Path) -> Result<File> {
     let path = folder.join(LOCK);
     let file = File::options().create(true).truncate(false).write(true).open(&path);
     let file = file.map_err(|cause| Error::Io { path: path.clone(), cause })?;
-    match file.try_lock() {
+    let mut locked = file.try_lock();
+    // A writer excludes the shared lock too. Without a writer it is [`is_in_use`] in another process that holds one, for a moment.
+    while matches!(locked, Err(TryLockError::WouldBlock)) && file.try_lock_shared().is_ok() {
+        file.unlock().map_err(|cause| Error::Io { path: path.clone(), cause })?;
+        std::thread::yield_now();
+        locked = file.try_lock();
+    }
+    match locked {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(Error::Locked { folder: folder.to_owned() }),
         // On a file system without locks the user must make sure that one process writes.
@@ -328,9 +349,7 @@ fn lock(folder: &Path) -> Result<File> {
 }
 
 fn write(folder: &Path, snapshot: &mut Snapshot<'_>) -> io::Result<()> {
-    if folder.exists() {
-        fs::remove_dir_all(folder)?;
-    }
+    remove(folder)?;
     fs::create_dir(folder)?;
     let mut manifest = Manifest::new(snapshot.step);
     manifest.write(folder, MODEL, |out| snapshot.model.write_to(out))?;

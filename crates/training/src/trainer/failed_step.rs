@@ -7,6 +7,7 @@
 
 use runtime::random::RandomState;
 use serde_json::Value;
+use tch::Device;
 
 use super::Trainer;
 use crate::batches::Batches;
@@ -17,16 +18,17 @@ use crate::scaler::GradScaler;
 pub(super) struct BeforeStep {
     /// The position of its first batch.
     data: Value,
-    /// The random generators, from when its device is known.
-    pub(super) random: Option<RandomState>,
+    /// The random generators, from which the data may draw, too.
+    random: RandomState,
     /// The scaler's state; `None` if reading it would wait for the device.
     scaler: Option<Value>,
 }
 
 impl BeforeStep {
-    pub(super) fn of(train: &dyn Batches, scaler: &mut dyn GradScaler) -> Self {
+    pub(super) fn of(train: &dyn Batches, scaler: &mut dyn GradScaler, devices: &[Device]) -> Result<Self> {
+        let random = RandomState::capture_on(devices)?;
         let on_host = scaler.device_scaler().is_none();
-        Self { data: train.state(), random: None, scaler: on_host.then(|| scaler.state()) }
+        Ok(Self { data: train.state(), random, scaler: on_host.then(|| scaler.state()) })
     }
 }
 
@@ -70,9 +72,7 @@ impl Trainer {
     /// Returns false if weights or state are not as before.
     fn put_back(&mut self, before: &BeforeStep, train: &mut dyn Batches) -> Result<bool> {
         let whole = self.optimizer.abandon(self.options.zero_grad)?;
-        if let Some(random) = &before.random {
-            random.restore()?;
-        }
+        before.random.restore()?;
         // Loading a state also forgets that gradients were unscaled.
         let scaler = before.scaler.clone().unwrap_or_else(|| self.scaler.state());
         self.scaler.load_state(&scaler)?;

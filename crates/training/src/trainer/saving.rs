@@ -105,7 +105,7 @@ impl Trainer {
     }
 
     /// The devices of the model.
-    fn devices(&self) -> Vec<Device> {
+    pub(super) fn devices(&self) -> Vec<Device> {
         let mut devices = Vec::new();
         for named in module::tensors(self.model.as_ref()) {
             let device = named.tensor.device();
@@ -148,7 +148,7 @@ impl Trainer {
     ///
     /// # Errors
     /// Checkpoints of which none is valid; one of another model; one that does not match the optimizer, the scaler or the data.
-    /// Then the training is unchanged.
+    /// Then the training is unchanged. [`Error::Interrupted`] for a weight that cannot be set: the training is refused until it has resumed.
     pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
         let found = checkpoints.latest()?;
@@ -212,7 +212,8 @@ impl Trainer {
         Ok(settings.iter().map(|setting| format!("settings differ from {name}: {setting}")).collect())
     }
 
-    /// Restores everything, or nothing. Returns warnings about what could not be restored.
+    /// Restores everything, or nothing; after a weight that cannot be set, the training goes no further ([`Error::Interrupted`]). Returns
+    /// warnings about what could not be restored.
     fn load(&mut self, checkpoint: &Checkpoint, train: &mut dyn Batches) -> Result<Vec<String>> {
         let name = checkpoint.path.display().to_string();
         let devices = self.devices();
@@ -229,7 +230,11 @@ impl Trainer {
         };
         match load() {
             Ok(anew) => {
-                pairs.iter().try_for_each(|(tensor, values)| self.optimizer.set_weight(tensor, values))?;
+                // The optimizer is the checkpoint's by now, so a weight that cannot be set leaves a training of two steps.
+                pairs
+                    .iter()
+                    .try_for_each(|(tensor, values)| self.optimizer.set_weight(tensor, values))
+                    .map_err(|error| self.interrupt(checkpoint.step, error))?;
                 let line = |device: &Device| {
                     format!("{name} has no random state of {device:?}, which is not restored")
                 };

@@ -207,6 +207,60 @@ fn failed_removal_is_a_warning() {
     assert_eq!(checkpoints.steps().unwrap(), [2, 1]);
 }
 
+/// Names of this crate's own, but files and links: of a copy that went wrong, or of another program.
+#[test]
+fn stray_files_with_temporary_names_are_removed() {
+    let root = tempfile::tempdir().unwrap();
+    let kept = root.path().join("kept");
+    fs::create_dir(&kept).unwrap();
+    fs::write(kept.join("file"), "x").unwrap();
+    let strays = |names: &[&str]| {
+        for name in names {
+            fs::write(root.path().join(name), "stray").unwrap();
+        }
+    };
+    strays(&[".tmp-notes", ".tmp-step-000000000007"]);
+    std::os::unix::fs::symlink(&kept, root.path().join(".tmp-link")).unwrap();
+    std::os::unix::fs::symlink("nowhere", root.path().join(".tmp-dangling")).unwrap();
+    let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
+    assert_eq!(entries(root.path()), [".lock", "kept"]);
+    assert_eq!(entries(&kept), ["file"], "what a link points to stays");
+    // And those that come while it is open.
+    for names in [&[".tmp-step-000000000007"][..], &[".tmp-step-000000000007", ".replaced-step-000000000007"]]
+    {
+        strays(names);
+        assert_eq!(save(&checkpoints, 7), [""; 0]);
+        assert_eq!(entries(root.path()), [".lock", "kept", "step-000000000007"]);
+    }
+    drop(checkpoints);
+    strays(&[".replaced-step-000000000007"]);
+    assert_eq!(Checkpoints::open(root.path(), 3).unwrap().latest().unwrap().checkpoint.unwrap().step, 7);
+    assert_eq!(entries(root.path()), [".lock", "kept", "step-000000000007"]);
+}
+
+/// Whoever asks whether a folder is in use has the lock for a moment, shared.
+#[test]
+fn a_question_does_not_keep_a_writer_out() {
+    let root = tempfile::tempdir().unwrap();
+    drop(Checkpoints::open(root.path(), 1).unwrap());
+    let asks = fs::File::open(root.path().join(".lock")).unwrap();
+    asks.lock_shared().unwrap();
+    let (started, has_started) = std::sync::mpsc::channel();
+    let opened = std::thread::scope(|scope| {
+        let opener = scope.spawn(|| {
+            started.send(()).unwrap();
+            Checkpoints::open(root.path(), 1)
+        });
+        has_started.recv().unwrap();
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        drop(asks);
+        opener.join().unwrap()
+    });
+    opened.unwrap();
+}
+
 #[test]
 fn a_second_writer_is_refused_and_readers_are_allowed() {
     let root = tempfile::tempdir().unwrap();
