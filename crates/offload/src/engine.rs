@@ -353,7 +353,7 @@ impl Engine {
     fn recover(&self) {
         let _ = self.wait_and_recover();
         let mut state = self.0.state.lock();
-        if let Some(Slots { ring, slots }) = &mut state.ring {
+        if let Some(Slots { ring, slots, .. }) = &mut state.ring {
             ring.clear();
             slots.iter_mut().for_each(|slot| slot.holds = None);
         }

@@ -18,7 +18,7 @@ use runtime::file_memory;
 use tch::{Device, Kind, Tensor};
 use training::layer_source::{LayerSource, is_placeholder};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::{Extent, Layout, piece, view};
 pub(crate) use change_detection::{TensorVersions, unchanged};
 pub(crate) use in_file::{FileLocation, InFile, Source, own_folder};
@@ -186,16 +186,33 @@ impl Layer {
             outstanding: Arc::default(),
             lost: None,
         };
-        layer.in_place = layer.memory_in_source(placement)?;
-        for region in 0..layer.layout.regions.len() {
-            let trained = layer.layout.regions[region].trained;
+        let devices: Vec<Device> = named.iter().map(|(_, tensor, _)| tensor.device()).collect();
+        let mut given = Vec::new();
+        if let Err(error) = layer.fill(&named, placement, left, &mut given) {
+            return Err(layer.undo(&devices, &given, error));
+        }
+        Ok(layer)
+    }
+
+    /// Gives the tensors of every region their new memory. `given` gets the regions that a source took, with their values, which the
+    /// tensors no longer have.
+    fn fill(
+        &mut self,
+        named: &[(&str, &Tensor, bool)],
+        placement: &Placement,
+        left: &dyn Fn(&str, &Tensor) -> Option<FileLocation>,
+        given: &mut Vec<(usize, Tensor)>,
+    ) -> Result<()> {
+        self.in_place = self.memory_in_source(placement)?;
+        for region in 0..self.layout.regions.len() {
+            let trained = self.layout.regions[region].trained;
             if let Some(source) = placement.source.as_ref().filter(|source| source.takes(trained)) {
-                layer.give_to(source, region)?;
+                given.push((region, self.give_to(source, region)?));
                 continue;
             }
-            let members = layer.members(region);
-            if let Some(&index) = members.iter().find(|index| is_placeholder(&layer.tensors[**index])) {
-                return Err(layer.without_values(index));
+            let members = self.members(region);
+            if let Some(&index) = members.iter().find(|index| is_placeholder(&self.tensors[**index])) {
+                return Err(self.without_values(index));
             }
             let (mut in_files, mut others) = (Vec::new(), Vec::new());
             for index in members {
@@ -207,20 +224,53 @@ impl Layer {
             }
             let has_files = !in_files.is_empty();
             for (index, left) in in_files {
-                layer.use_file(index, left)?;
+                self.use_file(index, left)?;
             }
             match &placement.folder {
                 _ if others.is_empty() => {}
-                Some(folder) if !trained => layer.spill(folder, region, &others)?,
+                Some(folder) if !trained => self.spill(folder, region, &others)?,
                 _ if has_files => {
-                    others.iter().try_for_each(|&index| layer.copy_to_host(index, placement.pinned_for))?;
+                    others.iter().try_for_each(|&index| self.copy_to_host(index, placement.pinned_for))?;
                 }
-                Some(_) if layer.layout.is_mostly_trained() => layer.pack(region, &others, placement)?,
-                _ => layer.pack(region, &others, &Placement { folder: None, ..placement.clone() })?,
+                Some(_) if self.layout.is_mostly_trained() => self.pack(region, &others, placement)?,
+                _ => self.pack(region, &others, &Placement { folder: None, ..placement.clone() })?,
             }
         }
-        layer.seen = layer.tensors.iter().map(|tensor| Ok(tensor.f_detach()?)).collect::<Result<_>>()?;
-        Ok(layer)
+        self.seen = self.tensors.iter().map(|tensor| Ok(tensor.f_detach()?)).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Gives the tensors their values back on their devices after a region could not be stored: the block runs without this layer.
+    /// Returns the error, with what else failed.
+    fn undo(&self, devices: &[Device], given: &[(usize, Tensor)], error: Error) -> Error {
+        let restore = || -> Result<()> {
+            for (region, flat) in given {
+                let start = self.layout.regions[*region].range.start;
+                for index in self.members(*region) {
+                    if is_placeholder(&self.tensors[index]) {
+                        self.tensors[index].shallow_clone().f_set_data(&view(
+                            flat,
+                            start,
+                            &self.layout.extents[index],
+                        )?)?;
+                    }
+                }
+            }
+            for (tensor, device) in self.tensors.iter().zip(devices) {
+                if tensor.device() != *device {
+                    tensor.shallow_clone().f_set_data(&tensor.f_detach()?.f_to_device(*device)?)?;
+                }
+            }
+            Ok(())
+        };
+        match restore() {
+            Ok(()) => error,
+            Err(second) => {
+                let reason =
+                    format!("`{}` was offloaded in part, and cannot be used: {error}; {second}", self.name);
+                Error::config("layers", reason)
+            }
+        }
     }
 
     fn members(&self, region: usize) -> Vec<usize> {

@@ -18,6 +18,8 @@ use crate::trace::StreamKind;
 pub(super) struct Slots {
     pub(super) ring: Ring,
     pub(super) slots: Vec<Slot>,
+    /// Its address tells this ring from the one after it.
+    identity: Arc<()>,
 }
 
 pub(super) struct Slot {
@@ -65,7 +67,7 @@ impl Engine {
             state.layers[layer].look(self.0.placement.pinned_for)?;
             self.ensure_ring(&mut state)?;
             let State { layers, ring, .. } = &mut *state;
-            let Slots { ring, slots } = ring.as_mut().expect("the ring was just created");
+            let Slots { ring, slots, identity } = ring.as_mut().expect("the ring was just created");
             let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
             let access = Access { layer, direction };
             let Some((slot, load)) = ring.acquire(access, &is_current) else {
@@ -79,6 +81,7 @@ impl Engine {
             // From here on the end of the use is counted in any case.
             lease = Lease {
                 engine: self.clone(),
+                ring: identity.clone(),
                 slot,
                 memory: layers[layer].memory(&slots[slot].bytes),
                 leaves: Vec::new(),
@@ -121,7 +124,7 @@ impl Engine {
         access: Access,
     ) -> Result<StartedUse> {
         let State { layers, ring, counters, .. } = &mut *state;
-        let Slots { ring, slots } = ring.as_mut().expect("the ring has this slot");
+        let Slots { ring, slots, .. } = ring.as_mut().expect("the ring has this slot");
         let Access { layer, direction } = access;
         if load {
             counters.late += 1;
@@ -148,7 +151,7 @@ impl Engine {
     pub(crate) fn send_ahead(&self) -> Result<()> {
         let mut state = self.0.state.lock();
         let State { layers, ring, counters, .. } = &mut *state;
-        let Some(Slots { ring, slots }) = ring else { return Ok(()) };
+        let Some(Slots { ring, slots, .. }) = ring else { return Ok(()) };
         let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
         let ahead = ring.prefetch(&is_current, &|_, coming| layers[coming.layer].update_queued);
         let queued = self.load_ahead(layers, slots, counters, &ahead, Direction::Forward);
@@ -270,7 +273,8 @@ impl Engine {
             })
         };
         let memory = (0..slots).map(slot).collect::<Result<Vec<_>>>()?;
-        state.ring = Some(Slots { ring: Ring::new(slots, state.layers.len()), slots: memory });
+        let ring = Ring::new(slots, state.layers.len());
+        state.ring = Some(Slots { ring, slots: memory, identity: Arc::default() });
         Ok(())
     }
 }
@@ -287,6 +291,8 @@ struct StartedUse {
 #[derive(Debug)]
 pub(crate) struct Lease {
     engine: Engine,
+    /// The identity of the ring of the slot: a lease may end after its ring.
+    ring: Arc<()>,
     slot: usize,
     /// The slot's bytes, of which the layer has the first, or the layer's own where it stays.
     memory: Tensor,
@@ -320,12 +326,39 @@ impl Drop for Lease {
         // If this fails on a device, the next use fails too.
         let free = self.end().ok().flatten();
         let mut state = self.engine.0.state.lock();
-        if let Some(Slots { ring, slots }) = &mut state.ring {
+        if let Some(Slots { ring, slots, identity }) = &mut state.ring
+            && Arc::ptr_eq(identity, &self.ring)
+        {
             ring.release(self.slot);
             let events = &mut slots[self.slot].free;
             // A layer that stays in its slot can be used any number of times.
             events.retain(|event| !event.query().unwrap_or(true));
             events.extend(free.map(Arc::new));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use models::module::Role;
+    use tch::kind;
+
+    use super::*;
+    use crate::options::Options;
+
+    #[test]
+    fn a_lease_that_ends_after_its_ring_leaves_the_next_ring_alone() {
+        let engine = Engine::new(Options { ring: 1, ..Options::default() }).unwrap();
+        for number in 0..2 {
+            let weight = Tensor::ones([4], kind::FLOAT_CPU);
+            let named = [("weight".to_owned(), weight, Role::Parameter)];
+            engine.add((&format!("layers.{number}"), number), &named, &|_| None).unwrap();
+        }
+        let before = engine.acquire(0, Direction::Forward).unwrap();
+        engine.release_ring().unwrap();
+        let _used = engine.acquire(1, Direction::Forward).unwrap();
+        drop(before);
+        let error = engine.acquire(0, Direction::Forward).unwrap_err().to_string();
+        assert!(error.contains("all 1 slots are in use"), "{error}");
     }
 }

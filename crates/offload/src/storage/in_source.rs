@@ -54,8 +54,8 @@ impl Layer {
         Ok(Some(Tensor::f_zeros([self.layout.bytes as i64], (Kind::Uint8, Device::Cpu))?))
     }
 
-    /// Gives a region to a source.
-    pub(super) fn give_to(&mut self, source: &Arc<dyn LayerSource>, region: usize) -> Result<()> {
+    /// Gives a region to a source. Returns its bytes.
+    pub(super) fn give_to(&mut self, source: &Arc<dyn LayerSource>, region: usize) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let (range, kind) = (self.layout.regions[region].range.clone(), self.layout.regions[region].kind);
         let width = kind.elt_size_in_bytes();
@@ -95,7 +95,7 @@ impl Layer {
             set_placeholder(&self.tensors[index])?;
         }
         self.sources[region] = Some(InSource { source: source.clone(), number });
-        Ok(())
+        Ok(flat)
     }
 
     /// The error of a tensor whose values nobody has.

@@ -1,15 +1,16 @@
 //! Failures are reported, leave the model unchanged, and the next step works.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use crate::support::{alone, assert_intact, assert_same, batch, gradients_of, snapshot, tiny, ways};
 use expect_test::{Expect, expect};
 use models::Llama;
-use models::module::{Input, LanguageModel, trainable};
+use models::module::{Input, LanguageModel, freeze, trainable};
 use offload::{HookPoint, Method, Offload, Options, TestHook};
 use runtime::autograd::{Keep, backward, grad, set_grad};
-use tch::Tensor;
+use tch::{Kind, Tensor};
+use training::layer_source::{LayerRegion, LayerSource};
 
 /// Breaks a stream once, at a given visit of a point.
 #[derive(Debug)]
@@ -319,6 +320,62 @@ fn invalid_options_are_refused() {
     );
     assert_intact(&intact, &*model, "refused options");
     assert_same(&reference, &gradients_of(&*model, &tokens), "refused options");
+}
+
+/// A source that holds every region, until one take fails.
+#[derive(Debug)]
+struct Shelf {
+    regions: Mutex<Vec<Tensor>>,
+    fails_at: usize,
+}
+
+impl LayerSource for Shelf {
+    fn takes(&self, _: bool) -> bool {
+        true
+    }
+
+    fn take(&self, region: &LayerRegion<'_>) -> training::Result<usize> {
+        let mut regions = self.regions.lock().unwrap();
+        if regions.len() == self.fails_at {
+            return Err(runtime::Error::invalid("shelf", "it is full").into());
+        }
+        regions.push(region.values.copy());
+        Ok(regions.len() - 1)
+    }
+
+    fn load(&self, region: usize, target: &Tensor) -> runtime::Result<()> {
+        let values = self.regions.lock().unwrap()[region].f_view_dtype(Kind::Uint8)?;
+        target.shallow_clone().f_copy_(&values)?;
+        Ok(())
+    }
+
+    fn deliver(&self, _: usize, _: Vec<(usize, Tensor)>, _: bool) -> training::Result<()> {
+        Ok(())
+    }
+}
+
+/// Layers have two regions, of trained and of frozen tensors: the second one of the first layer fails, or of the second.
+#[test]
+fn a_layer_that_is_offloaded_in_part_gets_its_values_back() {
+    let _alone = alone();
+    for fails_at in [0, 1, 3] {
+        let mut model = tiny();
+        freeze(&*model, ".*mlp.*", true).unwrap();
+        let tokens = batch(60, 7);
+        let logits = |model: &Llama| {
+            let input = Input::new(&tokens);
+            tch::no_grad(|| model.hidden(&input).unwrap())
+        };
+        let (intact, expected) = (snapshot(&*model), logits(&model));
+        let shelf = Arc::new(Shelf { regions: Mutex::default(), fails_at });
+        let options = Options { source: Some(shelf.clone()), ..Options::default() };
+        let error = Offload::apply(&mut *model, &options).unwrap_err().to_string();
+        assert!(error.contains("it is full"), "{error}");
+        assert_eq!(logits(&model), expected, "failed at {fails_at}");
+        if fails_at < 2 {
+            assert_intact(&intact, &*model, "failed in the first layer");
+        }
+    }
 }
 
 #[test]
