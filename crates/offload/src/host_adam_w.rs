@@ -39,6 +39,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use runtime::fused::stochastic_rounding::Stream;
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepDecision, StepSettings, ZeroGrad};
@@ -57,6 +58,9 @@ pub struct HostOptions {
     pub overlap: bool,
     /// Whether to keep fp32 weights of bf16 and fp16 layers.
     pub master_weights: bool,
+    /// The seed of stochastic rounding, for bf16 and fp16 weights without fp32 copies: see
+    /// [`DeviceOptimizer::with_stochastic_rounding`].
+    pub stochastic_rounding: Option<u64>,
 }
 
 /// The result of a step.
@@ -109,10 +113,15 @@ impl HostAdamW {
     /// tensors, so layers may be given further tensors later.
     ///
     /// # Errors
-    /// Another `HostAdamW` for the same layers; a group with its own rule; layers in f64; the errors of
-    /// [`DeviceOptimizer::new`].
+    /// Another `HostAdamW` for the same layers; a group with its own rule; layers in f64; fp32 copies and stochastic rounding together;
+    /// the errors of [`DeviceOptimizer::new`].
     pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostOptions) -> Result<Self> {
         let engine = offload.engine().clone();
+        if options.master_weights && options.stochastic_rounding.is_some() {
+            let reason = "both `master_weights` and `stochastic_rounding` are given; a weight with an fp32 copy needs no random \
+                          rounding, so give one of them";
+            return Err(Error::config("optimizer", reason));
+        }
         if engine.options().source.is_some() {
             let reason =
                 "these layers are in shards, which their own optimizer steps; use it instead of `HostAdamW`";
@@ -157,6 +166,7 @@ impl HostAdamW {
                         name: name.clone(),
                         tensor: tensor.shallow_clone(),
                         group: number,
+                        stream: options.stochastic_rounding.map(|seed| Stream::new(seed, name)),
                         step: 0,
                         moments: None,
                         master: None,
@@ -170,7 +180,11 @@ impl HostAdamW {
         let rest = if rest.is_empty() { None } else { Some(DeviceOptimizer::new(rule, rest)?) };
         let rest = match rest {
             Some(rest) if options.master_weights => Some(rest.with_master_weights()),
-            rest => rest,
+            Some(rest) => Some(match options.stochastic_rounding {
+                Some(seed) => rest.with_stochastic_rounding(seed),
+                None => rest,
+            }),
+            None => None,
         };
         of_layers.sort_by_key(|(index_of, _)| *index_of);
         let of_layers: Vec<Parameter> = of_layers.into_iter().map(|(_, parameter)| parameter).collect();

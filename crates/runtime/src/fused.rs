@@ -15,4 +15,5 @@ pub mod gradients;
 pub mod loss_scale;
 pub mod norm;
 pub mod rope;
+pub mod stochastic_rounding;
 pub mod swiglu;

@@ -19,6 +19,7 @@ pub(crate) mod nf4;
 pub(crate) mod norm;
 pub(crate) mod rope;
 pub(crate) mod scale;
+pub(crate) mod stochastic_rounding;
 pub(crate) mod swiglu;
 mod table;
 
@@ -318,7 +319,7 @@ mod tests {
         }
     }
 
-    const EXPRESSIONS: [(Source, &[&str]); 10] = [
+    const EXPRESSIONS: [(Source, &[&str]); 11] = [
         (adam::SOURCE, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 1, false, 128, 1024>"]),
         (
             cross_entropy::SOURCE,
@@ -359,6 +360,10 @@ mod tests {
         ),
         (rope::SOURCE, &["rotate<bf16, 8>", "rotate<float, 1>"]),
         (scale::SOURCE, &["scale<bf16, 8, 256>", "scale<float, 1, 256>"]),
+        (
+            stochastic_rounding::SOURCE,
+            &["stochastic_rounding<bf16, 128, 4096>", "stochastic_rounding<f16, 128, 4096>"],
+        ),
         (swiglu::SOURCE, &["swiglu_forward<bf16, 8, 256>", "swiglu_backward<float, 1, 256>"]),
     ];
 }

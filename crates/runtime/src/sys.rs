@@ -46,6 +46,7 @@ pub(crate) mod random;
 pub(crate) mod rope;
 pub(crate) mod signals;
 pub(crate) mod simd;
+pub(crate) mod stochastic_rounding;
 pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;

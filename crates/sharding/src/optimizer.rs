@@ -51,7 +51,7 @@ impl ShardedOptimizer {
     /// Divides the parameters of `groups` among `ranks`. They get new memory, with their values.
     ///
     /// # Errors
-    /// Those of [`DeviceOptimizer::new`]; a stage whose shards are missing; parameters that are not on the CPU; a group with a rule of its
+    /// Those of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that are not on the CPU; a group with a rule of its
     /// own; ranks with other parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,
@@ -105,6 +105,15 @@ impl ShardedOptimizer {
         }
         let parts = parts(&buckets, &mesh.shard, names.len(), options.master_weights)?;
         let inner = DeviceOptimizer::boxed(rule, inner_groups(&groups, &names, &parts)?)?;
+        let inner = match options.stochastic_rounding {
+            Some(seed) => {
+                let first: HashMap<&str, i64> =
+                    parts.iter().map(|part| (names[part.parameter].as_str(), part.first)).collect();
+                let first = |name: &str| first.get(name).map_or(0, |first| first.cast_unsigned());
+                inner.with_stochastic_rounding_of_parts(seed, first)
+            }
+            None => inner,
+        };
         let round = Arc::new(Mutex::new(Round::new(buckets, names.len(), &mesh, options.reduction)?));
         let hooks = match options.stage {
             Stage::One => Vec::new(),

@@ -17,7 +17,9 @@
 //!
 //! In all but AdamW the weight decay is an L2 penalty: g ← g + λ·θ. All follow PyTorch's conventions, with one difference:
 //! state and arithmetic of half-precision parameters are fp32, rounded once into the parameter (PyTorch keeps the state in the
-//! parameter's dtype). [`DeviceOptimizer::with_master_weights`] also keeps an fp32 copy of the parameter.
+//! parameter's dtype). A bf16 number has 8 significant bits: an update below 2⁻⁹ of the parameter is rounded away, and at the learning
+//! rates of fine-tuning most are. [`DeviceOptimizer::with_master_weights`] also keeps an fp32 copy of the parameter, which every update
+//! reaches; [`DeviceOptimizer::with_stochastic_rounding`] takes no memory, and every update counts on average.
 //!
 //! ```
 //! use tch::{Kind, Tensor, kind};

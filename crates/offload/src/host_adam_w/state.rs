@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use runtime::device::Event;
 use runtime::file_memory;
 use runtime::fused::adam::{AdamStep, AdamTensors, adam};
+use runtime::fused::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, StepSettings};
@@ -55,6 +56,8 @@ pub(super) struct Parameter {
     pub(super) name: String,
     pub(super) tensor: Tensor,
     pub(super) group: usize,
+    /// The random numbers of its stochastic rounding.
+    pub(super) stream: Option<Stream>,
     pub(super) step: u64,
     pub(super) moments: Option<[Tensor; 2]>,
     pub(super) master: Option<Tensor>,
@@ -139,17 +142,19 @@ impl State {
             // The memory that the weight refers to at its step, whatever it refers to when the step runs; and with its own
             // version: the engine tracks this change by the layer's generation, ahead of time, while the tensor's version
             // tracks changes by others.
-            work.push((step, gradient, weight.f_data()?, moments, master));
+            work.push((step, gradient, weight.f_data()?, moments, master, parameter.stream));
         }
         let used = pooled.then(|| engine.pool_return());
         let updated = engine.submit_update(layer, &arrived, ahead, move || {
             let _no_grad = tch::no_grad_guard();
-            for (step, gradient, weight, [m, v], master) in work {
+            for (step, gradient, weight, [m, v], master, stream) in work {
                 let in_use = [&gradient, &weight, &m, &v].into_iter().chain(&master);
                 let in_use: Vec<Tensor> = in_use.map(Tensor::shallow_clone).collect();
                 in_use.iter().try_for_each(file_memory::fetch)?;
                 let gradient = if gradient.is_contiguous() { gradient } else { gradient.f_contiguous()? };
                 let rounds = weight.kind() != Kind::Float;
+                // A master copy is rounded to nearest: it keeps what the rounding drops.
+                let stream = stream.filter(|_| rounds && master.is_none());
                 let master = match master {
                     Some(master) => master,
                     None if rounds => weight.f_to_kind(Kind::Float)?,
@@ -160,9 +165,18 @@ impl State {
                     master: &master,
                     exp_avg: &m,
                     exp_avg_sq: &v,
-                    weight: rounds.then_some(&weight),
+                    weight: (rounds && stream.is_none()).then_some(&weight),
                 };
                 adam(&tensors, &step)?;
+                if let Some(stream) = stream {
+                    let step = StepNumber::Host(step.step);
+                    stochastic_rounding::round(&[Rounding {
+                        source: &master,
+                        target: &weight,
+                        stream,
+                        step,
+                    }])?;
+                }
                 in_use.iter().try_for_each(file_memory::release)?;
                 if let Some(used) = &used {
                     used(gradient);

@@ -55,6 +55,9 @@ fn ordinary(model: &Llama, case: &Case) -> Left {
     if case.host.master_weights {
         optimizer = optimizer.with_master_weights();
     }
+    if let Some(seed) = case.host.stochastic_rounding {
+        optimizer = optimizer.with_stochastic_rounding(seed);
+    }
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         losses.extend(gradients_of(model, step, case.micro));
@@ -169,17 +172,20 @@ fn rings_and_resident_layers_do_not_change_results() {
     }
 }
 
+/// Whether there are master weights, and the seed of stochastic rounding.
+const WAYS_OF_BF16: [(bool, Option<u64>); 3] = [(false, None), (true, None), (false, Some(5))];
+
 #[test]
-fn bf16_with_and_without_master_weights() {
+fn bf16_with_master_weights_with_stochastic_rounding_and_without() {
     let _alone = alone();
     let model = || {
         runtime::random::seed(2).unwrap();
         let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(60, 32, 48, 4, 4) };
         Box::new(Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap())
     };
-    for master_weights in [false, true] {
+    for (master_weights, stochastic_rounding) in WAYS_OF_BF16 {
         for (clip, micro) in [(None, 1), (Some(0.3), 2)] {
-            let host = HostOptions { master_weights, overlap: true };
+            let host = HostOptions { master_weights, stochastic_rounding, overlap: true };
             check(&model, Case { host, clip, micro, ..Case::default() });
         }
     }
@@ -216,10 +222,10 @@ fn trained_layers_in_files() {
                 let options = Options { tier: tier.clone(), ring, resident, keep, ..Options::default() };
                 check(&tiny, Case { options, host, clip, micro, factor: true });
             }
-            for master_weights in [false, true] {
+            for (master_weights, stochastic_rounding) in WAYS_OF_BF16 {
                 let (options, host) = (
                     Options { tier: tier.clone(), ..Options::default() },
-                    HostOptions { master_weights, ..host },
+                    HostOptions { master_weights, stochastic_rounding, ..host },
                 );
                 check(&narrow, Case { options, host, clip, micro, factor: false });
             }
@@ -322,6 +328,9 @@ fn unsupported_parameters_are_errors() {
         |groups| HostAdamW::new(&offload, groups, RULE, HostOptions::default()).unwrap_err().to_string();
     let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
     assert!(new(vec![own]).contains("has its own rule"));
+    let both = HostOptions { master_weights: true, stochastic_rounding: Some(1), ..HostOptions::default() };
+    let error = HostAdamW::new(&offload, groups(&model), RULE, both).unwrap_err().to_string();
+    assert!(error.contains("both `master_weights` and `stochastic_rounding`"), "{error}");
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
     let step = StepSettings::default();
     for (settings, words) in [

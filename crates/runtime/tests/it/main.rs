@@ -45,5 +45,6 @@ mod random;
 mod rope;
 mod rope_memory;
 mod set_grad;
+mod stochastic_rounding;
 mod swiglu;
 mod trace;

@@ -17,6 +17,8 @@ pub(super) struct Part {
     member: (usize, usize),
     /// Its elements in the rank's shard of the bucket.
     range: Range<i64>,
+    /// The index of its first element in the whole parameter.
+    pub(super) first: i64,
     /// What the inner optimizer steps: the weights themselves, or their fp32 master copy.
     pub(super) stepped: Tensor,
     /// The weights that a master copy is rounded into.
@@ -60,6 +62,7 @@ pub(super) fn parts(
                 parameter: member.parameter,
                 member: (bucket_number, number),
                 range: owned.start - shard.start..owned.end - shard.start,
+                first: owned.start - member.range.start,
                 stepped: stepped.f_set_requires_grad(true)?,
                 follows: rounded.is_some(),
                 rounded,

@@ -29,6 +29,9 @@ pub struct Options {
     pub reduction: Reduction,
     /// Keeps an fp32 copy of bf16 and fp16 weights, divided among ranks.
     pub master_weights: bool,
+    /// The seed of stochastic rounding, for bf16 and fp16 weights without fp32 copies: the bits are those of one process
+    /// ([`DeviceOptimizer::with_stochastic_rounding`](training::optimizer::DeviceOptimizer::with_stochastic_rounding)).
+    pub stochastic_rounding: Option<u64>,
     /// Bytes of weights that are reduced and gathered together, at least. A bucket has whole parameters.
     pub bucket_bytes: usize,
     /// Names of the trained parameters in the order in which the model has them, so that a bucket's gradients arrive together; empty for
@@ -44,6 +47,7 @@ impl Default for Options {
             stage: Stage::default(),
             reduction: Reduction::default(),
             master_weights: false,
+            stochastic_rounding: None,
             bucket_bytes: 16 << 20,
             order: Vec::new(),
             shards: None,
@@ -55,6 +59,12 @@ impl Options {
     pub(super) fn check(&self, mesh: &Mesh) -> Result<()> {
         if self.bucket_bytes == 0 {
             return Err(refused("buckets of 0 bytes; expected at least 1"));
+        }
+        if self.master_weights && self.stochastic_rounding.is_some() {
+            return Err(refused(
+                "both Options::master_weights and Options::stochastic_rounding; a weight with an fp32 copy needs no random rounding, \
+                 so give one of them",
+            ));
         }
         match (&self.shards, self.stage) {
             (None, Stage::Three) => Err(refused(

@@ -44,6 +44,19 @@ fn fp32_weights_have_the_bits_of_one_process_without_ranks() {
     assert_eq!(alone[0], sharded);
 }
 
+/// The random numbers of an element are those of its index in the whole parameter, on whichever rank it is.
+#[test]
+fn stochastic_rounding_has_the_bits_of_one_process_without_ranks() {
+    let seeded = Some(3);
+    let case = Case { dtype: Dtype::Bf16, stochastic_rounding: seeded, bucket_bytes: 1, ..Case::default() };
+    // Without ranks, gradients of several micro-batches are added in bf16.
+    let one = Case { micro_batches: 1, ..case.clone() };
+    let sharded = check_over(&[case, one.clone()], &[(1, 3, 1), (2, 4, 1), (2, 4, 2)]).swap_remove(1);
+    let of = |case: Case| run(&[(Case { stage: 0, ..case }, 1)]).swap_remove(0).swap_remove(0);
+    assert_eq!(of(one.clone()), sharded);
+    assert_ne!(of(Case { stochastic_rounding: None, ..one }), sharded);
+}
+
 #[test]
 fn other_micro_batches_dropout_dtypes_and_layers_change_no_bit() {
     let case = Case { clip: true, ..Case::default() };

@@ -36,6 +36,8 @@ pub(crate) struct Case {
     pub(crate) native: bool,
     pub(crate) dtype: Dtype,
     pub(crate) master_weights: bool,
+    /// The seed of stochastic rounding.
+    pub(crate) stochastic_rounding: Option<u64>,
     /// Micro-batches of a step.
     pub(crate) micro_batches: usize,
     pub(crate) clip: bool,
@@ -65,6 +67,7 @@ impl Default for Case {
             native: false,
             dtype: Dtype::Fp32,
             master_weights: false,
+            stochastic_rounding: None,
             micro_batches: 4,
             clip: false,
             dropout: false,
@@ -123,7 +126,13 @@ impl Case {
         let order = parameters.iter().map(|(name, _)| name.clone()).collect();
         let groups = Group::by_dimension(parameters, 3e-3, 0.1);
         let stage = match self.stage {
-            0 => return Box::new(DeviceOptimizer::new(AdamW::default(), groups).unwrap()),
+            0 => {
+                let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
+                return Box::new(match self.stochastic_rounding {
+                    Some(seed) => optimizer.with_stochastic_rounding(seed),
+                    None => optimizer,
+                });
+            }
             1 => Stage::One,
             _ => Stage::Two,
         };
@@ -131,6 +140,7 @@ impl Case {
             stage,
             reduction: if self.native { Reduction::Native } else { Reduction::Ordered },
             master_weights: self.master_weights,
+            stochastic_rounding: self.stochastic_rounding,
             bucket_bytes: self.bucket_bytes,
             order,
             shards: None,

@@ -1,5 +1,6 @@
 //! A step over all parameters, in buckets of one group, device, dtype and step number, each of which takes one call.
 
+use runtime::fused::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::memory::is_out_of_memory;
 use tch::{Device, Kind, Tensor};
 
@@ -24,6 +25,8 @@ struct Bucket {
     steps: Vec<Tensor>,
     /// For each parameter the tensor that the model computes with, where that is another one.
     weights: Vec<Option<Tensor>>,
+    /// For each of these tensors that is rounded stochastically, its random numbers.
+    streams: Vec<Option<Stream>>,
     /// Bytes of its copies, those of the gradients included, which its run makes.
     casts: u64,
 }
@@ -109,8 +112,8 @@ fn update(
         let at = buckets.iter().position(|bucket| bucket.key == key);
         let at = at.unwrap_or_else(|| {
             let slots = own.slots().iter().map(|_| Vec::new()).collect();
-            let (params, grads, steps, weights) = Default::default();
-            buckets.push(Bucket { key, params, grads, slots, steps, weights, casts: 0 });
+            let (params, grads, steps, weights, streams) = Default::default();
+            buckets.push(Bucket { key, params, grads, slots, steps, weights, streams, casts: 0 });
             buckets.len() - 1
         });
         let bucket = &mut buckets[at];
@@ -124,6 +127,9 @@ fn update(
         let copied =
             u64::from(state.master.is_none() && values.kind() != kind) + u64::from(grad.kind() != kind);
         bucket.casts += copied * wide;
+        // A master copy is rounded to nearest: it keeps what the rounding drops.
+        let is_half = matches!(values.kind(), Kind::BFloat16 | Kind::Half);
+        bucket.streams.push(parameter.stream.filter(|_| is_half && state.master.is_none()));
         bucket.weights.push((work.data_ptr() != values.data_ptr()).then_some(values));
         bucket.params.push(work);
         bucket.grads.push(grad.f_detach()?.f_contiguous()?);
@@ -147,13 +153,19 @@ fn run(
     arguments: StepArguments<'_>,
     changed: &mut bool,
 ) -> Result<()> {
-    for Bucket { key: (group, device, _, step), params, grads, slots, steps, weights, casts: _ } in buckets {
+    for bucket in buckets {
+        let Bucket {
+            key: (group, device, _, step), params, grads, slots, steps, mut weights, streams, ..
+        } = bucket;
         let group = &groups[group];
         let rule = group.rule.as_deref().unwrap_or(arguments.rule);
         let hyperparameters =
             Hyperparameters { lr: group.lr * arguments.factor, weight_decay: group.weight_decay, step };
         let skip = arguments.skip.map(|skip| skip.f_to_device(device)).transpose()?;
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
+        let take =
+            |(weight, stream): (&mut Option<Tensor>, &Option<Stream>)| stream.and_then(|_| weight.take());
+        let stochastic: Vec<Option<Tensor>> = weights.iter_mut().zip(&streams).map(take).collect();
         let (weights, steps, skip) = (&weights, &steps, skip.as_ref());
         let fused = match steps.is_empty() {
             true => None,
@@ -163,12 +175,32 @@ fn run(
             // What it allocates, it allocates before it changes anything.
             *changed |= !done.as_ref().is_err_and(|error| is_out_of_memory(error));
             done?;
+            // The kernel has incremented the numbers. Where it skipped the step, the parameters are numbers of the weights' dtype still,
+            // which no rounding changes.
+            round(&stochastic, &params, &streams, |index| StepNumber::Device(&steps[index]))?;
             continue;
         }
         let grads = cast_gradients(&params, &grads)?;
         *changed = true;
         rule.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
         write_weights(weights, &params)?;
+        round(&stochastic, &params, &streams, |_| StepNumber::Host(step))?;
     }
     Ok(())
+}
+
+/// Rounds parameters stochastically into the weights that are given.
+fn round<'a>(
+    weights: &[Option<Tensor>],
+    params: &[Tensor],
+    streams: &[Option<Stream>],
+    step_of: impl Fn(usize) -> StepNumber<'a>,
+) -> Result<()> {
+    let all = weights.iter().zip(params).zip(streams).enumerate();
+    let all: Vec<Rounding<'_>> = all
+        .filter_map(|(index, ((target, source), stream))| {
+            Some(Rounding { source, target: target.as_ref()?, stream: (*stream)?, step: step_of(index) })
+        })
+        .collect();
+    Ok(stochastic_rounding::round(&all)?)
 }

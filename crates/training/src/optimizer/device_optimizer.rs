@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use runtime::fused::stochastic_rounding::Stream;
 use runtime::ops::foreach;
 use tch::Tensor;
 
@@ -80,6 +81,27 @@ impl DeviceOptimizer {
     #[must_use]
     pub fn with_master_weights(mut self) -> Self {
         self.master_weights = true;
+        self
+    }
+
+    /// Rounds each updated bf16 or fp16 parameter stochastically
+    /// ([`runtime::fused::stochastic_rounding`]), so that updates smaller than its last digit have their effect on average instead of
+    /// being rounded away; it takes no memory. The random numbers are a function of `seed`, the parameter's name, its step number and the
+    /// element's index: the bits depend on neither threads nor [`Implementation`]'s order, and go on after
+    /// [`DeviceOptimizer::load_state`]. A parameter with an fp32 copy is rounded to nearest.
+    #[must_use]
+    pub fn with_stochastic_rounding(self, seed: u64) -> Self {
+        self.with_stochastic_rounding_of_parts(seed, |_| 0)
+    }
+
+    /// The same for parameters that are parts of larger ones, as ranks have them: `first` returns the index that the first element of the
+    /// named parameter has in the whole, so that the parts have the bits of the whole.
+    #[must_use]
+    pub fn with_stochastic_rounding_of_parts(mut self, seed: u64, first: impl Fn(&str) -> u64) -> Self {
+        for parameter in &mut self.parameter {
+            let name = &parameter.name;
+            parameter.stream = Some(Stream::new(seed, name).from_element(first(name)));
+        }
         self
     }
 

@@ -2,6 +2,7 @@
 
 use std::borrow::Borrow;
 
+use runtime::fused::stochastic_rounding::Stream;
 use tch::{Kind, Tensor};
 
 use super::rule::{Rule, not_negative};
@@ -76,6 +77,8 @@ pub(super) struct OptimizedParameter {
     pub(super) name: String,
     pub(super) tensor: Tensor,
     pub(super) state: Option<ParameterState>,
+    /// The random numbers of its stochastic rounding.
+    pub(super) stream: Option<Stream>,
 }
 
 impl OptimizedParameter {
@@ -96,6 +99,6 @@ impl OptimizedParameter {
                 "was computed from other tensors; expected a leaf, which accumulates its gradient".into(),
             );
         }
-        Ok(Self { group, name: name.to_owned(), tensor: tensor.shallow_clone(), state: None })
+        Ok(Self { group, name: name.to_owned(), tensor: tensor.shallow_clone(), state: None, stream: None })
     }
 }

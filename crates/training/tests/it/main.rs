@@ -18,4 +18,5 @@ mod repeated_steps;
 mod replan;
 mod resume;
 mod split;
+mod stochastic_rounding;
 mod trainer;

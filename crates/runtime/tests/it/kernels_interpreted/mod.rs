@@ -17,5 +17,6 @@ mod norm_backward;
 mod program;
 mod rope;
 mod scale;
+mod stochastic_rounding;
 mod swiglu;
 mod tolerance;

@@ -18,6 +18,8 @@ pub(super) const NF4: Source = Source(include_str!("../../../cpp/cuda/nf4.cuh"))
 pub(super) const NORM: Source = Source(include_str!("../../../cpp/cuda/norm.cuh"));
 pub(super) const ROPE: Source = Source(include_str!("../../../cpp/cuda/rope.cuh"));
 pub(super) const SCALE: Source = Source(include_str!("../../../cpp/cuda/scale.cuh"));
+pub(super) const STOCHASTIC_ROUNDING: Source =
+    Source(include_str!("../../../cpp/cuda/stochastic_rounding.cuh"));
 pub(super) const SWIGLU: Source = Source(include_str!("../../../cpp/cuda/swiglu.cuh"));
 pub(super) const PRELUDE: &str = include_str!("../../../cpp/cuda/prelude.cuh");
 
