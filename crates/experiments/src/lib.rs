@@ -89,19 +89,23 @@ enum Measured {
 /// Runs the program.
 pub fn run() -> ExitCode {
     let Cli { measured, common } = Cli::parse();
-    report::cli::run(|| match &measured {
-        Measured::Accounting(verb) => crate::accounting::run(&common, verb),
-        Measured::Amp(verb) => crate::amp::run(&common, verb),
-        Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
-        Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
-        Measured::Gguf(verb) => crate::gguf::run(&common, verb),
-        Measured::Lora(verb) => crate::lora::run(&common, verb),
-        Measured::Offload(verb) => crate::offload::run(&common, verb),
-        Measured::Planning(verb) => crate::planning::run(&common, verb),
-        Measured::Robustness(verb) => crate::robustness::run(&common, verb),
-        Measured::Runtime(verb) => crate::runtime::run(&common, verb),
-        Measured::Sharding(verb) => crate::sharding::run(&common, verb),
-        Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
-        Measured::Training(verb) => crate::training::run(&common, verb),
+    report::cli::run(|| {
+        // As in the programs that are measured.
+        ::runtime::memory::set_block_cache(true)?;
+        match &measured {
+            Measured::Accounting(verb) => crate::accounting::run(&common, verb),
+            Measured::Amp(verb) => crate::amp::run(&common, verb),
+            Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
+            Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
+            Measured::Gguf(verb) => crate::gguf::run(&common, verb),
+            Measured::Lora(verb) => crate::lora::run(&common, verb),
+            Measured::Offload(verb) => crate::offload::run(&common, verb),
+            Measured::Planning(verb) => crate::planning::run(&common, verb),
+            Measured::Robustness(verb) => crate::robustness::run(&common, verb),
+            Measured::Runtime(verb) => crate::runtime::run(&common, verb),
+            Measured::Sharding(verb) => crate::sharding::run(&common, verb),
+            Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
+            Measured::Training(verb) => crate::training::run(&common, verb),
+        }
     })
 }

@@ -13,6 +13,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <new>
 #include <sys/mman.h>
 
 namespace {
@@ -148,7 +149,8 @@ class KeptBlocks {
     while (!blocks_.empty()) release_one();
   }
 
-  std::atomic<bool> enabled{true};
+  // Off until a program asks for it: counting alone keeps no memory.
+  std::atomic<bool> enabled{false};
   // Per cent of the maximum of live bytes.
   std::atomic<int64_t> slack{0};
 
@@ -224,6 +226,21 @@ int64_t admit(int64_t size) {
   }
 }
 
+// A block of the system's, with room for a header; null if it has no memory for one.
+char* fresh_block(size_t size, bool large, bool* is_mapped) {
+  try {
+    if (!large) return static_cast<char*>(base->raw_allocate(size + kHeader));
+    char* block = map_block(size);
+    *is_mapped = block != nullptr;
+    // A process has a limited number of mappings.
+    return *is_mapped ? block : static_cast<char*>(c10::alloc_cpu(size + kHeader));
+  } catch (const c10::Error&) {
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
 struct TrackingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
@@ -236,18 +253,17 @@ struct TrackingAllocator final : c10::Allocator {
     if (fresh) {
       // Before the allocation, so that cached and live bytes together never exceed the limit.
       if (limit.load(std::memory_order_relaxed) != kUnlimited) kept().fit(live);
-      try {
-        if (large) {
-          block = map_block(size);
-          is_mapped = block != nullptr;
-          // A process has a limited number of mappings.
-          if (block == nullptr) block = static_cast<char*>(c10::alloc_cpu(size + kHeader));
-        } else {
-          block = static_cast<char*>(base->raw_allocate(size + kHeader));
-        }
-      } catch (...) {
+      block = fresh_block(size, large, &is_mapped);
+      if (block == nullptr) {
+        // The cache may hold what the system lacks.
+        kept().clear();
+        block = fresh_block(size, large, &is_mapped);
+      }
+      if (block == nullptr) {
         cpu_counters.live.fetch_sub(counted, std::memory_order_relaxed);
-        throw;
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory on the CPU: ", size, " bytes were asked for, ",
+                         live - counted, " are live, and the system gives no more; free tensors, take smaller batches, or "
+                         "let the process have more memory (ulimit -v, its control group, vm.overcommit_memory)");
       }
     }
     if (large) c10::profiledCPUMemoryReporter().New(block, size + kHeader);

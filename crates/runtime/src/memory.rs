@@ -5,8 +5,10 @@
 //! Memory that libraries inside libtorch allocate themselves (a matrix product's packing buffers) is not counted.
 //!
 //! The counting allocator maps each block from 256 KiB on by itself, so that a freed one is no hole in the C library's heap; between blocks of
-//! alternating sizes such holes were 5 to 10 % of a process's memory. Like CUDA's, it caches these blocks for the next tensors of their size
-//! ([`set_block_cache`]); it also requests huge pages ([`set_huge_pages`]), and refuses allocations beyond a [`limit`].
+//! alternating sizes such holes were 5 to 10 % of a process's memory. A freed block goes back to the system at once, as from libtorch's own
+//! allocator. A program whose tensors are most of its memory turns on a cache of these blocks, as CUDA's allocator has one
+//! ([`set_block_cache`]): a training step allocates the same sizes again and again. It also requests huge pages ([`set_huge_pages`]), and
+//! refuses allocations beyond a [`limit`].
 //!
 //! ```
 //! use runtime::memory::Region;
@@ -79,7 +81,7 @@ pub fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
     crate::sys::tensor::is_sole_owner(tensor)
 }
 
-/// Returns the bytes of live tensors on `device`.
+/// Returns the bytes of live tensors on `device`. On the CPU the first call starts to count ([`track_cpu`]), which keeps no memory.
 ///
 /// # Errors
 /// A device whose allocator is not counted; CUDA that is unavailable.
@@ -105,8 +107,8 @@ pub fn set_huge_pages(enabled: bool) -> Result<bool> {
     sys::set_huge_pages(enabled)
 }
 
-/// Sets whether freed large CPU tensors (from 256 KiB) are cached for the next ones of exactly their size; on by default once
-/// counting has started. Returns the previous setting; switching it off frees the cached blocks.
+/// Sets whether freed large CPU tensors (from 256 KiB) are cached for the next ones of exactly their size once counting has started; off by
+/// default. Returns the previous setting; switching it off frees the cached blocks, as [`empty_cache`] does between two pieces of work.
 ///
 /// The system reclaims freed memory page by page and zeroes it before reuse, which can cost more than the operator that fills it.
 /// Live and cached bytes together never exceed the maximum that was ever live, so the process does not become larger, unless there is
@@ -149,12 +151,16 @@ pub fn empty_cache(device: Device) -> Result<()> {
     }
 }
 
-/// Returns whether an error, or one of its causes, is an allocation that was refused: by a [`limit`], or by a device without memory. A
-/// message that went through an autograd function keeps libtorch's words.
+/// The words of refused allocations: of limits, of CUDA and of the counting allocator; of libtorch's own allocator on the CPU; of C++.
+const REFUSALS: [&str; 3] = ["out of memory", "can't allocate memory", "std::bad_alloc"];
+
+/// Returns whether an error, or one of its causes, is an allocation that was refused: by a [`limit`], or by a device or a system without
+/// memory. A message that went through an autograd function keeps libtorch's words.
 pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut at = Some(error);
     while let Some(error) = at {
-        if error.to_string().contains("out of memory") {
+        let message = error.to_string();
+        if REFUSALS.iter().any(|words| message.contains(words)) {
             return true;
         }
         at = error.source();

@@ -25,7 +25,7 @@ use tch::{Device, Kind};
 use super::encoding;
 use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
-use super::run_plan::{NOTHING_FITS, tensor_budget};
+use super::run_plan::{MEASURING, NOTHING_FITS, tensor_budget};
 use super::sampling::SamplingArgs;
 use super::settings::{WITHOUT_OFFLOAD, budget};
 use frugal::text_stream::TextStream;
@@ -118,7 +118,11 @@ impl Generate {
         let shape = folder.config();
         // One token of each row is what a step computes.
         let product = [prompts.len() as i64, shape.intermediate_size.min(4096), shape.hidden_size.min(4096)];
-        let rates = MachineRates::measure(product, (kind, device), &tier)?;
+        // On a CPU measuring takes memory of the budget.
+        let rates = match device == Device::Cpu && tensor_budget(budget.0, device)? < MEASURING {
+            true => MachineRates::NOMINAL,
+            false => MachineRates::measure(product, (kind, device), &tier)?,
+        };
         runtime::memory::empty_cache(device)?;
         let longest =
             prompts.iter().map(Vec::len).max().unwrap_or(1).min(shape.max_position_embeddings as usize);
@@ -180,6 +184,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     });
     let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;
     runtime::memory::track_cpu()?;
+    runtime::memory::set_block_cache(true)?;
     // Before the limit: measuring this machine needs memory of its own.
     let offload = arguments.offload((&folder, adapter.as_deref()), device, &prompts)?;
     let (meter, limit) = match arguments.budget {

@@ -37,7 +37,14 @@ pub(crate) const NO_VALIDATION: &str =
 
 /// Names the budget in an error about memory that it caused.
 pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Error {
-    if !format!("{error:#}").contains("out of memory on the CPU") {
+    let text = format!("{error:#}");
+    if text.contains("the system gives no more") || text.contains("can't allocate memory") {
+        let message = format!(
+            "{text}; or give a --budget below what the system gives, for which a training is planned that takes less"
+        );
+        return Failure { status: NOTHING_FITS, message }.into();
+    }
+    if !text.contains("out of memory on the CPU") {
         return error;
     }
     let budget = config.training.budget.map_or_else(

@@ -32,7 +32,6 @@ fn a_process_without_room_for_mappings_allocates() {
     const LARGE: i64 = 100_000;
     memory::track_cpu().unwrap();
     drop(tensor(LARGE));
-    memory::set_block_cache(false).unwrap();
     let map = |number: usize| {
         let map = memmap2::MmapMut::map_anon(1 << 16).ok()?;
         // Neighbours of another protection are not merged.
@@ -46,6 +45,74 @@ fn a_process_without_room_for_mappings_allocates() {
     drop(made);
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
     drop(mapped);
+}
+
+/// Counting changes nothing of what a program holds: what is freed goes back to the system, as from libtorch's own allocator.
+#[test]
+fn counted_memory_that_is_freed_goes_back_to_the_system() {
+    if !is_alone("counted_memory_that_is_freed_goes_back_to_the_system") {
+        return;
+    }
+    const BYTES: u64 = 256 << 20;
+    let resident = || runtime::device::resident_memory().unwrap().anonymous;
+    let hold = || drop(Tensor::ones([BYTES as i64 / 4], kind::FLOAT_CPU));
+    hold();
+    assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
+    let before = resident();
+    let _limit = memory::limit(CPU, 4 * BYTES).unwrap();
+    for _ in 0..3 {
+        let region = Region::start(CPU).unwrap();
+        hold();
+        assert_eq!(region.finish().unwrap().peak_above_start(), BYTES);
+        assert_eq!(memory::cached_bytes(CPU).unwrap(), 0);
+        assert!(resident() < before + (16 << 20), "{before} before, {} after", resident());
+    }
+    // A cache that was asked for is given back when that is asked for.
+    memory::set_block_cache(true).unwrap();
+    hold();
+    assert_eq!(memory::cached_bytes(CPU).unwrap(), BYTES);
+    memory::empty_cache(CPU).unwrap();
+    assert!(resident() < before + (16 << 20), "{before} before, {} after", resident());
+}
+
+/// As under `ulimit -v`, where the system refuses what no limit of this project does.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_system_without_memory_is_recognised() {
+    const COUNTED: &str = "FRUGAL_TEST_COUNTED";
+    if std::env::var_os(COUNTED).is_none() {
+        for counted in ["1", "0"] {
+            let mut shell = std::process::Command::new("sh");
+            shell.args([
+                "-c",
+                "ulimit -v 8388608; exec \"$0\" --exact memory_region::a_system_without_memory_is_recognised",
+            ]);
+            let output = shell.arg(std::env::current_exe().unwrap()).env(COUNTED, counted).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        }
+        return;
+    }
+    let is_counted = std::env::var(COUNTED).unwrap() == "1";
+    if is_counted {
+        memory::track_cpu().unwrap();
+        memory::set_block_cache(true).unwrap();
+    }
+    let bytes = |count: i64| Tensor::f_empty([count], (tch::Kind::Uint8, CPU));
+    // Cached blocks are given back for a block of another size.
+    const GIB: i64 = 1 << 30;
+    drop((0..4).map(|_| bytes(GIB / 2).unwrap()).collect::<Vec<_>>());
+    drop(bytes(3 * GIB).unwrap());
+    let error = runtime::Error::from(bytes(64 * GIB).unwrap_err());
+    assert!(memory::is_out_of_memory(&error), "{error}");
+    if is_counted {
+        let message = error.to_string();
+        assert!(
+            message.contains("68719476736 bytes were asked for, 0 are live, and the system gives no more"),
+            "{message}"
+        );
+        assert_eq!(memory::live_bytes(CPU).unwrap(), 0, "a refusal counts nothing");
+    }
+    assert!(bytes(GIB / 4).is_ok());
 }
 
 #[test]
@@ -108,6 +175,7 @@ fn live_and_peak_bytes_are_exact() {
     let moved = tensor(64);
     std::thread::spawn(move || drop(moved)).join().unwrap();
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
+    assert!(!memory::set_block_cache(true).unwrap(), "nothing is cached until a program asks for it");
     // A freed block is reused by the next tensor of its size only; cached blocks are not live, and live and cached bytes together
     // stay below the maximum that was ever live.
     memory::empty_cache(CPU).unwrap();
