@@ -5,7 +5,7 @@ use models::init::Init;
 use models::module::{
     Block, FunctionalCall, Module, ModuleMapper, NamedTensor, freeze, map_modules, tensors, try_replace,
 };
-use models::tensors_file::{TensorLocation, dtype_name};
+use models::tensors_file::TensorLocation;
 use models::{Llama, LlamaConfig};
 use runtime::device;
 use runtime::nf4::Scales;
@@ -69,26 +69,18 @@ impl Offload {
     /// the other.
     ///
     /// A model in NF4 ([`runtime::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder; so is
-    /// one whose layers are trained ([`Options::train_files`]).
+    /// one in another dtype than its files', and one whose layers are trained ([`Options::train_files`]).
     ///
     /// # Errors
-    /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another floating dtype than the files'.
+    /// As [`Folder::load`] and [`Offload::apply`].
     pub fn open(folder: &Folder, kind: Option<Kind>, options: &Options) -> Result<(Llama, Self)> {
         let kind = folder.kind_or(kind)?;
         let in_nf4 = Scales::of(kind).is_some();
         let in_files = matches!(options.tier, Tier::File(_));
-        let own_files = in_nf4 || options.train_files;
+        let own_files = in_nf4 || options.train_files || folder.kind()? != kind;
         if options.source.is_some() {
             let reason = "layers are opened into the tier, before their values are read; load the model, then use Offload::apply";
             return Err(Error::config("source", reason));
-        }
-        if in_files && !own_files && folder.kind()? != kind {
-            let reason = format!(
-                "its weights are {}, and layers that stay in files are not converted; load them in that dtype, or with the host \
-                 tier",
-                dtype_name(folder.kind()?)
-            );
-            return Err(Error::File { path: folder.path().to_owned(), reason });
         }
         let stored = |name: &str| folder.location(name).filter(|_| in_files && !own_files);
         // What is written to the tier's own files must have its values.

@@ -110,12 +110,14 @@ fn a_missing_folder_is_an_error() {
 }
 
 #[test]
-fn another_dtype_than_the_files_is_an_error() {
+fn layers_in_another_dtype_than_the_files_are_converted_into_files_of_their_own() {
     let _alone = alone();
     let folder = saved();
     let opened = Folder::open(folder.path()).unwrap();
-    let error = Offload::open(&opened, Some(tch::Kind::BFloat16), &in_files(folder.path())).unwrap_err();
-    expect!["offload: DIR: its weights are float32, and layers that stay in files are not converted; load them in that dtype, or with the host tier"].assert_eq(&words(error, folder.path()));
+    let kind = tch::Kind::BFloat16;
+    let (model, _offload) = Offload::open(&opened, Some(kind), &in_files(folder.path())).unwrap();
+    let expected = opened.load(Some(kind), tch::Device::Cpu).unwrap();
+    assert!(logits(&model).unwrap().equal(&logits(&expected).unwrap()));
 }
 
 const CHILD: &str = "OFFLOAD_TEST_SMALL_FILES_IN";
