@@ -14,6 +14,7 @@
 //! # Ok::<(), dataloading::Error>(())
 //! ```
 
+mod pieces;
 mod train;
 
 use std::path::Path;
@@ -22,6 +23,7 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 
+pub use pieces::LONGEST_PIECE;
 pub use train::{END_OF_TEXT, PADDING, TrainOptions};
 
 /// Names of padding tokens in use, the most common first.
@@ -141,7 +143,7 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer fails on a text.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
-        texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
+        texts.par_iter().map(|text| self.encode_long(text.as_ref())).collect()
     }
 
     /// Returns the text of ids, special tokens included.

@@ -13,10 +13,10 @@ mod rates;
 
 pub use budget::{
     FREE_SHARE, LEAST_RESERVE, MemorySamples, PeakMeter, PeakUsage, RESERVE, default_budget, enforce,
-    least_budget, reserve, taken, tensor_budget, with_reserve,
+    least_budget, note_preparation, reserve, taken, tensor_budget, with_reserve,
 };
 pub use data_shape::DataShape;
-pub use job::{NotPredicted, allowed, job, with_choice};
+pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};
 pub use known_rates::KnownRates;
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 

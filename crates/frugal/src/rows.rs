@@ -12,7 +12,7 @@
 //! A [`RowEncoder`] makes rows of what records hold ([`dataloading::records`]). Prompts and answers are tokenized separately, as inference
 //! tokenizes the prompt alone. A row that is longer than the longest one is an error, left out, divided or cut ([`Overlong`]). A row
 //! without anything to learn is left out and counted; data without any row to learn from is an error. Rows are kept in files, by
-//! everything that they depend on ([`prepare_cached`]).
+//! everything that they depend on ([`prepare_cached`]), and of large data none is in memory ([`MaskedRows`](training::masked_rows::MaskedRows)).
 
 mod cache;
 mod encoder;
@@ -28,5 +28,5 @@ pub use encoder::{RowEncoder, RowOptions};
 pub use held_out::{MAX_HELD_OUT, MIN_ROWS, hold_out};
 pub use marked::{Marks, marked};
 pub use overlong::Overlong;
-pub use plain_text::text;
+pub use plain_text::{text, texts};
 pub use prepare::{Cached, Counts, Found, Rows, detect, detect_records, encode, prepare, prepare_cached};

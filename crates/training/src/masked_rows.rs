@@ -3,6 +3,7 @@
 //! A row of n tokens has n − 1 positions; each predicts the next token if its label is set. Rows are padded on the right to the
 //! longest of their batch, or packed best-fit decreasing ([`dataloading::packing`]) into rows of one length, in which rows do
 //! not attend to each other. Each epoch's order is a permutation given by the seed, so the state of the source is one number.
+//! Rows are stored in 4 bytes a token, on disk beyond a bound ([`MaskedRows`]); packing takes 8 bytes of memory for each row, padding none.
 //!
 //! ```
 //! use tch::Device;
@@ -17,8 +18,15 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod byte_store;
+mod row_store;
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+
 use dataloading::fingerprint::Fingerprint;
-use dataloading::packing::{Algorithm, LongDocuments};
+use dataloading::packing::{Algorithm, Assignment, LongDocuments};
 use dataloading::permutation::Permutation;
 use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, PackingOptions, PackingPlan};
 use models::Documents;
@@ -27,6 +35,8 @@ use tch::{Device, Tensor};
 
 use crate::batches::Batches;
 use crate::error::{Error, Result};
+
+pub use row_store::{IN_MEMORY, MaskedRows, MaskedRowsWriter, RowSize};
 
 /// A tokenized row with its labels. Both lists have the same length.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -73,12 +83,16 @@ pub struct BatchShape {
 /// A source of batches over masked rows. See the [module](self).
 #[derive(Clone, Debug)]
 pub struct MaskedBatches {
-    rows: Vec<MaskedRow>,
-    /// Indices of the rows that share one row of a batch.
-    together: Vec<Vec<usize>>,
+    rows: MaskedRows,
+    /// Which rows share one row of a batch; `None` if each has its own.
+    together: Option<Arc<Assignment>>,
     layout: Layout,
     device: Device,
+    /// Of the rows alone.
+    content: Fingerprint,
     fingerprint: u64,
+    /// Positions of all rows.
+    tokens: usize,
     /// The index of the next batch, over all epochs.
     position: u64,
 }
@@ -90,45 +104,48 @@ fn refuse(reason: String) -> Error {
 }
 
 /// The number of positions of a row: tokens that predict a next one.
-fn positions_of(row: &MaskedRow) -> usize {
-    row.tokens.len().saturating_sub(1)
+fn positions_of(size: RowSize) -> usize {
+    size.tokens.saturating_sub(1)
 }
 
 impl MaskedBatches {
-    /// Creates a source at the first batch. Rows without a label are left out.
+    /// Creates a source at the first batch over rows in memory. Rows without a label are left out.
     ///
     /// # Errors
-    /// No row with a label; rows whose lists differ in length; a batch size of 0; a row longer than a packed row.
-    pub fn new(mut rows: Vec<MaskedRow>, layout: Layout, device: Device) -> Result<Self> {
-        if let Some((number, row)) =
-            rows.iter().enumerate().find(|(_, row)| row.tokens.len() != row.labels.len())
-        {
-            let (tokens, labels) = (row.tokens.len(), row.labels.len());
-            return Err(refuse(format!(
-                "row {number} has {tokens} tokens and {labels} labels; expected one label per token"
-            )));
+    /// Those of [`MaskedRowsWriter::push`] and of [`over`](Self::over).
+    pub fn new(rows: Vec<MaskedRow>, layout: Layout, device: Device) -> Result<Self> {
+        Self::over(&MaskedRows::of(&rows)?, layout, device)
+    }
+
+    /// Creates a source at the first batch over stored rows. Rows without a label are left out.
+    ///
+    /// # Errors
+    /// No row with a label; a batch size of 0; a row longer than a packed row; a file that cannot be read.
+    pub fn over(rows: &MaskedRows, layout: Layout, device: Device) -> Result<Self> {
+        let mut silent = Vec::new();
+        for number in 0..rows.len() {
+            if rows.size(number)?.learned == 0 {
+                silent.push(number as u32);
+            }
         }
-        rows.retain(|row| row.labels.iter().skip(1).any(|label| *label != IGNORE_INDEX));
+        let rows = if silent.is_empty() { rows.clone() } else { rows.divide(&silent).0 };
         if rows.is_empty() || layout.batch == 0 {
             let (count, batch) = (rows.len(), layout.batch);
             return Err(refuse(format!(
                 "{count} rows with labels, in batches of {batch}; expected at least 1 of both"
             )));
         }
-        let together = match layout.packed {
-            None => (0..rows.len()).map(|number| vec![number]).collect(),
-            Some(capacity) => packed(&rows, capacity)?,
-        };
-        let mut all = Fingerprint::new("masked rows");
-        for row in &rows {
+        let together = layout.packed.map(|capacity| packed(&rows, capacity)).transpose()?.map(Arc::new);
+        let (mut content, mut tokens) = (Fingerprint::new("masked rows"), 0);
+        for row in rows.iter() {
+            let row = row?;
             for numbers in [&row.tokens, &row.labels] {
-                all = all.numbers(numbers.iter().map(|number| number.cast_unsigned()));
+                content = content.numbers(numbers.iter().map(|number| number.cast_unsigned()));
             }
+            tokens += row.tokens.len() - 1;
         }
-        for number in [layout.batch as u64, layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0)] {
-            all = all.number(number);
-        }
-        Ok(Self { rows, together, layout, device, fingerprint: all.finish(), position: 0 })
+        let fingerprint = of_layout(content, &layout);
+        Ok(Self { rows, together, layout, device, content, fingerprint, tokens, position: 0 })
     }
 
     /// Returns the number of rows of a batch, as the layout has it.
@@ -141,7 +158,11 @@ impl MaskedBatches {
     /// # Errors
     /// A batch size of 0.
     pub fn with_rows_per_batch(self, batch: usize) -> Result<Self> {
-        Self::new(self.rows, Layout { batch, ..self.layout }, self.device)
+        if batch == 0 {
+            return Err(refuse("batches of 0 rows; expected at least 1".to_owned()));
+        }
+        let layout = Layout { batch, ..self.layout };
+        Ok(Self { fingerprint: of_layout(self.content, &layout), layout, position: 0, ..self })
     }
 
     /// Returns whether rows are packed.
@@ -149,66 +170,89 @@ impl MaskedBatches {
         self.layout.packed.is_some()
     }
 
+    /// Rows of batches in an epoch.
+    fn units(&self) -> usize {
+        self.together.as_ref().map_or(self.rows.len(), |together| together.offsets.len() - 1)
+    }
+
+    /// The numbers of the rows that are together in one.
+    fn unit(&self, number: usize) -> impl ExactSizeIterator<Item = usize> + '_ {
+        let (from, to) = match &self.together {
+            None => (number, number + 1),
+            Some(together) => (together.offsets[number] as usize, together.offsets[number + 1] as usize),
+        };
+        // No row is split, so a piece's number is its row's.
+        (from..to).map(|at| self.together.as_ref().map_or(at, |together| together.pieces[at] as usize))
+    }
+
     /// Returns the batches per epoch; the last one may have fewer rows.
     pub fn batches_per_epoch(&self) -> u64 {
-        self.together.len().div_ceil(self.layout.batch) as u64
+        self.units().div_ceil(self.layout.batch) as u64
     }
 
     /// Returns the tokens of an epoch, and its padding positions if rows are packed.
     pub fn tokens_and_padding(&self) -> (usize, usize) {
-        let tokens: usize = self.rows.iter().map(positions_of).sum();
-        let padding = self.layout.packed.map_or(0, |capacity| capacity * self.together.len() - tokens);
-        (tokens, padding)
+        let padding = self.layout.packed.map_or(0, |capacity| capacity * self.units() - self.tokens);
+        (self.tokens, padding)
     }
 
     /// Returns the batch with the most tokens possible: that of the longest rows.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Those of libtorch; a file that cannot be read.
     pub fn largest(&self) -> Result<Batch> {
-        let width = |row: &[usize]| row.iter().map(|number| positions_of(&self.rows[*number])).sum::<usize>();
-        let mut rows: Vec<&[usize]> = self.together.iter().map(Vec::as_slice).collect();
-        rows.sort_by_key(|row| std::cmp::Reverse(width(row)));
-        rows.truncate(self.layout.batch);
-        self.batch(&rows)
+        let mut widest = Greatest::new(self.layout.batch);
+        for number in 0..self.units() {
+            widest.add((self.size_of(number)?.0, Reverse(number)));
+        }
+        self.batch(&widest.falling().into_iter().map(|(_, Reverse(number))| number).collect::<Vec<_>>())
     }
 
     /// Returns sizes that no batch exceeds: the length of the longest row, and as many labels as the rows with the most labels have.
-    pub fn largest_shape(&self) -> BatchShape {
-        let sizes: Vec<(usize, usize)> = self.together.iter().map(|row| self.size_of(row)).collect();
-        let mut labels: Vec<usize> = sizes.iter().map(|(_, labels)| *labels).collect();
-        labels.sort_unstable_by_key(|labels| std::cmp::Reverse(*labels));
-        let widest = sizes.iter().map(|(width, _)| *width).max().unwrap_or(0);
-        BatchShape {
-            rows: self.layout.batch.min(sizes.len()),
-            length: self.layout.packed.unwrap_or(widest),
-            labelled: labels.iter().take(self.layout.batch).sum(),
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn largest_shape(&self) -> Result<BatchShape> {
+        let (mut labels, mut widest) = (Greatest::new(self.layout.batch), 0);
+        for number in 0..self.units() {
+            let (width, learned) = self.size_of(number)?;
+            labels.add(learned);
+            widest = widest.max(width);
         }
+        Ok(BatchShape {
+            rows: self.layout.batch.min(self.units()),
+            length: self.layout.packed.unwrap_or(widest),
+            labelled: labels.falling().into_iter().sum(),
+        })
     }
 
     /// Returns the positions and the labels of rows that are together in one.
-    fn size_of(&self, together: &[usize]) -> (usize, usize) {
-        let rows = together.iter().map(|number| &self.rows[*number]);
-        let learnt = |row: &MaskedRow| row.labels[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
-        rows.fold((0, 0), |(width, labels), row| (width + positions_of(row), labels + learnt(row)))
+    fn size_of(&self, unit: usize) -> Result<(usize, usize)> {
+        self.unit(unit).try_fold((0, 0), |(width, labels), row| {
+            let size = self.rows.size(row)?;
+            Ok((width + positions_of(size), labels + size.learned))
+        })
     }
 
-    /// Returns the sizes of the next `count` batches, or of as many as there are.
-    pub fn shapes(&self, count: u64) -> impl Iterator<Item = BatchShape> + '_ {
-        let sizes: Vec<(usize, usize)> = self.together.iter().map(|row| self.size_of(row)).collect();
+    /// Returns the sizes of the next `count` batches, or of as many as there are. Each is an error if a file cannot be read.
+    pub fn shapes(&self, count: u64) -> impl Iterator<Item = Result<BatchShape>> + '_ {
         (self.position..self.position.saturating_add(count)).map_while(move |position| {
-            let of_batch = self.numbers(position)?.into_iter().map(|number| sizes[number]);
-            let (rows, widest, labelled) = of_batch
-                .fold((0, 0, 0), |(rows, widest, labelled), (width, labels)| {
-                    (rows + 1, width.max(widest), labelled + labels)
-                });
-            Some(BatchShape { rows, length: self.layout.packed.unwrap_or(widest), labelled })
+            let numbers = self.numbers(position)?;
+            let (mut widest, mut labelled) = (0, 0);
+            for number in &numbers {
+                match self.size_of(*number) {
+                    Ok((width, labels)) => (widest, labelled) = (widest.max(width), labelled + labels),
+                    Err(error) => return Some(Err(error)),
+                }
+            }
+            let length = self.layout.packed.unwrap_or(widest);
+            Some(Ok(BatchShape { rows: numbers.len(), length, labelled }))
         })
     }
 
     /// The units of the batch at a position; `None` after the last epoch.
     fn numbers(&self, position: u64) -> Option<Vec<usize>> {
-        let (per_epoch, units) = (self.batches_per_epoch(), self.together.len() as u64);
+        let (per_epoch, units) = (self.batches_per_epoch(), self.units() as u64);
         let (epoch, number) = (position / per_epoch, position % per_epoch);
         if self.layout.epochs.is_some_and(|epochs| epoch >= epochs) {
             return None;
@@ -219,16 +263,20 @@ impl MaskedBatches {
         Some(numbers.map(|number| order.as_ref().map_or(number, |order| order.at(number)) as usize).collect())
     }
 
-    fn batch(&self, rows: &[&[usize]]) -> Result<Batch> {
-        let width =
-            |row: &&[usize]| row.iter().map(|number| positions_of(&self.rows[*number])).sum::<usize>();
-        let length = self.layout.packed.unwrap_or_else(|| rows.iter().map(width).max().unwrap_or(0));
+    /// The batch of these units.
+    fn batch(&self, units: &[usize]) -> Result<Batch> {
+        let length = match self.layout.packed {
+            Some(length) => length,
+            None => units
+                .iter()
+                .try_fold(0, |widest: usize, unit| Ok::<_, Error>(widest.max(self.size_of(*unit)?.0)))?,
+        };
         let mut counts = Counts::default();
         let (mut tokens, mut labels, mut positions, mut lengths) = (vec![], vec![], vec![], vec![]);
-        for row in rows {
+        for unit in units {
             let mut documents = Vec::new();
-            for number in *row {
-                let MaskedRow { tokens: row_tokens, labels: learnt } = &self.rows[*number];
+            for number in self.unit(*unit) {
+                let MaskedRow { tokens: row_tokens, labels: learnt } = self.rows.row(number)?;
                 let own = row_tokens.len() - 1;
                 tokens.extend_from_slice(&row_tokens[..own]);
                 labels.extend_from_slice(&learnt[1..]);
@@ -248,7 +296,7 @@ impl MaskedBatches {
             }
             lengths.push(documents);
         }
-        let shape = [rows.len() as i64, length as i64];
+        let shape = [units.len() as i64, length as i64];
         let tensor = |values: &[i64]| -> Result<Tensor> {
             Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(self.device)?)
         };
@@ -269,31 +317,55 @@ impl MaskedBatches {
     }
 }
 
+/// The fingerprint of rows in a layout.
+fn of_layout(content: Fingerprint, layout: &Layout) -> u64 {
+    let numbers = [layout.batch as u64, layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0)];
+    numbers.into_iter().fold(content, Fingerprint::number).finish()
+}
+
+/// The greatest few of many values.
+struct Greatest<T> {
+    count: usize,
+    values: BinaryHeap<Reverse<T>>,
+}
+
+impl<T: Ord> Greatest<T> {
+    fn new(count: usize) -> Self {
+        Self { count, values: BinaryHeap::new() }
+    }
+
+    fn add(&mut self, value: T) {
+        self.values.push(Reverse(value));
+        if self.values.len() > self.count {
+            self.values.pop();
+        }
+    }
+
+    fn falling(self) -> Vec<T> {
+        self.values.into_sorted_vec().into_iter().map(|Reverse(value)| value).collect()
+    }
+}
+
 /// Decides which rows share a packed row.
-fn packed(rows: &[MaskedRow], capacity: usize) -> Result<Vec<Vec<usize>>> {
-    let lengths: Vec<u32> = rows.iter().map(|row| positions_of(row) as u32).collect();
-    if let Some((number, row)) = rows.iter().enumerate().find(|(_, row)| positions_of(row) > capacity) {
-        return Err(refuse(format!(
-            "row {number} has {} positions, but packed rows have {capacity}; use longer packed rows, or leave such rows out",
-            positions_of(row)
-        )));
+fn packed(rows: &MaskedRows, capacity: usize) -> Result<Assignment> {
+    let mut lengths = Vec::with_capacity(rows.len());
+    for number in 0..rows.len() {
+        let positions = positions_of(rows.size(number)?);
+        if positions > capacity {
+            return Err(refuse(format!(
+                "row {number} has {positions} positions, but packed rows have {capacity}; use longer packed rows, or leave such rows out"
+            )));
+        }
+        lengths.push(positions as u32);
     }
     let options = PackingOptions { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
-    let assignment = PackingPlan::new(&lengths, &options)?.assignment();
-    let row = |ends: &[u32]| {
-        let pieces = &assignment.pieces[ends[0] as usize..ends[1] as usize];
-        // No row is split, so a piece's number is its row's.
-        pieces.iter().map(|piece| *piece as usize).collect()
-    };
-    Ok(assignment.offsets.windows(2).map(row).collect())
+    Ok(PackingPlan::new(&lengths, &options)?.assignment())
 }
 
 impl Batches for MaskedBatches {
     fn next(&mut self) -> Result<Option<Batch>> {
         let Some(numbers) = self.numbers(self.position) else { return Ok(None) };
-        let rows: Vec<&[usize]> =
-            numbers.into_iter().map(|number| self.together[number].as_slice()).collect();
-        let batch = self.batch(&rows)?;
+        let batch = self.batch(&numbers)?;
         self.position += 1;
         Ok(Some(batch))
     }

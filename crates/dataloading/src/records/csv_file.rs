@@ -1,8 +1,9 @@
 //! The rows of a CSV file. The first row names the fields; every value is a text.
 
-use std::io::{BufRead, Read};
+use std::io::{self, BufRead, Read};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use csv::ErrorKind;
 use serde_json::{Map, Value};
@@ -25,7 +26,9 @@ pub(super) fn open(path: &Path, separator: u8) -> Result<Records> {
         return Err(Error::File { path: path.to_owned(), reason: UTF16.to_owned() });
     }
     let behind = u64::from(first.ends_with(b"\r\n"));
-    let mut reader = csv::ReaderBuilder::new().delimiter(separator).from_reader(open_bytes(path)?);
+    let left = Arc::new(AtomicU64::new(LONGEST_RECORD));
+    let bytes = Bounded { bytes: open_bytes(path)?, left: left.clone() };
+    let mut reader = csv::ReaderBuilder::new().delimiter(separator).from_reader(bytes);
     let path: Arc<Path> = path.into();
     let names: Vec<String> = match reader.headers() {
         Ok(names) => names.iter().map(|name| name.trim().to_owned()).collect(),
@@ -35,11 +38,33 @@ pub(super) fn open(path: &Path, separator: u8) -> Result<Records> {
     if let Some((at, name)) = names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
         return Err(location.error(format!("column {} has the name `{name}` of another; rename it", at + 1)));
     }
-    Ok(Box::new(Rows { reader, names, path, behind, is_done: false }))
+    Ok(Box::new(Rows { reader, left, names, path, behind, is_done: false }))
+}
+
+/// The bytes of a file, as many as a record may have. Without its closing quote a value goes on to the file's end.
+struct Bounded {
+    bytes: Box<dyn BufRead + Send>,
+    left: Arc<AtomicU64>,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let left = self.left.load(Ordering::Relaxed);
+        if left == 0 {
+            let reason = format!("a record is longer than {LONGEST_RECORD} bytes; is a quote missing?");
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, reason));
+        }
+        let most = usize::try_from(left).map_or(out.len(), |left| left.min(out.len()));
+        let count = self.bytes.read(&mut out[..most])?;
+        self.left.store(left - count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
 }
 
 struct Rows {
-    reader: csv::Reader<Box<dyn BufRead + Send>>,
+    reader: csv::Reader<Bounded>,
+    /// Bytes that may be read for the record.
+    left: Arc<AtomicU64>,
     names: Vec<String>,
     path: Arc<Path>,
     /// Lines that the parser has not counted.
@@ -55,6 +80,7 @@ impl Iterator for Rows {
             return None;
         }
         let line = self.reader.position().line();
+        self.left.store(LONGEST_RECORD, Ordering::Relaxed);
         let mut row = csv::StringRecord::new();
         match self.reader.read_record(&mut row) {
             Ok(false) => {
@@ -79,6 +105,7 @@ fn wrong(path: &Arc<Path>, line: u64, behind: u64, error: &csv::Error) -> Error 
     let number = error.position().map_or(line, csv::Position::line) + behind;
     let location = RecordLocation { path: path.clone(), unit: "line", number, line: None };
     match error.kind() {
+        ErrorKind::Io(cause) if cause.kind() == io::ErrorKind::FileTooLarge => location.error(cause),
         ErrorKind::Io(cause) => {
             Error::File { path: path.to_path_buf(), reason: format!("it cannot be read further: {cause}") }
         }

@@ -11,8 +11,9 @@ use flate2::read::MultiGzDecoder;
 use super::{Encoding, Location, Record, io};
 use crate::error::{Error, Result};
 
-/// The maximum size of a record in bytes. It bounds the memory for a file without line breaks or a binary file.
-pub const LONGEST_RECORD: u64 = 256 << 20;
+/// The maximum size of a record in bytes: some twenty books. It bounds the memory for a file without line breaks, a binary file, or a small
+/// compressed one of a large text; a record is held several times while it is parsed and encoded.
+pub const LONGEST_RECORD: u64 = 32 << 20;
 
 /// What to do with a file in UTF-16.
 pub(crate) const UTF16: &str = "the file is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)";

@@ -10,6 +10,7 @@ mod fuzz_records;
 mod loader;
 mod loader_cuda;
 mod loader_epochs;
+mod long_texts;
 mod packing;
 mod records;
 mod strategies;

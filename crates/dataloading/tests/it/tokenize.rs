@@ -23,7 +23,7 @@ fn small() -> Tokenizer {
 }
 
 /// Returns the folder of real data, if it exists.
-fn real(path: &str) -> Option<PathBuf> {
+pub(crate) fn real(path: &str) -> Option<PathBuf> {
     let file = std::env::var_os("FRUGAL_DATA").map(|folder| PathBuf::from(folder).join(path));
     let file = file.filter(|file| file.is_file());
     if file.is_none() {

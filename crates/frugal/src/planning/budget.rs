@@ -96,6 +96,22 @@ pub fn enforce(device: Device, budget: u64) -> Result<Option<Limit>> {
 pub struct PeakMeter {
     region: Region,
     samples: MemorySamples,
+    /// The process's peak before the start, and what of it was in no file: 0 where the work alone is measured.
+    earlier: [u64; 2],
+}
+
+/// What the process held in no file when [`note_preparation`] was called.
+static PREPARED: AtomicU64 = AtomicU64::new(0);
+
+/// Notes the peak of the process up to this point, such as when the data is prepared and no weights are mapped yet: the pages of files are known
+/// then that were among those of the peak. [`PeakMeter::of_process`] counts it.
+///
+/// # Errors
+/// A system that does not count.
+pub fn note_preparation() -> Result<()> {
+    let now = resident_memory()?;
+    PREPARED.fetch_max(now.peak.saturating_sub(now.file).max(now.anonymous), Ordering::Relaxed);
+    Ok(())
 }
 
 /// The most that samples of the process's memory saw. Clones share it.
@@ -137,10 +153,23 @@ impl PeakMeter {
     /// # Errors
     /// A system that does not count.
     pub fn start(device: Device) -> Result<Self> {
+        Self::since(device, [0, 0])
+    }
+
+    /// Starts to measure work to which everything that the process did before belongs, such as reading and encoding the data.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub fn of_process(device: Device) -> Result<Self> {
+        note_preparation()?;
+        Self::since(device, [resident_memory()?.peak, PREPARED.load(Ordering::Relaxed)])
+    }
+
+    fn since(device: Device, earlier: [u64; 2]) -> Result<Self> {
         reset_resident_peak()?;
         let samples = MemorySamples::default();
         samples.take()?;
-        Ok(Self { region: Region::start(device)?, samples })
+        Ok(Self { region: Region::start(device)?, samples, earlier })
     }
 
     /// Returns the samples, to be taken between steps.
@@ -148,7 +177,7 @@ impl PeakMeter {
         self.samples.clone()
     }
 
-    /// Returns the peaks since the start.
+    /// Returns the peaks since the start, or of the process.
     ///
     /// # Errors
     /// A system that does not count.
@@ -156,7 +185,13 @@ impl PeakMeter {
         self.samples.take()?;
         let (file, process) = (self.samples.file.load(Ordering::Relaxed), resident_memory()?.peak);
         let anonymous = process.saturating_sub(file).max(self.samples.anonymous.load(Ordering::Relaxed));
-        Ok(PeakUsage { tensors: self.region.finish()?, process, anonymous, file })
+        let [before, anonymous_before] = self.earlier;
+        Ok(PeakUsage {
+            tensors: self.region.finish()?,
+            process: process.max(before),
+            anonymous: anonymous.max(anonymous_before),
+            file,
+        })
     }
 }
 
@@ -171,8 +206,12 @@ impl PeakUsage {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::sync::Mutex;
 
     use super::*;
+
+    /// The process has one peak.
+    static PEAK: Mutex<()> = Mutex::new(());
 
     /// What the least budget leaves suffices, and a budget of a few percent less does not.
     #[test]
@@ -189,10 +228,23 @@ mod tests {
         assert!(error.contains(" that the program itself needs; give a larger --budget"), "{error}");
     }
 
+    /// What reading the data took is in what a training held.
+    #[test]
+    fn work_before_the_start_counts_where_it_belongs_to_the_process() {
+        const BYTES: u64 = 96 << 20;
+        let _alone = PEAK.lock().unwrap();
+        reset_resident_peak().unwrap();
+        let before = resident_memory().unwrap();
+        drop(std::hint::black_box(vec![1_u8; BYTES as usize]));
+        let usage = PeakMeter::of_process(Device::Cpu).unwrap().finish().unwrap();
+        assert!(usage.anonymous + (8 << 20) > before.anonymous + BYTES, "{usage:?} {before:?}");
+    }
+
     /// A mapped file is in the process's memory, and not in what a budget is compared with.
     #[test]
     fn pages_of_files_are_not_counted() {
         const BYTES: usize = 96 << 20;
+        let _alone = PEAK.lock().unwrap();
         // Beside the program: a file in memory would be no file's.
         let place = std::env::current_exe().unwrap();
         let mut file = tempfile::NamedTempFile::new_in(place.parent().unwrap()).unwrap();

@@ -30,15 +30,19 @@ impl DataShape {
     }
 
     /// Reads the sizes of the first `count` batches of a training.
-    pub fn of(batches: &MaskedBatches, count: u64) -> Self {
+    ///
+    /// # Errors
+    /// Rows that cannot be read.
+    pub fn of(batches: &MaskedBatches, count: u64) -> training::Result<Self> {
         Self::of_first(batches, count, READ)
     }
 
-    fn of_first(batches: &MaskedBatches, count: u64, read: u64) -> Self {
+    fn of_first(batches: &MaskedBatches, count: u64, read: u64) -> training::Result<Self> {
         let mut largest: Vec<(u64, Batch)> = Vec::new();
         let (mut seen, mut rows, mut positions, mut labels) = (0, 0, 0, 0);
         let beyond = (count > read).then(|| batches.largest_shape());
         for (number, shape) in (0..).zip(batches.shapes(count.min(read)).chain(beyond)) {
+            let shape = shape?;
             let work = Workload { batch: shape.rows as u64, sequence: shape.length as u64 };
             let (own, labelled) = (work.batch * work.sequence, shape.labelled as u64);
             if number < read {
@@ -66,18 +70,18 @@ impl DataShape {
             largest = vec![largest[0], largest[largest.len() - 1]];
         }
         let epoch = Some(batches.batches_per_epoch());
-        Self { largest, mean, packed: batches.is_packed(), epoch, evaluations: Vec::new() }
+        Ok(Self { largest, mean, packed: batches.is_packed(), epoch, evaluations: Vec::new() })
     }
 
     /// Adds evaluations on `batches`, and on the same rows fewer at a time.
     ///
     /// # Errors
-    /// None in practice: the rows have made batches before.
+    /// Rows that cannot be read.
     pub fn with_evaluations(mut self, batches: &MaskedBatches) -> training::Result<Self> {
         let mut batches = batches.clone();
         loop {
             let rows = batches.rows_per_batch();
-            if let Some((_, batch)) = Self::of(&batches, u64::MAX).largest.first() {
+            if let Some((_, batch)) = Self::of(&batches, u64::MAX)?.largest.first() {
                 self.evaluations.push((rows, *batch));
             }
             if rows == 1 {
@@ -100,13 +104,13 @@ mod tests {
         let rows: Vec<MaskedRow> = (4..24).map(row).collect();
         let layout = Layout { batch: 4, shuffle: Some(3), epochs: Some(1_000_000), ..Layout::default() };
         let batches = MaskedBatches::new(rows, layout, tch::Device::Cpu).unwrap();
-        let all = DataShape::of(&batches, 5_000_000);
+        let all = DataShape::of(&batches, 5_000_000).unwrap();
         let positions = |batch: &Batch| batch.work.batch * batch.work.sequence;
-        let exact = DataShape::of_first(&batches, 500, 500);
+        let exact = DataShape::of_first(&batches, 500, 500).unwrap();
         assert!(exact.largest[0].0 < 500 && all.mean.work.batch == exact.mean.work.batch);
-        let bound = batches.largest_shape();
+        let bound = batches.largest_shape().unwrap();
         assert_eq!((bound.rows, bound.length, bound.labelled), (4, 22, 22 + 21 + 20 + 19));
-        let short = DataShape::of_first(&batches, 500, 1);
+        let short = DataShape::of_first(&batches, 500, 1).unwrap();
         for (shape, most) in [(&all, 4 * 22), (&exact, 4 * 22), (&short, 4 * 22)] {
             assert_eq!(shape.largest.iter().map(|(_, batch)| positions(batch)).max(), Some(most));
         }

@@ -126,11 +126,15 @@ impl Source {
             }
             Found::Text => {
                 for file in &self.files {
-                    for (number, row) in rows::text(file, &self.encoder)?.into_iter().enumerate() {
-                        let place = format!("{}: row {}", file.display(), number + 1);
-                        if each(&place, Ok(counted(row)))?.is_break() {
-                            return Ok(());
-                        }
+                    let (mut number, mut is_over) = (0, false);
+                    rows::text(file, &self.encoder, |row| {
+                        number += 1;
+                        let flow = each(&format!("{}: row {number}", file.display()), Ok(counted(row)))?;
+                        is_over = flow.is_break();
+                        Ok::<_, anyhow::Error>(flow)
+                    })?;
+                    if is_over {
+                        return Ok(());
                     }
                 }
                 Ok(())

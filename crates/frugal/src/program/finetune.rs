@@ -11,7 +11,7 @@ use std::rc::Rc;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, Dtype, Task};
-use frugal::planning::DataShape;
+use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
@@ -214,6 +214,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     }
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
+    runtime::memory::set_block_cache(true)?;
     runtime::random::seed(config.training.seed)?;
     let Some(name) = &config.model.name else {
         bail!(
@@ -228,8 +229,10 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     recipe.check_folder(&folder)?;
     let config = &with_date(config, &folder, out, resume)?;
     let data = Data::read(common, config, &folder)?;
+    // A system that does not count gives no figure.
+    let _ = planning::note_preparation();
     let ends: Vec<i64> = folder.end_tokens().to_vec();
-    if let Some(note) = data.end_note(&ends) {
+    if let Some(note) = data.end_note(&ends)? {
         say(common, &note);
     }
     let rows = [data.train.len(), data.validation.len()];
@@ -249,13 +252,13 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
             (_, epochs) => Some(epochs.unwrap_or(1)),
         },
     };
-    let train = MaskedBatches::new(train, layout, device)?;
+    let train = MaskedBatches::over(&train, layout, device)?;
     let ordered = Layout { shuffle: None, epochs: Some(1), ..layout };
     let validation =
-        (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
+        (!validation.is_empty()).then(|| MaskedBatches::over(&validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
     recipe.schedule(steps)?;
-    let data = DataShape::of(&train, steps.saturating_mul(config.training.accumulation as u64));
+    let data = DataShape::of(&train, steps.saturating_mul(config.training.accumulation as u64))?;
     let run_plan = RunPlan::of(
         common,
         config,

@@ -77,7 +77,7 @@ impl<'a> Recorder<'a> {
             .with_context(|| format!("{} cannot be written", path.display()))?;
         record.write(out)?;
         // A system that does not count gives no figure.
-        let meter = PeakMeter::start(device).ok();
+        let meter = PeakMeter::of_process(device).ok();
         Ok(Self { out, record, before, began: Instant::now(), meter, device })
     }
 

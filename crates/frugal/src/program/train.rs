@@ -14,7 +14,7 @@ use frugal::display::Efficiency;
 use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
 use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, LlamaConfig};
-use frugal::planning::DataShape;
+use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::Trainer;
@@ -207,9 +207,12 @@ fn train(
     out.map_or(Ok(()), |out| Saving::check(out, common, resume))?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
+    runtime::memory::set_block_cache(true)?;
     runtime::random::seed(config.training.seed)?;
     let length = config.data.max_length.unwrap_or(LENGTH);
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
+    // A system that does not count gives no figure.
+    let _ = planning::note_preparation();
     recipe.schedule(data.steps)?;
     if config.training.evaluate_every.is_some() && data.validation.is_none() {
         bail!(NO_VALIDATION);

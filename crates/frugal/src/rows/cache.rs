@@ -2,18 +2,17 @@
 //!
 //! The name of a file is a digest of everything that the rows depend on: the bytes of the data, the tokenizer, the chat template with
 //! its variables and date, the mask, the lengths, the special tokens, and [`VERSION`]. So rows of other data or of another model are
-//! never taken. A file holds a mark, the SHA-256 of what follows, the counts as JSON, and the rows (ids of 4 bytes, a bit for each that is
-//! learned); a damaged file is made again. The newest [`KEPT`] files are kept.
+//! never taken. A file holds a mark, the SHA-256 of what follows, the counts as JSON, and the rows as [`MaskedRows`] stores them, which are
+//! read from it as they are needed; a damaged file is made again. The newest [`KEPT`] files are kept. Only the user may read them.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use dataloading::IGNORE_INDEX;
 use dataloading::records::Detected;
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use training::masked_rows::MaskedRow;
+use training::masked_rows::MaskedRows;
 
 use super::encoder::RowEncoder;
 use super::prepare::{Counts, Rows};
@@ -21,7 +20,7 @@ use crate::error::{Error, Result};
 
 /// Version of how rows are made. Increased when the same data and options give other rows than before.
 const VERSION: u32 = 1;
-const MARK: [u8; 8] = *b"FRGLROWS";
+const MARK: [u8; 8] = *b"FRGLROW2";
 /// Bytes of a digest.
 const DIGEST: usize = 32;
 /// Files that are kept.
@@ -87,7 +86,12 @@ pub(crate) fn hex_digest_of(path: &Path) -> io::Result<String> {
 }
 
 fn digest_of(path: &Path) -> io::Result<[u8; DIGEST]> {
-    let (mut file, mut digest, mut buffer) = (fs::File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
+    rest_of(&mut fs::File::open(path)?)
+}
+
+/// The digest of a file from its position on.
+fn rest_of(file: &mut fs::File) -> io::Result<[u8; DIGEST]> {
+    let (mut digest, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
     loop {
         match file.read(&mut buffer)? {
             0 => return Ok(digest.finalize().into()),
@@ -98,34 +102,37 @@ fn digest_of(path: &Path) -> io::Result<[u8; DIGEST]> {
 
 /// Reads the rows of a file; `None` if it does not exist or is damaged.
 pub(super) fn read(path: &Path) -> Option<Rows> {
-    let bytes = fs::read(path).ok()?;
-    let rest = bytes.strip_prefix(&MARK)?;
-    let (digest, rest) = rest.split_at_checked(DIGEST)?;
-    if Sha256::digest(rest)[..] != *digest {
+    let mut file = fs::File::open(path).ok()?;
+    let mut mark = [0; MARK.len() + DIGEST];
+    file.read_exact(&mut mark).ok()?;
+    let digest = mark.strip_prefix(&MARK)?;
+    if rest_of(&mut file).ok()? != *digest {
         return None;
     }
-    let mut rest = rest;
-    let mut take = |count: usize| {
-        let (taken, after) = rest.split_at_checked(count)?;
-        rest = after;
-        Some(taken)
-    };
-    let mut number = || Some(u32::from_le_bytes(take(4)?.try_into().ok()?) as usize);
-    let (header, rows) = (number()?, number()?);
-    let counts: Counts = serde_json::from_slice(take(header)?).ok()?;
-    let mut all = Vec::new();
-    for _ in 0..rows {
-        let length = u32::from_le_bytes(take(4)?.try_into().ok()?) as usize;
-        let ids = take(length.checked_mul(4)?)?;
-        let learned = take(length.div_ceil(8))?;
-        let tokens: Vec<i64> =
-            ids.as_chunks::<4>().0.iter().map(|id| i64::from(u32::from_le_bytes(*id))).collect();
-        let label =
-            |(at, id): (usize, &i64)| if learned[at / 8] >> (at % 8) & 1 == 1 { *id } else { IGNORE_INDEX };
-        let labels = tokens.iter().enumerate().map(label).collect();
-        all.push(MaskedRow { tokens, labels });
+    file.seek(SeekFrom::Start(mark.len() as u64)).ok()?;
+    let mut length = [0; 4];
+    file.read_exact(&mut length).ok()?;
+    let mut header = vec![0; u32::from_le_bytes(length) as usize];
+    file.read_exact(&mut header).ok()?;
+    let start = file.stream_position().ok()?;
+    let counts: Counts = serde_json::from_slice(&header).ok()?;
+    Some(Rows { rows: MaskedRows::read_file(file, start).ok()?, counts })
+}
+
+/// Creates a folder that only the user may enter.
+pub(super) fn create(folder: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+        builder.mode(0o700).create(folder)?;
+        // Of an earlier version, or made by hand.
+        if fs::metadata(folder)?.permissions().mode() & 0o077 != 0 {
+            fs::set_permissions(folder, fs::Permissions::from_mode(0o700))?;
+        }
     }
-    Some(Rows { rows: all, counts })
+    builder.create(folder)
 }
 
 /// Writes rows, and removes the oldest files beyond the number that is kept.
@@ -134,17 +141,16 @@ pub(super) fn read(path: &Path) -> Option<Rows> {
 /// A folder that cannot be written or is full.
 pub(super) fn write(path: &Path, rows: &Rows) -> io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(folder)?;
-    let mut digest = Sha256::new();
-    content(rows, &mut |bytes| {
-        digest.update(bytes);
-        Ok(())
-    })?;
+    create(folder)?;
+    let mut digest = Digesting(Sha256::new());
+    content(rows, &mut digest)?;
     runtime::atomic_write::file(path, |out: &mut dyn Write| {
         out.write_all(&MARK)?;
-        out.write_all(&digest.finalize())?;
-        content(rows, &mut |bytes| out.write_all(bytes))
+        out.write_all(&digest.0.finalize())?;
+        content(rows, out)
     })?;
+    #[cfg(unix)]
+    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let mut files: Vec<_> = fs::read_dir(folder)?
         .flatten()
         .filter(|entry| entry.path().extension().is_some_and(|extension| extension == "rows"))
@@ -158,32 +164,34 @@ pub(super) fn write(path: &Path, rows: &Rows) -> io::Result<()> {
     Ok(())
 }
 
-/// Passes the content of a file to `out`, in parts.
-fn content(rows: &Rows, out: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
-    let number = |number: usize| {
-        u32::try_from(number)
-            .map(u32::to_le_bytes)
-            .map_err(|_| io::Error::other("more rows than 32 bits count"))
-    };
-    let header = serde_json::to_vec(&rows.counts)?;
-    out(&number(header.len())?)?;
-    out(&number(rows.rows.len())?)?;
-    out(&header)?;
-    for row in &rows.rows {
-        let mut bytes = number(row.tokens.len())?.to_vec();
-        bytes.extend(row.tokens.iter().flat_map(|id| (*id as u32).to_le_bytes()));
-        let mut learned = vec![0u8; row.tokens.len().div_ceil(8)];
-        for (at, _) in row.labels.iter().enumerate().filter(|(_, label)| **label != IGNORE_INDEX) {
-            learned[at / 8] |= 1 << (at % 8);
-        }
-        bytes.extend(learned);
-        out(&bytes)?;
+/// A digest of what is written to it.
+struct Digesting(Sha256);
+
+impl Write for Digesting {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.update(bytes);
+        Ok(bytes.len())
     }
-    Ok(())
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes the content of a file.
+fn content(rows: &Rows, out: &mut dyn Write) -> io::Result<()> {
+    let header = serde_json::to_vec(&rows.counts)?;
+    let length = u32::try_from(header.len()).map_err(io::Error::other)?;
+    out.write_all(&length.to_le_bytes())?;
+    out.write_all(&header)?;
+    rows.rows.write(out)
 }
 
 #[cfg(test)]
 mod tests {
+    use dataloading::IGNORE_INDEX;
+    use training::masked_rows::MaskedRow;
+
     use super::*;
 
     #[test]
@@ -195,6 +203,7 @@ mod tests {
             tokens: tokens.to_vec(),
         };
         let rows = vec![row(&[5, 151_643, 0], 1), row(&[], 0), row(&[1, 2, 3, 4, 5, 6, 7, 8, 9], 8)];
+        let rows = MaskedRows::of(&rows).unwrap();
         let rows = Rows { rows, counts: Counts { records: 4, skipped: 1, ..Counts::default() } };
         assert_eq!(read(&path), None);
         write(&path, &rows).unwrap();

@@ -207,10 +207,10 @@ impl RowEncoder {
     }
 
     /// Returns the row of a text with its begin and end tokens, of any length.
-    pub(super) fn text(&self, text: &str) -> Result<MaskedRow> {
+    fn text(&self, text: &str) -> Result<MaskedRow> {
         let mut row = MaskedRow::default();
         push(&mut row, &self.options.begin.into_iter().collect::<Vec<_>>(), true);
-        push(&mut row, &self.tokenizer.encode(text)?, true);
+        push(&mut row, &self.tokenizer.encode_long(text)?, true);
         push(&mut row, &[self.options.end], true);
         Ok(row)
     }

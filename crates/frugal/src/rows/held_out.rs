@@ -7,41 +7,53 @@
 use std::collections::BTreeMap;
 
 use dataloading::fingerprint::Fingerprint;
-use training::masked_rows::MaskedRow;
+use training::masked_rows::{MaskedRow, MaskedRows};
+
+use crate::error::Result;
 
 /// Rows that there must be for any to be held out.
 pub const MIN_ROWS: usize = 50;
 /// The most rows that are held out.
 pub const MAX_HELD_OUT: usize = 1000;
 
+/// Different rows with the least hashes that are looked at.
+const LOOKED_AT: usize = 1 << 16;
+
 /// Divides rows into those to train on, in their order, and the `share` of them that is held out: 1 at least and
 /// [`MAX_HELD_OUT`] at most. None of fewer than [`MIN_ROWS`], and none for a share of 0.
-pub fn hold_out(rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
+///
+/// # Errors
+/// Rows that cannot be read.
+pub fn hold_out(rows: &MaskedRows, share: f64) -> Result<(MaskedRows, MaskedRows)> {
     if share <= 0.0 || rows.len() < MIN_ROWS {
-        return (rows, Vec::new());
+        return Ok((rows.clone(), MaskedRows::default()));
     }
     let count = ((share * rows.len() as f64).round() as usize).clamp(1, MAX_HELD_OUT);
-    let mut by_hash: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    // Of each hash the number of its rows, and the first of them.
+    let mut by_hash: BTreeMap<u64, (usize, Vec<u32>)> = BTreeMap::new();
     for (number, row) in rows.iter().enumerate() {
-        by_hash.entry(hash(row)).or_default().push(number);
+        let (equal, first) = by_hash.entry(hash(&row?)).or_default();
+        *equal += 1;
+        if first.len() < count {
+            first.push(number as u32);
+        }
+        if by_hash.len() > LOOKED_AT {
+            by_hash.pop_last();
+        }
     }
-    let mut chosen = vec![false; rows.len()];
-    let mut left = count;
-    for equal in by_hash.into_values() {
+    let (mut chosen, mut left) = (Vec::new(), count);
+    for (equal, numbers) in by_hash.into_values() {
         // Rows that are there more often than there is room for stay in the training.
-        if equal.len() <= left {
-            left -= equal.len();
-            equal.into_iter().for_each(|number| chosen[number] = true);
+        if equal <= left {
+            left -= equal;
+            chosen.extend(numbers);
         }
         if left == 0 {
             break;
         }
     }
-    let (mut train, mut held) = (Vec::with_capacity(rows.len()), Vec::new());
-    for (row, is_chosen) in rows.into_iter().zip(chosen) {
-        if is_chosen { &mut held } else { &mut train }.push(row);
-    }
-    (train, held)
+    chosen.sort_unstable();
+    Ok(rows.divide(&chosen))
 }
 
 fn hash(row: &MaskedRow) -> u64 {
@@ -62,6 +74,11 @@ mod tests {
 
     fn rows(count: i64) -> Vec<MaskedRow> {
         (0..count).map(row).collect()
+    }
+
+    fn hold_out(rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
+        let (train, held) = super::hold_out(&MaskedRows::of(&rows).unwrap(), share).unwrap();
+        (train.to_vec().unwrap(), held.to_vec().unwrap())
     }
 
     #[test]

@@ -1,34 +1,96 @@
 //! Rows of plain text.
 
-use std::io::Read as _;
-use std::path::Path;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 
-use training::masked_rows::MaskedRow;
+use training::masked_rows::{MaskedRow, MaskedRows};
 
 use super::encoder::RowEncoder;
-use super::overlong::split;
+use super::prepare::writer;
 use crate::error::{Error, Result};
 
-/// Reads rows from plain text, each as long as possible. A row's last token is the first of the next.
+/// Reads rows from plain text, each as long as possible, and passes them to `each`, until that breaks. A row's last token is the first of
+/// the next. The text is encoded [in pieces](dataloading::Tokenizer::encode_file), so a file may be larger than memory.
 ///
 /// # Errors
-/// No text; a longest row of fewer than 2 tokens.
-pub fn text(path: &Path, encoder: &RowEncoder) -> Result<Vec<MaskedRow>> {
-    let longest = encoder.options().longest;
+/// No text; a longest row of fewer than 2 tokens; a token beyond the model's vocabulary; the first error of `each`.
+pub fn text<E: From<Error> + From<dataloading::Error>>(
+    path: &Path,
+    encoder: &RowEncoder,
+    mut each: impl FnMut(MaskedRow) -> Result<ControlFlow<()>, E>,
+) -> Result<(), E> {
+    let options = encoder.options();
+    let longest = options.longest;
     if longest < 2 {
         let found = longest.to_string();
-        return Err(Error::Value { key: "data.max_length", found, expected: "2 tokens or more" });
+        return Err(Error::Value { key: "data.max_length", found, expected: "2 tokens or more" }.into());
     }
-    let row = encoder.text(&read(path)?)?;
-    if row.tokens.len() < 3 {
-        return Err(Error::File { path: path.to_owned(), reason: "no text in it".to_owned() });
+    let (mut row, mut count, mut is_over) = (Vec::new(), 0_usize, false);
+    // A full row is passed on when there is a token for the next.
+    let mut add = |id: u32, row: &mut Vec<i64>| -> Result<ControlFlow<()>, E> {
+        if row.len() == longest {
+            let full = std::mem::replace(row, row[longest - 1..].to_vec());
+            is_over = each(learned(full))?.is_break();
+        }
+        row.push(i64::from(id));
+        Ok(if is_over { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+    };
+    let mut add_all = |ids: &[u32], row: &mut Vec<i64>| -> Result<ControlFlow<()>, E> {
+        for id in ids {
+            if *id as usize >= options.vocabulary {
+                let reason = format!(
+                    "token {id} is beyond the model's vocabulary of {}; take the tokenizer that came with the model",
+                    options.vocabulary
+                );
+                return Err(Error::File { path: path.to_owned(), reason }.into());
+            }
+            count += 1;
+            if add(*id, row)?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        Ok(ControlFlow::Continue(()))
+    };
+    let begin: Vec<u32> = options.begin.into_iter().collect();
+    let mut is_broken = add_all(&begin, &mut row)?.is_break();
+    encoder.tokenizer().encode_file(path, |ids| -> Result<ControlFlow<()>, E> {
+        let flow = add_all(ids, &mut row)?;
+        is_broken |= flow.is_break();
+        Ok(flow)
+    })?;
+    if is_broken || add_all(&[options.end], &mut row)?.is_break() {
+        return Ok(());
     }
-    Ok(split(&row, longest))
+    if count < 3 {
+        return Err(Error::File { path: path.to_owned(), reason: "no text in it".to_owned() }.into());
+    }
+    let _ended = each(learned(row))?;
+    Ok(())
 }
 
-fn read(path: &Path) -> Result<String> {
-    let failed = |cause: std::io::Error| Error::File { path: path.to_owned(), reason: cause.to_string() };
-    let mut text = String::new();
-    dataloading::text::open(path)?.read_to_string(&mut text).map_err(failed)?;
-    Ok(text)
+/// Reads the rows of text files: all of them, or the first `limit`.
+///
+/// # Errors
+/// As [`text`], for any of the files.
+pub fn texts(files: &[PathBuf], encoder: &RowEncoder, limit: Option<usize>) -> Result<MaskedRows> {
+    let (mut rows, limit) = (writer(), limit.unwrap_or(usize::MAX));
+    for file in files {
+        if rows.len() >= limit {
+            break;
+        }
+        text(file, encoder, |row| {
+            rows.push(&row)?;
+            Ok::<_, Error>(if rows.len() < limit {
+                ControlFlow::Continue(())
+            } else {
+                ControlFlow::Break(())
+            })
+        })?;
+    }
+    Ok(rows.finish()?)
+}
+
+/// A row of which every token is learned.
+fn learned(tokens: Vec<i64>) -> MaskedRow {
+    MaskedRow { labels: tokens.clone(), tokens }
 }

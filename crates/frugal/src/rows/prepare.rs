@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use dataloading::records::{self, Detected, FileKind, Record, RecordLocation};
 use rayon::prelude::*;
-use training::masked_rows::MaskedRow;
+use serde_json::Value;
+use training::masked_rows::{IN_MEMORY, MaskedRow, MaskedRows, MaskedRowsWriter};
 
 use super::cache;
 use super::encoder::RowEncoder;
@@ -13,6 +14,8 @@ use crate::error::{Error, Result};
 
 /// Records that are encoded in parallel.
 const CHUNK: usize = 512;
+/// Bytes of texts of records that are encoded in parallel.
+const CHUNK_BYTES: usize = 2 << 20;
 
 /// What was made of the records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
@@ -54,10 +57,10 @@ impl Counts {
 }
 
 /// Rows of files.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Rows {
     /// The rows, in the order of the records.
-    pub rows: Vec<MaskedRow>,
+    pub rows: MaskedRows,
     /// What was made of the records.
     pub counts: Counts,
 }
@@ -125,7 +128,7 @@ pub fn encode<E: From<Error>>(
 ) -> Result<(), E> {
     let mut records = records::read_all(files).map_err(Error::from)?;
     loop {
-        let chunk: Vec<dataloading::Result<Record>> = records.by_ref().take(CHUNK).collect();
+        let chunk = next_chunk(&mut records);
         if chunk.is_empty() {
             return Ok(());
         }
@@ -144,6 +147,33 @@ pub fn encode<E: From<Error>>(
     }
 }
 
+/// The next records, as many as are encoded at a time.
+fn next_chunk(records: &mut records::Records) -> Vec<dataloading::Result<Record>> {
+    let (mut chunk, mut bytes) = (Vec::new(), 0);
+    while chunk.len() < CHUNK && bytes < CHUNK_BYTES {
+        let Some(record) = records.next() else { break };
+        bytes += record.as_ref().map_or(0, |record| record.fields.values().map(text_bytes).sum());
+        chunk.push(record);
+    }
+    chunk
+}
+
+/// Bytes of the texts in a value.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(values) => values.iter().map(text_bytes).sum(),
+        Value::Object(values) => values.values().map(text_bytes).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => size_of::<Value>(),
+    }
+}
+
+/// A writer of rows, which puts those that are too many for memory beside the prepared rows.
+pub(super) fn writer() -> MaskedRowsWriter {
+    let beside = cache::folder().filter(|folder| cache::create(folder).is_ok());
+    MaskedRowsWriter::new(IN_MEMORY, beside.unwrap_or_else(std::env::temp_dir))
+}
+
 /// Reads the rows of files: all of them, or those of the first records until there are `limit`.
 ///
 /// # Errors
@@ -154,24 +184,20 @@ pub fn prepare(
     detected: &Detected,
     limit: Option<usize>,
 ) -> Result<Rows> {
-    let mut all = Rows::default();
+    let (mut rows, mut counts) = (writer(), Counts::default());
     let limit = limit.unwrap_or(usize::MAX);
     encode(files, encoder, detected, |_, encoded| {
-        let (rows, counts) = encoded?;
-        all.counts.add(&counts);
-        all.rows.extend(rows);
-        Ok::<_, Error>(if all.rows.len() < limit {
-            ControlFlow::Continue(())
-        } else {
-            ControlFlow::Break(())
-        })
+        let (of_record, own) = encoded?;
+        counts.add(&own);
+        let left = limit - rows.len();
+        of_record.iter().take(left).try_for_each(|row| rows.push(row))?;
+        Ok::<_, Error>(if rows.len() < limit { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
     })?;
-    if all.rows.is_empty() {
-        return Err(nothing_left(files, encoder, &all.counts));
+    if rows.is_empty() {
+        return Err(nothing_left(files, encoder, &counts));
     }
-    all.rows.truncate(limit);
-    all.counts.rows = all.rows.len();
-    Ok(all)
+    counts.rows = rows.len();
+    Ok(Rows { rows: rows.finish()?, counts })
 }
 
 /// Whether rows came from a cache.

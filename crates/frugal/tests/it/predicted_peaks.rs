@@ -234,7 +234,7 @@ fn config(case: &Case) -> Config {
 }
 
 fn job(case: &Case, shape: &LlamaConfig) -> Job {
-    let data = DataShape::of(&batches(case), 100);
+    let data = DataShape::of(&batches(case), 100).unwrap();
     planning::job(
         &config(case),
         shape,
@@ -308,7 +308,7 @@ fn predicted_peaks_are_those_of_the_allocator() {
 #[test]
 fn what_is_not_predicted_is_named() {
     let (_, shape) = &models()[0];
-    let data = DataShape::of(&batches(&ADAPTED), 10);
+    let data = DataShape::of(&batches(&ADAPTED), 10).unwrap();
     let why = |set: fn(&mut Config)| {
         let mut config = config(&ADAPTED);
         set(&mut config);

@@ -4,10 +4,17 @@ use std::path::PathBuf;
 
 use dataloading::chat::{ChatTemplate, Mask, TemplateOptions};
 use dataloading::{IGNORE_INDEX, Tokenizer};
-use frugal::rows::{self, Cached, Found, Overlong, RowEncoder, RowOptions, Rows};
+use frugal::rows::{self, Cached, Counts, Found, Overlong, RowEncoder, RowOptions};
+use frugal::training::masked_rows::MaskedRow;
 use serde_json::json;
 
 const END: u32 = 0;
+
+#[derive(Debug)]
+struct Read {
+    rows: Vec<MaskedRow>,
+    counts: Counts,
+}
 
 struct Setting {
     folder: tempfile::TempDir,
@@ -44,11 +51,13 @@ impl Setting {
         vec![path]
     }
 
-    fn read(&self, lines: &str) -> Result<Rows, String> {
+    fn read(&self, lines: &str) -> Result<Read, String> {
         let files = self.files("rows.jsonl", lines);
         let detected =
             rows::detect_records(&files, &self.options.field).map_err(|error| error.to_string())?;
-        rows::prepare(&files, &self.encoder(), &detected, None).map_err(|error| error.to_string())
+        let rows = rows::prepare(&files, &self.encoder(), &detected, None);
+        let rows = rows.map_err(|error| error.to_string())?;
+        Ok(Read { rows: rows.rows.to_vec().unwrap(), counts: rows.counts })
     }
 
     /// The text of the learned tokens of each row.
@@ -68,7 +77,7 @@ fn completions_are_learned_and_prompts_are_not() {
     let setting = Setting::new();
     let lines = "{\"prompt\": \"How many pears?\", \"completion\": \" Five.\"}\n\n{\"text\": \"A pear.\"}\n";
     assert_eq!(setting.learned(lines), [" Five.<|endoftext|>", "A pear.<|endoftext|>"]);
-    let Rows { rows, counts } = setting.read(lines).unwrap();
+    let Read { rows, counts } = setting.read(lines).unwrap();
     assert_eq!((counts.records, counts.rows, counts.skipped, counts.without_label), (2, 2, 0, 0));
     let prompt = Setting::tokenizer().encode("How many pears?").unwrap();
     assert!(rows[0].tokens[..prompt.len()].iter().copied().eq(prompt.iter().map(|id| i64::from(*id))));
@@ -83,7 +92,7 @@ fn completions_are_learned_and_prompts_are_not() {
     let mut setting = setting;
     setting.options.begin = Some(1);
     setting.options.mask = Mask::All;
-    let Rows { rows, .. } = setting.read(lines).unwrap();
+    let Read { rows, .. } = setting.read(lines).unwrap();
     assert!(rows.iter().all(|row| row.tokens[0] == 1 && row.labels == row.tokens));
 }
 
@@ -96,7 +105,7 @@ fn questions_follow_the_template_where_there_is_one() {
                   {% if add_generation_prompt %}assistant: {% endif %}";
     setting.template = Some(ChatTemplate::new("t", source, TemplateOptions::default()).unwrap());
     setting.options.begin = Some(1);
-    let Rows { rows, .. } = setting.read(&lines).unwrap();
+    let Read { rows, .. } = setting.read(&lines).unwrap();
     let tokenizer = Setting::tokenizer();
     let ids: Vec<u32> = rows[0].tokens.iter().map(|id| *id as u32).collect();
     assert_eq!(
@@ -113,7 +122,7 @@ fn questions_follow_the_template_where_there_is_one() {
 #[test]
 fn tokens_are_learned_as_their_labels_say() {
     let setting = Setting::new();
-    let Rows { rows, .. } = setting.read("{\"input_ids\": [5, 6, 7], \"labels\": [-100, 6, 7]}").unwrap();
+    let Read { rows, .. } = setting.read("{\"input_ids\": [5, 6, 7], \"labels\": [-100, 6, 7]}").unwrap();
     assert_eq!((rows[0].tokens.as_slice(), rows[0].labels.as_slice()), (&[5, 6, 7][..], &[-100, 6, 7][..]));
     let error = setting.read("{\"input_ids\": [5, 4096]}").unwrap_err();
     assert!(error.contains("line 1: token 4096 is beyond the model's vocabulary of 4096"), "{error}");
@@ -126,7 +135,7 @@ fn every_token_of_a_text_is_predicted_once() {
     let text = "Ann has 5 pears and buys 3 more. ".repeat(9);
     let files = setting.files("plain.txt", &text);
     assert_eq!(rows::detect(&files, "text").unwrap(), Found::Text);
-    let rows = rows::text(&files[0], &setting.encoder()).unwrap();
+    let rows = rows::texts(&files, &setting.encoder(), None).unwrap().to_vec().unwrap();
     let ids = Setting::tokenizer().encode(&text).unwrap();
     let all: Vec<i64> = ids.into_iter().chain([END]).map(i64::from).collect();
     let predicted: Vec<i64> = rows.iter().flat_map(|row| row.labels[1..].to_vec()).collect();
@@ -155,7 +164,7 @@ fn bad_lines_are_named() {
 fn rows_without_a_text_are_left_out_and_counted() {
     let mut setting = Setting::new();
     setting.options.overlong = Overlong::Skip;
-    let Rows { rows, counts } = setting.read("{\"text\": \"\"}\n{\"text\": \"a pear\"}\n").unwrap();
+    let Read { rows, counts } = setting.read("{\"text\": \"\"}\n{\"text\": \"a pear\"}\n").unwrap();
     assert_eq!((rows.len(), counts.without_label), (1, 1));
     let error = setting.read("{\"text\": \"\"}\n").unwrap_err();
     assert!(error.contains("none of its 1 rows has a text to learn"), "{error}");
@@ -207,4 +216,49 @@ fn prepared_rows_are_those_of_the_same_data_and_settings_only() {
     std::fs::write(&path, "damaged").unwrap();
     assert!(is_new(&setting), "a damaged file is made again");
     assert_eq!(prepare(&setting).0, first);
+}
+
+/// In a process of its own, whose memory is the rows' alone.
+#[test]
+fn rows_of_large_data_are_on_the_disk() {
+    const CACHE: &str = "FRUGAL_CACHE";
+    const ALONE: &str = "FRUGAL_TEST_LARGE_DATA";
+    let setting =
+        Setting { options: RowOptions { longest: 4096, ..Setting::new().options }, ..Setting::new() };
+    if std::env::var_os(ALONE).is_none() {
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        alone.args(["--exact", "rows::rows_of_large_data_are_on_the_disk"]).env(ALONE, "1");
+        let output = alone.env(CACHE, setting.folder.path().join("cache")).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    const ROWS: usize = 3000;
+    let ids: Vec<i64> = (0..4000).collect();
+    let line = json!({ "input_ids": ids, "labels": ids }).to_string() + "\n";
+    let files = setting.files("rows.jsonl", &line.repeat(ROWS));
+    let detected = rows::detect_records(&files, "text").unwrap();
+    let memory = || runtime::device::resident_memory().unwrap().anonymous;
+    let before = memory();
+    let prepared = rows::prepare(&files, &setting.encoder(), &detected, None).unwrap();
+    runtime::memory::release_freed_pages();
+    // 12 million tokens: 48 MB of ids, and 192 MB as two lists of i64.
+    assert_eq!((prepared.rows.len(), prepared.counts.tokens), (ROWS, 4000 * ROWS));
+    assert!(memory() < before + (40 << 20), "{} and {}", before, memory());
+    assert_eq!(prepared.rows.row(ROWS - 1).unwrap(), MaskedRow { tokens: ids.clone(), labels: ids });
+    let (train, held) = rows::hold_out(&prepared.rows, 0.02).unwrap();
+    assert_eq!((train.len(), held.len()), (ROWS, 0), "equal rows stay together");
+
+    // Kept rows are read from their file.
+    let folder = setting.folder.path().join("kept");
+    let read = || rows::prepare_cached(&files, &setting.encoder(), &detected, None, &folder).unwrap();
+    assert!(matches!(read().1, Cached::Written(_)));
+    let (again, cached) = read();
+    assert!(matches!(cached, Cached::Read(_)) && again == prepared);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let Cached::Read(path) = cached else { unreachable!() };
+        assert_eq!((mode(&path), mode(&folder)), (0o600, 0o700), "training data is private");
+    }
 }

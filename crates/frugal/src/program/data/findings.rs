@@ -120,12 +120,16 @@ impl OtherFormats {
 /// Rows that are equal, token by token and label by label.
 #[derive(Default)]
 pub(super) struct Duplicates {
-    /// The place of the first row of each digest.
-    first: HashMap<[u8; 16], String>,
+    /// The place of the first row of each digest, of the first [`REMEMBERED`] different rows.
+    first: HashMap<[u8; 16], Box<str>>,
     /// Later rows, and the first of each.
     shown: Vec<String>,
     count: u64,
+    is_full: bool,
 }
+
+/// Different rows that later ones are compared with: some 150 MB of memory.
+const REMEMBERED: usize = 1 << 20;
 
 impl Duplicates {
     pub(super) fn add(&mut self, place: &str, row: &MaskedRow) {
@@ -135,9 +139,11 @@ impl Duplicates {
         let mut key = [0; 16];
         key.copy_from_slice(&digest.finalize()[..16]);
         match self.first.entry(key) {
-            Entry::Vacant(free) => {
-                free.insert(place.to_owned());
+            Entry::Vacant(free) if !self.is_full => {
+                free.insert(place.into());
+                self.is_full = self.first.len() == REMEMBERED;
             }
+            Entry::Vacant(_) => {}
             Entry::Occupied(first) => {
                 self.count += 1;
                 if self.shown.len() < SHOWN {
@@ -159,7 +165,15 @@ impl Duplicates {
                 if self.count == 1 { "is a duplicate" } else { "are duplicates" },
                 counted(rows as u64, "row"),
             );
-            format!("warning: {} of {rows} {are}: {}", grouped(self.count), listed(&self.shown, self.count))
+            let among = match self.is_full {
+                true => format!(
+                    " (each was compared with the first {} different rows)",
+                    grouped(REMEMBERED as u64)
+                ),
+                false => String::new(),
+            };
+            let listed = listed(&self.shown, self.count);
+            format!("warning: {} of {rows} {are}{among}: {listed}", grouped(self.count))
         })
     }
 }

@@ -1,5 +1,6 @@
 //! `frugal data stats`.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 use anyhow::bail;
@@ -21,7 +22,8 @@ pub(super) struct Stats {
 pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
     let source = arguments.source.open(common)?;
     let mut all = Counts::default();
-    let (mut lengths, mut answers, mut wrong, mut first_error) = (Vec::new(), Vec::new(), 0u64, None);
+    let (mut lengths, mut answers) = (Lengths::default(), Lengths::default());
+    let (mut wrong, mut first_error) = (0u64, None);
     let mut longest = (0, String::new());
     source.each(&mut |place, encoded| {
         let (rows, counts) = match encoded {
@@ -37,16 +39,14 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
             if row.tokens.len() > longest.0 {
                 longest = (row.tokens.len(), place.to_owned());
             }
-            lengths.push(row.tokens.len());
-            answers.push(learned(row));
+            lengths.add(row.tokens.len());
+            answers.add(learned(row));
         }
         Ok(ControlFlow::Continue(()))
     })?;
     if let Some(error) = first_error.filter(|_| all.records == 0) {
         bail!("no record can be read; the first error of {}: {error}", grouped(wrong));
     }
-    lengths.sort_unstable();
-    answers.sort_unstable();
     let share = 100.0 * all.trained as f64 / all.tokens.max(1) as f64;
     let count = |name, count: usize| (name, grouped(count as u64), json!(count));
     let mut fields = vec![
@@ -54,8 +54,8 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
         count("rows", all.rows),
         count("tokens", all.tokens),
         ("learned tokens", format!("{} ({share:.1} %)", grouped(all.trained as u64)), json!(all.trained)),
-        distribution("tokens of a row", &lengths),
-        distribution("learned tokens of a row", &answers),
+        lengths.distribution("tokens of a row"),
+        answers.distribution("learned tokens of a row"),
     ];
     if longest.0 > 0 {
         fields.push((
@@ -83,12 +83,34 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The least, middle, 95th of 100, and greatest of sorted lengths.
-fn distribution(name: &'static str, sorted: &[usize]) -> (&'static str, String, serde_json::Value) {
-    let at = |share: f64| {
-        sorted.get(((sorted.len().saturating_sub(1)) as f64 * share).round() as usize).copied().unwrap_or(0)
-    };
-    let [least, median, p95, most] = [0.0, 0.5, 0.95, 1.0].map(at);
-    let text = format!("{least} to {most}, median {median}, 95 % at most {p95}");
-    (name, text, json!({ "min": least, "median": median, "p95": p95, "max": most }))
+/// How often each length is there.
+#[derive(Default)]
+struct Lengths {
+    counts: BTreeMap<usize, usize>,
+    all: usize,
+}
+
+impl Lengths {
+    fn add(&mut self, length: usize) {
+        *self.counts.entry(length).or_default() += 1;
+        self.all += 1;
+    }
+
+    /// The least, middle, 95th of 100, and greatest length.
+    fn distribution(&self, name: &'static str) -> (&'static str, String, serde_json::Value) {
+        let at = |share: f64| {
+            let mut before = (self.all.saturating_sub(1) as f64 * share).round() as usize;
+            let found = self.counts.iter().find(|(_, count)| match before.checked_sub(**count) {
+                Some(rest) => {
+                    before = rest;
+                    false
+                }
+                None => true,
+            });
+            found.map_or(0, |(length, _)| *length)
+        };
+        let [least, median, p95, most] = [0.0, 0.5, 0.95, 1.0].map(at);
+        let text = format!("{least} to {most}, median {median}, 95 % at most {p95}");
+        (name, text, json!({ "min": least, "median": median, "p95": p95, "max": most }))
+    }
 }

@@ -29,14 +29,7 @@ pub(super) fn run(
     let encoder = encoder(folder, data, &ends)?;
     let rows = match detected {
         FoundData::Records(records) => rows::prepare(files, &encoder, records, arguments.limit)?.rows,
-        _ => {
-            let mut all = Vec::new();
-            for file in files {
-                all.extend(rows::text(file, &encoder)?);
-            }
-            all.truncate(arguments.limit.unwrap_or(usize::MAX));
-            all
-        }
+        _ => rows::texts(files, &encoder, arguments.limit)?,
     };
     let count = rows.len();
     let layout = Layout {
@@ -46,7 +39,7 @@ pub(super) fn run(
         shuffle: None,
         epochs: Some(1),
     };
-    let mut batches = MaskedBatches::new(rows, layout, device)?;
+    let mut batches = MaskedBatches::over(&rows, layout, device)?;
     let mut model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
     // A chunk of logits at a time, unless the head is more than a projection, because it is adapted itself.
     match fused_ce::install(model.as_mut(), &LinearCrossEntropy::default()) {

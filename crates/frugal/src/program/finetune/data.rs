@@ -10,7 +10,7 @@ use frugal::dataloading::{self, Tokenizer};
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
 use frugal::tasks::gsm8k;
-use frugal::training::masked_rows::MaskedRow;
+use frugal::training::masked_rows::{MaskedRow, MaskedRows};
 
 use super::end_note::end_note;
 use super::samples::Samples;
@@ -24,8 +24,8 @@ use crate::program::training::NO_VALIDATION;
 
 /// Rows to train on and to measure on, and the token that pads.
 pub(super) struct Data {
-    pub(super) train: Vec<MaskedRow>,
-    pub(super) validation: Vec<MaskedRow>,
+    pub(super) train: MaskedRows,
+    pub(super) validation: MaskedRows,
     pub(super) pad: i64,
     pub(super) train_files: Vec<PathBuf>,
     pub(super) validation_files: Vec<PathBuf>,
@@ -96,13 +96,13 @@ impl Data {
                 }
                 let encoder = encoder(folder, own, &ends)?;
                 let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
-                    true => Ok(Vec::new()),
+                    true => Ok(MaskedRows::default()),
                     false => records(common, &encoder, &found, files, which, limit)
                         .map_err(|error| name_check(error, &files[0], config)),
                 };
                 let train = read(&splits.train, "training", own.limit)?;
                 if splits.validation.is_empty() {
-                    held_out(common, train, own.held_out)
+                    held_out(common, &train, own.held_out)?
                 } else {
                     (train, read(&splits.validation, "validation", None)?)
                 }
@@ -126,8 +126,8 @@ impl Data {
     }
 
     /// A note where the tuned model would not stop.
-    pub(super) fn end_note(&self, end_tokens: &[i64]) -> Option<String> {
-        self.has_answers.then(|| end_note(&self.train, &self.tokenizer, end_tokens))?
+    pub(super) fn end_note(&self, end_tokens: &[i64]) -> anyhow::Result<Option<String>> {
+        if self.has_answers { end_note(&self.train, &self.tokenizer, end_tokens) } else { Ok(None) }
     }
 
     /// The rows whose answers are shown before and after, of the validation data or else of the training data. None with `--quiet`, which
@@ -152,9 +152,9 @@ impl Data {
 }
 
 /// The training rows, and those of them that are held out for validation.
-fn held_out(common: &Common, rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
+fn held_out(common: &Common, rows: &MaskedRows, share: f64) -> anyhow::Result<(MaskedRows, MaskedRows)> {
     let all = rows.len();
-    let (train, held) = rows::hold_out(rows, share);
+    let (train, held) = rows::hold_out(rows, share)?;
     if !held.is_empty() {
         say(
             common,
@@ -164,7 +164,7 @@ fn held_out(common: &Common, rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow
             ),
         );
     }
-    (train, held)
+    Ok((train, held))
 }
 
 /// Names the command that lists all wrong records in an error about the first.
@@ -189,15 +189,8 @@ fn records(
     files: &[PathBuf],
     which: &str,
     limit: Option<usize>,
-) -> anyhow::Result<Vec<MaskedRow>> {
-    let Found::Records(detected) = found else {
-        let mut all = Vec::new();
-        for file in files {
-            all.extend(rows::text(file, encoder)?);
-        }
-        all.truncate(limit.unwrap_or(usize::MAX));
-        return Ok(all);
-    };
+) -> anyhow::Result<MaskedRows> {
+    let Found::Records(detected) = found else { return Ok(rows::texts(files, encoder, limit)?) };
     let rows = match rows::cache_folder() {
         None => rows::prepare(files, encoder, detected, limit)?,
         Some(folder) => {
@@ -236,7 +229,7 @@ fn problems(
     config: &Config,
     folder: &Folder,
     ends: &Ends,
-) -> anyhow::Result<(Vec<MaskedRow>, Vec<MaskedRow>)> {
+) -> anyhow::Result<(MaskedRows, MaskedRows)> {
     let own = &config.data;
     if own.validation.is_some() {
         bail!("--validation: GSM8K has a validation split of its own; leave it out");
@@ -255,7 +248,7 @@ fn problems(
     let parts = problems.parts()?;
     let few_shot = problems.few_shot(&parts.train, own.shots)?;
     let limit = own.limit.unwrap_or(parts.train.len()).min(parts.train.len());
-    let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<Vec<MaskedRow>> {
+    let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<MaskedRows> {
         let rows = encoder
             .tokenize_all(problems, &few_shot)
             .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
@@ -263,7 +256,8 @@ fn problems(
             let (count, all) = (rows.skipped.len(), problems.len());
             say(common, &format!("{count} of {all} {which} rows are too long and are left out"));
         }
-        Ok(rows.rows.into_iter().map(MaskedRow::from).collect())
+        let rows: Vec<MaskedRow> = rows.rows.into_iter().map(MaskedRow::from).collect();
+        Ok(MaskedRows::of(&rows)?)
     };
     Ok((encoded(&parts.train[..limit], "training")?, encoded(&parts.validation, "validation")?))
 }

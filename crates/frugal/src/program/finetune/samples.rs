@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use frugal::dataloading::{IGNORE_INDEX, Tokenizer};
 use frugal::models::module::LanguageModel;
 use frugal::run_folder::SAMPLES;
-use frugal::training::masked_rows::MaskedRow;
+use frugal::training::masked_rows::MaskedRows;
 use models::generation::{GenerateOptions, generate};
 use serde_json::{Value, json};
 
@@ -32,22 +32,22 @@ pub(super) struct Samples {
 impl Samples {
     /// Takes the first rows with different prompts; `None` if no row has one.
     pub(super) fn of(
-        rows: &[MaskedRow],
+        rows: &MaskedRows,
         count: usize,
         tokenizer: &Tokenizer,
         end_tokens: Vec<i64>,
         out: &Path,
     ) -> anyhow::Result<Option<Self>> {
-        let divided = rows.iter().filter_map(|row| {
-            let at = row.labels.iter().position(|label| *label != IGNORE_INDEX)?;
-            // A text that is learned from its beginning has no prompt.
-            (2..=PROMPT).contains(&at).then(|| row.tokens.split_at(at))
-        });
         let (mut prompts, mut references) = (Vec::<Vec<i64>>::new(), Vec::new());
-        for (prompt, answer) in divided {
+        for row in rows.iter() {
             if prompts.len() == count {
                 break;
             }
+            let row = row?;
+            let at = row.labels.iter().position(|label| *label != IGNORE_INDEX);
+            // A text that is learned from its beginning has no prompt.
+            let Some(at) = at.filter(|at| (2..=PROMPT).contains(at)) else { continue };
+            let (prompt, answer) = row.tokens.split_at(at);
             if !prompts.iter().any(|own| own == prompt) {
                 prompts.push(prompt.to_vec());
                 references.push(text(tokenizer, answer)?);
