@@ -2,6 +2,7 @@
 
 mod busy;
 mod choice;
+mod held;
 mod large;
 mod sandbox;
 
@@ -15,6 +16,8 @@ pub(crate) enum Verb {
     Busy(busy::Busy),
     /// Train under budgets with the chosen plan, and with every other one
     Choice(choice::Choice),
+    /// Train at the least budgets that are named, and sample the memory of the process from outside
+    Held(held::Held),
     /// Train a model that is larger than its budget
     Large(large::Large),
 }
@@ -23,6 +26,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Busy(arguments) => busy::run(common, arguments),
         Verb::Choice(arguments) => choice::run(common, arguments),
+        Verb::Held(arguments) => held::run(common, arguments),
         Verb::Large(arguments) => large::run(common, arguments),
     }
 }

@@ -1,8 +1,10 @@
 //! Trainings of the program over models with random weights.
 
 use std::fmt::Write as _;
+use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use frugal::run_folder::RunRecord;
@@ -22,6 +24,9 @@ const NOTHING_FITS: i32 = 3;
 
 /// Steps whose times are left out of the median: the first allocates, and the program calibrates with three.
 const WARM_UP: usize = 3;
+
+/// The time between two samples of a process's memory.
+const SAMPLED: Duration = Duration::from_millis(4);
 
 /// A folder with models and data.
 pub(super) struct Sandbox {
@@ -161,6 +166,51 @@ impl Sandbox {
         let measured = seconds.get(WARM_UP..).unwrap_or_default();
         ensure!(!measured.is_empty(), "{command:?} recorded {} steps", seconds.len());
         Ok(measured.iter().sum::<f64>() / measured.len() as f64)
+    }
+
+    /// Runs the program, and samples its memory from outside, in `/proc`. Returns whether it ended well, what it said on standard error, and the
+    /// most bytes of it that were in no file.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub(super) fn sampled(&self, arguments: &[String]) -> anyhow::Result<(bool, String, u64)> {
+        let said = self.folder.path().join("said");
+        let mut command = self.command();
+        command.args(arguments).stdout(Stdio::null()).stderr(File::create(&said)?);
+        let mut child = command.spawn()?;
+        let memory = PathBuf::from(format!("/proc/{}/smaps_rollup", child.id()));
+        let mut most = 0;
+        let status = loop {
+            if let Some(status) = child.try_wait()? {
+                break status;
+            }
+            // Of a process that is ending there is none.
+            let text = std::fs::read_to_string(&memory).unwrap_or_default();
+            let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"));
+            let kibibytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+            most = most.max(kibibytes.unwrap_or(0) << 10);
+            std::thread::sleep(SAMPLED);
+        };
+        Ok((status.success(), std::fs::read_to_string(&said)?, most))
+    }
+
+    /// Writes `count` sentences of random lengths as a text file.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub(super) fn write_text(&self, name: &str, count: usize) -> anyhow::Result<()> {
+        let sentence =
+            |number: usize| format!("Ann has {number} pears{}.\n", " and buys more".repeat(number % 9));
+        Ok(std::fs::write(self.folder.path().join(name), (0..count).map(sentence).collect::<String>())?)
+    }
+
+    /// Removes the output folder of a run.
+    ///
+    /// # Errors
+    /// A folder that cannot be removed.
+    pub(super) fn remove_out(&self) -> anyhow::Result<()> {
+        let out = self.folder.path().join("out");
+        if out.exists() { Ok(std::fs::remove_dir_all(out)?) } else { Ok(()) }
     }
 
     /// Fine-tunes with these arguments; `None` where the budget does not suffice.

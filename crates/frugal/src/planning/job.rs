@@ -75,11 +75,7 @@ pub fn job(
     let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
         (Some(tokens), _) => tokens.unsigned_abs(),
         (None, Some(Bytes(bytes))) => (bytes / row).max(1),
-        (None, None) => {
-            // So many tokens that all chunks but the last are full.
-            let vocabulary = shape.vocab_size;
-            fused_ce::default_chunk_tokens(1 << 40, vocabulary, product_kind, device).unsigned_abs()
-        }
+        (None, None) => loss_chunk(shape.vocab_size, kind, device),
     };
     let whole = match (loss.chunk_tokens, loss.chunk_bytes) {
         (None, None) if lora.is_none() => {
@@ -120,6 +116,12 @@ pub fn job(
         file_optimizer: rates.file_optimizer,
         on_cpu,
     })
+}
+
+/// Returns the tokens whose logits exist at a time in a training that says nothing of it, with weights in `kind`.
+pub fn loss_chunk(vocabulary: i64, kind: Kind, device: Device) -> u64 {
+    // So many tokens that all chunks but the last are full.
+    fused_ce::default_chunk_tokens(1 << 40, vocabulary, product_kind(kind), device).unsigned_abs()
 }
 
 /// The number formats of mixed precision, and the dtype of its products; `None` for a step without.

@@ -29,6 +29,9 @@ pub(crate) const NOTHING_FITS: u8 = 3;
 /// Seconds that a training must take, at nominal rates, to be worth some seconds of measuring this machine.
 const WORTH_MEASURING: f64 = 60.0;
 
+/// Bytes that measuring a CPU's memory and products takes.
+pub(crate) const MEASURING: u64 = 768 << 20;
+
 /// Bytes that a program may take more when it resumes a training than when it began it.
 const RESUMED: u64 = 8 << 20;
 
@@ -335,7 +338,9 @@ fn predict(
     };
     let (mut job, mut found) = with(&rates)?;
     let seconds = found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
-    if !is_timed && seconds > WORTH_MEASURING {
+    // On a CPU measuring takes memory of the budget.
+    let has_room = device != Device::Cpu || budget.tensors >= MEASURING;
+    if !is_timed && seconds > WORTH_MEASURING && has_room {
         (job, found) = with(&KnownRates::measure(device, kind)?)?;
         is_timed = true;
     }

@@ -115,3 +115,64 @@ fn nothing_that_fits_ends_with_status_3_before_a_weight_is_read() {
     let ended = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB --hardware rtx4090");
     assert_eq!(ended.status, 3);
 }
+
+/// The ways to run a step and their bytes.
+fn peaks(plan: &Value) -> Vec<(String, u64)> {
+    let of = |variant: &Value| {
+        (variant["variant"].as_str().unwrap().to_owned(), variant["peak_bytes"].as_u64().unwrap())
+    };
+    plan["variants"].as_array().unwrap().iter().map(of).collect()
+}
+
+#[test]
+fn plan_dry_run_and_run_agree_for_every_method_and_dtype() {
+    let tiny = Session::new();
+    std::fs::write(tiny.path("text.txt"), "Ann has 5 pears and buys 3 more.\n".repeat(200)).unwrap();
+    for (number, (method, dtype)) in [
+        ("lora", "float32"),
+        ("lora", "bfloat16"),
+        ("lora", "nf4"),
+        ("dora", "float32"),
+        ("dora", "nf4"),
+        ("full", "float32"),
+        ("full", "bfloat16"),
+        ("full --loss-chunk 16", "float32"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let flags = format!(
+            "--model model --method {method} --dtype {dtype} --batch-size 2 --accumulation 2 --budget 4GiB"
+        );
+        let (out, _) = tiny.succeed(&format!("plan {flags} --length 24 --json"));
+        let planned: Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
+        let finetune = format!("finetune {flags} --max-length 24 --data text.txt --held-out 0 --steps 1");
+        let (out, _) = tiny.succeed(&format!("{finetune} --dry-run --json"));
+        let dry = out.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let dry = dry.into_iter().find(|line| !line["plan"].is_null()).unwrap();
+        assert_eq!(peaks(&planned), peaks(&dry["plan"]), "{method}, {dtype}");
+        assert_eq!(planned["chosen"], dry["plan"]["chosen"], "{method}, {dtype}");
+
+        // The flags of the plan make the same plan.
+        let repeated = planned["flags"].as_str().unwrap();
+        let (out, _) = tiny.succeed(&format!(
+            "finetune --model model --data text.txt --held-out 0 --steps 1 {repeated} --dry-run --json"
+        ));
+        let dry = out.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let dry = dry.into_iter().find(|line| !line["plan"].is_null()).unwrap();
+        let chosen = planned["chosen"].as_str().unwrap();
+        let bytes = |plan: &Value| peaks(plan).into_iter().find(|(name, _)| name == chosen);
+        assert_eq!(bytes(&planned), bytes(&dry["plan"]), "{repeated}");
+
+        // The least budget that is named suffices.
+        let small = finetune.replace("--budget 4GiB", "--budget 20MiB");
+        let ended = tiny.run(&format!("{small} --out small-{number}"));
+        assert_eq!(ended.status, 3, "{method}, {dtype}: {}", ended.err);
+        let (_, least) = ended.err.trim_end().rsplit_once("give --budget ").unwrap();
+        tiny.succeed(&format!("{} --out least-{number}", small.replace("20MiB", least)));
+    }
+    // Layers in files of another dtype than the model's.
+    let converted = "--model model --dtype bfloat16 --offload file --ring 1";
+    tiny.succeed(&format!("finetune {converted} --data text.txt --max-length 24 --steps 1 --out converted"));
+    tiny.succeed(&format!("generate {converted} --prompt Ann --max-new-tokens 2"));
+}

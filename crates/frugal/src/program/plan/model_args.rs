@@ -131,7 +131,8 @@ impl ModelArgs {
         if changed { source + " (sizes changed)" } else { source }
     }
 
-    fn any_size(&self) -> bool {
+    /// Whether a size was given.
+    pub(crate) fn any_size(&self) -> bool {
         let sizes = [
             self.vocabulary,
             self.context,

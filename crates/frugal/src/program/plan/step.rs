@@ -71,7 +71,7 @@ pub(crate) struct StepArgs {
     /// Rows per batch [default: 4, as finetune; 1 in inference and over several ranks]
     #[arg(long, alias = "batch", value_parser = clap::value_parser!(u64).range(1..))]
     batch_size: Option<u64>,
-    /// Tokens of a row [default: 512, or the model's context if that is shorter]
+    /// Tokens of a row, as finetune's --max-length [default: 512, or the model's context if that is shorter]
     #[arg(long, aliases = ["tokens", "sequence"], value_parser = clap::value_parser!(u64).range(1..))]
     length: Option<u64>,
     /// Dtype of the weights: float32, bfloat16 or nf4 [default: that of the files in the folder --model; without one bfloat16, and float32
@@ -81,9 +81,9 @@ pub(crate) struct StepArgs {
     /// Gradient accumulation steps: batches per optimizer step [default: 4, as finetune]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     accumulation: Option<u64>,
-    /// Tokens whose logits exist at a time
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..))]
-    loss_chunk: u64,
+    /// Tokens whose logits exist at a time [default: as finetune, so many that their logits take 128 MiB, on a GPU 1 GiB]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    loss_chunk: Option<u64>,
     /// Where offloaded layers are stored [default: host; on a CPU file, because frozen layers then need no memory]
     #[arg(long, value_name = "TIER")]
     offload: Option<OffloadTier>,
@@ -347,6 +347,14 @@ impl StepArgs {
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }
 
+    /// Tokens whose logits exist at a time.
+    fn loss_tokens(&self, planned: &PlannedStep) -> u64 {
+        let of_gpu = self.hardware.is_some() && planned.device == Device::Cpu;
+        let device = if of_gpu { Device::Cuda(0) } else { planned.device };
+        let vocabulary = i64::try_from(planned.model.vocabulary).unwrap_or(i64::MAX);
+        self.loss_chunk.unwrap_or_else(|| planning::loss_chunk(vocabulary, planned.kind, device))
+    }
+
     fn lora(&self, device: Device) -> LowRank {
         LowRank {
             rank: self.r,
@@ -359,7 +367,7 @@ impl StepArgs {
 
     fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
         let &PlannedStep { ref model, work, kind, device, .. } = planned;
-        let choices = planning::choices(kind, machine, self.loss_chunk);
+        let choices = planning::choices(kind, machine, self.loss_tokens(planned));
         Ok(match self.method {
             Work::Lora | Work::Dora => sizes::adapters(model, &self.lora(device), work, None, &choices)?,
             Work::Full => sizes::training(model, work, &choices)?,

@@ -2,17 +2,24 @@
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
-use accounting::lora::LowRank;
+use accounting::lora::{LowRank, Projection, Targets};
 use accounting::offload::sizes::Choices;
 use accounting::offload::{Budget, Condition, Direction, MOST_PLANNED_SLOTS, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
+use anyhow::anyhow;
+use clap::ValueEnum as _;
+use frugal::Config;
 use frugal::config::{OffloadTier, TrainingConfig};
-use frugal::planning::{self, MachineRates};
+use frugal::lora::{LoraConfig, Names};
+use frugal::models::LlamaConfig;
+use frugal::models::hugging_face::Folder;
+use frugal::planning::{self, DataShape, KnownRates, MachineRates, NotPredicted};
 use report::unit::human;
 use serde_json::json;
 use tch::Device;
 
 use super::super::super::Common;
+use super::super::super::adapter::AdapterArgs;
 use super::super::super::output::{print_line, print_lines, print_text};
 use super::super::super::run_plan::{Columns, candidates_json, candidates_table};
 use super::{PlannedStep, StepArgs, Work, blank, head, nothing_fits};
@@ -28,27 +35,13 @@ pub(super) fn run(
     machine: &MachineRates,
     budget: Budget,
 ) -> anyhow::Result<()> {
-    let &PlannedStep { ref model, work, kind, device, tier, weights, .. } = planned;
+    let &PlannedStep { ref model, device, tier, weights, .. } = planned;
     let full = arguments.method == Work::Full;
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
-    let batch = Batch { work, labelled: None };
-    let job = Job {
-        model: model.clone(),
-        lora: (!full).then(|| LowRank { on_cpu, ..arguments.lora(device) }),
-        choices: Choices {
-            packs: on_cpu,
-            widens: on_cpu && planning::widens(kind, device),
-            ..planning::choices(kind, machine, arguments.loss_chunk)
-        },
-        largest: vec![batch],
-        mean: batch,
-        evaluation: None,
-        accumulation: arguments.accumulation.unwrap_or(TrainingConfig::default().accumulation as u64),
-        clips: true,
-        rates: machine.transfers,
-        file_load: machine.transfers.load,
-        file_optimizer: machine.transfers.host_optimizer,
-        on_cpu,
+    let as_finetune = arguments.as_finetune(planned)?;
+    let job = match &as_finetune {
+        Some(finetune) => finetune.job(arguments, planned, machine)?,
+        None => described(arguments, planned, machine),
     };
     // In host memory a CPU's layers take what they took before.
     let offloads = !(on_cpu && tier == OffloadTier::Host) || arguments.offload.is_some();
@@ -60,7 +53,12 @@ pub(super) fn run(
         optimizer: if full { OptimizerPlace::Host } else { OptimizerPlace::Device },
     };
     let layers = arguments.offload.is_none().then_some(Layers::Any);
-    let allowed = Allowed { layers, offloaded: offloads.then_some(offloaded), splits: true, rows: None };
+    let allowed = match &as_finetune {
+        Some(finetune) if arguments.offload.is_none() => {
+            planning::allowed(&finetune.config, job.model.layers as usize, device)?
+        }
+        _ => Allowed { layers, offloaded: offloads.then_some(offloaded), splits: true, rows: None },
+    };
     let found = job.search(&allowed, budget)?;
     let columns = Columns { is_timed: true, epoch: None };
     let chosen = found.chosen();
@@ -78,7 +76,7 @@ pub(super) fn run(
             "ranks": 1,
             "variants": candidates_json(&found, columns),
             "chosen": chosen.map(Candidate::name),
-            "flags": shown.map(|shown| flags(shown, job.model.layers as usize)),
+            "flags": shown.map(|shown| flags(arguments, planned, shown, job.model.layers as usize)),
             "with_more_memory": found.faster().map(Candidate::name),
             "with_less_memory": found.cheaper().map(Candidate::name),
             "tokens_that_hide_loads": hiding.iter()
@@ -105,7 +103,10 @@ pub(super) fn run(
             };
             lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
             lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
-            lines.push(("flags of finetune".into(), flags(shown, job.model.layers as usize)));
+            lines.push((
+                "flags of finetune".into(),
+                flags(arguments, planned, shown, job.model.layers as usize),
+            ));
         }
         lines.retain(|line| *line != blank());
         print(&lines);
@@ -116,23 +117,155 @@ pub(super) fn run(
     }
 }
 
+/// The step of a model that is known by its sizes alone, or on hardware that is not there.
+fn described(arguments: &StepArgs, planned: &PlannedStep, machine: &MachineRates) -> Job {
+    let &PlannedStep { ref model, work, kind, device, .. } = planned;
+    let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
+    let batch = Batch { work, labelled: None };
+    Job {
+        model: model.clone(),
+        lora: (arguments.method != Work::Full).then(|| LowRank { on_cpu, ..arguments.lora(device) }),
+        choices: Choices {
+            packs: on_cpu,
+            widens: on_cpu && planning::widens(kind, device),
+            ..planning::choices(kind, machine, arguments.loss_tokens(planned))
+        },
+        largest: vec![batch],
+        mean: batch,
+        evaluation: None,
+        accumulation: arguments.accumulation.unwrap_or(TrainingConfig::default().accumulation as u64),
+        clips: true,
+        rates: machine.transfers,
+        file_load: machine.transfers.load,
+        file_optimizer: machine.transfers.host_optimizer,
+        on_cpu,
+    }
+}
+
+/// A step of `frugal finetune` with the same flags, on this machine.
+struct AsFinetune {
+    config: Config,
+    shape: LlamaConfig,
+}
+
+impl StepArgs {
+    /// What `frugal finetune` would be asked for; `None` for a model of which there is no folder, or hardware that is not here.
+    fn as_finetune(&self, planned: &PlannedStep) -> anyhow::Result<Option<AsFinetune>> {
+        let Some(path) = self.model.folder().filter(|_| self.hardware.is_none() && !self.model.any_size())
+        else {
+            return Ok(None);
+        };
+        let Ok(folder) = Folder::open(path) else { return Ok(None) };
+        let mut config = Config::default();
+        config.model.dtype = self.dtype;
+        config.training.batch = usize::try_from(planned.work.batch)?;
+        if let Some(accumulation) = self.accumulation {
+            config.training.accumulation = usize::try_from(accumulation)?;
+        }
+        config.loss.chunk_tokens = self.loss_chunk.map(i64::try_from).transpose()?;
+        if self.method != Work::Full {
+            let adapter = AdapterArgs::default_config();
+            config.adapter = Some(LoraConfig {
+                r: i64::try_from(self.r)?,
+                use_dora: self.method == Work::Dora,
+                target_modules: match self.targets {
+                    Some(targets) => Some(Names::List(names(targets))),
+                    None => adapter.target_modules.clone(),
+                },
+                ..adapter
+            });
+        }
+        Ok(Some(AsFinetune { config, shape: folder.config().clone() }))
+    }
+}
+
+/// The names of projections, as finetune takes them.
+fn names(targets: Targets) -> Vec<String> {
+    let adapted = Projection::ALL.into_iter().filter(|projection| targets.has(*projection));
+    adapted.map(|projection| format!("{}_proj", projection.name())).collect()
+}
+
+impl AsFinetune {
+    fn job(
+        &self,
+        arguments: &StepArgs,
+        planned: &PlannedStep,
+        machine: &MachineRates,
+    ) -> anyhow::Result<Job> {
+        let &PlannedStep { work, kind, device, tier, .. } = planned;
+        // A row of n tokens has n − 1 positions that predict one.
+        let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
+        let rates = KnownRates::get(device, kind)?;
+        let job = planning::job(&self.config, &self.shape, (kind, device), &data, &rates);
+        let mut job =
+            job.map_err(|NotPredicted(why)| anyhow!("the memory of a step is not predicted for {why}"))?;
+        let is_given = arguments.link.is_some() || arguments.host_bandwidth.is_some();
+        job.choices.flops = machine.flops;
+        if is_given {
+            job.rates = machine.transfers;
+        }
+        // What the page cache cannot hold comes from the disk.
+        if is_given || tier == OffloadTier::File {
+            (job.file_load, job.file_optimizer) = (machine.transfers.load, machine.transfers.host_optimizer);
+        }
+        Ok(job)
+    }
+}
+
+/// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
+fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool) -> Vec<String> {
+    let mut flags = Vec::new();
+    let mut given = |flag: &str, value: Option<String>| {
+        flags.extend(value.map(|value| format!("{flag} {value}")));
+    };
+    let method = match arguments.method {
+        Work::Dora => Some("dora".to_owned()),
+        Work::Full => Some("full".to_owned()),
+        Work::Lora | Work::Inference => None,
+    };
+    let is_adapted = method.as_deref() != Some("full");
+    given("--method", method);
+    let dtype = arguments.dtype.and_then(|dtype| dtype.to_possible_value());
+    given("--dtype", dtype.map(|dtype| dtype.get_name().to_owned()));
+    let rank = AdapterArgs::default_config().r.unsigned_abs();
+    given("--r", (is_adapted && arguments.r != rank).then(|| arguments.r.to_string()));
+    let targets = arguments.targets.filter(|_| is_adapted);
+    given("--targets", targets.map(|targets| names(targets).join(",")));
+    given("--batch-size", arguments.batch_size.map(|rows| rows.to_string()));
+    given("--max-length", arguments.length.map(|_| planned.work.sequence.to_string()));
+    given("--accumulation", arguments.accumulation.map(|batches| batches.to_string()));
+    given("--loss-chunk", arguments.loss_chunk.map(|tokens| tokens.to_string()));
+    // Found again under the same budget, which is the default one if none was given.
+    given("--budget", arguments.budget.filter(|_| is_mixed).map(|budget| format!("{}", budget.0)));
+    flags
+}
+
 fn print(lines: &[(String, String)]) {
     print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
 }
 
 /// The flags of a training that runs in this way.
-fn flags(candidate: &Candidate, layers: usize) -> String {
+fn flags(arguments: &StepArgs, planned: &PlannedStep, candidate: &Candidate, layers: usize) -> String {
+    let is_mixed = match &candidate.placement {
+        Placement::Resident(layers) => {
+            layers.iter().any(|kept| *kept != layers[0])
+                || layers
+                    .first()
+                    .is_some_and(|kept| !matches!(kept, LayerPlan::KeepAll | LayerPlan::RecomputeAll))
+        }
+        Placement::Offloaded { .. } => false,
+    };
     let mut flags = Vec::new();
     match &candidate.placement {
-        Placement::Resident(layers) => {
-            let mixed = layers.iter().any(|kept| *kept != layers[0]);
-            match layers.first() {
-                Some(LayerPlan::KeepAll) if !mixed => {}
-                Some(LayerPlan::RecomputeAll) if !mixed => flags.push("--activations recompute".to_owned()),
-                // Found again under the same budget.
-                _ => flags.push("--budget BYTES".to_owned()),
-            }
+        Placement::Resident(_) if is_mixed && arguments.hardware.is_some() => {
+            flags.push("--budget BYTES".to_owned())
         }
+        Placement::Resident(_) if is_mixed => {}
+        Placement::Resident(layers) => match layers.first() {
+            Some(LayerPlan::RecomputeAll) => flags.push("--activations recompute".to_owned()),
+            _ if arguments.hardware.is_some() => {}
+            _ => flags.push("--activations keep".to_owned()),
+        },
         Placement::Offloaded { tier, ring, resident, keep, optimizer } => {
             let tier = if *tier == Tier::Host { "host" } else { "file" };
             flags.push(format!("--offload {tier} --ring {ring}"));
@@ -151,6 +284,10 @@ fn flags(candidate: &Candidate, layers: usize) -> String {
         }
     }
     flags.extend(candidate.rows.map(|rows| format!("--rows-at-once {rows}")));
+    // Of hardware that is not here, the ways to run a step are compared.
+    if arguments.hardware.is_none() {
+        flags.extend(of_training(arguments, planned, is_mixed));
+    }
     if flags.is_empty() { "none are needed".to_owned() } else { flags.join(" ") }
 }
 
