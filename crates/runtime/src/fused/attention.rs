@@ -120,7 +120,11 @@ pub fn single_query_attention(
     }
     let (batch, heads, head) = q.size3()?;
     let keys = k.size().get(2).copied().unwrap_or(0);
-    let mask = options.mask.map(|mask| mask.f_expand([batch, keys], false)).transpose()?;
+    let mask = options.mask.map(|mask| {
+        let mask = mask.f_expand([batch, keys], false)?;
+        if keys < 2 || mask.stride()[1] == 1 { Ok(mask) } else { mask.f_contiguous() }
+    });
+    let mask = mask.transpose()?;
     let [q, k, v] = [readable(q)?, readable(k)?, readable(v)?];
     let o = Tensor::f_empty([batch, heads, head], (q.kind(), q.device()))?;
     let scale = options.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());

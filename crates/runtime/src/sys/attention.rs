@@ -98,11 +98,12 @@ pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
     }
 }
 
-/// Whether rows of heads can be read where they are. Without elements nothing is read, and libtorch calls any strides contiguous.
+/// Whether rows of heads can be read where they are. Libtorch calls any strides of a tensor without elements contiguous, and any stride of a
+/// dimension of 1.
 pub(crate) fn reads(tensor: &Tensor) -> bool {
     tensor.numel() == 0
         || !tensor.is_neg()
-            && tensor.stride().last() == Some(&1)
+            && (tensor.stride().last() == Some(&1) || tensor.size().last() == Some(&1))
             && tensor.stride().iter().all(|stride| *stride >= 0)
 }
 

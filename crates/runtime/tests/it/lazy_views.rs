@@ -199,3 +199,25 @@ fn results_can_be_changed_in_place() {
         assert_eq!(changed.detach(), expected, "{}", case.name);
     }
 }
+
+/// A dimension of 1 may have any stride, and a mask any layout: libtorch's comparison of a transposed tensor gives a transposed mask.
+#[test]
+fn attention_takes_heads_of_width_one_and_masks_of_any_layout() {
+    let normal = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu));
+    let spaced = |x: &Tensor| Tensor::f_stack(&[x, x], -1).unwrap().select(-1, 0);
+    let (q, k, v) = (normal(&[2, 4, 5, 1]), normal(&[2, 2, 5, 1]), normal(&[2, 2, 5, 1]));
+    let expected = causal_attention(&q, &k, &v, CausalOptions::default()).unwrap();
+    let found = causal_attention(&spaced(&q), &spaced(&k), &spaced(&v), CausalOptions::default()).unwrap();
+    assert_eq!(found, expected);
+    let q = q.select(2, 4);
+    let mask = Tensor::ones([2, 5], (Kind::Bool, Device::Cpu)).tril(3);
+    let one = |q: &Tensor, k: &Tensor, mask: &Tensor| {
+        let options = SingleQueryOptions { mask: Some(mask), ..SingleQueryOptions::default() };
+        single_query_attention(q, k, &v, options).unwrap()
+    };
+    let expected = one(&q, &k, &mask);
+    let transposed = mask.transpose(0, 1).contiguous().transpose(0, 1);
+    assert_eq!(one(&spaced(&q), &spaced(&k), &transposed), expected);
+    let row = Tensor::ones([5], (Kind::Bool, Device::Cpu)).unsqueeze(0);
+    assert_eq!(one(&q, &k, &spaced(&row)), one(&q, &k, &row));
+}

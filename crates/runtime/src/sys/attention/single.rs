@@ -89,7 +89,7 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
         mask.size() == [batch, keys]
             && mask.kind() == Kind::Bool
             && mask.device() == Device::Cpu
-            && mask.stride()[1] == 1
+            && (keys < 2 || mask.stride()[1] == 1)
     };
     if kv_heads < 1 || heads % kv_heads != 0 || keys < 1 || mask.is_some_and(|mask| !fits(mask)) {
         let mask = mask.map(Tensor::size);
