@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::messages;
+use super::parquet_file::NOT_TEXT;
 use super::record_format::RecordFormat;
 use crate::batch::IGNORE_INDEX;
 use crate::chat::{Conversation, Message};
@@ -67,6 +68,9 @@ impl RecordFormat {
 fn string(fields: &Map<String, Value>, field: &str) -> Result<String, String> {
     match fields.get(field) {
         Some(Value::String(text)) => Ok(text.clone()),
+        Some(Value::Object(bytes)) if bytes.contains_key(NOT_TEXT) => {
+            Err(format!("`{field}` has {NOT_TEXT}; write the column as text in UTF-8, or remove the record"))
+        }
         Some(other) => Err(format!("`{field}` is {}, expected a text", kind(other))),
         None => Err(format!("no `{field}`; the fields here are: {}", names(fields))),
     }

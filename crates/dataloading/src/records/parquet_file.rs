@@ -16,6 +16,10 @@ use serde_json::{Map, Number, Value};
 use super::{Record, RecordLocation};
 use crate::error::{Error, Result};
 
+/// The key of an object that stands for bytes that are no text, with their number.
+pub(super) const NOT_TEXT: &str = "bytes that are not UTF-8";
+/// What the library says of a compression that it was compiled without.
+const DISABLED: &str = "Disabled feature at compile time: ";
 /// The key that may be null within a column.
 const CONTENT: &str = "content";
 
@@ -48,9 +52,16 @@ impl ParquetRows {
 /// Calls the library, which panics on some damaged files.
 fn guarded<T>(read: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     // After a panic nothing of the reader is used again.
-    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
+    let read = catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|_| {
         Err("its parts contradict each other (the library `parquet` panicked); take the file again"
             .to_owned())
+    });
+    read.map_err(|reason| match reason.split_once(DISABLED) {
+        Some((_, codec)) => format!(
+            "its columns are compressed with {codec}, and snappy, zstd and gzip are read; write it again with one of these: \
+             pandas.read_parquet(FILE).to_parquet(FILE, compression=\"zstd\")"
+        ),
+        None => reason,
     })
 }
 
@@ -101,7 +112,11 @@ fn value(field: &Field) -> Value {
         Field::Double(number) => float(*number),
         Field::Str(text) => Value::from(text.as_str()),
         // A column without a declared type, as older writers make of texts.
-        Field::Bytes(bytes) => Value::from(String::from_utf8_lossy(bytes.data())),
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => Value::from(text),
+            // Of a column that may not be read, such as an image.
+            Err(_) => Value::Object(Map::from_iter([(NOT_TEXT.to_owned(), bytes.len().into())])),
+        },
         Field::Group(row) => Value::Object(fields(row, false)),
         Field::ListInternal(list) => list.elements().iter().map(value).collect(),
         Field::MapInternal(map) => {

@@ -4,9 +4,9 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::Record;
 use super::content::names;
 use super::messages::is_near;
+use super::{FileKind, Record};
 use crate::error::{Error, Result};
 
 /// Records that are read to find the format of a file.
@@ -104,7 +104,7 @@ impl Detected {
                 }
             };
             let Some(format) = RecordFormat::of(&record.fields, text_field) else {
-                first_error.get_or_insert_with(|| record.location.error(unknown(&record.fields, text_field)));
+                first_error.get_or_insert_with(|| record.location.error(unknown(&record, text_field)));
                 continue;
             };
             seen += 1;
@@ -151,7 +151,7 @@ impl Detected {
         {
             Some(format) => Ok(format),
             None => Err(record.location.error(match RecordFormat::of(&record.fields, text_field) {
-                None => unknown(&record.fields, text_field),
+                None => unknown(record, text_field),
                 Some(other) => {
                     format!("the record has {other}, and the data's format is {self}; correct or remove it")
                 }
@@ -180,7 +180,8 @@ impl fmt::Display for Detected {
     }
 }
 
-fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
+fn unknown(record: &Record, text_field: &str) -> String {
+    let fields = &record.fields;
     if fields.contains_key("chosen") && fields.contains_key("rejected") {
         return "the record has `chosen` and `rejected`, which is data for preference optimization; fine-tuning learns \
                 answers, so write the chosen ones as `messages` or `completion`"
@@ -195,7 +196,9 @@ fn unknown(fields: &Map<String, Value>, text_field: &str) -> String {
             .collect();
         return format!("{} is null, expected a value; correct or remove the record", empty.join(" and "));
     }
-    if let Some(name) = fields.keys().find(|name| fields.len() == 1 && name.contains([';', '|', '\t'])) {
+    let is_csv = matches!(FileKind::of(&record.location.path), FileKind::Csv { .. });
+    let is_only = |name: &&String| is_csv && fields.len() == 1 && name.contains([';', '|', '\t']);
+    if let Some(name) = fields.keys().find(is_only) {
         let separator = if name.contains(';') {
             ";"
         } else if name.contains('|') {

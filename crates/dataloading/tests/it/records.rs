@@ -148,6 +148,10 @@ const DICTIONARY: &[u8] = include_bytes!("parquet/dictionary.parquet");
 const PLAIN: &[u8] = include_bytes!("parquet/plain.parquet");
 const ZSTD: &[u8] = include_bytes!("parquet/messages.zstd.parquet");
 const GZIP: &[u8] = include_bytes!("parquet/messages.gzip.parquet");
+const BROTLI: &[u8] = include_bytes!("parquet/text.brotli.parquet");
+const LZ4: &[u8] = include_bytes!("parquet/text.lz4.parquet");
+/// A binary column with `a`, and with `\xff\xfe`.
+const BINARY: &[u8] = include_bytes!("parquet/binary.parquet");
 
 /// Files of pyarrow: a dictionary and a null in row groups of two, by Snappy; uncompressed pages of the second version; nested columns
 /// by Zstandard and gzip.
@@ -186,6 +190,24 @@ fn rows_of_parquet_are_those_that_pyarrow_wrote() {
     }
     let refused = files.read(&files.write("no.parquet", "no Parquet at all"));
     assert!(refused[0].starts_with("no.parquet: not a Parquet file that can be read: "), "{refused:?}");
+}
+
+#[test]
+fn columns_that_cannot_be_read_are_named_with_the_remedy() {
+    let files = Files::new();
+    for (bytes, codec) in [(BROTLI, "brotli"), (LZ4, "lz4")] {
+        let refused = files.read(&files.write("packed.parquet", bytes));
+        let expected = format!("its columns are compressed with {codec}, and snappy, zstd and gzip are read");
+        assert!(refused[0].contains(&expected), "{refused:?}");
+    }
+    let path = files.write("binary.parquet", BINARY);
+    let rows: Vec<_> = records::read(&path).unwrap().map(|row| row.unwrap()).collect();
+    assert_eq!(rows[0].fields["text"], "a");
+    let error = rows[1].content(RecordFormat::Text, "text").unwrap_err().to_string();
+    assert!(
+        error.contains("row 2: `text` has bytes that are not UTF-8; write the column as text"),
+        "{error}"
+    );
 }
 
 fn content(fields: Value) -> Result<Content, String> {
@@ -444,6 +466,8 @@ fn fields_that_nearly_fit_are_named() {
     );
     let near = told("near.jsonl", "{\"prompt\": \"a\", \"completions\": \"b\"}\n");
     assert!(near.contains("did you mean `completion` instead of `completions`?"), "{near}");
+    let line = told("semicolons.jsonl", "{\"a;b\": 1}\n");
+    assert!(!line.contains("separated") && line.contains("the fields are a;b; expected"), "{line}");
     let semicolons = told("semicolons.csv", "prompt;completion\na;b\n");
     assert!(
         semicolons.contains("the only column is `prompt;completion`: values seem to be separated by ;"),
