@@ -16,12 +16,7 @@
 //! # Ok::<(), String>(())
 //! ```
 
-use std::sync::LazyLock;
-
 use regex::Regex;
-
-static NUMBER: LazyLock<Regex> =
-    LazyLock::new(|| Regex::new(r"-?[0-9][0-9,]*(?:\.[0-9]+)?").expect("a valid pattern"));
 
 /// A way of grading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -90,8 +85,43 @@ fn spaced(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
+/// Returns the last number of a text: `.5`, `1,000.0`, `1e-3`. A minus is a sign where nothing that has a value is before it, so that
+/// `10-20` ends with 20; commas are within a number where three digits follow each.
 fn last_number(text: &str) -> Option<f64> {
-    NUMBER.find_iter(text).last()?.as_str().replace(',', "").parse().ok()
+    let chars: Vec<char> = text.chars().collect();
+    let digits =
+        |from: usize| chars[from.min(chars.len())..].iter().take_while(|c| c.is_ascii_digit()).count();
+    let (mut at, mut last) = (0, None);
+    while at < chars.len() {
+        let is_fraction = chars[at] == '.' && digits(at + 1) > 0;
+        if !chars[at].is_ascii_digit() && !is_fraction {
+            at += 1;
+            continue;
+        }
+        let start = at;
+        at += digits(at);
+        if (1..=3).contains(&(at - start)) {
+            while chars.get(at) == Some(&',') && digits(at + 1) == 3 {
+                at += 4;
+            }
+        }
+        if chars.get(at) == Some(&'.') {
+            at += if digits(at + 1) > 0 { 1 + digits(at + 1) } else { 0 };
+        }
+        if let Some('e' | 'E') = chars.get(at) {
+            let sign = usize::from(matches!(chars.get(at + 1), Some('+' | '-')));
+            let end = at + 1 + sign + digits(at + 1 + sign);
+            let is_exponent = end > at + 1 + sign && !chars.get(end).is_some_and(|c| c.is_alphanumeric());
+            at = if is_exponent { end } else { at };
+        }
+        let has_value = |c: &char| c.is_alphanumeric() || matches!(c, ')' | ']' | '%');
+        let is_negative = start > 0
+            && matches!(chars[start - 1], '-' | '\u{2212}')
+            && !start.checked_sub(2).is_some_and(|before| has_value(&chars[before]));
+        let number: String = chars[start..at].iter().filter(|c| **c != ',').collect();
+        last = number.parse().ok().map(|number: f64| if is_negative { -number } else { number }).or(last);
+    }
+    last
 }
 
 #[cfg(test)]
@@ -114,6 +144,18 @@ mod tests {
             (Grader::Number, "18", "18 or 19", false),
             (Grader::Number, "18", "eighteen", false),
             (Grader::Number, "0.3", "0.30", true),
+            (Grader::Number, "20", "between 10-20", true),
+            (Grader::Number, "-20", "between 10-20", false),
+            (Grader::Number, "0.5", "it is .5", true),
+            (Grader::Number, "-0.5", "x = -.5.", true),
+            (Grader::Number, "5", "the primes 2,3,5", true),
+            (Grader::Number, "235", "2,3,5", false),
+            (Grader::Number, "1234567.5", "1,234,567.5", true),
+            (Grader::Number, "-3", "it is \u{2212}3 °C", true),
+            (Grader::Number, "3", "step-3", true),
+            (Grader::Number, "0.001", "1e-3", true),
+            (Grader::Number, "2", "10 km in 2e", true),
+            (Grader::Number, "3", "version 1.2.3", false),
             (Grader::Regex, "(?i)^yes\\b", "Yes, it does", true),
             (Grader::Regex, "^yes$", "yes, it does", false),
         ];
