@@ -41,12 +41,18 @@
 mod conversation;
 mod generation_tag;
 mod python_date;
+mod python_filters;
+mod python_format;
 mod python_json;
+mod python_methods;
+mod reasoning;
 mod template;
 mod template_files;
 mod turns;
+mod unused;
 
 pub use conversation::{Conversation, Message};
 pub use python_date::Date;
+pub use reasoning::TrainingVariant;
 pub use template::{ChatTemplate, Rendered, TemplateOptions};
 pub use turns::{EndTokens, Mask, Segment};

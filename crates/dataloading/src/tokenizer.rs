@@ -14,6 +14,7 @@
 //! # Ok::<(), dataloading::Error>(())
 //! ```
 
+mod encoded;
 mod pieces;
 mod train;
 
@@ -23,6 +24,7 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 
+pub use encoded::Encoded;
 pub use pieces::LONGEST_PIECE;
 pub use train::{END_OF_TEXT, PADDING, TrainOptions};
 
@@ -36,6 +38,9 @@ const END_NAMES: [&str; 7] =
 
 /// A text before others, which shows how a tokenizer begins a text. Few vocabularies merge it with what follows.
 const CARRIER: &str = "\n";
+
+/// Texts, to see what a tokenizer adds around a text: the first of which it has tokens.
+const SAMPLES: [&str; 4] = ["a", "the", "0", " "];
 
 /// A tokenizer. It can be shared by threads; encoding a batch uses all threads of the current rayon pool.
 #[derive(Debug, Clone)]
@@ -126,6 +131,29 @@ impl Tokenizer {
         self.encode(text)
     }
 
+    /// Returns the ids of a text as [`encode`](Self::encode) does, each with its part of the text.
+    ///
+    /// # Errors
+    /// The tokenizer fails on the text.
+    pub fn encode_with_spans(&self, text: &str) -> Result<Encoded> {
+        guarded(|| {
+            let encoding = self.inner.encode(text, false)?;
+            Ok(Encoded::new(encoding.get_ids().to_vec(), encoding.get_offsets()))
+        })
+    }
+
+    /// Returns the ids of a text with the token that begins every text, if there is one; a text that begins with it gets no second.
+    ///
+    /// # Errors
+    /// The tokenizer fails on the text.
+    pub fn encode_with_begin(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.encode(text)?;
+        if let Some(begin) = self.begin_of_text()?.filter(|begin| ids.first() != Some(begin)) {
+            ids.insert(0, begin);
+        }
+        Ok(ids)
+    }
+
     /// Returns the texts of the added tokens, such as `<|im_end|>`, special or not.
     pub fn added_tokens(&self) -> Vec<String> {
         let mut added: Vec<(u32, String)> = self
@@ -169,12 +197,20 @@ impl Tokenizer {
         guarded(|| self.inner.decode(ids, false))
     }
 
-    /// Returns the special token that the tokenizer prepends to every text, if any.
+    /// Returns the special token that the tokenizer puts before every text, if any. A token that it puts after every text is none.
     ///
     /// # Errors
-    /// The tokenizer fails on an empty text.
+    /// The tokenizer fails on a text.
     pub fn begin_of_text(&self) -> Result<Option<u32>> {
-        guarded(|| Ok(self.inner.encode_fast("", true)?.get_ids().first().copied()))
+        for sample in SAMPLES {
+            let alone = match self.encode(sample) {
+                Ok(ids) if !ids.is_empty() => ids,
+                _ => continue,
+            };
+            let added = guarded(|| Ok(self.inner.encode_fast(sample, true)?.get_ids().to_vec()))?;
+            return Ok(added.first().copied().filter(|_| !added.starts_with(&alone)));
+        }
+        Ok(None)
     }
 
     /// Returns the vocabulary size: the largest id plus one, special tokens included.

@@ -9,8 +9,10 @@
 //! | `input_ids` and `labels` | the record | what is labelled |
 //! | plain text | as many tokens as fit | everything |
 //!
-//! A [`RowEncoder`] makes rows of what records hold ([`dataloading::records`]). Prompts and answers are tokenized separately, as inference
-//! tokenizes the prompt alone. A row that is longer than the longest one is an error, left out, divided or cut ([`Overlong`]). A row
+//! A [`RowEncoder`] makes rows of what records hold ([`dataloading::records`]). A text is tokenized once, as a whole, and
+//! what is learned follows from the part of the text that each token is of ([`dataloading::tokenizer::Encoded`]): so a row has the tokens
+//! of transformers' `apply_chat_template`, and those that inference reads. Its begin and end tokens are there once, also where the data
+//! have written them. A row that is longer than the longest one is an error, left out, divided or cut ([`Overlong`]). A row
 //! without anything to learn is left out and counted; data without any row to learn from is an error. Rows are kept in files, by
 //! everything that they depend on ([`prepare_cached`]), and of large data none is in memory ([`MaskedRows`](training::masked_rows::MaskedRows)).
 
@@ -18,6 +20,7 @@ mod cache;
 mod encoder;
 mod held_out;
 mod marked;
+mod notes;
 mod overlong;
 mod plain_text;
 mod prepare;
@@ -27,6 +30,7 @@ pub(crate) use cache::hex_digest_of;
 pub use encoder::{RowEncoder, RowOptions};
 pub use held_out::{MAX_HELD_OUT, MIN_ROWS, hold_out};
 pub use marked::{Marks, marked};
+pub use notes::Notes;
 pub use overlong::Overlong;
 pub use plain_text::{text, texts};
 pub use prepare::{Cached, Counts, Found, Rows, detect, detect_records, encode, prepare, prepare_cached};

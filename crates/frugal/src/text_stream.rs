@@ -2,7 +2,8 @@
 //!
 //! A token of a byte-level BPE may end within a character, and may begin with what the one before left open; other decoders treat
 //! the first token of a text specially. So new tokens are decoded together with the last ones before them, and the new text is the
-//! difference; it is held back while it ends within a character, or while it may be the beginning of a stop text.
+//! difference; it is held back while it ends within a character, while its last tokens are single bytes (`<0xB7>`), whose text depends
+//! on the bytes after them, or while it may be the beginning of a stop text.
 
 use std::borrow::Cow;
 
@@ -44,7 +45,8 @@ impl<'t> TextStream<'t> {
     /// # Errors
     /// A token that is not an id.
     pub fn push(&mut self, tokens: &[i64]) -> Result<String> {
-        if self.stopped || tokens.len() <= self.given {
+        if self.stopped || tokens.len() <= self.given || tokens.last().is_some_and(|last| self.is_byte(*last))
+        {
             return Ok(String::new());
         }
         let whole = self.decode(&tokens[self.start..])?;
@@ -90,6 +92,13 @@ impl<'t> TextStream<'t> {
         let from = self.held.char_indices().map(|(at, _)| at).find(begins).unwrap_or(self.held.len());
         let rest = self.held.split_off(from);
         std::mem::replace(&mut self.held, rest)
+    }
+
+    /// Whether a token is a byte of a tokenizer that writes unknown characters in bytes.
+    fn is_byte(&self, token: i64) -> bool {
+        let token = u32::try_from(token).ok().and_then(|id| self.tokenizer.token(id));
+        let digits = token.as_deref().and_then(|token| token.strip_prefix("<0x")?.strip_suffix('>'));
+        digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
     }
 
     fn decode(&self, tokens: &[i64]) -> Result<String> {
@@ -155,6 +164,35 @@ mod tests {
         assert_eq!((pieces.concat().as_str(), stopped), ("She has 5.", true));
         let (pieces, stopped) = streamed("An open Quest", &["Question:"]);
         assert_eq!((pieces.concat().as_str(), stopped), ("An open Quest", false));
+    }
+
+    /// The text of the `tokenizers` crate: bytes that are no character together are each replaced.
+    #[test]
+    fn bytes_are_given_as_the_whole_text_has_them() {
+        let fixtures = include_str!("../tests/it/conversation_tokens.json");
+        let fixtures: serde_json::Value = serde_json::from_str(fixtures).unwrap();
+        let json = fixtures["tokenizers"]["prepend"].to_string();
+        let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
+        let id = |token: &str| i64::from(tokenizer.id(token).unwrap());
+        let (yes, v, b7, c3, a9) = (id("▁Yes"), id("<0x56>"), id("<0xB7>"), id("<0xC3>"), id("<0xA9>"));
+        let line = id("<0x0A>");
+        for (ids, expected) in [
+            (vec![v, b7], "\u{fffd}\u{fffd}"),
+            (vec![yes, v, b7, yes], "Yes\u{fffd}\u{fffd} Yes"),
+            (vec![yes, c3, a9, yes], "Yesé Yes"),
+            (vec![yes, v, c3, a9, line, v], "YesVé\nV"),
+            (vec![yes, line, yes, line], "Yes\n Yes\n"),
+        ] {
+            let mut stream = TextStream::new(&tokenizer, &[]);
+            let mut text: String = (1..=ids.len()).map(|end| stream.push(&ids[..end]).unwrap()).collect();
+            text.push_str(&stream.finish(&ids).unwrap());
+            let all: Vec<u32> = ids.iter().map(|id| *id as u32).collect();
+            assert_eq!(
+                (text.as_str(), tokenizer.decode(&all).unwrap().as_str()),
+                (expected, expected),
+                "{ids:?}"
+            );
+        }
     }
 
     #[test]

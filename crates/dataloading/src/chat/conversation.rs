@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 pub struct Message {
     /// The fields, in the record's order.
     pub fields: Map<String, Value>,
-    /// Whether an answer is learned: false for a `weight` of 0. Messages of other roles are never learned.
+    /// Whether an answer is learned: false for a `weight` of 0, or `train` of false. Messages of other roles are never learned.
     pub is_trained: bool,
 }
 

@@ -10,6 +10,10 @@ use minijinja::{Error, ErrorKind, Value};
 
 /// The deepest nesting that is written.
 const DEEPEST: usize = 256;
+/// Bytes of the longest text: what a rendering may make in all.
+const LONGEST: usize = 256 << 20;
+/// Bytes of the longest separator, and of one level of indentation.
+const WIDEST: usize = 64;
 
 /// The arguments of transformers' `tojson`.
 #[derive(Debug, Clone)]
@@ -34,17 +38,17 @@ pub(super) fn tojson(
     let indent = match positional_indent.or(named).filter(|indent| !indent.is_none()) {
         None => None,
         Some(indent) => Some(match (indent.as_str(), indent.as_usize()) {
-            (Some(text), _) => text.to_owned(),
-            (None, Some(count)) if count <= 64 => " ".repeat(count),
-            _ => return Err(invalid("the indentation of tojson is neither a small number nor a text")),
+            (Some(text), _) if text.len() <= WIDEST => text.to_owned(),
+            (None, Some(count)) if count <= WIDEST => " ".repeat(count),
+            _ => return Err(invalid("the indentation of tojson is neither a small number nor a short text")),
         }),
     };
     let given: Option<Vec<String>> = arguments.get("separators")?;
     let (item_separator, key_separator) = match given.as_deref() {
         None if indent.is_some() => (",".to_owned(), ": ".to_owned()),
         None => (", ".to_owned(), ": ".to_owned()),
-        Some([item, key]) => (item.clone(), key.clone()),
-        Some(_) => return Err(invalid("the separators of tojson are not two texts")),
+        Some([item, key]) if item.len().max(key.len()) <= WIDEST => (item.clone(), key.clone()),
+        Some(_) => return Err(invalid("the separators of tojson are not two short texts")),
     };
     let sort_keys = arguments.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     arguments.assert_all_used()?;
@@ -127,6 +131,10 @@ impl Options {
             is_empty = false;
             new_line(depth + 1, text);
             write(item, text)?;
+            // A list may have one long text many times.
+            if text.len() > LONGEST {
+                return Err(invalid(format!("tojson makes more than {} MiB", LONGEST >> 20)));
+            }
         }
         if !is_empty {
             new_line(depth, text);

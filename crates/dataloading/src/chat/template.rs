@@ -14,6 +14,7 @@ use super::conversation::{Conversation, Message};
 use super::generation_tag::{self, CLOSE, FILTER, OPEN};
 use super::python_date::Date;
 use super::python_json::{python_float, tojson};
+use super::{python_filters, python_format, python_methods};
 use crate::error::{Error, Result};
 
 /// What a rendering may use up: one for an instruction, and one for each 64 bytes that the template makes, so at most 256 MiB. A
@@ -96,7 +97,9 @@ impl ChatTemplate {
                 format!("{} bytes are more than {LONGEST_TEMPLATE}; is it a template?", source.len());
             return Err(Error::Template { from: from.to_owned(), line: None, reason });
         }
-        let (rewritten, marks_generation) = generation_tag::rewrite(source);
+        // As Jinja2, which knows one line break only.
+        let source = &source.replace("\r\n", "\n").replace('\r', "\n");
+        let (rewritten, marks_generation) = generation_tag::rewrite(&python_format::rewrite(source));
         let mut environment = Environment::new();
         environment.set_syntax(
             SyntaxConfig::builder()
@@ -106,18 +109,14 @@ impl ChatTemplate {
                 .expect("the delimiters are the usual ones"),
         );
         environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        // What Python calls iterable, a sequence and a number.
-        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-        environment.add_test("sequence", |value: &Value| {
-            matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
-        });
-        environment
-            .add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
+        environment.set_unknown_method_callback(python_methods::call);
+        python_filters::add_to(&mut environment);
+        environment.add_filter(python_format::FILTER, python_format::percent);
         environment.add_filter("tojson", tojson);
-        environment.add_filter("string", |value: &Value| {
-            python_text(value)
-                .unwrap_or_else(|| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+        environment.add_filter("string", |value: &Value| match (python_text(value), value.as_str()) {
+            (Some(text), _) => Ok(text),
+            (None, Some(text)) => Ok(text.to_owned()),
+            (None, None) => python_filters::written(value),
         });
         environment.set_formatter(|out, state, value| match python_text(value) {
             Some(text) => out.write_str(&text).map_err(minijinja::Error::from),

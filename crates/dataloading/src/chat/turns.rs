@@ -7,6 +7,8 @@
 //! prefix of `f`, and `f[p.len()..]` is learned. An answer without messages before it has a `p` of its own (`first_prompt`). Templates may render an answer in another way once further messages follow it
 //! (Qwen3 removes its reasoning). Where `f` is no prefix of the next answer's `p`, another row begins: each row is what inference
 //! sees. So a conversation whose history changes at each answer becomes one row per answer, and one whose history stays is one row.
+//! Where `p` opens the reasoning of an answer, and the template leaves reasoning out, `f` is written by [a variant for
+//! training](super::TrainingVariant).
 //!
 //! **The token that ends a turn is always learned**, or the model would not stop. If a span ends before it, the span is extended to it.
 //! Where a turn has no end of its own (GLM-4, whose turns end where the next begins), it is the first token of a user's message after
@@ -29,7 +31,7 @@ pub enum Mask {
     All,
 }
 
-/// A part of a text. Segments are tokenized separately.
+/// A part of a row's text. The text of all segments is tokenized at once, and labelled by the parts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Segment {
     /// The text.
@@ -61,6 +63,17 @@ impl EndTokens {
             .filter(|token| text.starts_with(token.as_str()))
             .max_by_key(|token| token.len())
             .map(String::as_str)
+    }
+
+    /// Returns whether a text that is learned has nothing but tokens and white space, so that a model learns to end at once.
+    pub fn is_empty_answer(&self, text: &str) -> bool {
+        /// No text of tokens alone is longer.
+        const LONGEST: usize = 160;
+        let mut rest = text.trim_start();
+        while let Some(token) = self.at_start(rest).filter(|_| text.len() <= LONGEST) {
+            rest = rest[token.len()..].trim_start();
+        }
+        rest.is_empty()
     }
 
     /// Returns whether a text ends with a token, and white space after it.
@@ -184,6 +197,12 @@ impl Turns<'_> {
         }
         let mut rows = Vec::new();
         row.finish(&mut rows);
+        // The line break after the last turn, so that the tokens are those of the whole text.
+        let is_last_trained = all || trained.last() == Some(&true);
+        let has_blanks = at < text.len() && text[at..].trim().is_empty();
+        if let Some(row) = rows.last_mut().filter(|_| is_last_trained && has_blanks) {
+            row.push(Segment::new(&text[at..], false));
+        }
         Ok(rows)
     }
 
@@ -196,14 +215,18 @@ impl Turns<'_> {
             };
             let whole = render(at + 1, false)?;
             let prompt = if at == 0 { self.first_prompt(&whole)? } else { render(at, true)? };
-            let Some(answer) = whole.strip_prefix(&prompt) else {
-                return Err(self.no_prefix(at, &prompt, &whole));
+            let answer = match whole.strip_prefix(&prompt) {
+                Some(answer) => answer.to_owned(),
+                None => self
+                    .template
+                    .after_opening(self.conversation, at, &prompt, &whole)
+                    .ok_or_else(|| self.no_prefix(at, &prompt, &whole))?,
             };
             let mut end = "";
-            if !self.ends.at_end(answer) {
+            if !self.ends.at_end(&answer) {
                 end = match self.end_by_next_turn(at, &whole)? {
                     Some(token) => token,
-                    None => return Err(self.without_end(answer)),
+                    None => return Err(self.without_end(&answer)),
                 };
             }
             if !prompt.starts_with(&row.text) {

@@ -28,6 +28,9 @@ const ROLES: [(&str, &str); 16] = [
 /// Roles whose typing mistakes are errors.
 const MEANT: [&str; 4] = ["assistant", "user", "system", "developer"];
 
+/// Axolotl's fields that say whether a message is learned.
+const TRAINED: [&str; 2] = ["train", "training"];
+
 /// Returns the conversation of a record: its messages under `field`, and `tools`, `documents` and `chat_template_kwargs`.
 pub(super) fn conversation(record: &Map<String, Value>, field: &str) -> Result<Conversation, String> {
     let messages = messages(record, field)?;
@@ -133,7 +136,7 @@ fn message(value: Value) -> Result<Message, String> {
             return Err(format!("no `role`; the fields here are: {}", names.join(", ")));
         }
     }
-    let is_trained = match fields.remove("weight") {
+    let is_weighted = match fields.shift_remove("weight") {
         None | Some(Value::Null) => true,
         Some(weight) => match weight.as_f64() {
             Some(1.0) => true,
@@ -141,6 +144,7 @@ fn message(value: Value) -> Result<Message, String> {
             _ => return Err(format!("`weight` is {weight}; expected 0 (not learned) or 1")),
         },
     };
+    let is_trained = is_marked(&mut fields)? && is_weighted;
     let calls = fields.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
     let content = fields.get("content");
     let text = match content {
@@ -154,6 +158,26 @@ fn message(value: Value) -> Result<Message, String> {
         fields.insert("content".to_owned(), text.into());
     }
     Ok(Message { fields, is_trained })
+}
+
+/// Whether a message is learned by axolotl's marks. Where a message that is no answer is to be learned, the mark stays: it changes nothing.
+fn is_marked(fields: &mut Map<String, Value>) -> Result<bool, String> {
+    let is_answer = matches!(fields.get("role").and_then(Value::as_str), Some("assistant" | "model"));
+    let mut is_trained = true;
+    for name in TRAINED {
+        match fields.get(name) {
+            Some(Value::Bool(true)) if !is_answer => continue,
+            None | Some(Value::Bool(true) | Value::Null) => {}
+            Some(Value::Bool(false)) => is_trained = false,
+            Some(other) => {
+                return Err(format!(
+                    "`{name}` is {other}; expected false (the message is not learned) or true"
+                ));
+            }
+        }
+        fields.shift_remove(name);
+    }
+    Ok(is_trained)
 }
 
 /// Changes `from` and `value` to `role` and `content`.

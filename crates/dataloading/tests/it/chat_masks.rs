@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, Segment, TemplateOptions};
+use dataloading::chat::{
+    ChatTemplate, Conversation, EndTokens, Mask, Message, Segment, TemplateOptions, TrainingVariant,
+};
 use serde_json::json;
 
 use crate::chat_templates::{fixtures, template};
@@ -88,10 +90,79 @@ fn a_history_that_stays_is_one_row_and_one_that_changes_is_a_row_for_each_answer
             "{rows:?}"
         );
     }
-    if let Some(rows) = rows("deepseekv3", plain) {
-        let error = rows.unwrap_err().to_string();
-        assert!(error.contains("before the answer in message 2 it writes `…"), "{error}");
-        assert!(error.contains("<think>") && error.contains("Hello!"), "both texts are shown: {error}");
+}
+
+#[test]
+fn a_prompt_that_does_not_begin_the_answer_is_refused_with_both_texts() {
+    let source =
+        CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nAnswer: {% endif %}");
+    let rows = template("other", &source).rows(&turns(["Hello!", "4"]), Mask::Answers, &ends());
+    let error = rows.unwrap_err().to_string();
+    assert!(error.contains("before the answer in message 2 it writes `…"), "{error}");
+    assert!(error.contains("Answer: ") && error.contains("Hello!"), "both texts are shown: {error}");
+}
+
+/// As DeepSeek-R1's: the prompt opens the reasoning, which is left out of answers.
+const R1: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}\
+                  {% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}\
+                  {{ '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}{% else %}\
+                  {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
+                  {% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}";
+
+#[test]
+fn a_reasoning_that_the_prompt_opens_is_learned_after_it() {
+    let template = template("r1", R1);
+    let variant = template.training_variant();
+    assert_eq!(variant, Some(TrainingVariant::OpenedReasoning { tag: "<think>".to_owned() }));
+    let named = variant.unwrap().to_string();
+    assert!(named.starts_with("opened-reasoning: the template's prompt ends with `<think>`"), "{named}");
+    for (answer, expected) in [
+        ("4", "\n</think>\n\n4<|im_end|>\n"),
+        ("<think>\nr\n</think>\n\n4", "r\n</think>\n\n4<|im_end|>\n"),
+        // The answers of DeepSeek-R1, which are written after the opening.
+        ("r\n</think>\n\n4", "r\n</think>\n\n4<|im_end|>\n"),
+    ] {
+        let rows = template
+            .rows(&turns(["<think>\nr\n</think>\n\nHello!", answer]), Mask::Answers, &ends())
+            .unwrap();
+        assert_eq!(rows.len(), 2, "the reasoning of the first is no history");
+        assert_eq!(learned(&rows[0]), ["r\n</think>\n\nHello!<|im_end|>\n"]);
+        assert_eq!(learned(&rows[1]), [expected]);
+        let read = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n\n\nHello!<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n\
+                    <|im_start|>assistant\n<think>\n";
+        assert_eq!(text(&rows[1]), format!("{read}{expected}"));
+    }
+    let mut answer = Message::new("assistant", "4");
+    answer.fields.insert("reasoning_content".to_owned(), "r\n".into());
+    let rows =
+        template.rows(&Conversation::new([Message::new("user", "2+2?"), answer]), Mask::Answers, &ends());
+    assert_eq!(learned(&rows.unwrap()[0]), ["r\n</think>\n\n4<|im_end|>\n"]);
+    // Prompts that open no reasoning, and templates that write it.
+    assert_eq!(chatml().training_variant(), None);
+}
+
+/// The rows of DeepSeek's own templates are TRL's text of its training templates, where the answer has its reasoning.
+#[test]
+fn templates_of_thinking_models_have_variants_for_training() {
+    let fixtures = fixtures();
+    let sources = &fixtures["templates"];
+    let thinking = ["<think>\nr1\n</think>\n\nHello!", "<think>\nr2\n</think>\n\n4"];
+    for (name, is_opened) in [("deepseekv3", true), ("qwen3", false), ("qwen2_5", false), ("phi3", false)] {
+        let Some(source) = sources[name].as_str() else { continue };
+        let template = template(name, source);
+        match template.training_variant() {
+            Some(TrainingVariant::OpenedReasoning { tag }) => {
+                assert!(is_opened && tag == "<think>", "{name}")
+            }
+            Some(TrainingVariant::ReasoningOfLastAnswer) => assert_eq!(name, "qwen3"),
+            None => assert!(matches!(name, "qwen2_5" | "phi3"), "{name}"),
+        }
+        if is_opened {
+            let rows = template.rows(&turns(thinking), Mask::Answers, &ends()).unwrap();
+            let expected =
+                "<s><｜User｜>Hi there<｜Assistant｜><think>\nr1\n</think>\n\nHello!<｜end▁of▁sentence｜>";
+            assert_eq!((rows.len(), text(&rows[0]).as_str()), (2, expected), "{name}");
+        }
     }
 }
 

@@ -7,6 +7,7 @@ mod datasets;
 mod example;
 mod fuzz_files;
 mod fuzz_records;
+mod jinja_snippets;
 mod loader;
 mod loader_cuda;
 mod loader_epochs;

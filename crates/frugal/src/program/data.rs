@@ -20,7 +20,7 @@ use super::encoding::Ends;
 use super::model::HubArgs;
 use super::output::say;
 use super::problems::Problems;
-use super::row_flags::{RowArgs, encoder, found, found_text};
+use super::row_flags::{RowArgs, encoder, found, found_text, note_variant};
 use super::run_model::{Target, WhichArgs};
 
 #[derive(Args)]
@@ -111,6 +111,7 @@ impl SourceArgs {
         let ends = Ends::find(&folder, &data)?;
         ends.note_context(common, &folder, &data);
         let (encoder, problems) = (encoder(&folder, &data, &ends)?, ends.encoder(&folder, &data)?);
+        note_variant(common, &encoder, &found);
         Ok(Source { data, files, found, encoder, problems })
     }
 }

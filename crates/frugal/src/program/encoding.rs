@@ -58,15 +58,7 @@ impl Ends {
             Some(text) => tokenizer.id(text).ok_or_else(|| {
                 anyhow!("--end-token {text}: the tokenizer has no such token; give one of its tokens, as `<|endoftext|>`")
             })?,
-            None => match folder.end_tokens().first() {
-                Some(end) => u32::try_from(*end)
-                    .map_err(|_| anyhow!("{}: eos_token_id is {end}, which is not an id", folder.path().display()))?,
-                None => bail!(
-                    "{}: neither generation_config.json nor config.json has `eos_token_id`; say with --end-token which \
-                     token ends an answer",
-                    folder.path().display()
-                ),
-            },
+            None => end_token(folder)?,
         };
         Ok(Self { begin: tokenizer.begin_of_text()?, tokenizer, end })
     }
@@ -98,6 +90,29 @@ impl Ends {
             too_long: if data.overlong == Overlong::Skip { TooLong::Skip } else { TooLong::Refuse },
         };
         Ok(Encoder::new(self.tokenizer.clone(), options)?)
+    }
+}
+
+/// The first end token of a model's folder that the model can write.
+///
+/// # Errors
+/// None is given, or none of them is within the model's vocabulary.
+fn end_token(folder: &Folder) -> anyhow::Result<u32> {
+    let vocabulary = folder.config().vocab_size;
+    let path = folder.path().display();
+    if let Some(end) = folder.end_tokens().iter().find(|end| (0..vocabulary).contains(*end)) {
+        return u32::try_from(*end).map_err(|_| anyhow!("{path}: eos_token_id is {end}, which is not an id"));
+    }
+    match folder.end_tokens() {
+        [] => bail!(
+            "{path}: neither generation_config.json nor config.json has `eos_token_id`; say with --end-token which token ends an \
+             answer"
+        ),
+        [end, ..] => bail!(
+            "{path}: `eos_token_id` is {end} (generation_config.json, else config.json), and the model's vocabulary is {vocabulary} \
+             (0 to {}); correct it, or say with --end-token which token ends an answer",
+            vocabulary - 1
+        ),
     }
 }
 

@@ -174,13 +174,12 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let texts = arguments.texts()?;
     let Found { folder, adapter, .. } = arguments.model.find(common, arguments.adapter.as_deref())?;
     let tokenizer = encoding::tokenizer(&folder)?;
-    let begin = tokenizer.begin_of_text()?;
     let prompts = texts.iter().map(|text| -> anyhow::Result<Vec<i64>> {
-        let encoded = tokenizer.encode(text)?;
-        if encoded.is_empty() && begin.is_none() {
+        let encoded = tokenizer.encode_with_begin(text)?;
+        if encoded.is_empty() {
             bail!("--prompt is empty; give a text to continue");
         }
-        Ok(begin.iter().chain(&encoded).copied().map(i64::from).collect())
+        Ok(encoded.into_iter().map(i64::from).collect())
     });
     let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;
     runtime::memory::track_cpu()?;

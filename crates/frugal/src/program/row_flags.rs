@@ -12,8 +12,10 @@ use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Found, Overlong, RowEncoder, RowOptions};
 
+use super::Common;
 use super::encoding::{EncodingArgs, Ends};
 use super::figures::counted;
+use super::output::say;
 use super::settings::{MaskArg, put, put_some};
 
 /// How records become rows.
@@ -94,6 +96,18 @@ pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow
     let model_ends: Vec<u32> = folder.end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
     let template = chat_template(folder.path(), data)?;
     Ok(RowEncoder::new(ends.tokenizer.clone(), template, &model_ends, options))
+}
+
+/// Says which built-in variant of the chat template makes rows of conversations, if one does.
+pub(crate) fn note_variant(common: &Common, encoder: &RowEncoder, found: &Found) {
+    let Found::Records(detected) = found else { return };
+    if detected.formats.iter().all(|(format, _)| matches!(format, RecordFormat::Text | RecordFormat::Tokens))
+    {
+        return;
+    }
+    if let Some(variant) = encoder.template().and_then(ChatTemplate::training_variant) {
+        say(common, &format!("chat template for training: {variant}"));
+    }
 }
 
 /// The templates of a configuration, if it has any.

@@ -19,7 +19,7 @@ use super::prepare::{Counts, Rows};
 use crate::error::{Error, Result};
 
 /// Version of how rows are made. Increased when the same data and options give other rows than before.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const MARK: [u8; 8] = *b"FRGLROW2";
 /// Bytes of a digest.
 const DIGEST: usize = 32;

@@ -1,7 +1,11 @@
 //! From what a record holds to tokens and labels.
 
+use std::collections::BTreeSet;
+use std::ops::Range;
+
 use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Segment};
 use dataloading::records::{Content, Detected, PromptTemplates, Record};
+use dataloading::tokenizer::Encoded;
 use dataloading::{IGNORE_INDEX, Tokenizer};
 use serde_json::Value;
 use training::masked_rows::MaskedRow;
@@ -37,6 +41,8 @@ pub struct RowEncoder {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     ends: EndTokens,
+    /// The ids of the tokens that end a generation of the model.
+    end_ids: Vec<u32>,
     options: RowOptions,
 }
 
@@ -50,7 +56,7 @@ impl RowEncoder {
     ) -> Self {
         let model = model_ends.iter().chain([&options.end]).filter_map(|id| tokenizer.token(*id)).collect();
         let ends = EndTokens { added: tokenizer.added_tokens(), model };
-        Self { tokenizer, template, ends, options }
+        Self { tokenizer, template, ends, end_ids: model_ends.to_vec(), options }
     }
 
     /// Returns the options.
@@ -84,28 +90,17 @@ impl RowEncoder {
             Some(templates) => templates.content(record)?,
             None => record.content(detected.format(record, field)?, field)?,
         };
-        let rows = self.rows(&content).map_err(|error| record.location.error(error))?;
-        let mut counts = Counts {
-            records: 1,
-            empty_answers: usize::from(has_empty_answer(&content)),
-            ..Counts::default()
-        };
+        let mut counts = Counts { records: 1, ..Counts::default() };
+        let mut found = Findings { has_empty_answer: has_empty_answer(&content), ..Findings::default() };
+        let rows = self.rows(&content, &mut found).map_err(|error| record.location.error(error))?;
+        counts.empty_answers = usize::from(found.has_empty_answer);
+        found.notes.into_iter().for_each(|note| counts.notes.note(note, &record.location));
         let mut kept = Vec::new();
         if rows.is_empty() {
             counts.without_label += 1;
         }
         for row in rows {
-            if let Some(id) = row
-                .tokens
-                .iter()
-                .find(|id| usize::try_from(**id).is_ok_and(|id| id >= self.options.vocabulary))
-            {
-                let reason = format!(
-                    "token {id} is beyond the model's vocabulary of {}; take the tokenizer that came with the model",
-                    self.options.vocabulary
-                );
-                return Err(record.location.error(reason).into());
-            }
+            self.check(&row).map_err(|error| record.location.error(error))?;
             let longest = self.options.longest;
             let parts = match self.options.overlong {
                 _ if row.tokens.len() <= longest => vec![row],
@@ -145,8 +140,21 @@ impl RowEncoder {
         Ok((kept, counts))
     }
 
+    /// Checks that the model knows the ids of a row. A tokenizer may have tokens beyond them that no row uses.
+    fn check(&self, row: &MaskedRow) -> Result<(), String> {
+        let vocabulary = self.options.vocabulary;
+        let is_beyond = |id: &&i64| !usize::try_from(**id).is_ok_and(|id| id < vocabulary);
+        let Some(id) = row.tokens.iter().find(is_beyond) else { return Ok(()) };
+        let token = u32::try_from(*id).ok().and_then(|id| self.tokenizer.token(id));
+        let token = token.map_or_else(String::new, |token| format!(" (`{token}`)"));
+        Err(format!(
+            "token {id}{token} is beyond the model's vocabulary of {vocabulary}; take the tokenizer that came with the model, or leave \
+             the token out"
+        ))
+    }
+
     /// Returns the rows of a record, of any length.
-    fn rows(&self, content: &Content) -> Result<Vec<MaskedRow>> {
+    fn rows(&self, content: &Content, found: &mut Findings) -> Result<Vec<MaskedRow>> {
         Ok(match content {
             Content::Conversation(conversation) => {
                 let Some(template) = &self.template else {
@@ -155,15 +163,15 @@ impl RowEncoder {
                             .to_owned(),
                     ));
                 };
-                self.conversation(template, conversation)?
+                self.conversation(template, conversation, found)?
             }
             Content::Exchange { conversation, prompt, completion } => match &self.template {
-                Some(template) => self.conversation(template, conversation)?,
-                None => vec![self.completion(prompt, completion)?],
+                Some(template) => self.conversation(template, conversation, found)?,
+                None => vec![self.completion(prompt, completion, found)?],
             },
-            Content::Completion { prompt, completion } => vec![self.completion(prompt, completion)?],
+            Content::Completion { prompt, completion } => vec![self.completion(prompt, completion, found)?],
             Content::Text(text) if text.is_empty() => Vec::new(),
-            Content::Text(text) => vec![self.text(text)?],
+            Content::Text(text) => vec![self.delimited(text, None, found)?],
             Content::Tokens { ids, is_trained } => {
                 let tokens: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
                 let labels = tokens.iter().zip(is_trained);
@@ -173,47 +181,100 @@ impl RowEncoder {
         })
     }
 
-    fn conversation(&self, template: &ChatTemplate, conversation: &Conversation) -> Result<Vec<MaskedRow>> {
-        let rows = template.rows(conversation, self.options.mask, &self.ends)?;
-        rows.iter().map(|segments| self.segments(segments)).collect()
+    fn conversation(
+        &self,
+        template: &ChatTemplate,
+        conversation: &Conversation,
+        found: &mut Findings,
+    ) -> Result<Vec<MaskedRow>> {
+        let mask = self.options.mask;
+        let rows = template.rows(conversation, mask, &self.ends)?;
+        for part in template.unused(conversation, &rows, mask, &self.ends) {
+            found
+                .notes
+                .insert(format!("{part}: the chat template leaves it out, so the model does not see it"));
+        }
+        let mut learned = rows.iter().flatten().filter(|segment| segment.is_trained && mask != Mask::All);
+        found.has_empty_answer |= learned.any(|segment| self.ends.is_empty_answer(&segment.text));
+        rows.iter().map(|segments| self.segments(segments, found)).collect()
     }
 
-    /// Tokenizes segments separately. The template has written the special tokens.
-    fn segments(&self, segments: &[Segment]) -> Result<MaskedRow> {
-        let mut row = MaskedRow::default();
-        for (number, segment) in segments.iter().enumerate() {
-            let ids = match number {
-                0 => self.tokenizer.encode(&segment.text)?,
-                _ => self.tokenizer.encode_after(&segment.text)?,
-            };
-            push(&mut row, &ids, segment.is_trained);
+    /// Tokenizes the text of all segments at once, as inference tokenizes it. The template has written the special tokens.
+    fn segments(&self, segments: &[Segment], found: &mut Findings) -> Result<MaskedRow> {
+        let (mut text, mut learned) = (String::new(), Vec::new());
+        for segment in segments {
+            let start = text.len();
+            text.push_str(&segment.text);
+            if segment.is_trained {
+                learned.push(start..text.len());
+            }
+        }
+        let encoded = self.tokenizer.encode_with_spans(&text)?;
+        found.note_joined(&encoded, &learned);
+        Ok(row(&encoded, &learned))
+    }
+
+    fn completion(&self, prompt: &str, completion: &str, found: &mut Findings) -> Result<MaskedRow> {
+        let text = format!("{prompt}{completion}");
+        let learned = if self.options.mask == Mask::All { 0 } else { prompt.len() };
+        self.delimited(&text, Some(learned), found)
+    }
+
+    /// Returns the row of a text that is learned from a byte on, after a prompt, or as a whole, with its
+    /// begin and end tokens. A text that has them already gets no second ones.
+    fn delimited(&self, text: &str, learned: Option<usize>, found: &mut Findings) -> Result<MaskedRow> {
+        let (is_text, learned) = (learned.is_none(), learned.unwrap_or(0));
+        let (ids, mut row) = if is_text {
+            // All of it is learned, and it may be long.
+            let ids = self.tokenizer.encode_long(text)?;
+            let tokens: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
+            (ids, MaskedRow { labels: tokens.clone(), tokens })
+        } else {
+            let encoded = self.tokenizer.encode_with_spans(text)?;
+            found.note_joined(&encoded, &[learned..text.len()]);
+            let row = row(&encoded, &[learned..text.len()]);
+            (encoded.ids, row)
+        };
+        if let Some(begin) = self.options.begin.filter(|begin| ids.first() != Some(begin)) {
+            row.tokens.insert(0, i64::from(begin));
+            let is_learned = self.options.mask == Mask::All || is_text;
+            row.labels.insert(0, if is_learned { i64::from(begin) } else { IGNORE_INDEX });
+        }
+        let ends = |id: &u32| *id == self.options.end || self.end_ids.contains(id);
+        if !ids.last().is_some_and(ends) {
+            row.tokens.push(i64::from(self.options.end));
+            row.labels.push(i64::from(self.options.end));
         }
         Ok(row)
     }
+}
 
-    fn completion(&self, prompt: &str, completion: &str) -> Result<MaskedRow> {
-        let mut row = MaskedRow::default();
-        let learns_prompt = self.options.mask == Mask::All;
-        push(&mut row, &self.options.begin.into_iter().collect::<Vec<_>>(), learns_prompt);
-        push(&mut row, &self.tokenizer.encode(prompt)?, learns_prompt);
-        let answer = if prompt.is_empty() {
-            self.tokenizer.encode(completion)?
-        } else {
-            self.tokenizer.encode_after(completion)?
-        };
-        push(&mut row, &answer, true);
-        push(&mut row, &[self.options.end], true);
-        Ok(row)
-    }
+/// What is found about a record while its rows are made.
+#[derive(Default)]
+struct Findings {
+    has_empty_answer: bool,
+    notes: BTreeSet<String>,
+}
 
-    /// Returns the row of a text with its begin and end tokens, of any length.
-    fn text(&self, text: &str) -> Result<MaskedRow> {
-        let mut row = MaskedRow::default();
-        push(&mut row, &self.options.begin.into_iter().collect::<Vec<_>>(), true);
-        push(&mut row, &self.tokenizer.encode_long(text)?, true);
-        push(&mut row, &[self.options.end], true);
-        Ok(row)
+impl Findings {
+    /// Notes a token that is of the prompt's end and of the answer's start: inference reads the prompt alone, and has other tokens.
+    fn note_joined(&mut self, encoded: &Encoded, learned: &[Range<usize>]) {
+        if encoded.joins_a_start_of(learned) {
+            self.notes.insert(
+                "a token joins the end of the prompt with the start of the answer, and counts as the answer's; the prompt alone, which \
+                 the model reads to answer, has other tokens there: let it end without a blank, and begin the answer with it"
+                    .to_owned(),
+            );
+        }
     }
+}
+
+/// Returns the row of tokens, of which those are learned that are within these parts of the text.
+fn row(encoded: &Encoded, learned: &[Range<usize>]) -> MaskedRow {
+    let tokens: Vec<i64> = encoded.ids.iter().map(|id| i64::from(*id)).collect();
+    let within = encoded.is_within(learned);
+    let labels = tokens.iter().zip(within).map(|(id, within)| if within { *id } else { IGNORE_INDEX });
+    MaskedRow { labels: labels.collect(), tokens }
 }
 
 /// Returns whether an answer that is learned is empty.
@@ -234,10 +295,4 @@ fn has_empty_answer(content: &Content) -> bool {
         Content::Completion { completion, .. } => completion.trim().is_empty(),
         Content::Text(_) | Content::Tokens { .. } => false,
     }
-}
-
-fn push(row: &mut MaskedRow, ids: &[u32], is_trained: bool) {
-    let ids = ids.iter().map(|id| i64::from(*id));
-    row.labels.extend(ids.clone().map(|id| if is_trained { id } else { IGNORE_INDEX }));
-    row.tokens.extend(ids);
 }

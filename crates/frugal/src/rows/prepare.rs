@@ -10,6 +10,7 @@ use training::masked_rows::{IN_MEMORY, MaskedRow, MaskedRows, MaskedRowsWriter};
 
 use super::cache;
 use super::encoder::RowEncoder;
+use super::notes::Notes;
 use crate::error::{Error, Result};
 
 /// Records that are encoded in parallel.
@@ -18,7 +19,7 @@ const CHUNK: usize = 512;
 const CHUNK_BYTES: usize = 2 << 20;
 
 /// What was made of the records.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Counts {
     /// Records.
     pub records: usize,
@@ -39,6 +40,9 @@ pub struct Counts {
     /// Records with an answer that is empty, from which the model learns to end at once.
     #[serde(default)]
     pub empty_answers: usize,
+    /// What else is noted of records.
+    #[serde(default)]
+    pub notes: Notes,
 }
 
 impl Counts {
@@ -53,6 +57,7 @@ impl Counts {
         self.split += other.split;
         self.without_label += other.without_label;
         self.empty_answers += other.empty_answers;
+        self.notes.add(&other.notes);
     }
 }
 

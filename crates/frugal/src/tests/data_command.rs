@@ -18,11 +18,15 @@ fn data_is_shown_as_the_model_reads_it() {
     let (out, err) = show("--number 2");
     assert_eq!(err, "data: chat.jsonl (messages; not read: id)\n");
     expect![[r#"
-        ── chat.jsonl: line 1: 48 tokens, 8 learned
-        user: Ann has 0 pears and buys 0 more.<|endoftext|>
-        assistant:  She has 0.<|endoftext|>
-        user: And one more?<|endoftext|>
-        assistant: ⟦[+ 1] 1.<|endoftext|>
+        ── chat.jsonl: line 1: 51 tokens, 8 learned
+        user:
+        Ann has 0 pears and buys 0 more.<|endoftext|>
+        assistant:
+         She has 0.<|endoftext|>
+        user:
+        And one more?<|endoftext|>
+        assistant:
+        ⟦[+ 1] 1.<|endoftext|>
         ⟧
     "#]]
     .assert_eq(out.split("── chat.jsonl: line 2").next().unwrap());
@@ -71,7 +75,7 @@ fn every_wrong_record_is_listed() {
         chat.jsonl: line 2: not JSON (EOF while parsing an object, column 1); an object is on one line in such a file (`jq -c . FILE` writes it so); join its lines, or correct the line
         chat.jsonl: line 3: nothing of it is learned; it is left out
         chat.jsonl: line 4: `messages`, message 1: `weight` is 7; expected 0 (not learned) or 1
-        chat.jsonl: line 5: 319 tokens are more than the longest row of 200; shorten it, or choose what happens to long rows: --overlong skip, truncate or split
+        chat.jsonl: line 5: 320 tokens are more than the longest row of 200; shorten it, or choose what happens to long rows: --overlong skip, truncate or split
         chat.jsonl: line 6: the record has text, and the data's format is messages; correct or remove it
         chat.jsonl: line 7: `messages`, message 1: `role` is "human"; expected "user"
         chat.jsonl: line 8: an answer is empty; the model learns to end at once
@@ -190,7 +194,7 @@ fn templates_name_the_fields_of_a_prompt() {
 #[test]
 fn data_without_a_readable_record_have_no_figures() {
     let tiny = Session::new();
-    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}";
+    let template = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<|over|>{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}";
     std::fs::write(tiny.path("model/chat_template.jinja"), template).unwrap();
     let record =
         json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b" }] });
@@ -205,4 +209,59 @@ fn data_without_a_readable_record_have_no_figures() {
     // The remedy is one.
     std::fs::write(tiny.path("ends.jinja"), template.replace("<|over|>", "<|endoftext|>")).unwrap();
     tiny.succeed("data stats chat.jsonl --model model --chat-template ends.jinja");
+}
+
+/// Only a row that uses an id beyond the model's vocabulary is wrong, and an end token beyond it is named.
+#[test]
+fn ids_beyond_the_vocabulary_are_refused_where_they_are_used() {
+    let tiny = Session::new();
+    let path = tiny.path("model/tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let added = json!({
+        "id": 4096, "content": "<|far|>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+        "special": true,
+    });
+    tokenizer["added_tokens"].as_array_mut().unwrap().push(added);
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    std::fs::write(tiny.path("texts.jsonl"), "{\"text\": \"a pear\"}\n{\"text\": \"a <|far|> pear\"}\n")
+        .unwrap();
+    let ended = tiny.run("data check texts.jsonl --model model");
+    assert_eq!(ended.status, 1, "{}", ended.err);
+    let expected = "texts.jsonl: line 2: token 4096 (`<|far|>`) is beyond the model's vocabulary of 4096";
+    assert!(ended.out.contains(expected) && !ended.out.contains("line 1"), "{}", ended.out);
+    std::fs::write(tiny.path("texts.jsonl"), "{\"text\": \"a pear\"}\n").unwrap();
+    let (out, _) = tiny.succeed("data check texts.jsonl --model model");
+    assert!(out.starts_with("1 record, 1 row, "), "{out}");
+    std::fs::write(tiny.path("plain.txt"), "a pear <|far|>\n").unwrap();
+    let error = tiny.fail("data check plain.txt --model model");
+    assert!(error.contains("token 4096 is beyond"), "{error}");
+
+    std::fs::write(tiny.path("model/generation_config.json"), r#"{"eos_token_id": 99999}"#).unwrap();
+    let error = tiny.fail("data check texts.jsonl --model model");
+    let expected = "`eos_token_id` is 99999 (generation_config.json, else config.json), and the model's vocabulary is 4096";
+    assert!(error.contains(expected), "{error}");
+    tiny.succeed("data check texts.jsonl --model model --end-token <|endoftext|>");
+}
+
+/// A template whose prompt opens the reasoning has a variant for training, which is named.
+#[test]
+fn a_variant_for_training_is_named() {
+    let tiny = Session::new();
+    let template = "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- 'assistant:\r\n' + m.content.split('</think>')[-1] }}\
+                    {%- else %}{{- m.role + ':\r\n' + m.content }}{%- endif %}{{- '<|endoftext|>\r\n' }}{%- endfor %}\r\n\
+                    {%- if add_generation_prompt %}{{- 'assistant:\r\n<think>\r\n' }}{%- endif %}\r\n";
+    std::fs::write(tiny.path("model/chat_template.jinja"), template).unwrap();
+    let record = json!({ "messages": [
+        { "role": "user", "content": "q", "mood": "glad" }, { "role": "assistant", "content": "a" },
+    ] });
+    std::fs::write(tiny.path("chat.jsonl"), format!("{record}\n")).unwrap();
+    let (out, err) = tiny.succeed("data show chat.jsonl --model model");
+    let expected = "chat template for training: opened-reasoning: the template's prompt ends with `<think>`";
+    assert!(err.contains(expected), "{err}");
+    let text = out.split_once('\n').unwrap().1;
+    // Line breaks of the template are `\n`, as Jinja2 reads them.
+    assert_eq!(text, "user:\nq<|endoftext|>\nassistant:\n<think>\n⟦\n</think>\n\na<|endoftext|>\n⟧\n");
+    let (out, _) = tiny.succeed("data check chat.jsonl --model model");
+    let note = "note: `mood` of messages: the chat template leaves it out, so the model does not see it (1 record: chat.jsonl: line 1)";
+    assert!(out.contains(note), "{out}");
 }

@@ -10,9 +10,9 @@ use super::tiny_folder::Tiny;
 pub(crate) const TEMPLATE: &str = "{{ strftime_now('%d %b %Y') }}\n\
     {% for m in messages %}\
     {% set text = m.content.split(']')[-1] if m.role == 'assistant' and not loop.last else m.content %}\
-    {{ m.role }}: {{ text }}<|endoftext|>\n\
+    {{ m.role }}:\n{{ text }}<|endoftext|>\n\
     {% endfor %}\
-    {% if add_generation_prompt %}assistant: {% endif %}";
+    {% if add_generation_prompt %}assistant:\n{% endif %}";
 
 /// Writes them, and the template into the model's folder.
 pub(crate) fn conversations(tiny: &Tiny) {

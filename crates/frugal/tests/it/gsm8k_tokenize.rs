@@ -112,7 +112,7 @@ fn a_row_is_the_prompt_without_labels_and_the_answer_with_them() {
 }
 
 #[test]
-fn encoding_apart_gives_the_tokens_of_the_whole_text() {
+fn a_row_has_the_tokens_of_the_whole_text() {
     let encoder = encoder(EncodeOptions { context: 4096, ..options() });
     let few_shot = FewShot::zero(PromptFormat::default());
     let mut problems = gsm8k_data::problems();
@@ -156,16 +156,23 @@ fn a_row_longer_than_the_context_is_refused_or_skipped_and_counted() {
 }
 
 #[test]
-fn a_tokenizer_that_does_not_fit_is_refused() {
+fn an_id_beyond_the_models_is_refused_where_it_is_used() {
     let error = |options| Encoder::new(gsm8k_data::tokenizer(), options).unwrap_err().to_string();
-    let small = error(EncodeOptions { vocabulary: 4000, ..options() });
-    assert!(small.starts_with("the tokenizer does not match the model: it gives the id 4095 ("), "{small}");
-    assert!(
-        small.ends_with(
-            "and the model's vocabulary is 4000 (0 to 3999); take the tokenizer.json that came with the model"
-        ),
-        "{small}"
+    // The tokenizer has ids up to 4095.
+    let (problems, few_shot) = (three(), FewShot::zero(PromptFormat::default()));
+    let tokenized =
+        |vocabulary| encoder(EncodeOptions { vocabulary, ..options() }).tokenize_all(&problems, &few_shot);
+    let largest = tokenized(4096).unwrap().rows.iter().flat_map(|row| row.input_ids.clone()).max().unwrap();
+    assert!((300..4095).contains(&largest), "{largest}");
+    assert!(tokenized(largest as usize + 1).is_ok(), "no row uses the ids beyond");
+    let small = tokenized(largest as usize).unwrap_err().to_string();
+    let expected = format!("the tokenizer does not match the model: it gives the id {largest} (");
+    assert!(small.starts_with(&expected), "{small}");
+    let expected = format!(
+        "and the model's vocabulary is {largest} (0 to {}); take the tokenizer.json that came with the model",
+        largest - 1
     );
+    assert!(small.ends_with(&expected), "{small}");
     assert!(error(EncodeOptions { end: 151_643, ..options() }).contains("the id 151643 (\"\")"));
     assert!(error(EncodeOptions { begin: Some(9999), ..options() }).contains("9999"));
     expect!["context: 0 positions; give the model's `max_position_embeddings`"]

@@ -5,6 +5,7 @@ mod chat_data;
 mod command_line;
 mod command_line_errors;
 mod config;
+mod conversation_tokens;
 mod conversations;
 mod eval_command;
 mod event_reader;
@@ -46,6 +47,7 @@ mod train_kill;
 mod training_budget;
 mod triples;
 #[cfg(target_os = "linux")]
+mod unused_fields;
 mod waiting_threads;
 
 /// The program, where this was built, or where the variable says on another machine.

@@ -101,8 +101,8 @@ fn questions_follow_the_template_where_there_is_one() {
     let mut setting = Setting::new();
     let lines = json!({ "instruction": "Add.", "input": "1 1", "output": "2" }).to_string();
     assert_eq!(setting.learned(&lines), ["2<|endoftext|>"]);
-    let source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>\n{% endfor %}\
-                  {% if add_generation_prompt %}assistant: {% endif %}";
+    let source = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<|endoftext|>\n{% endfor %}\
+                  {% if add_generation_prompt %}assistant:\n{% endif %}";
     setting.template = Some(ChatTemplate::new("t", source, TemplateOptions::default()).unwrap());
     setting.options.begin = Some(1);
     let Read { rows, .. } = setting.read(&lines).unwrap();
@@ -110,12 +110,12 @@ fn questions_follow_the_template_where_there_is_one() {
     let ids: Vec<u32> = rows[0].tokens.iter().map(|id| *id as u32).collect();
     assert_eq!(
         tokenizer.decode(&ids).unwrap(),
-        "user: Add.\n\n1 1<|endoftext|>\nassistant: 2<|endoftext|>\n",
+        "user:\nAdd.\n\n1 1<|endoftext|>\nassistant:\n2<|endoftext|>\n",
         "the template writes the begin token, if there is one"
     );
     assert_eq!(setting.learned(&lines), ["2<|endoftext|>\n"]);
     // The prompt's tokens are those that inference has, whatever follows.
-    let prompt = tokenizer.encode("user: Add.\n\n1 1<|endoftext|>\nassistant: ").unwrap();
+    let prompt = tokenizer.encode("user:\nAdd.\n\n1 1<|endoftext|>\nassistant:\n").unwrap();
     assert_eq!(ids[..prompt.len()], prompt);
 }
 

@@ -10,8 +10,14 @@ use crate::value::{Array, Value};
 /// The name of the template that is used where none is chosen.
 pub(super) const DEFAULT: &str = "default";
 
-/// Returns the templates by name.
+/// Returns the templates by name. Their line breaks are `\n`, as Jinja2 reads them.
 pub(super) fn read(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(String, String)>> {
+    let mut templates = texts(folder, config)?;
+    templates.iter_mut().for_each(|(_, text)| *text = text.replace("\r\n", "\n").replace('\r', "\n"));
+    Ok(templates)
+}
+
+fn texts(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(String, String)>> {
     let path = folder.join("chat_template.jinja");
     if path.is_file() {
         let text = std::fs::read_to_string(&path).map_err(|cause| io_error(&path, cause))?;

@@ -56,6 +56,7 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
         Ok(ControlFlow::Continue(()))
     })?;
     repeats.lines().iter().for_each(|(kind, line)| tell(kind, line));
+    all.notes.lines().iter().for_each(|line| tell("note", &format!("note: {line}")));
     let others = match &source.found {
         Found::Records(detected) => OtherFormats::of(&source.files, detected, &source.data.field)?,
         Found::Text | Found::Gsm8k => OtherFormats::default(),

@@ -18,7 +18,7 @@ use crate::program::Common;
 use crate::program::encoding::Ends;
 use crate::program::output::say;
 use crate::program::problems::Problems;
-use crate::program::row_flags::{chat_template, encoder, found, found_text};
+use crate::program::row_flags::{chat_template, encoder, found, found_text, note_variant};
 use crate::program::run_record::shell_word;
 use crate::program::training::NO_VALIDATION;
 
@@ -95,6 +95,7 @@ impl Data {
                     bail!(NO_VALIDATION);
                 }
                 let encoder = encoder(folder, own, &ends)?;
+                note_variant(common, &encoder, &found);
                 let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
                     true => Ok(MaskedRows::default()),
                     false => records(common, &encoder, &found, files, which, limit)
@@ -220,6 +221,7 @@ fn records(
             say(common, &format!("{count} of {all} {which} rows {what}"));
         }
     }
+    counts.notes.lines().iter().for_each(|line| say(common, &format!("note: {line}")));
     Ok(rows.rows)
 }
 

@@ -3,11 +3,11 @@
 //! A row is the prompt's tokens, the answer's, and the end token; the labels are −100 over the prompt, and the tokens
 //! themselves after it, the end token among them, so that the model learns to stop.
 //!
-//! **Prompt and answer are encoded separately.** Generation sees the encoded prompt and nothing else, so training must see exactly
-//! these tokens before the answer's first. Encoding the whole text and finding the boundary by offsets can give other tokens: a BPE
-//! may merge across it. It does not with [`PromptFormat`](super::PromptFormat)'s default and a byte-level BPE as GPT-2's,
-//! Llama 3's or Qwen's, which divide the text before merging: `:` never shares a piece with the space after it, which belongs
-//! to the answer's first word. Then both ways agree, and a test shows it.
+//! **The text is encoded once**, and the answer's tokens are found by the part of the text that each is of. Generation sees the encoded
+//! prompt, so these must be the tokens before the answer's first. They are, with [`PromptFormat`](super::PromptFormat)'s default: a
+//! byte-level BPE as GPT-2's, Llama 3's or Qwen's divides the text before merging, and `:` never shares a piece with the space after
+//! it, which belongs to the answer's first word; SentencePiece's `▁` is that space. An answer that is encoded apart would get a second
+//! `▁` from a tokenizer that marks the start of a text.
 
 use dataloading::Tokenizer;
 use training::masked_rows::MaskedRow;
@@ -78,10 +78,10 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Checks that tokenizer and model belong together.
+    /// Checks the options. A tokenizer may have ids beyond the model's vocabulary: a row or a prompt that uses one is an error.
     ///
     /// # Errors
-    /// [`Error::Vocabulary`]: the tokenizer, or the end or begin token, has ids beyond the model's. A context of 0.
+    /// [`Error::Vocabulary`]: the end or begin token is beyond the model's vocabulary. A context of 0.
     pub fn new(tokenizer: Tokenizer, options: EncodeOptions) -> Result<Self> {
         if options.context == 0 {
             return Err(Error::Config {
@@ -90,8 +90,7 @@ impl Encoder {
             });
         }
         let encoder = Self { tokenizer, options };
-        let largest = encoder.tokenizer.vocabulary().checked_sub(1).map(|largest| largest as u32);
-        let own = [encoder.options.begin, Some(encoder.options.end), largest];
+        let own = [encoder.options.begin, Some(encoder.options.end)];
         encoder.check(&own.into_iter().flatten().collect::<Vec<_>>())?;
         Ok(encoder)
     }
@@ -117,20 +116,19 @@ impl Encoder {
         }
     }
 
-    fn ids(&self, text: &str) -> Result<Vec<i64>> {
-        let ids = self.tokenizer.encode(text)?;
-        self.check(&ids)?;
-        Ok(ids.into_iter().map(i64::from).collect())
-    }
-
     /// Returns the tokens of a prompt: the begin token if there is one, and the text's.
     ///
     /// # Errors
     /// The tokenizer refuses the text.
     pub fn prompt(&self, text: &str) -> Result<Vec<i64>> {
-        let mut ids: Vec<i64> = self.options.begin.map(i64::from).into_iter().collect();
-        ids.extend(self.ids(text)?);
-        Ok(ids)
+        let ids = self.tokenizer.encode(text)?;
+        self.check(&ids)?;
+        Ok(self.begin_before(&ids).into_iter().chain(ids.iter().copied()).map(i64::from).collect())
+    }
+
+    /// The begin token, unless a text has it.
+    fn begin_before(&self, ids: &[u32]) -> Option<u32> {
+        self.options.begin.filter(|begin| ids.first() != Some(begin))
     }
 
     /// Returns the assignment's `tokenize(sample)`. `number` is the problem's index in its list, for errors. `None`: too long, and
@@ -144,12 +142,19 @@ impl Encoder {
         problem: &Problem,
         few_shot: &FewShot,
     ) -> Result<Option<TrainingRow>> {
-        let mut input_ids = self.prompt(&few_shot.prompt(&problem.question)?)?;
-        let mut labels = vec![IGNORE_INDEX; input_ids.len()];
-        let mut answer = self.ids(&few_shot.format().reply(&problem.answer))?;
-        answer.push(i64::from(self.options.end));
-        input_ids.extend(&answer);
-        labels.extend(&answer);
+        let prompt = few_shot.prompt(&problem.question)?;
+        let text = format!("{prompt}{}", few_shot.format().reply(&problem.answer));
+        let encoded = self.tokenizer.encode_with_spans(&text)?;
+        self.check(&encoded.ids)?;
+        let begin = self.begin_before(&encoded.ids).map(|begin| (begin, false));
+        let answer = encoded.is_within(&[prompt.len()..text.len()]);
+        let end = (encoded.ids.last() != Some(&self.options.end)).then_some((self.options.end, true));
+        let tokens = begin.into_iter().chain(encoded.ids.into_iter().zip(answer)).chain(end);
+        let (mut input_ids, mut labels) = (Vec::new(), Vec::new());
+        for (id, is_learned) in tokens {
+            input_ids.push(i64::from(id));
+            labels.push(if is_learned { i64::from(id) } else { IGNORE_INDEX });
+        }
         if !self.fits(number, input_ids.len(), 0)? {
             return Ok(None);
         }
