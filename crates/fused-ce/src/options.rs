@@ -15,7 +15,8 @@ pub enum Reduction {
     None,
 }
 
-/// The mean of a batch in which every token is ignored.
+/// The mean of a batch in which every token is ignored, or has a weight of 0. Weights that cancel out are divided by their sum of 0, as
+/// PyTorch does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EmptyMean {
     /// 0.
@@ -112,7 +113,8 @@ pub struct LinearCrossEntropy {
     /// infinite; the product of an adapter rounds it again, and so does a bias, scale or soft cap. Loss, predictions and gradients are
     /// those of the rounded logits; statistics and sums stay in fp32. No effect on a CPU.
     pub round_logits: bool,
-    /// The mean of a batch in which every token is ignored.
+    /// The mean of a batch in which every token is ignored, or has a weight of 0. Weights that cancel out are divided by their sum of 0, as
+    /// PyTorch does.
     pub empty_mean: EmptyMean,
     /// Whether targets are checked against the vocabulary.
     pub check_targets: CheckTargets,

@@ -81,4 +81,9 @@ rt_status rt_is_sole_owner(const at::Tensor* tensor, int* sole) {
             !tensor->requires_grad();
   });
 }
+
+// How many handles `tensor` (borrowed) has: those of callers, of graphs, and this one. Views of its memory are other tensors.
+rt_status rt_use_count(const at::Tensor* tensor, size_t* count) {
+  return guard([&] { *count = tensor->defined() ? tensor->use_count() : 0; });
+}
 }

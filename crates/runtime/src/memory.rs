@@ -81,6 +81,14 @@ pub fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
     crate::sys::tensor::is_sole_owner(tensor)
 }
 
+/// Returns the number of the tensor's handles: those of callers, of graphs, and this one. Views of its memory are other tensors.
+///
+/// # Errors
+/// Never fails; `Result` for uniformity.
+pub fn use_count(tensor: &Tensor) -> Result<usize> {
+    crate::sys::tensor::use_count(tensor)
+}
+
 /// Returns the bytes of live tensors on `device`. On the CPU the first call starts to count ([`track_cpu`]), which keeps no memory.
 ///
 /// # Errors

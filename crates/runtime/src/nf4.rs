@@ -115,12 +115,34 @@ pub fn quantize(weight: &Tensor, scales: Scales) -> Result<Tensor> {
     match &parts.nested {
         None => parts.absmax.shallow_clone().f_copy_(&absmax.f_view_dtype(Kind::Uint8)?)?,
         Some((nested, offset)) => {
-            let mean = absmax.f_mean(Kind::Float)?;
+            let mean = mean_of_scales(&absmax)?;
             sys::quantize_scales(&absmax.f_sub(&mean)?, nested, &parts.absmax)?;
             offset.shallow_clone().f_copy_(&mean.f_view([1])?.f_view_dtype(Kind::Uint8)?)?;
+            // A scale near the largest number may be rounded up to infinity.
+            let is_large = blocks > 0 && absmax.f_max()?.f_double_value(&[])? > f64::from(f32::MAX) / 4.0;
+            if is_large && !is_finite(&dequantize(&packed, Kind::Float)?)? {
+                return Err(refuse(format!(
+                    "a weight with values up to {:e}, whose scales overflow fp32 when they are quantized; scale the weight down, or \
+                     keep the scales in fp32 (Scales::Float)",
+                    absmax.f_max()?.f_double_value(&[])?
+                )));
+            }
         }
     }
     Ok(packed.f_to_device(weight.device())?)
+}
+
+/// Returns the mean of the blocks' scales: in fp32 as bitsandbytes computes it, or in fp64 where their sum overflows.
+fn mean_of_scales(absmax: &Tensor) -> Result<Tensor> {
+    let mean = absmax.f_mean(Kind::Float)?;
+    if absmax.numel() == 0 || is_finite(&mean)? {
+        return Ok(mean);
+    }
+    Ok(absmax.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_to_kind(Kind::Float)?)
+}
+
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    Ok(tensor.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0)
 }
 
 /// Returns ŵ as a matrix of `kind`: each value computed in fp32 and rounded once.

@@ -91,6 +91,11 @@ pub trait Policy: Debug + Send + Sync {
         kind
     }
 
+    /// Returns the same policy without memory of the weights that it has seen; `None` if it has none.
+    fn uncached(&self) -> Option<Arc<dyn Policy>> {
+        None
+    }
+
     /// Called when a thread enters this policy; each call has a matching [`Policy::left`].
     fn entered(&self) {}
 
@@ -114,6 +119,13 @@ pub fn enter(policy: Option<Arc<dyn Policy>>) -> PolicyGuard {
     }
     let previous = CURRENT.replace(policy);
     PolicyGuard { previous, thread: PhantomData }
+}
+
+/// Makes this thread's policy cache nothing until the guard is dropped, for code that computes with tensors made for one use. Its
+/// graphs and recomputed segments cache nothing either.
+pub fn uncached() -> Option<PolicyGuard> {
+    let policy = current()?.uncached()?;
+    Some(enter(Some(policy)))
 }
 
 /// A guard of this thread's policy. Drop guards in reverse order.

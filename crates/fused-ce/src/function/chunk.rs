@@ -153,25 +153,36 @@ impl Fused {
             return Ok(None);
         }
         let kind = self.plan.compute;
-        let divisor = match &self.denominator {
-            Some(given) => given.f_to_kind(kind)?.f_reshape([0i64; 0])?,
+        let (divisor, counted) = match &self.denominator {
+            Some(given) => {
+                let given = given.f_to_kind(kind)?.f_reshape([0i64; 0])?;
+                let counted = given.try_ne(0.0)?;
+                (given, counted)
+            }
             None => {
                 let mass = match &self.rows.classes {
                     Some(_) => self.mass(0, self.rows.count, None)?.mass,
                     None => None,
                 };
-                match (factors, mass) {
-                    (Some(factors), Some(mass)) => factors.f_mul(&mass)?.f_sum(kind)?,
-                    (Some(factors), None) => factors.f_sum(kind)?,
-                    (None, Some(mass)) => mass.f_sum(kind)?,
-                    (None, None) => Tensor::try_full([0i64; 0], self.rows.count as f64, (kind, device))?,
+                let weights = match (factors, mass) {
+                    (Some(factors), Some(mass)) => Some(factors.f_mul(&mass)?),
+                    (Some(factors), None) => Some(factors.shallow_clone()),
+                    (None, mass) => mass,
+                };
+                match weights {
+                    Some(weights) => (weights.f_sum(kind)?, weights.try_ne(0.0)?.f_any()?),
+                    None => {
+                        let count = Tensor::try_full([0i64; 0], self.rows.count as f64, (kind, device))?;
+                        let counted = count.try_ne(0.0)?;
+                        (count, counted)
+                    }
                 }
             }
         };
-        // 0/0 is 0, unless the options ask for NaN.
+        // The mean of nothing is 0, unless the options ask for NaN. Weights that cancel out are something.
         Ok(Some(match self.options.empty_mean {
             EmptyMean::Nan => divisor,
-            EmptyMean::Zero => divisor.f_where_self(&divisor.try_ne(0.0)?, &divisor.f_ones_like()?)?,
+            EmptyMean::Zero => divisor.f_where_self(&counted, &divisor.f_ones_like()?)?,
         }))
     }
 

@@ -316,6 +316,32 @@ fn weights_that_sum_to_zero_do_not_divide_by_zero() {
     }
 }
 
+/// Σ wᵢ·lᵢ / Σ wᵢ, which is what PyTorch divides: two tokens of weights 1 and −1 have a divisor of 0.
+#[test]
+fn weights_that_cancel_out_divide_by_their_sum() {
+    let [x, w, _] = operands(8, Kind::Double);
+    let (x, targets) = (x.narrow(0, 0, 2), Tensor::from_slice(&[0i64, 1]));
+    let logits = x.matmul(&w.tr());
+    let none = tch::Reduction::None;
+    let losses = logits.cross_entropy_loss::<Tensor>(&targets, None, none, -100, 0.0);
+    let larger = losses.double_value(&[0]) > losses.double_value(&[1]);
+    let expected = if larger { f64::INFINITY } else { f64::NEG_INFINITY };
+    let opposed = Tensor::from_slice(&[1.0, -1.0]);
+    let of_class = Tensor::cat(&[&opposed, &Tensor::ones([V - 2], F64)], 0);
+    for (token_weights, class_weights) in [(Some(&opposed), None), (None, Some(&of_class))] {
+        for gradients in MODES {
+            for empty_mean in [EmptyMean::Zero, EmptyMean::Nan] {
+                let options = LinearCrossEntropy { empty_mean, ..options(gradients) };
+                let inputs = Inputs { token_weights, class_weights, ..Inputs::new(&x, &w, &targets) };
+                assert_eq!(options.run(&inputs).unwrap().loss.double_value(&[]), expected);
+            }
+        }
+    }
+    let mean = tch::Reduction::Mean;
+    let theirs = logits.cross_entropy_loss(&targets, Some(&of_class), mean, -100, 0.0);
+    assert_eq!(theirs.double_value(&[]), expected);
+}
+
 #[test]
 fn nan_affects_its_own_row_only_and_ignored_rows_are_not_read() {
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16, Kind::Half] {

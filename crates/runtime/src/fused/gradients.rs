@@ -115,6 +115,32 @@ pub fn norm_many(grads: &[impl Borrow<Tensor>]) -> Result<Option<Tensor>> {
     Ok(on_cuda(grads, None)?.map(|found| found.norm))
 }
 
+/// Returns whether a tensor has an element that is infinite or NaN: float `[1]` on the first one's device, 1 if so, else 0. Each is read
+/// once and none is written; nothing waits for a device. Integers are finite. Unlike a norm, it does not depend on sums.
+///
+/// # Errors
+/// Those of libtorch and the driver.
+pub fn found_non_finite(tensors: &[impl Borrow<Tensor>]) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    if let Some(found) = on_cuda(tensors, None)? {
+        return Ok(found.found_inf);
+    }
+    let _scope = kernel("runtime::found_non_finite", []);
+    let device = tensors.first().map_or(Device::Cpu, |tensor| tensor.borrow().device());
+    let (mut on_host, mut found) = (false, Vec::new());
+    for tensor in tensors.iter().map(Borrow::borrow).filter(|tensor| tensor.is_floating_point()) {
+        match sys::has_non_finite(tensor)? {
+            Some(has) => on_host |= has,
+            None => {
+                let has = tensor.f_isfinite()?.f_all()?.f_logical_not()?;
+                found.push(has.f_to_kind(Kind::Float)?.f_reshape([1])?.f_to_device(device)?);
+            }
+        }
+    }
+    found.push(Tensor::f_from_slice(&[f32::from(u8::from(on_host))])?.f_to_device(device)?);
+    Ok(Tensor::f_stack(&found, 0)?.f_amax([0], false)?)
+}
+
 /// Multiplies all gradients by `factor`, an fp32 scalar on their device, in place. If the factor is 1, which the host does not read, no
 /// gradient is read or written. Returns false, with nothing changed, where [`norm_many`] returns `None`.
 ///
@@ -201,6 +227,34 @@ mod tests {
         // The factor itself may make a gradient overflow.
         let found = unscale_(&grads, &factor(1e20), false).unwrap();
         assert_eq!(found.found_inf.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_is_found_in_any_layout() {
+        let found = |tensors: &[Tensor]| found_non_finite(tensors).unwrap().double_value(&[0]) != 0.0;
+        assert!(!found(&[]));
+        assert!(!found(&[Tensor::from_slice(&[i64::MAX]), Tensor::zeros([0, 3], kind::FLOAT_CPU)]));
+        for (kind, largest) in [
+            (Kind::Float, f64::from(f32::MAX)),
+            (Kind::Double, f64::MAX),
+            (Kind::BFloat16, 3.3e38),
+            (Kind::Half, 65504.0),
+        ] {
+            for (size, place) in [(1, 0), (64, 63), (65, 64), (100_000, 0), (100_000, 99_999)] {
+                let one = Tensor::full([size], largest, (kind, Device::Cpu));
+                let first = Tensor::full([3], -largest, (kind, Device::Cpu));
+                assert!(!found(&[first.shallow_clone(), one.shallow_clone()]), "{kind:?}");
+                for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
+                    let _ = one.get(place).fill_(bad);
+                    assert!(found(&[first.shallow_clone(), one.shallow_clone()]), "{kind:?} {bad} {place}");
+                }
+            }
+            let wide = Tensor::zeros([4, 6], (kind, Device::Cpu));
+            let _ = wide.get(1).get(4).fill_(f64::NAN);
+            let layouts = [wide.tr(), wide.narrow(1, 3, 3), wide.get(1).expand([3, 6], false)];
+            layouts.into_iter().for_each(|layout| assert!(found(&[layout])));
+            assert!(!found(&[wide.narrow(1, 0, 3)]), "{kind:?}: beside it");
+        }
     }
 
     #[test]

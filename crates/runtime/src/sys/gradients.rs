@@ -44,6 +44,59 @@ pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], facto
     Ok(survey)
 }
 
+/// Returns whether a CPU tensor has an element that is infinite or NaN, from one read of it; `None` for a dtype or layout that the pass
+/// does not support.
+pub(crate) fn has_non_finite(tensor: &Tensor) -> Result<Option<bool>> {
+    let (kind, count) = (tensor.kind(), tensor.numel());
+    let fits = tensor.device() == Device::Cpu && !tensor.is_sparse() && is_dense(tensor);
+    if !fits || !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half) {
+        return Ok(None);
+    }
+    if count == 0 {
+        return Ok(Some(false));
+    }
+    let range = memory_range(tensor)?;
+    let run = |task: usize| {
+        let (start, length) = (task * TASK, TASK.min(count - task * TASK));
+        let pointer = range.start + start * kind.elt_size_in_bytes();
+        // SAFETY: the tensor is alive, dense, on the CPU, and has `length` elements of the dtype's size from here on; any bits are a
+        // valid unsigned number. As with every operation of libtorch, the caller ensures that no thread writes it meanwhile.
+        simd::arch().dispatch(|| unsafe {
+            match kind {
+                Kind::Double => has_exponent(pointer as *const u64, length, 0x7ff0_0000_0000_0000),
+                Kind::Float => has_exponent(pointer as *const u32, length, 0x7f80_0000),
+                Kind::BFloat16 => has_exponent(pointer as *const u16, length, 0x7f80),
+                _ => has_exponent(pointer as *const u16, length, 0x7c00),
+            }
+        })
+    };
+    let (tasks, threads) = (count.div_ceil(TASK), usize::try_from(tch::get_num_threads()).unwrap_or(1));
+    if threads < 2 || tasks <= 2 {
+        return Ok(Some((0..tasks).any(run)));
+    }
+    Ok(Some(parallel::map(tasks, run)?.into_iter().any(|found| found)))
+}
+
+/// Whether one of the numbers has all bits of the exponent `mask`, as infinities and NaNs have.
+///
+/// # Safety
+/// `count` numbers lie at `pointer`, and no other code writes them meanwhile.
+unsafe fn has_exponent<T>(pointer: *const T, count: usize, mask: T) -> bool
+where
+    T: Copy + Default + Eq + std::ops::BitAnd<Output = T> + std::ops::BitOr<Output = T> + From<bool>,
+{
+    // SAFETY: by this function's contract.
+    let values = unsafe { std::slice::from_raw_parts(pointer, count) };
+    let mut found = [T::default(); BLOCK];
+    let (blocks, rest) = values.as_chunks::<BLOCK>();
+    for block in blocks {
+        for i in 0..BLOCK {
+            found[i] = found[i] | T::from(block[i] & mask == mask);
+        }
+    }
+    rest.iter().any(|value| *value & mask == mask) || found.iter().any(|found| *found != T::default())
+}
+
 /// Refuses tensors that a pass does not support.
 pub(crate) fn check(operation: &'static str, grads: &[&Tensor]) -> Result<()> {
     stretches(operation, grads).map(drop)

@@ -15,6 +15,7 @@ unsafe extern "C" {
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
     fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
     fn rt_is_sole_owner(tensor: *const C_tensor, sole: *mut c_int) -> Status;
+    fn rt_use_count(tensor: *const C_tensor, count: *mut usize) -> Status;
     fn rt_memory_range(tensor: *const C_tensor, begin: *mut usize, end: *mut usize) -> Status;
 }
 
@@ -70,6 +71,14 @@ pub(crate) fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
     // SAFETY: the tensor and the out-parameter outlive the call.
     unsafe { check(rt_is_sole_owner(tensor.as_ptr(), &mut sole)) }?;
     Ok(sole != 0)
+}
+
+/// Returns the number of the tensor's handles, those of graphs included.
+pub(crate) fn use_count(tensor: &Tensor) -> Result<usize> {
+    let mut count = 0;
+    // SAFETY: the tensor and the out-parameter outlive the call.
+    unsafe { check(rt_use_count(tensor.as_ptr(), &mut count)) }?;
+    Ok(count)
 }
 
 /// Returns the address range of the tensor's elements.

@@ -184,3 +184,22 @@ fn what_cannot_be_stored_or_multiplied_is_refused_by_name() {
         message(nf4::dequantize_rows(&stored, 3..5, Kind::Float)).contains("rows 3..5 of a weight [4, 64]")
     );
 }
+
+/// The mean of scales near the largest fp32 number does not overflow; what does is refused.
+#[test]
+fn weights_near_the_largest_number_stay_finite_or_are_refused() {
+    for scales in [Scales::Float, Scales::Nested] {
+        let weight = Tensor::full([256, 128], 3e38, kind::FLOAT_CPU);
+        let found = nf4::dequantize(&nf4::quantize(&weight, scales).unwrap(), Kind::Float).unwrap();
+        assert!(found.equal(&weight), "{scales:?}: {found}");
+    }
+    // Scales of 3.4e38 and of 0 are 1.7e38 from their mean, and such a distance is rounded up.
+    let rows = [Tensor::full([4, 64], 3.4e38, kind::FLOAT_CPU), Tensor::zeros([4, 64], kind::FLOAT_CPU)];
+    match nf4::quantize(&Tensor::cat(&rows, 0), Scales::Nested) {
+        Ok(stored) => {
+            let found = nf4::dequantize(&stored, Kind::Float).unwrap();
+            assert!(bool::try_from(found.isfinite().all()).unwrap(), "{found}");
+        }
+        Err(error) => assert!(error.to_string().contains("overflow fp32"), "{error}"),
+    }
+}

@@ -188,14 +188,18 @@ fn reduce(
         Reduction::None => losses.f_reshape(leading)?,
         Reduction::Sum => losses.f_sum(kind)?,
         Reduction::Mean => {
-            let divisor = match inputs.denominator {
+            let (divisor, counted) = match inputs.denominator {
                 Some(Denominator::Number(number)) => return Ok(losses.f_sum(kind)?.f_div_scalar(number)?),
-                Some(Denominator::Tensor(tensor)) => tensor.f_to_kind(kind)?.f_reshape([0i64; 0])?,
-                None => divisors.f_sum(kind)?,
+                Some(Denominator::Tensor(tensor)) => {
+                    let given = tensor.f_to_kind(kind)?.f_reshape([0i64; 0])?;
+                    let counted = given.f_ne(0.0)?;
+                    (given, counted)
+                }
+                None => (divisors.f_sum(kind)?, divisors.f_ne(0.0)?.f_any()?),
             };
             let divisor = match options.empty_mean {
                 EmptyMean::Nan => divisor,
-                EmptyMean::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
+                EmptyMean::Zero => divisor.f_where_self(&counted, &divisor.f_ones_like()?)?,
             };
             losses.f_sum(kind)?.f_div(&divisor)?
         }
