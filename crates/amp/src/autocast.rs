@@ -189,6 +189,11 @@ impl Policy for CastPolicy {
         }
     }
 
+    fn uncached(&self) -> Option<Arc<dyn Policy>> {
+        let Self { dtype, fp8, pure, .. } = *self;
+        Some(Arc::new(Self { dtype, fp8, pure, cache: CastCache::disabled() }))
+    }
+
     fn entered(&self) {
         self.cache.entered();
     }

@@ -14,7 +14,7 @@ use runtime::autograd::{
     Backward, Forward, Function, GradMode, Keep, Settings, ThreadLocalState, apply_always, backward_with,
 };
 use runtime::memory::is_out_of_memory;
-use runtime::profile;
+use runtime::{precision, profile};
 use tch::Tensor;
 
 use crate::engine::{Engine, Fetched, Lease, Outstanding, SegmentBackward};
@@ -69,6 +69,8 @@ impl LayerRunner {
         direction: Direction,
     ) -> Result<Tensor> {
         self.engine.computing(self.number, direction, || {
+            // The leaves are made for one use.
+            let _uncached = precision::uncached();
             Ok(self.block.functional_call(leaves, |block| block.forward(x, context))?)
         })
     }
@@ -157,6 +159,8 @@ impl OffloadFunction {
                 let _recompute = profile::recompute();
                 let _state = state.enter()?;
                 let _grad = GradMode::on();
+                // After the state of the forward, whose policy it is.
+                let _uncached = precision::uncached();
                 let block = &self.runner.block;
                 let (y, second) = Settings::of(|| {
                     block.functional_call(on_device.leaves(), |block| {

@@ -1,17 +1,22 @@
 //! A cache of low-precision copies of the weights.
 //!
-//! The key of an entry is the tensor, its version, and whether the cast was recorded in a graph. So an entry is never stale:
-//! an in-place change (an optimizer step, a load) makes a new version, and a cast made without gradients is never returned
-//! to a forward pass that needs them (PyTorch's cache does so: pytorch/pytorch#158232). Frozen weights are cached as well;
-//! PyTorch caches only leaves that require a gradient, and so casts a frozen base model at each use. Activations are used
-//! once and are not cached.
+//! The key of an entry is the tensor, its memory and version, and whether the cast was recorded in a graph. So an entry is never stale:
+//! an in-place change (an optimizer step, a load) makes a new version, other memory (`set_data`) another address, and a cast made
+//! without gradients is never returned to a forward pass that needs them (PyTorch's cache does so: pytorch/pytorch#158232). Frozen
+//! weights are cached as well; PyTorch caches only leaves that require a gradient, and so casts a frozen base model at each use.
+//! Activations are used once and are not cached.
 //!
-//! An entry also holds the original tensor, so that its address is not reused. The cache is cleared when the last thread
-//! leaves the outermost scope.
+//! What is made for one use is not cached either: offloaded and sharded layers run with leaves of their own for each use, under
+//! [`uncached`](runtime::precision::uncached); and without a graph every tensor is a leaf, such as a weight that was just computed, so
+//! casts of tensors that nobody else has any more are dropped whenever the number of entries has doubled.
+//!
+//! An entry also holds the original tensor and its memory, so that their addresses are not reused. The cache is cleared when the last
+//! thread leaves the outermost scope.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use runtime::memory::use_count;
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 
@@ -33,8 +38,23 @@ struct Entry {
     version: i64,
     cast: Tensor,
     /// Holds the tensor so that its address, the key, is not reused.
-    _original: Tensor,
+    original: Tensor,
+    /// Another tensor over the memory that was cast, which the original may have left since.
+    memory: Tensor,
 }
+
+impl Entry {
+    fn is_current(&self, tensor: &Tensor, version: i64) -> bool {
+        self.version == version && self.memory.data_ptr() == tensor.data_ptr()
+    }
+
+    fn bytes(&self) -> u64 {
+        (self.cast.numel() * self.cast.kind().elt_size_in_bytes()) as u64
+    }
+}
+
+/// The number of entries up to which none is looked for that nobody needs.
+const FEW: usize = 64;
 
 #[derive(Debug, Default)]
 struct State {
@@ -43,6 +63,29 @@ struct State {
     statistics: CastStatistics,
     /// Open scopes on all threads.
     scopes: usize,
+    /// Entries when those that nobody needs were last dropped.
+    kept: usize,
+}
+
+impl State {
+    /// Takes out the entries whose tensors nobody else has, when their number has doubled since the last time.
+    fn take_unneeded(&mut self) -> runtime::Result<Vec<Entry>> {
+        if self.entries.len() < FEW.max(2 * self.kept) {
+            return Ok(Vec::new());
+        }
+        let mut unneeded = Vec::new();
+        for (key, entry) in &self.entries {
+            // The graph of a cast that was recorded has the tensor too.
+            let own = 1 + usize::from(key.1);
+            if use_count(&entry.original)? <= own {
+                unneeded.push(*key);
+            }
+        }
+        let taken: Vec<Entry> = unneeded.iter().filter_map(|key| self.entries.remove(key)).collect();
+        self.statistics.bytes -= taken.iter().map(Entry::bytes).sum::<u64>();
+        self.kept = self.entries.len();
+        Ok(taken)
+    }
 }
 
 /// A cache of casts of leaf tensors. See the [module](self).
@@ -75,19 +118,28 @@ impl CastCache {
         let recorded = runtime::autograd::GradMode::enabled() && tensor.requires_grad();
         let key = (identity(tensor)?, recorded);
         let version = tensor.f_internal_version()?;
-        if let Some(entry) = state.entries.get(&key).filter(|entry| entry.version == version) {
+        if let Some(entry) = state.entries.get(&key).filter(|entry| entry.is_current(tensor, version)) {
             let cast = entry.cast.shallow_clone();
             state.statistics.hits += 1;
             return Ok(cast);
         }
         let cast = tensor.f_to_kind(dtype)?;
-        let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-        let entry = Entry { version, cast: cast.shallow_clone(), _original: tensor.shallow_clone() };
-        let replaced = state.entries.insert(key, entry).map_or(0, |old| bytes(&old.cast));
+        let entry = Entry {
+            version,
+            cast: cast.shallow_clone(),
+            original: tensor.shallow_clone(),
+            memory: tensor.f_detach()?,
+        };
+        let bytes = entry.bytes();
+        let replaced = state.entries.insert(key, entry);
         let State { statistics, .. } = &mut *state;
         statistics.misses += 1;
-        statistics.bytes = statistics.bytes + bytes(&cast) - replaced;
+        statistics.bytes = statistics.bytes + bytes - replaced.as_ref().map_or(0, Entry::bytes);
         statistics.peak_bytes = statistics.peak_bytes.max(statistics.bytes);
+        let unneeded = state.take_unneeded()?;
+        // Dropped outside the lock: the last handle of a tensor may free a graph.
+        drop(state);
+        drop((replaced, unneeded));
         Ok(cast)
     }
 
@@ -101,7 +153,7 @@ impl CastCache {
         let Some(mut state) = self.lock() else { return };
         state.scopes = state.scopes.saturating_sub(1);
         if state.scopes == 0 {
-            state.statistics.bytes = 0;
+            (state.statistics.bytes, state.kept) = (0, 0);
             // Dropped outside the lock: the last handle of a tensor may free a graph.
             let entries = std::mem::take(&mut state.entries);
             drop(state);

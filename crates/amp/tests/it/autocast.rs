@@ -164,6 +164,48 @@ fn scopes_nest_and_end_with_a_panic() {
     assert!(matches!(error, Error::Dtype { found: Kind::Float }), "{error}");
 }
 
+/// `set_data`, as a merge of adapters does, changes neither the tensor nor its version.
+#[test]
+fn a_weight_with_other_memory_is_cast_again() {
+    for requires_grad in [true, false] {
+        let autocast = Autocast::new(Kind::BFloat16).unwrap();
+        let _scope = autocast.enter();
+        let x = Tensor::ones([1, 4], kind::FLOAT_CPU);
+        let weight = Tensor::ones([2, 4], kind::FLOAT_CPU).set_requires_grad(requires_grad);
+        let product = || precision::linear(&x, &weight, None).unwrap().double_value(&[0, 0]);
+        assert_eq!(product(), 4.0);
+        for value in 2..6 {
+            let other = Tensor::full([2, 4], f64::from(value), kind::FLOAT_CPU);
+            weight.shallow_clone().f_set_data(&other).unwrap();
+            assert_eq!(product(), 4.0 * f64::from(value));
+        }
+        assert_eq!(autocast.statistics().bytes, 16, "one cast is held");
+    }
+}
+
+/// Without a graph every tensor is a leaf, also one that was just computed.
+#[test]
+fn casts_of_tensors_made_for_one_use_do_not_pile_up() {
+    let autocast = Autocast::new(Kind::BFloat16).unwrap();
+    let _scope = autocast.enter();
+    let (x, weight) = (random(&[2, 8]), random(&[8, 8]));
+    for _ in 0..2000 {
+        let product = |w: &Tensor| drop(precision::linear(&x, w, None).unwrap());
+        tch::no_grad(|| product(&(&weight * 2.0)));
+        product(&weight.detach().set_requires_grad(true));
+        product(&weight);
+    }
+    let seen = autocast.statistics();
+    assert_eq!(seen.hits, 1999, "the weight itself is cast once");
+    assert!(seen.peak_bytes <= 64 * 128, "{seen:?}");
+    let before = autocast.statistics();
+    for _ in 0..3 {
+        let _uncached = precision::uncached();
+        assert_eq!(precision::linear(&x, &weight, None).unwrap().kind(), Kind::BFloat16);
+    }
+    assert_eq!(autocast.statistics(), before);
+}
+
 #[test]
 fn a_weight_is_cast_once_per_version() {
     let autocast = Autocast::new(Kind::BFloat16).unwrap();
