@@ -42,6 +42,22 @@ pub enum Error {
         /// The size of the vocabulary.
         vocabulary: i64,
     },
+    /// Logits of which none can be chosen.
+    #[error(
+        "generation: prompt {prompt}: the largest logit is {logit}; {}",
+        weight.as_ref().map_or_else(
+            || "the dtype of the weights is too narrow for the model".to_owned(),
+            |name| format!("`{name}` has an infinity or a NaN: the model's files are broken"),
+        )
+    )]
+    Logits {
+        /// The number of the prompt.
+        prompt: usize,
+        /// Its largest logit, infinite or NaN.
+        logit: f64,
+        /// The first weight that has an infinity or a NaN.
+        weight: Option<String>,
+    },
     /// An invalid pattern for parameter names.
     #[error("the pattern `{pattern}` for parameter names: {reason}")]
     Pattern {

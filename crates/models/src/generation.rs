@@ -42,7 +42,7 @@ use stored_weights::StoredWeights;
 
 use crate::error::{Error, Result};
 pub use crate::key_value_cache::{CacheShape, CacheWrites, Extension, KeyValueCache};
-use crate::module::{LanguageModel, tensors};
+use crate::module::{LanguageModel, first_non_finite, tensors};
 
 const WHAT: &str = "generation";
 
@@ -174,7 +174,7 @@ impl<'m> Generator<'m> {
     ///
     /// # Errors
     /// A prompt that is empty, does not start with the prefix, has nothing after it, has tokens outside the vocabulary, or is
-    /// as long as the model's maximum sequence; logits that are NaN or infinite; too little memory for the cache.
+    /// as long as the model's maximum sequence; logits that are NaN or infinite, with the weight that is; too little memory for the cache.
     pub fn generate(&self, prompts: &[Vec<i64>], callback: &mut dyn TokenCallback) -> Result<Vec<Generated>> {
         for (number, prompt) in prompts.iter().enumerate() {
             let of = |error: Error| match error {
@@ -241,7 +241,8 @@ impl<'m> Generator<'m> {
             None => reader.read_whole(&rows)?,
         };
         loop {
-            let tokens = self.options.sampling.sample(&logits_bv, &mut rows)?;
+            let tokens = self.options.sampling.sample(&logits_bv, &mut rows);
+            let tokens = tokens.map_err(|error| self.with_broken_weight(error))?;
             let ended = rows.iter_mut().zip(tokens).map(|(row, token)| self.push_token(row, token, callback));
             let ended: Vec<Option<FinishReason>> = ended.collect();
             // From the last row on, so that a row that takes a finished row's index is not skipped.
@@ -265,6 +266,14 @@ impl<'m> Generator<'m> {
                 Some(cache) => reader.read_last(cache, &rows)?,
                 None => reader.read_whole(&rows)?,
             };
+        }
+    }
+
+    /// Adds the weight that is not finite, if there is one, to the error of logits that are not.
+    fn with_broken_weight(&self, error: Error) -> Error {
+        match (error, first_non_finite(self.model)) {
+            (Error::Logits { prompt, logit, .. }, Ok(weight)) => Error::Logits { prompt, logit, weight },
+            (error, _) => error,
         }
     }
 

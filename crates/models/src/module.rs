@@ -33,6 +33,7 @@
 //! ```
 
 mod context;
+mod finite;
 mod functional_call;
 mod named_tensors;
 mod replace;
@@ -44,6 +45,7 @@ use runtime::ops::TryScalar;
 use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
+pub use finite::{first_non_finite, first_non_finite_of};
 pub use functional_call::{FunctionalCall, SharedModule};
 pub use named_tensors::{
     NamedTensor, ParameterCount, freeze, parameter_count, parameters, tensors, trainable,

@@ -63,11 +63,7 @@ impl Sampling {
         let (best, tokens) = logits_bv.f_max_dim(-1, false)?;
         let best = Vec::<f64>::try_from(best.f_to_kind(Kind::Double)?)?;
         if let Some(row) = best.iter().position(|best| !best.is_finite()) {
-            let reason = format!(
-                "prompt {}: the largest logit is {}; the weights are broken, or their dtype is too narrow for the model",
-                rows[row].number, best[row]
-            );
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::Logits { prompt: rows[row].number, logit: best[row], weight: None });
         }
         let &Self::Random { temperature, top_k, top_p, .. } = self else {
             return Ok(Vec::try_from(tokens)?);

@@ -1,0 +1,66 @@
+//! Finds numbers that are not finite among the tensors of a module.
+
+use runtime::fused::gradients::found_non_finite;
+use runtime::nf4::{dequantize, is_nf4};
+use tch::{Kind, Tensor};
+
+use super::{Module, tensors};
+use crate::error::Result;
+
+/// Returns the name of the first tensor of the state that has an infinity or a NaN, from one read of each; weights in NF4 are
+/// dequantized, one at a time.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn first_non_finite(module: &(impl Module + ?Sized)) -> Result<Option<String>> {
+    first_non_finite_of(module, |tensor| Ok(Some(tensor.shallow_clone())))
+}
+
+/// [`first_non_finite`] of what `values` returns for each tensor, for values that are elsewhere; `None` leaves a tensor out.
+///
+/// # Errors
+/// Those of `values` and of libtorch.
+pub fn first_non_finite_of<E: From<crate::Error>>(
+    module: &(impl Module + ?Sized),
+    values: impl Fn(&Tensor) -> std::result::Result<Option<Tensor>, E>,
+) -> std::result::Result<Option<String>, E> {
+    for named in tensors(module) {
+        if let Some(values) = values(named.tensor)?
+            && !is_finite(&values)?
+        {
+            return Ok(Some(named.name));
+        }
+    }
+    Ok(None)
+}
+
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    let _no_grad = tch::no_grad_guard();
+    let found = match is_nf4(tensor) {
+        true => found_non_finite(&[dequantize(tensor, Kind::Float)?])?,
+        false => found_non_finite(&[tensor])?,
+    };
+    Ok(found.f_double_value(&[0])? == 0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use runtime::nf4::{Scales, quantize};
+    use tch::kind;
+
+    use super::*;
+
+    #[test]
+    fn a_weight_that_is_not_finite_is_found_in_any_dtype() {
+        for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
+            for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                let tensor = Tensor::zeros([5, 7], (kind, tch::Device::Cpu));
+                assert!(is_finite(&tensor).unwrap());
+                let _ = tensor.get(3).get(2).fill_(bad);
+                assert!(!is_finite(&tensor).unwrap(), "{kind:?} {bad}");
+            }
+        }
+        let stored = quantize(&Tensor::ones([4, 64], kind::FLOAT_CPU), Scales::Float).unwrap();
+        assert!(is_finite(&stored).unwrap());
+    }
+}
