@@ -16,10 +16,14 @@ use crate::error::{Error, Result};
 pub fn of_step(record: &StepRecord) -> Value {
     let &StepRecord { step, loss, learning_rate, gradient_norm, tokens, padding, targets, timings, .. } =
         record;
-    json!({
+    let mut step = json!({
         "step": step, "loss": loss, "learning_rate": learning_rate, "gradient_norm": gradient_norm,
         "tokens": tokens, "padding": padding, "targets": targets, "seconds": timings.total,
-    })
+    });
+    if record.skipped {
+        step["skipped"] = json!(true);
+    }
+    step
 }
 
 /// Returns an evaluation as a JSON object.

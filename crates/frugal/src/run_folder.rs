@@ -154,6 +154,8 @@ pub enum State {
     /// It was interrupted or killed, and can be resumed.
     #[default]
     Interrupted,
+    /// It has learned nothing to the end: its last loss is not finite, or every step was skipped.
+    Failed,
 }
 
 impl State {
@@ -164,6 +166,7 @@ impl State {
             Self::Finished => "finished",
             Self::StoppedEarly => "stopped early",
             Self::Interrupted => "interrupted",
+            Self::Failed => "failed",
         }
     }
 }

@@ -23,7 +23,7 @@ mod ring;
 mod segment_backward;
 mod transfer;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -191,6 +191,7 @@ impl Engine {
             Ok(mut new) => {
                 // Slots with the old layer are never used for the new one.
                 (new.generation, new.steps) = (old.generation + 1, old.steps);
+                new.keep_versions(old)?;
                 new.ahead.clone_from(&old.ahead);
                 new.outstanding = old.outstanding.clone();
                 state.layers[layer] = new;
@@ -209,6 +210,20 @@ impl Engine {
     /// Runs `body` on the layers, with the lock block.
     pub(crate) fn with_layers<R>(&self, body: impl FnOnce(&mut Vec<Layer>) -> R) -> R {
         body(&mut self.0.state.lock().layers)
+    }
+
+    /// Returns whether a tensor of the layer is another layer's too.
+    pub(crate) fn shares(&self, layer: usize) -> Result<bool> {
+        let state = self.0.state.lock();
+        let identities =
+            |layer: &Layer| layer.tensors.iter().map(identity).collect::<Result<HashSet<_>, _>>();
+        let own = identities(&state.layers[layer])?;
+        for (_, other) in state.layers.iter().enumerate().filter(|(number, _)| *number != layer) {
+            if !own.is_disjoint(&identities(other)?) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     pub(crate) fn set_consumer(&self, consumer: Arc<dyn GradientConsumer>) -> Result<()> {

@@ -10,14 +10,17 @@
 //! host                                          │ AdamW of 5 │        │ AdamW of 4 │
 //! ```
 //!
-//! A layer's gradient is consumed when it arrives, so the gradients of the whole model are never in memory at once. Two
+//! A layer's gradient is consumed when it arrives, so the gradients of the whole model are never in memory at once. Three
 //! features need all gradients before the first update, and keep them on the host until then: accumulation, until the last
-//! micro-batch, and clipping, whose norm covers all gradients. With clipping, layers are updated in the order of forward, and
-//! the next forward may start before the last ones are done ([`HostOptions::overlap`]): a load waits for its layer's update.
+//! micro-batch; clipping, whose norm covers all gradients; and [`NonFinite::Skip`], because a step can be skipped only as a whole.
+//! Then layers are updated in the order of forward, and the next forward may start before the last ones are done
+//! ([`HostOptions::overlap`]): a load waits for its layer's update. With [`NonFinite::Fail`] each layer's gradients are checked before
+//! its update; a layer whose gradients are not finite keeps its weights, those of layers behind it are updated by then, and the error
+//! says that the step cannot be undone. Layers that share a tensor are updated after backward, once.
 //!
-//! [`training::Trainer`] uses it as any [`Optimizer`]: `Optimizer::begin` announces the number of micro-batches and whether
-//! gradients are clipped, which decides what may be updated during backward. A custom loop calls `begin` and
-//! [`HostAdamW::step`].
+//! [`training::Trainer`] uses it as any [`Optimizer`]: `Optimizer::begin` announces the number of micro-batches, whether
+//! gradients are clipped, and what is done if one is not finite, which decides what may be updated during backward. A custom loop
+//! calls `begin` and [`HostAdamW::step`]; without `begin` a step has one micro-batch, no clipping, and [`NonFinite::Fail`].
 //!
 //! A layer is updated when all of its forwards have delivered their gradients, as many times as there are micro-batches. A
 //! layer that is used twice, or whose graph is retained, waits for the rest, at the latest for [`HostAdamW::step`]. Between a
@@ -42,6 +45,7 @@ use parking_lot::Mutex;
 use runtime::fused::stochastic_rounding::Stream;
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
+use training::clip::NonFinite;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::NoScaler;
 
@@ -98,13 +102,15 @@ pub struct Stepped {
 pub struct HostAdamW {
     engine: Engine,
     shared: Arc<Shared>,
-    /// All parameters in the groups' order, in which the norm sums them.
-    parameters: Vec<Tensor>,
+    /// All parameters, with their names, in the groups' order, in which the norm sums them.
+    parameters: Vec<(String, Tensor)>,
     /// The optimizer of parameters that are not offloaded.
     rest: Option<DeviceOptimizer>,
     groups: Vec<Group>,
     rule: AdamW,
     options: HostOptions,
+    /// The loss of the step, if it is watched.
+    loss: Option<Tensor>,
 }
 
 impl HostAdamW {
@@ -151,7 +157,7 @@ impl HostAdamW {
             rates.push((group.lr, group.weight_decay));
             let mut outside = Vec::new();
             for (name, tensor) in &group.parameters {
-                parameters.extend((!group.frozen).then(|| tensor.shallow_clone()));
+                parameters.extend((!group.frozen).then(|| (name.clone(), tensor.shallow_clone())));
                 let Some(&(layer, index)) = indices.get(&identity(tensor)?) else {
                     outside.push((name.clone(), tensor.shallow_clone()));
                     continue;
@@ -170,6 +176,7 @@ impl HostAdamW {
                         step: 0,
                         moments: None,
                         master: None,
+                        written: None,
                     };
                     of_layers.push(((layer, index), parameter));
                 }
@@ -196,7 +203,8 @@ impl HostAdamW {
             state: Mutex::new(State {
                 rule,
                 groups: rates,
-                settings: StepSettings::default(),
+                // Steps within backward until `begin` says otherwise.
+                settings: StepSettings { non_finite: NonFinite::Fail, ..StepSettings::default() },
                 parameters: of_layers,
                 indices,
                 layers,
@@ -206,7 +214,7 @@ impl HostAdamW {
             }),
         });
         engine.set_consumer(shared.clone())?;
-        Ok(Self { engine, shared, parameters, rest, groups: all, rule, options })
+        Ok(Self { engine, shared, parameters, rest, groups: all, rule, options, loss: None })
     }
 
     /// Ends a step: clips and updates what was not updated during backward, and clears all gradients.
@@ -234,12 +242,21 @@ impl HostAdamW {
         for layer in 0..state.layers.len() {
             let (gradients, arrived) = state.take_accumulated(&self.engine, layer)?;
             if !gradients.is_empty() {
-                let gradients_of_layer =
-                    LayerGradients { gradients, arrived, pooled: false, factor, ahead: false };
+                let gradients_of_layer = LayerGradients {
+                    gradients,
+                    arrived,
+                    pooled: false,
+                    factor,
+                    ahead: false,
+                    checked: false,
+                };
                 state.step(&self.engine, layer, gradients_of_layer)?;
             }
         }
-        Ok(())
+        let has_shared = state.layers.iter().any(|layer| layer.shares);
+        drop(state);
+        // A load of a layer waits for that layer's update, not for one that has written a tensor of both.
+        if has_shared { self.engine.synchronize() } else { Ok(()) }
     }
 
     fn forget_gradients(&mut self) -> Result<()> {

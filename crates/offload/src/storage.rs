@@ -108,6 +108,8 @@ pub(crate) struct Layer {
     pub(crate) generation: u64,
     /// Steps of the engine's own optimizer.
     pub(crate) steps: u64,
+    /// By tensor: how much of its version are steps of the engine's own optimizer as this layer's.
+    own_versions: Vec<i64>,
     /// Tensors that the engine's optimizer has stepped before the rest of the model.
     pub(crate) ahead: Vec<usize>,
     /// Whether this step's update is queued, so that the layer may be prefetched for the next step.
@@ -176,6 +178,7 @@ impl Layer {
             files: named.iter().map(|_| None).collect(),
             gradients: named.iter().map(|_| None).collect(),
             pending: named.iter().map(|_| None).collect(),
+            own_versions: vec![0; named.len()],
             layout,
             generation: 0,
             steps: 0,

@@ -16,7 +16,7 @@ use runtime::collectives::{Group as Ranks, ReduceOp, ReduceOptions};
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 use training::checkpoint::LazyTensor;
-use training::clip;
+use training::clip::{self, Findings, NonFinite};
 use training::optimizer::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::GradScaler;
 
@@ -29,6 +29,9 @@ use crate::shards::bytes;
 use crate::{Result, refused};
 use part::{Part, inner_groups, parts};
 pub use settings::{Options, Stage};
+
+/// What a rank sends instead of whether it has a gradient, if one is not finite.
+const NON_FINITE: i64 = 2;
 
 /// A rule over parameters whose state is divided among ranks. See the [crate's front page](crate).
 #[derive(Debug)]
@@ -44,6 +47,8 @@ pub struct ShardedOptimizer {
     /// Completed steps of each parameter.
     steps: Vec<u64>,
     settings: StepSettings,
+    /// The loss of the step, if it is watched: the same on all ranks.
+    loss: Option<Tensor>,
     _hooks: Vec<GradientHook>,
 }
 
@@ -79,6 +84,7 @@ impl ShardedOptimizer {
                 format!("group `{}` has a rule of its own; give all groups the optimizer's", group.name);
             return Err(refused(reason));
         }
+        settings::distinct(&groups)?;
         agreement::agree(rule.as_ref(), &groups, &mesh, &options)?;
         let parameters: Vec<(usize, &str, &Tensor)> = groups
             .iter()
@@ -86,6 +92,12 @@ impl ShardedOptimizer {
             .enumerate()
             .map(|(number, (name, tensor))| (number, name.as_str(), tensor))
             .collect();
+        let thawed = options.shards.as_ref().map(|shards| shards.thawed(parameters.iter().map(|one| one.2)));
+        if let Some(name) = thawed.transpose()?.flatten() {
+            return Err(refused(format!(
+                "`{name}` is trained, but was frozen when its layer was divided; unfreeze it before the model is divided"
+            )));
+        }
         let names: Vec<String> = parameters.iter().map(|(_, name, _)| (*name).to_owned()).collect();
         let mut numbers = HashMap::new();
         let mut rest = Vec::new();
@@ -132,6 +144,7 @@ impl ShardedOptimizer {
             inner,
             round,
             settings: StepSettings::default(),
+            loss: None,
             _hooks: hooks,
         })
     }
@@ -157,13 +170,35 @@ impl ShardedOptimizer {
         Ok(())
     }
 
-    /// Whether each parameter had a gradient on any rank.
-    fn seen(&self) -> Result<Vec<bool>> {
-        let own: Vec<i64> = self.round.lock().seen.iter().map(|seen| i64::from(*seen)).collect();
+    /// Returns whether each parameter had a gradient on any rank, and whether `non_finite` is true on any.
+    fn seen(&self, non_finite: bool) -> Result<(Vec<bool>, bool)> {
+        let mut own: Vec<i64> = self.round.lock().seen.iter().map(|seen| i64::from(*seen)).collect();
+        // In the same numbers, so that it takes no message of its own.
+        own.iter_mut().take(usize::from(non_finite)).for_each(|first| *first = NON_FINITE);
         let all = Tensor::f_from_slice(&own)?;
         let options = ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() };
         self.mesh.world.all_reduce(&all, options, "parameters with a gradient")?;
-        Ok(Vec::<i64>::try_from(all)?.into_iter().map(|seen| seen != 0).collect())
+        let all = Vec::<i64>::try_from(all)?;
+        Ok((all.iter().map(|seen| *seen != 0).collect(), all.contains(&NON_FINITE)))
+    }
+
+    /// Returns this rank's sums of gradients.
+    fn sums(&self) -> Vec<Tensor> {
+        self.round.lock().buckets.iter().flat_map(|bucket| bucket.sums.tensors()).collect()
+    }
+
+    /// Returns a parameter of which this rank's sum has an infinity or a NaN.
+    fn first_non_finite(&self) -> Result<Option<String>> {
+        let round = self.round.lock();
+        for part in &self.parts {
+            if let Some(sum) = part.gradient(&round.buckets)? {
+                let name = self.names[part.parameter].as_str();
+                if let Some(name) = clip::first_non_finite([(name, sum)])? {
+                    return Ok(Some(name.to_owned()));
+                }
+            }
+        }
+        Ok(None)
     }
 
     fn norm(&self) -> Result<f64> {
@@ -200,22 +235,32 @@ impl Optimizer for ShardedOptimizer {
     fn begin(&mut self, settings: StepSettings) -> Result<()> {
         self.round.lock().buckets.iter().try_for_each(|bucket| bucket.check_memory(&self.names))?;
         self.inner.set_factor(settings.factor)?;
-        self.settings = settings;
-        for part in self.parts.iter_mut().filter(|part| part.follows) {
-            let _no_grad = tch::no_grad_guard();
-            if let Some(weights) = &part.rounded {
-                part.stepped.f_detach()?.f_copy_(weights)?;
-            }
-            part.follows = false;
-        }
-        self.round.lock().begin();
+        (self.settings, self.loss) = (settings, None);
+        let mut round = self.round.lock();
+        self.parts.iter_mut().try_for_each(|part| part.follow(&round.buckets))?;
+        round.begin();
         Ok(())
+    }
+
+    fn watch_loss(&mut self, loss: &Tensor) {
+        self.loss = Some(loss.detach());
     }
 
     fn reduce(&mut self) -> Result<()> {
         let mut round = self.round.lock();
         self.check_late(&round)?;
         round.end()
+    }
+
+    fn has_gradient(&self, tensor: &Tensor) -> Result<bool> {
+        let round = self.round.lock();
+        let all = self.groups.iter().flat_map(|group| &group.parameters).zip(&round.seen);
+        for ((_, parameter), seen) in all {
+            if identity(parameter)? == identity(tensor)? {
+                return Ok(*seen);
+            }
+        }
+        Ok(tensor.f_grad()?.defined())
     }
 
     fn passes_communicate(&self) -> bool {
@@ -257,10 +302,14 @@ impl Optimizer for ShardedOptimizer {
     }
 
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
-        let clip = self.settings.clip;
-        let seen = self.seen()?;
-        let sums: Vec<Tensor> =
-            self.round.lock().buckets.iter().flat_map(|bucket| bucket.sums.tensors()).collect();
+        let StepSettings { clip, non_finite, .. } = self.settings;
+        let checks = non_finite != NonFinite::Ignore;
+        let loss = self.loss.take().filter(|_| checks).map(|loss| loss.f_double_value(&[0])).transpose()?;
+        let sums = self.sums();
+        // A norm tells it too, and so does a scaler's flag.
+        let is_unknown = checks && clip.is_none() && !scaler.is_enabled();
+        let found = is_unknown && clip::found_non_finite(&sums)?.f_double_value(&[0])? != 0.0;
+        let (seen, non_finite) = self.seen(found)?;
         let found_inf = scaler.unscale_(&sums, false)?.found_inf;
         let overflow = match found_inf {
             Some(flag) => {
@@ -272,7 +321,8 @@ impl Optimizer for ShardedOptimizer {
             None => false,
         };
         let norm = clip.map(|_| self.norm()).transpose()?;
-        let skip = self.settings.skips(norm, overflow, scaler)?;
+        let findings = Findings { loss, norm, non_finite, overflow };
+        let skip = self.settings.skips(&findings, scaler, || self.first_non_finite())?;
         if let (Some(norm), Some(limit), false) = (norm, clip, skip) {
             clip::scale_to_known_(&sums, norm, limit)?;
         }
@@ -342,7 +392,7 @@ impl Optimizer for ShardedOptimizer {
 
 impl ShardedOptimizer {
     /// Rounds master copies into the weights, and gathers the weights from their owners.
-    fn round_and_gather(&self) -> Result<()> {
+    fn round_and_gather(&mut self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let rounded = self.parts.iter().filter_map(|part| Some((part.rounded.as_ref()?, &part.stepped)));
         let (targets, sources): (Vec<&Tensor>, Vec<&Tensor>) = rounded.unzip();
@@ -358,6 +408,6 @@ impl ShardedOptimizer {
                 runtime::autograd::mark_written(&member.tensor)?;
             }
         }
-        Ok(())
+        self.parts.iter_mut().try_for_each(|part| part.wrote(&round.buckets))
     }
 }

@@ -157,6 +157,15 @@ impl Reductions {
         Ok(())
     }
 
+    /// Waits for what a round that failed has begun, and forgets it.
+    fn abandon(&mut self) {
+        if self.begun == 0 && self.in_flight.is_empty() {
+            return;
+        }
+        // Its failure was an error of that round.
+        let _ = self.end();
+    }
+
     /// Waits for all.
     fn end(&mut self) -> Result<()> {
         self.in_flight.clear();
@@ -193,9 +202,11 @@ impl Round {
         })
     }
 
-    /// Starts a step.
+    /// Starts a step, whatever became of the one before: what a backward that failed has left behind is dropped.
     pub(crate) fn begin(&mut self) {
-        (self.first, self.idle) = (true, false);
+        self.reductions.abandon();
+        self.arrived.iter_mut().for_each(|arrived| arrived.end(false));
+        (self.open, self.first, self.idle) = (true, true, false);
         self.seen.fill(false);
         self.clear();
     }

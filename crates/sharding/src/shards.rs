@@ -120,6 +120,19 @@ impl Shards {
         Ok(self.0.state.lock().indices.contains_key(&identity(tensor)?))
     }
 
+    /// Returns the name of a tensor that is to be trained, but was frozen when its layer was divided: it is in no bucket.
+    pub(crate) fn thawed<'a>(&self, parameters: impl Iterator<Item = &'a Tensor>) -> Result<Option<String>> {
+        let state = self.0.state.lock();
+        for parameter in parameters.filter(|parameter| parameter.requires_grad()) {
+            if let Some(&(region, index)) = state.indices.get(&identity(parameter)?)
+                && !state.regions[region].trained
+            {
+                return Ok(Some(state.regions[region].members[index].name.clone()));
+            }
+        }
+        Ok(None)
+    }
+
     /// What all ranks must agree on: each tensor's name, shape and sum.
     pub(crate) fn descriptions(&self) -> Vec<(String, String)> {
         let state = self.0.state.lock();

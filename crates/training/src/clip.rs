@@ -2,7 +2,8 @@
 //! each is multiplied by min(1, limit / (N + 10⁻⁶)).
 //!
 //! A norm that is not finite means that a gradient is not: one number answers both questions, so a training step needs at most
-//! one synchronisation with the device ([`Norm::read`]), or none ([`scale_to_`]).
+//! one synchronisation with the device ([`Norm::read`]), or none ([`scale_to_`]). A step that is not clipped reads its gradients once to
+//! find one that is not finite ([`found_non_finite`]), unless [`NonFinite::Ignore`] allows them.
 
 use std::borrow::Borrow;
 
@@ -18,7 +19,7 @@ use crate::error::{Error, Result};
 /// Keeps the quotient finite for zero gradients, as PyTorch does.
 const EPS: f64 = 1e-6;
 
-/// What to do with gradients whose norm is not finite.
+/// What to do with a step whose loss is not finite, or a gradient of which is not, with or without clipping.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NonFinite {
@@ -31,19 +32,72 @@ pub enum NonFinite {
     Ignore,
 }
 
-impl NonFinite {
-    /// Returns whether a step whose gradients have this norm is skipped.
-    ///
-    /// # Errors
-    /// [`NonFinite::Fail`] and a norm that is not finite.
-    pub fn skips(self, norm: f64) -> Result<bool> {
-        match self {
-            _ if norm.is_finite() => Ok(false),
-            Self::Skip => Ok(true),
-            Self::Fail => Err(not_finite(norm)),
-            Self::Ignore => Ok(false),
+/// What the host knows of a step before its update.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Findings {
+    /// The loss, up to a factor; `None` where it is not known.
+    pub loss: Option<f64>,
+    /// The gradient norm, if it was computed.
+    pub norm: Option<f64>,
+    /// Whether a gradient is infinite or NaN, as far as that is known without a norm.
+    pub non_finite: bool,
+    /// Whether gradients overflowed under a scaler.
+    pub overflow: bool,
+}
+
+impl Findings {
+    /// Returns whether the loss and all gradients are finite, as far as they are known.
+    pub fn are_finite(&self) -> bool {
+        let finite = |number: Option<f64>| number.is_none_or(f64::is_finite);
+        finite(self.loss) && finite(self.norm) && !self.non_finite
+    }
+
+    /// The error of a step that is neither skipped nor taken; `culprit` is a parameter whose gradient is not finite.
+    pub fn error(&self, culprit: Option<&str>) -> Error {
+        let of = culprit.map_or_else(String::new, |name| format!(" (of `{name}` first)"));
+        match *self {
+            Self { norm: Some(norm), .. } if !norm.is_finite() => {
+                not_finite(&format!("the gradients' norm is {norm}{of}"))
+            }
+            Self { non_finite: true, .. } => not_finite(&format!("a gradient is infinite or NaN{of}")),
+            Self { loss, .. } => not_finite(&format!("the loss is {}", loss.unwrap_or(f64::NAN))),
         }
     }
+}
+
+/// Returns whether a gradient is infinite or NaN: float `[1]` on the first one's device, 1 if so, from one read of each and without
+/// synchronising.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn found_non_finite(grads: &[impl Borrow<Tensor>]) -> Result<Tensor> {
+    let mut found = Vec::new();
+    let (in_files, others): (Vec<&Tensor>, Vec<&Tensor>) =
+        grads.iter().map(Borrow::borrow).partition(|grad| file_memory::is_in_file(grad));
+    // One by one, so that those in files need memory only while they are read.
+    for grad in in_files {
+        found.push(gradients::found_non_finite(&[grad])?);
+        file_memory::release(grad)?;
+    }
+    let of_others = gradients::found_non_finite(&others)?;
+    for one in found {
+        let one = one.f_to_device(of_others.device())?;
+        of_others.shallow_clone().f_copy_(&of_others.f_maximum(&one)?)?;
+    }
+    Ok(of_others)
+}
+
+/// Returns the first of the named tensors that has an infinity or a NaN; waits for the device.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn first_non_finite<'a>(named: impl IntoIterator<Item = (&'a str, Tensor)>) -> Result<Option<&'a str>> {
+    for (name, tensor) in named {
+        if found_non_finite(&[tensor])?.f_double_value(&[0])? != 0.0 {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
 }
 
 /// A norm that may not have been copied from the device yet.
@@ -140,7 +194,7 @@ pub fn clip_(grads: &[impl Borrow<Tensor>], limit: f64, non_finite: NonFinite) -
     if value.is_finite() || non_finite == NonFinite::Ignore {
         scale_to_known_(grads, value, limit)?;
     } else if non_finite == NonFinite::Fail {
-        return Err(not_finite(value));
+        return Err(Findings { norm: Some(value), ..Findings::default() }.error(None));
     }
     Ok(value)
 }
@@ -162,12 +216,12 @@ pub fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> 
     Ok(foreach::mul_scalar_(&grads, factor)?)
 }
 
-pub(crate) fn not_finite(norm: f64) -> Error {
+fn not_finite(what: &str) -> Error {
     let reason = format!(
-        "the gradients' norm is {norm}; look for a division by zero or an overflow in the loss, lower the learning rate, or \
-         skip such steps with NonFinite::Skip"
+        "{what}; look for a division by zero or an overflow in the loss, lower the learning rate, or skip such steps with \
+         NonFinite::Skip"
     );
-    Error::config("gradient clipping", reason)
+    Error::config("non-finite gradients", reason)
 }
 
 /// Refuses a limit that is not positive.

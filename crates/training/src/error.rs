@@ -104,6 +104,19 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
+    /// A loss is not finite because a weight is not: no later one will be.
+    #[error(
+        "{what} is {loss}, because `{weight}` has an infinity or a NaN; look for it in the model's files, or in the checkpoint that was \
+         resumed from"
+    )]
+    NonFiniteWeight {
+        /// The loss, with its step.
+        what: String,
+        /// Its value.
+        loss: f64,
+        /// The first of the model's tensors that has an infinity or a NaN.
+        weight: String,
+    },
     /// A step failed and could not be undone, for the most part because the optimizer had updated some of the weights; or a step could
     /// be loaded from its checkpoint only in part.
     #[error("step {step} failed and could not be undone: {cause}; resume from the last checkpoint")]

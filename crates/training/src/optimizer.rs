@@ -67,8 +67,9 @@ pub use nesterov::Nesterov;
 pub use rms_prop::RmsProp;
 pub use rule::{FusedStep, Hyperparameters, Rule, Tensors};
 pub use sgd::Sgd;
+pub use state::{WeightVersion, follow_weight};
 
-use crate::clip::NonFinite;
+use crate::clip::{Findings, NonFinite};
 use crate::error::Result;
 use crate::scaler::GradScaler;
 
@@ -98,10 +99,16 @@ pub trait Optimizer: Debug + Send {
     /// Settings outside their ranges; a step that was not ended.
     fn begin(&mut self, settings: StepSettings) -> Result<()>;
 
+    /// Announces the step's loss, or a positive multiple of it, one element on any device, before [`Optimizer::unscale_and_clip`]: one
+    /// that is not finite counts as a gradient that is not.
+    fn watch_loss(&mut self, loss: &Tensor) {
+        let _ = loss;
+    }
+
     /// Unscales and clips the gradients, updates the scale, and decides whether to skip the step.
     ///
     /// # Errors
-    /// [`NonFinite::Fail`] and a norm that is not finite; those of the scaler.
+    /// [`NonFinite::Fail`] and a loss or gradient that is not finite; those of the scaler.
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision>;
 
     /// Updates every parameter that has a gradient, unless the step is skipped.
@@ -138,6 +145,14 @@ pub trait Optimizer: Debug + Send {
     /// A rank that failed.
     fn reduce(&mut self) -> Result<()> {
         Ok(())
+    }
+
+    /// Returns whether a parameter has got a gradient since [`Optimizer::begin`], also if `reduce` has moved it on.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn has_gradient(&self, tensor: &Tensor) -> Result<bool> {
+        Ok(tensor.f_grad()?.defined())
     }
 
     /// Returns whether forward and backward communicate, because ranks hold shards of the weights. Then all ranks must run the same
@@ -231,7 +246,7 @@ pub struct StepSettings {
     pub factor: f64,
     /// Maximum gradient norm.
     pub clip: Option<f64>,
-    /// What to do if the norm is not finite.
+    /// What to do if the loss or a gradient is not finite.
     pub non_finite: NonFinite,
 }
 
@@ -243,16 +258,24 @@ impl Default for StepSettings {
 }
 
 impl StepSettings {
-    /// Decides on the host: updates the scale, and returns whether to skip a step of this norm, if it was computed.
+    /// Decides on the host: updates the scale, and returns whether to skip the step. `culprit` names a parameter whose gradient is not
+    /// finite, for the error.
     ///
     /// # Errors
-    /// [`NonFinite::Fail`] and a norm that is not finite; those of the scaler.
-    pub fn skips(&self, norm: Option<f64>, overflow: bool, scaler: &mut dyn GradScaler) -> Result<bool> {
-        scaler.update(overflow)?;
-        match norm {
-            _ if overflow => Ok(true),
-            Some(norm) => self.non_finite.skips(norm),
-            None => Ok(false),
+    /// [`NonFinite::Fail`] and a loss or gradient that is not finite; those of the scaler and of `culprit`.
+    pub fn skips(
+        &self,
+        findings: &Findings,
+        scaler: &mut dyn GradScaler,
+        culprit: impl FnOnce() -> Result<Option<String>>,
+    ) -> Result<bool> {
+        scaler.update(findings.overflow)?;
+        match self.non_finite {
+            _ if findings.overflow => Ok(true),
+            _ if findings.are_finite() => Ok(false),
+            NonFinite::Skip => Ok(true),
+            NonFinite::Ignore => Ok(false),
+            NonFinite::Fail => Err(findings.error(culprit()?.as_deref())),
         }
     }
 }
@@ -269,13 +292,13 @@ pub enum StepDecision {
         /// Whether it is skipped because gradients overflowed under a scaler.
         overflow: bool,
     },
-    /// On the device, with a [`DeviceGradScaler`](crate::scaler::DeviceGradScaler).
+    /// On the device, with a [`DeviceGradScaler`](crate::scaler::DeviceGradScaler), or without a scaler and clipping.
     Device {
         /// A float scalar: 1 to skip the step.
         skip: Tensor,
         /// For the step's record, fp64: whether it is skipped, whether because of an overflow, the norm (NaN without clipping),
         /// the scale of the step, then [`DeviceGradScaler::device_state`](crate::scaler::DeviceGradScaler::device_state) after
-        /// it.
+        /// it, if there is one.
         figures: Tensor,
     },
 }

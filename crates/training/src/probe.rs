@@ -26,7 +26,8 @@ pub struct StepProbe {
 
 impl StepProbe {
     /// Runs forward and backward on the next batch of `train`, in the trainer's precision; `None` at the end of the data. Restores the
-    /// position in the data and the random generators, and clears the gradients, also after an error, so call it between steps.
+    /// position in the data and the random generators, and clears the gradients, also after an error, so call it between steps. All
+    /// ranks call it.
     ///
     /// # Errors
     /// Those of the data and of the model.
@@ -52,21 +53,22 @@ impl StepProbe {
         if let Some(rows) = trainer.options.rows {
             micro = micro.split(rows)?;
         }
-        let _precision = trainer.enter_precision();
-        let model = trainer.model.as_ref();
         trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
         // Announced as one micro-batch more, so that no optimizer steps during backward.
         let micro_batches = micro.batches.len() as u64 + 1;
         trainer.optimizer.begin(StepSettings { micro_batches, ..StepSettings::default() })?;
+        let _precision = trainer.enter_precision();
         let counter = Counter::on_this_thread()?;
         for batch in &micro.batches {
-            let output = forward(model, batch, true, false)?;
+            let output = forward(trainer.model.as_ref(), batch, true, false)?;
             runtime::autograd::backward(&[&output.sum])?;
+            // Every rank computes all of them: a round of one micro-batch of each.
+            trainer.optimizer.reduce()?;
         }
         let flops = counter.finish()?.total.flops;
         let (mut without_gradient, mut elements_without_gradient) = (Vec::new(), 0);
-        for (name, tensor) in trainable(model) {
-            if !tensor.f_grad()?.defined() {
+        for (name, tensor) in trainable(trainer.model.as_ref()) {
+            if !trainer.optimizer.has_gradient(tensor)? {
                 elements_without_gradient += tensor.numel() as u64;
                 without_gradient.push(name);
             }

@@ -177,7 +177,8 @@ impl Trainer {
     /// another call computes it again. After an observer has failed, a training in one process saves its steps all the same.
     ///
     /// # Errors
-    /// [`Error::Diverged`](crate::Error::Diverged); [`Error::Interrupted`](crate::Error::Interrupted) after a step that failed halfway through its
+    /// [`Error::Diverged`](crate::Error::Diverged); [`Error::NonFiniteWeight`](crate::Error::NonFiniteWeight);
+    /// [`Error::Interrupted`](crate::Error::Interrupted) after a step that failed halfway through its
     /// update; a checkpoint that cannot be written; those of data, model and observers.
     pub fn run(
         &mut self,
@@ -286,7 +287,7 @@ impl Trainer {
             clip: self.options.clip,
             non_finite: self.options.non_finite,
         };
-        let (sums, scale, decision, started) = loop {
+        let (mut sums, scale, decision, started) = loop {
             self.optimizer.begin(settings)?;
             let sums = match self.gradients(&micro, &mut timings) {
                 Ok(sums) => sums,
@@ -298,6 +299,9 @@ impl Trainer {
             // The device's decision is added to the record when it is read.
             let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
             let started = Instant::now();
+            let sums = Tensor::f_stack(&sums, 0)?;
+            let sums = sums.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+            self.optimizer.watch_loss(&sums.f_narrow(0, 0, 1)?);
             let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
             if !self.try_again(attempts.as_mut(), &decision, scale, random)? {
                 break (sums, scale, decision, started);
@@ -305,7 +309,6 @@ impl Trainer {
             timings.optimizer += started.elapsed().as_secs_f64();
         };
         // The last allocations of the step, before anything is updated.
-        let mut sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
         let parts = sums.numel();
         if let StepDecision::Device { figures, .. } = &decision {
             sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
@@ -407,9 +410,10 @@ impl Trainer {
             };
             let told = self.tell(|observer| observer.on_step(&record));
             self.trouble.observe(&record);
+            let explained = self.explain_first(&record);
             let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
             let seen = seen.map_err(|error| self.with_last_checkpoint(error));
-            failed = failed.and(told).and(learned).and(seen);
+            failed = failed.and(told).and(learned).and(explained).and(seen);
         }
         failed
     }

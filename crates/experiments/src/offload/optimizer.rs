@@ -193,7 +193,9 @@ impl Training {
             let began = Instant::now();
             let &Demand { micro_batches, clip, .. } = demand;
             let factor = self.factor(demand, step);
-            optimizer.begin(StepSettings { micro_batches, factor, clip, ..StepSettings::default() })?;
+            // Layers are updated within backward; to skip a step, all gradients would be needed first.
+            let non_finite = NonFinite::Fail;
+            optimizer.begin(StepSettings { micro_batches, factor, clip, non_finite })?;
             losses.push(self.passes(&model, demand, step)?);
             optimizer.step()?;
             seconds.push(began.elapsed().as_secs_f64());

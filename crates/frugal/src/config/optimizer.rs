@@ -19,7 +19,8 @@ pub struct OptimizerConfig {
     pub warmup: f64,
     /// Weight decay of matrices: decoupled for AdamW, an L2 penalty for the others.
     pub weight_decay: f64,
-    /// Maximum gradient norm; 0 for no clipping.
+    /// Maximum gradient norm; 0 for no clipping. A step whose loss or gradients are not finite is skipped; without clipping and with the
+    /// optimizer on the host it ends the training.
     pub clip: f64,
     /// Where the optimizer state of offloaded layers is stored and updated.
     pub place: OptimizerPlace,

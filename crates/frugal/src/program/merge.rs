@@ -11,6 +11,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use frugal::config::{Bytes, Dtype};
 use models::hugging_face::{self, Folder};
+use models::module::first_non_finite;
 use models::state_dict::{load_state_dict, state_dict};
 use models::tensors_file::TensorsFile;
 use models::{Llama, LlamaConfig};
@@ -142,6 +143,14 @@ pub(crate) fn into_folder(
     max_shard_bytes: Bytes,
 ) -> anyhow::Result<()> {
     let adapters = load_adapter(&mut model, adapter)?;
+    if let Some(name) = first_non_finite(&model)? {
+        bail!(
+            "`{name}` has an infinity or a NaN, in {} or in the adapter's folder {}: nothing was merged; get the files again, or take \
+             an earlier checkpoint's",
+            folder.path().display(),
+            adapter.display()
+        );
+    }
     let unloaded = adapters.merge_and_unload(&mut model)?;
     if !unloaded.untied.is_empty() {
         model = untied(&model)?;

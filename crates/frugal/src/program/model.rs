@@ -11,7 +11,7 @@ use lora::peft::CONFIG_FILE;
 use models::Llama;
 use models::hub::Hub;
 use models::hugging_face::Folder;
-use models::module::LanguageModel;
+use models::module::{LanguageModel, first_non_finite};
 use tch::Device;
 
 use super::Common;
@@ -116,6 +116,22 @@ pub(crate) fn with_adapter(
 /// As [`with_adapter`].
 pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<Adapters> {
     Adapters::load(model, folder).with_context(|| format!("the adapter {}", folder.display()))
+}
+
+/// Returns the error of a loss that is not finite, with the weight that is the reason, if one is.
+///
+/// # Errors
+/// Those of libtorch.
+pub(crate) fn not_finite(model: &dyn LanguageModel, loss: f64) -> anyhow::Result<anyhow::Error> {
+    Ok(match first_non_finite(model)? {
+        Some(name) => anyhow::anyhow!(
+            "the loss is {loss}, because `{name}` has an infinity or a NaN; the model's files are broken: get them again, or take an \
+             earlier checkpoint's"
+        ),
+        None => anyhow::anyhow!(
+            "the loss is {loss}, though all weights are finite; their dtype is too narrow for the model: give --dtype float32"
+        ),
+    })
 }
 
 /// Returns whether two paths are the same folder.

@@ -10,7 +10,6 @@ use frugal::models::module::ParameterCount;
 use frugal::planning::{MemorySamples, PeakMeter};
 use frugal::run_folder::{Outcome, RunRecord, SplitRecord, StartRecord, State, page, unix_time};
 use frugal::training::observer::{Observer, StepRecord};
-use frugal::training::trainer::StopReason;
 use serde_json::Value;
 use tch::Device;
 
@@ -91,12 +90,7 @@ impl<'a> Recorder<'a> {
     ///
     /// # Errors
     /// A folder that cannot be written.
-    pub(crate) fn end(mut self, common: &Common, ended: StopReason, step: u64) -> anyhow::Result<Outcome> {
-        let state = match ended {
-            StopReason::Completed | StopReason::OutOfData => State::Finished,
-            StopReason::StoppedEarly => State::StoppedEarly,
-            StopReason::Interrupted => State::Interrupted,
-        };
+    pub(crate) fn end(mut self, common: &Common, state: State, step: u64) -> anyhow::Result<Outcome> {
         let peak = self.meter.and_then(|meter| meter.finish().ok());
         let peak_bytes = peak.map_or(0, |peak| peak.counted(self.device));
         let file_bytes = peak.filter(|_| self.device == Device::Cpu).map_or(0, |peak| peak.file);

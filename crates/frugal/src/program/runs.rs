@@ -76,7 +76,9 @@ impl Summary {
     /// Completed steps of all steps.
     fn steps(&self) -> String {
         let done = match (&self.record.outcome, self.state) {
-            (Some(outcome), State::Finished | State::StoppedEarly | State::Interrupted) => outcome.step,
+            (Some(outcome), State::Finished | State::StoppedEarly | State::Interrupted | State::Failed) => {
+                outcome.step
+            }
             _ => self.losses.step,
         };
         format!("{done}/{}", self.record.steps)

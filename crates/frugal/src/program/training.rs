@@ -13,7 +13,7 @@ use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::recipe::Handles;
-use frugal::run_folder::{Curves, LOSSES, LossTable, Outcome, TABLE};
+use frugal::run_folder::{Curves, LOSSES, LossTable, Outcome, State, TABLE};
 use frugal::training::interrupt;
 use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::StopReason;
@@ -194,7 +194,15 @@ impl Run<'_> {
         if let Some(expected) = expected {
             expected.calibrate(common, &mut trainer, train.as_mut(), lend(&mut validation))?;
         }
-        let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
+        let ended = match trainer.run(train.as_mut(), lend(&mut validation)) {
+            Ok(ended) => ended,
+            Err(error) => {
+                if let (true, Some(recorder)) = (never_finite(&error), recorder) {
+                    recorder.end(common, State::Failed, trainer.step())?;
+                }
+                return Err(error.into());
+            }
+        };
         let step = trainer.step();
         let evaluated = trainer.options.evaluate_every.is_some_and(|every| step.is_multiple_of(every));
         let is_due = ended != StopReason::Interrupted && !evaluated && !was_finished;
@@ -206,8 +214,15 @@ impl Run<'_> {
         if let Some(offload) = &handles.offload {
             offload.synchronize()?;
         }
-        let outcome = recorder.map(|recorder| recorder.end(common, ended, step)).transpose()?;
-        finish(common, &trainer, ended, out.as_deref())?;
+        let failure = NothingLearned::of(&trainer);
+        let state = match ended {
+            StopReason::Interrupted => State::Interrupted,
+            _ if failure.is_some() => State::Failed,
+            StopReason::Completed | StopReason::OutOfData => State::Finished,
+            StopReason::StoppedEarly => State::StoppedEarly,
+        };
+        let outcome = recorder.map(|recorder| recorder.end(common, state, step)).transpose()?;
+        finish(common, &trainer, (ended, failure), out.as_deref())?;
         // The log has the losses before a resume too.
         let losses = match out {
             Some(out) if common.is_first() => Losses::read(&out.join(LOSSES))?,
@@ -218,11 +233,58 @@ impl Run<'_> {
     }
 }
 
+/// The remedy for a loss that is not finite from the beginning.
+const BROKEN: &str = "; the files of the model, or of the adapter, are broken: get them again";
+
 /// The remedy for a loss that is not finite.
 const DIVERGED: &str = "; give a lower --lr, a longer --warmup, or --clip 1";
 
-/// Checks the end of a training: a last step that is not on the disk is a failure.
-fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::Result<()> {
+/// Whether a training ended because its losses are not finite, or far from what they were.
+fn never_finite(error: &frugal::training::Error) -> bool {
+    use frugal::training::Error;
+    matches!(error, Error::NonFiniteWeight { .. } | Error::Diverged { .. })
+}
+
+/// Why a training that came to its end has learned nothing.
+struct NothingLearned {
+    reason: String,
+    /// The weight that is the reason, as the end of a sentence.
+    weight: String,
+    remedy: &'static str,
+}
+
+impl NothingLearned {
+    /// Its last loss is not finite, or it has skipped every step. All ranks call it.
+    fn of(trainer: &Trainer) -> Option<Self> {
+        let (weight, remedy) = match trainer.first_non_finite() {
+            // A failure to look would hide the reason.
+            Some(first) => match trainer.non_finite_weight() {
+                Ok(Some(weight)) => {
+                    let remedy = if first.step == 1 { BROKEN } else { DIVERGED };
+                    (format!("; `{weight}` has an infinity or a NaN"), remedy)
+                }
+                _ => (String::new(), DIVERGED),
+            },
+            None => (String::new(), DIVERGED),
+        };
+        let reason = match trainer.first_non_finite() {
+            Some(first) => first.to_string(),
+            None if trainer.has_skipped_all() => {
+                "every step was skipped, because a gradient was not finite".to_owned()
+            }
+            None => return None,
+        };
+        Some(Self { reason, weight, remedy })
+    }
+}
+
+/// Checks the end of a training: a loss that is not finite, or a last step that is not on the disk, is a failure.
+fn finish(
+    common: &Common,
+    trainer: &Trainer,
+    (ended, failure): (StopReason, Option<NothingLearned>),
+    out: Option<&Path>,
+) -> anyhow::Result<()> {
     let (step, steps) = (trainer.step(), trainer.options.steps);
     let resume = out.map_or_else(String::new, |out| common.resume_command(out));
     let why = trainer.refused_checkpoint().map_or_else(String::new, |why| format!(", because {why}"));
@@ -233,7 +295,8 @@ fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Pa
                 format!("interrupted after step {step} of {steps}, which is saved; resume with {resume}");
             return Err(Interrupted(text).into());
         }
-        Some(saved) if saved == step => return Ok(()),
+        Some(saved) if saved == step && failure.is_none() => return Ok(()),
+        Some(saved) if saved == step => "its weights are in the checkpoint of that step".to_owned(),
         Some(saved) => {
             format!(
                 "its checkpoint was not written{why}, and the last is that of step {saved}; resume from it with {resume}"
@@ -241,13 +304,23 @@ fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Pa
         }
         None => format!("its checkpoint was not written{why}, and there is no earlier one"),
     };
-    let remedy = if trainer.first_non_finite().is_some() || !why.is_empty() { DIVERGED } else { "" };
-    match (ended, out, trainer.first_non_finite()) {
+    let remedy = match &failure {
+        Some(failure) => failure.remedy,
+        None if why.is_empty() => "",
+        None => DIVERGED,
+    };
+    match (ended, out, failure) {
         (StopReason::Interrupted, ..) => {
             Err(Interrupted(format!("interrupted after step {step} of {steps}; {kept}")).into())
         }
-        (_, None, Some(first)) => bail!("trained up to step {step}: {first}{remedy}"),
         (_, None, None) => Ok(()),
+        (_, None, Some(NothingLearned { reason, weight, .. })) => {
+            bail!("trained up to step {step}: {reason}{weight}{remedy}")
+        }
+        (_, Some(_), Some(NothingLearned { reason, weight, .. })) if trainer.saved() == Some(step) => {
+            bail!("trained up to step {step}: {reason}{weight}; {kept}{remedy}")
+        }
+        (_, Some(_), Some(failure)) => bail!("trained up to step {step}; {kept}{}{remedy}", failure.weight),
         (_, Some(_), _) => bail!("trained up to step {step}; {kept}{remedy}"),
     }
 }

@@ -13,6 +13,7 @@ use sharding::{Mesh, ShardedOptimizer, Shards, Stage};
 use tch::Tensor;
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
+use training::clip::NonFinite;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
@@ -173,6 +174,11 @@ impl Prepared {
                 false => FailedCheckpoint::Stop,
             },
             frozen,
+            non_finite: match own.place {
+                // Layers are updated within backward then, which would need memory for all gradients to skip a step.
+                OptimizerPlace::Host if own.clip == 0.0 => NonFinite::Fail,
+                _ => NonFinite::Skip,
+            },
             ..Options::default()
         };
         let mut trainer = Trainer::new(model, optimizer, options)?;

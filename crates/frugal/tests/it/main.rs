@@ -1,5 +1,6 @@
 //! The tests of `frugal` that need only its public interface and its program: one binary, a module per behaviour.
 
+mod cast_cache;
 mod chat_command;
 mod chat_data;
 mod command_line;
@@ -29,6 +30,7 @@ mod launch;
 mod launch_training;
 mod layers_over_ranks;
 mod nf4;
+mod non_finite;
 mod pairs;
 mod predicted_peaks;
 mod recipe;
@@ -36,6 +38,7 @@ mod refused_allocations;
 mod rows;
 mod run_folder;
 mod shell_and_set;
+mod stage_three;
 mod techniques;
 mod techniques_over_ranks;
 mod texts;

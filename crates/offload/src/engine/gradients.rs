@@ -34,7 +34,7 @@ impl Engine {
         let (gradients, deliveries, last, consumer) = {
             let state = self.0.state.lock();
             let of = &state.layers[layer];
-            let (gradients, deliveries) = of.deliveries(gradients);
+            let (gradients, deliveries) = of.deliveries(gradients)?;
             (gradients, deliveries, of.outstanding.load(Ordering::Relaxed) == 0, state.consumer.clone())
         };
         let is_in_source = !deliveries.is_empty();

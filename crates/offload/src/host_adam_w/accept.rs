@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use training::clip::NonFinite;
 use training::optimizer::StepSettings;
 
 use super::state::{LayerGradients, MAX_WAITING, Shared, State};
@@ -17,7 +18,7 @@ impl GradientConsumer for Shared {
         if !others.is_empty() {
             engine.accumulate(layer, others)?;
         }
-        let StepSettings { micro_batches, clip, .. } = state.settings;
+        let StepSettings { micro_batches, clip, non_finite, .. } = state.settings;
         let of = &mut state.layers[layer];
         if of.stepped {
             let reason = format!(
@@ -31,8 +32,10 @@ impl GradientConsumer for Shared {
         let last = outstanding == 0 && of.rounds >= micro_batches;
         if first {
             engine.with_layers(|layers| layers[layer].update_queued = false);
+            of.shares = engine.shares(layer)?;
         }
-        if clip.is_some() || !last {
+        // A step that may be skipped is known only with all gradients.
+        if clip.is_some() || non_finite == NonFinite::Skip || of.shares || !last {
             return engine.accumulate(layer, ours);
         }
         of.stepped = true;
@@ -48,7 +51,9 @@ impl GradientConsumer for Shared {
                 oldest.synchronize()?;
             }
         }
-        state.step(engine, layer, LayerGradients { gradients, arrived, pooled, factor: None, ahead: true })
+        let checked = non_finite == NonFinite::Fail;
+        let gradients = LayerGradients { gradients, arrived, pooled, factor: None, ahead: true, checked };
+        state.step(engine, layer, gradients)
     }
 }
 

@@ -62,6 +62,7 @@ impl HostAdamW {
         }
         for (parameter, Loaded { step, moments, master }) in state.parameters.iter_mut().zip(read) {
             (parameter.step, parameter.moments, parameter.master) = (step, moments, master);
+            parameter.written = None;
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! [`HostAdamW`] as the [`Optimizer`] of a [`training::Trainer`].
 
 use runtime::ops::foreach;
-use tch::Tensor;
-use training::clip;
+use tch::{Device, Tensor};
+use training::clip::{self, Findings, NonFinite};
 use training::optimizer::{Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::GradScaler;
 
@@ -10,6 +10,13 @@ use super::{HostAdamW, StateBytes};
 use crate::error::Error;
 
 type Result<T> = training::Result<T>;
+
+impl HostAdamW {
+    /// Whether gradients of layers may still be on their way to the host.
+    fn waits_for_gradients(&self) -> bool {
+        self.shared.state.lock().layers.iter().any(|layer| layer.begun && !layer.stepped)
+    }
+}
 
 impl Optimizer for HostAdamW {
     /// Refuses loss scalers: layers are updated during backward, before all gradients are known to be finite.
@@ -39,23 +46,46 @@ impl Optimizer for HostAdamW {
             return refuse("the current step already has gradients; end it with `step` first".to_owned());
         }
         state.settings = settings;
+        self.loss = None;
         self.rest.as_mut().map_or(Ok(()), |rest| rest.begin(settings))
+    }
+
+    fn watch_loss(&mut self, loss: &Tensor) {
+        self.loss = Some(loss.detach());
     }
 
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
         self.check(scaler)?;
         let settings = self.shared.state.lock().settings;
-        if settings.clip.is_none() {
+        let StepSettings { clip, non_finite, .. } = settings;
+        let loss = self.loss.take();
+        if clip.is_none() && non_finite == NonFinite::Ignore {
             return Ok(StepDecision::Host { norm: None, skip: false, overflow: false });
         }
-        // All gradients are on the host.
-        self.engine.synchronize().map_err(training::Error::from)?;
-        let gradients =
-            self.parameters.iter().map(|tensor| Ok(tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
-        let gradients: Vec<Tensor> = gradients.into_iter().filter(Tensor::defined).collect();
-        let norm = clip::norm(&gradients)?.read()?;
-        let skip = settings.non_finite.skips(norm)?;
-        Ok(StepDecision::Host { norm: Some(norm), skip, overflow: false })
+        let loss = loss.filter(|_| non_finite != NonFinite::Ignore);
+        let loss = loss.map(|loss| loss.f_double_value(&[0])).transpose()?;
+        let mut named = Vec::new();
+        for (name, tensor) in &self.parameters {
+            let gradient = tensor.f_grad()?;
+            named.extend(gradient.defined().then_some((name.as_str(), gradient)));
+        }
+        // What was updated within backward has none any more, and its updates may go on.
+        let on_host = named.iter().any(|(_, gradient)| gradient.device() == Device::Cpu);
+        if clip.is_some() || on_host && self.waits_for_gradients() {
+            self.engine.synchronize().map_err(training::Error::from)?;
+        }
+        let gradients: Vec<&Tensor> = named.iter().map(|(_, gradient)| gradient).collect();
+        let norm = clip.map(|_| clip::norm(&gradients)?.read()).transpose()?;
+        let flag =
+            || Ok::<_, training::Error>(clip::found_non_finite(&gradients)?.f_double_value(&[0])? != 0.0);
+        let non_finite = if norm.is_none() { flag()? } else { false };
+        let findings = Findings { loss, norm, non_finite, overflow: false };
+        let culprit = || {
+            let named = named.iter().map(|(name, gradient)| (*name, gradient.shallow_clone()));
+            Ok(clip::first_non_finite(named)?.map(str::to_owned))
+        };
+        let skip = settings.skips(&findings, scaler, culprit)?;
+        Ok(StepDecision::Host { norm, skip, overflow: false })
     }
 
     fn take_step(&mut self, decision: &StepDecision) -> Result<()> {

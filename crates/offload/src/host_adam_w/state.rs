@@ -10,7 +10,8 @@ use runtime::fused::adam::{AdamStep, AdamTensors, adam};
 use runtime::fused::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, StepSettings};
+use training::clip::{self, Findings};
+use training::optimizer::{AdamW, StepSettings, WeightVersion, follow_weight};
 
 use crate::engine::{Engine, Transferred};
 use crate::error::Result;
@@ -50,6 +51,8 @@ pub(super) struct LayerState {
     /// ran before the first backward.
     pub(super) rounds: u64,
     pub(super) stepped: bool,
+    /// Whether a tensor of the layer is another's too, so that its gradient is complete only after backward.
+    pub(super) shares: bool,
 }
 
 pub(super) struct Parameter {
@@ -61,6 +64,8 @@ pub(super) struct Parameter {
     pub(super) step: u64,
     pub(super) moments: Option<[Tensor; 2]>,
     pub(super) master: Option<Tensor>,
+    /// The weight as its last step leaves it; `None` where that is not known.
+    pub(super) written: Option<WeightVersion>,
 }
 
 /// Gradients of a layer for its update.
@@ -74,6 +79,8 @@ pub(super) struct LayerGradients {
     pub(super) factor: Option<f64>,
     /// Whether the backward still has layers to come.
     pub(super) ahead: bool,
+    /// Whether a gradient that is not finite fails the update, before the layer is changed.
+    pub(super) checked: bool,
 }
 
 impl State {
@@ -114,14 +121,14 @@ impl State {
         layer: usize,
         gradients_of_layer: LayerGradients,
     ) -> Result<()> {
-        let LayerGradients { gradients, arrived, pooled, factor, ahead } = gradients_of_layer;
+        let LayerGradients { gradients, arrived, pooled, factor, ahead, checked } = gradients_of_layer;
         let weights: Vec<Tensor> = engine.with_layers(|layers| {
             gradients.iter().map(|(index, _)| layers[layer].tensors[*index].shallow_clone()).collect()
         });
         let ahead = if ahead { gradients.iter().map(|(index, _)| *index).collect() } else { Vec::new() };
         let AdamW { beta1, beta2, eps } = self.rule;
-        let mut work = Vec::new();
-        for ((_, gradient), weight) in gradients.into_iter().zip(weights) {
+        let (mut work, mut names) = (Vec::new(), Vec::new());
+        for ((in_layer, gradient), weight) in gradients.into_iter().zip(weights) {
             let Some(&index) = self.indices.get(&identity(&weight)?) else { continue };
             let parameter = &mut self.parameters[index];
             let (lr, weight_decay) = self.groups[parameter.group];
@@ -139,14 +146,24 @@ impl State {
                 step: parameter.step,
                 gradient_factor: factor,
             };
-            // The memory that the weight refers to at its step, whatever it refers to when the step runs; and with its own
-            // version: the engine tracks this change by the layer's generation, ahead of time, while the tensor's version
-            // tracks changes by others.
+            // The memory that the weight refers to at its step, whatever it refers to when the step runs; and with its own version,
+            // because the weight's counts the change here: a graph that has saved the weight is refused before the step can run.
             work.push((step, gradient, weight.f_data()?, moments, master, parameter.stream));
+            if checked {
+                names.push(parameter.name.clone());
+            }
+            engine.with_layers(|layers| layers[layer].count_step(in_layer))?;
+            parameter.written = Some(WeightVersion::of(&weight)?);
         }
         let used = pooled.then(|| engine.pool_return());
         let updated = engine.submit_update(layer, &arrived, ahead, move || {
             let _no_grad = tch::no_grad_guard();
+            let gradients = names.iter().map(String::as_str).zip(&work);
+            let gradients = gradients.map(|(name, (_, gradient, ..))| (name, gradient.shallow_clone()));
+            if let Some(name) = clip::first_non_finite(gradients)? {
+                let findings = Findings { non_finite: true, ..Findings::default() };
+                return Err(findings.error(Some(name)).into());
+            }
             for (step, gradient, weight, [m, v], master, stream) in work {
                 let in_use = [&gradient, &weight, &m, &v].into_iter().chain(&master);
                 let in_use: Vec<Tensor> = in_use.map(Tensor::shallow_clone).collect();
@@ -201,13 +218,21 @@ impl Parameter {
         Ok(moments.each_ref().map(Tensor::shallow_clone))
     }
 
-    /// Returns the fp32 weight, if one is kept. The weight itself is not being updated here: its last step is done.
+    /// Returns the fp32 weight, if one is kept, which follows what others have written since the last step. The weight itself is not
+    /// being updated here: its last step is done.
     fn master(&mut self, weight: &Tensor, placement: &Placement, keep: bool) -> Result<Option<Tensor>> {
         if self.master.is_none() && keep && weight.kind() != Kind::Float {
             let _no_grad = tch::no_grad_guard();
             let mut master = state_of(weight, placement)?;
             master.f_copy_(weight)?;
             self.master = Some(master);
+        } else if let Some(master) = &self.master {
+            let version = WeightVersion::of(weight)?;
+            if self.written != Some(version) {
+                follow_weight(master, weight)?;
+                file_memory::release(master)?;
+                self.written = Some(version);
+            }
         }
         Ok(self.master.as_ref().map(Tensor::shallow_clone))
     }

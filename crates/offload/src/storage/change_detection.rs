@@ -1,5 +1,6 @@
 //! Detects exchanged memory and changed values.
 
+use runtime::precision::identity;
 use tch::{Device, Tensor};
 
 use super::Layer;
@@ -26,13 +27,14 @@ impl TensorVersions {
         &self,
         layer: &str,
         name: &dyn Fn(usize) -> String,
-        tensors: &[Tensor],
+        (tensors, versions): (&[Tensor], &[i64]),
         steps: u64,
     ) -> Result<()> {
-        let same = |(tensor, (then, version)): (&Tensor, &(Tensor, i64))| {
-            tensor.internal_version() == *version && same_memory(tensor, then)
+        let same = |((tensor, now), (then, version)): ((&Tensor, &i64), &(Tensor, i64))| {
+            now == version && same_memory(tensor, then)
         };
-        let what = match tensors.iter().zip(&self.tensors).position(|pair| !same(pair)) {
+        let mut each = tensors.iter().zip(versions).zip(&self.tensors);
+        let what = match each.position(|pair| !same(pair)) {
             Some(index) => format!("`{layer}.{}` was written, or given other memory,", name(index)),
             None if tensors.len() != self.tensors.len() => format!("`{layer}` was given other tensors"),
             None if steps != self.steps => format!("`{layer}` was updated by its optimizer"),
@@ -53,7 +55,8 @@ pub(crate) fn unchanged(
     named: &[(String, Tensor)],
 ) -> Result<()> {
     let tensors: Vec<Tensor> = named.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
-    versions_at_forward.check(layer, &|index| named[index].0.clone(), &tensors, 0)
+    let versions: Vec<i64> = tensors.iter().map(Tensor::internal_version).collect();
+    versions_at_forward.check(layer, &|index| named[index].0.clone(), (&tensors, &versions), 0)
 }
 
 impl Layer {
@@ -101,19 +104,41 @@ impl Layer {
 
     /// The tensors' versions: changes by others than the engine.
     pub(crate) fn versions(&self) -> Vec<i64> {
-        self.tensors.iter().map(Tensor::internal_version).collect()
+        let each = self.tensors.iter().zip(&self.own_versions);
+        each.map(|(tensor, own)| tensor.internal_version() - own).collect()
+    }
+
+    /// Takes over which changes of its tensors were steps of the engine's own optimizer.
+    pub(crate) fn keep_versions(&mut self, old: &Self) -> Result<()> {
+        for (tensor, own) in self.tensors.iter().zip(&mut self.own_versions) {
+            for (before, versions) in old.tensors.iter().zip(&old.own_versions) {
+                if identity(before)? == identity(tensor)? {
+                    *own = *versions;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts a step of a tensor by the engine's own optimizer, which is about to write it.
+    pub(crate) fn count_step(&mut self, index: usize) -> Result<()> {
+        runtime::autograd::mark_written(&self.tensors[index])?;
+        self.own_versions[index] += 1;
+        Ok(())
     }
 
     /// Records the layer's current values, for a graph whose backward uses them.
     pub(crate) fn versions_at_forward(&self) -> TensorVersions {
-        let each = self.seen.iter().zip(&self.tensors);
-        let tensors = each.map(|(seen, tensor)| (seen.shallow_clone(), tensor.internal_version())).collect();
+        let seen = self.seen.iter().map(Tensor::shallow_clone);
+        let tensors = seen.zip(self.versions()).collect();
         TensorVersions { tensors, steps: self.steps }
     }
 
     /// Checks that the layer has not changed.
     pub(crate) fn check_unchanged(&self, versions_at_forward: &TensorVersions) -> Result<()> {
-        versions_at_forward.check(&self.name, &|index| self.names[index].clone(), &self.tensors, self.steps)
+        let now = (self.tensors.as_slice(), self.versions());
+        let name = |index: usize| self.names[index].clone();
+        versions_at_forward.check(&self.name, &name, (now.0, &now.1), self.steps)
     }
 
     /// Whether a tensor's memory is still that of its region.

@@ -124,13 +124,23 @@ impl Layer {
     }
 
     /// Separates the gradients of regions that a source holds. Every trained region is among the deliveries, also without gradients.
-    pub(crate) fn deliveries(&self, gradients: Gradients) -> (Gradients, Vec<Delivery>) {
+    ///
+    /// # Errors
+    /// A gradient of a tensor that was frozen when a source took it: nobody would step it.
+    pub(crate) fn deliveries(&self, gradients: Gradients) -> Result<(Gradients, Vec<Delivery>)> {
         let mut own = Vec::new();
         let mut by_region: Vec<Gradients> = self.sources.iter().map(|_| Vec::new()).collect();
         for (index, gradient) in gradients {
             let region = self.layout.extents[index].region;
             match self.sources[region] {
                 None => own.push((index, gradient)),
+                Some(_) if !self.layout.regions[region].trained => {
+                    let reason = format!(
+                        "`{}` is trained, but was frozen when its layer was divided; unfreeze it before the model is divided",
+                        self.tensor_name(index)
+                    );
+                    return Err(Error::config("layers", reason));
+                }
                 Some(_) => {
                     let before = self.layout.extents[..index].iter().filter(|extent| extent.region == region);
                     by_region[region].push((before.count(), gradient));
@@ -141,6 +151,6 @@ impl Layer {
         let deliveries = deliveries
             .filter(|((_, region), _)| region.trained)
             .filter_map(|((source, _), gradients)| Some(Delivery { region: source.clone()?, gradients }));
-        (own, deliveries.collect())
+        Ok((own, deliveries.collect()))
     }
 }

@@ -3,10 +3,13 @@
 use std::sync::{Arc, Mutex};
 
 use crate::support::{FLOAT, alone, batch, tiny, ways};
-use models::module::{Input, LanguageModel, freeze, parameters, trainable};
+use models::module::{
+    Block, Context, Input, LanguageModel, Module, ModuleMapper, Visitor, VisitorMut, freeze, map_modules,
+    parameters, replace, trainable,
+};
 use models::{Llama, LlamaConfig};
 use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, StateBytes, TestHook, Tier};
-use runtime::autograd::backward;
+use runtime::autograd::{Backward, Forward, Function, apply, backward};
 use runtime::file_memory::is_in_file;
 use tch::{Device, Kind, Tensor};
 use training::clip::{self, NonFinite};
@@ -275,6 +278,116 @@ fn a_step_with_a_non_finite_norm_is_skipped() {
             .iter()
             .any(|(name, step)| name.ends_with(".step") && step.int64_value(&[]) == 1)
     );
+}
+
+/// The identity of a block's input, whose gradient is NaN: the layers before it get NaN, those after it finite gradients, and the loss
+/// is finite.
+struct Poison;
+
+impl Function for Poison {
+    fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        Ok(vec![inputs[0].shallow_clone()])
+    }
+
+    fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
+        Ok(grads.into_iter().map(|grad| grad.map(|grad| grad * f64::NAN)).collect())
+    }
+}
+
+#[derive(Debug)]
+struct Poisoned(Box<dyn Block>);
+
+impl Module for Poisoned {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        self.0.visit(visitor);
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        self.0.visit_mut(visitor)
+    }
+}
+
+impl Block for Poisoned {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
+        self.0.forward(&apply(Poison, &[x_btd])?.remove(0), context)
+    }
+}
+
+/// Makes the third of five layers give NaN to those before it.
+struct Spoil;
+
+impl ModuleMapper for Spoil {
+    fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
+        if name == "layers.2" {
+            replace(slot, |block| Box::new(Poisoned(block)));
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn gradients_that_are_not_finite_reach_no_weight_without_clipping() {
+    let _alone = alone();
+    for (name, options) in ways(5) {
+        for non_finite in [Some(NonFinite::Skip), Some(NonFinite::Fail), None] {
+            let mut model = tiny();
+            map_modules(&mut *model, &mut Spoil).unwrap();
+            let offload = Offload::apply(&mut *model, &options).unwrap();
+            let before = weights(&model);
+            let mut optimizer =
+                HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+            if let Some(non_finite) = non_finite {
+                optimizer.begin(StepSettings { non_finite, ..StepSettings::default() }).unwrap();
+            }
+            let tokens = batch(model.vocabulary(), 0);
+            let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+            assert!(loss.double_value(&[]).is_finite());
+            let stepped = backward(&[&loss]).map_err(training::Error::from);
+            let stepped = stepped.and_then(|()| Ok(optimizer.step()?));
+            let after = weights(&model);
+            let case = format!("{name} {non_finite:?}");
+            assert!(after.iter().all(|(_, w)| w.isfinite().all().int64_value(&[]) == 1), "{case}");
+            if non_finite == Some(NonFinite::Skip) {
+                assert!(stepped.unwrap().skipped, "{case}");
+                for ((name, before), (_, after)) in before.iter().zip(&after) {
+                    assert!(before.equal(after), "{case}: {name}");
+                }
+                continue;
+            }
+            // The layers behind it may be updated by then: the error says that the step cannot be undone.
+            let error = stepped.unwrap_err().to_string();
+            assert!(error.contains("a gradient is infinite or NaN (of `"), "{case}: {error}");
+            let changed = before.iter().zip(&after).any(|((_, before), (_, after))| !before.equal(after));
+            let whole = optimizer.abandon(ZeroGrad::ToNone).unwrap();
+            assert!(!(whole && changed), "{case}: an update is known");
+        }
+    }
+}
+
+/// The weight that was written, less what the step takes.
+#[test]
+fn master_copies_follow_weights_that_others_write() {
+    let _alone = alone();
+    let kind = Kind::BFloat16;
+    let config = LlamaConfig::qwen2(60, 32, 48, 4, 4);
+    let mut model = Box::new(Llama::new(&config, (kind, Device::Cpu)).unwrap());
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let group = vec![Group::new(trainable(&*model), 0.125)];
+    let host = HostOptions { master_weights: true, ..HostOptions::default() };
+    let mut optimizer = HostAdamW::new(&offload, group, AdamW::default(), host).unwrap();
+    let w =
+        parameters(&*model).into_iter().find(|(name, _)| name.ends_with("3.mlp.up_proj.weight")).unwrap().1;
+    gradients_of(&model, 0, 1);
+    optimizer.step().unwrap();
+    let _ = tch::no_grad(|| w.shallow_clone().fill_(5.0));
+    gradients_of(&model, 1, 1);
+    optimizer.step().unwrap();
+    // A step of Adam is at most about its learning rate.
+    let distance = (w.detach().to_kind(Kind::Float) - 5.0).abs().max().double_value(&[]);
+    assert!(distance > 0.0 && distance < 0.5, "{distance}");
+    let state = optimizer.state().unwrap();
+    let master = state.iter().find(|(name, _)| name.ends_with("3.mlp.up_proj.weight.master")).unwrap();
+    assert!(master.1.to_kind(kind).equal(&w.detach()));
 }
 
 /// Each loads a checkpoint of the other in the middle of a training.

@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use expect_test::expect;
-use models::Llama;
-use models::Result;
 use models::module::{
-    Block, Context, Input, LanguageModel, Module, Visitor, VisitorMut, parameters, trainable,
+    Block, Context, Input, LanguageModel, Module, ModuleMapper, Projection, Visitor, VisitorMut, map_modules,
+    parameters, tensors, trainable,
 };
+use models::{Linear, Llama, Result};
 use offload::{HookPoint, HostAdamW, HostOptions, Method, Offload, Options, TestHook};
 use runtime::autograd::{Keep, backward, backward_with, set_grad};
 use tch::{Kind, Tensor};
-use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings};
+use training::clip::NonFinite;
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings, ZeroGrad};
 
 use crate::support::{FLOAT, alone, batch, tiny, ways};
 
@@ -138,6 +139,60 @@ fn the_host_steps_a_layer_when_all_its_gradients_arrived() {
     }
 }
 
+/// Gives two layers one projection.
+struct Share(Option<Tensor>);
+
+impl ModuleMapper for Share {
+    fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> Result<()> {
+        if !["layers.1.mlp.up_proj", "layers.3.mlp.up_proj"].contains(&name) {
+            return Ok(());
+        }
+        let weight = tensors(slot.as_ref())[0].tensor.shallow_clone();
+        let weight = self.0.get_or_insert(weight).shallow_clone();
+        *slot = Box::new(Linear { weight, bias: None });
+        Ok(())
+    }
+}
+
+/// A weight of two layers gets one step, with the gradients of both.
+#[test]
+fn a_weight_that_layers_share_is_stepped_once() {
+    let _alone = alone();
+    let shared = || {
+        let mut model = tiny();
+        map_modules(&mut *model, &mut Share(None)).unwrap();
+        model
+    };
+    let model = shared();
+    assert_eq!(trainable(&*model).len() + 1, trainable(&*tiny()).len());
+    let mut optimizer =
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
+    for step in 0..3 {
+        backward(&[&loss(&model, step)]).unwrap();
+        optimizer.step().unwrap();
+        optimizer.zero_grad(ZeroGrad::ToNone).unwrap();
+    }
+    let expected = values(&model);
+    for (name, options) in ways(5) {
+        for (clip, overlap) in [(None, false), (None, true), (Some(1e9), true)] {
+            for non_finite in [NonFinite::Fail, NonFinite::Skip, NonFinite::Ignore] {
+                let mut model = shared();
+                let offload = Offload::apply(&mut *model, &options).unwrap();
+                let groups = vec![Group::new(trainable(&*model), 1e-2)];
+                let host = HostOptions { overlap, ..HostOptions::default() };
+                let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), host).unwrap();
+                for step in 0..3 {
+                    optimizer.begin(StepSettings { clip, non_finite, ..StepSettings::default() }).unwrap();
+                    backward(&[&loss(&model, step)]).unwrap();
+                    optimizer.step().unwrap();
+                }
+                offload.synchronize().unwrap();
+                assert_equal(&expected, &values(&model), &format!("{name}, {clip:?}, {non_finite:?}"));
+            }
+        }
+    }
+}
+
 fn with_host_adam_w(body: impl FnOnce(&Llama, &mut HostAdamW)) {
     with_host_adam_w_of("", body);
 }
@@ -178,11 +233,40 @@ fn a_graph_from_before_the_step_is_an_error() {
     });
 }
 
-/// A term whose gradient arrives after the layer's update: the layer cannot be updated again.
+/// A term that has saved the weight before the layer's update, without a gradient of it or with one: it would see the new values.
+#[test]
+fn a_graph_that_has_saved_a_weight_refuses_its_update() {
+    for detached in [true, false] {
+        with_host_adam_w(|model, _| {
+            let w = weight(model, WEIGHTS[0]);
+            let w = if detached { w.detach() } else { w };
+            let p = Tensor::ones(w.size(), FLOAT).set_requires_grad(true);
+            let other = (&w * &p).sum(Kind::Float);
+            let error = backward(&[&(loss(model, 1) + other)]).unwrap_err().to_string();
+            assert!(error.contains("has been modified by an inplace operation"), "{error}");
+        });
+        // With all gradients before the first update it is right: the gradient of p is w.
+        with_host_adam_w(|model, optimizer| {
+            optimizer.begin(StepSettings::default()).unwrap();
+            let w = weight(model, WEIGHTS[0]);
+            let before = w.detach().copy();
+            let w = if detached { w.detach() } else { w };
+            let p = Tensor::ones(w.size(), FLOAT).set_requires_grad(true);
+            let other = (&w * &p).sum(Kind::Float);
+            backward(&[&(loss(model, 1) + other)]).unwrap();
+            optimizer.step().unwrap();
+            assert!(p.grad().equal(&before));
+            assert!(!weight(model, WEIGHTS[0]).detach().equal(&before), "it was updated");
+        });
+    }
+}
+
+/// A term whose gradient arrives after the layer's update, and needs no value of the weight: the layer cannot be updated again.
 #[test]
 fn a_weight_used_in_the_loss_before_the_model_gets_its_gradient() {
     with_host_adam_w(|model, _| {
-        let error = backwards(model, 5).unwrap_err().to_string();
+        let other = weight(model, WEIGHTS[0]).sum(Kind::Float) * 0.1;
+        let error = backward(&[&(other + loss(model, 1))]).unwrap_err().to_string();
         expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got another gradient after its layer was updated in the same backward; use the weight in the loss after the model's forward, use the group's weight decay for such a term, or clip (`HostOptions::clip`), which waits for all gradients"].assert_eq(&error);
     });
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
-use training::optimizer::Group;
+use training::optimizer::{Group, WeightVersion, follow_weight};
 
 use crate::Result;
 use crate::bucket::Bucket;
@@ -25,9 +25,37 @@ pub(super) struct Part {
     pub(super) rounded: Option<Tensor>,
     /// Whether the master copy is the weights' from the next step on, and not from a checkpoint or an earlier step.
     pub(super) follows: bool,
+    /// The parameter as the last step has left it; `None` where that is not known.
+    pub(super) written: Option<WeightVersion>,
 }
 
 impl Part {
+    /// The parameter, whose version others change when they write it.
+    fn parameter<'a>(&self, buckets: &'a [Bucket]) -> &'a Tensor {
+        let (bucket, member) = self.member;
+        &buckets[bucket].members[member].tensor
+    }
+
+    /// Takes the master copy from the weights, as far as others have written them since the last step.
+    pub(super) fn follow(&mut self, buckets: &[Bucket]) -> Result<()> {
+        let Some(weights) = &self.rounded else { return Ok(()) };
+        let version = WeightVersion::of(self.parameter(buckets))?;
+        if self.follows {
+            let _no_grad = tch::no_grad_guard();
+            self.stepped.f_detach()?.f_copy_(weights)?;
+        } else if self.written != Some(version) {
+            follow_weight(&self.stepped, weights)?;
+        }
+        (self.follows, self.written) = (false, Some(version));
+        Ok(())
+    }
+
+    /// Notes that a step has written the parameter.
+    pub(super) fn wrote(&mut self, buckets: &[Bucket]) -> Result<()> {
+        self.written = Some(WeightVersion::of(self.parameter(buckets))?);
+        Ok(())
+    }
+
     /// Returns the sum of its gradients; `None` where none has arrived.
     pub(super) fn gradient(&self, buckets: &[Bucket]) -> Result<Option<Tensor>> {
         let (bucket, member) = self.member;
@@ -65,6 +93,7 @@ pub(super) fn parts(
                 first: owned.start - member.range.start,
                 stepped: stepped.f_set_requires_grad(true)?,
                 follows: rounded.is_some(),
+                written: None,
                 rounded,
             });
         }

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
+use runtime::precision::identity;
 use tch::{Kind, Tensor};
+use training::optimizer::Group;
 
 use crate::mesh::{Mesh, Reduction};
 use crate::shards::Shards;
@@ -83,6 +85,20 @@ impl Options {
 
 /// A parameter: its number, name and tensor.
 pub(super) type Parameter<'a> = (usize, &'a str, &'a Tensor);
+
+/// Refuses a tensor that is listed twice: it would be updated twice in each step.
+pub(super) fn distinct(groups: &[Group]) -> Result<()> {
+    let mut tensors = HashMap::new();
+    for (name, tensor) in groups.iter().flat_map(|group| &group.parameters) {
+        if let Some(other) = tensors.insert(identity(tensor)?, name) {
+            let reason = format!(
+                "`{other}` and `{name}` are one tensor, which would be updated twice in each step; list it once"
+            );
+            return Err(refused(reason));
+        }
+    }
+    Ok(())
+}
 
 /// Puts the parameters into the order of [`Options::order`].
 pub(super) fn sort(parameters: &mut [Parameter<'_>], order: &[String]) -> Result<()> {

@@ -123,7 +123,9 @@ impl ShardedOptimizer {
         self.inner.load_state(&own)?;
         self.steps = steps;
         // The model's weights may be loaded after this.
-        self.parts.iter_mut().for_each(|part| part.follows = part.rounded.is_some());
+        for part in &mut self.parts {
+            (part.follows, part.written) = (part.rounded.is_some(), None);
+        }
         for (index, master) in masters {
             let part = &mut self.parts[index];
             if part.rounded.is_some() {

@@ -5,6 +5,7 @@ mod example;
 mod faults;
 mod faulty;
 mod kill;
+mod one_rank;
 mod reduction;
 mod saving;
 mod training_case;

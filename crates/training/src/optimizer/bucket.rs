@@ -66,6 +66,7 @@ pub(super) fn step(
     for Live { parameter, is_new, .. } in live {
         match (&done, &mut parameter.state) {
             (Ok(()), Some(state)) => {
+                state.wrote(&parameter.tensor);
                 state.step += 1;
                 state.uncertain |= arguments.skip.is_some();
             }
@@ -91,7 +92,7 @@ fn update(
         let own = rule_of(parameter.group);
         match &mut parameter.state {
             None => parameter.state = Some(ParameterState::new(own, &parameter.tensor, master_weights)?),
-            // The state may have been loaded from a run without master weights.
+            // The state may have been loaded from a run without master weights, or the weights from elsewhere.
             Some(state) if master_weights => state.keep_master(&parameter.tensor)?,
             Some(_) => {}
         }

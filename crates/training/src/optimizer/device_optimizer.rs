@@ -1,9 +1,10 @@
 //! The standard optimizer: state and step are on the parameters' device.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use runtime::fused::stochastic_rounding::Stream;
 use runtime::ops::foreach;
+use runtime::precision::identity;
 use tch::Tensor;
 
 use super::bucket::{self, Live, StepArguments};
@@ -11,6 +12,7 @@ use super::group::{Group, OptimizedParameter};
 use super::rule::Rule;
 use super::state::{self, ParameterState};
 use super::{Implementation, StepSettings, ZeroGrad};
+use crate::clip;
 use crate::error::{Error, Result};
 
 /// A rule with its parameters and their state.
@@ -25,14 +27,16 @@ pub struct DeviceOptimizer {
     implementation: Implementation,
     master_weights: bool,
     pub(super) settings: StepSettings,
+    /// The loss of the step, if it is watched.
+    pub(super) loss: Option<Tensor>,
     /// Whether the step that is running, or failed last, has changed parameters or state.
     pub(super) changed: bool,
 }
 
 impl DeviceOptimizer {
     /// # Errors
-    /// No group; a parameter that is listed twice, is not a leaf or not of a floating dtype; a rate, decay or coefficient
-    /// outside its range.
+    /// No group; a parameter that is listed twice, also under two names, is not a leaf or not of a floating dtype; a rate, decay or
+    /// coefficient outside its range.
     pub fn new(rule: impl Rule + 'static, groups: Vec<Group>) -> Result<Self> {
         Self::boxed(Box::new(rule), groups)
     }
@@ -46,12 +50,18 @@ impl DeviceOptimizer {
         if groups.is_empty() {
             return Err(Error::config("optimizer", "no parameter group; give at least one"));
         }
-        let (mut parameter, mut names) = (Vec::new(), BTreeSet::new());
+        let (mut parameter, mut names, mut tensors) = (Vec::new(), BTreeSet::new(), HashMap::new());
         for (index, group) in groups.iter().enumerate() {
             group.check(rule.as_ref())?;
             for (name, tensor) in &group.parameters {
                 if !names.insert(name.clone()) {
                     let reason = format!("the parameter `{name}` is listed twice; put it in one group, once");
+                    return Err(Error::config("optimizer", reason));
+                }
+                if let Some(other) = tensors.insert(identity(tensor)?, name) {
+                    let reason = format!(
+                        "`{other}` and `{name}` are one tensor, which would be updated twice in each step; list it once"
+                    );
                     return Err(Error::config("optimizer", reason));
                 }
                 parameter.push(OptimizedParameter::new(index, name, tensor)?);
@@ -65,6 +75,7 @@ impl DeviceOptimizer {
             implementation: Implementation::default(),
             master_weights: false,
             settings: StepSettings::default(),
+            loss: None,
             changed: false,
         })
     }
@@ -160,6 +171,21 @@ impl DeviceOptimizer {
         let live = self.parameter.iter().filter(|parameter| !self.groups[parameter.group].frozen);
         let grads = live.map(|parameter| Ok(parameter.tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
         Ok(grads.into_iter().filter(Tensor::defined).collect())
+    }
+
+    /// Returns the first parameter whose gradient, of those that the next step uses, has an infinity or a NaN; waits for the device.
+    pub(super) fn first_non_finite(&self) -> Result<Option<String>> {
+        let live = self.parameter.iter().filter(|parameter| !self.groups[parameter.group].frozen);
+        let named = live.map(|parameter| Ok((parameter.name.as_str(), parameter.tensor.f_grad()?)));
+        let named: Vec<(&str, Tensor)> = named.collect::<Result<_>>()?;
+        let named = named.into_iter().filter(|(_, grad)| grad.defined());
+        Ok(clip::first_non_finite(named)?.map(str::to_owned))
+    }
+
+    /// Returns whether the device can decide to skip a step: [`DeviceOptimizer::step_unless`].
+    pub(super) fn skips_on_device(&self) -> bool {
+        let mut rules = self.groups.iter().map(|group| group.rule.as_deref().unwrap_or(self.rule.as_ref()));
+        self.implementation == Implementation::Fused && rules.all(Rule::has_fused)
     }
 
     /// Clears all gradients.

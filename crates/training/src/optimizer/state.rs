@@ -25,6 +25,39 @@ pub(super) struct ParameterState {
     pub(super) slots: Vec<(&'static str, Tensor)>,
     /// The fp32 copy of the parameter.
     pub(super) master: Option<Tensor>,
+    /// The parameter as the last step has left it; `None` where that is not known.
+    written: Option<WeightVersion>,
+}
+
+/// Identifies the values of a weight: the memory that it refers to, and the number of in-place changes. A change through
+/// `Tensor::data` is not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WeightVersion {
+    memory: usize,
+    version: i64,
+}
+
+impl WeightVersion {
+    /// Returns the version of a weight's current values.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn of(weight: &Tensor) -> Result<Self> {
+        Ok(Self { memory: weight.data_ptr() as usize, version: weight.f_internal_version()? })
+    }
+}
+
+/// Takes a master copy from its weight again, element by element, where the copy does not round to the weight: others have written it,
+/// for example by loading weights. Elements that do round to it keep their digits.
+///
+/// # Errors
+/// Those of libtorch; then nothing is changed.
+pub fn follow_weight(master: &Tensor, weight: &Tensor) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    let (mut master, weight) = (master.f_detach()?, weight.f_detach()?);
+    let differs = master.f_to_kind(weight.kind())?.f_ne_tensor(&weight)?;
+    let followed = weight.f_to_kind(master.kind())?.f_where_self(&differs, &master)?;
+    Ok(master.f_copy_(&followed)?)
 }
 
 impl ParameterState {
@@ -33,20 +66,32 @@ impl ParameterState {
         let options = (kind, parameter.device());
         let slot = |&name| Ok((name, Tensor::try_full(parameter.size(), rule.initial(), options)?));
         let slots = rule.slots().iter().map(slot).collect::<Result<_>>()?;
-        let mut state = Self { step: 0, device_step: None, uncertain: false, slots, master: None };
+        let mut state =
+            Self { step: 0, device_step: None, uncertain: false, slots, master: None, written: None };
         if master {
             state.keep_master(parameter)?;
         }
         Ok(state)
     }
 
-    /// Keeps an fp32 copy of the parameter from now on, if it has half precision.
+    /// Keeps an fp32 copy of the parameter from now on, if it has half precision. One that is kept follows what others have written
+    /// to the parameter since the last step.
     pub(super) fn keep_master(&mut self, parameter: &Tensor) -> Result<()> {
         let kind = work_kind(parameter.kind());
-        if self.master.is_none() && kind != parameter.kind() {
-            self.master = Some(parameter.f_detach()?.f_to_kind(kind)?.f_contiguous()?);
+        match &self.master {
+            _ if kind == parameter.kind() => {}
+            None => self.master = Some(parameter.f_detach()?.f_to_kind(kind)?.f_contiguous()?),
+            Some(master) if self.written != Some(WeightVersion::of(parameter)?) => {
+                follow_weight(master, parameter)?;
+            }
+            Some(_) => {}
         }
         Ok(())
+    }
+
+    /// Notes that a step has written the parameter.
+    pub(super) fn wrote(&mut self, parameter: &Tensor) {
+        self.written = self.master.as_ref().and_then(|_| WeightVersion::of(parameter).ok());
     }
 
     /// Returns the float scalar of the step number.
@@ -132,6 +177,7 @@ pub(super) fn read<'a>(
             uncertain: false,
             slots,
             master,
+            written: None,
         }));
     }
     let unexpected: Vec<String> = given.into_keys().map(str::to_owned).collect();

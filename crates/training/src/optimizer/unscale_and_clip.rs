@@ -1,8 +1,11 @@
 //! The standard optimizer's step: unscale, norm, clip, decide, step.
 //!
-//! With a scaler that decides on the host, its flag and the norm are read in one copy from the device. With one that decides on
-//! the device ([`crate::scaler::DeviceGradScaler`]) nothing is read: clipping multiplies by a factor computed there, and the
-//! optimizer's kernel reads the flag.
+//! A step whose loss or a gradient is not finite is skipped, or fails, as [`NonFinite`] says. The norm and a scaler's flag answer for the
+//! gradients; without either they are read once for a flag.
+//!
+//! Where the host decides, flags, norm and loss are read in one copy from the device. With a scaler that decides on the device
+//! ([`crate::scaler::DeviceGradScaler`]) nothing is read: clipping multiplies by a factor computed there, and the optimizer's kernel reads
+//! the flag. On CUDA that is so also without a scaler and clipping, where the rule has such a kernel.
 
 use runtime::ops;
 use runtime::ops::TryScalar;
@@ -10,20 +13,26 @@ use runtime::profile::range;
 use tch::{Kind, Tensor};
 
 use super::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
-use crate::clip::{self, NonFinite};
+use crate::clip::{self, Findings, NonFinite};
 use crate::error::{Error, Result};
 use crate::scaler::{GradScaler, UnscaleResult};
 
 impl Optimizer for DeviceOptimizer {
     fn begin(&mut self, settings: StepSettings) -> Result<()> {
         self.set_factor(settings.factor)?;
-        (self.settings, self.changed) = (settings, false);
+        (self.settings, self.changed, self.loss) = (settings, false, None);
         Ok(())
+    }
+
+    fn watch_loss(&mut self, loss: &Tensor) {
+        self.loss = Some(loss.detach());
     }
 
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
         let _clip = range("clip");
-        let clip = self.settings.clip;
+        let StepSettings { clip, non_finite, .. } = self.settings;
+        let checks = non_finite != NonFinite::Ignore;
+        let loss = self.loss.take().filter(|_| checks);
         let grads = self.gradients()?;
         let UnscaleResult { found_inf, norm } = scaler.unscale_(&grads, clip.is_some())?;
         let norm = match (clip, norm) {
@@ -31,20 +40,30 @@ impl Optimizer for DeviceOptimizer {
             (Some(_), Some(norm)) => Some(norm),
             (Some(_), None) => Some(clip::norm(&grads)?),
         };
-        if scaler.device_scaler().is_some() {
-            let found_inf = found_inf.ok_or_else(|| {
-                let reason = "it decides on the device whether to skip a step, but returned no flag";
-                Error::config("gradient scaler", reason)
-            })?;
-            return decide_on_device(&grads, &found_inf, norm.as_ref(), self.settings, scaler);
+        let flag = match (&norm, &found_inf) {
+            (None, None) if checks => Some(clip::found_non_finite(&grads)?),
+            _ => None,
+        };
+        let is_unread = flag.as_ref().is_some_and(|flag| flag.device().is_cuda()) && self.skips_on_device();
+        if scaler.device_scaler().is_some() || is_unread {
+            let found = Found { found_inf, norm, flag, loss };
+            return decide_on_device(&grads, &found, self.settings, scaler);
         }
-        // Both in one copy from the device.
-        let wanted = [norm.as_ref().map(clip::Norm::tensor), found_inf.as_ref()];
-        let wanted: Vec<Tensor> = wanted.into_iter().flatten().map(wide).collect::<Result<_>>()?;
-        let read = if wanted.is_empty() { Vec::new() } else { ops::read(&Tensor::f_cat(&wanted, 0)?)? };
-        let norm = norm.and(read.first().copied());
-        let overflow = found_inf.is_some() && read.last().is_some_and(|flag| *flag != 0.0);
-        let skip = self.settings.skips(norm, overflow, scaler)?;
+        // All in one copy from the device.
+        let wanted =
+            [norm.as_ref().map(clip::Norm::tensor), found_inf.as_ref(), flag.as_ref(), loss.as_ref()];
+        let device = wanted.iter().flatten().next().map(|wanted| wanted.device());
+        let mut tensors = Vec::new();
+        for tensor in wanted.into_iter().flatten() {
+            tensors.push(wide(tensor)?.f_to_device(device.unwrap_or(tensor.device()))?);
+        }
+        let read = if tensors.is_empty() { Vec::new() } else { ops::read(&Tensor::f_cat(&tensors, 0)?)? };
+        let mut read = read.into_iter();
+        let [norm, found_inf, flag, loss] = wanted.map(|wanted| wanted.and_then(|_| read.next()));
+        let is_set = |flag: Option<f64>| flag.is_some_and(|flag| flag != 0.0);
+        let overflow = is_set(found_inf);
+        let findings = Findings { loss, norm, non_finite: is_set(flag), overflow };
+        let skip = self.settings.skips(&findings, scaler, || self.first_non_finite())?;
         if let (Some(norm), Some(limit), false) = (norm, clip, skip) {
             clip::scale_to_known_(&grads, norm, limit)?;
         }
@@ -96,36 +115,71 @@ impl Optimizer for DeviceOptimizer {
     }
 }
 
+/// What is known of a step on the device.
+struct Found {
+    /// A scaler's flag.
+    found_inf: Option<Tensor>,
+    norm: Option<clip::Norm>,
+    /// Whether a gradient is not finite, where neither of the others tells.
+    flag: Option<Tensor>,
+    loss: Option<Tensor>,
+}
+
 /// Clips and decides without synchronising. Its effect on gradients that are not finite does not matter, because the step is
 /// skipped; with [`NonFinite::Ignore`] it is wanted.
 fn decide_on_device(
     grads: &[Tensor],
-    found_inf: &Tensor,
-    norm: Option<&clip::Norm>,
+    found: &Found,
     settings: StepSettings,
     scaler: &mut dyn GradScaler,
 ) -> Result<StepDecision> {
     let _no_grad = tch::no_grad_guard();
-    let overflow = wide(found_inf)?;
+    let Found { found_inf, norm, flag, loss } = found;
+    let overflow = match (found_inf, flag) {
+        (Some(found_inf), _) => wide(found_inf)?,
+        (None, Some(flag)) => wide(flag)?.f_zeros_like()?,
+        (None, None) => {
+            let reason = "it decides on the device whether to skip a step, but returned no flag";
+            return Err(Error::config("gradient scaler", reason));
+        }
+    };
+    let device = overflow.device();
     let mut skip = overflow.shallow_clone();
+    let is_bad = |number: &Tensor| -> Result<Tensor> {
+        let finite = wide(number)?.f_to_device(device)?.f_isfinite()?.f_to_kind(Kind::Double)?;
+        Ok(finite.f_neg()?.try_add_scalar(1.0)?)
+    };
     if let (Some(norm), Some(limit)) = (norm, settings.clip) {
         clip::scale_to_(grads, norm, limit)?;
         if settings.non_finite != NonFinite::Ignore {
-            let finite = wide(norm.tensor())?.f_isfinite()?.f_to_kind(Kind::Double)?;
-            skip = skip.f_maximum(&finite.f_neg()?.try_add_scalar(1.0)?)?;
+            skip = skip.f_maximum(&is_bad(norm.tensor())?)?;
         }
     }
-    let Some(scaler) = scaler.device_scaler() else {
-        return Err(Error::config("gradient scaler", "it decided on the device before, but does not now"));
-    };
-    let before = scaler.device_state();
-    scaler.update(found_inf)?;
+    if let Some(flag) = flag {
+        skip = skip.f_maximum(&wide(flag)?)?;
+    }
+    if let Some(loss) = loss {
+        skip = skip.f_maximum(&is_bad(loss)?)?;
+    }
     let norm = match norm {
         Some(norm) => wide(norm.tensor())?,
         None => skip.try_full_like(f64::NAN)?,
     };
-    let device = skip.device();
-    let figures = [&skip, &overflow, &norm, &before.f_narrow(0, 0, 1)?, &scaler.device_state()];
+    let mut figures = vec![skip.shallow_clone(), overflow, norm];
+    match (scaler.device_scaler(), found_inf) {
+        (Some(scaler), Some(found_inf)) => {
+            figures.push(scaler.device_state().f_narrow(0, 0, 1)?);
+            scaler.update(found_inf)?;
+            figures.push(scaler.device_state());
+        }
+        (None, None) => {
+            scaler.update(false)?;
+            figures.push(skip.try_full_like(scaler.current())?);
+        }
+        _ => {
+            return Err(Error::config("gradient scaler", "it decided on the device before, but does not now"));
+        }
+    }
     let figures: Vec<Tensor> = figures.iter().map(|t| t.f_to_device(device)).collect::<Result<_, _>>()?;
     Ok(StepDecision::Device { skip: skip.f_to_kind(Kind::Float)?, figures: Tensor::f_cat(&figures, 0)? })
 }

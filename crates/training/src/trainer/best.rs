@@ -47,7 +47,7 @@ impl Trainer {
     /// Evaluates the model, reports to the observers, and restores the position of `validation`.
     ///
     /// # Errors
-    /// Those of the data, the model and the observers.
+    /// A loss that is not finite because a weight is not; those of the data, the model and the observers.
     pub fn evaluate(&mut self, validation: &mut dyn Batches) -> Result<()> {
         let began = Instant::now();
         let start = validation.state();
@@ -60,6 +60,9 @@ impl Trainer {
         let evaluation = evaluation?;
         restored?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;
+        if !evaluation.loss.is_finite() {
+            self.refuse_weights("the validation loss", evaluation.loss, false)?;
+        }
         self.compare_with_best(&evaluation)?;
         // Not part of the next step's time.
         self.last += began.elapsed();

@@ -48,7 +48,8 @@ impl Trainer {
             return error;
         }
         if self.optimizer.ranks().is_some() {
-            // The others have failed too, or will: none of them can go on.
+            // The others have failed too, or will: none of them can go on before it resumes. The first error is the one to report.
+            let _ = self.optimizer.zero_grad(self.options.zero_grad);
             self.interrupted = Some(self.step + 1);
             return error;
         }

@@ -1,7 +1,7 @@
 //! The device's decision about a step, after it was read.
 
 use super::Trainer;
-use crate::clip::{self, NonFinite};
+use crate::clip::{Findings, NonFinite};
 use crate::error::Result;
 use crate::observer::StepRecord;
 
@@ -32,9 +32,10 @@ impl Trainer {
         if let Some(scaler) = self.scaler.device_scaler() {
             scaler.load_device_state(figures.state)?;
         }
-        let Some(norm) = record.gradient_norm else { return Ok(()) };
-        if figures.overflow == 0.0 && !norm.is_finite() && self.options.non_finite == NonFinite::Fail {
-            return Err(clip::not_finite(norm));
+        if figures.overflow == 0.0 && record.skipped && self.options.non_finite == NonFinite::Fail {
+            let (loss, norm) = (Some(record.loss), record.gradient_norm);
+            let non_finite = norm.is_none() && record.loss.is_finite();
+            return Err(Findings { loss, norm, non_finite, overflow: false }.error(None));
         }
         Ok(())
     }

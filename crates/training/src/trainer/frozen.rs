@@ -2,9 +2,9 @@
 //!
 //! A training of adapters changes a thousandth of the model. Its checkpoints need not contain the rest, which is available
 //! where the model came from, but must not be loaded over other values. So a fingerprint identifies it: of names, dtypes,
-//! shapes and all values, computed once per training.
+//! shapes and all values, computed once for each set of them: what is unfrozen during a training is in its next checkpoint.
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 
 use dataloading::fingerprint;
 use models::module::{self, LanguageModel, NamedTensor, Role};
@@ -24,8 +24,8 @@ pub enum Frozen {
     LeftOut,
 }
 
-/// The fingerprint, once computed.
-pub(super) type Fingerprint = OnceLock<String>;
+/// The fingerprint, once computed, and the names of the parameters that it is of.
+pub(super) type Fingerprint = Mutex<Option<(Vec<String>, String)>>;
 
 /// Bytes read at a time: the extra memory needed beside the model.
 const BLOCK: usize = 16 << 20;
@@ -44,19 +44,22 @@ impl Trainer {
         if self.options.frozen == Frozen::Saved {
             return Ok(None);
         }
-        if let Some(known) = self.fingerprint.get() {
-            return Ok(Some(known.clone()));
+        let frozen = module::parameters(self.model.as_ref()).into_iter();
+        let frozen: Vec<(String, &Tensor)> = frozen.filter(|(_, tensor)| !tensor.requires_grad()).collect();
+        let names: Vec<String> = frozen.iter().map(|(name, _)| name.clone()).collect();
+        let mut known = self.fingerprint.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, text)) = known.as_ref().filter(|(of, _)| *of == names) {
+            return Ok(Some(text.clone()));
         }
         let mut all = fingerprint::Fingerprint::new("frozen parameters");
         let mut count = 0u64;
-        for (name, tensor) in module::parameters(self.model.as_ref()) {
-            if !tensor.requires_grad() {
-                all = of_tensor(all.number(name_of(&name)), &self.optimizer.whole_weight(tensor)?)?;
-                count += tensor.numel() as u64;
-            }
+        for (name, tensor) in frozen {
+            all = of_tensor(all.number(name_of(&name)), &self.optimizer.whole_weight(tensor)?)?;
+            count += tensor.numel() as u64;
         }
         let found = format!("{count} numbers with the fingerprint {:016x}", all.finish());
-        Ok(Some(self.fingerprint.get_or_init(|| found).clone()))
+        *known = Some((names, found.clone()));
+        Ok(Some(found))
     }
 }
 

@@ -32,7 +32,7 @@ pub struct Options {
     pub rows: Option<usize>,
     /// Maximum gradient norm.
     pub clip: Option<f64>,
-    /// What to do if the norm is not finite.
+    /// What to do if the loss or a gradient is not finite.
     pub non_finite: NonFinite,
     /// What to do if gradients overflow under a scaler.
     pub overflow: Overflow,

@@ -130,6 +130,11 @@ impl Trainer {
                 if let Some(first) = self.first_non_finite().filter(|first| first.step < step) {
                     reason = format!("{reason}: {first}");
                 }
+                // Its own failure would hide the error.
+                let weight = self.first_non_finite().and_then(|_| self.non_finite_weight().ok().flatten());
+                if let Some(weight) = weight {
+                    reason = format!("{reason}; `{weight}` has an infinity or a NaN");
+                }
                 if self.checkpoints.is_some() {
                     reason = format!("{reason}; {}", self.last_checkpoint());
                 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use models::module::{freeze, tensors, trainable};
+use models::module::{freeze, parameters, tensors, trainable};
 use models::{Gpt2, Gpt2Config};
 use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
@@ -96,4 +96,36 @@ fn another_base_and_another_kind_of_checkpoint_are_refused() {
     open(whole.path(), 3, Frozen::Saved, 0.0).run(&mut DATA.clone(), None).unwrap();
     let error = open(whole.path(), 8, Frozen::LeftOut, 0.0).resume(&mut DATA.clone()).unwrap_err();
     assert!(error.to_string().contains("the frozen parameters was none and is now "), "{error}");
+}
+
+/// Gradual unfreezing: the checkpoints after it have the second layer, and a new process that has unfrozen it goes on from them.
+#[test]
+fn a_training_that_unfroze_a_layer_resumes() {
+    let folder = tempfile::tempdir().unwrap();
+    // Both layers are in the group; the second one is frozen at first.
+    let both = |steps| {
+        let mut trainer = open(folder.path(), steps, Frozen::LeftOut, 0.0);
+        let named = parameters(trainer.model.as_ref()).into_iter();
+        let layers = named.filter(|(name, _)| name.starts_with("h."));
+        let group = Group::new(layers, 1e-2);
+        trainer.optimizer = Box::new(DeviceOptimizer::new(AdamW::default(), vec![group]).unwrap());
+        trainer
+    };
+    let thaw = |trainer: &Trainer| drop(freeze(trainer.model.as_ref(), r"h\.1\..*", false).unwrap());
+    let mut data = DATA.clone();
+    let mut trainer = both(6);
+    trainer.advance(3, &mut data, None).unwrap();
+    thaw(&trainer);
+    trainer.run(&mut data, None).unwrap();
+    let expected = values(&trainer);
+    drop(trainer);
+    let saved = latest(folder.path()).unwrap().checkpoint.unwrap();
+    assert!(saved.step == 6 && saved.model.iter().any(|(name, _)| name.starts_with("h.1.")));
+
+    let mut resumed = both(6);
+    thaw(&resumed);
+    assert_eq!(resumed.resume(&mut DATA.clone()).unwrap(), Some(6));
+    for ((name, expected), (_, found)) in expected.iter().zip(values(&resumed)) {
+        assert!(expected.equal(&found), "{name}");
+    }
 }

@@ -10,6 +10,7 @@ mod fixtures_optimizers;
 mod frozen;
 mod fuzz_manifest;
 mod llama;
+mod non_finite;
 mod optimizers;
 mod packed_equals_separate;
 mod parts;

@@ -299,6 +299,72 @@ fn bf16_parameters_lose_small_updates_without_master_copies() {
     assert!((run(true) - 0.9).abs() < 0.004);
 }
 
+/// Plain numbers: what was written, less what the step takes.
+#[test]
+fn master_copies_follow_weights_that_others_write() {
+    for implementation in ALL {
+        let w = Tensor::ones([3], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+        let group = || vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.125)];
+        let new = || {
+            let optimizer = DeviceOptimizer::new(Sgd, group()).unwrap();
+            optimizer.with_implementation(implementation).with_master_weights()
+        };
+        let step = |optimizer: &mut DeviceOptimizer| {
+            runtime::autograd::set_grad(&w, Some(&w.detach().ones_like())).unwrap();
+            optimizer.step().unwrap();
+            values(&w)
+        };
+        let mut optimizer = new();
+        assert_eq!(step(&mut optimizer), [0.875; 3]);
+        // Loaded into the same memory, all of it or an element.
+        let _ = tch::no_grad(|| w.shallow_clone().fill_(5.0));
+        assert_eq!(step(&mut optimizer), [4.875; 3], "{implementation:?}");
+        let _ = tch::no_grad(|| w.get(1).fill_(2.0));
+        assert_eq!(step(&mut optimizer), [4.75, 1.875, 4.75], "{implementation:?}");
+        // Given other memory, as a merge does.
+        w.shallow_clone().f_set_data(&Tensor::full([3], 3.0, (Kind::BFloat16, Device::Cpu))).unwrap();
+        assert_eq!(step(&mut optimizer), [2.875; 3], "{implementation:?}");
+        // Loaded after the state of a checkpoint.
+        let mut other = new();
+        other.load_state(&optimizer.state()).unwrap();
+        let _ = tch::no_grad(|| w.shallow_clone().fill_(9.0));
+        assert_eq!(step(&mut other), [8.875; 3], "{implementation:?}");
+    }
+}
+
+/// A thousandth is less than half of the last digit of 1 in bf16.
+#[test]
+fn master_copies_keep_their_digits_when_the_same_weights_are_loaded_again() {
+    let w = Tensor::ones([1], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+    let group = || vec![Group::new(vec![("w".into(), w.shallow_clone())], 1e-3)];
+    let mut optimizer = DeviceOptimizer::new(Sgd, group()).unwrap().with_master_weights();
+    for _ in 0..100 {
+        runtime::autograd::set_grad(&w, Some(&w.detach().ones_like())).unwrap();
+        optimizer.step().unwrap();
+        let (weight, state) = (w.detach().copy(), optimizer.state());
+        optimizer = DeviceOptimizer::new(Sgd, group()).unwrap().with_master_weights();
+        optimizer.load_state(&state).unwrap();
+        tch::no_grad(|| w.shallow_clone().copy_(&weight));
+    }
+    assert!((w.double_value(&[0]) - 0.9).abs() < 0.004);
+}
+
+#[test]
+fn a_tensor_under_two_names_is_refused() {
+    let w = Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let named = |name: &str, tensor: &Tensor| (name.to_owned(), tensor.shallow_clone());
+    let one = Group::new(vec![named("w", &w), named("tied", &w)], 0.1);
+    let (first, second) = (Group::new(vec![named("w", &w)], 0.1), Group::new(vec![named("tied", &w)], 0.2));
+    for groups in [vec![one], vec![first, second]] {
+        let error = DeviceOptimizer::new(Sgd, groups).unwrap_err().to_string();
+        expect!["optimizer: `w` and `tied` are one tensor, which would be updated twice in each step; list it once"]
+            .assert_eq(&error);
+    }
+    // Another tensor over the same memory has a gradient of its own.
+    let other = w.detach().set_requires_grad(true);
+    DeviceOptimizer::new(Sgd, vec![Group::new(vec![named("w", &w), named("view", &other)], 0.1)]).unwrap();
+}
+
 #[test]
 fn invalid_parameters_are_errors() {
     let leaf = || start(&[4]).set_requires_grad(true);

@@ -13,7 +13,7 @@ use super::Eval;
 use crate::program::Common;
 use crate::program::encoding::Ends;
 use crate::program::figures::{counted, grouped};
-use crate::program::model::{Found, with_adapter};
+use crate::program::model::{Found, not_finite, with_adapter};
 use crate::program::output::print_fields;
 use crate::program::row_flags::encoder;
 
@@ -47,6 +47,9 @@ pub(super) fn run(
         Err(error) => return Err(error.into()),
     }
     let measured = evaluate(model.as_ref(), &mut batches, 0)?;
+    if !measured.loss.is_finite() {
+        return Err(not_finite(model.as_ref(), measured.loss)?);
+    }
     let tokens =
         format!("{} of {}", counted(measured.targets, "trained token"), counted(count as u64, "row"));
     print_fields(
