@@ -55,4 +55,5 @@ pub use conversation::{Conversation, Message};
 pub use python_date::Date;
 pub use reasoning::TrainingVariant;
 pub use template::{ChatTemplate, Rendered, TemplateOptions};
+pub use template_files::{DEFAULT_TEMPLATE, TemplateSources, template_sources};
 pub use turns::{EndTokens, Mask, Segment};

@@ -22,6 +22,7 @@
 //! | [`planning`] | this machine's rates and a budget, for plans of offloading |
 //! | [`rows`] | fine-tuning rows from a user's files: JSON, JSON lines, CSV, TSV, Parquet, text, token ids |
 //! | [`run_folder`] | what a run writes: its record, losses, TensorBoard events, a page |
+//! | [`companion_files`] | what belongs to a model besides its weights: tokenizer, chat template, end tokens |
 //! | [`tasks`] | GSM8K: problems, prompts, graders; questions with reference answers |
 //! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
 //! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
@@ -30,6 +31,7 @@
 //! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`gguf`], [`lora`],
 //! [`models`], [`offload`], [`runtime`], [`sharding`], [`swiglu_ckpt`], [`training`], and with them [`tch`].
 
+pub mod companion_files;
 pub mod config;
 pub mod display;
 pub mod download_bar;

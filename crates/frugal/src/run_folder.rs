@@ -8,6 +8,8 @@
 //! | `events.out.tfevents.*` | the same for TensorBoard ([`event_file`]), a file for each start |
 //! | `index.html` | the curves and all of the above on one [`page`] without scripts, rewritten while the training runs |
 //! | `samples.jsonl` | answers of the model before and after |
+//! | `chat_template.jinja` | the text of the template that rows are made with |
+//! | the tokenizer's files, `generation_config.json` | of a training of adapters: what [`companion_files`](crate::companion_files) are |
 //! | `checkpoints/` | what a resume needs ([`training::checkpoint`]) |
 //! | `best/` | the adapter or the model with the least validation loss |
 //! | the adapter's files, or `model/` | the last adapter or model |
@@ -79,6 +81,9 @@ pub struct RunRecord {
     pub batches: Value,
     /// What was chosen under the budget.
     pub plan: Value,
+    /// The chat template that rows are made with, in the output folder; absent where there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<FileRecord>,
     /// The configuration at the last start.
     pub config: Value,
     /// Where its values come from.
@@ -99,7 +104,7 @@ pub struct SplitRecord {
     pub rows: usize,
 }
 
-/// A file of data.
+/// A file that decides what is learned.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FileRecord {
@@ -221,15 +226,23 @@ impl SplitRecord {
     /// # Errors
     /// A file that cannot be read.
     pub fn of(files: &[PathBuf], rows: usize) -> Result<Self> {
-        let files = files.iter().map(|path| {
-            let failed = |cause: io::Error| Error::File { path: path.clone(), reason: cause.to_string() };
-            let bytes = fs::metadata(path).map_err(failed)?.len();
-            let sha256 = match bytes {
-                ..=DIGESTED => Some(rows::hex_digest_of(path).map_err(failed)?),
-                _ => None,
-            };
-            Ok(FileRecord { path: path.canonicalize().unwrap_or_else(|_| path.clone()), bytes, sha256 })
-        });
+        let files = files.iter().map(|path| FileRecord::of(path));
         Ok(Self { files: files.collect::<Result<_>>()?, rows })
+    }
+}
+
+impl FileRecord {
+    /// Describes a file.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn of(path: &Path) -> Result<Self> {
+        let failed = |cause: io::Error| Error::File { path: path.to_owned(), reason: cause.to_string() };
+        let bytes = fs::metadata(path).map_err(failed)?.len();
+        let sha256 = match bytes {
+            ..=DIGESTED => Some(rows::hex_digest_of(path).map_err(failed)?),
+            _ => None,
+        };
+        Ok(Self { path: path.canonicalize().unwrap_or_else(|_| path.to_owned()), bytes, sha256 })
     }
 }

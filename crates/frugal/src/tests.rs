@@ -20,6 +20,7 @@ mod nf4;
 mod plan;
 mod run_plan;
 mod session;
+mod shipped;
 #[path = "../tests/it/tiny_folder/mod.rs"]
 mod tiny_folder;
 mod train;

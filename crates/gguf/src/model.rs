@@ -44,12 +44,20 @@ impl Model {
     /// # Errors
     /// A missing or invalid file; a `model_type`, an option or a tokenizer that llama.cpp or this crate does not support, by name.
     pub fn open(folder: &Path) -> Result<Self> {
+        Self::open_with(folder, folder)
+    }
+
+    /// Opens a folder, with the tokenizer, the chat template and `generation_config.json` of another.
+    ///
+    /// # Errors
+    /// As [`Model::open`].
+    pub fn open_with(folder: &Path, tokenizer: &Path) -> Result<Self> {
         let config = Fields::read(&folder.join("config.json"))?;
         let family = Family::of(&config)?;
         let sizes = Sizes::read(&config, family)?;
         family.check(&config, &sizes)?;
         let tensors = Tensors::of_model(folder)?;
-        let tokenizer = Tokenizer::read(folder, &config)?;
+        let tokenizer = Tokenizer::read(tokenizer, &config)?;
         let real = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
         let name = real.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.unwrap_or_else(|| "model".to_owned());

@@ -1,18 +1,25 @@
 //! Ollama's Modelfile: the model's file, how a chat is written for it, and where a reply ends.
 //!
 //! Ollama does not run a model's chat template, which is Jinja; it has a template of Go's. So a Modelfile gets one if the Jinja template
-//! is a known [`ChatFormat`]: if it renders probing conversations to the same text, or if its special tokens are those of one format
-//! alone, and the Modelfile then says what the model's own template writes otherwise. Else the Modelfile has no template, and says so.
+//! is a known [`ChatFormat`], or one whose texts around the contents are the same in each turn: if that renders probing conversations to
+//! the same text. If it is none, and its special tokens are those of one known format alone, that is taken, and the Modelfile says what
+//! the model's own template writes otherwise. Else the Modelfile has no template, and says so.
 //!
 //! Source: Ollama's `docs/modelfile.md` and `template/template.go`.
 
+mod derived;
 mod format;
+mod value;
 
 use std::fmt;
 
 use serde_json::Value;
 
 pub use format::{ChatFormat, Role};
+use value::{comment, in_one_line, in_several_lines, quoted_value};
+
+/// The name of a format that was derived from the model's own template.
+const NAME: &str = "the model's own";
 
 /// Renders a conversation by the model's own template, up to where the reply starts; `None` if the template refuses it.
 pub type Renderer<'a> = &'a dyn Fn(&[(Role, &str)]) -> Option<String>;
@@ -21,7 +28,7 @@ pub type Renderer<'a> = &'a dyn Fn(&[(Role, &str)]) -> Option<String>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chat {
     /// How turns are written.
-    pub format: &'static ChatFormat,
+    pub format: ChatFormat,
     /// The system message that the model's template writes where a conversation has none.
     pub default_system: Option<String>,
     /// What the model's own template writes otherwise.
@@ -38,13 +45,20 @@ impl Chat {
         let mut others = Vec::new();
         for format in candidates {
             match format.compare(begin, render) {
-                Ok(default_system) => return Ok(Self { format, default_system, difference: None }),
+                Ok(default_system) => {
+                    return Ok(Self { format: format.clone(), default_system, difference: None });
+                }
                 Err(reason) => others.push((format, reason)),
             }
         }
+        if let Some((format, default_system)) = derived::format(begin, render) {
+            return Ok(Self { format, default_system, difference: None });
+        }
         match others.as_slice() {
             [] => Err(unknown()),
-            [(format, reason)] => Ok(Self { format, default_system: None, difference: Some(reason.clone()) }),
+            [(format, reason)] => {
+                Ok(Self { format: (*format).clone(), default_system: None, difference: Some(reason.clone()) })
+            }
             several => {
                 let tried = several.iter().map(|(format, reason)| format!("{} ({reason})", format.name));
                 Err(format!("it writes other texts than {}", tried.collect::<Vec<_>>().join(" and ")))
@@ -54,7 +68,7 @@ impl Chat {
 }
 
 fn unknown() -> String {
-    let names: Vec<&str> = ChatFormat::all().iter().map(|format| format.name).collect();
+    let names: Vec<&str> = ChatFormat::all().iter().map(|format| &*format.name).collect();
     format!("its special tokens are those of no known format; known are {}", names.join(", "))
 }
 
@@ -94,41 +108,50 @@ pub fn sampling(generation_config: &Value) -> Vec<(&'static str, f64)> {
     found
 }
 
+/// The context that is asked for at most: Ollama reserves the memory of the whole when a model is loaded.
+const CONTEXT: u64 = 8192;
+
 impl fmt::Display for Modelfile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "FROM ./{}", self.from)?;
+        let mut directive = |name: &str, value: Option<String>| match value {
+            Some(value) => writeln!(f, "{name} {value}"),
+            None => writeln!(f, "# No {name}: its text cannot be written in a Modelfile."),
+        };
+        directive("FROM", in_one_line(&format!("./{}", self.from)))?;
         if let Some(adapter) = &self.adapter {
-            writeln!(f, "ADAPTER ./{adapter}")?;
+            directive("ADAPTER", in_one_line(&format!("./{adapter}")))?;
         }
         match &self.chat {
             Some(Ok(chat)) => {
-                let name = chat.format.name;
-                writeln!(f, "# The chat template is {name}.")?;
+                directive("#", Some(comment(&format!("The chat template is {}.", chat.format.name))))?;
                 if let Some(difference) = &chat.difference {
-                    writeln!(f, "# The model's own template writes {difference} in another way.")?;
+                    let text = format!("The model's own template writes {difference} in another way.");
+                    directive("#", Some(comment(&text)))?;
                 }
-                writeln!(f, "TEMPLATE \"\"\"{}\"\"\"", chat.format.go_template())?;
+                directive("TEMPLATE", in_several_lines(&chat.format.go_template()))?;
                 if let Some(system) = &chat.default_system {
-                    writeln!(f, "SYSTEM \"\"\"{system}\"\"\"")?;
+                    directive("SYSTEM", in_several_lines(system))?;
                 }
             }
             Some(Err(reason)) => {
-                writeln!(f, "# No TEMPLATE: the model's chat template is not known: {reason}.")?
+                let text = format!("No TEMPLATE: the model's chat template is not known: {reason}.");
+                directive("#", Some(comment(&text)))?;
             }
-            None => writeln!(f, "# No TEMPLATE: the model has no chat template.")?,
+            None => directive("#", Some("No TEMPLATE: the model has no chat template.".to_owned()))?,
         }
-        self.stops.iter().try_for_each(|stop| writeln!(f, "PARAMETER stop {}", quoted(stop)))?;
+        for stop in &self.stops {
+            directive("PARAMETER stop", quoted_value(stop))?;
+        }
         if let Some(context) = self.context {
-            writeln!(
-                f,
-                "# The model's context; a smaller one takes less memory.\nPARAMETER num_ctx {context}"
-            )?;
+            let text = format!("The model's context is {context} tokens; each takes memory.");
+            directive("#", Some(text))?;
+            directive("PARAMETER num_ctx", Some(context.min(CONTEXT).to_string()))?;
         }
         self.sampling.iter().try_for_each(|(name, value)| writeln!(f, "PARAMETER {name} {value}"))
     }
 }
 
-/// A text in double quotes, as Go and Modelfiles read it.
+/// A text in double quotes, as Go reads it.
 fn quoted(text: &str) -> String {
     let escaped = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     format!("\"{escaped}\"")

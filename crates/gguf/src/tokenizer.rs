@@ -84,12 +84,20 @@ impl Tokenizer {
             let (scores, note) = sentencepiece::scores(&fields, model, &vocabulary)?;
             notes.extend(note);
             sentencepiece::mark(&mut tokens, model);
-            let kind = Kind::SentencePiece { scores, space_prefix: sentencepiece::space_prefix(&fields)? };
+            let (space_prefix, note) = sentencepiece::space_prefix(&fields)?;
+            notes.extend(note);
+            let kind = Kind::SentencePiece { scores, space_prefix };
             (kind, Special::read(folder, config, &own, &fields, &added)?)
         } else {
             let tokenizer =
                 parsed(&path).map_err(|cause| file_error(&path, format!("not a tokenizer: {cause}")))?;
             let pre = pre::name(&fields, &tokenizer)?;
+            if fields.get("normalizer").is_some_and(|step| step.to_string().contains("\"NFC\"")) {
+                notes.push(
+                    "llama.cpp does not compose characters (NFC): a text with decomposed ones is tokenized differently"
+                        .to_owned(),
+                );
+            }
             let kind = Kind::ByteLevel { pre, merges: merges(&fields, model)? };
             (kind, Special::read(folder, config, &own, &fields, &added)?)
         };

@@ -108,6 +108,15 @@ pub fn fetch(name: &str, revision: Option<&str>, offline: bool) -> Result<PathBu
     Hub::from_env(offline).fetch(name, revision)
 }
 
+/// Returns the commit whose files are in a folder of the cache; `None` for other folders.
+pub fn commit(folder: &Path) -> Option<&str> {
+    let name =
+        |folder: &Path| folder.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+    let snapshots = folder.parent()?;
+    let is_in_cache = name(snapshots) == "snapshots" && name(snapshots.parent()?).starts_with("models--");
+    folder.file_name()?.to_str().filter(|_| is_in_cache)
+}
+
 /// [`Hub::fetch_files`] with the environment's settings.
 ///
 /// # Errors

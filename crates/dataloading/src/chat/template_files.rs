@@ -24,7 +24,8 @@ const ADDITIONAL: &str = "additional_chat_templates";
 const TOKENIZER: &str = "tokenizer_config.json";
 const PROCESSOR: &str = "chat_template.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
-const DEFAULT: &str = "default";
+/// The name of the template that renders conversations without tools.
+pub const DEFAULT_TEMPLATE: &str = "default";
 const TOOL_USE: &str = "tool_use";
 
 impl ChatTemplate {
@@ -33,27 +34,39 @@ impl ChatTemplate {
     /// # Errors
     /// A file that cannot be read or is not JSON; several templates of which none is the default; those of [`ChatTemplate::new`].
     pub fn from_folder(folder: &Path, options: TemplateOptions) -> Result<Option<Self>> {
-        let found = templates(folder)?;
-        if found.is_empty() {
+        Self::from_sources(&template_sources(folder)?, folder, options)
+    }
+
+    /// Compiles templates by their names; `None` if there are none. The special tokens of `folder` are added to those of the options.
+    ///
+    /// # Errors
+    /// A file of special tokens that cannot be read or is not JSON; several templates of which none is the default; those of
+    /// [`ChatTemplate::new`].
+    pub fn from_sources(
+        sources: &TemplateSources,
+        folder: &Path,
+        options: TemplateOptions,
+    ) -> Result<Option<Self>> {
+        if sources.is_empty() {
             return Ok(None);
         }
         let options = with_special_tokens(folder, options)?;
-        let compile = |name: &str| match found.get(name) {
+        let compile = |name: &str| match sources.get(name) {
             Some((from, source)) => Self::new(&from.display().to_string(), source, options.clone()).map(Some),
             None => Ok(None),
         };
-        let default = match compile(DEFAULT)? {
+        let default = match compile(DEFAULT_TEMPLATE)? {
             Some(template) => template,
-            None if found.len() == 1 => {
-                let name = found.keys().next().map(String::as_str).unwrap_or_default();
+            None if sources.len() == 1 => {
+                let name = sources.keys().next().map(String::as_str).unwrap_or_default();
                 return compile(name);
             }
             None => {
-                let names: Vec<&str> = found.keys().map(String::as_str).collect();
+                let names: Vec<&str> = sources.keys().map(String::as_str).collect();
                 return Err(Error::File {
                     path: folder.join(TOKENIZER),
                     reason: format!(
-                        "it has the chat templates {}, and none named `{DEFAULT}`; write the one to take into \
+                        "it has the chat templates {}, and none named `{DEFAULT_TEMPLATE}`; write the one to take into \
                          {TEMPLATE}",
                         names.join(", ")
                     ),
@@ -75,15 +88,21 @@ impl ChatTemplate {
     }
 }
 
-/// Returns the templates of a folder by their names, with the files that they are from.
-fn templates(folder: &Path) -> Result<BTreeMap<String, (PathBuf, String)>> {
+/// Templates by their names, with the files that they are from.
+pub type TemplateSources = BTreeMap<String, (PathBuf, String)>;
+
+/// Reads the templates of a folder.
+///
+/// # Errors
+/// A file that cannot be read, is not JSON, or has something else in the place of a template.
+pub fn template_sources(folder: &Path) -> Result<TemplateSources> {
     let mut found = BTreeMap::new();
     for file in [PROCESSOR, TOKENIZER] {
         let path = folder.join(file);
         match object(&path)?.remove("chat_template") {
             None | Some(Value::Null) => {}
             Some(Value::String(source)) => {
-                found.insert(DEFAULT.to_owned(), (path, source));
+                found.insert(DEFAULT_TEMPLATE.to_owned(), (path, source));
             }
             Some(Value::Array(named)) => {
                 for template in named {
@@ -108,7 +127,7 @@ fn templates(folder: &Path) -> Result<BTreeMap<String, (PathBuf, String)>> {
     let path = folder.join(TEMPLATE);
     if path.is_file() {
         let source = read(&path)?;
-        found.insert(DEFAULT.to_owned(), (path, source));
+        found.insert(DEFAULT_TEMPLATE.to_owned(), (path, source));
     }
     Ok(found)
 }

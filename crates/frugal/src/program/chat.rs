@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, bail};
 use clap::Args;
+use frugal::companion_files::{CompanionFiles, turn_end};
 use frugal::config::Dtype;
 use frugal::models::hugging_face::Folder;
 use frugal::training::interrupt;
@@ -16,10 +17,8 @@ use models::generation::GenerateOptions;
 use serde_json::json;
 
 use super::Common;
-use super::encoding;
 use super::model::{HubArgs, with_adapter};
 use super::output::{print_line, say, show};
-use super::row_flags::chat_template;
 use super::run_model::{Target, WhichArgs};
 use super::sampling::SamplingArgs;
 use super::settings::put_some;
@@ -66,11 +65,13 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     target.tell(common);
     put_some(&mut target.adapter, arguments.adapter.clone());
     let folder = target.open(&arguments.hub)?;
+    target.tell_other_base(common, &folder, arguments.dtype);
     let Target { model, adapter, data, .. } = target;
     let mut data = data.unwrap_or_default();
     put_some(&mut data.chat_template, arguments.chat_template.clone());
-    let tokenizer = encoding::tokenizer(&folder)?;
-    let Some(template) = chat_template(folder.path(), &data)? else {
+    let companions = CompanionFiles::of(&folder, adapter.as_deref(), &data)?;
+    let tokenizer = companions.tokenizer()?;
+    let Some(template) = companions.chat_template(&data)? else {
         let flag = adapter.map_or_else(String::new, |adapter| format!(" --adapter {}", adapter.display()));
         bail!(
             "{model} has no chat template, so it was not made for conversations; continue a text with `frugal generate --model \
@@ -78,9 +79,9 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
         );
     };
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
+    let mut end_tokens = companions.end_tokens().to_vec();
+    end_tokens.extend(turn_end(&template, &tokenizer).filter(|end| !companions.end_tokens().contains(end)));
     let mut session = Session::new(tokenizer, template, arguments.system.as_deref(), context);
-    let mut end_tokens = folder.end_tokens().to_vec();
-    end_tokens.extend(session.turn_end().filter(|end| !folder.end_tokens().contains(end)));
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
         sampling: arguments.sampling.get(common.seed()),

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use clap::{Args, Subcommand};
+use frugal::companion_files::CompanionFiles;
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::records::Splits;
 use frugal::rows::{self, Counts, Found, RowEncoder};
@@ -108,9 +109,11 @@ impl SourceArgs {
             bail!("{} has no such split; leave out --split", self.data);
         }
         let folder = target.open(&self.hub)?;
-        let ends = Ends::find(&folder, &data)?;
+        let companions = CompanionFiles::of(&folder, target.adapter.as_deref(), &data)?;
+        let ends = Ends::find(&folder, &companions, &data)?;
         ends.note_context(common, &folder, &data);
-        let (encoder, problems) = (encoder(&folder, &data, &ends)?, ends.encoder(&folder, &data)?);
+        let encoder = encoder(&folder, &companions, &data, &ends)?;
+        let problems = ends.encoder(&folder, &data)?;
         note_variant(common, &encoder, &found);
         Ok(Source { data, files, found, encoder, problems })
     }

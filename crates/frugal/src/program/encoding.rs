@@ -2,6 +2,7 @@
 
 use anyhow::{anyhow, bail};
 use clap::Args;
+use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::dataloading::Tokenizer;
 use frugal::models::hugging_face::Folder;
@@ -49,11 +50,12 @@ impl Ends {
     ///
     /// # Errors
     /// No tokenizer in it; no token to end with.
-    pub(crate) fn find(folder: &Folder, data: &DataConfig) -> anyhow::Result<Self> {
-        let tokenizer = match &data.tokenizer {
-            Some(path) => Tokenizer::from_file(path)?,
-            None => tokenizer(folder)?,
-        };
+    pub(crate) fn find(
+        folder: &Folder,
+        companions: &CompanionFiles,
+        data: &DataConfig,
+    ) -> anyhow::Result<Self> {
+        let tokenizer = companions.tokenizer()?;
         let end = match &data.end_token {
             Some(text) => tokenizer.id(text).ok_or_else(|| {
                 anyhow!("--end-token {text}: the tokenizer has no such token; give one of its tokens, as `<|endoftext|>`")
@@ -114,18 +116,4 @@ fn end_token(folder: &Folder) -> anyhow::Result<u32> {
             vocabulary - 1
         ),
     }
-}
-
-/// The folder's tokenizer.
-///
-/// # Errors
-/// No tokenizer, or one that cannot be read.
-pub(crate) fn tokenizer(folder: &Folder) -> anyhow::Result<Tokenizer> {
-    let Some(path) = folder.tokenizer() else {
-        bail!(
-            "{}: tokenizer.json is missing; put there the one that came with the model",
-            folder.path().display()
-        );
-    };
-    Ok(Tokenizer::from_file(&path)?)
 }

@@ -9,8 +9,11 @@ use std::path::{Path, PathBuf};
 use super::Common;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, ValueEnum};
-use frugal::config::{Bytes, Dtype};
+use frugal::Config;
+use frugal::companion_files::{CHAT_TEMPLATE, CompanionFiles, TOKENIZER};
+use frugal::config::{Bytes, CONFIG_FILE, DataConfig, Dtype};
 use frugal::llama_cpp::LlamaCpp;
+use frugal::run_folder::CHECKPOINTS;
 use models::hugging_face::{self, Folder};
 use models::state_dict::state_dict;
 use serde_json::{Value, json};
@@ -102,13 +105,20 @@ pub(crate) struct Export {
     /// The output folder of a training that `--model` names.
     #[arg(skip)]
     run: Option<String>,
+    /// How the training that made the adapter read its data.
+    #[arg(skip)]
+    data: Option<DataConfig>,
     /// merged, nf4: maximum size of a file of weights
     #[arg(long, value_name = "BYTES", default_value = "5GB")]
     max_shard_bytes: Bytes,
-    /// gguf, gguf-lora, ollama: compare log-probabilities of llama.cpp with this program's; needs a Python with xllamacpp
-    #[arg(long)]
+    /// gguf, gguf-lora, ollama: fail where llama.cpp's log-probabilities cannot be compared with this program's; without it they are
+    /// compared if there is a Python with xllamacpp, and memory for the weights in fp32
+    #[arg(long, conflicts_with = "no_verify")]
     verify: bool,
-    /// The Python that --verify runs [default: $FRUGAL_PYTHON, else python3]
+    /// gguf, gguf-lora, ollama: do not compare with llama.cpp
+    #[arg(long)]
+    no_verify: bool,
+    /// The Python with xllamacpp [default: $FRUGAL_PYTHON, else python3]
     #[arg(long, value_name = "PROGRAM")]
     python: Option<PathBuf>,
 }
@@ -151,9 +161,11 @@ fn quantized(arguments: &Export) -> anyhow::Result<Value> {
     if same_folder(folder.path(), out) {
         bail!("--out {} is the model's own folder; give another", out.display());
     }
+    let companions = arguments.companions(&folder)?;
     let model = folder.load(Some(Dtype::Nf4.kind()), Device::Cpu)?;
     hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
-        merge::complete(&folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+        merge::complete(&folder, &companions, new)
+            .map_err(|error| std::io::Error::other(format!("{error:#}")))
     })?;
     let again = state_dict(&Folder::open(out)?.load(None, Device::Cpu)?);
     for ((name, meant), (_, read)) in state_dict(&model).into_iter().zip(again) {
@@ -190,6 +202,10 @@ impl Export {
         }
         target.tell(common);
         own.run = Some(name.clone());
+        own.data.clone_from(&target.data);
+        if self.format != Format::Peft && target.is_over_nf4 {
+            target.tell_other_base(common, &target.open(&self.hub)?, self.dtype);
+        }
         if self.checkpoints.is_none() {
             put_some(&mut own.adapter, target.adapter.filter(|_| self.adapter.is_none()));
         }
@@ -213,6 +229,7 @@ impl Export {
             ("--checkpoints", self.checkpoints.is_some(), self.format != Format::Nf4),
             ("--base", self.base.is_some(), self.format == Format::Peft),
             ("--verify", self.verify, is_gguf),
+            ("--no-verify", self.no_verify, is_gguf),
         ];
         match flags.iter().find(|(_, given, has)| *given && !has) {
             None => {}
@@ -256,6 +273,37 @@ impl Export {
         Ok(())
     }
 
+    /// llama.cpp, if what was written is to be compared with it; says why not where no flag does. `folder` is the model's.
+    ///
+    /// # Errors
+    /// No Python with it, where a flag demands one.
+    fn llama_cpp(
+        &self,
+        common: &Common,
+        folder: &Path,
+        model: &gguf::Model,
+    ) -> anyhow::Result<Option<LlamaCpp>> {
+        if self.no_verify {
+            return Ok(None);
+        }
+        let found = LlamaCpp::find(self.python.as_deref());
+        if self.verify || self.python.is_some() {
+            return Ok(Some(found?));
+        }
+        let why = match found {
+            Ok(_) if model.tokenizer().plain_tokens().is_empty() => {
+                "the tokenizer has no token of letters alone"
+            }
+            Ok(found) if verify::fits_memory(folder)? => return Ok(Some(found)),
+            Ok(_) => {
+                "it takes the weights in fp32, which are more than half of the free memory; --verify does it"
+            }
+            Err(_) => "there is no Python with xllamacpp, which has it (pip install xllamacpp)",
+        };
+        say(common, &format!("not verified with llama.cpp: {why}"));
+        Ok(None)
+    }
+
     /// The folder of the base model.
     fn base_model(&self) -> anyhow::Result<PathBuf> {
         let model = self.model.as_deref().context("give --model")?;
@@ -276,6 +324,30 @@ impl Export {
         }
     }
 
+    /// The folder of the adapter that was given, or of the training whose checkpoint is taken.
+    fn adapter_files(&self) -> Option<&Path> {
+        match &self.checkpoints {
+            // The folder of checkpoints is in that of the training.
+            Some(folder) if !folder.join(CHECKPOINTS).is_dir() => folder.parent(),
+            Some(folder) => Some(folder),
+            None => self.adapter.as_deref(),
+        }
+    }
+
+    /// What belongs to the model, with the adapter if there is one, besides its weights.
+    fn companions(&self, folder: &Folder) -> anyhow::Result<CompanionFiles> {
+        let adapter = self.adapter_files();
+        let of_run = || Some(Config::read(&adapter?.join(CONFIG_FILE)).ok()?.data);
+        let mut data = self.data.clone().or_else(of_run).unwrap_or_default();
+        if adapter.is_some_and(|adapter| adapter.join(CHAT_TEMPLATE).is_file()) {
+            data.chat_template = None;
+        }
+        if adapter.is_some_and(|adapter| adapter.join(TOKENIZER).is_file()) {
+            data.tokenizer = None;
+        }
+        Ok(CompanionFiles::of(folder, adapter, &data)?)
+    }
+
     /// Merges an adapter into the model, and writes that to a folder.
     fn merge(&self, common: &Common, adapter: &Path, out: &Path) -> anyhow::Result<()> {
         let folder = self.hub.open(self.model.as_deref().context("give --model")?)?;
@@ -286,6 +358,6 @@ impl Export {
         }
         merge::refuse_nf4(&folder, self.dtype)?;
         let model = folder.load(self.dtype.map(|dtype| dtype.kind()), common.device()?)?;
-        merge::into_folder(&folder, model, adapter, out, self.max_shard_bytes)
+        merge::into_folder((&folder, &self.companions(&folder)?), model, adapter, out, self.max_shard_bytes)
     }
 }

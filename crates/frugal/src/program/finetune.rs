@@ -1,7 +1,8 @@
 //! `frugal finetune`.
 
 mod data;
-mod end_note;
+mod learned_end;
+mod origin;
 mod samples;
 mod weights;
 
@@ -107,6 +108,9 @@ pub(crate) struct Finetune {
     settings: SettingsArgs,
 }
 
+/// The key of the chat template.
+const TEMPLATE: &str = "data.chat_template";
+
 /// Learning rate of full fine-tuning, by default.
 const FULL_LEARNING_RATE: f64 = 2e-5;
 
@@ -170,7 +174,12 @@ impl Finetune {
 }
 
 pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
-    let config = arguments.config(common)?;
+    let mut config = arguments.config(common)?;
+    let is_set =
+        arguments.rows.gives_chat_template() || arguments.settings.run.keys().any(|key| key == TEMPLATE);
+    if let Some(file) = arguments.settings.config.as_deref().filter(|_| !is_set) {
+        origin::take_template_of_run(&mut config, file);
+    }
     let common = with_origins(common, &config, &arguments.settings)?;
     let start = match (arguments.dry_run, arguments.resume) {
         (true, _) => Start::DryRun,
@@ -216,6 +225,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     runtime::memory::track_cpu()?;
     runtime::memory::set_block_cache(true)?;
     runtime::random::seed(config.training.seed)?;
+    let config = &origin::as_before(config, out, resume)?;
     let Some(name) = &config.model.name else {
         bail!(
             "`model.name` is missing; give a folder in Hugging Face's layout or a name on the hub as --model"
@@ -227,14 +237,17 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         bail!(own());
     }
     recipe.check_folder(&folder)?;
-    let config = &with_date(config, &folder, out, resume)?;
-    let data = Data::read(common, config, &folder)?;
+    let config = &origin::with_commit(config, &folder);
+    let mut companions = origin::companions(config, &folder, out, resume)?;
+    let config = &with_date(config, &companions, out, resume)?;
+    let data = Data::read(common, config, &folder, &companions)?;
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();
-    let ends: Vec<i64> = folder.end_tokens().to_vec();
-    if let Some(note) = data.end_note(&ends)? {
-        say(common, &note);
+    if let Some((note, end)) = data.learned_end(config, companions.end_tokens())? {
+        note.iter().for_each(|note| say(common, note));
+        companions.add_end(end);
     }
+    let ends = companions.end_tokens().to_vec();
     let rows = [data.train.len(), data.validation.len()];
     let samples = data.samples(common, config, ends, out)?;
     let Data { train, validation, pad, train_files, validation_files, is_chat, .. } = data;
@@ -289,6 +302,10 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     if common.is_first() {
         saving.about.train = SplitRecord::of(&train_files, rows[0])?;
         saving.about.validation = SplitRecord::of(&validation_files, rows[1])?;
+        saving.about.chat_template = companions.write_template(out)?;
+        if config.adapter.is_some() {
+            companions.write(out)?;
+        }
         note_other_data(common, &saving.about);
     }
 
@@ -324,8 +341,12 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         (validation, _) => validation,
     };
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
-    let writer: Rc<dyn Writer> =
-        Rc::new(Weights { common: common.clone(), adapters: handles.adapters.take(), base: folder.clone() });
+    let writer: Rc<dyn Writer> = Rc::new(Weights {
+        common: common.clone(),
+        adapters: handles.adapters.take(),
+        base: folder.clone(),
+        companions,
+    });
     let run = Run {
         trainer,
         config,

@@ -10,6 +10,7 @@ use accounting::quantity::bytes_text;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args};
 use dataloading::Tokenizer;
+use frugal::companion_files::CompanionFiles;
 use frugal::config::{Bytes, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
@@ -22,7 +23,6 @@ use report::cli::Failure;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use super::encoding;
 use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
 use super::run_plan::{MEASURING, NOTHING_FITS, tensor_budget};
@@ -172,8 +172,9 @@ impl Generate {
 pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let device = common.device()?;
     let texts = arguments.texts()?;
-    let Found { folder, adapter, .. } = arguments.model.find(common, arguments.adapter.as_deref())?;
-    let tokenizer = encoding::tokenizer(&folder)?;
+    let Found { folder, adapter, data } = arguments.model.find(common, arguments.adapter.as_deref())?;
+    let companions = CompanionFiles::of(&folder, adapter.as_deref(), &data.unwrap_or_default())?;
+    let tokenizer = companions.tokenizer()?;
     let prompts = texts.iter().map(|text| -> anyhow::Result<Vec<i64>> {
         let encoded = tokenizer.encode_with_begin(text)?;
         if encoded.is_empty() {
@@ -202,7 +203,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
         sampling: arguments.sampling.get(common.seed()),
-        end_tokens: folder.end_tokens().to_vec(),
+        end_tokens: companions.end_tokens().to_vec(),
         ..GenerateOptions::default()
     };
     let generator = Generator::new(model.as_ref(), &options)?;

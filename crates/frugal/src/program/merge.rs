@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use super::Common;
 use anyhow::{Context, bail};
 use clap::Args;
+use frugal::companion_files::CompanionFiles;
 use frugal::config::{Bytes, Dtype};
 use models::hugging_face::{self, Folder};
 use models::module::first_non_finite;
@@ -25,19 +26,6 @@ use super::model::{Found, ModelArgs, load_adapter, same_folder};
 use super::output::{print_line, say};
 use super::output_folder::{self, Existing};
 use super::unfinished;
-
-/// Files beside a model's weights that are copied unchanged.
-const BESIDE: [&str; 9] = [
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-];
 
 /// Keys of transformers for the dtype of the weights.
 const DTYPES: [&str; 2] = ["dtype", "torch_dtype"];
@@ -74,7 +62,7 @@ pub(crate) struct Merge {
 pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     let device = common.device()?;
     let out = &arguments.out;
-    let Found { folder, adapter, .. } = arguments.model.find(common, arguments.adapter.as_deref())?;
+    let Found { folder, adapter, data } = arguments.model.find(common, arguments.adapter.as_deref())?;
     let Some(adapter) = adapter.as_deref() else {
         bail!(
             "there is nothing to merge; give --adapter, or the output folder of a training of adapters as --model"
@@ -88,11 +76,12 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     output_folder::check(out, Existing::by_flag(arguments.overwrite))?;
     refuse_nf4(&folder, arguments.model.dtype)?;
     unfinished::remove_on_signals(out)?;
+    let companions = CompanionFiles::of(&folder, Some(adapter), &data.unwrap_or_default())?;
     let model = arguments.model.load(&folder, device)?;
-    into_folder(&folder, model, adapter, out, arguments.max_shard_bytes)?;
+    into_folder((&folder, &companions), model, adapter, out, arguments.max_shard_bytes)?;
     let compared = arguments.compare_nf4.as_deref().map(|texts| {
         let merged = Folder::open(out)?.load(None, device)?;
-        difference::measure(&folder, adapter, &merged, texts, device)
+        difference::measure((&folder, &companions), adapter, &merged, texts, device)
     });
     let compared = compared.transpose()?;
     if common.json {
@@ -136,7 +125,7 @@ pub(crate) fn refuse_nf4(folder: &Folder, dtype: Option<Dtype>) -> anyhow::Resul
 
 /// Merges an adapter into a model, which is of `folder`, writes it to another, and reads that again.
 pub(crate) fn into_folder(
-    folder: &Folder,
+    (folder, companions): (&Folder, &CompanionFiles),
     mut model: Llama,
     adapter: &Path,
     out: &Path,
@@ -156,7 +145,7 @@ pub(crate) fn into_folder(
         model = untied(&model)?;
     }
     hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
-        complete(folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+        complete(folder, companions, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
     })?;
     check(&model, out)
 }
@@ -198,21 +187,16 @@ fn untied(model: &Llama) -> anyhow::Result<Llama> {
     Ok(apart)
 }
 
-/// Copies what the base's folder has beside the weights into the new one, and gives `config.json` the fields that no weight depends on.
-pub(crate) fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
-    for name in BESIDE {
-        let from = base.path().join(name);
-        if from.is_file() {
-            let to = out.join(name);
-            std::fs::copy(&from, &to).with_context(|| format!("{} cannot be written", to.display()))?;
-        }
-    }
+/// Writes what belongs to the model besides its weights into its folder, and gives `config.json` the base's fields that no weight depends
+/// on.
+pub(crate) fn complete(base: &Folder, companions: &CompanionFiles, out: &Path) -> anyhow::Result<()> {
+    companions.write(out)?;
     let read = |path: PathBuf| -> anyhow::Result<Map<String, Value>> {
         let text = std::fs::read(&path).with_context(|| path.display().to_string())?;
         serde_json::from_slice(&text).with_context(|| path.display().to_string())
     };
     let (mut fields, saved) = (read(base.path().join(CONFIG))?, read(out.join(CONFIG))?);
-    // The old and the new form must not occur together.
+    // What is written has both spellings, with the same values.
     fields.retain(|name, _| !ROPE.contains(&name.as_str()) && name != QUANTIZATION);
     for name in DTYPES {
         if let (Some(field), Some(dtype)) = (fields.get_mut(name), saved.get("dtype")) {

@@ -85,7 +85,9 @@ impl ModelArgs {
         let mut target = Target::find(&self.model, self.which)?;
         target.tell(common);
         put_some(&mut target.adapter, adapter.map(Path::to_owned));
-        Ok(Found { folder: target.open(&self.hub)?, adapter: target.adapter, data: target.data })
+        let folder = target.open(&self.hub)?;
+        target.tell_other_base(common, &folder, self.dtype);
+        Ok(Found { folder, adapter: target.adapter, data: target.data })
     }
 
     /// The model.

@@ -3,10 +3,11 @@
 use std::io::{BufRead as _, Read as _};
 use std::path::{Path, PathBuf};
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use clap::Args;
+use frugal::companion_files::CompanionFiles;
 use frugal::config::{DataConfig, DataFormat};
-use frugal::dataloading::chat::{ChatTemplate, Date, TemplateOptions};
+use frugal::dataloading::chat::ChatTemplate;
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
@@ -47,6 +48,11 @@ pub(crate) struct RowArgs {
 }
 
 impl RowArgs {
+    /// Whether there is a flag of the chat template.
+    pub(crate) fn gives_chat_template(&self) -> bool {
+        self.chat_template.is_some()
+    }
+
     /// Overrides a configuration's values by the flags that were given.
     pub(crate) fn apply(&self, data: &mut DataConfig) {
         put(&mut data.format, self.format);
@@ -60,28 +66,16 @@ impl RowArgs {
     }
 }
 
-/// The chat template of a configuration: its file, or the model's own.
-///
-/// # Errors
-/// A file that is missing or no template; a date that is none.
-pub(crate) fn chat_template(folder: &Path, data: &DataConfig) -> anyhow::Result<Option<ChatTemplate>> {
-    let date = match &data.date {
-        Some(date) => date.parse().map_err(|reason| anyhow!("`data.date`: {reason}"))?,
-        None => Date::today(),
-    };
-    let options =
-        TemplateOptions { arguments: data.template_arguments.clone(), date, ..TemplateOptions::default() };
-    Ok(match &data.chat_template {
-        Some(path) => Some(ChatTemplate::from_file(path, folder, options)?),
-        None => ChatTemplate::from_folder(folder, options)?,
-    })
-}
-
 /// The encoder for the model of a folder.
 ///
 /// # Errors
-/// Those of [`chat_template`]; no tokenizer, or no token to end with.
-pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow::Result<RowEncoder> {
+/// Those of [`CompanionFiles::chat_template`]; no tokenizer, or no token to end with.
+pub(crate) fn encoder(
+    folder: &Folder,
+    companions: &CompanionFiles,
+    data: &DataConfig,
+    ends: &Ends,
+) -> anyhow::Result<RowEncoder> {
     let options = RowOptions {
         // A row has to fit a packed one.
         longest: data.packing.unwrap_or(usize::MAX).min(ends.longest(folder, data)),
@@ -94,7 +88,7 @@ pub(crate) fn encoder(folder: &Folder, data: &DataConfig, ends: &Ends) -> anyhow
         templates: templates(data)?,
     };
     let model_ends: Vec<u32> = folder.end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
-    let template = chat_template(folder.path(), data)?;
+    let template = companions.chat_template(data)?;
     Ok(RowEncoder::new(ends.tokenizer.clone(), template, &model_ends, options))
 }
 

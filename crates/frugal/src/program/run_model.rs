@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use clap::Args;
 use frugal::Config;
-use frugal::config::{CONFIG_FILE, DataConfig, Task};
+use frugal::companion_files::{CHAT_TEMPLATE, TOKENIZER};
+use frugal::config::{CONFIG_FILE, DataConfig, Dtype, Task};
 use frugal::models::hugging_face::Folder;
 use frugal::run_folder::{BEST, CHECKPOINTS};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE as ADAPTER_FILE;
+use runtime::nf4::Scales;
 
 use super::Common;
 use super::finetune::MODEL;
@@ -20,6 +22,9 @@ use super::run_record::shell_word;
 
 /// The configuration of a model within its folder.
 const MODEL_FILE: &str = "config.json";
+
+/// The field of an adapter's configuration with the revision of its base on the hub.
+pub(crate) const REVISION: &str = "revision";
 
 /// Which weights of a training.
 #[derive(Args, Clone, Copy, Debug, Default)]
@@ -42,6 +47,8 @@ pub(crate) struct Target {
     note: Option<String>,
     /// The revision of the model that it was trained with.
     pub(crate) revision: Option<String>,
+    /// Whether an adapter was trained over its base in NF4.
+    pub(crate) is_over_nf4: bool,
 }
 
 impl Target {
@@ -74,11 +81,12 @@ impl Target {
             return Ok(Self { model: name.to_owned(), ..Self::default() });
         }
         let config = LoraConfig::read(&path.join(ADAPTER_FILE))?;
+        let revision = config.read.get(REVISION).and_then(|revision| revision.as_str()).map(str::to_owned);
         let model = config.base_model_name_or_path.with_context(|| {
             format!("{name} does not name its base model; give that as --model, and this folder as --adapter")
         })?;
         let note = Some(format!("{name} is an adapter; its base is {model}"));
-        Ok(Self { model, adapter: Some(path.to_owned()), note, ..Self::default() })
+        Ok(Self { model, adapter: Some(path.to_owned()), note, revision, ..Self::default() })
     }
 
     /// Finds the model that a fine-tuning begins with: a model, or the one that a training of all weights made.
@@ -130,6 +138,15 @@ impl Target {
         };
         let note = Some(format!("{shown}: {text} ({})", path.display()));
         let revision = config.model.revision.clone();
+        let is_over_nf4 = is_adapter && config.model.dtype == Some(Dtype::Nf4);
+        // The files that it was trained with are beside its weights, whatever became of those that its flags named.
+        let mut data = config.data;
+        if path.join(CHAT_TEMPLATE).is_file() {
+            data.chat_template = None;
+        }
+        if path.join(TOKENIZER).is_file() {
+            data.tokenizer = None;
+        }
         let (model, adapter) = match is_adapter {
             true => {
                 let base = config.model.name.clone();
@@ -137,12 +154,28 @@ impl Target {
             }
             false => (path.display().to_string(), None),
         };
-        Ok(Self { model, adapter, data: Some(config.data), note, revision })
+        Ok(Self { model, adapter, data: Some(data), note, revision, is_over_nf4 })
     }
 
     /// Says what was taken of a training's folder, on standard error.
     pub(crate) fn tell(&self, common: &Common) {
         self.note.iter().for_each(|note| say(common, note));
+    }
+
+    /// Says that an adapter over NF4 is used with weights that are not quantized, unless they are: those of `folder`, in `dtype`.
+    pub(crate) fn tell_other_base(&self, common: &Common, folder: &Folder, dtype: Option<Dtype>) {
+        let quantized = |kind| Scales::of(kind).is_some();
+        let is_quantized = match dtype {
+            Some(dtype) => dtype == Dtype::Nf4,
+            None => folder.kind().is_ok_and(quantized),
+        };
+        if self.is_over_nf4 && !is_quantized {
+            say(
+                common,
+                "note: the adapter was trained over its base in NF4, and here the base is not quantized, so results differ from those of \
+                 the training; where a model is not merged, --dtype nf4 computes as the training did",
+            );
+        }
     }
 
     /// Opens the model's folder; downloads it if it is not here.

@@ -1,6 +1,6 @@
 //! The record of a training in its output folder, from its start to its end.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context;
@@ -8,7 +8,7 @@ use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
 use frugal::models::module::ParameterCount;
 use frugal::planning::{MemorySamples, PeakMeter};
-use frugal::run_folder::{Outcome, RunRecord, SplitRecord, StartRecord, State, page, unix_time};
+use frugal::run_folder::{FileRecord, Outcome, RunRecord, SplitRecord, StartRecord, State, page, unix_time};
 use frugal::training::observer::{Observer, StepRecord};
 use serde_json::Value;
 use tch::Device;
@@ -22,6 +22,8 @@ pub(crate) struct About {
     pub(crate) train: SplitRecord,
     pub(crate) validation: SplitRecord,
     pub(crate) plan: Value,
+    /// The chat template in the output folder.
+    pub(crate) chat_template: Option<PathBuf>,
 }
 
 /// The record of a training that runs.
@@ -65,6 +67,7 @@ impl<'a> Recorder<'a> {
             validation: about.validation,
             batches,
             plan: about.plan,
+            chat_template: about.chat_template.as_deref().map(FileRecord::of).transpose()?,
             config: serde_json::to_value(config)?,
             origins: common.origins.clone(),
             starts,

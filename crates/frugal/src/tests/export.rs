@@ -75,6 +75,7 @@ fn a_fine_tuned_model_is_exported_in_every_format() {
     // Of width 16, no row of this model is a multiple of 32 long.
     expect![[r#"
         note: 15 matrices are stored as f16, because their rows are not a multiple of 32 long: token_embd.weight, …
+        not verified with llama.cpp: there is no Python with xllamacpp, which has it (pip install xllamacpp)
         to use it: cd chat && ollama create NAME -f Modelfile
         exported to chat
     "#]]
@@ -86,7 +87,7 @@ fn a_fine_tuned_model_is_exported_in_every_format() {
         TEMPLATE """{{- range $i, $_ := .Messages }}
         SYSTEM """Be kind."""
         PARAMETER stop "<|endoftext|>"
-        # The model's context; a smaller one takes less memory.
+        # The model's context is 200 tokens; each takes memory.
         PARAMETER num_ctx 200
     "#]]
     .assert_eq(&{
@@ -105,6 +106,7 @@ fn an_adapter_that_gguf_cannot_hold_is_merged_for_ollama() {
         tiny.succeed("export --format ollama --type f16 --model model --checkpoints adapter --out chat");
     expect![[r#"
         the adapter is merged into the model: `use_dora` of an adapter in GGUF is not supported: true; merge it into the model, and export that as GGUF
+        not verified with llama.cpp: there is no Python with xllamacpp, which has it (pip install xllamacpp)
         to use it: cd chat && ollama create NAME -f Modelfile
         exported to chat
     "#]]

@@ -92,6 +92,8 @@ impl Process {
         // As for a process of the program; the caches are in the current folder.
         command.env(VARIABLE, "1").env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
         command.env("HF_HUB_CACHE", "no-cache").env("FRUGAL_CACHE", "cache");
+        // An export says the same wherever llama.cpp is installed.
+        command.env("FRUGAL_PYTHON", "no-python");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let commands = child.stdin.take().unwrap();

@@ -212,6 +212,24 @@ impl Family {
         if let Some(period) = self.period {
             self.check_layers(config, sizes, period)?;
         }
+        if config.flag("use_bidirectional_attention", false)? {
+            return refuse(
+                "use_bidirectional_attention",
+                "llama.cpp generates with causal attention".to_owned(),
+            );
+        }
+        let is_null = |key: &str| config.fields.get(key).is_some_and(Value::is_null);
+        let has_caps = self.norms_plus_one && !self.query_key_norms;
+        if let Some(key) = ["attn_logit_softcapping", "final_logit_softcapping"]
+            .into_iter()
+            .find(|key| has_caps && is_null(key))
+        {
+            return Err(unsupported(
+                format!("`{key}` of a `{}`", self.model_type),
+                "null",
+                "llama.cpp always caps the scores and the logits of this family",
+            ));
+        }
         if self.norms_plus_one {
             let scalar = config.optional_number("query_pre_attn_scalar")?.unwrap_or(256.0);
             // The two models with 27 billion parameters are told by their number of layers.
@@ -227,30 +245,50 @@ impl Family {
         Ok(())
     }
 
-    /// llama.cpp has the pattern of layers as a constant.
+    /// Compares the layers' kinds with llama.cpp's, which has their pattern as a constant.
     fn check_layers(&self, config: &Fields, sizes: &Sizes, period: u32) -> Result<()> {
         let (key, regular): (&str, fn(&Value) -> bool) = match self.norms_plus_one {
             true => ("layer_types", |value| value == "sliding_attention"),
             false => ("no_rope_layers", |value| value == 1),
         };
-        let Some(Value::Array(layers)) = config.get(key) else { return Ok(()) };
-        let as_expected = layers.len() == sizes.layers as usize
-            && (1u32..).zip(layers).all(|(number, layer)| regular(layer) != number.is_multiple_of(period));
-        if as_expected {
-            return Ok(());
+        let refuse = |key: &str, found: String| {
+            let remedy = format!("llama.cpp takes every {period}th layer as the other kind");
+            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), found, remedy))
+        };
+        if self.norms_plus_one && config.fields.get("sliding_window").is_some_and(Value::is_null) {
+            return refuse("sliding_window", "null, with which all layers attend to everything".to_owned());
         }
-        Err(unsupported(
-            format!("`{key}` of a `{}`", self.model_type),
-            Value::Array(layers.clone()).to_string(),
-            format!("llama.cpp takes every {period}th layer as the other kind"),
-        ))
+        if let Some(Value::Array(layers)) = config.get(key) {
+            let as_expected = layers.len() == sizes.layers as usize
+                && (1u32..)
+                    .zip(layers)
+                    .all(|(number, layer)| regular(layer) != number.is_multiple_of(period));
+            return match as_expected {
+                true => Ok(()),
+                false => refuse(key, Value::Array(layers.clone()).to_string()),
+            };
+        }
+        // A file without the list implies it by a number; Gemma 2 has none.
+        let keys: &[&str] = match (self.norms_plus_one, self.query_key_norms) {
+            (true, true) => &["_sliding_window_pattern", "sliding_window_pattern"],
+            (true, false) => &[],
+            (false, _) => &["no_rope_layer_interval"],
+        };
+        let Some(key) = keys.iter().find(|key| config.get(key).is_some()) else { return Ok(()) };
+        let every = config.size(key)?;
+        let differs = |number: u32| number.is_multiple_of(every) != number.is_multiple_of(period);
+        match (1..=sizes.layers).any(differs) {
+            true => refuse(key, every.to_string()),
+            false => Ok(()),
+        }
     }
 
     /// Says what llama.cpp leaves out.
     pub(crate) fn notes(&self, config: &Fields) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         let window = config.optional_size("sliding_window")?;
-        let used = self.model_type != "qwen2" || config.flag("use_sliding_window", false)?;
+        let is_optional = ["qwen2", "qwen3", "smollm3"].contains(&self.model_type);
+        let used = !is_optional || config.flag("use_sliding_window", false)?;
         if let Some(window) = window.filter(|_| used && !self.norms_plus_one)
             && config.optional_size("max_position_embeddings")?.is_none_or(|context| window < context)
         {

@@ -32,39 +32,53 @@ struct Rope {
 }
 
 impl Rope {
-    /// Reads the form of transformers 5 (`rope_parameters`) or the older one (`rope_theta` and `rope_scaling`).
+    /// Reads the spelling of transformers 5 (`rope_parameters`) or the older one (`rope_theta` and `rope_scaling`), which takes precedence
+    /// where a file has both, as in all versions of transformers.
     fn read(config: &Fields, family: &Family) -> Result<Self> {
+        let wrong = |reason: String| file_error(&config.path, reason);
         let fields = |value: &Json| match value {
-            Json::Object(fields) => Ok(fields.clone()),
-            other => {
-                Err(file_error(&config.path, format!("the rotary embedding is {other}; expected an object")))
+            Json::Object(fields) => named(fields.clone()).map_err(wrong),
+            other => Err(wrong(format!("the rotary embedding is {other}; expected an object"))),
+        };
+        let new = config.get("rope_parameters").map(fields).transpose()?;
+        let older = config.get("rope_scaling").map(fields).transpose()?;
+        let by_layer = |kind: &str| {
+            let entry = new.as_ref().and_then(|new| new.get(kind)).filter(|entry| !entry.is_null());
+            entry.map(fields).transpose()
+        };
+        let (full, window) = (by_layer("full_attention")?, by_layer("sliding_attention")?);
+        let full = full.or_else(|| new.clone().filter(|_| window.is_none()));
+        let mut full = full.unwrap_or_default();
+        if let Some(older) = older.filter(|older| !older.is_empty()) {
+            // Gemma 3's has a scaling for one kind of layer, which is joined with that layer's parameters.
+            if family.model_type != "gemma3_text" {
+                full.clear();
             }
+            full.extend(older);
+        }
+        let with = |mut fields: Map<String, Json>, key: &str| -> Result<Fields> {
+            if let Some(older) = config.optional_number(key)? {
+                let new = fields.entry("rope_theta").or_insert_with(|| older.into());
+                if new.as_f64() != Some(older) {
+                    return Err(wrong(format!(
+                        "`rope_theta` is {new} in the rotary embedding's parameters, and `{key}` is {older:?}; they must agree"
+                    )));
+                }
+            }
+            Ok(Fields { path: config.path.clone(), fields })
         };
-        let all = match config.get("rope_parameters").or_else(|| config.get("rope_scaling")) {
-            Some(value) => fields(value)?,
-            None => Map::new(),
-        };
-        let by_layer = |kind: &str| all.get(kind).map(fields).transpose();
-        let window = by_layer("sliding_attention")?;
-        let full = by_layer("full_attention")?.unwrap_or_else(|| all.clone());
-        let parameters = Fields { path: config.path.clone(), fields: full };
-        let base = match parameters.optional_number("rope_theta")? {
-            Some(base) => base,
-            None => config.optional_number("rope_theta")?.unwrap_or(match family.model_type {
-                "gemma3_text" => 1_000_000.0,
-                _ => 10_000.0,
-            }),
-        };
-        let window_base = match window {
-            Some(fields) => Fields { path: config.path.clone(), fields }.optional_number("rope_theta")?,
-            None => config.optional_number("rope_local_base_freq")?,
-        };
+        let parameters = with(full, "rope_theta")?;
+        let base = parameters.optional_number("rope_theta")?.unwrap_or(match family.model_type {
+            "gemma3_text" => 1_000_000.0,
+            _ => 10_000.0,
+        });
+        let window = with(window.unwrap_or_default(), "rope_local_base_freq")?;
+        let window_base = window.optional_number("rope_theta")?;
         let fraction = match parameters.optional_number("partial_rotary_factor")? {
             Some(fraction) => fraction,
             None => config.optional_number("partial_rotary_factor")?.unwrap_or(1.0),
         };
-        let kind = ["rope_type", "type"].into_iter().find(|key| parameters.get(key).is_some());
-        let kind = kind.map_or(Ok("default"), |key| parameters.text(key))?.to_owned();
+        let kind = parameters.get(TYPE).map_or(Ok("default"), |_| parameters.text(TYPE))?.to_owned();
         let rope = Self { kind, base, fraction, window_base, parameters };
         rope.check(family)?;
         Ok(rope)
@@ -110,6 +124,30 @@ impl Rope {
 
     fn rotated(&self, sizes: &Sizes) -> u32 {
         (f64::from(sizes.head_dim) * self.fraction) as u32
+    }
+}
+
+const TYPE: &str = "rope_type";
+
+/// Returns fields whose scaling is named by `rope_type` alone: older files call it `type`, and some have both.
+fn named(mut fields: Map<String, Json>) -> std::result::Result<Map<String, Json>, String> {
+    if let Some(old) = fields.remove("type").filter(|old| !old.is_null()) {
+        let new = fields.get(TYPE).filter(|new| !new.is_null()).cloned().unwrap_or_else(|| old.clone());
+        if usual_name(&new) != usual_name(&old) {
+            return Err(format!(
+                "the rotary embedding has the `rope_type` {new} and the `type` {old}; they must agree"
+            ));
+        }
+        fields.insert(TYPE.to_owned(), new);
+    }
+    Ok(fields)
+}
+
+/// `longrope`, which Phi-3's older files call `su`.
+fn usual_name(kind: &Json) -> &str {
+    match kind.as_str() {
+        Some("su") => "longrope",
+        other => other.unwrap_or_default(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! The formats in which models write a conversation.
 
 use std::fmt::Write as _;
+use std::sync::LazyLock;
 
 use super::{Renderer, quoted};
 
@@ -28,29 +29,54 @@ impl Role {
 
 /// Where the system message is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum System {
+pub(super) enum System<T> {
     /// A turn of its own, between these texts.
-    Turn(&'static str, &'static str),
+    Turn(T, T),
     /// Before the text of the first turn of the user, between these texts.
-    InUser(&'static str, &'static str),
+    InUser(T, T),
 }
 
 /// How turns are written.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatFormat {
     /// The name by which people know it.
-    pub name: &'static str,
+    pub name: String,
     /// Texts that a chat template of this format contains.
+    pub(super) marks: &'static [&'static str],
+    pub(super) system: System<String>,
+    pub(super) user: [String; 2],
+    pub(super) assistant: [String; 2],
+    /// What asks for a reply.
+    pub(super) prompt: String,
+}
+
+/// A row of the table of formats.
+struct Known {
+    name: &'static str,
     marks: &'static [&'static str],
-    system: System,
+    system: System<&'static str>,
     user: [&'static str; 2],
     assistant: [&'static str; 2],
-    /// What asks for a reply.
     prompt: &'static str,
 }
 
-const FORMATS: [ChatFormat; 10] = [
-    ChatFormat {
+static ALL: LazyLock<Vec<ChatFormat>> = LazyLock::new(|| {
+    let format = |known: &Known| ChatFormat {
+        name: known.name.to_owned(),
+        marks: known.marks,
+        system: match known.system {
+            System::Turn(before, after) => System::Turn(before.to_owned(), after.to_owned()),
+            System::InUser(before, after) => System::InUser(before.to_owned(), after.to_owned()),
+        },
+        user: known.user.map(str::to_owned),
+        assistant: known.assistant.map(str::to_owned),
+        prompt: known.prompt.to_owned(),
+    };
+    FORMATS.iter().map(format).collect()
+});
+
+const FORMATS: [Known; 10] = [
+    Known {
         name: "ChatML",
         marks: &["<|im_start|>"],
         system: System::Turn("<|im_start|>system\n", "<|im_end|>\n"),
@@ -58,7 +84,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|im_start|>assistant\n", "<|im_end|>\n"],
         prompt: "<|im_start|>assistant\n",
     },
-    ChatFormat {
+    Known {
         name: "Llama 3",
         marks: &["<|start_header_id|>"],
         system: System::Turn("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -66,7 +92,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"],
         prompt: "<|start_header_id|>assistant<|end_header_id|>\n\n",
     },
-    ChatFormat {
+    Known {
         name: "Gemma",
         marks: &["<start_of_turn>"],
         system: System::InUser("", "\n\n"),
@@ -74,7 +100,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<start_of_turn>model\n", "<end_of_turn>\n"],
         prompt: "<start_of_turn>model\n",
     },
-    ChatFormat {
+    Known {
         name: "Phi-3",
         marks: &["<|end|>"],
         system: System::Turn("<|system|>\n", "<|end|>\n"),
@@ -82,7 +108,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|assistant|>\n", "<|end|>\n"],
         prompt: "<|assistant|>\n",
     },
-    ChatFormat {
+    Known {
         name: "Phi-4 mini",
         marks: &["<|end|>"],
         system: System::Turn("<|system|>", "<|end|>"),
@@ -90,7 +116,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|assistant|>", "<|end|>"],
         prompt: "<|assistant|>",
     },
-    ChatFormat {
+    Known {
         name: "Granite 3",
         marks: &["<|start_of_role|>"],
         system: System::Turn("<|start_of_role|>system<|end_of_role|>", "<|end_of_text|>\n"),
@@ -98,7 +124,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>\n"],
         prompt: "<|start_of_role|>assistant<|end_of_role|>",
     },
-    ChatFormat {
+    Known {
         name: "Tulu (OLMo 2)",
         marks: &["<|user|>", "<|assistant|>"],
         system: System::Turn("<|system|>\n", "\n"),
@@ -106,7 +132,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|assistant|>\n", "<|endoftext|>\n"],
         prompt: "<|assistant|>\n",
     },
-    ChatFormat {
+    Known {
         name: "Zephyr",
         marks: &["<|user|>", "<|assistant|>"],
         system: System::Turn("<|system|>\n", "</s>\n"),
@@ -114,7 +140,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: ["<|assistant|>\n", "</s>\n"],
         prompt: "<|assistant|>\n",
     },
-    ChatFormat {
+    Known {
         name: "Mistral",
         marks: &["[INST]"],
         system: System::InUser("", "\n\n"),
@@ -122,7 +148,7 @@ const FORMATS: [ChatFormat; 10] = [
         assistant: [" ", "</s>"],
         prompt: "",
     },
-    ChatFormat {
+    Known {
         name: "Llama 2",
         marks: &["[INST]", "<<SYS>>"],
         system: System::InUser("<<SYS>>\n", "\n<</SYS>>\n\n"),
@@ -135,7 +161,7 @@ const FORMATS: [ChatFormat; 10] = [
 impl ChatFormat {
     /// Returns all known formats.
     pub fn all() -> &'static [Self] {
-        &FORMATS
+        &ALL
     }
 
     pub(super) fn has_marks(&self, template: &str) -> bool {
@@ -146,20 +172,20 @@ impl ChatFormat {
     pub fn render(&self, conversation: &[(Role, &str)]) -> String {
         let (mut text, mut pending) = (String::new(), None);
         for (role, content) in conversation {
-            match (role, self.system) {
-                (Role::System, System::Turn(before, after)) => text.extend([before, content, after]),
+            match (role, &self.system) {
+                (Role::System, System::Turn(before, after)) => text.extend([before, *content, after]),
                 (Role::System, System::InUser(..)) => pending = Some(*content),
                 (Role::User, system) => {
-                    text.push_str(self.user[0]);
+                    text.push_str(&self.user[0]);
                     if let (Some(message), System::InUser(before, after)) = (pending.take(), system) {
                         text.extend([before, message, after]);
                     }
-                    text.extend([content, self.user[1]]);
+                    text.extend([*content, &self.user[1]]);
                 }
-                (Role::Assistant, _) => text.extend([self.assistant[0], content, self.assistant[1]]),
+                (Role::Assistant, _) => text.extend([&self.assistant[0], *content, &self.assistant[1]]),
             }
         }
-        text + self.prompt
+        text + &self.prompt
     }
 
     /// Compares the format with a model's template over probing conversations. Returns the system message that the template writes by
@@ -207,9 +233,9 @@ impl ChatFormat {
 
     /// Returns the system message with which `conversation` becomes `text`.
     fn default_system(&self, text: &str, conversation: &[(Role, &str)]) -> Option<String> {
-        let System::Turn(before, after) = self.system else { return None };
-        let rest = text.strip_prefix(before)?;
-        let system = &rest[..rest.find(after)?];
+        let System::Turn(before, after) = &self.system else { return None };
+        let rest = text.strip_prefix(before.as_str())?;
+        let system = &rest[..rest.find(after.as_str())?];
         let whole: Vec<(Role, &str)> =
             [(Role::System, system)].into_iter().chain(conversation.iter().copied()).collect();
         (self.render(&whole) == text).then(|| system.to_owned())
@@ -219,8 +245,9 @@ impl ChatFormat {
     pub fn go_template(&self) -> String {
         let text =
             |text: &str| if text.is_empty() { String::new() } else { format!("{{{{ {} }}}}", quoted(text)) };
-        let [user, assistant] = [self.user, self.assistant].map(|turn| turn.map(text));
-        let (system, in_user) = match self.system {
+        let [user, assistant] =
+            [&self.user, &self.assistant].map(|turn| turn.each_ref().map(|part| text(part)));
+        let (system, in_user) = match &self.system {
             System::Turn(before, after) => {
                 (format!("{}{{{{ .Content }}}}{}", text(before), text(after)), String::new())
             }
@@ -251,7 +278,7 @@ impl ChatFormat {
             user[1],
             assistant[0],
             assistant[1],
-            text(self.prompt)
+            text(&self.prompt)
         );
         template
     }

@@ -94,8 +94,8 @@ fn is_byte(text: &str) -> bool {
         && text[3..5].bytes().all(|digit| digit.is_ascii_hexdigit())
 }
 
-/// Returns whether a space is put before a text.
-pub(super) fn space_prefix(fields: &Fields) -> Result<bool> {
+/// Returns whether a space is put before a text, and a note where llama.cpp puts it elsewhere.
+pub(super) fn space_prefix(fields: &Fields) -> Result<(bool, Option<String>)> {
     let steps = |key: &str, list: &str| -> Vec<Json> {
         match fields.get(key) {
             None => Vec::new(),
@@ -106,7 +106,7 @@ pub(super) fn space_prefix(fields: &Fields) -> Result<bool> {
         }
     };
     let kind = |step: &Json| step.get("type").and_then(Json::as_str).unwrap_or_default().to_owned();
-    let mut prefix = false;
+    let (mut prefix, mut note) = (false, None);
     for step in steps("normalizer", "normalizers") {
         match &*kind(&step) {
             "Prepend" => prefix = true,
@@ -119,7 +119,17 @@ pub(super) fn space_prefix(fields: &Fields) -> Result<bool> {
     }
     for step in steps("pre_tokenizer", "pretokenizers") {
         match &*kind(&step) {
-            "Metaspace" => prefix = step.get("prepend_scheme").and_then(Json::as_str) != Some("never"),
+            "Metaspace" => {
+                let scheme = step.get("prepend_scheme").and_then(Json::as_str).unwrap_or("always");
+                prefix = scheme != "never";
+                note = prefix.then(|| {
+                    let what = match scheme {
+                        "first" => "begins with a space or follows a special token",
+                        _ => "begins with a space",
+                    };
+                    format!("llama.cpp tokenizes a text that {what} differently: it puts a space before each (Metaspace, `{scheme}`)")
+                });
+            }
             // Gemma 3 splits at spaces, which are no longer there.
             "Split" => {}
             other => {
@@ -128,5 +138,5 @@ pub(super) fn space_prefix(fields: &Fields) -> Result<bool> {
             }
         }
     }
-    Ok(prefix)
+    Ok((prefix, note))
 }

@@ -15,6 +15,13 @@ use crate::value::Value;
 /// Texts by which llama.cpp finds the end of a turn.
 const ENDS_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"];
 
+/// Texts at which llama.cpp stops although no key of the file names them.
+const KNOWN_ENDS: [&str; 7] =
+    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"];
+
+/// The keys of ends besides that of a text.
+const FURTHER_ENDS: [&str; 2] = ["eot_token_id", "eom_token_id"];
+
 /// The roles of special tokens, under their names in both formats.
 const ROLES: [(&str, &str); 7] = [
     ("bos", "bos_token_id"),
@@ -89,12 +96,23 @@ impl Special {
             }
         });
         let end_of_turn: Vec<u32> = ENDS_OF_TURN.iter().filter_map(|text| by_text(text)).collect();
-        if let Some(end) = end_of_turn.iter().chain(&ends).find(|end| Some(*end) != ends.first()) {
-            ids.push(("eot_token_id", *end));
-        }
+        // Only a few ends have a place; those at which llama.cpp stops in any case need none.
+        let stops = |end: &&u32| KNOWN_ENDS.iter().any(|text| by_text(text) == Some(**end));
+        let further = ends.iter().skip(1);
+        let unknown: Vec<u32> = further.clone().filter(|end| !stops(end)).copied().collect();
+        let known = end_of_turn.iter().chain(further).filter(|end| Some(*end) != ends.first());
+        let known = known.filter(|end| !unknown.contains(end)).copied();
+        let placed: Vec<u32> = unknown.iter().copied().chain(known.take(1)).collect();
+        ids.extend(FURTHER_ENDS.into_iter().zip(placed));
         let id_of = |key: &str| ids.iter().find(|(name, _)| *name == key).map(|(_, id)| *id);
         let (begin, end) = added_by_template(tokenizer, by_text);
         let mut notes = Vec::new();
+        if unknown.len() > FURTHER_ENDS.len() {
+            notes.push(format!(
+                "llama.cpp stops at the tokens {:?} only if it is asked to: a file has places for three ends of a text",
+                &unknown[FURTHER_ENDS.len()..]
+            ));
+        }
         let mut decide = |role: &str, key: &str, found: Option<u32>| {
             let added = found.is_some() && found == id_of(key);
             match own.get(&format!("add_{role}_token")) {

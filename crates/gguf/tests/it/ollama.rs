@@ -43,8 +43,8 @@ fn a_modelfile_has_the_template_its_system_message_and_every_stop() {
         SYSTEM """You are Qwen."""
         PARAMETER stop "<|im_end|>"
         PARAMETER stop "<|endoftext|>"
-        # The model's context; a smaller one takes less memory.
-        PARAMETER num_ctx 32768
+        # The model's context is 32768 tokens; each takes memory.
+        PARAMETER num_ctx 8192
         PARAMETER temperature 0.7
         PARAMETER top_k 20
         PARAMETER repeat_penalty 1.05
@@ -58,16 +58,18 @@ fn every_format_is_told_from_the_others() {
         let render = |conversation: &[(Role, &str)]| Some(format!("<s>{}", format.render(conversation)));
         let template = format.render(&[(Role::System, "S"), (Role::User, "U"), (Role::Assistant, "A")]);
         let found = Chat::of(&template, Some("<s>"), &render).unwrap();
-        assert_eq!((found.format.name, found.default_system), (format.name, None));
+        assert_eq!((&found.format.name, found.default_system), (&format.name, None));
     }
 }
 
 #[test]
 fn an_unknown_template_is_said_to_be() {
-    let other =
-        |conversation: &[(Role, &str)]| Some(qwen(conversation)?.replace("assistant\n", "assistant: "));
+    // It changes what was said before.
+    let other = |conversation: &[(Role, &str)]| {
+        Some(qwen(&conversation[conversation.len() - 1..])?.replace("assistant\n", "assistant: "))
+    };
     let chat = Chat::of("<|im_start|>", None, &other).unwrap();
-    assert_eq!((chat.format.name, chat.difference.as_deref()), ("ChatML", Some("a question alone")));
+    assert_eq!((&*chat.format.name, chat.difference.as_deref()), ("ChatML", Some("a question alone")));
     let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Ok(chat)), ..Modelfile::default() };
     assert!(
         file.to_string()
@@ -89,6 +91,87 @@ fn an_unknown_template_is_said_to_be() {
     );
     let none = Modelfile { from: "m.gguf".to_owned(), ..Modelfile::default() };
     assert_eq!(none.to_string(), "FROM ./m.gguf\n# No TEMPLATE: the model has no chat template.\n");
+}
+
+/// The texts around the contents are found by rendering, so that a template of one's own is written as it was trained with.
+#[test]
+fn a_template_of_ones_own_becomes_a_template_of_its_own() {
+    let join = |conversation: &[(Role, &str)], turn: &dyn Fn(Role, &str) -> String, prompt: &str| {
+        let turns = conversation.iter().map(|(role, content)| turn(*role, content));
+        Some(format!("<s>{}{prompt}", turns.collect::<String>()))
+    };
+    let bars = |role: Role, content: &str| format!("<|im_start|>{}|{content}<|im_end|>", role.name());
+    let render = |conversation: &[(Role, &str)]| join(conversation, &bars, "<|im_start|>assistant|");
+    let chat = Chat::of("<|im_start|>", Some("<s>"), &render).unwrap();
+    assert_eq!(
+        (&*chat.format.name, &chat.difference, &chat.default_system),
+        ("the model's own", &None, &None)
+    );
+    let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Ok(chat)), ..Modelfile::default() };
+    let file = file.to_string();
+    assert!(file.contains("# The chat template is the model's own.\n"), "{file}");
+    // One prompt, whichever way its parts are divided among the turns.
+    assert!(file.contains("<|im_start|>user|") && file.contains("<|im_start|>assistant|"), "{file}");
+    assert!(!file.contains("user\\n"), "{file}");
+
+    let alpaca = |role: Role, content: &str| match role {
+        Role::System => format!("{content}\n\n"),
+        Role::User => format!("### Instruction:\n{content}\n\n"),
+        Role::Assistant => format!("### Response:\n{content}</s>\n\n"),
+    };
+    let render = |conversation: &[(Role, &str)]| join(conversation, &alpaca, "### Response:\n");
+    let chat = Chat::of("### Instruction:", Some("<s>"), &render).unwrap();
+    let conversation =
+        [(Role::System, "Be brief."), (Role::User, "a"), (Role::Assistant, "b"), (Role::User, "c")];
+    assert_eq!(
+        chat.format.render(&conversation),
+        "Be brief.\n\n### Instruction:\na\n\n### Response:\nb</s>\n\n### Instruction:\nc\n\n### Response:\n"
+    );
+    // With a system message of its own, and with one within the user's turn.
+    let render = |conversation: &[(Role, &str)]| {
+        let own = [(Role::System, "Be kind.")];
+        let is_given = conversation.first().is_some_and(|(role, _)| *role == Role::System);
+        let own = if is_given { &[][..] } else { &own };
+        join(&[own, conversation].concat(), &bars, "<|im_start|>assistant|")
+    };
+    let chat = Chat::of("", Some("<s>"), &render).unwrap();
+    assert_eq!((&*chat.format.name, chat.default_system.as_deref()), ("the model's own", Some("Be kind.")));
+}
+
+/// A model's files cannot write directives.
+#[test]
+fn no_text_of_a_model_becomes_a_directive() {
+    let evil = "x\"\"\"\nFROM /etc/passwd\nADAPTER ./evil\nSYSTEM \"\"\"y";
+    let render = |conversation: &[(Role, &str)]| {
+        let is_given = conversation.first().is_some_and(|(role, _)| *role == Role::System);
+        let own = [(Role::System, evil)];
+        let own = if is_given { &[][..] } else { &own };
+        qwen(&[own, conversation].concat())
+    };
+    let chat = Chat::of("<|im_start|>", None, &render).unwrap();
+    assert_eq!(chat.default_system.as_deref(), Some(evil));
+    for stop in ["</s>\"\nFROM /etc/passwd", "\"\"\"", "\"\"\"\nFROM /etc/passwd\n\"\"\""] {
+        let file = Modelfile {
+            from: "m.gguf".to_owned(),
+            chat: Some(Ok(chat.clone())),
+            stops: vec![stop.to_owned(), "</s>".to_owned()],
+            ..Modelfile::default()
+        };
+        let text = file.to_string();
+        assert!(
+            !text.lines().skip(1).any(|line| line.starts_with("FROM") || line.starts_with("ADAPTER")),
+            "{text}"
+        );
+        assert!(text.contains("# No SYSTEM: its text cannot be written in a Modelfile.\n"), "{text}");
+        assert!(
+            text.ends_with(
+                "# No PARAMETER stop: its text cannot be written in a Modelfile.\nPARAMETER stop \"</s>\"\n"
+            ),
+            "{text}"
+        );
+    }
+    let file = Modelfile { from: "a\nADAPTER ./evil".to_owned(), ..Modelfile::default() };
+    assert!(file.to_string().starts_with("# No FROM: its text"), "{file}");
 }
 
 #[test]

@@ -71,6 +71,25 @@ fn options_that_llama_cpp_would_read_differently_are_refused() {
             "`no_rope_layers` of a `smollm3` is not supported: [1,0]; llama.cpp takes every 4th layer as the other kind"
         ],
     );
+    // Layers that follow from a number, and what transformers does not do where the file says null.
+    for (family, key, value) in [
+        ("gemma3_text", "sliding_window_pattern", json!(2)),
+        ("gemma3_text", "_sliding_window_pattern", json!(1)),
+        ("gemma3_text", "sliding_window", json!(null)),
+        ("gemma2", "sliding_window", json!(null)),
+        ("gemma2", "attn_logit_softcapping", json!(null)),
+        ("gemma2", "final_logit_softcapping", json!(null)),
+        ("smollm3", "no_rope_layer_interval", json!(2)),
+        ("gemma3_text", "use_bidirectional_attention", json!(true)),
+    ] {
+        let error = error(family, "config.json", |config| {
+            let fields = config.as_object_mut().unwrap();
+            fields.remove("layer_types");
+            fields.remove("no_rope_layers");
+            fields.insert(key.to_owned(), value);
+        });
+        assert!(error.starts_with(&format!("`{key}` of a `{family}` is not supported: ")), "{error}");
+    }
     refused(
         "llama",
         "rope_scaling",

@@ -87,6 +87,51 @@ fn special_tokens_come_from_the_files_in_their_order() {
     .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
 }
 
+/// llama.cpp stops at the ends that keys name, and at some texts. An end that it does not know by its text takes a key before one that it
+/// does.
+#[test]
+fn every_end_of_an_answer_has_a_key() {
+    let tiny = Tiny::of("llama");
+    tiny.write("tokenizer_config.json", &json!({ "eos_token": "<s>" }).to_string());
+    tiny.write("generation_config.json", r#"{ "eos_token_id": [256, 257, 7, 8] }"#);
+    let model = Model::open(tiny.folder.path()).unwrap();
+    let conversion = model.convert(TensorType::F16).unwrap();
+    let id = |key: &str| conversion.header().get(&format!("tokenizer.ggml.{key}")).cloned();
+    assert_eq!(id("eos_token_id"), Some(256u32.into()));
+    // 257 is <|im_end|>.
+    assert_eq!((id("eot_token_id"), id("eom_token_id")), (Some(7u32.into()), Some(8u32.into())));
+    tiny.write("generation_config.json", r#"{ "eos_token_id": [256, 7, 8, 9] }"#);
+    let model = Model::open(tiny.folder.path()).unwrap();
+    expect![
+        "llama.cpp stops at the tokens [9] only if it is asked to: a file has places for three ends of a text"
+    ]
+    .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
+}
+
+/// A folder's templates are found where transformers finds them.
+#[test]
+fn chat_templates_of_every_file_are_read() {
+    let tiny = Tiny::of("llama");
+    tiny.write("chat_template.json", r#"{ "chat_template": "processor" }"#);
+    let of_default =
+        || Model::open(tiny.folder.path()).unwrap().tokenizer().chat_template().map(str::to_owned);
+    assert_eq!(of_default().as_deref(), Some("processor"));
+    tiny.write("tokenizer_config.json", r#"{ "chat_template": "tokenizer" }"#);
+    assert_eq!(of_default().as_deref(), Some("tokenizer"));
+    tiny.write("chat_template.jinja", "file");
+    std::fs::create_dir(tiny.folder.path().join("additional_chat_templates")).unwrap();
+    tiny.write("additional_chat_templates/tool_use.jinja", "tools");
+    assert_eq!(of_default().as_deref(), Some("file"));
+    let model = Model::open(tiny.folder.path()).unwrap();
+    let conversion = model.convert(TensorType::F16).unwrap();
+    assert_eq!(conversion.header().get("tokenizer.chat_template.tool_use"), Some(&"tools".into()));
+    // Those of another folder take precedence with its tokenizer.
+    let other = Tiny::of("llama");
+    other.write("chat_template.jinja", "other");
+    let model = Model::open_with(tiny.folder.path(), other.folder.path()).unwrap();
+    assert_eq!(model.tokenizer().chat_template(), Some("other"));
+}
+
 #[test]
 fn a_post_processor_that_adds_the_first_token_is_seen() {
     let tiny = Tiny::of("llama");

@@ -18,6 +18,7 @@ mod llama_memory;
 mod llama_shapes;
 mod nf4;
 mod parts;
+mod rope_spellings;
 mod sharded;
 mod tensors_file;
 mod windowed_attention;

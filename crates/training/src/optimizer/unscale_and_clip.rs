@@ -177,7 +177,10 @@ fn decide_on_device(
             figures.push(skip.try_full_like(scaler.current())?);
         }
         _ => {
-            return Err(Error::config("gradient scaler", "it decided on the device before, but does not now"));
+            return Err(Error::config(
+                "gradient scaler",
+                "it decided on the device before, but does not now",
+            ));
         }
     }
     let figures: Vec<Tensor> = figures.iter().map(|t| t.f_to_device(device)).collect::<Result<_, _>>()?;

@@ -48,18 +48,6 @@ impl Session {
         self.messages.clear();
     }
 
-    /// The token with which the template ends an answer, where it is one of the tokenizer's added ones.
-    pub(super) fn turn_end(&self) -> Option<i64> {
-        const ANSWER: &str = "answer-to-be-found";
-        let conversation =
-            Conversation::new([Message::new("user", "question"), Message::new("assistant", ANSWER)]);
-        let text = self.template.render(&conversation, false).ok()?.text;
-        let rest = text.split_once(ANSWER)?.1.trim_start();
-        let added = self.tokenizer.added_tokens();
-        let end = added.iter().filter(|token| !token.is_empty() && rest.starts_with(token.as_str()));
-        self.tokenizer.id(end.max_by_key(|token| token.len())?).map(i64::from)
-    }
-
     /// Answers a message: `shown` gets the text as it comes, and ends the answer if it returns false. A message that cannot be answered is
     /// forgotten.
     ///

@@ -5,6 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use anyhow::Context;
+use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::tasks::gsm8k::evaluate::Graded;
 use frugal::tasks::gsm8k::{
@@ -29,7 +30,8 @@ pub(super) fn run(
 ) -> anyhow::Result<()> {
     let device = common.device()?;
     let folder = &found.folder;
-    let encoder = Ends::find(folder, data)?.encoder(folder, data)?;
+    let companions = CompanionFiles::of(folder, found.adapter.as_deref(), data)?;
+    let encoder = Ends::find(folder, &companions, data)?.encoder(folder, data)?;
     let parts = source.parts()?;
     let few_shot = source.few_shot(&parts.train, arguments.shots)?;
     let mut problems: Vec<Problem> = match arguments.split.unwrap_or(Part::Test) {

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::fused_ce::{self, LinearCrossEntropy};
 use frugal::rows::{self, Found as FoundData};
@@ -25,8 +26,9 @@ pub(super) fn run(
 ) -> anyhow::Result<()> {
     let device = common.device()?;
     let folder = &found.folder;
-    let ends = Ends::find(folder, data)?;
-    let encoder = encoder(folder, data, &ends)?;
+    let companions = CompanionFiles::of(folder, found.adapter.as_deref(), data)?;
+    let ends = Ends::find(folder, &companions, data)?;
+    let encoder = encoder(folder, &companions, data, &ends)?;
     let rows = match detected {
         FoundData::Records(records) => rows::prepare(files, &encoder, records, arguments.limit)?.rows,
         _ => rows::texts(files, &encoder, arguments.limit)?,

@@ -4,6 +4,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use anyhow::{Context, bail};
+use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::dataloading::IGNORE_INDEX;
 use frugal::dataloading::Tokenizer;
@@ -39,9 +40,10 @@ pub(super) fn run(
 ) -> anyhow::Result<()> {
     let device = common.device()?;
     let folder = &found.folder;
-    let ends = Ends::find(folder, data)?;
-    let encoder = encoder(folder, data, &ends)?;
-    let mut end_tokens = folder.end_tokens().to_vec();
+    let companions = CompanionFiles::of(folder, found.adapter.as_deref(), data)?;
+    let ends = Ends::find(folder, &companions, data)?;
+    let encoder = encoder(folder, &companions, data, &ends)?;
+    let mut end_tokens = companions.end_tokens().to_vec();
     end_tokens.push(i64::from(ends.end));
     let questions = read(path, arguments, &encoder, &mut end_tokens)?;
     // Hours of answers must not end with a file that cannot be written.

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 use accounting::quantity::bytes_text;
 use anyhow::{Context, anyhow, bail};
 use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use frugal::llama_cpp::LlamaCpp;
 use gguf::ollama::{self, Chat, Modelfile, Role};
 use gguf::{Adapter, Conversion, Model, TensorType};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
 use models::LlamaConfig;
+use models::hugging_face::Folder;
 use runtime::atomic_write;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -34,9 +36,9 @@ pub(super) fn model(common: &Common, arguments: &Export) -> anyhow::Result<Value
     let model = Model::open(folder)?.named(&stem(out));
     let kind = arguments.kind.unwrap_or(Type::F16).get();
     let mut result = written(common, &model.convert(kind)?, out)?;
-    if arguments.verify {
+    if let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? {
         let files = Files { folder, adapter: None, model: out, lora: None, kind };
-        verified(common, arguments, &model, &files, &mut result)?;
+        verified(common, &llama_cpp, &model, &files, &mut result)?;
     }
     Ok(Value::Object(result))
 }
@@ -50,11 +52,23 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
     };
     let adapter = Adapter::open(folder.path(), &base)?.named(&stem(out));
     let mut result = lora(common, &adapter, folder.path(), out)?;
-    if arguments.verify {
+    let opened = Folder::open(&base)?;
+    let differences = arguments.companions(&opened)?.differences(&opened)?;
+    if !differences.is_empty() {
+        say(
+            common,
+            &format!(
+                "note: the adapter was trained with another {} than its base has; the file has no place for that: --format ollama or gguf \
+                 writes it with the model",
+                differences.join(" and other ")
+            ),
+        );
+    }
+    let model = Model::open(&base)?;
+    if let Some(llama_cpp) = arguments.llama_cpp(common, &base, &model)? {
         // llama.cpp applies it to the base in fp32.
         let place = temporary(out)?;
         let file = place.path().join("base.gguf");
-        let model = Model::open(&base)?;
         written(&Common { quiet: true, ..common.clone() }, &model.convert(TensorType::F32)?, &file)?;
         let files = Files {
             folder: &base,
@@ -63,7 +77,7 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
             lora: Some(out),
             kind: TensorType::F32,
         };
-        verified(common, arguments, &model, &files, &mut result)?;
+        verified(common, &llama_cpp, &model, &files, &mut result)?;
     }
     Ok(Value::Object(result))
 }
@@ -86,7 +100,17 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         }
     }
     let folder = merged_folder.as_ref().map_or(&*base, TempDir::path);
-    let model = Model::open(folder)?.named(&stem(out));
+    // A merged model's folder has them.
+    let companions = match &own {
+        Some(_) => {
+            let files = tempfile::tempdir()?;
+            arguments.companions(&Folder::open(&base)?)?.write(files.path())?;
+            Some(files)
+        }
+        None => None,
+    };
+    let texts = companions.as_ref().map_or(folder, TempDir::path);
+    let model = Model::open_with(folder, texts)?.named(&stem(out));
     let conversion = model.convert(kind)?;
     // A failure, such as a full disk, leaves nothing at `out`.
     let stage = temporary_for(out)?;
@@ -98,7 +122,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         written.insert("file".to_owned(), json!(out.join(&names.1)));
         result.insert("adapter".to_owned(), Value::Object(written));
     }
-    let chat = chat(&model, folder)?;
+    let chat = chat(&model, texts)?;
     match &chat {
         Some(Err(reason)) => say(
             common,
@@ -120,7 +144,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         chat,
         stops,
         context: LlamaConfig::read(&folder.join("config.json"))?.max_position_embeddings.try_into().ok(),
-        sampling: sampling(folder)?,
+        sampling: sampling(texts)?,
     };
     let path = stage.path().join(MODELFILE);
     atomic_write::file(&path, |file| file.write_all(modelfile.to_string().as_bytes()))
@@ -134,7 +158,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
             .with_context(|| format!("{} cannot be written", path.display()))?;
     }
     result.insert("modelfile".to_owned(), json!(out.join(MODELFILE)));
-    if arguments.verify {
+    if let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? {
         let own = own.as_ref().and(adapter.as_ref());
         let (model_file, lora_file) = (out.join(&names.0), out.join(&names.1));
         let files = Files {
@@ -144,7 +168,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
             lora: own.map(|_| &*lora_file),
             kind,
         };
-        verified(common, arguments, &model, &files, &mut result)?;
+        verified(common, &llama_cpp, &model, &files, &mut result)?;
     }
     say(common, &format!("to use it: cd {} && ollama create NAME -f Modelfile", out.display()));
     Ok(Value::Object(result))
@@ -220,12 +244,12 @@ fn written(common: &Common, conversion: &Conversion<'_>, out: &Path) -> anyhow::
 
 fn verified(
     common: &Common,
-    arguments: &Export,
+    llama_cpp: &LlamaCpp,
     model: &Model,
     files: &Files<'_>,
     result: &mut Map<String, Value>,
 ) -> anyhow::Result<()> {
-    let figures = verify::compare(arguments.python.as_deref(), model, files)?;
+    let figures = verify::compare(llama_cpp, model, files)?;
     say(common, &figures.to_string());
     result.insert("verified".to_owned(), figures.json());
     figures.judge()

@@ -15,6 +15,7 @@ use super::Export;
 use crate::program::Common;
 use crate::program::model::same_folder;
 use crate::program::output::{print_line, say};
+use frugal::companion_files;
 use frugal::run_folder::CHECKPOINTS;
 
 pub(super) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
@@ -39,6 +40,9 @@ pub(super) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
         tensors = tensors.iter().map(cast).collect::<Result<_, _>>()?;
     }
     peft::write_folder(&arguments.out, &config, &tensors)?;
+    if let Some(folder) = arguments.adapter_files() {
+        companion_files::copy_between(folder, &arguments.out)?;
+    }
     check(&arguments.out, &config, &tensors)?;
     let (count, out) = (tensors.len(), arguments.out.display());
     if common.json {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use frugal::llama_cpp::{LlamaCpp, Request};
+use frugal::planning;
 use gguf::{Model, TensorType};
 use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
@@ -47,9 +48,17 @@ fn limit(kind: TensorType) -> f64 {
     }
 }
 
+/// Whether a model's weights in fp32 take at most half of the free memory.
+///
+/// # Errors
+/// A folder that is no model's.
+pub(super) fn fits_memory(folder: &Path) -> anyhow::Result<bool> {
+    let weights = 4 * Folder::open(folder)?.config().parameter_count();
+    Ok(weights <= planning::default_budget(Device::Cpu)? / 2)
+}
+
 /// Compares the log-probability of every token after three prompts.
-pub(super) fn compare(python: Option<&Path>, model: &Model, files: &Files<'_>) -> anyhow::Result<Figures> {
-    let llama_cpp = LlamaCpp::find(python)?;
+pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) -> anyhow::Result<Figures> {
     let plain = model.tokenizer().plain_tokens();
     let Some(forced) = plain.first().copied() else {
         bail!("the tokenizer has no token of letters alone to verify with")

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use frugal::companion_files::{CompanionFiles, turn_end};
 use frugal::config::{CONFIG_FILE, Config};
 use frugal::dataloading::chat::Date;
 use frugal::dataloading::records::Splits;
@@ -12,13 +13,13 @@ use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
 use frugal::tasks::gsm8k;
 use frugal::training::masked_rows::{MaskedRow, MaskedRows};
 
-use super::end_note::end_note;
+use super::learned_end::{learned_end, note};
 use super::samples::Samples;
 use crate::program::Common;
 use crate::program::encoding::Ends;
 use crate::program::output::say;
 use crate::program::problems::Problems;
-use crate::program::row_flags::{chat_template, encoder, found, found_text, note_variant};
+use crate::program::row_flags::{encoder, found, found_text, note_variant};
 use crate::program::run_record::shell_word;
 use crate::program::training::NO_VALIDATION;
 
@@ -31,6 +32,8 @@ pub(super) struct Data {
     pub(super) validation_files: Vec<PathBuf>,
     /// Whether the model has a chat template.
     pub(super) is_chat: bool,
+    /// The token with which the template ends an answer, if there is a template.
+    turn_end: Option<i64>,
     tokenizer: Tokenizer,
     /// Whether rows have a prompt and an answer.
     has_answers: bool,
@@ -40,13 +43,13 @@ pub(super) struct Data {
 /// resumed, or today's.
 pub(super) fn with_date(
     config: &Config,
-    folder: &Folder,
+    companions: &CompanionFiles,
     out: &Path,
     resume: bool,
 ) -> anyhow::Result<Config> {
     let mut config = config.clone();
     let writes_date = |config: &Config| -> anyhow::Result<bool> {
-        Ok(chat_template(folder.path(), &config.data)?.is_some_and(|template| template.reads_the_date()))
+        Ok(companions.chat_template(&config.data)?.is_some_and(|template| template.reads_the_date()))
     };
     if config.data.date.is_none() && writes_date(&config)? {
         let earlier = out.join(CONFIG_FILE);
@@ -63,10 +66,15 @@ impl Data {
     ///
     /// # Errors
     /// Files that are missing; a record that is wrong, by its line; rows that are too long; data without a row to learn from.
-    pub(super) fn read(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Self> {
+    pub(super) fn read(
+        common: &Common,
+        config: &Config,
+        folder: &Folder,
+        companions: &CompanionFiles,
+    ) -> anyhow::Result<Self> {
         let own = &config.data;
         let path = Path::new(&own.source);
-        let ends = Ends::find(folder, own)?;
+        let ends = Ends::find(folder, companions, own)?;
         ends.note_context(common, folder, own);
         if own.source.is_empty() {
             bail!("`data.source` is missing; give the training data as --data");
@@ -94,7 +102,7 @@ impl Data {
                 if config.training.evaluate_every.is_some() && is_without {
                     bail!(NO_VALIDATION);
                 }
-                let encoder = encoder(folder, own, &ends)?;
+                let encoder = encoder(folder, companions, own, &ends)?;
                 note_variant(common, &encoder, &found);
                 let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
                     true => Ok(MaskedRows::default()),
@@ -113,6 +121,7 @@ impl Data {
             bail!(NO_VALIDATION);
         }
         let has_answers = found != Found::Text;
+        let template = companions.chat_template(own)?;
         let validation_files = if found == Found::Gsm8k { Vec::new() } else { splits.validation };
         Ok(Self {
             train,
@@ -120,15 +129,28 @@ impl Data {
             pad: i64::from(ends.end),
             train_files: splits.train,
             validation_files,
-            is_chat: chat_template(folder.path(), own)?.is_some(),
+            is_chat: template.is_some(),
+            turn_end: template.and_then(|template| turn_end(&template, &ends.tokenizer)),
             tokenizer: ends.tokenizer,
             has_answers,
         })
     }
 
-    /// A note where the tuned model would not stop.
-    pub(super) fn end_note(&self, end_tokens: &[i64]) -> anyhow::Result<Option<String>> {
-        if self.has_answers { end_note(&self.train, &self.tokenizer, end_tokens) } else { Ok(None) }
+    /// The token with which answers end, if it is none of `end_tokens`, and a note of it: that of most rows, or else the one that a flag
+    /// gives. The note is left out where the flag is why.
+    pub(super) fn learned_end(
+        &self,
+        config: &Config,
+        end_tokens: &[i64],
+    ) -> anyhow::Result<Option<(Option<String>, i64)>> {
+        let of_rows = match self.has_answers {
+            true => learned_end(&self.train, &self.tokenizer, self.turn_end)?,
+            false => None,
+        };
+        let of_flag = config.data.end_token.is_some().then_some(self.pad);
+        let Some(end) = of_rows.or(of_flag).filter(|end| !end_tokens.contains(end)) else { return Ok(None) };
+        let note = (of_flag != Some(end)).then(|| note(end, &self.tokenizer, end_tokens));
+        Ok(Some((note, end)))
     }
 
     /// The rows whose answers are shown before and after, of the validation data or else of the training data. None with `--quiet`, which

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::rc::Rc;
 
+use frugal::companion_files::CompanionFiles;
 use frugal::lora::Adapters;
 use frugal::models::hugging_face::Folder;
 use frugal::models::module::LanguageModel;
@@ -22,6 +23,7 @@ pub(super) struct Weights {
     pub(super) common: Common,
     pub(super) adapters: Option<Adapters>,
     pub(super) base: Rc<Folder>,
+    pub(super) companions: CompanionFiles,
 }
 
 impl Writer for Weights {
@@ -33,11 +35,14 @@ impl Writer for Weights {
         let Some(adapters) = &self.adapters else {
             // With what the base's folder has beside the weights.
             return save_model(&self.common, (model, optimizer), self.base.config(), path, |new| {
-                complete(&self.base, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+                complete(&self.base, &self.companions, new)
+                    .map_err(|error| std::io::Error::other(format!("{error:#}")))
             });
         };
         let folder = self.common.is_first().then_some(path);
         let lazy = |name, tensor: &Tensor| optimizer.lazy_weight(name, tensor);
-        Ok(adapters.save_lazily(folder, &lazy)?)
+        adapters.save_lazily(folder, &lazy)?;
+        // PEFT's users find them beside the adapter, as after other trainings.
+        Ok(folder.map_or(Ok(()), |folder| self.companions.write(folder))?)
     }
 }

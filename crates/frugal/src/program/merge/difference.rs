@@ -7,13 +7,13 @@
 use std::path::Path;
 
 use anyhow::{Context, bail};
+use frugal::companion_files::CompanionFiles;
 use frugal::config::Dtype;
 use models::Llama;
 use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
 use tch::{Device, Kind, Tensor};
 
-use super::super::encoding;
 use super::super::model::load_adapter;
 
 /// Means over all positions.
@@ -32,14 +32,14 @@ pub(crate) struct Difference {
 /// # Errors
 /// A file without a line of two tokens; those of the models.
 pub(crate) fn measure(
-    folder: &Folder,
+    (folder, companions): (&Folder, &CompanionFiles),
     adapter: &Path,
     merged: &Llama,
     texts: &Path,
     device: Device,
 ) -> anyhow::Result<Difference> {
     let text = std::fs::read_to_string(texts).with_context(|| texts.display().to_string())?;
-    let tokenizer = encoding::tokenizer(folder)?;
+    let tokenizer = companions.tokenizer()?;
     let most = usize::try_from(folder.config().max_position_embeddings)?;
     let mut quantized = folder.load(Some(Dtype::Nf4.kind()), device)?;
     let adapters = load_adapter(&mut quantized, adapter)?;

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::family::why_not;
-use super::rope_file::{self, Rope};
+use super::rope_file::{self, Rope, Written};
 use super::window_file::{rotary_layers, windows};
 use super::{Family, LlamaConfig, WHAT};
 use crate::attention::AttentionPath;
@@ -275,7 +275,7 @@ impl From<LlamaConfig> for HuggingFace {
     fn from(config: LlamaConfig) -> Self {
         let family = config.family;
         let mut other = config.other_fields.clone();
-        let rope = rope_file::write(&config, &mut other);
+        let Written { parameters, scaling, theta } = rope_file::write(&config, &mut other);
         let mut put = |name: &str, value: Value| {
             other.insert(name.to_owned(), value);
         };
@@ -326,9 +326,9 @@ impl From<LlamaConfig> for HuggingFace {
             head_dim: Some(config.head_dim),
             max_position_embeddings: Some(config.max_position_embeddings),
             rms_norm_eps: Some(config.rms_norm_eps),
-            rope_parameters: Some(rope),
-            rope_scaling: None,
-            rope_theta: None,
+            rope_parameters: Some(parameters),
+            rope_scaling: scaling,
+            rope_theta: Some(theta),
             tie_word_embeddings: Some(config.tie_word_embeddings),
             attention_bias: family.reads_attention_bias().then_some(config.attention_bias),
             mlp_bias: family.reads_mlp_bias().then_some(config.mlp_bias),

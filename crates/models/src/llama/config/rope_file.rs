@@ -1,4 +1,15 @@
-//! The rotary embedding in `config.json`: `rope_parameters`, or the older `rope_scaling` and `rope_theta`.
+//! The rotary embedding in `config.json`, in the two spellings of transformers.
+//!
+//! | | transformers 5 | before |
+//! |---|---|---|
+//! | base | `rope_parameters.rope_theta` | `rope_theta` |
+//! | scaling | `rope_parameters` with its `rope_type` | `rope_scaling` with its `rope_type` or `type` |
+//! | layers with a window (Gemma 3) | `rope_parameters.sliding_attention` | `rope_local_base_freq` |
+//! | share of a head that rotates (Phi-3) | `rope_parameters.partial_rotary_factor` | `partial_rotary_factor` |
+//!
+//! transformers 4 reads the older spelling alone. transformers 5 reads both, and where a file has a `rope_scaling`, that takes precedence,
+//! so it does here. A number that the two versions would take from different fields has to be the same in both. A file that is written
+//! has both spellings.
 
 use runtime::fused::rope::{Frequencies, Scaling};
 use serde::{Deserialize, Serialize};
@@ -8,13 +19,46 @@ use super::file::{HuggingFace, refuse, whole};
 use super::{Family, LayerType, LlamaConfig, LongRope};
 use crate::error::Result;
 
-/// `rope_parameters`, or `rope_scaling` in older files, where `rope_type` may be called `type`.
+const THETA: &str = "rope_theta";
+const LOCAL_THETA: &str = "rope_local_base_freq";
+const PARTIAL: &str = "partial_rotary_factor";
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// `rope_parameters` or `rope_scaling`.
 #[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "Map<String, Value>")]
 pub(super) struct Rope {
-    #[serde(default, alias = "type", skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     rope_type: Option<String>,
     #[serde(flatten)]
     numbers: Map<String, Value>,
+}
+
+/// Takes the scaling's name out of the fields. Files have it as `rope_type`, as the older `type`, or as both.
+impl TryFrom<Map<String, Value>> for Rope {
+    type Error = String;
+
+    fn try_from(mut numbers: Map<String, Value>) -> Result<Self, String> {
+        let mut name = |key: &str| match numbers.shift_remove(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(name)) => Ok(Some(name)),
+            Some(other) => Err(format!("`{key}` of the rotary embedding is {other}; expected a text")),
+        };
+        let (new, old) = (name("rope_type")?, name("type")?);
+        if let (Some(new), Some(old)) = (&new, &old)
+            && usual_name(new) != usual_name(old)
+        {
+            return Err(format!(
+                "the rotary embedding has the `rope_type` `{new}` and the `type` `{old}`; they must agree"
+            ));
+        }
+        Ok(Self { rope_type: new.or(old), numbers })
+    }
+}
+
+/// `longrope`, which Phi-3's older files call `su`.
+fn usual_name(kind: &str) -> &str {
+    if kind == "su" { "longrope" } else { kind }
 }
 
 impl Rope {
@@ -48,6 +92,25 @@ impl Rope {
         self.rope_type.as_deref().unwrap_or("default")
     }
 
+    fn is_empty(&self) -> bool {
+        self.rope_type.is_none() && self.numbers.is_empty()
+    }
+
+    /// Adds a number that older files have beside the scaling, unless it is missing there.
+    fn with(mut self, name: &str, key: &str, older: Option<f64>) -> Result<Self> {
+        let Some(older) = older else { return Ok(self) };
+        match self.optional(name)? {
+            Some(new) if new != older => Err(refuse(format!(
+                "`{name}` is {new:?} in the rotary embedding's parameters, and `{key}` is {older:?}; they must agree"
+            ))),
+            Some(_) => Ok(self),
+            None => {
+                self.numbers.insert(name.to_owned(), json!(older));
+                Ok(self)
+            }
+        }
+    }
+
     fn scaling(&self, positions: i64) -> Result<Scaling> {
         match self.kind() {
             "default" => Ok(Scaling::None),
@@ -56,9 +119,7 @@ impl Rope {
                 factor: self.number("factor")?,
                 low_freq_factor: self.number("low_freq_factor")?,
                 high_freq_factor: self.number("high_freq_factor")?,
-                original_positions: self
-                    .optional("original_max_position_embeddings")?
-                    .unwrap_or(positions as f64),
+                original_positions: self.optional(ORIGINAL)?.unwrap_or(positions as f64),
             }),
             other => Err(refuse(format!(
                 "the rotary embedding has the scaling `{other}`; expected default, linear or llama3, or longrope of Phi-3"
@@ -67,10 +128,7 @@ impl Rope {
     }
 
     fn frequencies(&self, positions: i64, theta: f64) -> Result<Frequencies> {
-        Ok(Frequencies {
-            theta: self.optional("rope_theta")?.unwrap_or(theta),
-            scaling: self.scaling(positions)?,
-        })
+        Ok(Frequencies { theta: self.optional(THETA)?.unwrap_or(theta), scaling: self.scaling(positions)? })
     }
 
     /// The entry of a layer type, where each has its own.
@@ -93,11 +151,11 @@ impl Rope {
                     "factor": factor,
                     "low_freq_factor": low_freq_factor,
                     "high_freq_factor": high_freq_factor,
-                    "original_max_position_embeddings": whole(original_positions),
+                    ORIGINAL: whole(original_positions),
                 }),
             ),
         };
-        numbers["rope_theta"] = json!(frequencies.theta);
+        numbers[THETA] = json!(frequencies.theta);
         let numbers = numbers.as_object().cloned().unwrap_or_default();
         Self { rope_type: Some(kind.to_owned()), numbers }
     }
@@ -113,84 +171,130 @@ pub(super) struct Read {
 
 /// Reads it, and removes its fields from `file`'s others.
 pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Result<Read> {
-    let theta = file.rope_theta.unwrap_or(family.defaults().theta);
-    let rope = file.rope_parameters.take().or(file.rope_scaling.take());
-    let partial = file.take_number("partial_rotary_factor")?;
-    let rope = rope.unwrap_or(Rope { rope_type: None, numbers: Map::new() });
-    let partial = rope.optional("partial_rotary_factor")?.or(partial).unwrap_or(1.0);
+    let default_theta = family.defaults().theta;
+    let older_theta = file.rope_theta;
+    let older_partial = file.take_number(PARTIAL)?;
+    let (new, older) = (file.rope_parameters.take(), file.rope_scaling.take());
+    if family == Family::Gemma3 {
+        return read_by_layer(file, (new, older), positions);
+    }
+    let none = || Rope { rope_type: None, numbers: Map::new() };
+    let rope = older.filter(|older| !older.is_empty()).or(new).unwrap_or_else(none);
+    let rope = rope.with(THETA, THETA, older_theta)?.with(PARTIAL, PARTIAL, older_partial)?;
+    let partial = rope.optional(PARTIAL)?.unwrap_or(1.0);
     if partial != 1.0 && family != Family::Phi3 {
         return Err(refuse(format!(
             "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
         )));
     }
-    match family {
-        Family::Gemma3 => {
-            let local_theta = file.take_number("rope_local_base_freq")?.unwrap_or(1e4);
-            let (full, local) = (rope.of_layers(LayerType::Full)?, rope.of_layers(LayerType::Sliding)?);
-            let local = match (&full, local) {
-                (None, None) => Frequencies { theta: local_theta, scaling: Scaling::None },
-                (_, local) => local.map_or_else(
-                    || Ok(Frequencies { theta: local_theta, scaling: Scaling::None }),
-                    |local| local.frequencies(positions, local_theta),
-                )?,
-            };
-            let rope = full.unwrap_or(rope).frequencies(positions, theta)?;
-            Ok(Read { rope, local: Some(local), long: None, partial })
-        }
-        Family::Phi3 => {
-            let original = file.take_number("original_max_position_embeddings")?;
-            // Older files call it su, and once yarn.
-            if !["longrope", "su", "yarn"].contains(&rope.kind()) {
-                if let Some(original) = original {
-                    file.other.insert("original_max_position_embeddings".to_owned(), json!(original as i64));
-                }
-                return Ok(Read {
-                    rope: rope.frequencies(positions, theta)?,
-                    local: None,
-                    long: None,
-                    partial,
-                });
-            }
-            let original = rope.optional("original_max_position_embeddings")?.or(original);
-            let long = LongRope {
-                short_factor: rope.list("short_factor")?,
-                long_factor: rope.list("long_factor")?,
-                original_positions: original.unwrap_or(4096.0) as i64,
-                attention_factor: rope.optional("attention_factor")?,
-                factor: rope.optional("factor")?,
-            };
-            let rope =
-                Frequencies { theta: rope.optional("rope_theta")?.unwrap_or(theta), scaling: Scaling::None };
-            Ok(Read { rope, local: None, long: Some(long), partial })
-        }
-        _ => Ok(Read { rope: rope.frequencies(positions, theta)?, local: None, long: None, partial }),
+    let whole = |rope: &Rope| -> Result<Read> {
+        Ok(Read { rope: rope.frequencies(positions, default_theta)?, local: None, long: None, partial })
+    };
+    if family != Family::Phi3 {
+        return whole(&rope);
     }
+    let original = file.take_number(ORIGINAL)?;
+    // Older files call it su, and once yarn.
+    if !["longrope", "su", "yarn"].contains(&rope.kind()) {
+        if let Some(original) = original {
+            file.other.insert(ORIGINAL.to_owned(), json!(original as i64));
+        }
+        return whole(&rope);
+    }
+    let original = rope.optional(ORIGINAL)?.or(original);
+    let long = LongRope {
+        short_factor: rope.list("short_factor")?,
+        long_factor: rope.list("long_factor")?,
+        original_positions: original.unwrap_or(4096.0) as i64,
+        attention_factor: rope.optional("attention_factor")?,
+        factor: rope.optional("factor")?,
+    };
+    let rope = Frequencies { theta: rope.optional(THETA)?.unwrap_or(default_theta), scaling: Scaling::None };
+    Ok(Read { rope, local: None, long: Some(long), partial })
 }
 
-/// Returns `rope_parameters`, with fields beside it for `other`.
-pub(super) fn write(config: &LlamaConfig, other: &mut Map<String, Value>) -> Rope {
-    let mut rope = Rope::of(&config.rope);
+/// Reads the two of Gemma 3: of layers that attend to everything, and of those with a window.
+fn read_by_layer(
+    file: &mut HuggingFace,
+    (new, older): (Option<Rope>, Option<Rope>),
+    positions: i64,
+) -> Result<Read> {
+    let local_theta = file.take_number(LOCAL_THETA)?;
+    let none = || Rope { rope_type: None, numbers: Map::new() };
+    let (full, local) = match &new {
+        Some(new) => (new.of_layers(LayerType::Full)?, new.of_layers(LayerType::Sliding)?),
+        None => (None, None),
+    };
+    // A list without layers is that of layers that attend to everything.
+    let full = full.or(new.filter(|_| local.is_none()));
+    let mut full = full.unwrap_or_else(none);
+    if let Some(older) = older {
+        full.rope_type = older.rope_type.or(full.rope_type);
+        full.numbers.extend(older.numbers);
+    }
+    let full = full.with(THETA, THETA, file.rope_theta)?;
+    let local = local.unwrap_or_else(none).with(THETA, LOCAL_THETA, local_theta)?;
+    let partial = full.optional(PARTIAL)?.unwrap_or(1.0);
+    if partial != 1.0 {
+        return Err(refuse(format!(
+            "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
+        )));
+    }
+    Ok(Read {
+        rope: full.frequencies(positions, Family::Gemma3.defaults().theta)?,
+        local: Some(local.frequencies(positions, 1e4)?),
+        long: None,
+        partial,
+    })
+}
+
+/// The fields that a file gets.
+pub(super) struct Written {
+    /// `rope_parameters`.
+    pub(super) parameters: Rope,
+    /// `rope_scaling`; `None` where there is no scaling, and where the older spelling has no place for one.
+    pub(super) scaling: Option<Rope>,
+    /// `rope_theta`.
+    pub(super) theta: f64,
+}
+
+/// Returns the fields of both spellings, and inserts those that are not of the embedding alone into `other`.
+pub(super) fn write(config: &LlamaConfig, other: &mut Map<String, Value>) -> Written {
+    let theta = config.rope.theta;
+    let mut parameters = Rope::of(&config.rope);
+    let mut scaling = (config.rope.scaling != Scaling::None).then(|| parameters.clone());
+    scaling.iter_mut().for_each(|scaling| drop(scaling.numbers.shift_remove(THETA)));
     if let Some(local) = &config.local_rope {
         let both = [(LayerType::Full, &config.rope), (LayerType::Sliding, local)];
         let of = |(layers, rope): (LayerType, &Frequencies)| {
             (layers.name().to_owned(), serde_json::to_value(Rope::of(rope)).unwrap_or_default())
         };
-        return Rope { rope_type: None, numbers: both.into_iter().map(of).collect() };
+        other.insert(LOCAL_THETA.to_owned(), json!(local.theta));
+        parameters = Rope { rope_type: None, numbers: both.into_iter().map(of).collect() };
+        return Written { parameters, scaling, theta };
     }
     if config.family == Family::Phi3 {
-        rope.numbers.insert("partial_rotary_factor".to_owned(), json!(config.partial_rotary_factor));
+        parameters.numbers.insert(PARTIAL.to_owned(), json!(config.partial_rotary_factor));
+        other.insert(PARTIAL.to_owned(), json!(config.partial_rotary_factor));
     }
     if let Some(long) = &config.long_rope {
-        rope.rope_type = Some("longrope".to_owned());
-        rope.numbers.insert("short_factor".to_owned(), json!(long.short_factor));
-        rope.numbers.insert("long_factor".to_owned(), json!(long.long_factor));
+        parameters.rope_type = Some("longrope".to_owned());
+        let factors = [("short_factor", &long.short_factor), ("long_factor", &long.long_factor)];
+        let factors: Map<String, Value> =
+            factors.into_iter().map(|(name, list)| (name.to_owned(), json!(list))).collect();
+        // transformers 4 demands these three fields and no other, so it cannot read a model with one of the optional ones.
+        let older =
+            Map::from_iter([("type".to_owned(), json!("longrope"))]).into_iter().chain(factors.clone());
+        let is_plain = long.factor.is_none() && long.attention_factor.is_none();
+        scaling = is_plain.then(|| Rope { rope_type: None, numbers: older.collect() });
+        parameters.numbers.extend(factors);
         let optional = [("factor", long.factor), ("attention_factor", long.attention_factor)];
         for (name, number) in optional.into_iter().filter_map(|(name, number)| Some((name, number?))) {
-            rope.numbers.insert(name.to_owned(), json!(number));
+            parameters.numbers.insert(name.to_owned(), json!(number));
         }
         let original = json!(long.original_positions);
-        rope.numbers.insert("original_max_position_embeddings".to_owned(), original.clone());
-        other.insert("original_max_position_embeddings".to_owned(), original);
+        parameters.numbers.insert(ORIGINAL.to_owned(), original.clone());
+        other.insert(ORIGINAL.to_owned(), original);
     }
-    rope
+    Written { parameters, scaling, theta }
 }

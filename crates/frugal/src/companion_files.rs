@@ -1,0 +1,389 @@
+//! What belongs to a model besides its weights: the tokenizer, the chat template, and the tokens that end an answer.
+//!
+//! A model answers well only if it is asked as it was trained, and it stops only where its training ended answers. So a training decides
+//! these files as it decides the weights: it writes them into its output folder when it starts, and whatever is made of the run, or reads
+//! it, takes them from there.
+//!
+//! | | first | else |
+//! |---|---|---|
+//! | tokenizer | `data.tokenizer` | the adapter's folder, the model's folder |
+//! | chat template | `data.chat_template` | the adapter's folder, the model's folder |
+//! | end tokens | `generation_config.json` of the adapter's folder | that of the model; with an adapter of another program, also `eos_token` of its tokenizer and the end of a turn of its template |
+//!
+//! Variables of the template that a training sets (`data.template_arguments`) are written into the template's text as defaults.
+
+mod template_defaults;
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use dataloading::Tokenizer;
+use dataloading::chat::{
+    ChatTemplate, Conversation, DEFAULT_TEMPLATE, Date, Message, TemplateOptions, TemplateSources,
+    template_sources,
+};
+use models::hugging_face::Folder;
+use runtime::atomic_write;
+use serde_json::{Map, Value, json};
+
+use crate::config::DataConfig;
+use crate::error::{Error, Result};
+use template_defaults::with_defaults;
+
+/// Name of the chat template within a folder.
+pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// Name of the tokenizer within a folder.
+pub const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const GENERATION: &str = "generation_config.json";
+const PROCESSOR_TEMPLATE: &str = "chat_template.json";
+const FURTHER_TEMPLATES: &str = "additional_chat_templates";
+
+/// The tokenizer's files. Their templates and those of other files are copied apart.
+const TOKENIZER_FILES: [&str; 7] = [
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// What belongs to a model besides its weights.
+#[derive(Debug, Clone)]
+pub struct CompanionFiles {
+    /// The model's folder.
+    model: PathBuf,
+    /// The folder of the tokenizer's files.
+    tokenizer: PathBuf,
+    /// A `tokenizer.json` in place of the folder's.
+    tokenizer_file: Option<PathBuf>,
+    template: Template,
+    /// The file with the settings of generation, if there is one.
+    generation: Option<PathBuf>,
+    /// Beginning and padding of a text, by `config.json`, for a model without that file.
+    tokens_of_config: Map<String, Value>,
+    /// The end tokens of that file, or of `config.json`.
+    listed_ends: Vec<i64>,
+    end_tokens: Vec<i64>,
+}
+
+/// Where the chat template is from.
+#[derive(Debug, Clone)]
+enum Template {
+    /// The files of a folder, as they are.
+    Folder(PathBuf),
+    /// Texts by name.
+    Sources(TemplateSources),
+}
+
+impl CompanionFiles {
+    /// Finds those of a model, of an adapter over it, and of a data configuration. Reads no template that stays as it is.
+    ///
+    /// # Errors
+    /// A file that is missing, cannot be read, or is not JSON.
+    pub fn of(folder: &Folder, adapter: Option<&Path>, data: &DataConfig) -> Result<Self> {
+        let model = folder.path();
+        let own = |name: &str| adapter.filter(|adapter| adapter.join(name).is_file());
+        let tokenizer = own(TOKENIZER).unwrap_or(model).to_owned();
+        let own_template = match adapter {
+            Some(adapter) if has_template(adapter)? => Some(adapter),
+            _ => None,
+        };
+        let template_folder = own_template.unwrap_or(model);
+        let template = match &data.chat_template {
+            Some(path) => {
+                Template::Sources([(DEFAULT_TEMPLATE.to_owned(), (path.clone(), read(path)?))].into())
+            }
+            None if !data.template_arguments.is_empty() || template_folder != tokenizer => {
+                Template::Sources(template_sources(template_folder)?)
+            }
+            None => Template::Folder(template_folder.to_owned()),
+        };
+        let template = match template {
+            Template::Sources(mut sources) => {
+                for (_, source) in sources.values_mut() {
+                    *source = with_defaults(source, &data.template_arguments);
+                }
+                Template::Sources(sources)
+            }
+            folder => folder,
+        };
+        let mut companions = Self {
+            model: model.to_owned(),
+            tokenizer,
+            tokenizer_file: data.tokenizer.clone(),
+            template,
+            generation: folder.generation_config(),
+            tokens_of_config: tokens_of_config(&model.join("config.json"))?,
+            listed_ends: folder.end_tokens().to_vec(),
+            end_tokens: folder.end_tokens().to_vec(),
+        };
+        if let Some(adapter) = own(GENERATION) {
+            let path = adapter.join(GENERATION);
+            companions.listed_ends = ends_of(&object(&path)?);
+            companions.end_tokens = companions.listed_ends.clone();
+            companions.generation = Some(path);
+        } else if own(TOKENIZER).is_some() || own_template.is_some() {
+            companions.add_ends_of_tokenizer(own_template.is_some(), data)?;
+        }
+        Ok(companions)
+    }
+
+    /// Adds the end that another program's adapter has in its tokenizer and its template.
+    fn add_ends_of_tokenizer(&mut self, has_template: bool, data: &DataConfig) -> Result<()> {
+        let tokenizer = self.tokenizer()?;
+        let config = object(&self.tokenizer.join(TOKENIZER_CONFIG))?;
+        let end = config.get("eos_token");
+        let end = end.and_then(|end| end.as_str().or_else(|| end.get("content")?.as_str()));
+        if let Some(end) = end.and_then(|end| tokenizer.id(end)) {
+            self.add_end(i64::from(end));
+        }
+        let template = if has_template { self.chat_template(data)? } else { None };
+        if let Some(end) = template.and_then(|template| turn_end(&template, &tokenizer)) {
+            self.add_end(end);
+        }
+        Ok(())
+    }
+
+    /// Adds a token that ends an answer.
+    pub fn add_end(&mut self, end: i64) {
+        if !self.end_tokens.contains(&end) {
+            self.end_tokens.push(end);
+        }
+    }
+
+    /// Returns the tokens that end an answer, those of the base first; empty if there are none.
+    pub fn end_tokens(&self) -> &[i64] {
+        &self.end_tokens
+    }
+
+    /// Reads the tokenizer.
+    ///
+    /// # Errors
+    /// No `tokenizer.json`, or one that cannot be read.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        let path = self.tokenizer_file.clone().unwrap_or_else(|| self.tokenizer.join(TOKENIZER));
+        if self.tokenizer_file.is_none() && !path.is_file() {
+            let reason = format!("{TOKENIZER} is missing; put there the one that came with the model");
+            return Err(Error::File { path: self.tokenizer.clone(), reason });
+        }
+        Ok(Tokenizer::from_file(&path)?)
+    }
+
+    /// Compiles the chat template with the date and the variables of a data configuration; `None` if there is none.
+    ///
+    /// # Errors
+    /// A file that is missing or no template; a date that is none.
+    pub fn chat_template(&self, data: &DataConfig) -> Result<Option<ChatTemplate>> {
+        let date = match &data.date {
+            Some(date) => date.parse().map_err(|reason| Error::Toml(format!("`data.date`: {reason}")))?,
+            None => Date::today(),
+        };
+        let arguments = data.template_arguments.clone();
+        let options = TemplateOptions { arguments, date, ..TemplateOptions::default() };
+        Ok(ChatTemplate::from_sources(&self.template_sources()?, &self.tokenizer, options)?)
+    }
+
+    fn template_sources(&self) -> Result<TemplateSources> {
+        Ok(match &self.template {
+            Template::Folder(folder) => template_sources(folder)?,
+            Template::Sources(sources) => sources.clone(),
+        })
+    }
+
+    /// Returns what differs from the model's own folder, in words.
+    ///
+    /// # Errors
+    /// Files that cannot be read.
+    pub fn differences(&self, folder: &Folder) -> Result<Vec<&'static str>> {
+        let texts = |sources: TemplateSources| -> Vec<String> {
+            sources.into_values().map(|(_, source)| source).collect()
+        };
+        let tokenizer = self.tokenizer_file.clone().unwrap_or_else(|| self.tokenizer.join(TOKENIZER));
+        let bytes = |path: &Path| std::fs::read(path).ok();
+        let differs = [
+            ("tokenizer", bytes(&tokenizer) != bytes(&folder.path().join(TOKENIZER))),
+            ("chat template", texts(self.template_sources()?) != texts(template_sources(folder.path())?)),
+            ("end tokens", self.end_tokens != folder.end_tokens()),
+        ];
+        Ok(differs.into_iter().filter(|(_, differs)| *differs).map(|(name, _)| name).collect())
+    }
+
+    /// Writes all of them into a folder, as transformers reads them: the tokenizer's files, the chat template, and
+    /// `generation_config.json` with the end tokens.
+    ///
+    /// # Errors
+    /// A file that cannot be read or written.
+    pub fn write(&self, out: &Path) -> Result<()> {
+        // An adapter has the files that its trainer reads; other programs may read others of the same tokenizer.
+        let bytes = |folder: &Path| std::fs::read(folder.join(TOKENIZER)).ok();
+        let is_same = self.tokenizer != self.model && bytes(&self.tokenizer) == bytes(&self.model);
+        for name in TOKENIZER_FILES {
+            let own = self.tokenizer.join(name);
+            let from = if is_same && !own.is_file() { self.model.join(name) } else { own };
+            copy(&from, &out.join(name))?;
+        }
+        if let Some(file) = &self.tokenizer_file {
+            copy(file, &out.join(TOKENIZER))?;
+        }
+        match &self.template {
+            Template::Folder(folder) => copy_templates(folder, out)?,
+            Template::Sources(sources) => write_sources(sources, out)?,
+        }
+        self.write_generation_config(out)
+    }
+
+    /// Writes the text of the template into a folder, as [`CHAT_TEMPLATE`], and returns its path; `None` if there is none, or several.
+    ///
+    /// # Errors
+    /// A file that cannot be read or written.
+    pub fn write_template(&self, out: &Path) -> Result<Option<PathBuf>> {
+        let mut sources = self.template_sources()?.into_values();
+        let (Some((_, source)), None) = (sources.next(), sources.next()) else { return Ok(None) };
+        let path = out.join(CHAT_TEMPLATE);
+        write_text(&path, &source)?;
+        Ok(Some(path))
+    }
+
+    fn write_generation_config(&self, out: &Path) -> Result<()> {
+        let path = out.join(GENERATION);
+        if self.end_tokens == self.listed_ends {
+            return match &self.generation {
+                Some(from) => copy(from, &path),
+                None => Ok(()),
+            };
+        }
+        let mut fields = match &self.generation {
+            Some(from) => object(from)?,
+            None => self.tokens_of_config.clone(),
+        };
+        let ends = match self.end_tokens.as_slice() {
+            [one] => json!(one),
+            several => json!(several),
+        };
+        fields.insert("eos_token_id".to_owned(), ends);
+        write_text(&path, &format!("{:#}\n", Value::Object(fields)))
+    }
+}
+
+/// Copies the companion files of a folder into another, those that there are.
+///
+/// # Errors
+/// A file that cannot be read or written.
+pub fn copy_between(from: &Path, to: &Path) -> Result<()> {
+    for name in TOKENIZER_FILES.into_iter().chain([GENERATION]) {
+        copy(&from.join(name), &to.join(name))?;
+    }
+    copy_templates(from, to)
+}
+
+/// Returns the token with which a template ends an answer, where it is one of the tokenizer's added ones.
+pub fn turn_end(template: &ChatTemplate, tokenizer: &Tokenizer) -> Option<i64> {
+    const ANSWER: &str = "answer-to-be-found";
+    let conversation =
+        Conversation::new([Message::new("user", "question"), Message::new("assistant", ANSWER)]);
+    let text = template.render(&conversation, false).ok()?.text;
+    let rest = text.split_once(ANSWER)?.1.trim_start();
+    let added = tokenizer.added_tokens();
+    let end = added.iter().filter(|token| !token.is_empty() && rest.starts_with(token.as_str()));
+    tokenizer.id(end.max_by_key(|token| token.len())?).map(i64::from)
+}
+
+/// Whether a folder has a chat template.
+fn has_template(folder: &Path) -> Result<bool> {
+    let has_file = [CHAT_TEMPLATE, PROCESSOR_TEMPLATE, FURTHER_TEMPLATES];
+    if has_file.iter().any(|name| folder.join(name).exists()) {
+        return Ok(true);
+    }
+    Ok(object(&folder.join(TOKENIZER_CONFIG))?.get("chat_template").is_some_and(|value| !value.is_null()))
+}
+
+/// Copies the files of templates that are not in `tokenizer_config.json`.
+fn copy_templates(from: &Path, to: &Path) -> Result<()> {
+    for name in [CHAT_TEMPLATE, PROCESSOR_TEMPLATE] {
+        copy(&from.join(name), &to.join(name))?;
+    }
+    for entry in std::fs::read_dir(from.join(FURTHER_TEMPLATES)).into_iter().flatten().flatten() {
+        let folder = to.join(FURTHER_TEMPLATES);
+        std::fs::create_dir_all(&folder).map_err(|cause| failed(&folder, &cause))?;
+        copy(&entry.path(), &folder.join(entry.file_name()))?;
+    }
+    Ok(())
+}
+
+/// Writes templates under their names, and the default one into `tokenizer_config.json`, where older programs look for it.
+fn write_sources(sources: &TemplateSources, out: &Path) -> Result<()> {
+    for (name, (_, source)) in sources {
+        if name == DEFAULT_TEMPLATE || sources.len() == 1 {
+            write_text(&out.join(CHAT_TEMPLATE), source)?;
+            let path = out.join(TOKENIZER_CONFIG);
+            let mut config = object(&path)?;
+            if !config.is_empty() {
+                config.insert("chat_template".to_owned(), json!(source));
+                write_text(&path, &format!("{:#}\n", Value::Object(config)))?;
+            }
+        } else {
+            let folder = out.join(FURTHER_TEMPLATES);
+            std::fs::create_dir_all(&folder).map_err(|cause| failed(&folder, &cause))?;
+            write_text(&folder.join(format!("{name}.jinja")), source)?;
+        }
+    }
+    Ok(())
+}
+
+/// The tokens that begin and pad a text, by `config.json`.
+fn tokens_of_config(path: &Path) -> Result<Map<String, Value>> {
+    let fields = object(path)?;
+    let tokens = ["bos_token_id", "pad_token_id"].into_iter();
+    Ok(tokens
+        .filter_map(|name| Some((name.to_owned(), fields.get(name).filter(|id| !id.is_null())?.clone())))
+        .collect())
+}
+
+fn ends_of(generation: &Map<String, Value>) -> Vec<i64> {
+    match generation.get("eos_token_id") {
+        Some(Value::Array(ends)) => ends.iter().filter_map(Value::as_i64).collect(),
+        Some(end) => end.as_i64().into_iter().collect(),
+        None => Vec::new(),
+    }
+}
+
+/// Copies a file, if it exists and is not the same.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let real = |path: &Path| path.canonicalize().ok();
+    if !from.is_file() || real(from) == real(to) {
+        return Ok(());
+    }
+    let mut file = File::open(from).map_err(|cause| failed(from, &cause))?;
+    atomic_write::file(to, |out| io::copy(&mut file, out)).map_err(|cause| failed(to, &cause)).map(drop)
+}
+
+fn write_text(path: &Path, text: &str) -> Result<()> {
+    atomic_write::file(path, |out| out.write_all(text.as_bytes())).map_err(|cause| failed(path, &cause))
+}
+
+fn read(path: &Path) -> Result<String> {
+    let bytes = std::fs::read(path).map_err(|cause| failed(path, &cause))?;
+    String::from_utf8(bytes).map_err(|cause| Error::File {
+        path: path.to_owned(),
+        reason: format!("not UTF-8 ({cause}); give a text file"),
+    })
+}
+
+/// Returns the fields of a JSON file; none if it does not exist.
+fn object(path: &Path) -> Result<Map<String, Value>> {
+    if !path.is_file() {
+        return Ok(Map::new());
+    }
+    serde_json::from_str(&read(path)?).map_err(|cause| Error::File {
+        path: path.to_owned(),
+        reason: format!("not a JSON object ({cause}); take the file that came with the model"),
+    })
+}
+
+fn failed(path: &Path, cause: &io::Error) -> Error {
+    Error::File { path: path.to_owned(), reason: cause.to_string() }
+}
