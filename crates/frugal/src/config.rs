@@ -33,6 +33,7 @@
 mod bytes;
 mod checkpoint_every;
 mod data;
+mod master_weights;
 mod nearest;
 mod optimizer;
 mod set;
@@ -51,6 +52,7 @@ use tch::Kind;
 pub use bytes::Bytes;
 pub use checkpoint_every::CheckpointEvery;
 pub use data::{DataConfig, DataFormat};
+pub use master_weights::MasterWeights;
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
 pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,

@@ -9,6 +9,7 @@ mod budget;
 mod data_shape;
 mod job;
 mod known_rates;
+mod master_weights;
 mod rates;
 
 pub use budget::{
@@ -18,6 +19,7 @@ pub use budget::{
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};
 pub use known_rates::KnownRates;
+pub use master_weights::{SLOWER, Searched, choose_master_weights, states_fit, trains_half};
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 
 use accounting::memory::logits::Loss;
@@ -46,6 +48,14 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
 pub fn widens(kind: Kind, device: Device) -> bool {
     let product = rates::product_kind(kind);
     runtime::matmul::compute_kind(device, product) != product
+}
+
+/// Returns the number formats of a training of all weights, with or without fp32 copies of those of 16 bits.
+pub fn trained_recipe(kind: Kind, master_weights: bool) -> Recipe {
+    match (recipe(kind), master_weights) {
+        (Recipe::BF16_FP32_STATE, true) => Recipe::BF16_MASTER,
+        (recipe, _) => recipe,
+    }
 }
 
 /// Returns the number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32.

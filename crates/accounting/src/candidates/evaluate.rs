@@ -47,8 +47,8 @@ impl Job {
             Some(lora) => sizes::adapters(&self.model, lora, pass.work, pass.labelled, &self.choices)?,
             None => sizes::training(&self.model, pass.work, &self.choices)?,
         };
-        if self.on_cpu && self.lora.is_none() {
-            costs.working.update_bytes = sizes::update_bytes(&self.model, &self.choices.recipe)?;
+        if self.lora.is_none() {
+            costs.working.update_bytes = sizes::update_bytes(&self.model, &self.choices.recipe, self.on_cpu)?;
         }
         Ok(costs)
     }

@@ -117,7 +117,7 @@ impl Recipe {
         ..Self::BF16_MASTER
     };
     /// bf16 parameters and gradients with the state in fp32 and without master weights: what `training`'s optimizers keep of
-    /// bf16 weights. Not among [`Recipe::ALL`], which are the recipes of the field.
+    /// bf16 weights that are rounded stochastically. Not among [`Recipe::ALL`], which are the recipes of the field.
     pub const BF16_FP32_STATE: Self = Self {
         name: "bf16-fp32-state",
         summary: "bf16 parameters and gradients, the optimizer's state in fp32",

@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rule, Sgd};
 use training::schedule::Shape;
 
+use super::master_weights::MasterWeights;
+
 /// The optimizer of a training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -24,8 +26,9 @@ pub struct OptimizerConfig {
     pub clip: f64,
     /// Where the optimizer state of offloaded layers is stored and updated.
     pub place: OptimizerPlace,
-    /// Keeps unrounded fp32 copies of weights in low precision.
-    pub master_weights: bool,
+    /// How trained weights in bf16 and fp16 take updates smaller than their last digit: `true` keeps fp32 copies (4 bytes each),
+    /// `"stochastic"` rounds at random, `false` loses such updates, and `"auto"` keeps copies where memory allows, else it rounds at random.
+    pub master_weights: MasterWeights,
     /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too.
     pub zero_stage: u8,
     /// Replicas of what ranks divide (hybrid sharding): the number of ranks is a multiple of it.
@@ -44,7 +47,7 @@ impl Default for OptimizerConfig {
             weight_decay: 0.0,
             clip: 1.0,
             place: OptimizerPlace::default(),
-            master_weights: false,
+            master_weights: MasterWeights::default(),
             zero_stage: 1,
             replicas: 1,
             frozen_weights: FrozenPlace::default(),

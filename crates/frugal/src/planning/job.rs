@@ -13,7 +13,7 @@ use training::activations::{LayerPlan, every_kth};
 use training::predicted;
 
 use super::rates::product_kind;
-use super::{DataShape, KnownRates, choices, recipe, widens};
+use super::{DataShape, KnownRates, choices, recipe, trained_recipe, widens};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
     OptimizerRule,
@@ -88,10 +88,10 @@ pub fn job(
         LossHeadKind::Plain => Loss::Eager,
         LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens, whole },
     };
-    let (formats, operands) = match (mixed, kind, optimizer.master_weights) {
-        (Some(mixed), ..) => mixed,
-        (None, Kind::BFloat16, true) => (Recipe::BF16_MASTER, kind),
-        _ => (recipe(kind), kind),
+    let (formats, operands) = match (mixed, &lora) {
+        (Some(mixed), _) => mixed,
+        (None, None) => (trained_recipe(kind, optimizer.master_weights.keeps_copies()), kind),
+        (None, Some(_)) => (recipe(kind), kind),
     };
     let choices = accounting::offload::sizes::Choices {
         recipe: formats,

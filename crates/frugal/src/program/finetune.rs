@@ -34,7 +34,7 @@ use super::run_flags::with_origins;
 use super::run_model::Target;
 use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::{note_other_data, write_page};
-use super::saving::Saving;
+use super::saving::{Saving, as_begun};
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{Run, name_budget, name_resume};
 use data::{Data, with_date};
@@ -213,6 +213,8 @@ pub(crate) fn launch(common: &Common, config: &Config, out: &Path, start: Start)
 
 fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::Result<()> {
     let resume = start == Start::Resume;
+    let begun = resume.then(|| as_begun(config, out));
+    let config = begun.as_ref().unwrap_or(config);
     let recipe = ranks::recipe(common, config)?;
     let own = || format!("--out {} is the model's own folder; give another", out.display());
     if config.model.name.as_ref().is_some_and(|name| same_folder(Path::new(name), out)) {
@@ -296,7 +298,9 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     let applied = run_plan.applied(config);
     offload_folder::note_memory(common, &applied);
     let recipe = ranks::recipe(common, &applied)?;
-    let config = &run_plan.written(config);
+    let written = run_plan.written(config);
+    let common = &RunPlan::with_origins(common, config, &written);
+    let config = &written;
     let mut saving = Saving::open(out, common, config, resume)?;
     saving.about.plan = run_plan.json();
     if common.is_first() {

@@ -1,7 +1,7 @@
 //! The flags that belong to the keys of a configuration.
 
 /// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
-const FLAGS: [(&str, &str); 79] = [
+const FLAGS: [(&str, &str); 80] = [
     ("activations.plan", "--activations"),
     ("activations.plan", "--recompute"),
     ("activations.recompute", "--recompute-what"),
@@ -57,6 +57,7 @@ const FLAGS: [(&str, &str); 79] = [
     ("offload.tier", "--offload"),
     ("optimizer.clip", "--clip"),
     ("optimizer.lr", "--lr"),
+    ("optimizer.master_weights", "--master-weights"),
     ("optimizer.place", "--optimizer-on"),
     ("optimizer.replicas", "--replicas"),
     ("optimizer.rule", "--optimizer"),

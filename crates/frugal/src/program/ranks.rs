@@ -28,7 +28,7 @@ pub(crate) struct Ranks {
     /// For the training.
     pub(crate) group: Group,
     /// The same, divided into replicas.
-    mesh: Mesh,
+    pub(super) mesh: Mesh,
     launch: Launch,
 }
 

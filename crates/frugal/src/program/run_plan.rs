@@ -8,13 +8,14 @@ use accounting::candidates::{Candidate, Found, Job, Placement};
 use accounting::offload::{Budget, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
-use frugal::config::{ActivationPlan, Bytes};
+use frugal::config::{ActivationPlan, Bytes, MasterWeights};
 use frugal::models::LlamaConfig;
-use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
+use frugal::planning::{self, DataShape, KnownRates, NotPredicted, Searched};
 use frugal::recipe::Handles;
 use frugal::training::trainer::{CheaperPlan, CheaperPlans};
 use report::cli::Failure;
 use runtime::memory::Limit;
+use serde_json::json;
 use tch::{Device, Kind};
 
 use super::Common;
@@ -153,6 +154,8 @@ pub(crate) struct RunPlan {
     /// Or why there is none.
     prediction: Result<Prediction, NotPredicted>,
     plan: ActivationPlan,
+    /// Of a training of all weights in 16 bits: how they take small updates, and their dtype.
+    half: Option<(MasterWeights, Kind)>,
 }
 
 impl RunPlan {
@@ -167,7 +170,9 @@ impl RunPlan {
             let given = config.training.budget;
             let budget = given.map(|_| PlannedBudget::of(given, device)).transpose()?;
             let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
-            return Ok(Self { device, budget, prediction, plan });
+            // All ranks have the same budget, and must decide alike: what each has free may differ.
+            let half = unpredicted(config, &planned, common, given.map(|given| given.0));
+            return Ok(Self { device, budget, prediction, plan, half });
         }
         let (budget, too_small) =
             PlannedBudget::or_too_small(config.training.budget, device, planned.resumes)?;
@@ -175,12 +180,16 @@ impl RunPlan {
             None => Err(NotPredicted("this architecture".to_owned())),
             Some(shape) => predict(config, shape, &planned, budget),
         };
-        let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan };
+        let (predicted, half) = match predicted {
+            Ok((prediction, half)) => (Ok(prediction), half),
+            Err(why) => (Err(why), unpredicted(config, &planned, common, Some(budget.tensors))),
+        };
+        let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan, half };
         if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
             && prediction.found.chosen().is_none()
         {
             let question = Question {
-                config,
+                config: &run_plan.decided(config),
                 shape,
                 kind: planned.kind,
                 device,
@@ -209,7 +218,11 @@ impl RunPlan {
     /// The plan for programs; null where it is not predicted.
     pub(crate) fn json(&self) -> serde_json::Value {
         match (&self.prediction, self.budget) {
-            (Ok(prediction), Some(budget)) => prediction.json(budget),
+            (Ok(prediction), Some(budget)) => {
+                let mut json = prediction.json(budget);
+                json["master_weights"] = json!(self.half.map(|(way, _)| way));
+                json
+            }
             _ => serde_json::Value::Null,
         }
     }
@@ -217,9 +230,7 @@ impl RunPlan {
     /// Tells the plan, on standard error, or with `--json` on standard output.
     pub(crate) fn tell(&self, common: &Common) {
         match (&self.prediction, self.budget) {
-            (Ok(prediction), Some(budget)) if common.json => {
-                print_line(&serde_json::json!({ "plan": prediction.json(budget) }));
-            }
+            (Ok(_), Some(_)) if common.json => print_line(&json!({ "plan": self.json() })),
             (Ok(prediction), Some(budget)) => say(common, prediction.text(budget).trim_end()),
             (Err(NotPredicted(why)), Some(budget)) if common.ranks.is_none() && !common.json => say(
                 common,
@@ -230,6 +241,18 @@ impl RunPlan {
             ),
             _ => {}
         }
+        if let Some((way, kind)) = self.half.filter(|_| !common.json) {
+            say(common, &half_text(way, kind));
+        }
+    }
+
+    /// The configuration with the decision on master weights.
+    fn decided(&self, config: &Config) -> Config {
+        let mut config = config.clone();
+        if let Some((way, _)) = self.half {
+            config.optimizer.master_weights = way;
+        }
+        config
     }
 
     /// The rows at a time with which an evaluation fits the budget; `None` where it is not predicted.
@@ -239,18 +262,36 @@ impl RunPlan {
 
     /// The configuration that runs in the chosen way.
     pub(crate) fn applied(&self, config: &Config) -> Config {
-        self.chosen().map_or_else(|| config.clone(), |chosen| planning::with_choice(config, chosen))
+        let config = self.decided(config);
+        match self.chosen() {
+            Some(chosen) => planning::with_choice(&config, chosen),
+            None => config,
+        }
     }
 
     /// The configuration as it is written for a resume: with what decides bits.
     pub(crate) fn written(&self, config: &Config) -> Config {
-        let mut config = config.clone();
+        let mut config = self.decided(config);
         if let Some(chosen) = self.chosen().filter(|_| config.training.rows_at_once.is_none()) {
             // Also where a batch is not divided: the file's next training must not divide it at other rates or under another budget.
             config.training.rows_at_once =
                 Some(chosen.rows.map_or(config.training.batch, |rows| rows as usize));
         }
         config
+    }
+
+    /// The common flags, with the origin of what [`RunPlan::written`] has decided.
+    pub(crate) fn with_origins(common: &Common, config: &Config, written: &Config) -> Common {
+        let mut common = common.clone();
+        for (key, is_decided) in [
+            ("optimizer.master_weights", config.optimizer.master_weights != written.optimizer.master_weights),
+            ("training.rows_at_once", config.training.rows_at_once != written.training.rows_at_once),
+        ] {
+            if is_decided {
+                common.origins.set(key, "the plan");
+            }
+        }
+        common
     }
 
     /// Makes the allocator refuse what goes beyond the budget. On a CPU the program's own memory counts too.
@@ -320,15 +361,19 @@ fn predict(
     shape: &LlamaConfig,
     planned: &PlannedTraining<'_>,
     budget: PlannedBudget,
-) -> Result<Prediction, NotPredicted> {
+) -> Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted> {
     let PlannedTraining { kind, device, ref data, steps, resumes, .. } = *planned;
     let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
     allowed.splits &= !resumes;
     let bytes = Budget { device: budget.tensors, host: None };
-    let with = |rates: &KnownRates| -> Result<(Job, Found), NotPredicted> {
-        let job = planning::job(config, shape, (kind, device), data, rates)?;
-        let found = job.search(&allowed, bytes)?;
-        Ok((job, found))
+    let with = |rates: &KnownRates| -> Result<Searched, NotPredicted> {
+        planning::choose_master_weights(config, kind, |master_weights| {
+            let mut config = config.clone();
+            config.optimizer.master_weights = master_weights;
+            let job = planning::job(&config, shape, (kind, device), data, rates)?;
+            let found = job.search(&allowed, bytes)?;
+            Ok((job, found))
+        })
     };
     let kept = KnownRates::kept(device, kind);
     let mut is_timed = kept.is_some();
@@ -336,14 +381,16 @@ fn predict(
         Some(rates) => rates,
         None => KnownRates::nominal(device)?,
     };
-    let (mut job, mut found) = with(&rates)?;
-    let seconds = found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
+    let mut searched = with(&rates)?;
+    let seconds = searched.found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
     // On a CPU measuring takes memory of the budget.
     let has_room = device != Device::Cpu || budget.tensors >= MEASURING;
     if !is_timed && seconds > WORTH_MEASURING && has_room {
-        (job, found) = with(&KnownRates::measure(device, kind)?)?;
+        searched = with(&KnownRates::measure(device, kind)?)?;
         is_timed = true;
     }
+    let Searched { master_weights, job, found } = searched;
+    let half = planning::trains_half(config, kind).then_some((master_weights, kind));
     let mut evaluation = None;
     if let Some(chosen) = found.chosen() {
         for &(rows, batch) in &data.evaluations {
@@ -355,5 +402,42 @@ fn predict(
             }
         }
     }
-    Ok(Prediction { job, found, data: data.clone(), is_timed, evaluation })
+    Ok((Prediction { job, found, data: data.clone(), is_timed, evaluation }, half))
+}
+
+/// The same decision for a step that is not predicted, by what weights, gradients, state and master weights take of `bytes`.
+fn unpredicted(
+    config: &Config,
+    planned: &PlannedTraining<'_>,
+    common: &Common,
+    bytes: Option<u64>,
+) -> Option<(MasterWeights, Kind)> {
+    let ranks = common.ranks.as_ref().map_or(1, |ranks| ranks.mesh.world().size() / ranks.mesh.replicas());
+    let fits = || match (planned.shape, bytes) {
+        (Some(shape), Some(bytes)) => planning::states_fit(config, shape, ranks, bytes),
+        _ => true,
+    };
+    let way = match config.optimizer.master_weights {
+        MasterWeights::Auto if fits() => MasterWeights::Always,
+        MasterWeights::Auto => MasterWeights::Stochastic,
+        way => way,
+    };
+    planning::trains_half(config, planned.kind).then_some((way, planned.kind))
+}
+
+/// How trained weights of 16 bits take small updates.
+fn half_text(way: MasterWeights, kind: Kind) -> String {
+    let name = if kind == Kind::Half { "float16" } else { "bfloat16" };
+    match way {
+        MasterWeights::Auto | MasterWeights::Always => {
+            format!("the {name} weights are trained with fp32 master weights, 4 bytes for each weight")
+        }
+        MasterWeights::Stochastic => format!(
+            "the {name} weights are rounded stochastically, without fp32 master weights, which would take 4 bytes more for each weight"
+        ),
+        MasterWeights::Never => format!(
+            "optimizer.master_weights = false: the {name} weights lose updates smaller than their last digit, which are most of a \
+             fine-tuning's; \"auto\" loses none"
+        ),
+    }
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use frugal::Config;
+use frugal::config::{CONFIG_FILE, MasterWeights};
 use frugal::run_folder::{CHECKPOINTS, RunRecord, State};
 use frugal::training::checkpoint::{self, Checkpoints};
 
@@ -62,6 +63,17 @@ impl<'a> Saving<'a> {
         }
         Ok(Self { out, checkpoints, resume, about: About::default() })
     }
+}
+
+/// The configuration of a training that continues the one in a folder: where the first plan decided on master weights, that holds.
+pub(crate) fn as_begun(config: &Config, out: &Path) -> Config {
+    let mut config = config.clone();
+    if let (MasterWeights::Auto, Ok(earlier)) =
+        (config.optimizer.master_weights, Config::read(&out.join(CONFIG_FILE)))
+    {
+        config.optimizer.master_weights = earlier.optimizer.master_weights;
+    }
+    config
 }
 
 /// Refuses an output folder with the checkpoints of an earlier run.

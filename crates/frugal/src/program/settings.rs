@@ -6,8 +6,8 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::Config;
 use frugal::config::{
-    ActivationPlan, Bytes, CheckpointEvery, Compute, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
-    OptimizerPlace, OptimizerRule, Recomputed,
+    ActivationPlan, Bytes, CheckpointEvery, Compute, LossHeadKind, MasterWeights, OffloadConfig,
+    OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
 };
 use frugal::dataloading::chat::Mask;
 use frugal::training::schedule::Shape;
@@ -102,6 +102,9 @@ pub(crate) struct SettingsArgs {
     /// Update rule, with its usual coefficients [default: adamw]
     #[arg(long, help_heading = OPTIMIZER)]
     optimizer: Option<OptimizerRule>,
+    /// How trained weights in bf16 and fp16 take updates smaller than their last digit [default: auto]
+    #[arg(long, value_name = "HOW", help_heading = OPTIMIZER)]
+    master_weights: Option<MasterWeights>,
     /// Where the optimizer state of offloaded layers is stored and updated [default: device]
     #[arg(long, value_name = "PLACE", help_heading = MEMORY)]
     optimizer_on: Option<OptimizerPlace>,
@@ -222,6 +225,7 @@ impl SettingsArgs {
         put_some(&mut loss.chunk_tokens, self.loss_chunk);
         put(&mut precision.compute, self.precision);
         put(&mut optimizer.rule, self.optimizer);
+        put(&mut optimizer.master_weights, self.master_weights);
         put(&mut optimizer.place, self.optimizer_on);
         put(&mut optimizer.zero_stage, self.zero_stage);
         put(&mut optimizer.replicas, self.replicas);

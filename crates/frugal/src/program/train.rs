@@ -34,7 +34,7 @@ use super::report::report;
 use super::run_flags::with_origins;
 use super::run_plan::{PlannedTraining, RunPlan};
 use super::run_record::note_other_data;
-use super::saving::Saving;
+use super::saving::{Saving, as_begun};
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, name_budget, name_resume};
 use data::Data;
@@ -194,6 +194,8 @@ fn train(
     resume: bool,
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
+    let begun = out.filter(|_| resume).map(|out| as_begun(config, out));
+    let config = begun.as_ref().unwrap_or(config);
     let recipe = ranks::recipe(common, config)?;
     if config.adapter.is_some() || config.data.packing.is_some() {
         bail!(
@@ -238,9 +240,10 @@ fn train(
         },
     )?;
     run_plan.tell(common);
-    let recipe =
-        if run_plan.is_predicted() { ranks::recipe(common, &run_plan.applied(config))? } else { recipe };
-    let config = &run_plan.written(config);
+    let recipe = ranks::recipe(common, &run_plan.applied(config))?;
+    let written = run_plan.written(config);
+    let common = &RunPlan::with_origins(common, config, &written);
+    let config = &written;
     let mut saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
     if let Some(saving) = &mut saving {
         saving.about.plan = run_plan.json();

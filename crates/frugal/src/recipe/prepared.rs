@@ -10,7 +10,7 @@ use offload::{HostAdamW, HostOptions, Offload};
 use runtime::memory;
 use runtime::precision::{self, Policy};
 use sharding::{Mesh, ShardedOptimizer, Shards, Stage};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
 use training::clip::NonFinite;
@@ -93,9 +93,18 @@ impl Prepared {
         random.restore()?;
         // Between steps: what is alive now, and state and gradients, of which none is there yet.
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        let optimizer = &self.config.optimizer;
+        let slots = optimizer.rule.rule().slots().len() as u64;
+        let beside = |tensor: &Tensor| {
+            // Kept in fp32, except for fp64.
+            let kept = tensor.numel() as u64 * 4.max(tensor.kind().elt_size_in_bytes() as u64);
+            let is_half = matches!(tensor.kind(), Kind::BFloat16 | Kind::Half);
+            let copies = u64::from(is_half && optimizer.master_weights.keeps_copies());
+            bytes(tensor) + (slots + copies) * kept
+        };
         let trained: u64 =
-            module::trainable(self.model.as_ref()).iter().map(|(_, tensor)| bytes(tensor)).sum();
-        let alive = memory::live_bytes(device)? + 3 * trained;
+            module::trainable(self.model.as_ref()).iter().map(|(_, tensor)| beside(tensor)).sum();
+        let alive = memory::live_bytes(device)? + trained;
         let layers = activations.plan().len();
         let left = budget.0.checked_sub(alive).ok_or_else(|| Error::Value {
             key: "activations.budget",
@@ -137,13 +146,15 @@ impl Prepared {
         };
         let order = parameters.iter().map(|(name, _)| name.clone()).collect();
         let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
+        let stochastic_rounding = own.master_weights.rounding_seed(training.seed);
         let optimizer: Box<dyn Optimizer> = match (ranks, own.place, &handles.offload) {
             (Some(ranks), ..) => {
                 let stage =
                     [Stage::One, Stage::Two, Stage::Three][usize::from(own.zero_stage.clamp(1, 3)) - 1];
                 let options = sharding::Options {
                     stage,
-                    master_weights: own.master_weights,
+                    master_weights: own.master_weights.keeps_copies(),
+                    stochastic_rounding,
                     order,
                     shards: handles.shards.clone(),
                     ..sharding::Options::default()
@@ -151,12 +162,17 @@ impl Prepared {
                 Box::new(ShardedOptimizer::boxed(own.rule.rule(), groups, ranks, options)?)
             }
             (None, OptimizerPlace::Host, Some(offload)) => {
-                let options = HostOptions { master_weights: own.master_weights, ..HostOptions::default() };
+                let master_weights = own.master_weights.keeps_copies();
+                let options = HostOptions { master_weights, stochastic_rounding, ..HostOptions::default() };
                 Box::new(HostAdamW::new(offload, groups, AdamW::default(), options)?)
             }
             _ => {
                 let optimizer = DeviceOptimizer::boxed(own.rule.rule(), groups)?;
-                Box::new(if own.master_weights { optimizer.with_master_weights() } else { optimizer })
+                Box::new(match (own.master_weights.keeps_copies(), stochastic_rounding) {
+                    (true, _) => optimizer.with_master_weights(),
+                    (false, Some(seed)) => optimizer.with_stochastic_rounding(seed),
+                    (false, None) => optimizer,
+                })
             }
         };
         let options = Options {

@@ -186,21 +186,21 @@ fn a_plan_over_ranks(session: &Session) {
         h100                                            5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
         step                                            all weights are trained, batch 1 × 2,048 tokens
 
-        ZeRO-1 over 16 ranks                            peak 34.8 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
-        ZeRO-1 over 16 ranks, recomputed                peak 34.8 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
-        ZeRO-2 over 16 ranks                            peak 30.4 GiB, 346 ms a step of 32,768 tokens, bound by gathering weights, fits
-        ZeRO-2 over 16 ranks, recomputed                peak 23.0 GiB, 374 ms a step of 32,768 tokens, bound by compute, fits
-        ZeRO-3 over 16 ranks                            peak 20.3 GiB, 424 ms a step of 32,768 tokens, bound by gathering weights, fits
-        ZeRO-3 over 16 ranks, recomputed                peak 13.0 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
-        ZeRO-3 over 16 ranks in 2 replicas              peak 26.3 GiB, 213 ms a step of 32,768 tokens, bound by compute, fits; the fastest that fits
-        ZeRO-3 over 16 ranks in 2 replicas, recomputed  peak 19.0 GiB, 233 ms a step of 32,768 tokens, bound by compute, fits
-        all on the device                               peak 85.2 GiB, 227 ms a step of 2,048 tokens, 10.7 GiB too much
-        activations recomputed                          peak 85.2 GiB, 277 ms a step of 2,048 tokens, 10.7 GiB too much
-        layers offloaded                                peak 74.4 GiB, 277 ms a step of 2,048 tokens, fits
+        ZeRO-1 over 16 ranks                            peak 36.6 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
+        ZeRO-1 over 16 ranks, recomputed                peak 36.6 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
+        ZeRO-2 over 16 ranks                            peak 32.1 GiB, 346 ms a step of 32,768 tokens, bound by gathering weights, fits
+        ZeRO-2 over 16 ranks, recomputed                peak 24.8 GiB, 374 ms a step of 32,768 tokens, bound by compute, fits
+        ZeRO-3 over 16 ranks                            peak 22.0 GiB, 424 ms a step of 32,768 tokens, bound by gathering weights, fits
+        ZeRO-3 over 16 ranks, recomputed                peak 14.8 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
+        ZeRO-3 over 16 ranks in 2 replicas              peak 29.9 GiB, 213 ms a step of 32,768 tokens, bound by compute, fits; the fastest that fits
+        ZeRO-3 over 16 ranks in 2 replicas, recomputed  peak 22.6 GiB, 233 ms a step of 32,768 tokens, bound by compute, fits
+        all on the device                               peak 114 GiB, 227 ms a step of 2,048 tokens, 39.1 GiB too much
+        activations recomputed                          peak 114 GiB, 277 ms a step of 2,048 tokens, 39.1 GiB too much
+        layers offloaded                                peak 73.2 GiB, 1.72 s a step of 2,048 tokens, fits
 
         at the peak                                     head
           fixed weights                                 2.03 GiB
-          optimizer state                               10.6 GiB
+          optimizer state                               14.2 GiB
           resident layers                               1.52 GiB
           constant                                      1.36 GiB
           kept activations                              7.72 GiB

@@ -76,6 +76,8 @@ fn no_bit_depends_on_the_number_of_ranks() {
     let dropout = Case { dropout: true, ..case(3, 0.5, 3, "[offload]\nring = 1\n") };
     let masters = bf16.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
     let masters = Case { recipe: masters, ..bf16.clone() };
+    let stochastic = bf16.recipe.replace("zero_stage", "master_weights = \"stochastic\"\nzero_stage");
+    let stochastic = Case { recipe: stochastic, ..bf16.clone() };
     let lora = "[adapter]\nr = 4\n[offload]\nring = 2\n";
     let whole = lora_recipe_with_whole_base(lora);
     // Nor on what the layers keep.
@@ -104,8 +106,15 @@ fn no_bit_depends_on_the_number_of_ranks() {
         ],
         vec![(dropout.clone(), 1), (dropout.clone(), 2), (keep(&dropout), 2), (dropout, 3)],
         vec![(fp16.clone(), 1), (fp16, 2)],
-        vec![(bf16.clone(), 1), (bf16.clone(), 3), (keep(&bf16), 3)],
-        vec![(masters.clone(), 1), (in_replicas(2, &masters), 4), (masters, 2)],
+        // Master weights are the default.
+        vec![
+            (bf16.clone(), 1),
+            (masters.clone(), 1),
+            (in_replicas(2, &masters), 4),
+            (masters, 2),
+            (keep(&bf16), 3),
+        ],
+        vec![(stochastic.clone(), 1), (keep(&stochastic), 3), (in_replicas(2, &stochastic), 4)],
         // Adapters over a frozen base, divided or not.
         vec![
             (case(3, 0.5, 4, lora), 1),

@@ -29,6 +29,7 @@ mod interrupted_export;
 mod launch;
 mod launch_training;
 mod layers_over_ranks;
+mod master_weights;
 mod nf4;
 mod non_finite;
 mod pairs;

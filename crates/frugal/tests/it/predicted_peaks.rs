@@ -4,7 +4,7 @@
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Job, Placement, Tier};
 use accounting::offload::OptimizerPlace;
-use frugal::config::{Compute, Config, Dtype, LossHeadKind};
+use frugal::config::{Compute, Config, Dtype, LossHeadKind, MasterWeights};
 use frugal::planning::{self, DataShape, KnownRates};
 use frugal::{Recipe, runtime};
 use lora::LoraConfig;
@@ -33,6 +33,8 @@ struct Case {
     placement: fn(layers: usize) -> Placement,
     at_once: Option<usize>,
     mixed: bool,
+    /// Whether weights of 16 bits are rounded stochastically, without master weights.
+    stochastic: bool,
 }
 
 fn keep(layers: usize) -> Placement {
@@ -120,8 +122,10 @@ const ADAPTED: Case = Case {
     placement: keep,
     at_once: None,
     mixed: false,
+    stochastic: false,
 };
 const FULL: Case = Case { name: "full", adapters: None, ..ADAPTED };
+const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
 
 const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
@@ -169,7 +173,7 @@ const CASES: [Case; 37] = [
     FULL,
     Case { name: "full, accumulated", accumulation: 3, ..FULL },
     Case { name: "full, recomputed", placement: recompute, length: 100, ..FULL },
-    Case { name: "full, bf16", kind: Kind::BFloat16, length: 40, ..FULL },
+    Case { name: "full, bf16, rounded stochastically", stochastic: true, ..FULL_BF16 },
     Case { name: "full, one row at a time", at_once: Some(1), placement: mixed, ..FULL },
     Case { name: "full, layers in files", placement: trained_files, ..FULL },
     Case { name: "full, layers in files, accumulated", placement: trained_files, accumulation: 2, ..FULL },
@@ -225,6 +229,9 @@ fn config(case: &Case) -> Config {
     (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
     config.training.rows_at_once = case.at_once;
     config.model.dtype = (case.kind == Kind::BFloat16).then_some(Dtype::Bfloat16);
+    if case.stochastic {
+        config.optimizer.master_weights = MasterWeights::Stochastic;
+    }
     if case.mixed {
         config.precision.compute = Compute::Bf16;
     }

@@ -150,7 +150,7 @@ fn check(one: &Rounding<'_>) -> Result<()> {
     if source.kind() != Kind::Float || !source.is_contiguous() || source.is_sparse() || source.is_neg() {
         return refuse(format!("`source` is {source:?}; expected a contiguous fp32 tensor"));
     }
-    if !matches!(target.kind(), Kind::BFloat16 | Kind::Half) || target.is_sparse() {
+    if !matches!(target.kind(), Kind::BFloat16 | Kind::Half) || target.is_sparse() || target.is_neg() {
         return refuse(format!("`target` is {target:?}; expected a bf16 or fp16 tensor"));
     }
     if source.size() != target.size() || source.device() != target.device() {

@@ -11,11 +11,13 @@ use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
 use accounting::memory::nf4;
+use accounting::memory::recipe::Recipe;
+use accounting::offload::sizes::Choices;
 use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::config::{Bytes, Dtype, OffloadTier, TrainingConfig};
+use frugal::config::{Bytes, Dtype, MasterWeights, OffloadTier, TrainingConfig};
 use frugal::models::hugging_face::Folder;
 use frugal::planning::{self, MachineRates};
 use report::cli::Failure;
@@ -365,9 +367,18 @@ impl StepArgs {
         }
     }
 
+    /// The number formats of the step.
+    fn recipe(&self, kind: Kind, master_weights: MasterWeights) -> Recipe {
+        match self.method {
+            Work::Full => planning::trained_recipe(kind, master_weights.keeps_copies()),
+            Work::Lora | Work::Dora | Work::Inference => planning::recipe(kind),
+        }
+    }
+
     fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
         let &PlannedStep { ref model, work, kind, device, .. } = planned;
-        let choices = planning::choices(kind, machine, self.loss_tokens(planned));
+        let recipe = self.recipe(kind, MasterWeights::default());
+        let choices = Choices { recipe, ..planning::choices(kind, machine, self.loss_tokens(planned)) };
         Ok(match self.method {
             Work::Lora | Work::Dora => sizes::adapters(model, &self.lora(device), work, None, &choices)?,
             Work::Full => sizes::training(model, work, &choices)?,

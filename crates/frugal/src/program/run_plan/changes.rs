@@ -4,7 +4,9 @@ use accounting::candidates::{Allowed, Candidate, Found};
 use accounting::offload::Budget;
 use accounting::quantity::bytes_text;
 use frugal::Config;
-use frugal::config::{ActivationPlan, ActivationsConfig, Dtype, OptimizerPlace, OptimizerRule};
+use frugal::config::{
+    ActivationPlan, ActivationsConfig, Dtype, MasterWeights, OptimizerPlace, OptimizerRule,
+};
 use frugal::lora::LoraConfig;
 use frugal::models::LlamaConfig;
 use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
@@ -224,6 +226,12 @@ impl Question<'_> {
     /// The bytes of tensors of the least way to run a step.
     fn least(&self, config: &Config, kind: Kind, data: &DataShape) -> Result<u64, NotPredicted> {
         let rates = KnownRates::nominal(self.device)?;
+        let mut config = config.clone();
+        // Where nothing else fits, weights of 16 bits are rounded stochastically.
+        if config.optimizer.master_weights == MasterWeights::Auto {
+            config.optimizer.master_weights = MasterWeights::Stochastic;
+        }
+        let config = &config;
         let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;

@@ -8,7 +8,7 @@ use accounting::scale::{Bound, Division, Network, Work, step};
 use accounting::sharding::Layout;
 use anyhow::bail;
 use clap::Args;
-use frugal::config::OffloadConfig;
+use frugal::config::{MasterWeights, OffloadConfig};
 use frugal::planning::{self, MachineRates};
 use tch::Device;
 
@@ -161,7 +161,8 @@ fn layout(
     planned: &PlannedStep,
     (stage, replicas): (ZeroStage, u64),
 ) -> anyhow::Result<(Layout, Recipe)> {
-    let (ranks, recipe) = (arguments.ranks.ranks / replicas, planning::recipe(planned.kind));
+    let (ranks, recipe) =
+        (arguments.ranks.ranks / replicas, arguments.recipe(planned.kind, MasterWeights::default()));
     if arguments.method == Planned::Full {
         let layout = Layout::of_decoder(&planned.model, &recipe, stage, ranks)?;
         return Ok((layout.with_replicas(replicas)?, recipe));

@@ -9,11 +9,11 @@ use accounting::quantity::{bytes_text, grouped};
 use anyhow::anyhow;
 use clap::ValueEnum as _;
 use frugal::Config;
-use frugal::config::{OffloadTier, TrainingConfig};
+use frugal::config::{MasterWeights, OffloadTier, TrainingConfig};
 use frugal::lora::{LoraConfig, Names};
 use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::Folder;
-use frugal::planning::{self, DataShape, KnownRates, MachineRates, NotPredicted};
+use frugal::planning::{self, DataShape, KnownRates, MachineRates, NotPredicted, Searched};
 use report::unit::human;
 use serde_json::json;
 use tch::Device;
@@ -35,13 +35,13 @@ pub(super) fn run(
     machine: &MachineRates,
     budget: Budget,
 ) -> anyhow::Result<()> {
-    let &PlannedStep { ref model, device, tier, weights, .. } = planned;
+    let &PlannedStep { ref model, kind, device, tier, weights, .. } = planned;
     let full = arguments.method == Work::Full;
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let as_finetune = arguments.as_finetune(planned)?;
-    let job = match &as_finetune {
-        Some(finetune) => finetune.job(arguments, planned, machine)?,
-        None => described(arguments, planned, machine),
+    let job = |master_weights| match &as_finetune {
+        Some(finetune) => finetune.job(arguments, planned, machine, master_weights),
+        None => Ok(described(arguments, planned, machine, master_weights)),
     };
     // In host memory a CPU's layers take what they took before.
     let offloads = !(on_cpu && tier == OffloadTier::Host) || arguments.offload.is_some();
@@ -55,11 +55,27 @@ pub(super) fn run(
     let layers = arguments.offload.is_none().then_some(Layers::Any);
     let allowed = match &as_finetune {
         Some(finetune) if arguments.offload.is_none() => {
-            planning::allowed(&finetune.config, job.model.layers as usize, device)?
+            planning::allowed(&finetune.config, model.layers as usize, device)?
         }
         _ => Allowed { layers, offloaded: offloads.then_some(offloaded), splits: true, rows: None },
     };
-    let found = job.search(&allowed, budget)?;
+    let config = Config { adapter: (!full).then(AdapterArgs::default_config), ..Config::default() };
+    let search = |master_weights| -> anyhow::Result<_> {
+        let job = job(master_weights)?;
+        let found = job.search(&allowed, budget)?;
+        Ok((job, found))
+    };
+    let Searched { master_weights, job, found } = planning::choose_master_weights(&config, kind, search)?;
+    let half = planning::trains_half(&config, kind).then_some(master_weights);
+    let flags = |shown: &Candidate| {
+        let flags = flags(arguments, planned, shown, job.model.layers as usize);
+        // Without the budget, another decision could be made.
+        match half {
+            Some(MasterWeights::Stochastic) if flags == NO_FLAGS => "--master-weights stochastic".to_owned(),
+            Some(MasterWeights::Stochastic) => format!("{flags} --master-weights stochastic"),
+            _ => flags,
+        }
+    };
     let columns = Columns { is_timed: true, epoch: None };
     let chosen = found.chosen();
     let shown = chosen.or_else(|| found.least());
@@ -74,9 +90,10 @@ pub(super) fn run(
             "memory_rate": machine.bandwidth,
             "link_rate": machine.transfers.load,
             "ranks": 1,
+            "master_weights": half,
             "variants": candidates_json(&found, columns),
             "chosen": chosen.map(Candidate::name),
-            "flags": shown.map(|shown| flags(arguments, planned, shown, job.model.layers as usize)),
+            "flags": shown.map(flags),
             "with_more_memory": found.faster().map(Candidate::name),
             "with_less_memory": found.cheaper().map(Candidate::name),
             "tokens_that_hide_loads": hiding.iter()
@@ -85,6 +102,10 @@ pub(super) fn run(
     } else {
         let mut lines = head(planned, machine, arguments.hardware.map_or("measured", |gpu| gpu.name))?;
         lines[1] = ("budget for tensors".to_owned(), bytes_text(budget.device));
+        if let Some(half) = half {
+            let how = if half.keeps_copies() { "fp32" } else { "none: weights are rounded stochastically" };
+            lines.push(("master weights".to_owned(), how.to_owned()));
+        }
         print(&lines);
         print_text(&format!("\n{}\n", candidates_table(&found, columns, &|tensors| tensors)));
         let mut lines = Vec::new();
@@ -103,10 +124,7 @@ pub(super) fn run(
             };
             lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
             lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
-            lines.push((
-                "flags of finetune".into(),
-                flags(arguments, planned, shown, job.model.layers as usize),
-            ));
+            lines.push(("flags of finetune".into(), flags(shown)));
         }
         lines.retain(|line| *line != blank());
         print(&lines);
@@ -118,7 +136,12 @@ pub(super) fn run(
 }
 
 /// The step of a model that is known by its sizes alone, or on hardware that is not there.
-fn described(arguments: &StepArgs, planned: &PlannedStep, machine: &MachineRates) -> Job {
+fn described(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    machine: &MachineRates,
+    master_weights: MasterWeights,
+) -> Job {
     let &PlannedStep { ref model, work, kind, device, .. } = planned;
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let batch = Batch { work, labelled: None };
@@ -128,6 +151,7 @@ fn described(arguments: &StepArgs, planned: &PlannedStep, machine: &MachineRates
         choices: Choices {
             packs: on_cpu,
             widens: on_cpu && planning::widens(kind, device),
+            recipe: arguments.recipe(kind, master_weights),
             ..planning::choices(kind, machine, arguments.loss_tokens(planned))
         },
         largest: vec![batch],
@@ -191,12 +215,15 @@ impl AsFinetune {
         arguments: &StepArgs,
         planned: &PlannedStep,
         machine: &MachineRates,
+        master_weights: MasterWeights,
     ) -> anyhow::Result<Job> {
         let &PlannedStep { work, kind, device, tier, .. } = planned;
         // A row of n tokens has n − 1 positions that predict one.
         let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
         let rates = KnownRates::get(device, kind)?;
-        let job = planning::job(&self.config, &self.shape, (kind, device), &data, &rates);
+        let mut config = self.config.clone();
+        config.optimizer.master_weights = master_weights;
+        let job = planning::job(&config, &self.shape, (kind, device), &data, &rates);
         let mut job =
             job.map_err(|NotPredicted(why)| anyhow!("the memory of a step is not predicted for {why}"))?;
         let is_given = arguments.link.is_some() || arguments.host_bandwidth.is_some();
@@ -244,6 +271,8 @@ fn print(lines: &[(String, String)]) {
     print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
 }
 
+const NO_FLAGS: &str = "none are needed";
+
 /// The flags of a training that runs in this way.
 fn flags(arguments: &StepArgs, planned: &PlannedStep, candidate: &Candidate, layers: usize) -> String {
     let is_mixed = match &candidate.placement {
@@ -288,7 +317,7 @@ fn flags(arguments: &StepArgs, planned: &PlannedStep, candidate: &Candidate, lay
     if arguments.hardware.is_none() {
         flags.extend(of_training(arguments, planned, is_mixed));
     }
-    if flags.is_empty() { "none are needed".to_owned() } else { flags.join(" ") }
+    if flags.is_empty() { NO_FLAGS.to_owned() } else { flags.join(" ") }
 }
 
 /// Tokens of a pass from which on loads hide behind compute, for each pass; none without offloaded layers.

@@ -1,0 +1,138 @@
+//! Whether a training of 16-bit weights keeps fp32 copies of them.
+
+use accounting::candidates::{Found, Job};
+use models::LlamaConfig;
+use tch::Kind;
+
+use crate::config::{Config, MasterWeights};
+
+/// A training's job and the ways to run a step of it, with or without master weights.
+#[derive(Debug)]
+pub struct Searched {
+    /// [`MasterWeights::Always`], or another way that was asked for.
+    pub master_weights: MasterWeights,
+    /// What a step computes.
+    pub job: Job,
+    /// The ways to run it.
+    pub found: Found,
+}
+
+/// Searches the ways to run a step, and decides between master weights and stochastic rounding where the configuration does not:
+/// master weights where the fastest way that fits with them takes at most [`SLOWER`] times as long as the fastest without.
+///
+/// # Errors
+/// Those of `search`.
+pub fn choose_master_weights<E>(
+    config: &Config,
+    kind: Kind,
+    search: impl Fn(MasterWeights) -> Result<(Job, Found), E>,
+) -> Result<Searched, E> {
+    let of = |master_weights| {
+        let (job, found) = search(master_weights)?;
+        Ok(Searched { master_weights, job, found })
+    };
+    let own = config.optimizer.master_weights;
+    if own != MasterWeights::Auto || !trains_half(config, kind) {
+        return of(own);
+    }
+    let (copies, stochastic) = (of(MasterWeights::Always)?, of(MasterWeights::Stochastic)?);
+    let seconds = |searched: &Searched| searched.found.chosen().map(|chosen| chosen.seconds);
+    Ok(match (seconds(&copies), seconds(&stochastic)) {
+        (Some(with), Some(without)) if with <= SLOWER * without => copies,
+        (Some(_), None) => copies,
+        _ => stochastic,
+    })
+}
+
+/// How much longer a step with master weights may take, because they crowd out activations or layers.
+pub const SLOWER: f64 = 1.5;
+
+/// Returns whether all weights are trained, in 16 bits.
+pub fn trains_half(config: &Config, kind: Kind) -> bool {
+    config.adapter.is_none() && matches!(kind, Kind::BFloat16 | Kind::Half)
+}
+
+/// Returns whether weights, gradients, optimizer state and master weights fit so many bytes, for a step that is not predicted. Ranks divide
+/// state and master weights.
+pub fn states_fit(config: &Config, shape: &LlamaConfig, ranks: usize, bytes: u64) -> bool {
+    let numbers =
+        |(_, sizes): (String, Vec<i64>)| sizes.iter().map(|size| size.unsigned_abs()).product::<u64>();
+    let parameters: u64 = shape.shapes().into_iter().map(numbers).sum();
+    let kept = 4 * (config.optimizer.rule.rule().slots().len() as u64 + 1);
+    parameters.saturating_mul(2 + 2) + parameters.saturating_mul(kept) / ranks.max(1) as u64 <= bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use accounting::offload::Budget;
+    use tch::Device;
+
+    use super::*;
+    use crate::config::OptimizerRule;
+    use crate::planning::{self, DataShape, KnownRates};
+
+    /// The shape of Qwen2.5-0.5B: 494 million weights.
+    fn shape() -> LlamaConfig {
+        LlamaConfig {
+            num_key_value_heads: 2,
+            tie_word_embeddings: true,
+            ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
+        }
+    }
+
+    fn chosen(config: &Config, kind: Kind, device: u64) -> Searched {
+        let (shape, data) = (shape(), DataShape::uniform(1, 256, false));
+        let rates = KnownRates::nominal(Device::Cpu).unwrap();
+        let allowed = planning::allowed(config, 24, Device::Cpu).unwrap();
+        let found = choose_master_weights(config, kind, |master_weights| {
+            let mut config = config.clone();
+            config.optimizer.master_weights = master_weights;
+            let job = planning::job(&config, &shape, (kind, Device::Cpu), &data, &rates)?;
+            let found = job.search(&allowed, Budget { device, host: None })?;
+            Ok::<_, planning::NotPredicted>((job, found))
+        });
+        found.unwrap()
+    }
+
+    #[test]
+    fn master_weights_are_kept_where_memory_allows() {
+        let of = |master_weights| {
+            let mut config = Config { adapter: None, ..Config::default() };
+            config.optimizer.master_weights = master_weights;
+            config
+        };
+        let auto = of(MasterWeights::Auto);
+        let seconds = |way, device| {
+            let searched = chosen(&of(way), Kind::BFloat16, device);
+            searched.found.chosen().map(|chosen| chosen.seconds)
+        };
+        for device in [9 << 30, 7 << 30, 1 << 30] {
+            let (with, without) =
+                (seconds(MasterWeights::Always, device), seconds(MasterWeights::Stochastic, device));
+            let keeps = with.is_some_and(|with| without.is_none_or(|without| with <= SLOWER * without));
+            let decided = chosen(&auto, Kind::BFloat16, device).master_weights;
+            let expected = if keeps { MasterWeights::Always } else { MasterWeights::Stochastic };
+            assert_eq!(decided, expected, "{device} bytes: {with:?} and {without:?}");
+        }
+        assert_eq!(chosen(&auto, Kind::BFloat16, u64::MAX).master_weights, MasterWeights::Always);
+        // What fits nothing is as small as can be.
+        let nothing = chosen(&auto, Kind::BFloat16, 1);
+        assert!(nothing.found.chosen().is_none() && nothing.master_weights == MasterWeights::Stochastic);
+        // Another choice is kept, and so is that of weights which need neither.
+        for way in [MasterWeights::Always, MasterWeights::Never, MasterWeights::Stochastic] {
+            assert_eq!(chosen(&of(way), Kind::BFloat16, 1).master_weights, way);
+        }
+        assert_eq!(chosen(&auto, Kind::Float, 1).master_weights, MasterWeights::Auto);
+    }
+
+    #[test]
+    fn states_of_a_step_without_a_prediction_are_counted() {
+        let mut config = Config { adapter: None, ..Config::default() };
+        let fit = |config: &Config, ranks, bytes| states_fit(config, &shape(), ranks, bytes);
+        let parameters = 494_032_768;
+        assert!(fit(&config, 1, 16 * parameters) && !fit(&config, 1, 16 * parameters - 1));
+        assert!(fit(&config, 4, 7 * parameters) && !fit(&config, 4, 7 * parameters - 1));
+        config.optimizer.rule = OptimizerRule::Sgd;
+        assert!(fit(&config, 1, 8 * parameters) && !fit(&config, 1, 8 * parameters - 1));
+    }
+}
