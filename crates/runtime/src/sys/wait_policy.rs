@@ -105,6 +105,6 @@ mod linux {
     #[cfg(test)]
     #[test]
     fn the_setting_is_the_documented_number() {
-        assert_eq!(SETTING.to_str(), Ok(&*format!("GOMP_SPINCOUNT={}", super::super::SPINS)));
+        assert_eq!(SETTING.to_str(), Ok(&*format!("GOMP_SPINCOUNT={}", super::SPINS)));
     }
 }
