@@ -19,6 +19,7 @@
 
 mod cache;
 mod download;
+mod http;
 mod partial_file;
 
 use std::fmt;

@@ -9,25 +9,18 @@
 use std::fs;
 use std::io::{self, Read};
 use std::path::PathBuf;
-use std::time::Duration;
 
 use serde::Deserialize;
-use ureq::config::RedirectAuthHeaders;
-use ureq::http::header::{AUTHORIZATION, CONTENT_RANGE, RANGE};
+use ureq::Body;
+use ureq::http::header::CONTENT_RANGE;
 use ureq::http::{Response, StatusCode};
-use ureq::typestate::WithoutBody;
-use ureq::{Agent, Body, RequestBuilder};
 
 use super::cache::{self, CachedRepository};
+use super::http::Http;
 use super::partial_file::PartialFile;
 use super::{Hub, Progress, RepositoryKind, refuse};
 use crate::error::{Error, Result};
 use crate::strict_json;
-
-const HUB: &str = "https://huggingface.co";
-
-/// Timeout for connecting to the hub.
-const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum size of a file list: some 500,000 files.
 const MAX_LIST_BYTES: u64 = 256 << 20;
@@ -170,7 +163,7 @@ impl Request<'_> {
         let kind = format!("{}s", self.kind.word());
         let revision = encoded(self.revision, "");
         let url = format!("{}/api/{kind}/{}/revision/{revision}?blobs=true", self.http.endpoint, self.name);
-        let mut response = self.http.get(&url).call().map_err(|error| self.failed(&error))?;
+        let mut response = self.http.get(&url, 0).map_err(|error| self.failed(&error))?;
         let text = response.body_mut().with_config().limit(MAX_LIST_BYTES).read_to_string();
         let text = text.map_err(|error| self.failed(&error))?;
         Description::read(&text)
@@ -258,11 +251,7 @@ impl Request<'_> {
         };
         let path = encoded(file.path, "/");
         let url = format!("{}/{kind}{}/resolve/{commit}/{path}", self.http.endpoint, self.name);
-        let mut request = self.http.get(&url);
-        if start > 0 {
-            request = request.header(RANGE, format!("bytes={start}-"));
-        }
-        request.call().map_err(|error| self.failed(&error))
+        self.http.get(&url, start).map_err(|error| self.failed(&error))
     }
 
     /// Refuses a response that announces another file, such as a proxy's page.
@@ -319,48 +308,6 @@ impl Request<'_> {
 
 fn again(what: &str) -> String {
     format!("{what}; try again, or work offline from the cache")
-}
-
-/// The hub's address, and the HTTP client.
-struct Http {
-    endpoint: String,
-    token: Option<String>,
-    agent: Agent,
-}
-
-impl Http {
-    fn new(hub: &Hub) -> Self {
-        let endpoint = hub.endpoint.clone().or_else(|| cache::variable("HF_ENDPOINT"));
-        let endpoint = endpoint.as_deref().unwrap_or(HUB).trim_end_matches('/').to_owned();
-        let agent = Agent::config_builder()
-            // The token is for the hub only; hosts that it redirects to do not get it.
-            .redirect_auth_headers(RedirectAuthHeaders::SameHost)
-            // Applies to every redirect.
-            .https_only(!endpoint.to_ascii_lowercase().starts_with("http://"))
-            .user_agent(concat!("frugal/", env!("CARGO_PKG_VERSION")))
-            .timeout_connect(Some(TIMEOUT))
-            .timeout_recv_response(Some(TIMEOUT))
-            .timeout_per_read(Some(TIMEOUT))
-            .build();
-        Self { endpoint, token: token(), agent: agent.into() }
-    }
-
-    fn get(&self, url: &str) -> RequestBuilder<WithoutBody> {
-        let request = self.agent.get(url);
-        match &self.token {
-            Some(token) => request.header(AUTHORIZATION, format!("Bearer {token}")),
-            None => request,
-        }
-    }
-}
-
-/// Reads `HF_TOKEN`, or the token that `hf auth login` saved.
-fn token() -> Option<String> {
-    cache::variable("HF_TOKEN").or_else(|| {
-        let path = cache::variable("HF_TOKEN_PATH").map(PathBuf::from);
-        let text = fs::read_to_string(path.or_else(|| Some(cache::home()?.join("token")))?).ok()?;
-        Some(text.trim().to_owned()).filter(|token| !token.is_empty())
-    })
 }
 
 /// Whether a text can be the name of a blob or a commit, and nothing else.

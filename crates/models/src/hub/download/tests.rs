@@ -42,7 +42,7 @@ fn only_a_hub_whose_own_address_is_http_is_read_without_encryption() {
     let elsewhere = "http://127.0.0.1:9/blob";
     for endpoint in ["https://hub.example", "HTTPS://hub.example/", "hub.example"] {
         let http = http(endpoint);
-        let error = http.get(elsewhere).call().unwrap_err();
+        let error = http.get(elsewhere, 0).unwrap_err();
         assert!(matches!(error, ureq::Error::RequireHttpsOnly(_)), "{endpoint}: {error}");
         let cache = tempfile::tempdir().unwrap();
         let hub = Hub { cache: Some(cache.path().to_owned()), ..Hub::default() };
@@ -55,7 +55,7 @@ fn only_a_hub_whose_own_address_is_http_is_read_without_encryption() {
         assert!(words.contains(expected), "{words}");
     }
     for endpoint in ["http://127.0.0.1:9", "HTTP://127.0.0.1:9/"] {
-        let error = http(endpoint).get(elsewhere).call().unwrap_err();
+        let error = http(endpoint).get(elsewhere, 0).unwrap_err();
         assert!(!matches!(error, ureq::Error::RequireHttpsOnly(_)), "{endpoint}: {error}");
     }
 }
