@@ -11,10 +11,12 @@ static GLOBAL: mimalloc::MiMalloc = mimalloc::MiMalloc;
 runtime::bound_spinning!();
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use report::cli::without_controls;
 
 /// Train and fine-tune language models on the memory at hand
 #[derive(Parser)]
@@ -147,11 +149,35 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 
 fn main() -> ExitCode {
     runtime::memory::limit_kernel_caches();
-    let cli = parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
+    let cli = match parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
     report::cli::run(|| {
         frugal::runtime::mapped::report_shortened_files()?;
-        run(&cli).inspect_err(program::ranks::report_failure).map_err(program::ranks::with_status)
+        run(&cli)
+            .and_then(|()| program::output::finish())
+            .inspect_err(program::ranks::report_failure)
+            .map_err(program::ranks::with_status)
     })
+}
+
+/// Prints what a wrong command line, or the request for help or the version, comes to.
+fn usage(error: &clap::Error) -> ExitCode {
+    let text = error.render().to_string();
+    // Control characters may come from names of files that a shell put into the command line.
+    let is_plain = error.exit_code() == 0 || without_controls(&text) == text;
+    let printed = match is_plain {
+        true => error.print().and_then(|()| std::io::stdout().flush()),
+        false => std::io::stderr().write_all(without_controls(&text).as_bytes()),
+    };
+    match printed {
+        Err(cause) if error.exit_code() == 0 && cause.kind() != std::io::ErrorKind::BrokenPipe => {
+            eprintln!("error: standard output cannot be written: {cause}");
+            ExitCode::FAILURE
+        }
+        _ => u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from),
+    }
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ pub(crate) mod merge;
 pub(crate) mod model;
 pub(crate) mod offload_folder;
 pub(crate) mod output;
+pub(crate) mod output_file;
 pub(crate) mod output_folder;
 pub(crate) mod plan;
 pub(crate) mod problems;

@@ -15,8 +15,10 @@ mod finetune;
 mod guide;
 #[path = "../tests/it/guide_commands.rs"]
 mod guide_commands;
+mod heads;
 mod models;
 mod nf4;
+mod outputs;
 mod plan;
 mod run_plan;
 mod session;

@@ -5,9 +5,8 @@
 //! difference; it is held back while it ends within a character, while its last tokens are single bytes (`<0xB7>`), whose text depends
 //! on the bytes after them, or while it may be the beginning of a stop text.
 
-use std::borrow::Cow;
-
 use dataloading::Tokenizer;
+pub use report::cli::without_controls;
 
 use crate::error::{Error, Result};
 
@@ -106,17 +105,6 @@ impl<'t> TextStream<'t> {
         let ids = ids.map_err(|_| Error::NotAToken)?;
         Ok(self.tokenizer.decode_known(&ids)?)
     }
-}
-
-/// Returns the text without the control characters with which it could command a terminal: all but line breaks and tabs.
-///
-/// ```
-/// assert_eq!(frugal::text_stream::without_controls("two\twords\n"), "two\twords\n");
-/// assert_eq!(frugal::text_stream::without_controls("\x1b[2Jgone\r\n"), "[2Jgone\n");
-/// ```
-pub fn without_controls(text: &str) -> Cow<'_, str> {
-    let commands = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
-    if text.contains(commands) { text.replace(commands, "").into() } else { text.into() }
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use serde_json::Value as Json;
 use crate::conversion::{Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
-use crate::model::{Family, Sizes, gguf_name};
+use crate::model::{Family, Sizes, gguf_name, ties};
 use crate::safetensors::Tensors;
 use crate::tensor_type::TensorType;
 use crate::value::Value;
@@ -40,19 +40,38 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Opens an adapter's folder; `base` is the folder of its model, of which only `config.json` is read.
+    /// Opens an adapter's folder; `base` is the folder of its model, of which `config.json` is read, and for an adapter of the head what
+    /// the weights' files have of it.
     ///
     /// # Errors
     /// A missing or invalid file; a kind of adapter or of model that a GGUF file cannot hold, by name.
     pub fn open(folder: &Path, base: &Path) -> Result<Self> {
-        let base = Fields::read(&base.join("config.json"))?;
-        let family = Family::of(&base)?;
-        let sizes = Sizes::read(&base, family)?;
+        let fields = Fields::read(&base.join("config.json"))?;
+        let family = Family::of(&fields)?;
+        let sizes = Sizes::read(&fields, family)?;
         let config = Fields::read(&folder.join("adapter_config.json"))?;
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);
         let tensors = Tensors::of_file(&folder.join("adapter_model.safetensors"))?;
+        let is_of_head = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).starts_with("lm_head.");
+        if tensors.names().any(is_of_head) {
+            check_head(&fields, family, base)?;
+        }
         Ok(Self { folder: folder.to_owned(), name: name_of(folder), alpha, family, sizes, tensors })
+    }
+
+    /// Checks before a training whether its adapter can be converted: by the text of its `adapter_config.json`, whether it adapts the
+    /// head, and the folder of its model.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`].
+    pub fn check_before(config: &str, adapts_head: bool, base: &Path) -> Result<()> {
+        let path = PathBuf::from("adapter_config.json");
+        let fields = serde_json::from_str(config).map_err(|cause| file_error(&path, cause.to_string()))?;
+        check(&Fields { path, fields })?;
+        let fields = Fields::read(&base.join("config.json"))?;
+        let family = Family::of(&fields)?;
+        if adapts_head { check_head(&fields, family, base) } else { Ok(()) }
     }
 
     /// Sets the name in the file, `general.name`, which is the folder's otherwise.
@@ -69,6 +88,10 @@ impl Adapter {
         let mut pairs: BTreeMap<&str, [Option<&str>; 2]> = BTreeMap::new();
         for name in self.tensors.names() {
             let own = name.strip_prefix(PREFIX).unwrap_or(name);
+            if own.ends_with(".base_layer.weight") {
+                // PEFT's copy of the base's weight beside an adapter of the head.
+                continue;
+            }
             let half = [".lora_A.weight", ".lora_B.weight"]
                 .into_iter()
                 .zip(0..)
@@ -144,6 +167,14 @@ impl Adapter {
 fn name_of(folder: &Path) -> String {
     let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     folder.file_name().map_or_else(|| "adapter".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// Refuses an adapter of a head that the model's GGUF file has only as the embedding.
+fn check_head(config: &Fields, family: &Family, base: &Path) -> Result<()> {
+    if family.head_required || !ties(config, family, &mut Tensors::of_model(base)?)? {
+        return Ok(());
+    }
+    Err(unsupported("an adapter in GGUF", "of `lm_head`, which is tied to the embedding", EXPORT_MERGED))
 }
 
 /// Refuses adapters that are more than two matrices for each projection.

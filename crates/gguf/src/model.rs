@@ -34,6 +34,8 @@ pub struct Model {
     family: &'static Family,
     sizes: Sizes,
     tensors: Tensors,
+    /// Whether the head is the embedding.
+    tied: bool,
     tokenizer: Tokenizer,
     name: String,
 }
@@ -56,12 +58,20 @@ impl Model {
         let family = Family::of(&config)?;
         let sizes = Sizes::read(&config, family)?;
         family.check(&config, &sizes)?;
-        let tensors = Tensors::of_model(folder)?;
+        let mut tensors = Tensors::of_model(folder)?;
+        let tied = ties(&config, family, &mut tensors)?;
+        if !tied && !family.has_head {
+            return Err(unsupported(
+                format!("the output head of a `{}`", family.model_type),
+                "that is not its embedding",
+                "llama.cpp computes the logits of this family with the embedding",
+            ));
+        }
         let tokenizer = Tokenizer::read(tokenizer, &config)?;
         let real = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
         let name = real.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.unwrap_or_else(|| "model".to_owned());
-        Ok(Self { folder: folder.to_owned(), config, family, sizes, tensors, tokenizer, name })
+        Ok(Self { folder: folder.to_owned(), config, family, sizes, tensors, tied, tokenizer, name })
     }
 
     /// Sets the name in the file, `general.name`, which is the folder's otherwise.
@@ -73,6 +83,11 @@ impl Model {
     /// Returns llama.cpp's name of the architecture, such as `qwen2`.
     pub fn architecture(&self) -> &'static str {
         self.family.architecture
+    }
+
+    /// Whether llama.cpp has a head for this family that is not the embedding.
+    pub fn can_have_own_head(&self) -> bool {
+        self.family.has_head
     }
 
     /// Returns the rows of the embedding: the number of tokens in the file.
@@ -93,16 +108,21 @@ impl Model {
     pub fn convert(&self, kind: TensorType) -> Result<Conversion<'_>> {
         let mut plan = Vec::new();
         let mut notes = self.family.notes(&self.config)?;
+        if !self.tied && self.config.flag("tie_word_embeddings", self.family.tied)? {
+            notes.push(
+                "config.json ties the head to the embedding, but the files have another head, which is used"
+                    .to_owned(),
+            );
+        }
         let (mut missing, mut shorter) = (self.needed(), Vec::new());
         for (name, values) in rope::factors(&self.config, self.family, &self.sizes)? {
             let info =
                 TensorInfo { name: name.to_owned(), shape: vec![values.len() as u64], kind: TensorType::F32 };
             plan.push(Planned { info, values: Values::Computed(values) });
         }
-        let tied = self.config.flag("tie_word_embeddings", self.family.tied)?;
         let mut unknown = Vec::new();
         for name in self.tensors.names() {
-            if name.ends_with("rotary_emb.inv_freq") || (name == HEAD && tied) {
+            if name.ends_with("rotary_emb.inv_freq") {
                 continue;
             }
             let Some(TensorName { name: new, transform }) = gguf_name(self.family, &self.sizes, name) else {
@@ -121,7 +141,7 @@ impl Model {
                 values: Values::Stored { location: location.clone(), rows: transform },
             });
         }
-        if tied && self.family.head_required {
+        if self.tied && self.family.head_required {
             // llama.cpp has no tied head for this architecture.
             if let Some(embedding) = self.tensors.get(EMBEDDING) {
                 let kind = stored(embedding, kind);
@@ -149,8 +169,7 @@ impl Model {
             self.family.modules().map(move |module| format!("model.layers.{layer}.{module}.weight"))
         });
         let ends = [EMBEDDING, "model.norm.weight"].map(str::to_owned);
-        let tied = self.config.flag("tie_word_embeddings", self.family.tied).unwrap_or(false);
-        layers.chain(ends).chain((!tied).then(|| HEAD.to_owned())).collect()
+        layers.chain(ends).chain((!self.tied).then(|| HEAD.to_owned())).collect()
     }
 
     fn refuse_differences(&self, missing: &[String], unknown: &[&str]) -> Result<()> {
@@ -211,6 +230,21 @@ impl Model {
         metadata.extend(self.tokenizer.metadata(self.sizes.vocabulary)?);
         Ok(metadata)
     }
+}
+
+/// Decides whether the head is the embedding, as transformers 5 does: `config.json` is followed unless the files have both with different
+/// values. A copy of the embedding is left out, and a single matrix under the head's name is the embedding.
+pub(crate) fn ties(config: &Fields, family: &Family, tensors: &mut Tensors) -> Result<bool> {
+    if !config.flag("tie_word_embeddings", family.tied)? {
+        return Ok(false);
+    }
+    if tensors.get(EMBEDDING).is_none() {
+        tensors.rename(HEAD, EMBEDDING);
+    } else if !tensors.is_copy(HEAD, EMBEDDING)? {
+        return Ok(false);
+    }
+    tensors.remove(HEAD);
+    Ok(true)
 }
 
 /// The type in which a tensor is stored: vectors in fp32, since llama.cpp computes with them so.

@@ -148,11 +148,53 @@ impl Tensors {
         self.tensors.get(name)
     }
 
+    /// Gives a tensor another name, if there is one of the first.
+    pub(crate) fn rename(&mut self, name: &str, new: &str) {
+        if let Some(location) = self.tensors.remove(name) {
+            self.tensors.insert(new.to_owned(), location);
+        }
+    }
+
+    /// Leaves a tensor out.
+    pub(crate) fn remove(&mut self, name: &str) {
+        self.tensors.remove(name);
+    }
+
+    /// Whether a tensor is absent, or has the dtype, the shape and the bytes of another one.
+    ///
+    /// # Errors
+    /// Those of the files.
+    pub(crate) fn is_copy(&self, name: &str, of: &str) -> Result<bool> {
+        const PIECE: u64 = 1 << 20;
+        let Some(copy) = self.get(name) else { return Ok(true) };
+        let Some(other) = self.get(of).filter(|of| of.dtype == copy.dtype && of.shape == copy.shape) else {
+            return Ok(false);
+        };
+        let elements: u64 = copy.shape.iter().product();
+        for start in (0..elements).step_by(PIECE as usize) {
+            let range = start..elements.min(start + PIECE);
+            if self.bytes(copy, range.clone())? != self.bytes(other, range)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Reads a range of a tensor's values, in their order in memory.
     ///
     /// # Errors
     /// Those of the file.
     pub(crate) fn values(&self, location: &Location, range: Range<u64>) -> Result<Vec<f32>> {
+        let bytes = self.bytes(location, range)?;
+        Ok(match location.dtype {
+            Dtype::F64 => bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).collect(),
+            Dtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
+            Dtype::F16 => bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f32()).collect(),
+            Dtype::BF16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
+        })
+    }
+
+    fn bytes(&self, location: &Location, range: Range<u64>) -> Result<Vec<u8>> {
         let (path, file) = &self.files[location.file];
         let size = location.dtype.bytes();
         let mut bytes = vec![0; ((range.end - range.start) * size) as usize];
@@ -160,12 +202,7 @@ impl Tensors {
         file.seek(SeekFrom::Start(location.start + range.start * size))
             .and_then(|_| file.read_exact(&mut bytes))
             .map_err(|cause| io_error(path, cause))?;
-        Ok(match location.dtype {
-            Dtype::F64 => bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).collect(),
-            Dtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
-            Dtype::F16 => bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f32()).collect(),
-            Dtype::BF16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
-        })
+        Ok(bytes)
     }
 }
 

@@ -1,8 +1,10 @@
 //! An adapter's configuration in PEFT's format: `adapter_config.json`.
 
+use models::LlamaConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::adapters::plan::tied_adapter;
 use crate::error::{Error, Result};
 use crate::init::Init;
 
@@ -170,6 +172,40 @@ impl LoraConfig {
             remedy: "take true, false, \"gaussian\", \"pissa\", \"olora\" or \"orthogonal\", or convert the adapter to one \
                      that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)",
         })
+    }
+
+    /// Checks `ensure_weight_tying` before a training on a model, whose weights are not needed: it has to tie something, and a tied head
+    /// cannot be adapted.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]; an invalid regular expression.
+    pub fn check_tying(&self, model: &LlamaConfig) -> Result<()> {
+        const ENDS: [&str; 2] = ["lm_head", "model.embed_tokens"];
+        if !self.ensure_weight_tying {
+            return Ok(());
+        }
+        let refuse = |found: &str, remedy| {
+            Err(Error::Unsupported {
+                field: "ensure_weight_tying".to_owned(),
+                found: found.to_owned(),
+                remedy,
+            })
+        };
+        if !model.tie_word_embeddings {
+            return refuse("true, but the head and the embedding of this model are not tied", "leave it out");
+        }
+        let saved =
+            |name: &str| self.modules_to_save.iter().flatten().any(|saved| name.ends_with(saved.as_str()));
+        if self.adapts(ENDS[0])? && !saved(ENDS[0]) {
+            return Err(tied_adapter(ENDS[0]));
+        }
+        if !ENDS.into_iter().any(saved) {
+            return refuse(
+                "true, but neither `lm_head` nor `embed_tokens` is in `modules_to_save`",
+                "add one of them there, or leave it out",
+            );
+        }
+        Ok(())
     }
 
     /// Returns whether installing the adapter reads values of the base's weights.

@@ -67,6 +67,7 @@ pub struct Folder {
     path: PathBuf,
     config: LlamaConfig,
     weights: Weights,
+    has_own_head: bool,
     end_tokens: Vec<i64>,
     pad_token: Option<i64>,
 }
@@ -95,8 +96,11 @@ impl Folder {
         if !config_path.is_file() {
             return Err(file_error(path, format!("{CONFIG} is missing; {}", contents(path))));
         }
-        let config = LlamaConfig::read(&config_path)?;
-        let weights = Weights::open(path)?;
+        let mut config = LlamaConfig::read(&config_path)?;
+        let mut weights = Weights::open(path)?;
+        let tied = weights.ties(config.tie_word_embeddings)?;
+        let has_own_head = config.tie_word_embeddings && !tied;
+        config.tie_word_embeddings = tied;
         weights.check_against(&config, &config_path)?;
         let own = read_json(&config_path)?;
         let generation_path = path.join(GENERATION);
@@ -110,7 +114,7 @@ impl Folder {
         };
         let end_tokens = tokens("eos_token_id")?;
         let pad_token = tokens("pad_token_id")?.first().copied();
-        Ok(Self { path: path.to_owned(), config, weights, end_tokens, pad_token })
+        Ok(Self { path: path.to_owned(), config, weights, has_own_head, end_tokens, pad_token })
     }
 
     /// Returns the folder's path.
@@ -118,9 +122,15 @@ impl Folder {
         &self.path
     }
 
-    /// Returns the configuration in `config.json`.
+    /// Returns the configuration in `config.json`. Its `tie_word_embeddings` is false also where the files have a head with other values
+    /// than the embedding's, which is used, as transformers 5 does (transformers 4 ignores such a head).
     pub fn config(&self) -> &LlamaConfig {
         &self.config
+    }
+
+    /// Whether `config.json` ties the head to the embedding, but the files have a head with other values.
+    pub fn has_own_head(&self) -> bool {
+        self.has_own_head
     }
 
     /// Returns the tokens that end a text (`eos_token_id` of `generation_config.json`, else of `config.json`); empty if neither has
@@ -219,13 +229,20 @@ impl Folder {
 
 /// Copies weights into `model`, whose parts may be replaced by others with the same names. `path` is a safetensors file, or a folder
 /// with one or with shards and their index; names are Hugging Face's or this crate's. Values are copied from the file's pages into
-/// the model's tensors, of any dtype and device. If anything does not match, nothing is copied. A tied model ignores the files'
-/// copy of the head.
+/// the model's tensors, of any dtype and device. If anything does not match, nothing is copied. A tied model ignores a copy of the
+/// embedding under the head's name.
 ///
 /// # Errors
-/// Missing or truncated files, or files that contradict each other; those of [`load_state_dict`](crate::state_dict::load_state_dict).
+/// Missing or truncated files, or files that contradict each other; a head with other values for a tied model; those of
+/// [`load_state_dict`](crate::state_dict::load_state_dict).
 pub fn load_weights(model: &Llama, path: &Path) -> Result<()> {
-    Weights::open(path)?.copy_into(model)
+    let mut weights = Weights::open(path)?;
+    if model.llama_config().tie_word_embeddings && !weights.ties(true)? {
+        let reason = "its head has other values than the embedding, and the model ties them; create the model with \
+                      `tie_word_embeddings` false";
+        return Err(file_error(path, reason.to_owned()));
+    }
+    weights.copy_into(model)
 }
 
 /// Returns Hugging Face's name of a tensor of a [`Llama`].

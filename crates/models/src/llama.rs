@@ -159,6 +159,8 @@ impl LlamaConfig {
 
 /// The weight of a head that is not tied.
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
+/// The weight of the embedding.
+pub(crate) const EMBEDDING: &str = "embed_tokens.weight";
 
 impl Module for Llama {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {

@@ -1,5 +1,6 @@
 //! Command-line flags and error handling that all binaries share.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -76,9 +77,21 @@ impl Failure {
     }
 }
 
-/// Returns the line that a person reads of an error: its whole cause chain.
+/// Returns the text without the control characters with which it could command a terminal: all but line breaks and tabs.
+///
+/// ```
+/// assert_eq!(report::cli::without_controls("two\twords\n"), "two\twords\n");
+/// assert_eq!(report::cli::without_controls("\x1b[2Jgone\r\n"), "[2Jgone\n");
+/// ```
+pub fn without_controls(text: &str) -> Cow<'_, str> {
+    let commands = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
+    if text.contains(commands) { text.replace(commands, "").into() } else { text.into() }
+}
+
+/// Returns the line that a person reads of an error: its whole cause chain, without control characters, which may come from data and from
+/// names of files.
 pub fn error_line(error: &anyhow::Error) -> String {
-    format!("error: {error:#}")
+    without_controls(&format!("error: {error:#}")).into_owned()
 }
 
 /// Runs a binary's work. Prints an error as [`error_line`] and returns the status of [`Failure::status_of`] (on a usage error clap exits

@@ -4,6 +4,8 @@ use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::cli::without_controls;
+
 /// Set to `lines` by a parent process that draws the bar itself and reads `@progress DONE TOTAL MESSAGE` lines
 /// from standard error.
 pub const PROGRESS_VARIABLE: &str = "FRUGAL_PROGRESS";
@@ -70,17 +72,18 @@ impl Progress {
 
     /// Sets the message of the current step.
     pub fn message(&self, message: &str) {
+        let message = without_controls(message);
         if let Some(bar) = &self.bar {
-            bar.set_message(message.to_owned());
+            bar.set_message(message.to_string());
         }
         if self.lines {
             eprintln!("@progress {} {} {message}", self.done, self.total);
         }
     }
 
-    /// Writes text to standard error, above the bar if there is one.
+    /// Writes text, without control characters, to standard error, above the bar if there is one.
     pub fn print(&self, text: &str) {
-        self.suspend(|| eprint!("{text}"));
+        self.suspend(|| eprint!("{}", without_controls(text)));
     }
 
     /// Runs what writes to the terminal, above the bar if there is one.
@@ -99,7 +102,7 @@ impl Progress {
             bar.set_length(total);
             bar.set_position(done);
             if !message.is_empty() {
-                bar.set_message(message);
+                bar.set_message(without_controls(&message).into_owned());
             }
         } else if self.lines {
             eprintln!("{}", format!("@progress {done} {total} {message}").trim_end());

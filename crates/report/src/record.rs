@@ -122,6 +122,14 @@ pub enum RecordsError {
         /// The error of the operating system.
         cause: std::io::Error,
     },
+    /// A file that exists has something else in it.
+    #[error("{path}: its first line is not a record ({cause}), so none is appended; give another file")]
+    Foreign {
+        /// The path as given.
+        path: PathBuf,
+        /// The error of the parser.
+        cause: serde_json::Error,
+    },
     /// A line is not a record.
     #[error("{path}:{line}: not a record: {cause}; remove the line, or run the experiment again")]
     Parse {
@@ -143,8 +151,11 @@ pub struct RecordWriter {
 
 impl RecordWriter {
     /// Opens `path` for appending and creates it where it is missing. A last line that a crash has torn is ended, so
-    /// that the next record has a line of its own.
+    /// that the next record has a line of its own. A file whose first line is not a record is left as it is.
     pub fn append(path: &Path) -> Result<Self, RecordsError> {
+        if let Some(cause) = first_line(path).and_then(|line| serde_json::from_slice::<Record>(&line).err()) {
+            return Err(RecordsError::Foreign { path: path.into(), cause });
+        }
         let file = OpenOptions::new()
             .create(true)
             .append(true)
@@ -167,6 +178,16 @@ impl RecordWriter {
     fn put(&mut self, bytes: &[u8]) -> Result<(), RecordsError> {
         self.file.write_all(bytes).map_err(|cause| RecordsError::Io { path: self.path.clone(), cause })
     }
+}
+
+/// The first line of a file (not of a pipe or a terminal) that has something in it.
+fn first_line(path: &Path) -> Option<Vec<u8>> {
+    const MOST: u64 = 1 << 20;
+    let file =
+        File::open(path).ok().filter(|file| file.metadata().is_ok_and(|m| m.is_file() && m.len() > 0))?;
+    let mut line = Vec::new();
+    BufReader::new(file.take(MOST)).read_until(b'\n', &mut line).ok()?;
+    Some(line)
 }
 
 /// Whether a file (not a pipe or a terminal) ends in the middle of a line.

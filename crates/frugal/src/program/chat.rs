@@ -20,6 +20,7 @@ use super::Common;
 use super::model::{HubArgs, with_adapter};
 use super::output::{print_line, say, show};
 use super::run_model::{Target, WhichArgs};
+use super::run_record::shell_word;
 use super::sampling::SamplingArgs;
 use super::settings::put_some;
 use session::Session;
@@ -72,10 +73,13 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     let companions = CompanionFiles::of(&folder, adapter.as_deref(), &data)?;
     let tokenizer = companions.tokenizer()?;
     let Some(template) = companions.chat_template(&data)? else {
-        let flag = adapter.map_or_else(String::new, |adapter| format!(" --adapter {}", adapter.display()));
+        let flag = adapter.map_or_else(String::new, |adapter| {
+            format!(" --adapter {}", shell_word(&adapter.display().to_string()))
+        });
+        let name = shell_word(&model);
         bail!(
             "{model} has no chat template, so it was not made for conversations; continue a text with `frugal generate --model \
-             {model}{flag} --prompt TEXT`, or give a template with --chat-template"
+             {name}{flag} --prompt TEXT`, or give a template with --chat-template"
         );
     };
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);

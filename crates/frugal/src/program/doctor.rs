@@ -114,10 +114,7 @@ fn hub(offline: bool) -> String {
         return "offline: models come from the cache only".to_owned();
     }
     let endpoint = std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".to_owned());
-    let host = endpoint.trim_start_matches("https://").trim_start_matches("http://").trim_end_matches('/');
-    let port = if endpoint.starts_with("http://") { 80 } else { 443 };
-    let address = if host.contains(':') { host.to_owned() } else { format!("{host}:{port}") };
-    let reached = address
+    let reached = address_of(&endpoint)
         .to_socket_addrs()
         .and_then(|mut all| all.next().ok_or_else(|| std::io::Error::other("no address")))
         .and_then(|address| TcpStream::connect_timeout(&address, Duration::from_secs(3)));
@@ -126,5 +123,36 @@ fn hub(offline: bool) -> String {
         Err(cause) => format!(
             "{endpoint} does not answer ({cause}); models that are not in the cache cannot be fetched"
         ),
+    }
+}
+
+/// Host and port of the hub's address, which may have a user, a port and a path.
+fn address_of(endpoint: &str) -> String {
+    let (scheme, rest) = endpoint.split_once("://").unwrap_or(("https", endpoint));
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or(rest);
+    let host = authority.rsplit('@').next().unwrap_or(authority);
+    // The colons of an IPv6 address are in brackets.
+    let has_port = host.rsplit(']').next().is_some_and(|end| end.contains(':'));
+    let port = if scheme.eq_ignore_ascii_case("http") { 80 } else { 443 };
+    if has_port { host.to_owned() } else { format!("{host}:{port}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::address_of;
+
+    #[test]
+    fn the_hubs_address_may_have_a_port_and_a_path() {
+        for (endpoint, expected) in [
+            ("https://huggingface.co", "huggingface.co:443"),
+            ("http://mirror.example/hub/", "mirror.example:80"),
+            ("HTTP://127.0.0.1:8097/prefix/more", "127.0.0.1:8097"),
+            ("https://user:word@mirror.example?a=b", "mirror.example:443"),
+            ("http://[::1]:8080/x", "[::1]:8080"),
+            ("https://[::1]", "[::1]:443"),
+            ("mirror.example", "mirror.example:443"),
+        ] {
+            assert_eq!(address_of(endpoint), expected);
+        }
     }
 }

@@ -14,6 +14,7 @@ use super::Common;
 use super::figures::counted;
 use super::kept::best_evaluation;
 use super::output::say;
+use super::run_record::shell_word;
 
 /// The most characters of a prompt or an answer on a line.
 const WIDTH: usize = 100;
@@ -62,7 +63,7 @@ pub(crate) fn print(
     samples: &[Sample],
     next: &[String],
 ) {
-    let shown = out.display();
+    let (shown, word) = (out.display(), shell_word(&out.display().to_string()));
     if let Some(best) = best_evaluation(out) {
         let what = if config.adapter.is_some() { "adapter" } else { "model" };
         say(
@@ -89,7 +90,7 @@ pub(crate) fn print(
             say(
                 common,
                 &format!(
-                    "stopped early: {} in a row {} not better; `frugal resume {shown} --patience N` goes on",
+                    "stopped early: {} in a row {} not better; `frugal resume {word} --patience N` goes on",
                     counted(patience, "evaluation"),
                     if patience == 1 { "was" } else { "were" }
                 ),
@@ -107,7 +108,7 @@ pub(crate) fn print(
         }
         say(common, &format!("    after:  {}", head(&sample.after)));
     }
-    say(common, &format!("curves: {shown}/{PAGE}, {shown}/{TABLE}, or `tensorboard --logdir {shown}`"));
+    say(common, &format!("curves: {shown}/{PAGE}, {shown}/{TABLE}, or `tensorboard --logdir {word}`"));
     if !next.is_empty() {
         say(common, "next:");
         next.iter().for_each(|command| say(common, &format!("  {command}")));
@@ -116,17 +117,18 @@ pub(crate) fn print(
 
 /// Three commands for what a fine-tuning has made.
 pub(crate) fn next_commands(config: &Config, out: &Path, is_chat: bool) -> Vec<String> {
-    let shown = out.display();
+    let shown = out.display().to_string();
+    let (word, file) = (shell_word(&shown), shell_word(&format!("{shown}.gguf")));
     let mut next = Vec::new();
     if is_chat {
-        next.push(format!("frugal chat {shown}"));
+        next.push(format!("frugal chat {word}"));
     } else {
-        next.push(format!("frugal generate --model {shown} --prompt TEXT"));
+        next.push(format!("frugal generate --model {word} --prompt TEXT"));
     }
     if config.task == Task::Finetune {
-        next.push(format!("frugal export --model {shown} --format gguf --type q8_0 --out {shown}.gguf"));
+        next.push(format!("frugal export --model {word} --format gguf --type q8_0 --out {file}"));
     }
-    next.push(format!("frugal runs show {shown}"));
+    next.push(format!("frugal runs show {word}"));
     next
 }
 

@@ -4,6 +4,7 @@ mod gsm8k;
 mod loss;
 mod questions;
 
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
@@ -12,10 +13,12 @@ use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::Mask;
 use frugal::dataloading::records::Splits;
 use frugal::rows;
+use serde::Serialize;
 
 use super::Common;
 use super::model::ModelArgs;
 use super::output::say;
+use super::output_file::{OutputFile, OutputFlag};
 use super::problems::Problems;
 use super::row_flags::{RowArgs, found, found_text};
 use frugal::tasks::gsm8k::split;
@@ -74,7 +77,8 @@ pub(crate) struct Eval {
     split: Option<Part>,
     #[command(flatten)]
     rows: RowArgs,
-    /// Rows or prompts per batch
+    /// Rows or prompts per batch. A model with longrope (Phi-3) computes all rows of a batch as its longest one demands; 1 measures
+    /// each by itself
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: u32,
     /// Maximum number of tokens of an answer
@@ -86,6 +90,9 @@ pub(crate) struct Eval {
     /// Write each answer and its grades to FILE, as JSON lines
     #[arg(long, value_name = "FILE", alias = "transcript")]
     out: Option<PathBuf>,
+    /// Overwrite --out
+    #[arg(long, requires = "out")]
+    overwrite: bool,
     /// GSM8K: solved examples before each question
     #[arg(long, default_value_t = frugal::tasks::gsm8k::FewShot::SHOTS)]
     shots: usize,
@@ -95,6 +102,28 @@ pub(crate) struct Eval {
     /// GSM8K: seed of the split into 90, 5 and 5 % and of the choice of solved examples
     #[arg(long, default_value_t = split::SEED)]
     split_seed: u64,
+}
+
+impl Eval {
+    /// The file of answers, checked, if one is asked for.
+    fn answers_file(&self) -> anyhow::Result<Option<OutputFile>> {
+        let Some(out) = self.out.as_deref() else { return Ok(None) };
+        let data = self.data.as_deref().or(self.questions.as_deref()).unwrap_or(Path::new(""));
+        let files = data.read_dir().into_iter().flatten().flatten().map(|entry| entry.path());
+        let inputs: Vec<PathBuf> = files.chain([data.to_owned()]).collect();
+        let inputs: Vec<&Path> = inputs.iter().map(PathBuf::as_path).collect();
+        OutputFile::new(out, &OutputFlag { name: "--out", overwrite: Some(self.overwrite) }, &inputs)
+            .map(Some)
+    }
+}
+
+/// Writes values as JSON lines.
+fn json_lines<T: Serialize>(out: &mut dyn Write, values: &[T]) -> io::Result<()> {
+    for value in values {
+        serde_json::to_writer(&mut *out, value)?;
+        out.write_all(b"\n")?;
+    }
+    Ok(())
 }
 
 pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {

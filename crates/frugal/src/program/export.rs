@@ -4,6 +4,7 @@ mod gguf_files;
 mod peft;
 mod verify;
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use super::Common;
@@ -16,6 +17,7 @@ use frugal::llama_cpp::LlamaCpp;
 use frugal::run_folder::CHECKPOINTS;
 use models::hugging_face::{self, Folder};
 use models::state_dict::state_dict;
+use runtime::atomic_write;
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -259,12 +261,24 @@ impl Export {
         if self.format != Format::Peft && self.model.is_none() {
             bail!("--format {format} needs the base model; give --model");
         }
-        // Both have errors of their own.
-        let is_no_file = [Format::Gguf, Format::GgufLora].contains(&self.format) && self.out.is_dir();
-        let sources =
-            [self.adapter.as_deref(), self.checkpoints.as_deref(), self.model.as_deref().map(Path::new)];
-        if !is_no_file && !sources.into_iter().flatten().any(|source| same_folder(source, &self.out)) {
+        let named = |name: &Option<String>| name.as_deref().map(PathBuf::from);
+        let sources = [self.adapter.clone(), self.checkpoints.clone(), named(&self.model), named(&self.run)];
+        let sources = || sources.iter().flatten();
+        if let Some(source) = sources().find(|source| same_folder(source, &self.out)) {
+            bail!("--out {} is {}, which is read; give another", self.out.display(), source.display());
+        }
+        // A folder in place of a file has an error of its own.
+        let is_file = [Format::Gguf, Format::GgufLora].contains(&self.format);
+        if !(is_file && self.out.is_dir()) {
             output_folder::check(&self.out, Existing::by_flag(self.overwrite))?;
+        }
+        let beside = atomic_write::parent(&self.out);
+        if is_file
+            && self.out.is_file()
+            && sources().any(|source| same_folder(source, beside))
+            && !is_gguf_file(&self.out)
+        {
+            bail!("--out {} is a file of what is exported; give another", self.out.display());
         }
         if self.verify {
             // Before anything is converted.
@@ -360,4 +374,10 @@ impl Export {
         let model = folder.load(self.dtype.map(|dtype| dtype.kind()), common.device()?)?;
         merge::into_folder((&folder, &self.companions(&folder)?), model, adapter, out, self.max_shard_bytes)
     }
+}
+
+/// Whether a file is of the format, so that it is no file of a model that is read.
+fn is_gguf_file(path: &Path) -> bool {
+    let mut mark = [0; 4];
+    std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut mark)).is_ok() && mark == *b"GGUF"
 }

@@ -1,6 +1,7 @@
 //! `frugal finetune`.
 
 mod data;
+mod exports;
 mod learned_end;
 mod origin;
 mod samples;
@@ -239,6 +240,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         bail!(own());
     }
     recipe.check_folder(&folder)?;
+    exports::tell(common, config, &folder);
     let config = &origin::with_commit(config, &folder);
     let mut companions = origin::companions(config, &folder, out, resume)?;
     let config = &with_date(config, &companions, out, resume)?;

@@ -53,6 +53,18 @@ impl BestWeights for KeepBest {
     }
 }
 
+/// Removes the best weights of an output folder, where a training begins again: those of an earlier start are not its own.
+///
+/// # Errors
+/// Those of the file system.
+pub(crate) fn forget_best(out: &Path) -> io::Result<()> {
+    let is_gone = |cause: &io::Error| cause.kind() == io::ErrorKind::NotFound;
+    for removed in [fs::remove_file(out.join(BEST_EVALUATION)), fs::remove_dir_all(out.join(BEST))] {
+        removed.or_else(|cause| if is_gone(&cause) { Ok(()) } else { Err(cause) })?;
+    }
+    Ok(())
+}
+
 /// Reads the evaluation whose weights an output folder has as the best; `None` if it has none.
 pub(crate) fn best_evaluation(out: &Path) -> Option<Best> {
     let bytes = fs::read(out.join(BEST_EVALUATION)).ok()?;

@@ -68,7 +68,8 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
             "there is nothing to merge; give --adapter, or the output folder of a training of adapters as --model"
         )
     };
-    for (taken, what) in [(folder.path(), "the model's"), (adapter, "the adapter's")] {
+    let named = Path::new(&arguments.model.model);
+    for (taken, what) in [(folder.path(), "the model's"), (adapter, "the adapter's"), (named, "the run's")] {
         if same_folder(taken, out) {
             bail!("--out {} is {what} own folder; give another", out.display());
         }

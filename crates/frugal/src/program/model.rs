@@ -15,6 +15,7 @@ use models::module::{LanguageModel, first_non_finite};
 use tch::Device;
 
 use super::Common;
+use super::output::say;
 use super::run_model::{Target, WhichArgs};
 use super::settings::put_some;
 
@@ -87,6 +88,7 @@ impl ModelArgs {
         put_some(&mut target.adapter, adapter.map(Path::to_owned));
         let folder = target.open(&self.hub)?;
         target.tell_other_base(common, &folder, self.dtype);
+        tell_own_head(common, &folder);
         Ok(Found { folder, adapter: target.adapter, data: target.data })
     }
 
@@ -96,6 +98,20 @@ impl ModelArgs {
     /// Those of [`Folder::load`].
     pub(crate) fn load(&self, folder: &Folder, device: Device) -> anyhow::Result<Llama> {
         Ok(folder.load(self.dtype.map(|dtype| dtype.kind()), device)?)
+    }
+}
+
+/// Says that a model's head is not what its `config.json` says.
+pub(crate) fn tell_own_head(common: &Common, folder: &Folder) {
+    if folder.has_own_head() {
+        say(
+            common,
+            &format!(
+                "note: {}: config.json ties the head to the embedding, but the files have a head with other values; it is used, as by \
+                 transformers 5 (4 ignores it)",
+                folder.path().display()
+            ),
+        );
     }
 }
 

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use sharding::Mesh;
 
 use super::Common;
+use super::run_record::shell_word;
 
 /// Settings that may differ from machine to machine; what they name is compared where it is read.
 const PATHS: [&str; 5] = ["model.name", "data.source", "data.validation", "data.tokenizer", "offload.folder"];
@@ -202,7 +203,7 @@ impl Common {
             Some(ranks) if ranks.launch.is_local() => format!("launch -n {} -- ", ranks.launch.world_size),
             _ => String::new(),
         };
-        format!("`frugal {launch}resume {}`", out.display())
+        format!("`frugal {launch}resume {}`", shell_word(&out.display().to_string()))
     }
 
     /// Whether the launcher has started this process again, after a failure.

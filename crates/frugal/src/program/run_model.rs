@@ -111,6 +111,7 @@ impl Target {
 
     fn of_training(out: &Path, config: Config, which: WhichArgs) -> anyhow::Result<Self> {
         let shown = out.display();
+        let word = shell_word(&shown.to_string());
         let is_adapter = config.adapter.is_some();
         let (what, file) = if is_adapter { ("adapter", ADAPTER_FILE) } else { ("model", MODEL_FILE) };
         let last = if is_adapter { out.to_owned() } else { out.join(MODEL) };
@@ -123,7 +124,7 @@ impl Target {
             None if last.join(file).is_file() => (last, format!("the last {what}")),
             None if best.is_some() => bail!(
                 "{shown} has no last weights yet; leave out --last to use the best, or finish the training with `frugal resume \
-                 {shown}`"
+                 {word}`"
             ),
             None if config.task == Task::Train && config.model.name.is_none() => bail!(
                 "{shown} has checkpoints only: a model of the shape gpt2-like or gpt2 is measured in its training, and no other command \
@@ -132,7 +133,7 @@ impl Target {
             None => {
                 bail!(
                     "{shown} has no trained weights yet: the first evaluation or the end of the training writes them; if it runs no more, \
-                     finish it with `frugal resume {shown}`"
+                     finish it with `frugal resume {word}`"
                 )
             }
         };

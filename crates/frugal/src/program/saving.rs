@@ -5,10 +5,13 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, MasterWeights};
-use frugal::run_folder::{CHECKPOINTS, RunRecord, State};
+use frugal::lora::peft::TENSORS_FILE as ADAPTER;
+use frugal::loss_log::Losses;
+use frugal::run_folder::{BEST, CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint::{self, Checkpoints};
 
 use super::Common;
+use super::finetune::MODEL;
 use super::output_folder::{self, Existing};
 use super::run_record::{About, shell_word};
 
@@ -35,7 +38,7 @@ impl<'a> Saving<'a> {
         if checkpoints.is_dir() && checkpoint::is_in_use(&checkpoints) {
             return Err(frugal::training::Error::Locked { folder: checkpoints }.into());
         }
-        if resume { Ok(()) } else { refuse_earlier(out, common) }
+        refuse_earlier(out, common, resume)
     }
 
     /// Makes the output folder.
@@ -58,9 +61,7 @@ impl<'a> Saving<'a> {
         }
         std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
         let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
-        if !resume {
-            refuse_earlier(out, common)?;
-        }
+        refuse_earlier(out, common, resume)?;
         Ok(Self { out, checkpoints, resume, about: About::default() })
     }
 }
@@ -76,22 +77,50 @@ pub(crate) fn as_begun(config: &Config, out: &Path) -> Config {
     config
 }
 
-/// Refuses an output folder with the checkpoints of an earlier run.
-fn refuse_earlier(out: &Path, common: &Common) -> anyhow::Result<()> {
+/// Refuses an output folder with what an earlier run has left, unless its checkpoints are there and it is resumed; and a configuration that
+/// no run wrote, which the run's own would replace.
+fn refuse_earlier(out: &Path, common: &Common, resume: bool) -> anyhow::Result<()> {
     let checkpoints = out.join(CHECKPOINTS);
-    if !checkpoints.is_dir() || checkpoint::steps(&checkpoints)?.is_empty() {
+    let has_checkpoints = checkpoints.is_dir() && !checkpoint::steps(&checkpoints)?.is_empty();
+    if has_checkpoints && resume {
         return Ok(());
     }
     let shown = out.display();
-    if common.is_restarted() {
-        bail!("{shown} holds checkpoints; a training that --restarts starts again needs --resume");
+    let record = RunRecord::read(out)?;
+    let is_recorded = record.is_some();
+    let state = record.and_then(|record| record.outcome).map(|outcome| outcome.state);
+    if has_checkpoints {
+        if common.is_restarted() {
+            bail!("{shown} holds checkpoints; a training that --restarts starts again needs --resume");
+        }
+        if state == Some(State::Finished) {
+            bail!(
+                "{shown} holds a finished run; give another --out, or train it further: {}",
+                more_steps(out)
+            );
+        }
+        let resume = common.resume_command(out);
+        bail!("{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder")
     }
-    let outcome = RunRecord::read(out)?.and_then(|record| record.outcome);
-    if outcome.is_some_and(|outcome| outcome.state == State::Finished) {
-        bail!("{shown} holds a finished run; give another --out, or train it further: {}", more_steps(out));
+    if let Some(weights) = [ADAPTER, MODEL].into_iter().find(|name| out.join(name).exists()) {
+        let cannot = if resume { ", so it cannot be resumed" } else { "" };
+        bail!(
+            "{shown} holds {weights} of an earlier run, whose checkpoints are gone{cannot}; give another --out"
+        );
     }
-    let resume = common.resume_command(out);
-    bail!("{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder")
+    let has_steps = || Losses::read(&out.join(LOSSES)).is_ok_and(|losses| losses.first.is_some());
+    if !resume && (out.join(BEST).exists() || state.is_some() || has_steps()) {
+        let resume = common.resume_command(out);
+        bail!(
+            "{shown} holds an earlier run without a checkpoint; start it again from its beginning with {resume}, or give another --out"
+        );
+    }
+    if !is_recorded && out.join(CONFIG_FILE).is_file() {
+        bail!(
+            "{shown} holds a {CONFIG_FILE} that no run wrote, and the run would replace it by its own; give another --out"
+        );
+    }
+    Ok(())
 }
 
 /// The command that trains a finished run further.

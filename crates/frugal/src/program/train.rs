@@ -29,6 +29,7 @@ use super::figures::{counted, grouped};
 use super::finetune::MODEL;
 use super::kept::Writer;
 use super::output::{print_line, say};
+use super::output_file::{OutputFile, OutputFlag};
 use super::ranks;
 use super::report::report;
 use super::run_flags::with_origins;
@@ -103,6 +104,9 @@ pub(crate) struct Train {
     trace: Option<PathBuf>,
 }
 
+/// The file of a trace.
+const TRACE: OutputFlag = OutputFlag { name: "--trace", overwrite: None };
+
 /// Tokens of a row by default.
 const LENGTH: usize = 32;
 
@@ -163,7 +167,9 @@ impl Train {
 
 pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     let config = arguments.config(common)?;
-    let diagnosis = arguments.diagnose.then_some(arguments.trace.as_deref());
+    let trace = arguments.trace.as_deref();
+    let trace = trace.map(|path| OutputFile::new(path, &TRACE, &[])).transpose()?;
+    let diagnosis = arguments.diagnose.then_some(trace.as_ref());
     let common = &with_origins(common, &config, &arguments.settings)?;
     launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis)
 }
@@ -178,7 +184,7 @@ pub(crate) fn launch(
     config: &Config,
     out: Option<&Path>,
     resume: bool,
-    diagnosis: Option<Option<&Path>>,
+    diagnosis: Option<Option<&OutputFile>>,
 ) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
         let trained =
@@ -192,7 +198,7 @@ fn train(
     config: &Config,
     out: Option<&Path>,
     resume: bool,
-    diagnosis: Option<Option<&Path>>,
+    diagnosis: Option<Option<&OutputFile>>,
 ) -> anyhow::Result<()> {
     let begun = out.filter(|_| resume).map(|out| as_begun(config, out));
     let config = begun.as_ref().unwrap_or(config);

@@ -22,7 +22,7 @@ use report::cli::Failure;
 use tch::{Device, Tensor};
 
 use super::Common;
-use super::kept::{KeepBest, Writer};
+use super::kept::{KeepBest, Writer, forget_best};
 use super::output::{Lines, say};
 use super::ranks::Interrupted;
 use super::records::StepRecords;
@@ -183,6 +183,9 @@ impl Run<'_> {
             }
             // Only after the checkpoint is known to belong to this training.
             if common.is_first() && !was_finished {
+                if trainer.step() == 0 {
+                    forget_best(out)?;
+                }
                 let of = (counted, trainer.step(), trainer.options.steps, train.state());
                 let config = with_absolute_paths(config);
                 let started = Recorder::start(out, common, &config, about, of, device)?;

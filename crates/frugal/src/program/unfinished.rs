@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use frugal::training::interrupt;
+use report::cli::without_controls;
 use signal_hook::iterator::Signals;
 
 use super::ranks::INTERRUPTED;
@@ -17,7 +18,8 @@ pub(crate) fn remove_on_signals(out: &Path) -> anyhow::Result<()> {
     std::thread::spawn(move || {
         if signals.forever().next().is_some() {
             runtime::atomic_write::remove_unfinished();
-            eprintln!("error: interrupted; nothing was written to {}", out.display());
+            let out = out.display().to_string();
+            eprintln!("error: interrupted; nothing was written to {}", without_controls(&out));
             std::process::exit(INTERRUPTED.into());
         }
     });

@@ -371,6 +371,7 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
     let model = folder.config();
     if let Some(adapter) = &config.adapter {
         adapter.trainable_parameters(model)?;
+        adapter.check_tying(model)?;
     }
     if let Some(offload) = &config.offload {
         let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);

@@ -40,6 +40,7 @@ mod rows;
 mod run_folder;
 mod shell_and_set;
 mod stage_three;
+mod standard_output;
 mod techniques;
 mod techniques_over_ranks;
 mod texts;

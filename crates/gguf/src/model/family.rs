@@ -40,6 +40,8 @@ pub(crate) struct Family {
     pub(crate) tied: bool,
     /// Whether llama.cpp needs a head even where it is tied.
     pub(crate) head_required: bool,
+    /// Whether llama.cpp has a head that is not the embedding.
+    pub(crate) has_head: bool,
     /// Whether a head may be wider or narrower than hidden_size / heads.
     pub(crate) own_head_dim: bool,
     /// The default of `head_dim`, where it is not hidden_size / heads.
@@ -62,6 +64,7 @@ const LLAMA: Family = Family {
     biases: ALL,
     tied: false,
     head_required: false,
+    has_head: true,
     own_head_dim: true,
     default_head_dim: None,
     period: None,
@@ -135,6 +138,7 @@ static FAMILIES: [Family; 10] = [
         model_type: "gemma2",
         architecture: "gemma2",
         query_key_norms: false,
+        has_head: false,
         period: Some(2),
         ..GEMMA_3
     },

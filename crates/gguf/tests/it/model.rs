@@ -179,6 +179,33 @@ fn a_tied_head_is_left_out_except_where_llama_cpp_needs_it() {
     assert!(has_head("olmo2", true));
 }
 
+/// As transformers 5 does. llama.cpp refuses a file of a Gemma 2 with a head ("wrong number of tensors").
+#[test]
+fn a_head_with_other_values_is_kept_though_the_configuration_ties_it() {
+    for family in ["llama", "qwen2", "smollm3", "olmo2", "gemma2", "gemma3_text"] {
+        let mut own = families().into_iter().find(|(name, _)| *name == family).unwrap().1;
+        own["tie_word_embeddings"] = false.into();
+        let tiny = Tiny::with(family, own);
+        tiny.change("config.json", |config| config["tie_word_embeddings"] = true.into());
+        let model = Model::open(tiny.folder.path());
+        if family == "gemma2" {
+            let error = model.unwrap_err().to_string();
+            assert!(error.starts_with("the output head of a `gemma2` is not supported"), "{error}");
+            continue;
+        }
+        let model = model.unwrap();
+        let conversion = model.convert(TensorType::F32).unwrap();
+        let note =
+            "config.json ties the head to the embedding, but the files have another head, which is used";
+        assert!(conversion.notes().iter().any(|known| known == note), "{family}");
+        let file = written(&conversion, &tiny.path("model.gguf"));
+        let seed = seed(&tiny, "lm_head.weight");
+        for (at, x) in (0u64..).zip(values(&file, "output.weight")) {
+            assert_eq!(x, value(seed, at), "{family}");
+        }
+    }
+}
+
 fn metadata(file: &Reader, prefix: &str) -> String {
     let own = file.header().metadata.iter().filter(|(key, _)| key.starts_with(prefix));
     own.map(|(key, value)| format!("{key} {value:?}\n")).collect()

@@ -2,6 +2,7 @@
 
 use models::Linear;
 use models::module::Module;
+use runtime::precision::identity;
 use tch::Tensor;
 
 use super::Adapters;
@@ -48,26 +49,25 @@ impl Adapters {
 
     /// Removes the adapters and leaves the active ones merged into the weights. The model stays frozen.
     ///
-    /// A head that was tied to the embedding and was changed separately (adapted, or saved whole without
-    /// [`LoraConfig::ensure_weight_tying`](crate::LoraConfig::ensure_weight_tying)) now has its own weights. The return value lists such heads: the model must be saved
-    /// as untied, or its head is lost.
+    /// A head that was tied to the embedding, if one of the two was changed separately or both were (adapted, or saved whole without
+    /// [`LoraConfig::ensure_weight_tying`](crate::LoraConfig::ensure_weight_tying)), now has its own weights. The return value lists the
+    /// changed ones: the model must be saved as untied, or its head is lost.
     ///
     /// # Errors
     /// As [`Adapters::merge`].
     pub fn merge_and_unload(self, model: &mut dyn Module) -> Result<Unloaded> {
         self.merge()?;
-        let tied = Survey::of(model)?;
+        let originals = self.originals();
         let linears: Vec<(String, Linear)> = self
             .sites
             .iter()
             .map(|site| (site.path.clone(), site.layer.shallow_clone().into_linear()))
             .collect();
-        let untied = self.untied(&tied)?;
         for whole in self.wholes.lock().iter() {
             let _ = whole.live.f_set_requires_grad(false)?;
         }
         put_back(model, linears, Vec::new())?;
-        Ok(Unloaded { untied })
+        Ok(Unloaded { untied: untied(&originals, &Survey::of(model)?)? })
     }
 
     /// Removes the adapters. The base stays frozen.
@@ -90,26 +90,15 @@ impl Adapters {
         put_back(model, linears.collect(), originals.collect())
     }
 
-    /// Returns the names of tensors that were tied and no longer are.
-    fn untied(&self, survey: &Survey) -> Result<Vec<String>> {
-        let mut names = Vec::new();
-        for whole in self.wholes.lock().iter() {
-            if whole.original.data_ptr() != whole.live.data_ptr() && whole.names.len() == 1 {
-                let shares = |name: &str| name != whole.names[0];
-                let shared = whole.base()?.data_ptr();
-                let same =
-                    survey.tensors.iter().any(|base| shares(&base.name) && base.tensor.data_ptr() == shared);
-                names.extend(same.then(|| whole.names[0].clone()));
-            }
-        }
-        for site in &self.sites {
-            let weight = site.weight.data_ptr();
-            let own = format!("{}.weight", site.name);
-            let shared =
-                survey.tensors.iter().any(|base| base.name != own && base.tensor.data_ptr() == weight);
-            names.extend(shared.then_some(own));
-        }
-        Ok(names)
+    /// Returns the tensor that each changed name had in the base.
+    fn originals(&self) -> Vec<(String, Tensor)> {
+        let clone = Tensor::shallow_clone;
+        let sites = self.sites.iter().map(|site| (format!("{}.weight", site.name), clone(&site.weight)));
+        let wholes = self.wholes.lock();
+        let wholes = wholes
+            .iter()
+            .flat_map(|whole| whole.names.iter().map(|name| (name.clone(), clone(&whole.original))));
+        sites.chain(wholes).collect()
     }
 
     pub(super) fn not_merged(&self, to: &str) -> Result<()> {
@@ -122,4 +111,23 @@ impl Adapters {
             merged.join(", ")
         )))
     }
+}
+
+/// Returns the names whose tensors in the base had another name, too, and are no longer the same tensor as there.
+fn untied(originals: &[(String, Tensor)], merged: &Survey) -> Result<Vec<String>> {
+    let mut before = Vec::new();
+    for base in &merged.tensors {
+        let original = originals.iter().find(|(name, _)| *name == base.name);
+        let tensor = original.map_or(&base.tensor, |(_, tensor)| tensor);
+        before.push((base, identity(tensor)?));
+    }
+    let is_untied = |name: &str| {
+        let own = before.iter().find(|(base, _)| base.name == *name);
+        own.is_some_and(|(own, original)| {
+            let shared =
+                before.iter().filter(|(other, of_other)| of_other == original && other.name != *name);
+            shared.clone().any(|(other, _)| other.identity != own.identity)
+        })
+    };
+    Ok(originals.iter().map(|(name, _)| name.clone()).filter(|name| is_untied(name)).collect())
 }

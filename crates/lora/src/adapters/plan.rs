@@ -79,6 +79,7 @@ impl AdapterPlan {
         if sites.is_empty() {
             return Err(Error::NoTarget { targets: targets.described(), names });
         }
+        refuse_adapted_tying(survey, config, &sites)?;
         let wholes = wholes(survey, config, &sites)?;
         Ok(Self { sites, wholes })
     }
@@ -97,6 +98,30 @@ impl AdapterPlan {
         }
         expected.extend(self.wholes.iter().map(|whole| (whole.keys.clone(), whole.tensor.size())));
         expected
+    }
+}
+
+/// Refuses to tie an adapted projection: PEFT then also adapts the embedding, with the same A and B.
+fn refuse_adapted_tying(survey: &Survey, config: &LoraConfig, sites: &[PlannedSite]) -> Result<()> {
+    let is_tied = |site: &&PlannedSite| {
+        let weight = format!("{}.weight", site.name);
+        let own = survey.tensors.iter().find(|base| base.name == weight);
+        own.is_some_and(|own| {
+            survey.tensors.iter().any(|base| base.identity == own.identity && base.name != own.name)
+        })
+    };
+    match sites.iter().find(is_tied).filter(|_| config.ensure_weight_tying) {
+        Some(site) => Err(tied_adapter(&site.name)),
+        None => Ok(()),
+    }
+}
+
+/// The error of a tied projection with an adapter.
+pub(crate) fn tied_adapter(name: &str) -> Error {
+    Error::Unsupported {
+        field: "ensure_weight_tying".to_owned(),
+        found: format!("true with an adapter on `{name}`, which is tied to the embedding"),
+        remedy: "leave `ensure_weight_tying` out (a merged head gets its own weights), or put `lm_head` into `modules_to_save` instead",
     }
 }
 

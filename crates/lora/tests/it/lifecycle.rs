@@ -140,7 +140,17 @@ fn a_merged_model_is_plain_and_untied_weights_are_reported() {
         ensure_weight_tying: tying,
         ..config()
     };
+    let saved = |names: &[&str], targets: &[&str]| LoraConfig {
+        target_modules: Some(lora::Names::List(targets.iter().map(|name| (*name).to_owned()).collect())),
+        modules_to_save: Some(names.iter().map(|name| (*name).to_owned()).collect()),
+        ..config()
+    };
+    let (embedding, weight) = ("model.embed_tokens.weight", "lm_head.weight");
     for (variant, tied, untied) in [
+        (saved(&["embed_tokens"], &["q_proj"]), true, vec![embedding]),
+        (saved(&["embed_tokens", "lm_head"], &["q_proj"]), true, vec![embedding, weight]),
+        (saved(&["embed_tokens"], &["q_proj", "lm_head"]), true, vec![weight, embedding]),
+        (saved(&["embed_tokens", "lm_head"], &["q_proj"]), false, vec![]),
         (config(), true, vec![]),
         (head(false, false), false, vec![]),
         (head(false, false), true, vec!["lm_head.weight"]),
@@ -150,8 +160,8 @@ fn a_merged_model_is_plain_and_untied_weights_are_reported() {
     ] {
         let mut model = model_of(tied, Kind::Float);
         let names: Vec<String> = values(&model).into_iter().map(|(name, _)| name).collect();
-        let embedding = model_of(tied, Kind::Float);
-        let embedding = &values(&embedding)[0].1;
+        let before = model_of(tied, Kind::Float);
+        let before = &values(&before)[0].1;
         let adapters = Adapters::install(&mut model, &variant, 7).unwrap();
         perturb(&adapters, "default", 8);
         let adapted = logits(&model);
@@ -160,10 +170,15 @@ fn a_merged_model_is_plain_and_untied_weights_are_reported() {
         assert!(trainable(&model).is_empty());
         assert!(apart(&logits(&model), &adapted) < 1e-4);
         let mut expected = names;
-        expected.extend(untied.iter().map(|name| (*name).to_owned()));
+        expected.extend((!untied.is_empty()).then(|| weight.to_owned()));
         assert_eq!(values(&model).into_iter().map(|(name, _)| name).collect::<Vec<_>>(), expected);
-        let changed = variant.ensure_weight_tying && tied;
-        assert_eq!(values(&model)[0].1 != *embedding, changed, "the embedding changes with a tied head only");
+        let saves = |name: &str| variant.modules_to_save.iter().flatten().any(|saved| saved == name);
+        let changed = variant.ensure_weight_tying && tied || saves("embed_tokens");
+        assert_eq!(
+            values(&model)[0].1 != *before,
+            changed,
+            "the embedding changes alone or with a tied head"
+        );
     }
 }
 

@@ -11,7 +11,7 @@ use super::bitsandbytes::{self, Locations, Quantized};
 use super::index::Index;
 use super::{INDEX, PREFIX, SINGLE, contents};
 use crate::error::{Error, Result};
-use crate::llama::{LM_HEAD, Llama, LlamaConfig};
+use crate::llama::{EMBEDDING, LM_HEAD, Llama, LlamaConfig};
 use crate::module::tensors;
 use crate::state_dict::check_fit;
 use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name, file_error};
@@ -109,6 +109,42 @@ impl Weights {
         Ok(Self { path: path.to_owned(), files, locations, quantized, beside })
     }
 
+    /// Decides whether the head is the embedding, as transformers 5 does: a configuration that ties them is followed unless the files have
+    /// both with different values. A copy of the embedding under the head's name is left out, and a single matrix under the head's name is
+    /// the embedding.
+    ///
+    /// # Errors
+    /// Those of releasing pages.
+    pub(super) fn ties(&mut self, by_config: bool) -> Result<bool> {
+        let Some(head) = self.locations.get(LM_HEAD).copied().filter(|_| by_config) else {
+            return Ok(by_config);
+        };
+        let quantized = [EMBEDDING, LM_HEAD].iter().any(|name| self.quantized.contains_key(*name));
+        match self.locations.get(EMBEDDING).copied() {
+            _ if quantized => return Ok(false),
+            Some(embedding) if !self.same_values(embedding, head)? => return Ok(false),
+            Some(_) => {}
+            None => {
+                self.locations.insert(EMBEDDING.to_owned(), head);
+            }
+        }
+        self.locations.remove(LM_HEAD);
+        Ok(true)
+    }
+
+    /// Whether two tensors have the same dtype, shape and bytes. Their pages are released.
+    fn same_values(&self, one: (usize, usize), other: (usize, usize)) -> Result<bool> {
+        let [(first_file, first), (second_file, second)] = [one, other].map(|at| self.entry(at));
+        let is_same_form = first.kind == second.kind && first.shape == second.shape;
+        if !is_same_form {
+            return Ok(false);
+        }
+        let same = first_file.bytes(first) == second_file.bytes(second);
+        first_file.forget(first)?;
+        second_file.forget(second)?;
+        Ok(same)
+    }
+
     /// Compares names and shapes with those that a configuration requires.
     pub(super) fn check_against(&self, config: &LlamaConfig, config_path: &Path) -> Result<()> {
         // A layer has several tensors, so this bounds the list of expected ones.
@@ -119,7 +155,7 @@ impl Weights {
             );
             return Err(file_error(config_path, reason));
         }
-        self.check(&config.shapes(), config.tie_word_embeddings)
+        self.check(&config.shapes())
     }
 
     /// Returns the dtype that all tensors share; that of the quantized ones if there are any.
@@ -172,7 +208,7 @@ impl Weights {
             None => tensor.size(),
         };
         let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), shape(named.tensor))).collect();
-        self.check(&shapes, model.llama_config().tie_word_embeddings)?;
+        self.check(&shapes)?;
         for named in wanted.into_iter().filter(|named| is_wanted(&named.name)) {
             let _ = self.copy_one(&named.name, named.tensor)?;
         }
@@ -212,14 +248,12 @@ impl Weights {
         Ok(true)
     }
 
-    /// A tied head shares the embedding's weights: a copy of it in the files is ignored.
-    fn check(&self, wanted: &[(String, Vec<i64>)], tied: bool) -> Result<()> {
-        let given = self.locations.iter().filter(|(name, _)| !(tied && *name == LM_HEAD));
+    fn check(&self, wanted: &[(String, Vec<i64>)]) -> Result<()> {
         let shape = |name: &str, index| match self.quantized.get(name) {
             Some(quantized) => quantized.shape.to_vec(),
             None => self.entry(index).1.shape.clone(),
         };
-        let given = given.map(|(name, index)| (&**name, shape(name, *index))).collect();
+        let given = self.locations.iter().map(|(name, index)| (&**name, shape(name, *index))).collect();
         check_fit(wanted, &given, &self.path.display().to_string())
     }
 

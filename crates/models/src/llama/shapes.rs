@@ -1,8 +1,6 @@
 //! The shapes of a model's tensors and its parameter count, computed without allocating anything.
 
-use super::{LlamaConfig, NormPlacement, QueryKeyNorm};
-
-const EMBEDDING: &str = "embed_tokens.weight";
+use super::{EMBEDDING, LlamaConfig, NormPlacement, QueryKeyNorm};
 
 type Shapes = Vec<(&'static str, Vec<i64>)>;
 

@@ -146,6 +146,40 @@ fn redundant_tensors_of_older_files_are_ignored() {
     assert_eq!(logits(&loaded), logits(&model(&tied, Kind::Float)));
 }
 
+/// As transformers 5 does, which warns and does not tie; a single matrix is the embedding under either name.
+#[test]
+fn a_head_with_other_values_is_not_tied() {
+    let tied = LlamaConfig { tie_word_embeddings: true, ..config() };
+    let own = folder(&config(), |folder| change_config(folder, "tie_word_embeddings", json!(true)));
+    let opened = Folder::open(own.path()).unwrap();
+    assert!(opened.has_own_head() && !opened.config().tie_word_embeddings);
+    assert_eq!(logits(&opened.load(None, Device::Cpu).unwrap()), logits(&model(&config(), Kind::Float)));
+    // Into a model whose head is the embedding it does not fit.
+    let error = hugging_face::load_weights(&model(&tied, Kind::Float), own.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("its head has other values than the embedding, and the model ties them"),
+        "{error}"
+    );
+
+    let named = folder(&tied, |folder| {
+        change_weights(folder, |tensors| {
+            let embedding = tensors.iter_mut().find(|(name, _)| name == "model.embed_tokens.weight").unwrap();
+            "lm_head.weight".clone_into(&mut embedding.0);
+        });
+    });
+    let opened = Folder::open(named.path()).unwrap();
+    assert!(!opened.has_own_head() && opened.config().tie_word_embeddings);
+    assert_eq!(logits(&opened.load(None, Device::Cpu).unwrap()), logits(&model(&tied, Kind::Float)));
+    // A head of another shape is not the embedding, and not one of this model either.
+    let wider = folder(&tied, |folder| {
+        change_weights(folder, |tensors| {
+            tensors.push(("lm_head.weight".to_owned(), Tensor::ones([41, 16], (Kind::Float, Device::Cpu))));
+        });
+    });
+    let error = Folder::open(wider.path()).unwrap_err().to_string();
+    assert!(error.contains("lm_head.weight [41, 16] (expected [40, 16])"), "{error}");
+}
+
 #[test]
 fn irrelevant_fields_are_accepted() {
     let qwen2 = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) };

@@ -5,11 +5,12 @@ use std::ops::ControlFlow;
 
 use clap::{Args, ValueEnum};
 use frugal::rows::{Marks, marked};
+use frugal::text_stream::without_controls;
 use serde_json::json;
 
 use super::{SourceArgs, learned};
 use crate::program::Common;
-use crate::program::output::{print_line, print_text, say};
+use crate::program::output::{print_coloured, print_line, say};
 
 #[derive(Args)]
 pub(super) struct Show {
@@ -75,7 +76,9 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             }
             let text = marked(row, tokenizer, marks)?;
             let (tokens, learned) = (row.tokens.len(), learned(row));
-            print_text(&format!(
+            let place = place.to_string();
+            let place = without_controls(&place);
+            print_coloured(&format!(
                 "── {place}: {tokens} tokens, {learned} learned\n{}\n",
                 text.trim_end_matches('\n')
             ));

@@ -1,10 +1,5 @@
 //! GSM8K, graded as lm-evaluation-harness and OpenAI grade it.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::Path;
-
-use anyhow::Context;
 use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::tasks::gsm8k::evaluate::Graded;
@@ -15,11 +10,11 @@ use models::generation::Sampling;
 use report::Progress;
 use serde_json::{Value, json};
 
-use super::{Eval, Part};
+use super::{Eval, Part, json_lines};
 use crate::program::Common;
 use crate::program::encoding::Ends;
 use crate::program::model::{Found, with_adapter};
-use crate::program::output::print_line;
+use crate::program::output::{print_line, print_text};
 use crate::program::problems::Problems;
 
 pub(super) fn run(
@@ -41,7 +36,7 @@ pub(super) fn run(
     };
     problems.truncate(arguments.limit.unwrap_or(usize::MAX));
     // Hours of answers must not end with a file that cannot be written.
-    let out = arguments.out.as_deref().map(create).transpose()?;
+    let out = arguments.answers_file()?;
     let model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
 
     let options = EvaluateOptions {
@@ -69,27 +64,13 @@ pub(super) fn run(
     let evaluation =
         evaluate_generation(&mut solver, &problems, &encoder, &few_shot, &options, &mut observe)?;
     drop(progress);
-    if let (Some(file), Some(path)) = (out, arguments.out.as_deref()) {
-        write(file, &evaluation).with_context(|| format!("{} cannot be written", path.display()))?;
+    if let Some(out) = out {
+        out.write(|file| json_lines(file, &evaluation.graded))?;
     }
     tell(common, &evaluation, solver.tokens, solver.time.as_secs_f64());
     Ok(())
 }
 
-pub(super) fn create(path: &Path) -> anyhow::Result<File> {
-    File::create(path).with_context(|| format!("{} cannot be written", path.display()))
-}
-
-fn write(file: File, evaluation: &Evaluation) -> anyhow::Result<()> {
-    let mut out = BufWriter::new(file);
-    for graded in &evaluation.graded {
-        serde_json::to_writer(&mut out, graded)?;
-        out.write_all(b"\n")?;
-    }
-    Ok(out.flush()?)
-}
-
-#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 fn tell(common: &Common, evaluation: &Evaluation, tokens: usize, seconds: f64) {
     let rate = tokens as f64 / seconds.max(1e-9);
     if common.json {
@@ -107,12 +88,11 @@ fn tell(common: &Common, evaluation: &Evaluation, tokens: usize, seconds: f64) {
         }));
         return;
     }
-    let mut out = std::io::stdout().lock();
     for grader in Grader::ALL {
-        let _ = writeln!(out, "{:9} {}", grader.name(), evaluation.accuracy(grader));
+        print_text(&format!("{:9} {}\n", grader.name(), evaluation.accuracy(grader)));
     }
     if !evaluation.skipped.is_empty() {
-        let _ = writeln!(out, "{} problems were too long and left out", evaluation.skipped.len());
+        print_text(&format!("{} problems were too long and left out\n", evaluation.skipped.len()));
     }
-    let _ = writeln!(out, "{tokens} tokens, {rate:.1} tokens/s");
+    print_text(&format!("{tokens} tokens, {rate:.1} tokens/s\n"));
 }

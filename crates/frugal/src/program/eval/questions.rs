@@ -1,9 +1,8 @@
 //! Greedy answers to questions, and their grades.
 
-use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::dataloading::IGNORE_INDEX;
@@ -17,7 +16,7 @@ use models::generation::{FinishReason, GenerateOptions, Generator};
 use report::Progress;
 use serde_json::{Value, json};
 
-use super::{Eval, Grader as GraderArg, gsm8k};
+use super::{Eval, Grader as GraderArg, json_lines};
 use crate::program::Common;
 use crate::program::encoding::Ends;
 use crate::program::model::{Found, with_adapter};
@@ -47,7 +46,7 @@ pub(super) fn run(
     end_tokens.push(i64::from(ends.end));
     let questions = read(path, arguments, &encoder, &mut end_tokens)?;
     // Hours of answers must not end with a file that cannot be written.
-    let out = arguments.out.as_deref().map(gsm8k::create).transpose()?;
+    let out = arguments.answers_file()?;
     let model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
@@ -57,7 +56,7 @@ pub(super) fn run(
     let generator = Generator::new(model.as_ref(), &options)?;
     let mut progress = (!common.quiet).then(|| Progress::new(questions.len() as u64));
     let (mut accuracy, mut cut) = (Accuracy::default(), 0u64);
-    let mut out = out.map(BufWriter::new);
+    let mut lines = Vec::new();
     for batch in questions.chunks(arguments.batch_size as usize) {
         let prompts: Vec<Vec<i64>> = batch.iter().map(|question| question.prompt.clone()).collect();
         let answers = generator.generate(&prompts, &mut ())?;
@@ -68,12 +67,11 @@ pub(super) fn run(
                 matches!(answer.finish_reason, FinishReason::MaxNewTokens | FinishReason::MaxSequence);
             accuracy.add(right);
             cut += u64::from(is_cut);
-            if let (Some(file), Some(path)) = (&mut out, &arguments.out) {
-                let line = json!({
+            if out.is_some() {
+                lines.push(json!({
                     "question": question.question, "answer": question.answer, "output": text, "right": right,
                     "tokens": answer.tokens.len(), "ended": !is_cut,
-                });
-                writeln!(file, "{line}").with_context(|| format!("{} cannot be written", path.display()))?;
+                }));
             }
             if let Some(progress) = &mut progress {
                 progress.step();
@@ -84,8 +82,8 @@ pub(super) fn run(
         }
     }
     drop(progress);
-    if let (Some(mut file), Some(path)) = (out, &arguments.out) {
-        file.flush().with_context(|| format!("{} cannot be written", path.display()))?;
+    if let Some(out) = out {
+        out.write(|file| json_lines(file, &lines))?;
     }
     let (low, high) = accuracy.interval();
     let figures = json!({ "share": accuracy.share(), "low": low, "high": high });

@@ -20,6 +20,7 @@ use super::verify::{self, Files};
 use super::{Export, Type};
 use crate::program::Common;
 use crate::program::output::say;
+use crate::program::run_record::shell_word;
 
 /// The file that `ollama create` reads.
 const MODELFILE: &str = "Modelfile";
@@ -170,7 +171,8 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         };
         verified(common, &llama_cpp, &model, &files, &mut result)?;
     }
-    say(common, &format!("to use it: cd {} && ollama create NAME -f Modelfile", out.display()));
+    let word = shell_word(&out.display().to_string());
+    say(common, &format!("to use it: cd {word} && ollama create NAME -f Modelfile"));
     Ok(Value::Object(result))
 }
 

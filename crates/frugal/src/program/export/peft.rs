@@ -7,6 +7,7 @@ use anyhow::{Context, anyhow, bail};
 use lora::peft::{self, CONFIG_FILE, PREFIX, TENSORS_FILE};
 use lora::{DEFAULT, LoraConfig, field_prefix};
 use models::{hugging_face, tensors_file};
+use report::cli::without_controls;
 use serde_json::{Map, Value, json};
 use tch::{Device, Tensor};
 use training::checkpoint::{self, Checkpoint};
@@ -81,7 +82,8 @@ pub(super) fn of_checkpoint(folder: &Path) -> anyhow::Result<(LoraConfig, Vec<(S
     let folder = if inner.is_dir() { &inner } else { folder };
     let found = checkpoint::latest(folder)?;
     for reason in &found.refused {
-        let _ = writeln!(std::io::stderr().lock(), "warning: a checkpoint was passed over: {reason}");
+        let warning = format!("warning: a checkpoint was passed over: {reason}");
+        let _ = writeln!(std::io::stderr().lock(), "{}", without_controls(&warning));
     }
     let Some(Checkpoint { path, state, model, .. }) = found.checkpoint else {
         bail!("{}: no checkpoint in it; give the --out of a training", folder.display());

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use super::Line;
 use crate::program::finetune::MODEL;
+use crate::program::run_record::shell_word;
 
 /// Whether a folder is the output of a training.
 pub(super) fn is_output(folder: &Path) -> bool {
@@ -46,14 +47,15 @@ pub(crate) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
         config.model.shape.as_ref().map_or("–".into(), |shape| shape.family.name().to_owned())
     });
     let shown = folder.display();
+    let word = shell_word(&shown.to_string());
     let model = folder.join(MODEL);
     let next = match (finished, config.task) {
-        (false, _) => format!("frugal resume {shown}"),
+        (false, _) => format!("frugal resume {word}"),
         (true, Task::Finetune) if config.adapter.is_some() => {
-            format!("frugal generate --model {shown} --prompt TEXT")
+            format!("frugal generate --model {word} --prompt TEXT")
         }
-        (true, _) if model.is_dir() => format!("frugal generate --model {shown} --prompt TEXT"),
-        (true, _) => format!("raise training.steps in {shown}/{CONFIG_FILE}, then frugal resume {shown}"),
+        (true, _) if model.is_dir() => format!("frugal generate --model {word} --prompt TEXT"),
+        (true, _) => format!("raise training.steps in {shown}/{CONFIG_FILE}, then frugal resume {word}"),
     };
     let loss = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
     Ok(vec![

@@ -11,6 +11,8 @@ use report::Progress;
 use report::progress::{self, PROGRESS_VARIABLE, Step};
 use runtime::collectives::ranks::Output;
 
+use crate::program::output::print_coloured;
+
 /// Standard output and standard error of the launcher.
 #[derive(Debug)]
 pub(super) struct Screen {
@@ -35,7 +37,6 @@ impl Screen {
     }
 
     /// Prints a line of a rank behind its number, or draws the progress that it reports.
-    #[allow(clippy::print_stdout, reason = "the output of a rank goes where the rank has sent it")]
     pub(super) fn line(&self, rank: usize, output: Output, line: &str) {
         let step = (self.shows && rank == 0 && output == Output::Error).then(|| Step::parse(line)).flatten();
         if let Some(step) = step {
@@ -43,9 +44,9 @@ impl Screen {
             return bar.get_or_insert_with(|| Progress::new(step.total)).follow(step);
         }
         let line = format!("[{rank}] {line}\n");
-        // A closed pipe does not stop the ranks.
+        // Output that cannot be written does not stop the ranks.
         self.above(|| match output {
-            Output::Standard => drop(std::io::stdout().lock().write_all(line.as_bytes())),
+            Output::Standard => print_coloured(&line),
             Output::Error => drop(std::io::stderr().lock().write_all(line.as_bytes())),
         });
     }

@@ -8,6 +8,7 @@ use accounting::{Decoder, config, presets};
 use anyhow::Context;
 use frugal::download_bar;
 use frugal::models::hub::{Hub, RepositoryKind};
+use frugal::models::hugging_face::Folder;
 
 use super::super::model::HubArgs;
 
@@ -90,7 +91,16 @@ impl ModelArgs {
     fn find(&self, name: &str) -> anyhow::Result<Decoder> {
         let path = Path::new(name);
         if path.is_dir() {
-            return Ok(config::read(&path.join(CONFIG))?);
+            let decoder = config::read(&path.join(CONFIG))?;
+            // The files may have a head that config.json does not know of.
+            if Folder::open(path).is_ok_and(|folder| folder.has_own_head()) {
+                let untied = Decoder::new(Shape { tied: false, ..(*decoder).clone() })?;
+                return Ok(match decoder.windows() {
+                    Some(windows) => untied.with_windows(windows)?,
+                    None => untied,
+                });
+            }
+            return Ok(decoder);
         }
         if path.extension().is_some_and(|extension| extension == "gguf") {
             anyhow::bail!(

@@ -1,6 +1,6 @@
 //! A few steps under the profiler, in the middle of a training.
 
-use std::path::Path;
+use std::fs::File;
 
 use anyhow::Context;
 use frugal::training::profile::{Composition, Diagnosis};
@@ -10,6 +10,7 @@ use frugal::training::{Batches, Trainer};
 use serde_json::json;
 
 use crate::program::output::print_line;
+use crate::program::output_file::OutputFile;
 
 /// Steps before the traced ones: the first ones allocate memory that later ones reuse.
 const WARMUP: u64 = 3;
@@ -22,7 +23,7 @@ pub(super) fn diagnose(
     train: &mut dyn Batches,
     mut validation: Option<&mut dyn Batches>,
     loading: Loading,
-    trace_file: Option<&Path>,
+    trace_file: Option<&OutputFile>,
     as_json: bool,
 ) -> anyhow::Result<()> {
     let scratch = tempfile::tempdir().context("making a folder for the trace")?;
@@ -34,10 +35,7 @@ pub(super) fn diagnose(
         // A mutable reference is used twice only through a new borrow.
         let lent = validation.as_mut().map(|validation| &mut **validation as &mut dyn Batches);
         match trainer.advance(start + WARMUP, train, lent)? {
-            StopReason::Completed => {
-                let path = trace_file.unwrap_or(&scratch);
-                trace(trainer, train, validation, TRACED, loading, path)?
-            }
+            StopReason::Completed => trace(trainer, train, validation, TRACED, loading, &scratch)?,
             StopReason::OutOfData | StopReason::Interrupted | StopReason::StoppedEarly => None,
         }
     };
@@ -47,6 +45,9 @@ pub(super) fn diagnose(
             format!("nothing was diagnosed: that needs {needed} steps, and the training ends before");
         return Ok(trainer.warn(&warning)?);
     };
+    if let Some(file) = trace_file {
+        file.write(|out| std::io::copy(&mut File::open(&scratch)?, out).map(drop))?;
+    }
     let (composition, diagnosis) = (Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?);
     trainer.note(&format!("{composition}\n{diagnosis}"))?;
     if as_json {

@@ -35,7 +35,8 @@ impl LayerType {
 
 /// Phi-3's `longrope` (Ding et al., arXiv:2402.13753): every pair's frequency is divided by its own factor, by one list for rows of at
 /// most `original_positions` and by another for longer ones, and cosines and sines are multiplied by
-/// [`LongRope::amplitude`]. As in transformers, the largest position of a batch decides.
+/// [`LongRope::amplitude`]. As in transformers, the largest position of a batch decides for all of its rows: the loss of a row of at most
+/// `original_positions` depends on whether a longer one is in its batch. One row in each batch has its own factors.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LongRope {
     /// Factors of rows of at most `original_positions`.
