@@ -1,7 +1,9 @@
 //! Everything that defines a training, as one value and one TOML file.
 //!
 //! A training writes its configuration as `config.toml` into its output folder, which is all that a resume needs. Each section
-//! is one subject, and each key is optional. Bytes are whole numbers of bytes, or text with a unit (`"3GiB"`).
+//! is one subject, and each key is optional: one that is left out has its default, which depends on `task` and `method` alone
+//! ([`Config::defaults`]). A file is a fine-tuning with LoRA unless it has `method = "dora"`, `method = "full"` or `task = "train"`.
+//! Bytes are whole numbers of bytes, or text with a unit (`"3GiB"`).
 //!
 //! ```
 //! use frugal::Config;
@@ -18,7 +20,9 @@
 //!     steps = 100
 //! "#
 //! .parse()?;
-//! assert_eq!(config.adapter.as_ref().map(|adapter| adapter.r), Some(16));
+//! assert_eq!(config.adapter.as_ref().map(|adapter| (adapter.r, adapter.lora_dropout)), Some((16, 0.05)));
+//! let full: Config = "method = \"full\"".parse()?;
+//! assert_eq!((full.adapter, full.optimizer.lr), (None, 2e-5));
 //!
 //! let error = "[training]\nstep = 100".parse::<Config>().unwrap_err().to_string();
 //! assert!(error.starts_with("line 2 (`step = 100`): unknown field `step`, expected one of `steps`"), "{error}");
@@ -33,12 +37,16 @@
 mod bytes;
 mod checkpoint_every;
 mod data;
+mod defaults;
+mod given;
 mod master_weights;
+mod method;
 mod nearest;
 mod optimizer;
 mod set;
 mod techniques;
 mod training;
+mod written;
 
 use std::path::Path;
 use std::str::FromStr;
@@ -46,13 +54,17 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use lora::LoraConfig;
 use runtime::nf4::Scales;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use tch::Kind;
+use written::Written;
 
 pub use bytes::Bytes;
 pub use checkpoint_every::CheckpointEvery;
 pub use data::{DataConfig, DataFormat};
+pub use given::Given;
 pub use master_weights::MasterWeights;
+pub use method::Method;
+pub use nearest::nearest_name;
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
 pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,
@@ -66,8 +78,10 @@ use crate::error::{Error, Result};
 pub const CONFIG_FILE: &str = "config.toml";
 
 /// A training. See the [module](self).
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+///
+/// In files and as text it is what was [given](Given) over the [defaults](Config::defaults); `serde` reads what `serde` wrote.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Written", into = "Written")]
 pub struct Config {
     /// Whether a model is fine-tuned or trained from scratch.
     pub task: Task,
@@ -75,8 +89,7 @@ pub struct Config {
     pub model: ModelConfig,
     /// The training data.
     pub data: DataConfig,
-    /// Low-rank adapters, under PEFT's names; absent for full fine-tuning.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "strict_adapter")]
+    /// Low-rank adapters, under PEFT's names; absent for full fine-tuning, which a file says by `method = "full"`.
     pub adapter: Option<LoraConfig>,
     /// What the MLPs keep for backward.
     pub mlp: MlpConfig,
@@ -85,7 +98,6 @@ pub struct Config {
     /// What the layers keep for backward.
     pub activations: ActivationsConfig,
     /// Weight offloading; absent to keep all weights on the device.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadConfig>,
     /// Mixed precision.
     pub precision: PrecisionConfig,
@@ -212,9 +224,9 @@ impl Config {
     /// [`Error::File`] with the line: no such file, not TOML, a key that is unknown (those that are known are listed), a value
     /// of the wrong type.
     pub fn read(path: &Path) -> Result<Self> {
-        let file = |reason: String| Error::File { path: path.to_owned(), reason };
-        let text = std::fs::read_to_string(path).map_err(|cause| file(cause.to_string()))?;
-        text.parse().map_err(|error: Error| file(error.to_string()))
+        let mut given = Given::default();
+        given.file(path)?;
+        given.config(given.task().unwrap_or_default())
     }
 
     /// Returns the TOML text that [`Config::read`] reads.
@@ -240,7 +252,9 @@ impl FromStr for Config {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        toml::from_str(text).map_err(|cause| Error::Toml(with_line(text, &cause)))
+        let mut given = Given::default();
+        given.text(text, "text")?;
+        given.config(given.task().unwrap_or_default())
     }
 }
 
@@ -251,21 +265,4 @@ fn with_line(text: &str, cause: &toml::de::Error) -> String {
     let number = before.matches('\n').count();
     let line = text.lines().nth(number).unwrap_or_default().trim();
     format!("line {} (`{line}`): {message}", number + 1)
-}
-
-/// [`LoraConfig`] keeps fields that it does not know, for PEFT's files. In a configuration they are mistakes.
-fn strict_adapter<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<LoraConfig>, D::Error> {
-    use serde::de::Error as _;
-    let fields = serde_json::Map::<String, serde_json::Value>::deserialize(deserializer)?;
-    let Ok(serde_json::Value::Object(known)) = serde_json::to_value(LoraConfig::default()) else {
-        return Err(D::Error::custom("the adapter's fields are not known"));
-    };
-    if let Some(unknown) = fields.keys().find(|field| !known.contains_key(*field)) {
-        let names: Vec<String> = known.keys().map(|field| format!("`{field}`")).collect();
-        return Err(D::Error::custom(format!(
-            "unknown field `{unknown}`, expected one of {}",
-            names.join(", ")
-        )));
-    }
-    LoraConfig::deserialize(serde_json::Value::Object(fields)).map(Some).map_err(D::Error::custom)
 }

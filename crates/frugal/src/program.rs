@@ -40,15 +40,23 @@ pub(crate) mod shell;
 pub(crate) mod train;
 pub(crate) mod training;
 pub(crate) mod unfinished;
+pub(crate) mod unread;
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use clap::Args;
+use frugal::Config;
 use frugal::run_folder::RunRecord;
 use frugal::run_folder::origins::Origins;
+use output::say;
 use ranks::Ranks;
+use runtime::collectives::Launch;
+use runtime::device::Choice;
 use tch::Device;
+
+/// The device that is chosen.
+const AUTO: &str = "auto";
 
 /// Heading of [`Common`]'s flags in a subcommand's help.
 const COMMON: &str = "Common options";
@@ -56,7 +64,7 @@ const COMMON: &str = "Common options";
 /// Flags that every subcommand has.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Common {
-    /// Where to compute: cpu, cuda or cuda:N [default: cpu]
+    /// Where to compute: auto (the GPU if one is usable, else the CPU; to merge and export, the CPU), cpu, cuda or cuda:N [default: auto]
     #[arg(long, global = true, help_heading = COMMON)]
     pub(crate) device: Option<String>,
     /// Seed of every random choice [default: 0]
@@ -80,18 +88,70 @@ pub(crate) struct Common {
     /// Where the values of the configuration come from.
     #[arg(skip)]
     pub(crate) origins: Origins,
+    /// Those of them that this command was given, and no earlier one.
+    #[arg(skip)]
+    pub(crate) asked: Origins,
+    /// The device that was chosen.
+    #[arg(skip)]
+    chosen: Arc<OnceLock<Device>>,
     /// The record of the training whose configuration is used.
     #[arg(skip)]
     pub(crate) earlier: Option<Arc<RunRecord>>,
 }
 
 impl Common {
-    /// The device.
+    /// The device. One that is chosen is said once.
     ///
     /// # Errors
     /// One that is not there.
     pub(crate) fn device(&self) -> anyhow::Result<Device> {
-        Ok(runtime::device::select(self.device.as_deref().unwrap_or("cpu"))?)
+        if let Some(device) = self.chosen.get() {
+            return Ok(*device);
+        }
+        let device = self.select(self.device.as_deref().unwrap_or(AUTO), self.json)?;
+        Ok(*self.chosen.get_or_init(|| device))
+    }
+
+    /// The device on which weights are changed and written: the CPU unless another is asked for, because a GPU may not hold them all.
+    ///
+    /// # Errors
+    /// One that is not there.
+    pub(crate) fn device_of_weights(&self) -> anyhow::Result<Device> {
+        match self.device.as_deref().filter(|name| *name != AUTO) {
+            Some(_) => self.device(),
+            None => Ok(Device::Cpu),
+        }
+    }
+
+    /// The device of a name; says which `auto` is, and why, unless the result stands alone.
+    ///
+    /// # Errors
+    /// One that is not there.
+    fn select(&self, name: &str, is_result_alone: bool) -> anyhow::Result<Device> {
+        if name != AUTO {
+            return Ok(runtime::device::select(name)?);
+        }
+        let launch = Launch::from_environment()?;
+        let Choice { device, reason } = match &launch {
+            // Groups of ranks compute there.
+            Some(_) => Choice { device: Device::Cpu, reason: "several ranks".to_owned() },
+            None => runtime::device::choose()?,
+        };
+        if launch.is_none_or(|launch| launch.rank == 0) && !is_result_alone {
+            say(self, &format!("device: {} ({reason})", runtime::device::flag(device)));
+        }
+        Ok(device)
+    }
+
+    /// Replaces `auto` in a configuration by the device that it is here.
+    ///
+    /// # Errors
+    /// Invalid variables of a launcher.
+    pub(crate) fn choose_device(&self, config: &mut Config) -> anyhow::Result<()> {
+        if config.training.device == AUTO {
+            config.training.device = runtime::device::flag(self.select(AUTO, false)?);
+        }
+        Ok(())
     }
 
     /// The seed.

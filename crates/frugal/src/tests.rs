@@ -6,6 +6,7 @@
 
 mod command_line;
 mod commands;
+mod config_keys;
 #[path = "../tests/it/conversations.rs"]
 mod conversations;
 mod data;
@@ -27,6 +28,7 @@ mod shipped;
 mod tiny_folder;
 mod train;
 mod trainings;
+mod unread_keys;
 mod wrong_values;
 
 use expect_test::Expect;

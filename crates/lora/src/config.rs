@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use crate::adapters::plan::tied_adapter;
 use crate::error::{Error, Result};
 use crate::init::Init;
+use crate::matches::nearest;
 
 /// Module names: a list of names or name suffixes, or a regular expression for whole names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,9 +167,14 @@ impl LoraConfig {
             },
             _ => None,
         };
+        const NAMES: [&str; 6] = ["true", "false", "gaussian", "pissa", "olora", "orthogonal"];
+        let near = self.init_lora_weights.as_str().and_then(|name| nearest(name, NAMES.into_iter()));
         named.ok_or_else(|| Error::Unsupported {
             field: "init_lora_weights".to_owned(),
-            found: self.init_lora_weights.to_string(),
+            found: match near {
+                Some(name) => format!("{} (did you mean \"{name}\"?)", self.init_lora_weights),
+                None => self.init_lora_weights.to_string(),
+            },
             remedy: "take true, false, \"gaussian\", \"pissa\", \"olora\" or \"orthogonal\", or convert the adapter to one \
                      that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)",
         })

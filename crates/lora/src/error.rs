@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::matches::nearest;
+
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -30,6 +32,24 @@ pub enum Error {
         /// The projections that exist.
         names: Vec<String>,
     },
+    /// An entry of a list, or a pattern, that matches nothing.
+    #[error(
+        "`{field}`: `{entry}` matches none of {among}; {} {}",
+        nearest.as_ref().map_or_else(|| "they are".to_owned(), |name| format!("did you mean `{name}`? They are")),
+        listed(names)
+    )]
+    NoMatch {
+        /// The setting.
+        field: &'static str,
+        /// The entry.
+        entry: String,
+        /// What it is matched with.
+        among: &'static str,
+        /// The nearest name, if one is near.
+        nearest: Option<String>,
+        /// The names that exist.
+        names: Vec<String>,
+    },
     /// A target that is not a projection.
     #[error(
         "the target `{name}` is not a linear projection of this model, so it cannot be adapted; the projections are {}. Train \
@@ -56,7 +76,11 @@ pub enum Error {
         others: String,
     },
     /// A module to save that the model lacks.
-    #[error("`modules_to_save`: the model has no module that ends with `{name}`; it has {}", listed(names))]
+    #[error(
+        "`modules_to_save`: the model has no module that ends with `{name}`; it has {}{}",
+        listed(names),
+        suggestion(name, names)
+    )]
     NoModule {
         /// The requested name.
         name: String,
@@ -154,6 +178,12 @@ fn listed(names: &[String]) -> String {
         count if count > SHOWN => format!("{shown} and {} more", count - SHOWN),
         _ => shown,
     }
+}
+
+/// The last part of a name that is near to an unknown one, as a question.
+fn suggestion(unknown: &str, names: &[String]) -> String {
+    let near = nearest(unknown, names.iter().filter_map(|name| name.rsplit('.').next()));
+    near.map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
 }
 
 fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) -> String {

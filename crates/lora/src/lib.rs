@@ -57,6 +57,7 @@ mod dora;
 mod error;
 mod function;
 mod linear;
+mod matches;
 mod options;
 mod switch;
 mod targets;

@@ -27,6 +27,9 @@ pub struct Options {
     pub seed: u64,
 }
 
+/// More than any projection is wide; a larger one overflows the sizes of tensors.
+const MAX_RANK: i64 = 1 << 20;
+
 impl Default for Options {
     /// PEFT's defaults: rank 8, α 8.
     fn default() -> Self {
@@ -49,6 +52,9 @@ impl Options {
         let refuse = |name, found: String, expected| Err(Error::Option { name, found, expected });
         if self.r < 1 {
             return refuse("r", self.r.to_string(), "a rank of at least 1");
+        }
+        if self.r > MAX_RANK {
+            return refuse("r", self.r.to_string(), "a rank of at most 1048576");
         }
         if !self.alpha.is_finite() {
             return refuse("lora_alpha", self.alpha.to_string(), "a finite number, such as twice the rank");

@@ -21,11 +21,11 @@ const DEFAULT_TARGETS: [&str; 3] = ["q_proj", "v_proj", "qkv_proj"];
 #[derive(Debug)]
 pub(crate) struct Targets<'a> {
     config: &'a LoraConfig,
-    modules: Names,
+    pub(crate) modules: Names,
     pattern: Option<Regex>,
     excluded: Option<Regex>,
     saved: Vec<Regex>,
-    layers: Vec<Regex>,
+    pub(crate) layers: Vec<Regex>,
 }
 
 impl<'a> Targets<'a> {
@@ -129,16 +129,16 @@ fn pattern_value<'a>(patterns: &'a Map<String, Value>, name: &str) -> Result<Opt
     Ok(None)
 }
 
-fn is_all_linear(pattern: &str) -> bool {
+pub(crate) fn is_all_linear(pattern: &str) -> bool {
     pattern.eq_ignore_ascii_case(ALL_LINEAR)
 }
 
-fn in_list(names: &[String], name: &str) -> bool {
+pub(crate) fn in_list(names: &[String], name: &str) -> bool {
     let ends = |known: &String| name.strip_suffix(known.as_str()).is_some_and(|rest| rest.ends_with('.'));
     names.iter().any(|known| known == name || ends(known))
 }
 
-fn compile(pattern: &str, whole: &str) -> Result<Regex> {
+pub(crate) fn compile(pattern: &str, whole: &str) -> Result<Regex> {
     Regex::new(whole).map_err(|cause| {
         let cause = cause.to_string();
         let reason = cause.lines().last().unwrap_or_default().trim_start_matches("error: ");
@@ -179,7 +179,13 @@ impl LoraConfig {
             init: self.init()?,
             seed: 0,
         };
-        options.check()?;
+        options.check().map_err(|error| match (error, r) {
+            // The rank is that of the pattern.
+            (Error::Option { name: "r", found, expected }, Some(_)) => {
+                Error::Option { name: "rank_pattern", found, expected }
+            }
+            (error, _) => error,
+        })?;
         Ok(options)
     }
 
@@ -222,7 +228,7 @@ impl LoraConfig {
 }
 
 /// Name and `[in, out]` of every projection of such a model.
-fn projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
+pub(crate) fn projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
     const HEAD: &str = "lm_head";
     let blocks = model.projections().into_iter().filter(|(name, _)| name != HEAD);
     let blocks = blocks.map(|(name, widths)| (hugging_face::tensor_name(&name), widths));

@@ -222,6 +222,8 @@ impl Sandbox {
         let out = self.folder.path().join("out");
         let mut command = self.command();
         command.arg("finetune").args(arguments).args([
+            "--device",
+            "cpu",
             "--json",
             "--records",
             "records.jsonl",

@@ -280,7 +280,9 @@ impl Sandbox {
     }
 
     fn program(&self, arguments: &str) -> Command {
-        self.start(&self.program, arguments, self.folder.path())
+        let mut command = self.start(&self.program, arguments, self.folder.path());
+        command.args(["--device", "cpu"]);
+        command
     }
 
     fn start(&self, program: &Path, arguments: &str, folder: &Path) -> Command {

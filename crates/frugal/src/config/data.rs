@@ -113,11 +113,11 @@ impl Default for DataConfig {
 pub enum DataFormat {
     /// Detected from file names and the first 100 records.
     ///
-    /// Problems with `question` and an `answer` with `####` are GSM8K; other records have the format that their fields show; files of
-    /// other types are text.
+    /// A folder with GSM8K's train.jsonl and test.jsonl is GSM8K; other records have the format that their fields show; files of other
+    /// types are text.
     #[default]
     Auto,
-    /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer.
+    /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines of problems, which are divided into 90, 5 and 5 %.
     Gsm8k,
     /// Records of one of the following formats, detected from the first 100.
     Rows,

@@ -31,7 +31,7 @@ pub(super) fn known_names(message: &str) -> Vec<&str> {
 pub(super) fn with_suggestion(message: &str) -> String {
     let suggestion = message.split_once(", expected ").and_then(|(before, list)| {
         let unknown = between_backticks(before).next_back()?;
-        before.starts_with("unknown ").then(|| nearest(unknown, between_backticks(list)))?
+        before.starts_with("unknown ").then(|| nearest_name(unknown, between_backticks(list)))?
     });
     match suggestion {
         Some(name) => format!("{message}; did you mean `{name}`?"),
@@ -50,7 +50,7 @@ fn between_backticks(text: &str) -> impl DoubleEndedIterator<Item = &str> {
 }
 
 /// Returns the name that a typing mistake or two turn into `unknown`.
-fn nearest<'a>(unknown: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest_name<'a>(unknown: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let allowed = (unknown.chars().count() / 3).clamp(1, 3);
     let near = names.map(|name| (strsim::damerau_levenshtein(unknown, name), name));
     near.filter(|(distance, name)| *distance <= allowed && *distance < name.chars().count())

@@ -3,69 +3,80 @@
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
-use super::{Config, nearest};
+use super::given::{Given, overlay};
+use super::written::Written;
+use super::{Config, Method, Task, nearest};
 use crate::error::{Error, Result};
 
 impl Config {
     /// Returns the configuration with one value replaced: `optimizer.lr=1e-4`. The value is written as in TOML; a text needs no quotes.
     ///
     /// # Errors
-    /// [`Error::Toml`]: text without `=`; a key that is unknown, with the nearest that is known; a value of the wrong type.
+    /// [`Error::Toml`]: text without `=`; a key that is unknown, with the nearest that is known; a value of the wrong type. A key of an
+    /// adapter that there is none of.
     pub fn with(&self, assignment: &str) -> Result<Self> {
-        let refuse = |reason: String| Error::Toml(format!("`{assignment}`: {reason}"));
-        let Some((key, text)) = assignment.split_once('=') else {
-            return Err(refuse("expected KEY=VALUE, such as optimizer.lr=1e-4".to_owned()));
-        };
-        let (key, text) = (key.trim(), text.trim());
-        if key.is_empty() || key.split('.').any(str::is_empty) {
-            return Err(refuse("expected a key with its section, such as optimizer.lr".to_owned()));
-        }
-        let quoted = Value::String(text.to_owned());
-        let parsed = parsed(text);
-        // `model.name=7` names a folder, though 7 is a number.
-        let attempts = parsed.into_iter().chain([quoted]).map(|value| self.replaced(key, value));
-        let mut first = None;
-        for attempt in attempts {
-            match attempt {
-                Ok(config) => return Ok(config),
-                Err(reason) => first = first.or(Some(reason)),
-            }
-        }
-        Err(refuse(first.unwrap_or_default()))
+        let mut given = Given::all_of(self)?;
+        given.assign(assignment)?;
+        given.config(given.task().unwrap_or(self.task))
     }
+}
 
-    fn replaced(&self, key: &str, value: Value) -> Result<Self, String> {
-        let mut all = serde_json::to_value(self).map_err(|cause| cause.to_string())?;
-        let mut at = &mut all;
-        for (number, name) in key.split('.').enumerate() {
-            if at.is_null() {
-                *at = Value::Object(Map::new());
-            }
-            let Value::Object(fields) = at else {
-                let section = key.split('.').take(number).collect::<Vec<_>>().join(".");
-                return Err(format!("`{section}` is a value, not a section"));
-            };
-            at = fields.entry(name).or_insert(Value::Null);
-        }
-        if at.is_object() && !value.is_object() {
-            return Err(format!("`{key}` is a section; name one of its keys, as {key}.KEY=VALUE"));
-        }
-        *at = value;
-        Self::deserialize(all).map_err(|cause| {
-            let message = cause.to_string();
-            let sections = if key.contains('.') { Vec::new() } else { nearest::known_names(&message) };
-            match sections.into_iter().find(|section| has_key(section, key)) {
-                Some(section) => format!("the key has no section; did you mean `{section}.{key}`?"),
-                None => nearest::with_suggestion(&nearest::in_words(&message)),
-            }
-        })
+/// Reads `KEY=VALUE` for a configuration in which `values` are given: returns the key, and the value in the key's type.
+pub(super) fn assigned(values: &Map<String, Value>, assignment: &str) -> Result<(String, Value)> {
+    let refuse = |reason: String| Error::Toml(format!("`{assignment}`: {reason}"));
+    let Some((key, text)) = assignment.split_once('=') else {
+        return Err(refuse("expected KEY=VALUE, such as optimizer.lr=1e-4".to_owned()));
+    };
+    let (key, text) = (key.trim(), text.trim());
+    if key.is_empty() || key.split('.').any(str::is_empty) {
+        return Err(refuse("expected a key with its section, such as optimizer.lr".to_owned()));
     }
+    let quoted = Value::String(text.to_owned());
+    // `model.name=7` names a folder, though 7 is a number.
+    let mut first = None;
+    for value in parsed(text).into_iter().chain([quoted]) {
+        match check(values, key, value.clone()) {
+            Ok(()) => return Ok((key.to_owned(), value)),
+            Err(reason) => first = first.or(Some(reason)),
+        }
+    }
+    Err(refuse(first.unwrap_or_default()))
+}
+
+/// Checks the value of a key beside the given ones.
+fn check(values: &Map<String, Value>, key: &str, value: Value) -> Result<(), String> {
+    let defaults = Config::defaults(Task::Finetune, Method::Lora);
+    let mut all = serde_json::to_value(defaults).map_err(|cause| cause.to_string())?;
+    overlay(&mut all, Value::Object(values.clone()));
+    let mut at = &mut all;
+    for (number, name) in key.split('.').enumerate() {
+        if at.is_null() {
+            *at = Value::Object(Map::new());
+        }
+        let Value::Object(fields) = at else {
+            let section = key.split('.').take(number).collect::<Vec<_>>().join(".");
+            return Err(format!("`{section}` is a value, not a section"));
+        };
+        at = fields.entry(name).or_insert(Value::Null);
+    }
+    if at.is_object() && !value.is_object() {
+        return Err(format!("`{key}` is a section; name one of its keys, as {key}.KEY=VALUE"));
+    }
+    *at = value;
+    Written::deserialize(all).map(drop).map_err(|cause| {
+        let message = cause.to_string();
+        let sections = if key.contains('.') { Vec::new() } else { nearest::known_names(&message) };
+        match sections.into_iter().find(|section| has_key(section, key)) {
+            Some(section) => format!("the key has no section; did you mean `{section}.{key}`?"),
+            None => nearest::with_suggestion(&nearest::in_words(&message)),
+        }
+    })
 }
 
 /// Returns whether a section has a key.
 fn has_key(section: &str, key: &str) -> bool {
     // A key that is known takes null, or refuses its type.
-    match Config::deserialize(json!({ section: { key: null } })) {
+    match Written::deserialize(json!({ section: { key: null } })) {
         Ok(_) => true,
         Err(cause) => cause.to_string().starts_with("invalid type: null"),
     }
@@ -74,7 +85,10 @@ fn has_key(section: &str, key: &str) -> bool {
 /// The value of a TOML expression; `None` if it is none.
 fn parsed(text: &str) -> Option<Value> {
     let table = format!("value = {text}").parse::<toml::Table>().ok()?;
-    serde_json::to_value(table.get("value")?).ok()
+    let value = table.get("value")?;
+    // JSON would make nothing of an infinite number.
+    let is_finite = value.as_float().is_none_or(f64::is_finite);
+    is_finite.then(|| serde_json::to_value(value).ok())?
 }
 
 #[cfg(test)]
@@ -84,7 +98,8 @@ mod tests {
 
     #[test]
     fn values_are_set_by_key() {
-        let set = |assignment: &str| Config::default().with(assignment).unwrap();
+        let lora = Config::defaults(Task::Finetune, Method::Lora);
+        let set = |assignment: &str| lora.with(assignment).unwrap();
         assert_eq!(set("optimizer.lr=1e-4").optimizer.lr, 1e-4);
         assert_eq!(set("optimizer.lr=1").optimizer.lr, 1.0);
         assert_eq!(set("training.budget=3GiB").training.budget, Some(Bytes(3 << 30)));
@@ -104,7 +119,8 @@ mod tests {
     #[test]
     fn what_cannot_be_set_is_named() {
         let check = |assignment: &str, expected: &str| {
-            let error = Config::default().with(assignment).unwrap_err().to_string();
+            let lora = Config::defaults(Task::Finetune, Method::Lora);
+            let error = lora.with(assignment).unwrap_err().to_string();
             assert!(error.starts_with(&format!("`{assignment}`: ")) && error.contains(expected), "{error}");
         };
         check("optimizer.lr", "expected KEY=VALUE");

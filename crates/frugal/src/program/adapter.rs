@@ -1,6 +1,7 @@
 //! What is adapted, and how, by flags.
 
 use clap::Args;
+use frugal::Config;
 use frugal::lora::{LoraConfig, Names};
 use serde_json::Value;
 
@@ -36,17 +37,6 @@ pub(crate) struct AdapterArgs {
 }
 
 impl AdapterArgs {
-    /// The default adapter of a fine-tuning.
-    pub(crate) fn default_config() -> LoraConfig {
-        LoraConfig {
-            r: 8,
-            lora_alpha: 16.0,
-            lora_dropout: 0.05,
-            target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
-            ..LoraConfig::default()
-        }
-    }
-
     /// Whether any flag was given.
     pub(crate) fn is_given(&self) -> bool {
         let Self { r, alpha, dropout, targets, target_pattern, rslora, dora, init } = self;
@@ -88,6 +78,6 @@ impl AdapterArgs {
     /// The configuration, for a base of this name.
     pub(crate) fn config(&self, base: &str) -> LoraConfig {
         let base_model_name_or_path = Some(base.to_owned());
-        self.apply(LoraConfig { base_model_name_or_path, ..Self::default_config() })
+        self.apply(LoraConfig { base_model_name_or_path, ..Config::default_adapter() })
     }
 }

@@ -62,8 +62,8 @@ pub(crate) struct Eval {
     /// An adapter's folder [default: that of the run in --model]
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Data to measure the mean loss on, in any format that finetune reads. GSM8K's problems are answered and graded instead;
-    /// --format question-answer measures their loss
+    /// Data to measure the mean loss on, in any format that finetune reads. GSM8K's problems (its folder, or --format gsm8k) are answered
+    /// and graded instead; --format question-answer measures their loss
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// Grade greedy answers to the questions of this file: JSON lines with `question` and `answer`
@@ -138,10 +138,12 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
             path.display()
         );
     }
+    common.device()?;
     let model = arguments.model.find(common, arguments.adapter.as_deref())?;
     // Rows are made as in the training, unless a flag says otherwise.
     let mut data = DataConfig { limit: None, validation: None, ..model.data.clone().unwrap_or_default() };
     if let Some(path) = &arguments.questions {
+        refuse_of_gsm8k(common)?;
         arguments.rows.apply(&mut data);
         // The prompt is what comes before the answer.
         (data.format, data.mask) = (DataFormat::QuestionAnswer, Mask::Answers);
@@ -161,6 +163,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
     if detected == rows::Found::Gsm8k {
         return gsm8k::run(common, arguments, &model, (&Problems::of(&data), &data));
     }
+    refuse_of_gsm8k(common)?;
     if arguments.out.is_some() {
         bail!("--out has the answers to --questions or to GSM8K; the loss on data has none");
     }
@@ -183,4 +186,17 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         bail!("{} has no such split; leave out --split, or name a file as --data", data.source);
     }
     loss::run(common, arguments, &model, (&files, &detected, &data))
+}
+
+/// Refuses flags that only GSM8K's problems have.
+fn refuse_of_gsm8k(common: &Common) -> anyhow::Result<()> {
+    match ["--shots", "--strip-annotations", "--split-seed"]
+        .iter()
+        .find(|flag| common.given.iter().any(|one| one == *flag))
+    {
+        Some(flag) => bail!(
+            "{flag} applies to GSM8K only: a folder with its train.jsonl and test.jsonl, or --format gsm8k; leave it out"
+        ),
+        None => Ok(()),
+    }
 }

@@ -371,7 +371,7 @@ impl Export {
             }
         }
         merge::refuse_nf4(&folder, self.dtype)?;
-        let model = folder.load(self.dtype.map(|dtype| dtype.kind()), common.device()?)?;
+        let model = folder.load(self.dtype.map(|dtype| dtype.kind()), common.device_of_weights()?)?;
         merge::into_folder((&folder, &self.companions(&folder)?), model, adapter, out, self.max_shard_bytes)
     }
 }

@@ -12,7 +12,8 @@ use std::rc::Rc;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::config::{Config, Dtype, Task};
+use frugal::config::{Config, Dtype, Given, Method, Task};
+use frugal::models::LlamaConfig;
 use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
@@ -38,13 +39,14 @@ use super::run_record::{note_other_data, write_page};
 use super::saving::{Saving, as_begun};
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{Run, name_budget, name_resume};
+use super::unread;
 use data::{Data, with_date};
 pub(crate) use weights::MODEL;
 use weights::Weights;
 
 /// What is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Method {
+enum MethodArg {
     /// Low-rank adapters
     Lora,
     /// Low-rank adapters with a learned magnitude for each row of the weights
@@ -56,10 +58,20 @@ enum Method {
     Qlora,
 }
 
+impl MethodArg {
+    fn get(self) -> Method {
+        match self {
+            Self::Lora | Self::Qlora => Method::Lora,
+            Self::Dora => Method::Dora,
+            Self::Full => Method::Full,
+        }
+    }
+}
+
 #[derive(Args)]
 pub(crate) struct Finetune {
     /// A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights
-    #[arg(long, value_name = "NAME_OR_FOLDER", required_unless_present = "config")]
+    #[arg(long, value_name = "NAME_OR_FOLDER", required_unless_present_any = ["config", "set"])]
     model: Option<String>,
     #[command(flatten)]
     hub: HubArgs,
@@ -69,7 +81,7 @@ pub(crate) struct Finetune {
     /// Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz) with messages, prompts and
     /// completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.*, and validation.*
     /// if there is one
-    #[arg(long, value_name = "PATH", required_unless_present = "config", help_heading = DATA)]
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["config", "set"], help_heading = DATA)]
     data: Option<String>,
     /// Validation data: a file; a folder may have its own split, and GSM8K has one [default: the folder's validation.*]
     #[arg(long, value_name = "FILE", help_heading = DATA)]
@@ -85,7 +97,7 @@ pub(crate) struct Finetune {
     dry_run: bool,
     /// What is trained [default: lora]
     #[arg(long, value_enum)]
-    method: Option<Method>,
+    method: Option<MethodArg>,
     /// As in other programs; said in another way here
     #[arg(long, hide = true)]
     load_in_4bit: bool,
@@ -112,23 +124,19 @@ pub(crate) struct Finetune {
 /// The key of the chat template.
 const TEMPLATE: &str = "data.chat_template";
 
-/// Learning rate of full fine-tuning, by default.
-const FULL_LEARNING_RATE: f64 = 2e-5;
-
 impl Finetune {
-    /// The configuration that the flags and the file make.
-    fn config(&self, common: &Common) -> anyhow::Result<Config> {
-        if self.method == Some(Method::Qlora) || self.load_in_4bit {
+    /// The configuration that the file, `--set` and the flags make, what the first two gave, and the base.
+    fn config(&self, common: &Common) -> anyhow::Result<(Config, Given, Option<Target>)> {
+        if self.method == Some(MethodArg::Qlora) || self.load_in_4bit {
             bail!("a frozen base in four bits (QLoRA) is --method lora with --dtype nf4");
         }
-        let from_file = self.settings.is_from_file();
-        let mut config = self.settings.base(Config::default())?;
-        config.task = Task::Finetune;
-        let full = match self.method {
-            Some(method) => method == Method::Full,
-            None => from_file && config.adapter.is_none() && !self.adapter.is_given(),
-        };
-        if full && self.adapter.is_given() {
+        let mut base = None;
+        let mut given = self.settings.given()?;
+        if let Some(method) = self.method {
+            given.set("method", method.get().name().into(), "--method")?;
+        }
+        let mut config = given.config(Task::Finetune)?;
+        if config.adapter.is_none() && self.adapter.is_given() {
             bail!("--method full trains all weights and has no adapter; leave out the adapter's flags");
         }
         put_some(&mut config.model.name, self.model.as_deref().map(str::to_owned));
@@ -140,48 +148,59 @@ impl Finetune {
         put(&mut config.data.shots, self.shots);
         if let Some(name) = &config.model.name {
             let target = Target::to_fine_tune(name)?;
-            if Launch::from_environment()?.is_none_or(|launch| launch.rank == 0) {
-                target.tell(common);
-            }
-            config.model.name = Some(target.model);
+            config.model.name = Some(target.model.clone());
+            base = Some(target);
         }
         config.data.strip_annotations |= self.strip_annotations;
         put(&mut config.data.split_seed, self.split_seed);
         put_some(&mut config.data.limit, self.limit);
         self.rows.apply(&mut config.data);
-        if full {
-            config.adapter = None;
-            if !from_file {
-                config.optimizer.lr = FULL_LEARNING_RATE;
-            }
-        } else {
+        if let Some(adapter) = config.adapter.take() {
             // A folder's path has to lead to it from anywhere.
             let base = config.model.name.clone().map(|base| match std::fs::canonicalize(&base) {
                 Ok(path) if path.is_dir() => path.display().to_string(),
                 _ => base,
             });
-            let adapter = config.adapter.take().unwrap_or_else(AdapterArgs::default_config);
             let mut adapter = self.adapter.apply(adapter);
-            // A file may have been written where the base has another path.
-            if self.model.is_some() || adapter.base_model_name_or_path.is_none() {
+            // A training may have written its file where the base has another path.
+            let key = "adapter.base_model_name_or_path";
+            let is_asked = given.origins().has(key) && given.of_training() != Some(given.origins().get(key));
+            let is_moved = self.model.is_some() && !is_asked;
+            if is_moved || adapter.base_model_name_or_path.is_none() {
                 put_some(&mut adapter.base_model_name_or_path, base);
+                given.forget(key);
             }
-            adapter.use_dora |= self.method == Some(Method::Dora);
             config.adapter = Some(adapter);
         }
         self.settings.apply(&mut config, common)?;
-        Ok(config)
+        Ok((config, given, base))
     }
 }
 
+/// The configuration of a command line, and where its values come from.
+#[cfg(test)]
+pub(crate) fn configured(
+    common: &Common,
+    arguments: &Finetune,
+) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
+    let (config, given, _) = arguments.config(common)?;
+    let origins = super::run_flags::origins(&config, &given, &common.given)?;
+    Ok((config, origins))
+}
+
 pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
-    let mut config = arguments.config(common)?;
+    let (mut config, given, base) = arguments.config(common)?;
     let is_set =
         arguments.rows.gives_chat_template() || arguments.settings.run.keys().any(|key| key == TEMPLATE);
     if let Some(file) = arguments.settings.config.as_deref().filter(|_| !is_set) {
         origin::take_template_of_run(&mut config, file);
     }
-    let common = with_origins(common, &config, &arguments.settings)?;
+    let common = with_origins(common, (&config, &given), &arguments.settings)?;
+    unread::refuse(&common, &config)?;
+    common.choose_device(&mut config)?;
+    if Launch::from_environment()?.is_none_or(|launch| launch.rank == 0) {
+        base.inspect(|base| base.tell(&common));
+    }
     let start = match (arguments.dry_run, arguments.resume) {
         (true, _) => Start::DryRun,
         (_, true) => Start::Resume,
@@ -239,6 +258,8 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     if same_folder(folder.path(), out) {
         bail!(own());
     }
+    let config = &with_own_targets(common, config, folder.config());
+    let recipe = if common.asked.has(TARGETS) { recipe } else { ranks::recipe(common, config)? };
     recipe.check_folder(&folder)?;
     exports::tell(common, config, &folder);
     let config = &origin::with_commit(config, &folder);
@@ -414,6 +435,25 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         }
     }
     Ok(())
+}
+
+/// The key of what is adapted.
+const TARGETS: &str = "adapter.target_modules";
+
+/// The configuration with the default targets by the names that they have in a model whose projections are fused (Phi-3).
+fn with_own_targets(common: &Common, config: &Config, model: &LlamaConfig) -> Config {
+    let mut config = config.clone();
+    let is_fused = model.projections().iter().any(|(name, _)| name.ends_with(".qkv_proj"));
+    let default = Config::default_adapter().target_modules;
+    if let Some(adapter) = &mut config.adapter
+        && is_fused
+        && adapter.target_modules == default
+        && !common.origins.has(TARGETS)
+    {
+        adapter.target_modules = Some(["qkv_proj", "o_proj"].into());
+        say(common, "adapts qkv_proj and o_proj, as this model calls the projections of its attention");
+    }
+    config
 }
 
 /// Optimizer steps in all.

@@ -1,18 +1,16 @@
 //! The flags that belong to the keys of a configuration.
 
 /// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
-const FLAGS: [(&str, &str); 80] = [
+const FLAGS: [(&str, &str); 79] = [
     ("activations.plan", "--activations"),
     ("activations.plan", "--recompute"),
     ("activations.recompute", "--recompute-what"),
-    ("adapter.base_model_name_or_path", "--model"),
     ("adapter.init_lora_weights", "--init"),
     ("adapter.lora_alpha", "--alpha"),
     ("adapter.lora_dropout", "--dropout"),
     ("adapter.r", "--r"),
     ("adapter.target_modules", "--targets"),
     ("adapter.target_modules", "--target-pattern"),
-    ("adapter.use_dora", "--method"),
     ("adapter.use_dora", "--dora"),
     ("adapter.use_rslora", "--rslora"),
     ("data.chat_template", "--chat-template"),
@@ -40,6 +38,7 @@ const FLAGS: [(&str, &str); 80] = [
     ("data.workers", "--workers"),
     ("loss.chunk_tokens", "--loss-chunk"),
     ("loss.head", "--loss"),
+    ("method", "--method"),
     ("mlp.level", "--mlp"),
     ("model.dtype", "--dtype"),
     ("model.name", "--model"),
@@ -92,6 +91,12 @@ pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
 /// The key that a flag of a training sets.
 pub(crate) fn key_of(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(_, own)| *own == flag).map(|(key, _)| *key)
+}
+
+/// The keys that a flag of trainings sets.
+#[cfg(test)]
+pub(crate) fn keys_of(flag: &str) -> Vec<&'static str> {
+    FLAGS.iter().filter(|(_, own)| *own == flag).map(|(key, _)| *key).collect()
 }
 
 /// Puts the flag behind each key that an error about a configuration names.

@@ -10,6 +10,7 @@ use accounting::quantity::bytes_text;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args};
 use dataloading::Tokenizer;
+use dataloading::records::{self, FileKind, Record};
 use frugal::companion_files::CompanionFiles;
 use frugal::config::{Bytes, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
@@ -20,7 +21,7 @@ use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator};
 use models::tensors_file::dtype_name;
 use report::cli::Failure;
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use super::model::{Found, ModelArgs, with_adapter};
@@ -53,7 +54,8 @@ pub(crate) struct Generate {
     /// Text to continue
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// A file of prompts, one per line (\n stands for a line break), which are continued in one batch
+    /// A file of prompts, one per line (\n stands for a line break), or records with a field `prompt` (.jsonl, .json, .csv, .parquet),
+    /// which are continued in one batch
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Maximum number of new tokens per prompt
@@ -159,13 +161,39 @@ impl Generate {
             return Ok(vec![prompt.clone()]);
         }
         let path = self.prompts.clone().unwrap_or_default();
-        let file = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-        let lines = file.lines().filter(|line| !line.trim().is_empty());
-        let texts: Vec<String> = lines.map(|line| line.replace("\\n", "\n")).collect();
+        let texts: Vec<String> = match FileKind::of(&path) {
+            FileKind::Text => {
+                let file = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                let lines = file.lines().filter(|line| !line.trim().is_empty());
+                lines.map(|line| line.replace("\\n", "\n")).collect()
+            }
+            _ => records::read_all(&[&path])?
+                .map(|record| prompt_of(&record?))
+                .collect::<anyhow::Result<_>>()?,
+        };
         if texts.is_empty() {
             bail!("{}: no prompt in it; write one on each line", path.display());
         }
         Ok(texts)
+    }
+}
+
+/// The prompt of a record.
+fn prompt_of(record: &Record) -> anyhow::Result<String> {
+    match record.fields.get("prompt") {
+        Some(Value::String(prompt)) => Ok(prompt.clone()),
+        Some(_) => {
+            bail!("{}: `prompt` is no text; a conversation is continued by `frugal chat`", record.location)
+        }
+        None => {
+            let names: Vec<&str> = record.fields.keys().map(String::as_str).collect();
+            bail!(
+                "{}: no field `prompt`, which holds the text to continue; the fields here are {}. Lines of plain text are read from a \
+                 file of another type, such as .txt",
+                record.location,
+                names.join(", ")
+            )
+        }
     }
 }
 

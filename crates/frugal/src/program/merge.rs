@@ -60,7 +60,7 @@ pub(crate) struct Merge {
 }
 
 pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
-    let device = common.device()?;
+    let device = common.device_of_weights()?;
     let out = &arguments.out;
     let Found { folder, adapter, data } = arguments.model.find(common, arguments.adapter.as_deref())?;
     let Some(adapter) = adapter.as_deref() else {

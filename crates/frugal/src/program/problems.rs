@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use frugal::config::DataConfig;
+use frugal::dataloading::{self, records::Splits};
 use frugal::tasks::gsm8k::{Annotations, FewShot, Problem, PromptFormat, Split, records, split};
 
 const TRAIN: &str = "train.jsonl";
@@ -23,6 +24,22 @@ pub(crate) struct Parts {
     pub(crate) train: Vec<Problem>,
     pub(crate) test: Vec<Problem>,
     pub(crate) validation: Vec<Problem>,
+}
+
+/// Whether a folder is GSM8K's: it has both of its files and no other split, and what the first one begins with is a problem.
+pub(crate) fn is_folder(path: &Path) -> bool {
+    if ![TRAIN, TEST].iter().all(|name| path.join(name).is_file()) {
+        return false;
+    }
+    let has_validation = Splits::of(path).is_ok_and(|splits| !splits.validation.is_empty());
+    let records = dataloading::records::read_all(&[path.join(TRAIN)]);
+    let first = records.ok().and_then(|mut records| records.find_map(Result::ok));
+    !has_validation
+        && first.is_some_and(|record| {
+            let text = |field: &str| record.fields.get(field).and_then(|value| value.as_str());
+            let (question, answer) = (text("question"), text("answer"));
+            question.zip(answer).is_some_and(|(question, answer)| Problem::new(question, answer).is_ok())
+        })
 }
 
 impl Problems {

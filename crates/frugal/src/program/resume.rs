@@ -14,7 +14,7 @@ use super::finetune::{self, Start};
 use super::report::report_finished;
 use super::run_flags::{RunArgs, origins_of_resume};
 use super::settings::{budget, put_some};
-use super::{Common, train};
+use super::{Common, train, unread};
 
 #[derive(Args)]
 pub(crate) struct Resume {
@@ -43,7 +43,13 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     if common.seed.is_some() {
         bail!("--seed: a training that is resumed keeps its seed; leave it out, or begin another training");
     }
-    let mut config = arguments.run.set(Config::read(&path)?)?;
+    let before = Config::read(&path)?;
+    let mut config = arguments.run.set(before.clone())?;
+    if (config.task, config.method()) != (before.task, before.method()) {
+        bail!(
+            "`task` and `method` stay as they are in a run that is resumed; leave them out, or begin another training"
+        );
+    }
     put_some(&mut config.training.budget, arguments.budget);
     arguments.run.apply(&mut config);
     if let Some(device) = &common.device {
@@ -55,7 +61,14 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     check_data(&config)?;
     let record = RunRecord::read(&arguments.folder)?;
     let origins = origins_of_resume(&config, record.as_ref(), &arguments.run, &common.given)?;
-    let common = &Common { origins, earlier: record.map(Arc::new), ..common.clone() };
+    let mut asked = origins.clone();
+    asked.retain(|key| {
+        let is_flag = super::flags::flags_of(key).any(|flag| common.given.iter().any(|one| one == flag));
+        is_flag || arguments.run.keys().any(|one| one == key)
+    });
+    let common = &Common { origins, asked, earlier: record.map(Arc::new), ..common.clone() };
+    unread::refuse(common, &config)?;
+    common.choose_device(&mut config)?;
     match config.task {
         Task::Finetune => finetune::launch(common, &config, &arguments.folder, Start::Resume),
         Task::Train => train::launch(common, &config, Some(&arguments.folder), true, None),

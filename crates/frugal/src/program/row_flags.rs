@@ -17,6 +17,7 @@ use super::Common;
 use super::encoding::{EncodingArgs, Ends};
 use super::figures::counted;
 use super::output::say;
+use super::problems;
 use super::settings::{MaskArg, put, put_some};
 
 /// How records become rows.
@@ -132,6 +133,7 @@ pub(crate) fn found(splits: &Splits, data: &DataConfig) -> anyhow::Result<Found>
     Ok(match data.format {
         DataFormat::Gsm8k => Found::Gsm8k,
         DataFormat::Text => Found::Text,
+        DataFormat::Auto if problems::is_folder(Path::new(&data.source)) => Found::Gsm8k,
         DataFormat::Rows => Found::Records(rows::detect_records(files, &data.field)?),
         _ => rows::detect(files, &data.field)?,
     })

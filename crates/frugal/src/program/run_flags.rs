@@ -6,6 +6,7 @@ use std::sync::Arc;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, Command};
 use frugal::Config;
+use frugal::config::{Given, Method, Task};
 use frugal::run_folder::RunRecord;
 use frugal::run_folder::origins::{Origins, values};
 use serde_json::Value;
@@ -48,6 +49,16 @@ impl RunArgs {
         })
     }
 
+    /// Takes the values that `--set` names.
+    ///
+    /// # Errors
+    /// As [`RunArgs::set`].
+    pub(crate) fn assign(&self, given: &mut Given) -> anyhow::Result<()> {
+        self.set.iter().try_for_each(|assignment| {
+            given.assign(assignment).map_err(|error| anyhow::anyhow!("--set {error}"))
+        })
+    }
+
     /// Overrides the configuration's values by the flags that were given.
     pub(crate) fn apply(&self, config: &mut Config) {
         let training = &mut config.training;
@@ -83,33 +94,31 @@ pub(crate) fn given(command: &Command, matches: &ArgMatches) -> Vec<String> {
 /// Where the values of a configuration come from: the file, `--set`, or a flag; the other ones are defaults.
 ///
 /// # Errors
-/// A file that is no configuration.
-pub(crate) fn origins(config: &Config, settings: &SettingsArgs, given: &[String]) -> anyhow::Result<Origins> {
-    let SettingsArgs { config: file, run: set, .. } = settings;
-    let mut origins = Origins::default();
-    if let Some(path) = file {
-        let table: toml::Table = std::fs::read_to_string(path)?.parse()?;
-        let origin = format!("file {}", path.display());
-        keys(&serde_json::to_value(table)?, "", &mut |key| origins.set(key, &origin));
+/// A configuration that cannot be expressed.
+pub(crate) fn origins(config: &Config, of: &Given, given: &[String]) -> anyhow::Result<Origins> {
+    let mut origins = of.origins().clone();
+    let values = values(config)?;
+    origins.retain(|key| values.iter().any(|(own, _)| own == key));
+    // The same flags name the model that is fine-tuned.
+    let is_of_train = |key: &str| key.starts_with("model.shape.");
+    for (key, _) in values.iter().filter(|(key, _)| config.task == Task::Train || !is_of_train(key)) {
+        if let Some(flag) = flags_of(key).find(|flag| given.iter().any(|one| one == flag)) {
+            origins.set(key, flag);
+        }
     }
-    set.keys().for_each(|key| origins.set(key, "--set"));
-    for (key, _) in values(config)? {
-        if let Some(flag) = flags_of(&key).find(|flag| given.iter().any(|one| one == flag)) {
-            origins.set(&key, flag);
+    // What follows from another value comes from where that does.
+    let is_dora = config.method() == Some(Method::Dora);
+    for (key, from, follows) in [
+        ("adapter.base_model_name_or_path", "model.name", true),
+        ("adapter.use_dora", "method", is_dora),
+        ("method", "adapter.use_dora", is_dora),
+    ] {
+        if follows && !origins.has(key) && origins.has(from) {
+            let origin = origins.get(from).to_owned();
+            origins.set(key, &origin);
         }
     }
     Ok(origins)
-}
-
-/// Passes the keys of values.
-fn keys(value: &Value, prefix: &str, each: &mut dyn FnMut(&str)) {
-    match value {
-        Value::Object(fields) => fields.iter().for_each(|(key, value)| {
-            let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
-            keys(value, &key, each);
-        }),
-        _ => each(prefix),
-    }
 }
 
 /// Where the values of a resumed training come from: as before, but for those that `config.toml`, `--set` or a flag has changed since.
@@ -136,6 +145,13 @@ pub(crate) fn origins_of_resume(
             origins.set(&key, flag);
         } else if set.keys().any(|one| one == key) {
             origins.set(&key, "--set");
+        } else if key == "method"
+            && record.is_some()
+            && !origins.has(&key)
+            && config.method() != Some(Method::default())
+        {
+            // Earlier versions wrote none.
+            origins.set(&key, "config.toml");
         } else if is_new && record.is_some() {
             origins.set(&key, "config.toml, edited");
         }
@@ -149,12 +165,14 @@ pub(crate) fn origins_of_resume(
 /// Those of [`origins`].
 pub(crate) fn with_origins(
     common: &Common,
-    config: &Config,
+    (config, given): (&Config, &Given),
     settings: &SettingsArgs,
 ) -> anyhow::Result<Common> {
-    let origins = origins(config, settings, &common.given)?;
+    let origins = origins(config, given, &common.given)?;
     let folder = settings.config.as_deref().and_then(Path::parent);
     // Another program's file of this name is none.
     let earlier = folder.and_then(|folder| RunRecord::read(folder).ok().flatten()).map(Arc::new);
-    Ok(Common { origins, earlier, ..common.clone() })
+    let mut asked = origins.clone();
+    asked.retain(|key| given.of_training() != Some(origins.get(key)));
+    Ok(Common { origins, asked, earlier, ..common.clone() })
 }

@@ -252,7 +252,7 @@ mod tests {
     fn a_training_of_all_weights_gives_its_model() {
         let run = folder(&["model/config.json"]);
         let out = run.path();
-        fs::write(out.join(CONFIG_FILE), "[model]\nname = \"base\"\n").unwrap();
+        fs::write(out.join(CONFIG_FILE), "method = \"full\"\n[model]\nname = \"base\"\n").unwrap();
         assert_eq!(found(out, false).0, out.join("model").display().to_string());
         fs::remove_file(out.join("model/config.json")).unwrap();
         fs::write(out.join(CONFIG_FILE), "task = \"train\"\n[model.shape]\nfamily = \"gpt2\"\n").unwrap();

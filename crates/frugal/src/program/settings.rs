@@ -6,7 +6,7 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::Config;
 use frugal::config::{
-    ActivationPlan, Bytes, CheckpointEvery, Compute, LossHeadKind, MasterWeights, OffloadConfig,
+    ActivationPlan, Bytes, CheckpointEvery, Compute, Given, LossHeadKind, MasterWeights, OffloadConfig,
     OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
 };
 use frugal::dataloading::chat::Mask;
@@ -172,17 +172,17 @@ choice! {
 }
 
 impl SettingsArgs {
-    /// Whether a configuration file was given.
-    pub(crate) fn is_from_file(&self) -> bool {
-        self.config.is_some()
-    }
-
-    /// The configuration file's values, or `defaults`, with those of `--set`.
+    /// What the configuration file and `--set` give.
     ///
     /// # Errors
     /// A file that is no configuration; a key that is unknown.
-    pub(crate) fn base(&self, defaults: Config) -> anyhow::Result<Config> {
-        self.run.set(self.config.as_deref().map_or(Ok(defaults), Config::read)?)
+    pub(crate) fn given(&self) -> anyhow::Result<Given> {
+        let mut given = Given::default();
+        if let Some(path) = &self.config {
+            given.file(path)?;
+        }
+        self.run.assign(&mut given)?;
+        Ok(given)
     }
 
     /// Overrides the configuration's values by the flags that were given.

@@ -7,9 +7,9 @@ mod weights;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
-use frugal::config::{Config, OptimizerConfig, ShapeConfig, ShapeFamily, Task, TrainingConfig};
+use frugal::config::{Config, Given, ShapeConfig, ShapeFamily, Task};
 use frugal::display::Efficiency;
 use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
@@ -19,7 +19,6 @@ use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::Trainer;
 use frugal::training::probe::StepProbe;
-use frugal::training::schedule::Shape;
 use serde_json::json;
 use tch::{Device, Kind};
 
@@ -38,6 +37,7 @@ use super::run_record::note_other_data;
 use super::saving::{Saving, as_begun};
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, name_budget, name_resume};
+use super::unread;
 use data::Data;
 use weights::{Weights, files};
 
@@ -107,30 +107,11 @@ pub(crate) struct Train {
 /// The file of a trace.
 const TRACE: OutputFlag = OutputFlag { name: "--trace", overwrite: None };
 
-/// Tokens of a row by default.
-const LENGTH: usize = 32;
-
 impl Train {
-    fn defaults() -> Config {
-        let mut config = Config::default();
-        config.data.source = "synthetic".to_owned();
-        config.data.max_length = Some(LENGTH);
-        config.optimizer = OptimizerConfig {
-            lr: 1e-3,
-            schedule: Shape::Constant,
-            warmup: 0.0,
-            weight_decay: 0.1,
-            clip: 0.0,
-            ..OptimizerConfig::default()
-        };
-        config.training =
-            TrainingConfig { batch: 8, accumulation: 1, keep: 3, log_every: 10, ..TrainingConfig::default() };
-        config
-    }
-
-    fn config(&self, common: &Common) -> anyhow::Result<Config> {
-        let mut config = self.settings.base(Self::defaults())?;
-        config.task = Task::Train;
+    /// The configuration that the file, `--set` and the flags make, and what the first two gave.
+    fn config(&self, common: &Common) -> anyhow::Result<(Config, Given)> {
+        let given = self.settings.given()?;
+        let mut config = given.config(Task::Train)?;
         match self.model.as_deref().map(|name| (name, ShapeFamily::from_str(name, true))) {
             None => {}
             Some((_, Ok(family))) => {
@@ -161,16 +142,29 @@ impl Train {
         put(&mut data.workers, self.workers);
         config.training.ignore_failed_checkpoints |= self.ignore_failed_checkpoints;
         self.settings.apply(&mut config, common)?;
-        Ok(config)
+        Ok((config, given))
     }
 }
 
+/// The configuration of a command line, and where its values come from.
+#[cfg(test)]
+pub(crate) fn configured(
+    common: &Common,
+    arguments: &Train,
+) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
+    let (config, given) = arguments.config(common)?;
+    let origins = super::run_flags::origins(&config, &given, &common.given)?;
+    Ok((config, origins))
+}
+
 pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
-    let config = arguments.config(common)?;
+    let (mut config, given) = arguments.config(common)?;
     let trace = arguments.trace.as_deref();
     let trace = trace.map(|path| OutputFile::new(path, &TRACE, &[])).transpose()?;
     let diagnosis = arguments.diagnose.then_some(trace.as_ref());
-    let common = &with_origins(common, &config, &arguments.settings)?;
+    let common = &with_origins(common, (&config, &given), &arguments.settings)?;
+    unread::refuse(common, &config)?;
+    common.choose_device(&mut config)?;
     launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis)
 }
 
@@ -217,7 +211,7 @@ fn train(
     runtime::memory::track_cpu()?;
     runtime::memory::set_block_cache(true)?;
     runtime::random::seed(config.training.seed)?;
-    let length = config.data.max_length.unwrap_or(LENGTH);
+    let length = config.data.max_length.context("`data.max_length` (--length) is missing")?;
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();

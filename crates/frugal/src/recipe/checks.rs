@@ -6,9 +6,18 @@ use tch::Kind;
 
 use crate::config::{
     ActivationPlan, Compute, Config, Dtype, FrozenPlace, LossHeadKind, OffloadMethod, OffloadTier,
-    OptimizerPlace, OptimizerRule,
+    OptimizerPlace, OptimizerRule, nearest_name,
 };
 use crate::error::{Error, Result};
+
+/// Passes over the data whose batches can be counted one by one.
+const MAX_EPOCHS: u64 = 1_000_000;
+/// Rows of a batch, and batches of a step, that can be gathered.
+const MAX_BATCH: u64 = 1 << 20;
+/// Threads that make batches.
+const MAX_WORKERS: u64 = 256;
+/// Names of checkpoint levels.
+const LEVELS: [&str; 5] = ["save-all", "save-gate-up", "save-one", "input-only", "input-only-tiled:16MiB"];
 
 /// Checks each value by itself.
 pub(super) fn values(config: &Config) -> Result<()> {
@@ -33,6 +42,17 @@ pub(super) fn values(config: &Config) -> Result<()> {
     for (key, value) in counts {
         if value == Some(0) {
             return Err(Error::Value { key, found: "0".to_owned(), expected: "1 or more" });
+        }
+    }
+    let bounds = [
+        ("training.epochs", training.epochs, MAX_EPOCHS, "1 to 1000000"),
+        ("training.batch", Some(training.batch as u64), MAX_BATCH, "1 to 1048576"),
+        ("training.accumulation", Some(training.accumulation as u64), MAX_BATCH, "1 to 1048576"),
+        ("data.workers", Some(data.workers as u64), MAX_WORKERS, "0 to 256"),
+    ];
+    for (key, value, most, expected) in bounds {
+        if let Some(value) = value.filter(|value| *value > most) {
+            return Err(Error::Value { key, found: value.to_string(), expected });
         }
     }
     let ranges: [(&'static str, f64, &'static str); 4] = [
@@ -72,10 +92,21 @@ pub(super) fn values(config: &Config) -> Result<()> {
         });
     }
     if let Some(level) = &config.mlp.level {
-        let _: swiglu_ckpt::CheckpointLevel = level.parse()?;
+        let parsed: Result<swiglu_ckpt::CheckpointLevel, _> = level.parse();
+        parsed.map_err(|error| match nearest_name(level, LEVELS.into_iter()) {
+            Some(name) => Error::Toml(format!("`mlp.level`: {error}; did you mean `{name}`?")),
+            None => error.into(),
+        })?;
     }
     if let Some(adapter) = &config.adapter {
         adapter.check()?;
+        let patterns = adapter.alpha_pattern.values().filter_map(serde_json::Value::as_f64);
+        if let Some(alpha) = std::iter::once(adapter.lora_alpha).chain(patterns).find(|alpha| *alpha <= 0.0) {
+            let key =
+                if alpha == adapter.lora_alpha { "adapter.lora_alpha" } else { "adapter.alpha_pattern" };
+            let expected = "a number above 0: the adapter's product is scaled by α/r";
+            return Err(Error::Value { key, found: alpha.to_string(), expected });
+        }
     }
     Ok(())
 }
@@ -119,7 +150,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         let remedy = "use `optimizer.zero_stage = 2`, where each rank has the whole base";
         return refused(NF4, why, remedy);
     }
-    if config.training.device != "cpu" {
+    if !["auto", "cpu"].contains(&&*config.training.device) {
         let why = "ranks are connected over CPUs; groups over NCCL have never run on a GPU";
         return refused("`training.device`", why, "use `training.device = \"cpu\"`, or one process");
     }
@@ -370,6 +401,7 @@ pub(super) fn with_dtype_of(config: &Config, folder: &Folder) -> Config {
 pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
     let model = folder.config();
     if let Some(adapter) = &config.adapter {
+        adapter.check_matches(model)?;
         adapter.trainable_parameters(model)?;
         adapter.check_tying(model)?;
     }

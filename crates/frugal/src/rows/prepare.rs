@@ -73,7 +73,7 @@ pub struct Rows {
 /// What files hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
-    /// GSM8K's problems: JSON lines with `question` and an `answer` with `####` before its result.
+    /// GSM8K's problems: JSON lines with `question`, and an `answer` whose last line is `####` and the result.
     Gsm8k,
     /// Plain text.
     Text,
@@ -81,7 +81,8 @@ pub enum Found {
     Records(Detected),
 }
 
-/// Finds what files hold, by their names and their first records.
+/// Finds what files hold, by their names and their first records: text or records. GSM8K is chosen, not found, because questions with
+/// answers may look like its problems.
 ///
 /// # Errors
 /// A file that cannot be read; a record that has no known format.
@@ -89,17 +90,6 @@ pub fn detect(files: &[PathBuf], field: &str) -> Result<Found> {
     let kind = files.first().map_or(FileKind::Text, |file| FileKind::of(file));
     if kind == FileKind::Text {
         return Ok(Found::Text);
-    }
-    let is_problem = |record: &Record| {
-        let text = |field: &str| record.fields.get(field).and_then(|value| value.as_str());
-        text("question").is_some() && text("answer").is_some_and(|answer| answer.contains("####"))
-    };
-    if matches!(kind, FileKind::JsonLines | FileKind::Json)
-        && records::read_all(files)?
-            .find_map(std::result::Result::ok)
-            .is_some_and(|record| is_problem(&record))
-    {
-        return Ok(Found::Gsm8k);
     }
     detect_records(files, field).map(Found::Records)
 }

@@ -21,9 +21,14 @@ pub struct Origins(BTreeMap<String, String>);
 /// A value that JSON cannot express.
 pub fn values(config: &Config) -> Result<Vec<(String, Value)>> {
     let value = serde_json::to_value(config).map_err(|cause| crate::Error::Toml(cause.to_string()))?;
+    Ok(leaves(&value))
+}
+
+/// Returns the values within a value by key.
+pub(crate) fn leaves(value: &Value) -> Vec<(String, Value)> {
     let mut all = Vec::new();
-    flatten("", value, &mut all);
-    Ok(all)
+    flatten("", value.clone(), &mut all);
+    all
 }
 
 fn flatten(prefix: &str, value: Value, into: &mut Vec<(String, Value)>) {
@@ -43,6 +48,27 @@ impl Origins {
         self.0.insert(key.to_owned(), origin.to_owned());
     }
 
+    /// Returns whether a key has an origin.
+    pub fn has(&self, key: &str) -> bool {
+        self.0.contains_key(key)
+    }
+
+    /// Forgets the origins of other keys than these.
+    pub fn retain(&mut self, is_kept: impl Fn(&str) -> bool) {
+        self.0.retain(|key, _| is_kept(key));
+    }
+
+    /// Reads the origins that [`Origins::annotate`] has written beside values.
+    pub fn read(text: &str) -> Self {
+        let mut origins = Self::default();
+        for (key, line) in keys_of_lines(text) {
+            if let (Some(key), Some((_, origin))) = (key, line.rsplit_once(" # ")) {
+                origins.set(&key, origin);
+            }
+        }
+        origins
+    }
+
     /// Returns the origin of a key: [`DEFAULT`] if none was set.
     pub fn get(&self, key: &str) -> &str {
         self.0.get(key).map_or(DEFAULT, String::as_str)
@@ -55,17 +81,10 @@ impl Origins {
     pub fn annotate(&self, config: &Config) -> Result<String> {
         let plain = config.to_toml()?;
         let mut text = String::new();
-        let mut section = String::new();
-        let mut in_text = false;
-        for line in plain.lines() {
+        for (key, line) in keys_of_lines(&plain) {
             text.push_str(line);
-            let key = line.split_once(" = ").map(|(key, _)| key).filter(|_| !in_text);
-            // A text of several lines has its key on the first of them.
-            in_text ^= (line.matches("\"\"\"").count() + line.matches("'''").count()) % 2 == 1;
-            if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
-                section = format!("{name}.");
-            } else if let Some(key) = key.filter(|_| !in_text) {
-                let origin: String = self.get(&format!("{section}{key}")).chars().map(one_line).collect();
+            if let Some(key) = key {
+                let origin: String = self.get(&key).chars().map(one_line).collect();
                 text.push_str(&format!(" # {origin}"));
             }
             text.push('\n');
@@ -73,6 +92,21 @@ impl Origins {
         // What looks like a line of TOML may stand within a text.
         Ok(if text.parse::<Config>().is_ok_and(|read| read == *config) { text } else { plain })
     }
+}
+
+/// Returns each line of a configuration's TOML text, with the key whose value begins and ends on it.
+fn keys_of_lines(text: &str) -> impl Iterator<Item = (Option<String>, &str)> {
+    let (mut section, mut in_text) = (String::new(), false);
+    text.lines().map(move |line| {
+        let key = line.split_once(" = ").map(|(key, _)| key.trim_matches('"')).filter(|_| !in_text);
+        // A text of several lines has its key on the first of them.
+        in_text ^= (line.matches("\"\"\"").count() + line.matches("'''").count()) % 2 == 1;
+        if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            section = format!("{name}.");
+            return (None, line);
+        }
+        (key.filter(|_| !in_text).map(|key| format!("{section}{key}")), line)
+    })
 }
 
 /// A comment cannot hold control characters.
@@ -89,7 +123,7 @@ mod tests {
         let mut config = Config::default();
         config.data.source = "a # b = c".to_owned();
         config.model.name = Some("first\n[second]\nthird = 3".to_owned());
-        config.adapter = Some(lora::LoraConfig::default());
+        config.adapter = Some(Config::default_adapter());
         let mut origins = Origins::default();
         origins.set("optimizer.lr", "--lr");
         origins.set("data.source", "file\nmy.toml");

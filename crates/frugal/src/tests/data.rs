@@ -24,7 +24,7 @@ fn bad_problems_are_named_by_their_line() {
     check(
         r#"{"question": "How many?", "answer": "It is 5."}"#,
         expect![[r#"
-        error: problems/train.jsonl: line 41: the answer has no `#### NUMBER` (it ends with "It is 5."); write the result in a last line, as `#### 42`
+        error: problems/train.jsonl: line 41: the answer has no `#### NUMBER` (it ends with "It is 5."); write the result in a last line, as `#### 42`; other questions and answers are read by --format question-answer
     "#]],
     );
     check(

@@ -91,6 +91,8 @@ impl Process {
         command.args(["tests::session::the_process_of_all_sessions", "--exact", "--nocapture"]);
         // As for a process of the program; the caches are in the current folder.
         command.env(VARIABLE, "1").env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+        // `--device auto` is the CPU, whose bits the tests compare.
+        command.env("CUDA_VISIBLE_DEVICES", "");
         command.env("HF_HUB_CACHE", "no-cache").env("FRUGAL_CACHE", "cache");
         // An export says the same wherever llama.cpp is installed.
         command.env("FRUGAL_PYTHON", "no-python");

@@ -57,7 +57,8 @@ fn the_folder_of_a_training_says_how_far_it_is() {
 fn a_finished_run_is_said_to_be_finished_before_anything_is_read() {
     let tiny = Session::new();
     std::fs::copy(tiny.path("problems/train.jsonl"), tiny.path("my.jsonl")).unwrap();
-    let finetune = "finetune --model model --data my.jsonl --r 4 --batch-size 2 --steps 2 --out run";
+    let finetune =
+        "finetune --device cpu --model model --data my.jsonl --r 4 --batch-size 2 --steps 2 --out run";
     tiny.succeed(finetune);
     let ended = tiny.run(finetune);
     let expected = "error: run holds a finished run; give another --out, or train it further: `frugal resume run --set training.steps=N`\n";

@@ -14,7 +14,10 @@ use super::tiny_folder::Tiny;
 const WORKS: [(&str, &str); 9] = [
     ("train", "--width=16 --heads=2 --vocabulary=32 --length=16 --batch-size=2 --steps=1 --out=@out"),
     ("finetune", "--model=@model --data=@problems --batch-size=2 --steps=1 --out=@out"),
-    ("eval", "--model=@model --data=@problems/test.jsonl --limit=1 --shots=1 --max-new-tokens=2"),
+    (
+        "eval",
+        "--model=@model --data=@problems/test.jsonl --format=gsm8k --limit=1 --shots=1 --max-new-tokens=2",
+    ),
     ("generate", "--model=@model --prompt=a --max-new-tokens=2"),
     ("merge", "--model=@model --adapter=@model --out=@out"),
     ("export", "--model=@model --format=hf --out=@out"),

@@ -14,25 +14,29 @@ fn an_error_is_one_line_and_a_status() {
             "error: a value is required for '--lr <LR>'",
         ),
         (
-            "finetune --model model --data problems --out out --packing 10",
+            "finetune --model model --data problems --out out --packing 10 --device cpu",
             1,
             "data: problems/train.jsonl (GSM8K: question and answer)\n\
              error: training rows: row 0 has 41 positions, but packed rows have 10; ",
         ),
         (budget, 3, "error: nothing fits a budget of 1.00 KiB; the least is "),
         (
-            "train --data nothing.txt",
+            "train --data nothing.txt --device cpu",
             1,
             "error: --data nothing.txt: there is no such file or folder; expected ",
         ),
-        ("generate --model model --prompt a --budget 1MiB", 3, "error: a budget of 1.00 MiB is below the "),
+        (
+            "generate --model model --prompt a --budget 1MiB --device cpu",
+            3,
+            "error: a budget of 1.00 MiB is below the ",
+        ),
         (
             "export --format peft --adapter problems --out x --type f16",
             1,
             "error: --format peft has no --type\n",
         ),
         (
-            "eval --model model --data problems/test.jsonl --split official",
+            "eval --model model --data problems/test.jsonl --split official --device cpu",
             1,
             "error: problems/test.jsonl: a file has no official test set; give the folder with test.jsonl\n",
         ),
@@ -49,7 +53,8 @@ fn an_error_is_one_line_and_a_status() {
 fn results_for_programs_come_without_notes() {
     let tiny = Tiny::new();
     std::fs::write(tiny.path("rows.jsonl"), "{\"text\": \"\"}\n{\"text\": \"a pear\"}\n").unwrap();
-    let (_, said) = tiny.succeed("finetune --model model --data rows.jsonl --out rows --steps 1");
+    let (_, said) =
+        tiny.succeed("finetune --model model --data rows.jsonl --out rows --steps 1 --device cpu");
     assert!(
         said.starts_with("data: rows.jsonl (text)\n")
             && said.contains("\n1 of 2 training rows have no text to learn and are left out\n"),

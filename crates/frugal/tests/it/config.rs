@@ -10,7 +10,7 @@ use fuzz::Outcome;
 fn what_is_written_is_read_again() {
     let mut config = Config::default();
     config.model.name = Some("Qwen/Qwen2.5-0.5B".to_owned());
-    config.adapter = Some(LoraConfig { r: 3, lora_dropout: 0.05, ..LoraConfig::default() });
+    config.adapter = Some(LoraConfig { r: 3, ..Config::default_adapter() });
     config.activations.plan = ActivationPlan::Plan;
     config.offload = Some(OffloadConfig { resident: vec![0, 2], ..OffloadConfig::default() });
     config.precision.compute = Compute::Fp16;
@@ -84,7 +84,7 @@ fn what_is_wrong_is_named_with_its_line() {
     check(
         "[trainin]\nsteps = 5",
         expect![
-            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `model`, `data`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `precision`, `optimizer`, `training`; did you mean `training`?"
+            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `method`, `model`, `data`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `precision`, `optimizer`, `training`; did you mean `training`?"
         ],
     );
     check(
@@ -137,4 +137,66 @@ fn the_optimizers_place_depends_on_offload() {
     let mut config = Config::default();
     config.optimizer.place = OptimizerPlace::Host;
     expect![[r#"`optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&Recipe::new(&config).unwrap_err().to_string());
+}
+
+#[test]
+fn a_file_without_an_adapter_is_lora_unless_it_names_another_method() {
+    let read = |text: &str| text.parse::<Config>().unwrap();
+    let adapter = |config: &Config| {
+        config.adapter.as_ref().map(|adapter| (adapter.r, adapter.lora_alpha, adapter.use_dora))
+    };
+    for (text, expected, rate) in [
+        ("", Some((8, 16.0, false)), 2e-4),
+        ("[adapter]\nr = 4", Some((4, 16.0, false)), 2e-4),
+        ("method = \"dora\"", Some((8, 16.0, true)), 2e-4),
+        ("[adapter]\nuse_dora = true", Some((8, 16.0, true)), 2e-4),
+        ("method = \"full\"", None, 2e-5),
+        ("method = \"full\"\n[optimizer]\nlr = 1e-3", None, 1e-3),
+        ("task = \"train\"", None, 1e-3),
+    ] {
+        let config = read(text);
+        assert_eq!((adapter(&config), config.optimizer.lr), (expected, rate), "{text}");
+        assert_eq!(read(&config.to_toml().unwrap()), config, "{text}");
+    }
+    for (text, words) in [
+        ("method = \"full\"\n[adapter]\nr = 4", "`adapter.r` and `method = \"full\"` cannot be combined"),
+        ("method = \"dora\"\n[adapter]\nuse_dora = false", "`adapter.use_dora = false` cannot be combined"),
+        ("method = \"ful\"", "did you mean `full`?"),
+        ("task = \"train\"\nmethod = \"full\"", "`method` applies to fine-tuning only"),
+        ("[optimizer]\nlr = inf", "`optimizer.lr` is inf; expected a finite number"),
+    ] {
+        let error = text.parse::<Config>().unwrap_err().to_string();
+        assert!(error.contains(words), "{text}: {error}");
+    }
+    assert!(Config::default().with("adapter.r=4").unwrap_err().to_string().contains("cannot be combined"));
+}
+
+#[test]
+fn a_default_that_a_training_wrote_is_still_one() {
+    use frugal::config::{Given, Method, Task};
+    use frugal::run_folder::origins::Origins;
+    let mut lora = Config::defaults(Task::Finetune, Method::Lora);
+    lora.optimizer.clip = 0.5;
+    let mut origins = Origins::default();
+    origins.set("optimizer.clip", "--clip");
+    let text = origins.annotate(&lora).unwrap();
+    let with = |text: &str, method: Option<&str>| {
+        let mut given = Given::default();
+        given.text(text, "file").unwrap();
+        if let Some(method) = method {
+            given.set("method", method.into(), "--method").unwrap();
+        }
+        (given.config(Task::Finetune).unwrap(), given)
+    };
+    let (config, given) = with(&text, None);
+    assert_eq!(config, lora);
+    assert_eq!(
+        (given.origins().get("optimizer.clip"), given.origins().get("optimizer.lr")),
+        ("file", "default")
+    );
+    let (config, _) = with(&text, Some("full"));
+    assert_eq!((config.optimizer.lr, config.optimizer.clip, config.adapter), (2e-5, 0.5, None));
+    // One that a person has changed is none, whatever stands beside it.
+    let (config, _) = with(&text.replace("lr = 0.0002 #", "lr = 0.0003 #"), Some("full"));
+    assert_eq!(config.optimizer.lr, 3e-4);
 }

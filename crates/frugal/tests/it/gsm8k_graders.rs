@@ -134,7 +134,7 @@ fn another_problems_answer_is_right_only_where_the_numbers_are_equal() {
 fn an_answer_without_a_number_is_no_problem() {
     let error = |answer: &str| Problem::new("How many?", answer).unwrap_err().to_string();
     expect![[
-        r#"the answer has no `#### NUMBER` (it ends with "So there are 12 of them."); write the result in a last line, as `#### 42`"#
+        r#"the answer has no `#### NUMBER` (it ends with "So there are 12 of them."); write the result in a last line, as `#### 42`; other questions and answers are read by --format question-answer"#
     ]]
     .assert_eq(&error("So there are 12 of them."));
     assert!(error("####12").contains("####12"));

@@ -59,7 +59,7 @@ fn a_bad_line_is_named() {
     check(
         r#"{"question": "How many?", "answer": "There are 6 of them in all, and that is the end of it."}"#,
         expect![[
-            r#"problems.jsonl: line 2: the answer has no `#### NUMBER` (it ends with " them in all, and that is the end of it."); write the result in a last line, as `#### 42`"#
+            r#"problems.jsonl: line 2: the answer has no `#### NUMBER` (it ends with " them in all, and that is the end of it."); write the result in a last line, as `#### 42`; other questions and answers are read by --format question-answer"#
         ]],
     );
 }

@@ -223,8 +223,11 @@ fn a_failure_is_told_in_the_file_that_torchrun_names() {
     let path = tiny.path("error.json");
     let output = tiny.command("train --length 0x").env("TORCHELASTIC_ERROR_FILE", &path).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "a mistake in the arguments is the user's");
-    let output =
-        tiny.command("train --data none.txt").env("TORCHELASTIC_ERROR_FILE", &path).output().unwrap();
+    let output = tiny
+        .command("train --device cpu --data none.txt")
+        .env("TORCHELASTIC_ERROR_FILE", &path)
+        .output()
+        .unwrap();
     let said = fails(&output);
     let told: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let message = told["message"]["message"].as_str().unwrap();

@@ -14,6 +14,8 @@ impl Tiny {
         command.args(arguments.split_whitespace()).current_dir(self.path(""));
         // One thread: no other order of summation, and room for other tests.
         command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+        // `--device auto` is the CPU, whose bits the tests compare.
+        command.env("CUDA_VISIBLE_DEVICES", "");
         command.env("HF_HUB_CACHE", self.path("no-cache")).env("FRUGAL_CACHE", self.path("cache"));
         command
     }

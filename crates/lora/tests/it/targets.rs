@@ -192,3 +192,67 @@ fn initial_values_match_their_distributions_and_seeds() {
         assert_ne!(begun(init, 1)[0], begun(init, 2)[0], "{init}");
     }
 }
+
+#[test]
+fn entries_that_match_nothing_are_named_with_the_nearest() {
+    let model = qwen(16, 40, 2, 4, 2, 61);
+    let check = |config: LoraConfig, words: &str| {
+        let error = config.check_matches(&model).unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+    };
+    let names = |names: &[&str]| Some(Names::List(names.iter().map(|name| (*name).to_owned()).collect()));
+    let pattern = |name: &str, value: i64| [(name.to_owned(), json!(value))].into_iter().collect();
+    check(
+        LoraConfig { target_modules: names(&["q_proj", "dwon_proj"]), ..attention() },
+        "`target_modules`: `dwon_proj` matches none of the model's projections; did you mean `down_proj`?",
+    );
+    check(
+        LoraConfig { target_modules: names(&["q_proj", "embed_tokens"]), ..attention() },
+        "`target_modules`: `embed_tokens` matches none of the model's projections; they are",
+    );
+    check(
+        LoraConfig { exclude_modules: Some(Names::Pattern(".*zzz".to_owned())), ..attention() },
+        "`exclude_modules`: `.*zzz` matches none",
+    );
+    check(
+        LoraConfig { layers_to_transform: Some(Layers::Several(vec![1, 9])), ..attention() },
+        "`layers_to_transform`: `9` matches none of the model's layers; they are `0`, `1`",
+    );
+    check(
+        LoraConfig {
+            layers_pattern: names(&["blocks"]),
+            layers_to_transform: Some(Layers::One(1)),
+            ..attention()
+        },
+        "`target_modules`",
+    );
+    check(
+        LoraConfig { rank_pattern: pattern("up_proj", 2), ..attention() },
+        "`rank_pattern`: `up_proj` matches none of the adapted projections",
+    );
+    check(
+        LoraConfig { rank_pattern: pattern("q_proj", 0), ..attention() },
+        "`rank_pattern` is 0; expected a rank of at least 1",
+    );
+    check(
+        LoraConfig { r: 17, ..attention() },
+        "`r` is 17, and `model.layers.0.self_attn.q_proj` is 16 by 16",
+    );
+    check(
+        LoraConfig { r: i64::MAX, ..attention() },
+        "`r` is 9223372036854775807; expected a rank of at most",
+    );
+    for config in [
+        attention(),
+        LoraConfig { target_modules: None, ..attention() },
+        LoraConfig { rank_pattern: pattern(r"layers\.1\..*q_proj", 2), ..attention() },
+        LoraConfig {
+            layers_to_transform: Some(Layers::One(1)),
+            layers_pattern: names(&["layers"]),
+            ..attention()
+        },
+        LoraConfig { exclude_modules: names(&["up_proj"]), ..attention() },
+    ] {
+        config.check_matches(&model).unwrap();
+    }
+}

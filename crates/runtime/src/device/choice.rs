@@ -8,7 +8,46 @@ use super::cuda;
 use crate::error::{Error, Result};
 use crate::sys::device as sys;
 
-/// Returns the device that a flag names: `cpu`, `cuda` (the first one) or `cuda:N`.
+/// The device of `auto`, and why it is this one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The device.
+    pub device: Device,
+    /// Why, in a few words: `NVIDIA H100`, `no NVIDIA driver is visible`.
+    pub reason: String,
+}
+
+/// Returns the first GPU if it computes, else the CPU.
+///
+/// Call it as [`select`]: before the first backward pass.
+///
+/// # Errors
+/// None on a machine without an NVIDIA driver; those of libtorch if it cannot start CUDA at all count as reasons for the CPU.
+pub fn choose() -> Result<Choice> {
+    let cpu = |reason: String| Ok(Choice { device: Device::Cpu, reason });
+    match cuda::unusable() {
+        Ok(Some(reason)) => return cpu(reason),
+        Err(error) => return cpu(format!("CUDA does not start: {error}")),
+        Ok(None) => {}
+    }
+    let device = Device::Cuda(0);
+    match computes(device) {
+        Ok(()) => Ok(Choice { device, reason: name(device)? }),
+        Err(error) => cpu(format!("{} does not compute: {error}", flag(device))),
+    }
+}
+
+/// Runs a small product on a device: a driver may show a GPU that this libtorch has no kernels for, or whose memory others hold.
+fn computes(device: Device) -> Result<()> {
+    let one = tch::Tensor::f_ones([8, 8], (tch::Kind::Float, device))?;
+    let sum = f64::try_from(one.f_matmul(&one)?.f_sum(tch::Kind::Float)?)?;
+    match sum {
+        512.0 => Ok(()),
+        sum => Err(Error::invalid("device", format!("a sum of 512 ones is {sum}"))),
+    }
+}
+
+/// Returns the device that a flag names: `cpu`, `cuda` (the first one) or `cuda:N`; `auto` is that of [`choose`].
 ///
 /// Call it at the start of a program that may use CUDA, before the first backward pass: libtorch counts devices once.
 ///
@@ -27,6 +66,7 @@ use crate::sys::device as sys;
 pub fn select(flag: &str) -> Result<Device> {
     let index = match flag {
         "cpu" => return Ok(Device::Cpu),
+        "auto" => return Ok(choose()?.device),
         "cuda" => 0,
         _ => match flag.strip_prefix("cuda:").map(parse_index) {
             Some(Some(index)) => index,
@@ -56,7 +96,7 @@ fn choices() -> Result<String> {
         0 => "cpu and no CUDA device".to_owned(),
         devices => format!("cpu, {}", list(devices)),
     };
-    Ok(format!("expected cpu, cuda or cuda:N with N from 0, and this machine has {there}"))
+    Ok(format!("expected auto, cpu, cuda or cuda:N with N from 0, and this machine has {there}"))
 }
 
 /// `cuda:0, cuda:1, …`

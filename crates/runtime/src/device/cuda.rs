@@ -41,6 +41,30 @@ pub(super) fn count() -> Result<usize> {
     }
 }
 
+/// Returns why no GPU can be used, in a few words; `None` if one can. Does not look for CUDA on a machine without a driver.
+pub(super) fn unusable() -> Result<Option<String>> {
+    let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
+    if cuda.is_none() && !sys::driver_visible() {
+        return Ok(Some(WITHOUT_DRIVER.to_owned()));
+    }
+    Ok(match found(&mut cuda)? {
+        Cuda::Ready { .. } => None,
+        Cuda::NoLibrary { driver: false, .. }
+        | Cuda::CannotLoad { driver: false, .. }
+        | Cuda::NoDevice { driver: false } => Some(WITHOUT_DRIVER.to_owned()),
+        Cuda::NoLibrary { .. } => {
+            Some("this libtorch has no CUDA; `cargo xtask setup --cuda` installs one that has".to_owned())
+        }
+        Cuda::CannotLoad { reason, .. } => {
+            Some(format!("libtorch's CUDA library cannot be loaded: {reason}"))
+        }
+        Cuda::NoDevice { .. } => Some("the NVIDIA driver shows no usable GPU".to_owned()),
+        Cuda::TooLate => Some("CUDA was looked for too late".to_owned()),
+    })
+}
+
+const WITHOUT_DRIVER: &str = "no CUDA device is usable: no NVIDIA driver is visible";
+
 /// Returns an error with the remedy unless CUDA device `index` exists.
 pub(super) fn require(index: usize) -> Result<()> {
     let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);

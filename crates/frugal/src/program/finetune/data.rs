@@ -22,6 +22,7 @@ use crate::program::problems::Problems;
 use crate::program::row_flags::{encoder, found, found_text, note_variant};
 use crate::program::run_record::shell_word;
 use crate::program::training::NO_VALIDATION;
+use crate::program::unread;
 
 /// Rows to train on and to measure on, and the token that pads.
 pub(super) struct Data {
@@ -95,6 +96,8 @@ impl Data {
             splits.validation = vec![file];
         }
         say(common, &found_text(&found, &splits, own));
+        let has_validation = found == Found::Gsm8k || !splits.validation.is_empty();
+        unread::refuse_for_data(common, config, &found, has_validation)?;
         let (train, validation) = match &found {
             Found::Gsm8k => problems(common, config, folder, &ends)?,
             _ => {
@@ -111,7 +114,7 @@ impl Data {
                 };
                 let train = read(&splits.train, "training", own.limit)?;
                 if splits.validation.is_empty() {
-                    held_out(common, &train, own.held_out)?
+                    held_out(common, config, &train)?
                 } else {
                     (train, read(&splits.validation, "validation", None)?)
                 }
@@ -129,7 +132,7 @@ impl Data {
             pad: i64::from(ends.end),
             train_files: splits.train,
             validation_files,
-            is_chat: template.is_some(),
+            is_chat: matches!(found, Found::Records(_)) && template.is_some(),
             turn_end: template.and_then(|template| turn_end(&template, &ends.tokenizer)),
             tokenizer: ends.tokenizer,
             has_answers,
@@ -175,8 +178,11 @@ impl Data {
 }
 
 /// The training rows, and those of them that are held out for validation.
-fn held_out(common: &Common, rows: &MaskedRows, share: f64) -> anyhow::Result<(MaskedRows, MaskedRows)> {
-    let all = rows.len();
+///
+/// # Errors
+/// None is held out although a person asks for that, or for evaluations; rows that cannot be read.
+fn held_out(common: &Common, config: &Config, rows: &MaskedRows) -> anyhow::Result<(MaskedRows, MaskedRows)> {
+    let (all, share) = (rows.len(), config.data.held_out);
     let (train, held) = rows::hold_out(rows, share)?;
     if !held.is_empty() {
         say(
@@ -186,6 +192,20 @@ fn held_out(common: &Common, rows: &MaskedRows, share: f64) -> anyhow::Result<(M
                 held.len()
             ),
         );
+    }
+    let is_asked = common.asked.has("data.held_out") && share > 0.0;
+    if held.is_empty() && share > 0.0 && (is_asked || config.training.evaluate_every.is_some()) {
+        let flag = if is_asked { format!("--held-out {share}") } else { "--evaluate-every".to_owned() };
+        let why = match all < rows::MIN_ROWS {
+            true => format!(
+                "of {all} rows none is held out for validation, which takes {} rows at least",
+                rows::MIN_ROWS
+            ),
+            false => {
+                format!("of {all} rows none is held out for validation, because so many of them are equal")
+            }
+        };
+        bail!("{flag}: {why}; give validation data as --validation, or leave it out");
     }
     Ok((train, held))
 }

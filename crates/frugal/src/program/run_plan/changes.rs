@@ -12,8 +12,6 @@ use frugal::models::LlamaConfig;
 use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
 use tch::{Device, Kind};
 
-use crate::program::adapter::AdapterArgs;
-
 /// Changes that are shown.
 const SHOWN: usize = 3;
 /// The share of the least budget that a change must save to be shown.
@@ -185,8 +183,7 @@ impl Question<'_> {
         }
         if config.adapter.is_none() {
             let mut adapted = config.clone();
-            let names = LoraConfig { ..AdapterArgs::default_config() };
-            adapted.adapter = Some(names);
+            adapted.adapter = Some(Config::default_adapter());
             adapted.model.freeze = None;
             add("--method lora".to_owned(), adapted, self.kind, self.data.clone());
         }
@@ -245,11 +242,12 @@ mod tests {
     use frugal::planning::DataShape;
 
     use super::*;
+    use frugal::config::{Method, Task};
 
     #[test]
     fn changes_that_suffice_together_are_shown_together() {
         let shape = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::qwen2(32_768, 512, 1536, 4, 8) };
-        let config = Config { adapter: Some(AdapterArgs::default_config()), ..Config::default() };
+        let config = Config::defaults(Task::Finetune, Method::Lora);
         let data = DataShape::uniform(4, 1024, false);
         let question = |tensors: u64, resumes: bool| Question {
             config: &config,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use frugal::Config;
+use frugal::config::nearest_name;
 use frugal::dataloading::loader::LoaderOptions;
 use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
 use frugal::training::batches::Synthetic;
@@ -97,7 +98,13 @@ impl Source<'_> {
         if path.is_dir() && !path.join(FIRST_TOKENS).is_file() {
             bail!("{}", no_documents(path)?);
         }
-        let strategy: Strategy = data.strategy.parse()?;
+        let strategy: Strategy = data.strategy.parse().map_err(|error: frugal::training::Error| {
+            let names = ["base", "standard", "balanced:64", "sequenced", "packed"];
+            match nearest_name(&data.strategy, names.into_iter()) {
+                Some(name) => anyhow::anyhow!("{error}; did you mean `{name}`?"),
+                None => error.into(),
+            }
+        })?;
         let max_length = self.length;
         let documents = Documents::read(&DocumentOptions {
             train: match &*data.source {

@@ -35,7 +35,7 @@ pub enum Error {
     },
     /// An answer that no grader can grade against.
     #[error(
-        "the answer has no `#### NUMBER` (it ends with {end:?}); write the result in a last line, as `#### 42`"
+        "the answer has no `#### NUMBER` (it ends with {end:?}); write the result in a last line, as `#### 42`; other questions and answers are read by --format question-answer"
     )]
     NoResult {
         /// The last characters of the answer.

@@ -123,7 +123,8 @@ impl Case {
     pub(super) fn run(&self, ranks: &Ranks, number: usize) -> training::Result<()> {
         memory::track_cpu().unwrap();
         let before = memory::live_bytes(Device::Cpu).unwrap();
-        let config: Config = self.recipe.parse().unwrap();
+        let method = if self.recipe.contains("[adapter]") { "lora" } else { "full" };
+        let config: Config = format!("method = \"{method}\"\n{}", self.recipe).parse().unwrap();
         let recipe = Recipe::new(&config).unwrap();
         let start = Region::start(Device::Cpu).unwrap();
         let mut mesh = None;

@@ -19,7 +19,6 @@ use serde_json::json;
 use tch::Device;
 
 use super::super::super::Common;
-use super::super::super::adapter::AdapterArgs;
 use super::super::super::output::{print_line, print_lines, print_text};
 use super::super::super::run_plan::{Columns, candidates_json, candidates_table};
 use super::{PlannedStep, StepArgs, Work, blank, head, nothing_fits};
@@ -188,7 +187,7 @@ impl StepArgs {
         }
         config.loss.chunk_tokens = self.loss_chunk.map(i64::try_from).transpose()?;
         if self.method != Work::Full {
-            let adapter = AdapterArgs::default_config();
+            let adapter = frugal::Config::default_adapter();
             config.adapter = Some(LoraConfig {
                 r: i64::try_from(self.r)?,
                 use_dora: self.method == Work::Dora,
@@ -254,7 +253,7 @@ fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool) -> V
     given("--method", method);
     let dtype = arguments.dtype.and_then(|dtype| dtype.to_possible_value());
     given("--dtype", dtype.map(|dtype| dtype.get_name().to_owned()));
-    let rank = AdapterArgs::default_config().r.unsigned_abs();
+    let rank = frugal::Config::default_adapter().r.unsigned_abs();
     given("--r", (is_adapted && arguments.r != rank).then(|| arguments.r.to_string()));
     let targets = arguments.targets.filter(|_| is_adapted);
     given("--targets", targets.map(|targets| names(targets).join(",")));
