@@ -9,7 +9,7 @@ use accounting::quantity::{bytes_text, grouped};
 use anyhow::anyhow;
 use clap::ValueEnum as _;
 use frugal::Config;
-use frugal::config::{MasterWeights, OffloadTier, TrainingConfig};
+use frugal::config::{MasterWeights, Method, OffloadTier, Task, TrainingConfig};
 use frugal::lora::{LoraConfig, Names};
 use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::Folder;
@@ -58,7 +58,7 @@ pub(super) fn run(
         }
         _ => Allowed { layers, offloaded: offloads.then_some(offloaded), splits: true, rows: None },
     };
-    let config = Config { adapter: (!full).then(AdapterArgs::default_config), ..Config::default() };
+    let config = Config::defaults(Task::Finetune, if full { Method::Full } else { Method::Lora });
     let search = |master_weights| -> anyhow::Result<_> {
         let job = job(master_weights)?;
         let found = job.search(&allowed, budget)?;
