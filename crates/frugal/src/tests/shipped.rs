@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use super::session::Session;
 
 /// A template that no format of Ollama has, with an end that the base does not list.
-const TEMPLATE: &str = "{% for m in messages %}({{ m.role }}) {{ m.content }}<|endoftext|>{% endfor %}\
-    {% if add_generation_prompt %}(assistant) {% endif %}";
+const TEMPLATE: &str = "{% for m in messages %}({{ m.role }})\n{{ m.content }}<|endoftext|>{% endfor %}\
+    {% if add_generation_prompt %}(assistant)\n{% endif %}";
 const TRAIN: &str = "finetune --model model --data chat.jsonl --batch-size 4 --accumulation 1 --epochs 8 --lr 0.05 --samples 0 --quiet";
 const ENDS: [i64; 2] = [7, 0];
 
@@ -68,7 +68,7 @@ fn is_in_gguf(tiny: &Session, name: &str) {
 /// Generates after the template's prompt, and checks that the answer is what was trained, and that it stops.
 #[track_caller]
 fn stops(tiny: &Session, model: &str) {
-    let prompt = "(user) Say it.<|endoftext|>(assistant) ";
+    let prompt = "(user)\nSay it.<|endoftext|>(assistant)\n";
     let words =
         ["generate", "--model", model, "--prompt", prompt, "--json", "--quiet", "--max-new-tokens", "9"];
     let ended = tiny.run_words(&words);
@@ -109,9 +109,7 @@ fn an_adapter_is_shipped_with_what_it_was_trained_with() {
     tiny.succeed("export --model run --format ollama --out ollama --quiet");
     is_in_gguf(&tiny, "ollama/model-q8_0.gguf");
     let modelfile = text(&tiny, "ollama/Modelfile");
-    for part in
-        ["{{ \"(user) \" }}", "(assistant) ", "PARAMETER stop \"<|endoftext|>\"\n", "PARAMETER top_k 5\n"]
-    {
+    for part in ["(user)\\n", "(assistant)\\n", "PARAMETER stop \"<|endoftext|>\"\n", "PARAMETER top_k 5\n"] {
         assert!(modelfile.contains(part), "{part}: {modelfile}");
     }
     let (_, said) = tiny.succeed("export --model run --format gguf-lora --out lora.gguf");

@@ -59,7 +59,10 @@ mod tests {
     fn the_token_that_ends_most_answers_is_found() {
         let tokenizer = Tokenizer::from_file(&embedded::folder().unwrap().join("tokenizer.json")).unwrap();
         let end = i64::from(tokenizer.id("<|endoftext|>").unwrap());
-        let row = |labels: &[i64]| MaskedRow { tokens: labels.to_vec(), labels: labels.to_vec() };
+        let row = |labels: &[i64]| MaskedRow {
+            tokens: labels.iter().map(|label| (*label).max(0)).collect(),
+            labels: labels.to_vec(),
+        };
         let rows = [row(&[IGNORE_INDEX, 70, end]), row(&[70, 71, end, 72]), row(&[70, 71])];
         let learned_end = |rows: &[MaskedRow], turn_end| {
             learned_end(&MaskedRows::of(rows).unwrap(), &tokenizer, turn_end).unwrap()
