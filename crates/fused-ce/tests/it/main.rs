@@ -4,6 +4,7 @@ mod bad_input;
 mod bad_options;
 mod chunks;
 mod cuda;
+mod empty_means;
 mod example;
 mod gradcheck;
 mod low_precision;

@@ -12,6 +12,7 @@ mod host_adam_w;
 mod nested;
 mod peaks;
 mod repeated_uses;
+mod scaling_blocks;
 mod support;
 mod trace;
 mod trainer;

@@ -18,6 +18,9 @@ mod linux {
     /// The setting, as [`SPINS`](super::SPINS) has it.
     const SETTING: &CStr = c"GOMP_SPINCOUNT=10000";
 
+    /// A link to the file of this process's program.
+    const PROGRAM: &CStr = c"/proc/self/exe";
+
     /// Settings of a person, or of a thread that has none to wait for.
     const CHOSEN: [&[u8]; 5] =
         [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY=", b"KMP_BLOCKTIME=", b"KMP_LIBRARY=", b"OMP_NUM_THREADS=1\0"];
@@ -50,8 +53,7 @@ mod linux {
         }
         let mut path = [0_u8; libc::PATH_MAX as usize];
         // SAFETY: at most one byte less than `path` has is written, so that the text ends with a zero byte.
-        let length =
-            unsafe { libc::readlink(c"/proc/self/exe".as_ptr(), path.as_mut_ptr().cast(), path.len() - 1) };
+        let length = unsafe { libc::readlink(PROGRAM.as_ptr(), path.as_mut_ptr().cast(), path.len() - 1) };
         if length <= 0 {
             return;
         }
