@@ -318,7 +318,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         return Ok(());
     }
     run_plan.tell(common);
-    let applied = run_plan.applied(config);
+    let applied = origin::with_base_revision(run_plan.applied(config));
     offload_folder::note_memory(common, &applied);
     let recipe = ranks::recipe(common, &applied)?;
     let written = run_plan.written(config);

@@ -117,13 +117,13 @@ fn one_line(c: char) -> char {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Method, Task};
 
     #[test]
     fn every_value_has_its_origin_beside_it() {
-        let mut config = Config::default();
+        let mut config = Config::defaults(Task::Finetune, Method::Lora);
         config.data.source = "a # b = c".to_owned();
         config.model.name = Some("first\n[second]\nthird = 3".to_owned());
-        config.adapter = Some(Config::default_adapter());
         let mut origins = Origins::default();
         origins.set("optimizer.lr", "--lr");
         origins.set("data.source", "file\nmy.toml");

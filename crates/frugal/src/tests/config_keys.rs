@@ -271,7 +271,8 @@ fn every_key_is_the_same_by_flag_by_set_and_in_a_file() {
             } else {
                 within.iter().map(|name| format!("{key}.{name}")).collect()
             };
-            for key in all {
+            // An earlier name of `training.log_every`.
+            for key in all.into_iter().filter(|key| key != "training.read_every") {
                 assert!(known.contains(&*key), "{key} is in no case");
             }
         }

@@ -29,10 +29,15 @@ pub(super) fn with_commit(config: &Config, folder: &Folder) -> Config {
     let mut config = config.clone();
     let is_of_hub = config.model.name.as_deref().is_some_and(|name| !Path::new(name).is_dir());
     if let Some(commit) = hub::commit(folder.path()).filter(|_| is_of_hub) {
-        if let Some(adapter) = &mut config.adapter {
-            adapter.read.insert(REVISION.to_owned(), Value::from(commit));
-        }
         config.model.revision = Some(commit.to_owned());
+    }
+    config
+}
+
+/// The configuration whose adapter names the commit of its base, in the field that PEFT's files have for it.
+pub(super) fn with_base_revision(mut config: Config) -> Config {
+    if let (Some(adapter), Some(revision)) = (&mut config.adapter, &config.model.revision) {
+        adapter.read.insert(REVISION.to_owned(), Value::from(revision.clone()));
     }
     config
 }
