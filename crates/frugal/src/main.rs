@@ -38,7 +38,7 @@ enum Command {
     /// Resume a training run from its output folder
     Resume(program::resume::Resume),
     /// Measure a model: its loss on data, its answers to questions or to GSM8K
-    Eval(program::eval::Eval),
+    Eval(Box<program::eval::Eval>),
     /// Talk with a model through its chat template
     Chat(program::chat::Chat),
     /// Generate text from a prompt
@@ -46,7 +46,7 @@ enum Command {
     /// Merge an adapter into its base model's weights
     Merge(program::merge::Merge),
     /// Export a model or an adapter: PEFT, Hugging Face, NF4, GGUF or Ollama
-    Export(program::export::Export),
+    Export(Box<program::export::Export>),
     /// Show, measure or check fine-tuning data as the model reads it
     Data(Box<program::data::Data>),
     /// List, describe and compare training runs

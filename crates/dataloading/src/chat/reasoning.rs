@@ -95,7 +95,7 @@ impl ChatTemplate {
             let rendered = self.render(&Conversation::new(messages.iter().cloned()), prompt);
             rendered.ok().map(|rendered| rendered.text)
         };
-        let prompt = render(&[question.clone()], true)?;
+        let prompt = render(std::slice::from_ref(&question), true)?;
         let whole = render(&[question.clone(), answer.clone()], false)?;
         let conversation = Conversation::new([question.clone(), answer.clone()]);
         if !whole.starts_with(&prompt) {

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// let tokenizer = Tokenizer::train(["the cat and the hat"].map(|text| Ok(text.to_owned())), &options)?;
 /// let encoded = tokenizer.encode_with_spans("the hat")?;
 /// assert_eq!(encoded.ids, tokenizer.encode("the hat")?);
-/// let is_within = encoded.is_within(&[4..7]);
+/// let is_within = encoded.is_within(from_ref(&(4..7)));
 /// assert!(!is_within[0] && is_within[is_within.len() - 1]);
 /// # Ok::<(), dataloading::Error>(())
 /// ```
@@ -67,6 +67,8 @@ impl Encoded {
 
 #[cfg(test)]
 mod tests {
+    use std::slice::from_ref;
+
     use super::*;
 
     fn encoded(offsets: &[(usize, usize)]) -> Encoded {
@@ -76,8 +78,8 @@ mod tests {
     #[test]
     fn a_token_across_a_border_belongs_to_the_part() {
         let text = encoded(&[(0, 4), (4, 6), (6, 7), (6, 7), (7, 9)]);
-        assert_eq!(text.is_within(&[5..7]), [false, true, true, true, false]);
-        assert!(text.joins_a_start_of(&[5..7]) && !text.joins_a_start_of(&[4..5, 7..9]));
+        assert_eq!(text.is_within(from_ref(&(5..7))), [false, true, true, true, false]);
+        assert!(text.joins_a_start_of(from_ref(&(5..7))) && !text.joins_a_start_of(&[4..5, 7..9]));
         assert_eq!(text.is_within(&[0..1, 8..9]), [true, false, false, false, true]);
         assert_eq!(text.is_within(&[]), [false; 5]);
     }
@@ -87,8 +89,8 @@ mod tests {
         // "a", "\n" trimmed to nothing, "b".
         let text = encoded(&[(0, 1), (2, 2), (2, 3)]);
         assert_eq!(text.spans, [0..1, 1..2, 2..3]);
-        assert_eq!(text.is_within(&[1..2]), [false, true, false]);
+        assert_eq!(text.is_within(from_ref(&(1..2))), [false, true, false]);
         // A token of no text at all.
-        assert_eq!(encoded(&[(0, 1), (1, 1), (1, 2)]).is_within(&[1..2]), [false, true, true]);
+        assert_eq!(encoded(&[(0, 1), (1, 1), (1, 2)]).is_within(from_ref(&(1..2))), [false, true, true]);
     }
 }

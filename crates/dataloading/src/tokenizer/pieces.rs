@@ -93,8 +93,7 @@ impl Tokenizer {
 
     /// Whether a cut at `at` gives the ids around it that the whole text has.
     fn is_cut(&self, text: &str, at: usize) -> Result<bool> {
-        let (from, to) =
-            (text.ceil_char_boundary(at.saturating_sub(AROUND)), text.floor_char_boundary(at + AROUND));
+        let (from, to) = (ceil(text, at.saturating_sub(AROUND)), floor(text, at + AROUND));
         let mut cut = self.encode_after(&text[from..at])?;
         cut.extend(self.encode_after(&text[at..to])?);
         Ok(cut == self.encode_after(&text[from..to])?)
@@ -118,7 +117,7 @@ impl Text<'_> {
     fn append(&mut self, out: &mut String) -> Result<bool> {
         match self {
             Self::Held(text) => {
-                let (part, rest) = text.split_at(text.floor_char_boundary(LONGEST_PIECE));
+                let (part, rest) = text.split_at(floor(text, LONGEST_PIECE));
                 out.push_str(part);
                 *text = rest;
                 Ok(!part.is_empty())
@@ -184,7 +183,7 @@ impl<'a> Pieces<'a> {
                     longest = WITHOUT_CUT;
                     continue;
                 }
-                None => self.pending.floor_char_boundary(longest),
+                None => floor(&self.pending, longest),
             };
             let rest = self.pending.split_off(cut);
             return Ok(Some(std::mem::replace(&mut self.pending, rest)));
@@ -193,8 +192,8 @@ impl<'a> Pieces<'a> {
 
     /// Returns the last place within `longest` bytes where the text may be cut; `None` if there is no white space.
     fn cut(&self, longest: usize) -> Result<Option<usize>> {
-        let text = &self.pending[..self.pending.floor_char_boundary(longest + AHEAD)];
-        let end = text.floor_char_boundary(longest);
+        let text = &self.pending[..floor(&self.pending, longest + AHEAD)];
+        let end = floor(text, longest);
         let (mut first, mut tried) = (None, 0);
         for is_line_end in [true, false] {
             for at in places(text, end, is_line_end) {
@@ -218,7 +217,7 @@ fn places(text: &str, end: usize, with_line_break: bool) -> impl Iterator<Item =
     std::iter::from_fn(move || {
         loop {
             let (at, space) = before.next()?;
-            let Some((_, last)) = before.peek() else { return None };
+            let (_, last) = before.peek()?;
             if !space.is_whitespace() || last.is_whitespace() {
                 continue;
             }
@@ -232,4 +231,14 @@ fn places(text: &str, end: usize, with_line_break: bool) -> impl Iterator<Item =
             }
         }
     })
+}
+
+/// The last border of characters at or before a byte.
+fn floor(text: &str, at: usize) -> usize {
+    (0..=at.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
+}
+
+/// The first border of characters at or after a byte.
+fn ceil(text: &str, at: usize) -> usize {
+    (at..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len())
 }

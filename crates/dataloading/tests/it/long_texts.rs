@@ -14,7 +14,7 @@ fn texts() -> Vec<(&'static str, String)> {
     let corpus = std::fs::read_to_string(embedded::folder().unwrap().join("corpus/train.txt")).unwrap();
     const LENGTH: usize = 5 * LONGEST_PIECE / 2;
     let long = |text: &str| text.repeat(1 + LENGTH / text.len());
-    let corpus = long(&corpus[..corpus.floor_char_boundary(LENGTH)]);
+    let corpus = long(&corpus[..(0..=LENGTH).rev().find(|&at| corpus.is_char_boundary(at)).unwrap()]);
     let code = "fn main() {\n\tlet a = [1, 2, 3];\n\n\n\tprintln!(\"{a:?}\");\n}\n/// b\n   // c\n\n";
     vec![
         ("carriage returns", corpus.replace('\n', "\r\n")),

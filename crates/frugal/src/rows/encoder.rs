@@ -231,8 +231,10 @@ impl RowEncoder {
             (ids, MaskedRow { labels: tokens.clone(), tokens })
         } else {
             let encoded = self.tokenizer.encode_with_spans(text)?;
-            found.note_joined(&encoded, &[learned..text.len()]);
-            let row = row(&encoded, &[learned..text.len()]);
+            let answer = learned..text.len();
+            let answer = std::slice::from_ref(&answer);
+            found.note_joined(&encoded, answer);
+            let row = row(&encoded, answer);
             (encoded.ids, row)
         };
         if let Some(begin) = self.options.begin.filter(|begin| ids.first() != Some(begin)) {

@@ -2,8 +2,8 @@
 
 use expect_test::expect;
 use fused_ce::{
-    Adapter, Chunk, Denominator, EmptyMean, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output,
-    Reduction, Result, Targets,
+    Adapter, Chunk, Denominator, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result,
+    Targets,
 };
 use runtime::autograd::{GradMode, Keep, backward, backward_with, grad, set_grad};
 use runtime::profile::Counter;

@@ -43,6 +43,9 @@ impl Writer for Weights {
         let lazy = |name, tensor: &Tensor| optimizer.lazy_weight(name, tensor);
         adapters.save_lazily(folder, &lazy)?;
         // PEFT's users find them beside the adapter, as after other trainings.
-        Ok(folder.map_or(Ok(()), |folder| self.companions.write(folder))?)
+        if let Some(folder) = folder {
+            self.companions.write(folder)?;
+        }
+        Ok(())
     }
 }

@@ -147,7 +147,7 @@ impl Encoder {
         let encoded = self.tokenizer.encode_with_spans(&text)?;
         self.check(&encoded.ids)?;
         let begin = self.begin_before(&encoded.ids).map(|begin| (begin, false));
-        let answer = encoded.is_within(&[prompt.len()..text.len()]);
+        let answer = encoded.is_within(std::slice::from_ref(&(prompt.len()..text.len())));
         let end = (encoded.ids.last() != Some(&self.options.end)).then_some((self.options.end, true));
         let tokens = begin.into_iter().chain(encoded.ids.into_iter().zip(answer)).chain(end);
         let (mut input_ids, mut labels) = (Vec::new(), Vec::new());
