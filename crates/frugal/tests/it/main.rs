@@ -55,7 +55,23 @@ mod triples;
 mod unused_fields;
 mod waiting_threads;
 
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
 /// The program, where this was built, or where the variable says on another machine.
 fn program() -> std::ffi::OsString {
+    default_signals();
     std::env::var_os("CARGO_BIN_EXE_frugal").unwrap_or_else(|| env!("CARGO_BIN_EXE_frugal").into())
+}
+
+/// Has the programs that tests start begin with the default of each signal, also where a script runs the tests in the background and
+/// so ignores SIGINT: a signal that is handled here has its default again in a new program.
+fn default_signals() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        for signal in [SIGHUP, SIGINT, SIGTERM] {
+            if runtime::signals::not_ignored(&[signal]).is_empty() {
+                signal_hook::flag::register(signal, std::sync::Arc::default()).unwrap();
+            }
+        }
+    });
 }

@@ -30,37 +30,37 @@ fn flags_of_missing_devices_are_refused() {
     check(
         "gpu",
         expect![[
-            r#"device: "gpu" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+            r#"device: "gpu" is not a device; expected auto, cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
         ]],
     );
     check(
         "",
         expect![[
-            r#"device: "" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+            r#"device: "" is not a device; expected auto, cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
         ]],
     );
     check(
         "CPU",
         expect![[
-            r#"device: "CPU" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+            r#"device: "CPU" is not a device; expected auto, cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
         ]],
     );
     check(
         "mps",
         expect![[
-            r#"device: "mps" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+            r#"device: "mps" is not a device; expected auto, cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
         ]],
     );
     check(
         "cpu:0",
         expect![[
-            r#"device: "cpu:0" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+            r#"device: "cpu:0" is not a device; expected auto, cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
         ]],
     );
     for flag in ["cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda:1.0", "cuda: 1", "cuda:99999999999999999999"]
     {
         let expected = format!(
-            "device: {flag:?} has no device index after the colon; expected cpu, cuda or cuda:N with N from 0, and this \
+            "device: {flag:?} has no device index after the colon; expected auto, cpu, cuda or cuda:N with N from 0, and this \
              machine has cpu and no CUDA device"
         );
         assert_eq!(device::select(flag).unwrap_err().to_string(), expected);

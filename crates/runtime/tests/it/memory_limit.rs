@@ -69,6 +69,7 @@ fn an_allocation_beyond_the_limit_fails_and_counts_nothing() {
 
     // Cached blocks do not count against an allocation, and are freed to keep the process under the limit.
     memory::empty_cache(CPU).unwrap();
+    let cached_before = memory::set_block_cache(true).unwrap();
     drop([(); 3].map(|()| bytes(4 << 20).unwrap()));
     assert_eq!(memory::cached_bytes(CPU).unwrap(), 12 << 20);
     let limit = memory::limit(CPU, (9 << 20) + 1000).unwrap();
@@ -80,6 +81,7 @@ fn an_allocation_beyond_the_limit_fails_and_counts_nothing() {
     drop((reused, fresh));
     assert!(memory::cached_bytes(CPU).unwrap() <= 9 << 20);
     drop(limit);
+    memory::set_block_cache(cached_before).unwrap();
 
     // Many threads: never above the limit, and every refusal leaves the count as it was.
     let limit = memory::limit(CPU, 1000 + 4 * 1024).unwrap();
