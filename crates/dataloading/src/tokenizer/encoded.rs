@@ -14,7 +14,7 @@ use std::ops::Range;
 /// let tokenizer = Tokenizer::train(["the cat and the hat"].map(|text| Ok(text.to_owned())), &options)?;
 /// let encoded = tokenizer.encode_with_spans("the hat")?;
 /// assert_eq!(encoded.ids, tokenizer.encode("the hat")?);
-/// let is_within = encoded.is_within(from_ref(&(4..7)));
+/// let is_within = encoded.is_within(&[4..7]);
 /// assert!(!is_within[0] && is_within[is_within.len() - 1]);
 /// # Ok::<(), dataloading::Error>(())
 /// ```
