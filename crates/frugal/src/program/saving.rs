@@ -102,7 +102,8 @@ fn refuse_earlier(out: &Path, common: &Common, resume: bool) -> anyhow::Result<(
         let resume = common.resume_command(out);
         bail!("{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder")
     }
-    if let Some(weights) = [ADAPTER, MODEL].into_iter().find(|name| out.join(name).exists()) {
+    let weights = [(ADAPTER, out.join(ADAPTER).exists()), (MODEL, out.join(MODEL).is_dir())];
+    if let Some((weights, _)) = weights.into_iter().find(|(_, is_there)| *is_there) {
         let cannot = if resume { ", so it cannot be resumed" } else { "" };
         bail!(
             "{shown} holds {weights} of an earlier run, whose checkpoints are gone{cannot}; give another --out"

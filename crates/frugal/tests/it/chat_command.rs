@@ -6,8 +6,8 @@ use std::process::Stdio;
 use crate::tiny_folder::{self, Tiny};
 use serde_json::Value;
 
-const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>\n{% endfor %}\
-    {% if add_generation_prompt %}assistant: {% endif %}";
+const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<|endoftext|>\n{% endfor %}\
+    {% if add_generation_prompt %}assistant:\n{% endif %}";
 
 /// The answers to lines, and what was said beside them.
 fn chat(tiny: &Tiny, arguments: &str, lines: &str) -> (Vec<Value>, String) {

@@ -56,6 +56,11 @@ fn an_export_goes_on() {
     let out = tiny.path("out.gguf");
     let words = ["export", "--model", "model", "--format", "gguf", "--type", "f32", "--out", "out.gguf"];
     let mut child = ignoring("HUP INT", &words).current_dir(tiny.path("")).spawn().unwrap();
+    // Until the shell ignores them, signals end it.
+    let name = format!("/proc/{}/comm", child.id());
+    while std::fs::read_to_string(&name).is_ok_and(|name| name.trim() == "sh") {
+        std::thread::yield_now();
+    }
     // At every moment of it.
     while child.try_wait().unwrap().is_none() {
         [Signal::HUP, Signal::INT].into_iter().for_each(|signal| send(&child, signal));

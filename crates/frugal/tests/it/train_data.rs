@@ -10,7 +10,7 @@ use crate::tiny_folder::{self, losses};
 /// `frugal train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
     let mut command = Command::new(crate::program());
-    command.args(["train", "--json", "--heads", "2"]).args(arguments.split_whitespace());
+    command.args(["train", "--json", "--device", "cpu", "--heads", "2"]).args(arguments.split_whitespace());
     command.env("OMP_NUM_THREADS", "1").output().unwrap()
 }
 
