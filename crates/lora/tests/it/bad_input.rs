@@ -53,7 +53,7 @@ fn options_outside_their_range_are_refused() {
     );
     check(
         &LoraConfig { rank_pattern: json!({ "q_proj": 0 }).as_object().unwrap().clone(), ..attention() },
-        expect!["`r` is 0; expected a rank of at least 1"],
+        expect!["`rank_pattern` is 0; expected a rank of at least 1"],
     );
     check(
         &LoraConfig { rank_pattern: json!({ "q_proj": "8" }).as_object().unwrap().clone(), ..attention() },
