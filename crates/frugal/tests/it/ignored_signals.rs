@@ -57,8 +57,12 @@ fn an_export_goes_on() {
     let words = ["export", "--model", "model", "--format", "gguf", "--type", "f32", "--out", "out.gguf"];
     let mut child = ignoring("HUP INT", &words).current_dir(tiny.path("")).spawn().unwrap();
     // Until the shell ignores them, signals end it.
-    let name = format!("/proc/{}/comm", child.id());
-    while std::fs::read_to_string(&name).is_ok_and(|name| name.trim() == "sh") {
+    let ignored = [Signal::HUP, Signal::INT].iter().map(|signal| 1 << (signal.as_raw() - 1)).sum::<u64>();
+    let status = format!("/proc/{}/status", child.id());
+    while std::fs::read_to_string(&status).is_ok_and(|status| {
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & ignored != ignored)
+    }) {
         std::thread::yield_now();
     }
     // At every moment of it.
