@@ -66,6 +66,19 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
     sys::tensor_over(sys::map_private(&file, offset, bytes).map_err(io)?, shape, kind)
 }
 
+/// Lets the system reclaim the memory of a [`tensor_over`] a file, or of a part of it: pages that were read and not written are read from
+/// the file again at the next access. For who reads all of a large file once. No thread may write to the tensor meanwhile. Other tensors
+/// stay as they are.
+///
+/// # Errors
+/// [`Error::Io`] if the system refuses.
+pub fn forget(tensor: &Tensor) -> Result<()> {
+    if tensor.device() != Device::Cpu || !tensor.is_contiguous() || tensor.numel() == 0 {
+        return Ok(());
+    }
+    sys::forget(tensor).map_err(|cause| Error::Io { path: "the pages of a mapped file".into(), cause })
+}
+
 /// Fills `target`, a contiguous CPU tensor, with the bytes of `file` from `offset`, in this machine's byte order; errors name the
 /// file `path`. To autograd it is an in-place change.
 ///

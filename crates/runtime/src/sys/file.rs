@@ -1,11 +1,13 @@
 //! Tensors over a file's pages, and files read into tensors.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 
 use memmap2::{MmapMut, MmapOptions};
+use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
@@ -25,6 +27,27 @@ unsafe extern "C" {
     ) -> Status;
 }
 
+/// The private mappings that tensors own, by address: ends.
+static MAPPINGS: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+
+/// A mapping that is in [`MAPPINGS`] while it lives.
+struct Mapping(MmapMut);
+
+impl Mapping {
+    fn new(mapping: MmapMut) -> Self {
+        let start = mapping.as_ptr() as usize;
+        MAPPINGS.lock().insert(start, start + mapping.len());
+        Self(mapping)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // Before it is unmapped, when no other can be at its address.
+        MAPPINGS.lock().remove(&(self.0.as_ptr() as usize));
+    }
+}
+
 /// Maps `len` bytes from `offset` on, copy-on-write: writes stay in this process.
 pub(crate) fn map_private(file: &File, offset: u64, len: usize) -> std::io::Result<MmapMut> {
     // SAFETY: writes stay in this process. Nobody shortens or rewrites the file meanwhile: a requirement of all mapped files, which
@@ -39,8 +62,8 @@ extern "C" fn release<T>(owner: *mut c_void) {
 
 /// Returns a contiguous tensor over the mapping, which it owns. The caller has checked sizes and alignment.
 pub(crate) fn tensor_over(mapping: MmapMut, shape: &[i64], kind: Kind) -> Result<Tensor> {
-    let mut mapping = Box::new(mapping);
-    let memory = mapping.as_mut_ptr().cast::<c_void>();
+    let mut mapping = Box::new(Mapping::new(mapping));
+    let memory = mapping.0.as_mut_ptr().cast::<c_void>();
     tensor_of(memory, mapping, shape, kind)
 }
 
@@ -89,4 +112,56 @@ pub(crate) fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Res
     let bytes = unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), len) };
     out.write_all(bytes)?;
     super::file_memory::release(tensor)
+}
+
+/// Frees the pages of a contiguous CPU tensor that are those of a mapped file.
+#[cfg(target_os = "linux")]
+pub(crate) fn forget(tensor: &Tensor) -> std::io::Result<()> {
+    /// `/proc/self/pagemap`: the page is in memory, and is one of a file.
+    const PRESENT: u64 = 1 << 63;
+    const OF_FILE: u64 = 1 << 61;
+    const ENTRY: usize = size_of::<u64>();
+    /// Pages that are looked at together.
+    const PAGES: usize = 8192;
+
+    let start = tensor.data_ptr() as usize;
+    let end = start + tensor.numel() * tensor.kind().elt_size_in_bytes();
+    // Held meanwhile, so that the memory stays mapped.
+    let mappings = MAPPINGS.lock();
+    let within = mappings.range(..=start).next_back().is_some_and(|(_, last)| end <= *last);
+    // Without it nothing is known of the pages.
+    let (true, Ok(entries)) = (within, File::open("/proc/self/pagemap")) else { return Ok(()) };
+    let page = rustix::param::page_size();
+    let mut known = vec![0; PAGES * ENTRY];
+    let (first, last) = (start.div_ceil(page), end / page);
+    for from in (first..last).step_by(PAGES) {
+        let known = &mut known[..PAGES.min(last - from) * ENTRY];
+        entries.read_exact_at(known, (from * ENTRY) as u64)?;
+        let of_file = |entry: &[u8]| {
+            let entry = entry.try_into().map_or(0, u64::from_ne_bytes);
+            entry & (PRESENT | OF_FILE) == PRESENT | OF_FILE
+        };
+        let mut pages = known.chunks_exact(ENTRY).map(of_file).enumerate().peekable();
+        while let Some((at, _)) = pages.find(|(_, of_file)| *of_file) {
+            let mut end = at + 1;
+            while pages.next_if(|(_, of_file)| *of_file).is_some() {
+                end += 1;
+            }
+            let (address, bytes) = (((from + at) * page) as *mut c_void, (end - at) * page);
+            // SAFETY: the pages are within a mapping of a file, which lives, and were not written: what is written is in a page of no
+            // file. So they are read from the file again with the same content. The caller of `file::forget` sees to it that no thread
+            // writes meanwhile.
+            let done = unsafe { libc::madvise(address, bytes, libc::MADV_DONTNEED) };
+            if done != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Only Linux says which pages are a file's.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn forget(_: &Tensor) -> std::io::Result<()> {
+    Ok(())
 }

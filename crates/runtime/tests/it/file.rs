@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use expect_test::{Expect, expect};
 use runtime::Error;
-use runtime::file::{read_into, tensor_over, write_values};
+use runtime::file::{forget, read_into, tensor_over, write_values};
 use tch::{Device, Kind, Tensor};
 
 /// A file of 4096 + 24 numbers, each its own index, after 8 other bytes.
@@ -69,6 +69,33 @@ fn writes_to_a_mapped_tensor_stay_in_the_process() {
     assert!(over.narrow(0, 2000, 2120).equal(&values.narrow(0, 2000, 2120)));
     assert!(other.equal(&values), "another tensor over the file does not see it");
     assert_eq!(fs::read(&path).unwrap(), before, "nor does the file");
+}
+
+#[test]
+fn forgotten_pages_are_read_again_and_written_ones_stay() {
+    const COUNT: i64 = 16 << 20;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bytes");
+    fs::write(&path, vec![7u8; COUNT as usize + 3]).unwrap();
+    // Neither its start nor its end is a page's.
+    let over = tensor_over(&path, 3, &[COUNT], Kind::Uint8).unwrap();
+    let in_files = || runtime::device::resident_memory().unwrap().file;
+    let sum = || over.sum(Kind::Int64).int64_value(&[]);
+    let before = in_files();
+    assert_eq!(sum(), 7 * COUNT);
+    let _ = over.narrow(0, 5_000_000, 10).fill_(9);
+    let read = in_files();
+    assert!(read >= before + (14 << 20), "{before} to {read}");
+    forget(&over).unwrap();
+    let after = in_files();
+    assert!(after <= before + (2 << 20), "{before}, {read}, {after}");
+    assert_eq!(sum(), 7 * COUNT + 20, "what was written stays");
+    assert_eq!(over.int64_value(&[5_000_004]), 9);
+    // Of a part only its pages, and nothing of other memory.
+    forget(&over.narrow(0, 0, 4096)).unwrap();
+    let owned = Tensor::ones([1 << 20], (Kind::Float, Device::Cpu));
+    forget(&owned).unwrap();
+    assert_eq!(owned.sum(Kind::Float).double_value(&[]), f64::from(1 << 20));
 }
 
 #[test]
