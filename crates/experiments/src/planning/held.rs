@@ -6,7 +6,7 @@ use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
-use super::sandbox::Sandbox;
+use super::sandbox::{Sampled, Sandbox};
 
 const EXPERIMENT: &str = "held-memory";
 
@@ -81,19 +81,19 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Held) -> anyhow::Result<()> {
                 .map(str::to_owned)
                 .collect()
         };
-        let (_, said, _) = sandbox.sampled(&words("20MiB"))?;
+        let said = sandbox.sampled(&words("20MiB"))?.said;
         let least =
             said.trim_end().rsplit_once("give --budget ").with_context(|| format!("{name}: {said}"))?.1;
         let bytes: u64 = least.strip_suffix("MiB").with_context(|| said.clone())?.parse::<u64>()? << 20;
         sandbox.remove_out()?;
-        let (is_well, said, held) = sandbox.sampled(&words(least))?;
+        let Sampled { is_well, said, resident, anonymous } = sandbox.sampled(&words(least))?;
         ensure!(is_well, "{name} at {least}: {said}");
         sandbox.remove_out()?;
-        let metrics = vec![
-            Metric::exact("budget_bytes", "B", bytes as f64),
-            Metric::exact("held_bytes", "B", held as f64),
-            Metric::exact("held_ratio", "ratio", held as f64 / bytes as f64),
-        ];
+        let mut metrics = vec![Metric::exact("budget_bytes", "B", bytes as f64)];
+        for (name, held) in [("resident", resident), ("held", anonymous)] {
+            metrics.push(Metric::exact(&format!("{name}_bytes"), "B", held as f64));
+            metrics.push(Metric::exact(&format!("{name}_ratio"), "ratio", held as f64 / bytes as f64));
+        }
         sink.put(EXPERIMENT, &Case::new().with("training", *name), metrics)?;
         progress.step();
     }

@@ -51,6 +51,18 @@ pub(super) struct Trained {
     pub(super) losses: (f64, f64),
 }
 
+/// A process whose memory was sampled.
+pub(super) struct Sampled {
+    /// Whether it ended well.
+    pub(super) is_well: bool,
+    /// What it said on standard error.
+    pub(super) said: String,
+    /// The most bytes of it that were in RAM, those of its program, of libraries and of mapped weights included.
+    pub(super) resident: u64,
+    /// The most bytes of it that were in no file.
+    pub(super) anonymous: u64,
+}
+
 impl Sandbox {
     /// Makes the folder, and has the program measure this machine.
     ///
@@ -168,30 +180,33 @@ impl Sandbox {
         Ok(measured.iter().sum::<f64>() / measured.len() as f64)
     }
 
-    /// Runs the program, and samples its memory from outside, in `/proc`. Returns whether it ended well, what it said on standard error, and the
-    /// most bytes of it that were in no file.
+    /// Runs the program, and samples its memory from outside, in `/proc`.
     ///
     /// # Errors
     /// A system that does not count.
-    pub(super) fn sampled(&self, arguments: &[String]) -> anyhow::Result<(bool, String, u64)> {
+    pub(super) fn sampled(&self, arguments: &[String]) -> anyhow::Result<Sampled> {
         let said = self.folder.path().join("said");
         let mut command = self.command();
         command.args(arguments).stdout(Stdio::null()).stderr(File::create(&said)?);
         let mut child = command.spawn()?;
         let memory = PathBuf::from(format!("/proc/{}/smaps_rollup", child.id()));
-        let mut most = 0;
+        let (mut resident, mut anonymous) = (0, 0);
         let status = loop {
             if let Some(status) = child.try_wait()? {
                 break status;
             }
             // Of a process that is ending there is none.
             let text = std::fs::read_to_string(&memory).unwrap_or_default();
-            let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"));
-            let kibibytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-            most = most.max(kibibytes.unwrap_or(0) << 10);
+            let of = |name: &str| {
+                let line = text.lines().find_map(|line| line.strip_prefix(name));
+                let kibibytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+                kibibytes.unwrap_or(0) << 10
+            };
+            resident = resident.max(of("Rss:"));
+            anonymous = anonymous.max(of("Anonymous:"));
             std::thread::sleep(SAMPLED);
         };
-        Ok((status.success(), std::fs::read_to_string(&said)?, most))
+        Ok(Sampled { is_well: status.success(), said: std::fs::read_to_string(&said)?, resident, anonymous })
     }
 
     /// Writes `count` sentences of random lengths as a text file.

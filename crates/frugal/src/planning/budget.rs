@@ -12,12 +12,15 @@ use crate::error::{Error, Result};
 
 /// The share of a budget that a plan leaves free, for short-lived tensors and what libraries allocate as they go.
 pub const RESERVE: f64 = 0.03;
-/// The least that it leaves free: for the buffers that libraries make in the first step, and the holes of the C library's heap, in which
-/// tensors below 256 KiB are. Both were 30 to 40 MiB in trainings of a model of one million parameters and of one of 135.
-pub const LEAST_RESERVE: u64 = 48 << 20;
+/// The least that it leaves free: for the buffers that libraries make in the first step, the holes of the C library's heap, in which tensors
+/// below 256 KiB are, and the libraries' own pages that the first step reads. The first two were 30 to 40 MiB in trainings of a model of one
+/// million parameters and of one of 135, the last 15 MiB.
+pub const LEAST_RESERVE: u64 = 64 << 20;
 
-/// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run.
+/// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run, by 8 MiB where
+/// it has tokenized a text.
 const MARGIN: f64 = 0.01;
+const LEAST_MARGIN: u64 = 8 << 20;
 
 /// The share of the free memory that a training without a budget may take.
 pub const FREE_SHARE: f64 = 0.8;
@@ -73,7 +76,8 @@ pub fn taken(device: Device) -> Result<u64> {
 
 /// Returns the least budget, in whole mebibytes, of which tensors may take so many bytes where the process has [`taken`] so many.
 pub fn least_budget(taken: u64, tensors: u64) -> u64 {
-    let least = with_reserve((taken.saturating_add(tensors) as f64 * (1.0 + MARGIN)) as u64);
+    let sum = taken.saturating_add(tensors);
+    let least = with_reserve(sum.saturating_add(((sum as f64 * MARGIN) as u64).max(LEAST_MARGIN)));
     least.div_ceil(1 << 20) << 20
 }
 
@@ -220,7 +224,7 @@ mod tests {
             let free = |budget: u64| budget as f64 - reserve(budget) as f64 - taken as f64;
             let least = least_budget(taken, tensors);
             assert!(free(least) > tensors as f64, "{least}");
-            assert!(free((least as f64 * 0.98) as u64 - (1 << 20)) < tensors as f64, "{least}");
+            assert!(free((least as f64 * 0.98) as u64 - LEAST_MARGIN - (1 << 20)) < tensors as f64, "{least}");
         }
         let taken = taken(Device::Cpu).unwrap();
         assert!(tensor_budget(least_budget(taken, 0), LEAST_RESERVE, Device::Cpu).is_ok());
