@@ -269,6 +269,26 @@ impl CompanionFiles {
     }
 }
 
+/// Returns the names of the companion files that a folder has.
+pub fn names(folder: &Path) -> Vec<&'static str> {
+    let others = [GENERATION, CHAT_TEMPLATE, PROCESSOR_TEMPLATE, FURTHER_TEMPLATES];
+    TOKENIZER_FILES.into_iter().chain(others).filter(|name| folder.join(name).exists()).collect()
+}
+
+/// Removes the companion files that a folder has besides those named: a model that replaces another is not to get its templates or its
+/// end tokens.
+///
+/// # Errors
+/// A file that cannot be removed.
+pub fn remove_others(folder: &Path, kept: &[&str]) -> Result<()> {
+    for name in names(folder).into_iter().filter(|name| !kept.contains(name)) {
+        let path = folder.join(name);
+        let removed = if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        removed.map_err(|cause| failed(&path, &cause))?;
+    }
+    Ok(())
+}
+
 /// Copies the companion files of a folder into another, those that there are.
 ///
 /// # Errors

@@ -1,12 +1,23 @@
-"""Log-probabilities that llama.cpp computes, for a request on standard input.
+"""Log-probabilities and tokens that llama.cpp computes, for a request on standard input.
 
-The request is JSON: `model` and `lora` (paths of GGUF files; `lora` may be null), `prompts` (lists of tokens), `forced` (a token whose
-text is plain), `vocabulary` (the number of tokens) and `threads`. The answer is a line of JSON: for each prompt the log-probability of
-every token after it. The cache is in fp32 and flash attention, which llama.cpp computes in fp16, is off.
+The request is JSON: `model` and `lora` (paths of GGUF files; `lora` may be null), `prompts` (lists of tokens), `texts`, `forced` (a token
+whose text is plain), `vocabulary` (the number of tokens) and `threads`. The answer is a line of JSON: `rows`, for each prompt the
+log-probability of every token after it, and `tokens`, those of each text without the one that begins a text, or null where the package has
+no server that tokenizes. The cache is in fp32 and flash attention, which llama.cpp computes in fp16, is off.
 """
 
 import json
 import sys
+import urllib.request
+
+
+def tokens(server, text):
+    body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+    address = server.listening_address + "/tokenize"
+    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+    # Never by a proxy: the server is of this process.
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+        return json.load(answer)["tokens"]
 
 
 def main():
@@ -44,7 +55,8 @@ def main():
         for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
             row[token["id"]] = token["logprob"]
         rows.append(row)
-    print(json.dumps(rows))
+    read = [tokens(server, text) for text in request["texts"]] if hasattr(server, "listening_address") else None
+    print(json.dumps({"rows": rows, "tokens": read}))
 
 
 if __name__ == "__main__":

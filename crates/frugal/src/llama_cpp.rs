@@ -1,4 +1,4 @@
-//! llama.cpp as a reference: the log-probabilities that it computes from GGUF files, by the Python package `xllamacpp`.
+//! llama.cpp as a reference: the log-probabilities and the tokens that it computes from GGUF files, by the Python package `xllamacpp`.
 //!
 //! A GGUF file whose values are right may still be wrong: rows of another order, or a missing key, change what is computed and load
 //! silently. Greedy tokens often stay the same then, so log-probabilities are compared.
@@ -7,7 +7,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use serde_json::{Value, json};
+use serde::Deserialize;
+use serde_json::json;
 
 use crate::error::{Error, Result};
 
@@ -47,15 +48,15 @@ impl LlamaCpp {
         Ok(Self { python })
     }
 
-    /// Returns the log-probabilities of every token after each prompt.
+    /// Returns the log-probabilities of every token after each prompt, and the tokens of each text.
     ///
     /// # Errors
     /// A file that llama.cpp does not load, with its words.
-    pub fn log_probabilities(&self, request: &Request<'_>) -> Result<Vec<Vec<f64>>> {
+    pub fn compute(&self, request: &Request<'_>) -> Result<Computed> {
         let refuse = |reason: String| Error::File { path: request.model.to_owned(), reason };
         let text = json!({
             "model": request.model, "lora": request.lora, "prompts": request.prompts, "forced": request.forced,
-            "vocabulary": request.vocabulary, "threads": request.threads
+            "texts": request.texts, "vocabulary": request.vocabulary, "threads": request.threads
         })
         .to_string();
         let run = || -> std::io::Result<std::process::Output> {
@@ -76,18 +77,33 @@ impl LlamaCpp {
             return Err(refuse(format!("llama.cpp cannot run it: {last}")));
         }
         let line = out.lines().next_back().unwrap_or_default();
-        let rows: Vec<Vec<Option<f64>>> = serde_json::from_str::<Value>(line)
-            .and_then(serde_json::from_value)
+        let answer: Answer = serde_json::from_str(line)
             .map_err(|cause| refuse(format!("llama.cpp gave an unexpected answer: {cause}")))?;
         let whole = |row: Vec<Option<f64>>| row.into_iter().collect::<Option<Vec<f64>>>();
-        rows.into_iter()
-            .map(whole)
-            .collect::<Option<_>>()
-            .ok_or_else(|| refuse("llama.cpp gave no probability for some tokens".to_owned()))
+        let rows = answer.rows.into_iter().map(whole).collect::<Option<_>>();
+        let log_probabilities =
+            rows.ok_or_else(|| refuse("llama.cpp gave no probability for some tokens".to_owned()))?;
+        Ok(Computed { log_probabilities, tokens: answer.tokens })
     }
 }
 
-/// What llama.cpp computes.
+/// The program's answer.
+#[derive(Deserialize)]
+struct Answer {
+    rows: Vec<Vec<Option<f64>>>,
+    tokens: Option<Vec<Vec<u32>>>,
+}
+
+/// What llama.cpp has computed.
+#[derive(Debug, Clone)]
+pub struct Computed {
+    /// For each prompt, the log-probability of every token after it.
+    pub log_probabilities: Vec<Vec<f64>>,
+    /// The tokens of each text, without the one that begins a text; `None` if the package cannot tell.
+    pub tokens: Option<Vec<Vec<u32>>>,
+}
+
+/// What llama.cpp is to compute.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// The model's GGUF file.
@@ -96,6 +112,8 @@ pub struct Request<'a> {
     pub lora: Option<&'a Path>,
     /// Tokens, at most 255 each.
     pub prompts: &'a [Vec<u32>],
+    /// Texts to tokenize.
+    pub texts: &'a [String],
     /// A token with a text of whole characters that ends nothing.
     pub forced: u32,
     /// The number of tokens.

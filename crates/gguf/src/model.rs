@@ -80,6 +80,14 @@ impl Model {
         Self { name: name.to_owned(), ..self }
     }
 
+    /// Says in the file that no token is put before a text: for a model whose chat template does not write the one that begins a text.
+    /// llama.cpp puts it before every prompt otherwise, also before one that a template rendered.
+    #[must_use]
+    pub fn without_begin_token(mut self) -> Self {
+        self.tokenizer.add_no_begin();
+        self
+    }
+
     /// Returns llama.cpp's name of the architecture, such as `qwen2`.
     pub fn architecture(&self) -> &'static str {
         self.family.architecture

@@ -144,9 +144,20 @@ impl Tokenizer {
         self.tokens.iter().filter(|(_, token)| is_plain(token)).map(|(id, _)| *id).collect()
     }
 
-    /// Returns the text of the token that begins a text.
+    /// Returns the text of the token that llama.cpp puts before each text (`add_bos_token`).
     pub fn begin_token(&self) -> Option<&str> {
         self.tokens.get(&self.special.begin()?).map(|(text, _)| &**text)
+    }
+
+    /// Puts no token before a text.
+    pub(crate) fn add_no_begin(&mut self) {
+        if let Some(begin) = self.begin_token() {
+            self.notes.push(format!(
+                "the chat template writes no `{begin}`, so the file says add_bos_token = false: a chat in llama.cpp then has the tokens of \
+                 apply_chat_template, and any other text no `{begin}`"
+            ));
+        }
+        self.special.add_bos = false;
     }
 
     /// Returns llama.cpp's name of the pre-tokenizer; `default` for SentencePiece.

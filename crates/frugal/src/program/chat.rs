@@ -162,9 +162,10 @@ fn converse(
                             );
                         }
                         if common.json {
-                            print_line(
-                                &json!({ "role": "assistant", "content": answer.text, "tokens": answer.tokens, "ended": answer.ended }),
-                            );
+                            print_line(&json!({
+                                "role": "assistant", "content": answer.text, "tokens": answer.tokens,
+                                "ended": answer.ended, "prompt_tokens": answer.prompt,
+                            }));
                         } else if !show("\n") {
                             return Ok(());
                         }

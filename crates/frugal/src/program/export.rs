@@ -11,7 +11,7 @@ use super::Common;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, ValueEnum};
 use frugal::Config;
-use frugal::companion_files::{CHAT_TEMPLATE, CompanionFiles, TOKENIZER};
+use frugal::companion_files::{self, CHAT_TEMPLATE, CompanionFiles, TOKENIZER};
 use frugal::config::{Bytes, CONFIG_FILE, DataConfig, Dtype};
 use frugal::llama_cpp::LlamaCpp;
 use frugal::run_folder::CHECKPOINTS;
@@ -165,10 +165,14 @@ fn quantized(arguments: &Export) -> anyhow::Result<Value> {
     }
     let companions = arguments.companions(&folder)?;
     let model = folder.load(Some(Dtype::Nf4.kind()), Device::Cpu)?;
+    let mut kept = Vec::new();
     hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
         merge::complete(&folder, &companions, new)
-            .map_err(|error| std::io::Error::other(format!("{error:#}")))
+            .map_err(|error| std::io::Error::other(format!("{error:#}")))?;
+        kept = companion_files::names(new);
+        Ok(())
     })?;
+    companion_files::remove_others(out, &kept)?;
     let again = state_dict(&Folder::open(out)?.load(None, Device::Cpu)?);
     for ((name, meant), (_, read)) in state_dict(&model).into_iter().zip(again) {
         if read.kind() != meant.kind() || read != meant {

@@ -242,7 +242,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
         generator.generate(&prompts, &mut |row: usize, tokens: &[i64]| rows.token(row, tokens))?;
     let seconds = began.elapsed().as_secs_f64();
     let answers = rows.finish(&generated)?;
-    tell(common, &texts, &answers, &generated, !rows.streams);
+    tell(common, &texts, &prompts, &answers, &generated, !rows.streams);
     drop(limit);
     let held = match meter {
         Some(meter) => Some(meter.finish()?.counted(device)),
@@ -328,8 +328,16 @@ impl<'t> Rows<'t> {
 }
 
 /// Prints texts that were not streamed.
-fn tell(common: &Common, prompts: &[String], texts: &[String], generated: &[Generated], whole: bool) {
-    for ((prompt, text), row) in prompts.iter().zip(texts).zip(generated).filter(|_| whole) {
+fn tell(
+    common: &Common,
+    prompts: &[String],
+    prompt_tokens: &[Vec<i64>],
+    texts: &[String],
+    generated: &[Generated],
+    whole: bool,
+) {
+    let rows = prompts.iter().zip(prompt_tokens).zip(texts).zip(generated);
+    for (((prompt, prompt_tokens), text), row) in rows.filter(|_| whole) {
         let ended = match row.finish_reason {
             FinishReason::EndToken => "end token",
             FinishReason::Callback => "stop text",
@@ -337,9 +345,10 @@ fn tell(common: &Common, prompts: &[String], texts: &[String], generated: &[Gene
             FinishReason::MaxSequence => "context",
         };
         if common.json {
-            print_line(
-                &json!({ "prompt": prompt, "text": text, "tokens": row.tokens.len(), "ended": ended }),
-            );
+            print_line(&json!({
+                "prompt": prompt, "text": text, "tokens": row.tokens.len(), "ended": ended,
+                "prompt_tokens": prompt_tokens,
+            }));
         } else {
             show(&format!("{prompt}{text}\n\n"));
         }

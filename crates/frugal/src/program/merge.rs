@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::Common;
 use anyhow::{Context, bail};
 use clap::Args;
-use frugal::companion_files::CompanionFiles;
+use frugal::companion_files::{self, CompanionFiles};
 use frugal::config::{Bytes, Dtype};
 use models::hugging_face::{self, Folder};
 use models::module::first_non_finite;
@@ -145,9 +145,13 @@ pub(crate) fn into_folder(
     if !unloaded.untied.is_empty() {
         model = untied(&model)?;
     }
+    let mut kept = Vec::new();
     hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
-        complete(folder, companions, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+        complete(folder, companions, new).map_err(|error| std::io::Error::other(format!("{error:#}")))?;
+        kept = companion_files::names(new);
+        Ok(())
     })?;
+    companion_files::remove_others(out, &kept)?;
     check(&model, out)
 }
 

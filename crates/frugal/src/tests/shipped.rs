@@ -187,6 +187,36 @@ fn variables_and_further_templates_are_kept() {
 }
 
 #[test]
+fn a_replaced_model_keeps_no_companion_file_of_the_old_one() {
+    let tiny = session();
+    tiny.succeed(&format!("{TRAIN} --chat-template own.jinja --steps 1 --out run"));
+    // Everything that another model may have left there.
+    let left = ["chat_template.jinja", "chat_template.json", "added_tokens.json", "special_tokens_map.json"];
+    let leave = |folder: &str| {
+        fs::create_dir_all(tiny.path(&format!("{folder}/additional_chat_templates"))).unwrap();
+        for name in left {
+            fs::write(tiny.path(&format!("{folder}/{name}")), "{}").unwrap();
+        }
+        fs::write(tiny.path(&format!("{folder}/additional_chat_templates/rag.jinja")), "{}").unwrap();
+        fs::write(tiny.path(&format!("{folder}/notes.md")), "mine").unwrap();
+    };
+    let commands = [
+        ("merge --model run --out merged --overwrite --quiet", "merged"),
+        ("export --model run --out peft --overwrite --quiet", "peft"),
+        ("export --model model --format nf4 --out nf4 --overwrite --quiet", "nf4"),
+    ];
+    for (command, out) in commands {
+        leave(out);
+        tiny.succeed(command);
+        for name in left.into_iter().chain(["additional_chat_templates/rag.jinja"]) {
+            let path = tiny.path(&format!("{out}/{name}"));
+            assert_ne!(fs::read_to_string(path).unwrap_or_default(), "{}", "{command}: {name}");
+        }
+        assert_eq!(text(&tiny, &format!("{out}/notes.md")), "mine");
+    }
+}
+
+#[test]
 fn a_base_that_is_not_quantized_is_said_to_be_another() {
     let tiny = session();
     tiny.succeed(&format!("{TRAIN} --chat-template own.jinja --dtype nf4 --steps 2 --out run"));

@@ -126,11 +126,12 @@ fn fixtures_a_wrong_order_of_rows_is_told_by_llama_cpp() {
             model: &model,
             lora: lora.as_deref(),
             prompts: &prompts,
+            texts: &[],
             forced: 40,
             vocabulary: 500,
             threads: 1,
         };
-        llama_cpp.log_probabilities(&request).unwrap().remove(0)
+        llama_cpp.compute(&request).unwrap().log_probabilities.remove(0)
     };
     let differ =
         |one: &[f64], other: &[f64]| one.iter().zip(other).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);

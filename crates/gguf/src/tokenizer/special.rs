@@ -41,7 +41,7 @@ pub(super) struct Special {
     pub(super) ends: Vec<u32>,
     /// Tokens that end a turn, by their text.
     pub(super) end_of_turn: Vec<u32>,
-    add_bos: bool,
+    pub(super) add_bos: bool,
     add_eos: bool,
     pub(super) notes: Vec<String>,
 }
@@ -131,9 +131,9 @@ impl Special {
         Ok(Self { ids, ends, end_of_turn, add_bos, add_eos, notes })
     }
 
-    /// The token that begins a text.
+    /// The token that is put before each text.
     pub(super) fn begin(&self) -> Option<u32> {
-        self.ids.iter().find(|(key, _)| *key == "bos_token_id").map(|(_, id)| *id)
+        self.ids.iter().filter(|_| self.add_bos).find(|(key, _)| *key == "bos_token_id").map(|(_, id)| *id)
     }
 
     /// The metadata, without the prefix; tokens beyond the embedding's rows are left out.

@@ -24,6 +24,8 @@ pub(super) struct Session {
 
 /// An answer.
 pub(super) struct Answer {
+    /// The tokens that the model was given.
+    pub(super) prompt: Vec<i64>,
     pub(super) text: String,
     pub(super) tokens: usize,
     /// Why it ended.
@@ -92,7 +94,7 @@ impl Session {
                 true
             }
         };
-        let generated = Generator::new(model, options)?.generate(&[prompt], &mut callback)?;
+        let generated = Generator::new(model, options)?.generate(std::slice::from_ref(&prompt), &mut callback)?;
         if let Some(error) = failed {
             return Err(error.into());
         }
@@ -108,7 +110,7 @@ impl Session {
             FinishReason::MaxNewTokens => "length",
             FinishReason::MaxSequence => "context",
         };
-        Ok(Answer { text, tokens: generated.tokens.len(), ended, forgotten })
+        Ok(Answer { prompt, text, tokens: generated.tokens.len(), ended, forgotten })
     }
 
     /// The tokens of the conversation, without its first turns if they do not fit, and how many messages are left out.

@@ -34,11 +34,11 @@ pub(super) fn model(common: &Common, arguments: &Export) -> anyhow::Result<Value
         None => None,
     };
     let folder = merged.as_ref().map_or(&*base, TempDir::path);
-    let model = Model::open(folder)?.named(&stem(out));
+    let model = opened(folder, folder)?.named(&stem(out));
     let kind = arguments.kind.unwrap_or(Type::F16).get();
     let mut result = written(common, &model.convert(kind)?, out)?;
     if let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? {
-        let files = Files { folder, adapter: None, model: out, lora: None, kind };
+        let files = Files { folder, texts: folder, adapter: None, model: out, lora: None, kind };
         verified(common, &llama_cpp, &model, &files, &mut result)?;
     }
     Ok(Value::Object(result))
@@ -73,6 +73,7 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
         written(&Common { quiet: true, ..common.clone() }, &model.convert(TensorType::F32)?, &file)?;
         let files = Files {
             folder: &base,
+            texts: &base,
             adapter: Some(folder.path()),
             model: &file,
             lora: Some(out),
@@ -111,7 +112,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         None => None,
     };
     let texts = companions.as_ref().map_or(folder, TempDir::path);
-    let model = Model::open_with(folder, texts)?.named(&stem(out));
+    let model = opened(folder, texts)?.named(&stem(out));
     let conversion = model.convert(kind)?;
     // A failure, such as a full disk, leaves nothing at `out`.
     let stage = temporary_for(out)?;
@@ -164,6 +165,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         let (model_file, lora_file) = (out.join(&names.0), out.join(&names.1));
         let files = Files {
             folder,
+            texts,
             adapter: own.map(|folder| folder.path()),
             model: &model_file,
             lora: own.map(|_| &*lora_file),
@@ -174,6 +176,19 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     let word = shell_word(&out.display().to_string());
     say(common, &format!("to use it: cd {word} && ollama create NAME -f Modelfile"));
     Ok(Value::Object(result))
+}
+
+/// Opens a model with the tokenizer and the chat template of `texts`. llama.cpp puts the token that begins a text before every prompt if
+/// the file says so, also before a chat, which was trained without it where the template writes none.
+fn opened(folder: &Path, texts: &Path) -> anyhow::Result<Model> {
+    let model = Model::open_with(folder, texts)?;
+    let begins = || {
+        let begin = model.tokenizer().begin_token()?;
+        let template = ChatTemplate::from_folder(texts, TemplateOptions::default()).ok()??;
+        let conversation = Conversation::new([Message::new(Role::User.name(), "question")]);
+        Some(template.render(&conversation, true).ok()?.text.starts_with(begin))
+    };
+    Ok(if begins() == Some(false) { model.without_begin_token() } else { model })
 }
 
 /// What the model's `generation_config.json` says of sampling; nothing if there is none.

@@ -41,9 +41,12 @@ pub(super) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
         tensors = tensors.iter().map(cast).collect::<Result<_, _>>()?;
     }
     peft::write_folder(&arguments.out, &config, &tensors)?;
+    let mut kept = Vec::new();
     if let Some(folder) = arguments.adapter_files() {
         companion_files::copy_between(folder, &arguments.out)?;
+        kept = companion_files::names(folder);
     }
+    companion_files::remove_others(&arguments.out, &kept)?;
     check(&arguments.out, &config, &tensors)?;
     let (count, out) = (tensors.len(), arguments.out.display());
     if common.json {

@@ -1,9 +1,12 @@
-//! `frugal export --verify`: log-probabilities of llama.cpp against this program's.
+//! `frugal export --verify`: log-probabilities and tokens of llama.cpp against this program's.
 
 use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
+use dataloading::Tokenizer;
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use frugal::companion_files::TOKENIZER;
 use frugal::llama_cpp::{LlamaCpp, Request};
 use frugal::planning;
 use gguf::{Model, TensorType};
@@ -21,6 +24,8 @@ const LENGTHS: [usize; 3] = [3, 17, 60];
 pub(super) struct Files<'a> {
     /// The model's folder, and an adapter's: what this program computes with.
     pub(super) folder: &'a Path,
+    /// The folder with the tokenizer and the chat template that are in the file.
+    pub(super) texts: &'a Path,
     pub(super) adapter: Option<&'a Path>,
     /// The GGUF files: what llama.cpp computes with.
     pub(super) model: &'a Path,
@@ -34,7 +39,14 @@ pub(super) struct Figures {
     largest: f64,
     limit: f64,
     kind: TensorType,
+    /// A text of which llama.cpp makes other tokens.
+    other_tokens: Option<String>,
 }
+
+/// Texts whose tokens show how a tokenizer splits: letters, digits, blanks, line breaks, other scripts, and what is no character of most
+/// vocabularies.
+const TEXTS: [&str; 3] =
+    ["Hello there, it's 12345.67 (x)!", "Two  blanks,\ttabs\n\nand lines\r\n  of them", "Zoë 🗼 日本語 👩‍👧 שלום"];
 
 /// The largest difference of a log-probability that is no error of the file.
 ///
@@ -71,10 +83,14 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
     };
     let prompts: Vec<Vec<u32>> =
         LENGTHS.iter().map(|length| (0..*length).map(|_| next()).collect()).collect();
-    let theirs = llama_cpp.log_probabilities(&Request {
+    let tokenizer = Tokenizer::from_file(&files.texts.join(TOKENIZER))?;
+    let mut texts = TEXTS.map(str::to_owned).to_vec();
+    texts.extend(chat(files.texts));
+    let theirs = llama_cpp.compute(&Request {
         model: files.model,
         lora: files.lora,
         prompts: &prompts,
+        texts: &texts,
         forced,
         vocabulary: model.vocabulary() as usize,
         threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -82,11 +98,26 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
     let ours = log_probabilities(files, &prompts).context("the log-probabilities of this program")?;
     let largest = ours
         .iter()
-        .zip(&theirs)
+        .zip(&theirs.log_probabilities)
         .flat_map(|(ours, theirs)| ours.iter().zip(theirs).map(|(x, y)| (x - y).abs()))
         // A NaN counts as the largest.
         .fold(0.0, |largest: f64, difference| if difference <= largest { largest } else { difference });
-    Ok(Figures { largest, limit: limit(files.kind), kind: files.kind })
+    let mut other_tokens = None;
+    for (text, theirs) in texts.into_iter().zip(theirs.tokens.iter().flatten()) {
+        if tokenizer.encode(&text)? != *theirs {
+            other_tokens = Some(text);
+            break;
+        }
+    }
+    Ok(Figures { largest, limit: limit(files.kind), kind: files.kind, other_tokens })
+}
+
+/// A conversation by the chat template, if there is one.
+fn chat(folder: &Path) -> Option<String> {
+    let template = ChatTemplate::from_folder(folder, TemplateOptions::default()).ok()??;
+    let messages = [("user", TEXTS[0]), ("assistant", TEXTS[2]), ("user", "And?")];
+    let messages = messages.map(|(role, content)| Message::new(role, content));
+    Some(template.render(&Conversation::new(messages), true).ok()?.text)
 }
 
 /// Computes the log-probabilities of every token after each prompt, in fp32.
@@ -105,7 +136,10 @@ fn log_probabilities(files: &Files<'_>, prompts: &[Vec<u32>]) -> anyhow::Result<
 
 impl Figures {
     pub(super) fn json(&self) -> Value {
-        json!({ "largest_difference": self.largest, "limit": self.limit, "type": self.kind.to_string() })
+        json!({
+            "largest_difference": self.largest, "limit": self.limit, "type": self.kind.to_string(),
+            "other_tokens": self.other_tokens,
+        })
     }
 
     /// Fails for a difference beyond the limit.
@@ -129,6 +163,10 @@ impl fmt::Display for Figures {
             f,
             "llama.cpp: the log-probabilities of all tokens after prompts of {LENGTHS:?} tokens differ by at most {:.1e} ({} allows {:.0e})",
             self.largest, self.kind, self.limit
-        )
+        )?;
+        match &self.other_tokens {
+            Some(text) => write!(f, "; note: it splits some texts into other tokens than the tokenizer does, such as {text:?}"),
+            None => Ok(()),
+        }
     }
 }
