@@ -42,7 +42,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Busy) -> anyhow::Result<()> {
     let (steps, rounds) = match arguments.scale {
         Scale::Smoke => (5, 1),
         Scale::Laptop => (20, 3),
-        Scale::Full | Scale::Paper => (20, 9),
+        Scale::Full | Scale::Paper => (20, 5),
     };
     let spins: Vec<(&str, Option<(&str, &str)>)> =
         arguments.spins.iter().map(|spins| (&**spins, Some(("GOMP_SPINCOUNT", &**spins)))).collect();
