@@ -274,7 +274,7 @@ impl Family {
         }
         // A file without the list implies it by a number; Gemma 2 has none.
         let keys: &[&str] = match (self.norms_plus_one, self.query_key_norms) {
-            (true, true) => &["_sliding_window_pattern", "sliding_window_pattern"],
+            (true, true) => &["sliding_window_pattern"],
             (true, false) => &[],
             (false, _) => &["no_rope_layer_interval"],
         };

@@ -74,7 +74,6 @@ fn options_that_llama_cpp_would_read_differently_are_refused() {
     // Layers that follow from a number, and what transformers does not do where the file says null.
     for (family, key, value) in [
         ("gemma3_text", "sliding_window_pattern", json!(2)),
-        ("gemma3_text", "_sliding_window_pattern", json!(1)),
         ("gemma3_text", "sliding_window", json!(null)),
         ("gemma2", "sliding_window", json!(null)),
         ("gemma2", "attn_logit_softcapping", json!(null)),

@@ -66,8 +66,9 @@ fn layers_by_rule(file: &HuggingFace, family: Family) -> Result<Vec<LayerType>> 
     Ok(match family {
         Family::Gemma2 => sliding(&|layer| layer % 2 == 0),
         Family::Gemma3 => {
-            let own: Option<usize> = file.get("_sliding_window_pattern")?;
-            let every = own.or(file.get("sliding_window_pattern")?).unwrap_or(6).max(1);
+            // transformers writes `_sliding_window_pattern`, and reads this one alone.
+            let every: Option<usize> = file.get("sliding_window_pattern")?;
+            let every = every.unwrap_or(6).max(1);
             sliding(&|layer| (layer + 1) % every != 0)
         }
         Family::SmolLm3 => {
