@@ -76,7 +76,8 @@ impl Tokenizer {
         }
         let vocabulary = vocabulary(&fields, model)?;
         let is_sentencepiece = model.get("byte_fallback") == Some(&Json::Bool(true));
-        let added = added_tokens(&fields)?;
+        let mut added = added_tokens(&fields)?;
+        added.extend(special_of_config(&own, &vocabulary, &added));
         let mut notes = Vec::new();
         let mut tokens: BTreeMap<u32, (String, i32)> =
             vocabulary.iter().map(|(text, id)| (*id, (text.clone(), NORMAL))).collect();
@@ -290,6 +291,23 @@ fn added_tokens(fields: &Fields) -> Result<Vec<AddedToken>> {
         Ok(AddedToken { id, text: text.to_owned(), special })
     };
     all.iter().map(read).collect()
+}
+
+/// Returns the special tokens of which `tokenizer.json` has only the number, and `tokenizer_config.json` says what they are.
+fn special_of_config(
+    config: &Map<String, Json>,
+    vocabulary: &BTreeMap<String, u32>,
+    added: &[AddedToken],
+) -> Vec<AddedToken> {
+    let listed = config.get("added_tokens_decoder").and_then(Json::as_object).into_iter().flatten();
+    let special = |(_, token): (&String, &Json)| {
+        let text = token.get("content")?.as_str()?;
+        let is_special = token.get("special") == Some(&Json::Bool(true));
+        let is_new = added.iter().all(|known| known.text != text);
+        let id = *vocabulary.get(text).filter(|_| is_special && is_new)?;
+        Some(AddedToken { id, text: text.to_owned(), special: true })
+    };
+    listed.filter_map(special).collect()
 }
 
 /// Returns merges as llama.cpp reads them: both parts with a space between. A space within a part is written as byte-level BPE does.

@@ -29,11 +29,22 @@ pub(super) fn scores(
             "llama.cpp would tokenize differently",
         )
     };
+    let added: BTreeSet<&str> = fields
+        .get("added_tokens")
+        .and_then(Json::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(|token| token.get("content")?.as_str())
+        .collect();
     let pairs = pairs(fields, model)?;
     let mut scores = BTreeMap::new();
     let mut last = None;
     for (one, other) in &pairs {
         let text = format!("{one}{other}");
+        // It is found in a text before anything is merged, as Gemma 3's runs of line breaks are.
+        if added.contains(&*text) {
+            continue;
+        }
         let Some(id) = vocabulary.get(&text) else {
             return Err(refuse(format!("{one:?} and {other:?} are merged into {text:?}, which is no token")));
         };
@@ -46,13 +57,6 @@ pub(super) fn scores(
         }
     }
     let merges: BTreeSet<(&str, &str)> = pairs.into_iter().collect();
-    let added: BTreeSet<&str> = fields
-        .get("added_tokens")
-        .and_then(Json::as_array)
-        .into_iter()
-        .flatten()
-        .filter_map(|token| token.get("content")?.as_str())
-        .collect();
     let known: HashMap<&str, u32> = vocabulary
         .iter()
         .filter(|(text, _)| !added.contains(&***text))

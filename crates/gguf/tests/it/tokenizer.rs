@@ -270,3 +270,22 @@ fn merges_that_scores_cannot_express_are_refused_or_noted() {
     expect![[r#"llama.cpp may tokenize some texts differently: it also joins 1 pairs that are no merges, such as "▁h" and "e" into "▁he""#]]
         .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
 }
+
+/// As Gemma 3's runs of line breaks are: they are found in a text before anything is merged.
+#[test]
+fn merges_into_added_tokens_do_not_matter() {
+    let tiny = Tiny::of("mistral");
+    let mut tokenizer = sentencepiece();
+    tokenizer["model"]["merges"] = json!(["▁ h", "▁h e", "h e", "▁ he"]);
+    let id = tokenizer["model"]["vocab"]["▁he"].clone();
+    let token = json!({
+        "id": id, "content": "▁he", "special": false, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false
+    });
+    tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
+    tiny.write("tokenizer.json", &tokenizer.to_string());
+    let file = header(&tiny);
+    let Some(Value::Array(Array::F32(scores))) = file.get("tokenizer.ggml.scores") else {
+        panic!("no scores")
+    };
+    assert_eq!(scores[259..261], [0.0, -1.0]);
+}
