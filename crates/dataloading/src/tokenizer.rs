@@ -18,9 +18,12 @@ mod encoded;
 mod pieces;
 mod train;
 
+use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 
 use rayon::prelude::*;
+use tokenizers::AddedToken;
 
 use crate::error::{Error, Result};
 
@@ -42,10 +45,10 @@ const CARRIER: &str = "\n";
 /// Texts, to see what a tokenizer adds around a text: the first of which it has tokens.
 const SAMPLES: [&str; 4] = ["a", "the", "0", " "];
 
-/// A tokenizer. It can be shared by threads; encoding a batch uses all threads of the current rayon pool.
+/// A tokenizer. It can be shared by threads, and clones share its vocabulary; encoding a batch uses all threads of the current rayon pool.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    inner: Arc<tokenizers::Tokenizer>,
     vocabulary: usize,
     /// Whether the start of a text is marked in its tokens (SentencePiece's `▁`, a byte-level prefix space).
     marks_start: bool,
@@ -74,7 +77,7 @@ impl Tokenizer {
             let mut inner = std::str::from_utf8(json)?.parse::<tokenizers::Tokenizer>()?;
             inner.with_truncation(None)?;
             inner.with_padding(None);
-            Ok(inner)
+            Ok(Arc::new(inner))
         })?;
         let largest = inner.get_vocab(true).into_values().max();
         let mut tokenizer =
@@ -84,6 +87,22 @@ impl Tokenizer {
             tokenizer.marks_start = !after.ends_with(&alone);
         }
         Ok(tokenizer)
+    }
+
+    /// Returns the tokenizer with these special tokens, each found as a whole in a text, of which `tokenizer.json` has only the number. Texts
+    /// without one are left out.
+    #[must_use]
+    pub fn with_special_tokens<'t>(mut self, texts: impl IntoIterator<Item = &'t str>) -> Self {
+        let known = self.inner.get_added_tokens_decoder();
+        let is_known = |text: &str| known.values().any(|token| token.content == text);
+        let is_missing =
+            |text: &&str| !text.is_empty() && self.inner.token_to_id(text).is_some() && !is_known(text);
+        let missing: BTreeSet<&str> = texts.into_iter().filter(is_missing).collect();
+        let missing: Vec<_> = missing.into_iter().map(|text| AddedToken::from(text, true)).collect();
+        if !missing.is_empty() {
+            Arc::make_mut(&mut self.inner).add_special_tokens(&missing);
+        }
+        self
     }
 
     /// Trains a byte-level BPE on texts; see [`train_json`](Self::train_json).
@@ -154,13 +173,15 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Returns the texts of the added tokens, such as `<|im_end|>`, special or not.
+    /// Returns the texts of the added tokens, such as `<|im_end|>`, special or not, without those of blanks alone, such as Gemma's line
+    /// breaks: they mark nothing.
     pub fn added_tokens(&self) -> Vec<String> {
         let mut added: Vec<(u32, String)> = self
             .inner
             .get_added_tokens_decoder()
             .into_iter()
             .map(|(id, token)| (id, token.content))
+            .filter(|(_, text)| !text.trim().is_empty())
             .collect();
         added.sort();
         added.into_iter().map(|(_, text)| text).collect()

@@ -170,7 +170,11 @@ impl CompanionFiles {
             let reason = format!("{TOKENIZER} is missing; put there the one that came with the model");
             return Err(Error::File { path: self.tokenizer.clone(), reason });
         }
-        Ok(Tokenizer::from_file(&path)?)
+        let tokenizer = Tokenizer::from_file(&path)?;
+        match &self.tokenizer_file {
+            Some(_) => Ok(tokenizer),
+            None => with_special_tokens(tokenizer, &self.tokenizer),
+        }
     }
 
     /// Compiles the chat template with the date and the variables of a data configuration; `None` if there is none.
@@ -269,6 +273,27 @@ impl CompanionFiles {
     }
 }
 
+/// Reads the tokenizer of a folder, with the special tokens that only `tokenizer_config.json` says are such, as transformers does.
+///
+/// # Errors
+/// A file that cannot be read.
+pub fn tokenizer_of(folder: &Path) -> Result<Tokenizer> {
+    with_special_tokens(Tokenizer::from_file(&folder.join(TOKENIZER))?, folder)
+}
+
+fn with_special_tokens(tokenizer: Tokenizer, folder: &Path) -> Result<Tokenizer> {
+    const NAMES: [&str; 7] =
+        ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
+    let config = object(&folder.join(TOKENIZER_CONFIG))?;
+    let named = NAMES.iter().filter_map(|name| config.get(*name));
+    let further = config.get("additional_special_tokens").and_then(Value::as_array).into_iter().flatten();
+    let listed = config.get("added_tokens_decoder").and_then(Value::as_object).into_iter().flatten();
+    let listed = listed.map(|(_, token)| token).filter(|token| token["special"] == Value::Bool(true));
+    let text = |token: &Value| token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned);
+    let texts: Vec<String> = named.chain(further).chain(listed).filter_map(text).collect();
+    Ok(tokenizer.with_special_tokens(texts.iter().map(String::as_str)))
+}
+
 /// Returns the names of the companion files that a folder has.
 pub fn names(folder: &Path) -> Vec<&'static str> {
     let others = [GENERATION, CHAT_TEMPLATE, PROCESSOR_TEMPLATE, FURTHER_TEMPLATES];
@@ -283,7 +308,8 @@ pub fn names(folder: &Path) -> Vec<&'static str> {
 pub fn remove_others(folder: &Path, kept: &[&str]) -> Result<()> {
     for name in names(folder).into_iter().filter(|name| !kept.contains(name)) {
         let path = folder.join(name);
-        let removed = if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        let removed =
+            if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
         removed.map_err(|cause| failed(&path, &cause))?;
     }
     Ok(())

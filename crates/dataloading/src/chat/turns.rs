@@ -286,7 +286,7 @@ impl Turns<'_> {
     fn without_end(&self, answer: &str) -> crate::Error {
         // What the template wrote, without the answer: the same in all records.
         let end = tail(answer, 40);
-        let end = end.rfind('<').map_or(end.clone(), |at| end[at..].to_owned());
+        let end = end.rfind('<').map_or(&*end, |at| &end[at..]).trim_end();
         self.template.refuse(format!(
             "it ends an answer with `{end}`, which is no special token of the tokenizer, so the model would never learn \
              to stop; copy the template, write a special token there instead (`{}`, for example), and give it as --chat-template",

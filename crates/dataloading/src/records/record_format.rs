@@ -243,10 +243,18 @@ fn misspelt<'a>(fields: &'a Map<String, Value>, text_field: &'a str) -> Option<(
     })
 }
 
-/// Flags that make a prompt and a completion of the first and the last of the texts of a record; `None` if it has fewer than two.
+/// Flags that make a prompt and a completion of the first and the last of the texts of a record, of those with several words where there
+/// are two, else of those that are no numbers, else of all: a number is rarely what a model is asked. `None` if it has fewer than two.
 fn templates(fields: &Map<String, Value>) -> Option<String> {
-    let texts: Vec<&String> =
-        fields.iter().filter(|(_, value)| value.is_string()).map(|(name, _)| name).collect();
-    let [prompt, .., completion] = texts[..] else { return None };
+    let of = |fits: &dyn Fn(&str) -> bool| -> Vec<&String> {
+        let fits = |value: &Value| value.as_str().is_some_and(fits);
+        fields.iter().filter(|(_, value)| fits(value)).map(|(name, _)| name).collect()
+    };
+    let is_number = |text: &str| text.trim().parse::<f64>().is_ok();
+    let kinds: [&dyn Fn(&str) -> bool; 3] =
+        [&|text| text.trim().contains(char::is_whitespace), &|text| !is_number(text), &|_| true];
+    let [prompt, .., completion] = kinds.map(of).into_iter().find(|texts| texts.len() > 1)?[..] else {
+        return None;
+    };
     Some(format!("--prompt-template '{{{prompt}}}' --completion-template '{{{completion}}}'"))
 }
