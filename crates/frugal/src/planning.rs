@@ -14,7 +14,8 @@ mod rates;
 
 pub use budget::{
     FREE_SHARE, LEAST_RESERVE, MemorySamples, PeakMeter, PeakUsage, RESERVE, default_budget, enforce,
-    least_budget, note_preparation, reserve, taken, tensor_budget, with_reserve,
+    least_budget, least_of_preparation, note_preparation, prepared, reserve, taken, tensor_budget,
+    with_reserve,
 };
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};

@@ -184,6 +184,11 @@ impl Given {
         method_of(&self.values)
     }
 
+    /// Returns `adapter.use_dora`, if [`Given::assign`] gave it.
+    pub fn assigned_dora(&self) -> Option<bool> {
+        use_dora(&self.values).filter(|_| self.origins.get(USE_DORA) == ASSIGNED)
+    }
+
     /// Returns where the values come from, by their keys; the others are defaults.
     pub fn origins(&self) -> &Origins {
         &self.origins

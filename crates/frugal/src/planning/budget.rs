@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 pub const RESERVE: f64 = 0.03;
 /// The least that it leaves free: for the buffers that libraries make in the first step, the holes of the C library's heap, in which tensors
 /// below 256 KiB are, and the libraries' own pages that the first step reads. The first two were 30 to 40 MiB in trainings of a model of one
-/// million parameters and of one of 135, the last 15 MiB.
-pub const LEAST_RESERVE: u64 = 64 << 20;
+/// million parameters and of one of 135, the last 15 MiB, and 30 MiB with the decompositions of DoRA, PiSSA and OLoRA.
+pub const LEAST_RESERVE: u64 = 80 << 20;
 
 /// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run, by 8 MiB where
 /// it has tokenized a text.
@@ -57,8 +57,25 @@ pub fn with_reserve(bytes: u64) -> u64 {
 pub fn tensor_budget(budget: u64, reserve: u64, device: Device) -> Result<u64> {
     let taken = taken(device)?;
     match budget.saturating_sub(taken).saturating_sub(reserve) {
-        0 => Err(Error::Budget { budget: bytes_text(budget), least: bytes_text(least_budget(taken, 0)) }),
-        free => Ok(free),
+        free if free > 0 && budget >= prepared(device) => Ok(free),
+        _ => {
+            let least = least_budget(taken, 0).max(least_of_preparation(device));
+            Err(Error::Budget { budget: bytes_text(budget), least: bytes_text(least) })
+        }
+    }
+}
+
+/// Returns the most bytes that the process has held in RAM until [`note_preparation`], which a budget has to be at least: 0 before, and for
+/// the budget of a GPU.
+pub fn prepared(device: Device) -> u64 {
+    if device == Device::Cpu { PREPARED_IN_RAM.load(Ordering::Relaxed) } else { 0 }
+}
+
+/// Returns the least budget, in whole mebibytes, in which that is done again. It differs from run to run.
+pub fn least_of_preparation(device: Device) -> u64 {
+    match prepared(device) {
+        0 => 0,
+        bytes => (bytes + bytes / 32 + LEAST_MARGIN).div_ceil(1 << 20) << 20,
     }
 }
 
@@ -68,7 +85,11 @@ pub fn tensor_budget(budget: u64, reserve: u64, device: Device) -> Result<u64> {
 /// A system that does not count.
 pub fn taken(device: Device) -> Result<u64> {
     Ok(match device {
-        Device::Cpu => resident_memory()?.current,
+        Device::Cpu => {
+            // What loading and encoding data took, and freed, is no part of what follows.
+            runtime::memory::release_freed_pages();
+            resident_memory()?.current
+        }
         // What the libraries keep there is in the plan.
         _ => 0,
     })
@@ -106,6 +127,8 @@ pub struct PeakMeter {
 
 /// What the process held in no file when [`note_preparation`] was called.
 static PREPARED: AtomicU64 = AtomicU64::new(0);
+/// The most that it had held in RAM by then, the pages of files included.
+static PREPARED_IN_RAM: AtomicU64 = AtomicU64::new(0);
 
 /// Notes the peak of the process up to this point, such as when the data is prepared and no weights are mapped yet: the pages of files are known
 /// then that were among those of the peak. [`PeakMeter::of_process`] counts it.
@@ -115,6 +138,7 @@ static PREPARED: AtomicU64 = AtomicU64::new(0);
 pub fn note_preparation() -> Result<()> {
     let now = resident_memory()?;
     PREPARED.fetch_max(now.peak.saturating_sub(now.file).max(now.anonymous), Ordering::Relaxed);
+    PREPARED_IN_RAM.fetch_max(now.peak, Ordering::Relaxed);
     Ok(())
 }
 
@@ -224,7 +248,10 @@ mod tests {
             let free = |budget: u64| budget as f64 - reserve(budget) as f64 - taken as f64;
             let least = least_budget(taken, tensors);
             assert!(free(least) > tensors as f64, "{least}");
-            assert!(free((least as f64 * 0.98) as u64 - LEAST_MARGIN - (1 << 20)) < tensors as f64, "{least}");
+            assert!(
+                free((least as f64 * 0.98) as u64 - LEAST_MARGIN - (1 << 20)) < tensors as f64,
+                "{least}"
+            );
         }
         let taken = taken(Device::Cpu).unwrap();
         assert!(tensor_budget(least_budget(taken, 0), LEAST_RESERVE, Device::Cpu).is_ok());

@@ -48,8 +48,8 @@ pub fn job(
 ) -> Result<Job, NotPredicted> {
     let Config { mlp, loss, optimizer, training, .. } = config;
     let product_kind = product_kind(kind);
-    if !matches!(product_kind, Kind::Float | Kind::BFloat16) {
-        return Err(refused("weights that are neither float32, bfloat16 nor NF4"));
+    if !matches!(product_kind, Kind::Float | Kind::BFloat16 | Kind::Half) {
+        return Err(refused("weights in float64"));
     }
     if mlp.level.is_some() {
         return Err(refused("`mlp.level`"));

@@ -11,7 +11,7 @@ use super::settings::put;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AdapterArgs {
     /// Rank [default: 8]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, aliases = ["rank", "lora-r"], allow_negative_numbers = true)]
     r: Option<i64>,
     /// α: the adapter's product is scaled by α/r [default: 16]
     #[arg(long, alias = "lora-alpha", allow_negative_numbers = true)]
@@ -37,6 +37,11 @@ pub(crate) struct AdapterArgs {
 }
 
 impl AdapterArgs {
+    /// Whether DoRA is asked for.
+    pub(crate) fn is_dora(&self) -> bool {
+        self.dora
+    }
+
     /// Whether any flag was given.
     pub(crate) fn is_given(&self) -> bool {
         let Self { r, alpha, dropout, targets, target_pattern, rslora, dora, init } = self;

@@ -125,6 +125,18 @@ pub(crate) struct Finetune {
 const TEMPLATE: &str = "data.chat_template";
 
 impl Finetune {
+    /// Refuses --method beside --dora or --set adapter.use_dora that says otherwise; over a file's value the flag wins.
+    fn check_dora(&self, method: Method, given: &Given) -> anyhow::Result<()> {
+        let set = given.assigned_dora();
+        let other = match (method, set) {
+            (Method::Lora, _) if self.adapter.is_dora() => "--dora",
+            (Method::Lora, Some(true)) => "--set adapter.use_dora=true",
+            (Method::Dora, Some(false)) => "--set adapter.use_dora=false",
+            _ => return Ok(()),
+        };
+        bail!("--method {} and {other} contradict each other; leave one of them out", method.name())
+    }
+
     /// The configuration that the file, `--set` and the flags make, what the first two gave, and the base.
     fn config(&self, common: &Common) -> anyhow::Result<(Config, Given, Option<Target>)> {
         if self.method == Some(MethodArg::Qlora) || self.load_in_4bit {
@@ -133,6 +145,7 @@ impl Finetune {
         let mut base = None;
         let mut given = self.settings.given()?;
         if let Some(method) = self.method {
+            self.check_dora(method.get(), &given)?;
             given.set("method", method.get().name().into(), "--method")?;
         }
         let mut config = given.config(Task::Finetune)?;
@@ -358,6 +371,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         );
     }
     let (mut trainer, mut handles) = prepared.trainer(steps)?;
+    let _beside_offloaded = run_plan.enforce_beside_offloaded()?;
     trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();

@@ -68,6 +68,9 @@ fn nothing_fits(error: &frugal::Error) -> Failure {
     Failure { status: NOTHING_FITS, message: error.to_string() }
 }
 
+/// By how much of it a step's tensors may exceed their prediction, as `tests/it/predicted_peaks.rs` allows.
+const PREDICTION_TOLERANCE: f64 = 0.05;
+
 /// A budget of the process, or of a GPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedBudget {
@@ -101,8 +104,6 @@ impl PlannedBudget {
         device: Device,
         resumes: bool,
     ) -> anyhow::Result<(Self, Option<Failure>)> {
-        // What loading and encoding the data took is no part of the training.
-        runtime::memory::release_freed_pages();
         let bytes = match given {
             Some(bytes) => bytes.0,
             None => planning::default_budget(device)?,
@@ -116,6 +117,11 @@ impl PlannedBudget {
         };
         let tensors = runtime::memory::live_bytes(device)? + free;
         Ok((Self { bytes, tensors, reserve, resumed, is_default: given.is_none() }, too_small))
+    }
+
+    /// What tensors may take before the allocator refuses: a prediction may be wrong by some percent, for which the reserve has room.
+    fn enforced(&self) -> u64 {
+        self.tensors + ((self.tensors as f64 * PREDICTION_TOLERANCE) as u64).min(self.reserve / 2)
     }
 
     /// What the program holds beside tensors.
@@ -303,7 +309,21 @@ impl RunPlan {
         if self.device == Device::Cpu {
             runtime::memory::set_cache_slack(CACHE_SLACK)?;
         }
-        Ok(planning::enforce(self.device, budget.tensors)?)
+        Ok(planning::enforce(self.device, budget.enforced())?)
+    }
+
+    /// The same when the layers are where they are offloaded to: on a CPU that memory is of the budget and not of the allocator's. `None`
+    /// where there is none.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub(crate) fn enforce_beside_offloaded(&self) -> anyhow::Result<Option<Limit>> {
+        let offloaded = runtime::device::pinned_bytes(Device::Cpu)?.live;
+        let Some(budget) = self.budget.filter(|_| self.device == Device::Cpu && offloaded > 0) else {
+            return Ok(None);
+        };
+        let left = budget.enforced().saturating_sub(offloaded);
+        Ok(planning::enforce(self.device, left.max(runtime::memory::live_bytes(self.device)?))?)
     }
 
     /// Sets what layers on the device keep.

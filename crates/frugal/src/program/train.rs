@@ -269,6 +269,7 @@ fn train(
         train.resume(&state)?;
     }
     let (mut trainer, handles) = prepared.trainer(steps)?;
+    let _beside_offloaded = run_plan.enforce_beside_offloaded()?;
     trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
     let writer = file.clone().map(|file| {
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());

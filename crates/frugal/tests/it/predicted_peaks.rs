@@ -130,10 +130,18 @@ const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
 const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 37] = [
+const CASES: [Case; 41] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
+    Case { name: "adapters, fp16", kind: Kind::Half, ..ADAPTED },
+    Case {
+        name: "adapters, fp16, recomputed",
+        kind: Kind::Half,
+        placement: recompute,
+        length: 100,
+        ..ADAPTED
+    },
     Case { name: "adapters, packed", packed: Some(64), length: 25, ..ADAPTED },
     Case { name: "adapters, two rows at a time", at_once: Some(2), ..ADAPTED },
     Case { name: "adapters, recomputed", placement: recompute, ..ADAPTED },
@@ -174,6 +182,8 @@ const CASES: [Case; 37] = [
     Case { name: "full, accumulated", accumulation: 3, ..FULL },
     Case { name: "full, recomputed", placement: recompute, length: 100, ..FULL },
     Case { name: "full, bf16, rounded stochastically", stochastic: true, ..FULL_BF16 },
+    Case { name: "full, fp16", kind: Kind::Half, ..FULL_BF16 },
+    Case { name: "full, fp16, rounded stochastically", kind: Kind::Half, stochastic: true, ..FULL_BF16 },
     Case { name: "full, one row at a time", at_once: Some(1), placement: mixed, ..FULL },
     Case { name: "full, layers in files", placement: trained_files, ..FULL },
     Case { name: "full, layers in files, accumulated", placement: trained_files, accumulation: 2, ..FULL },
@@ -228,7 +238,11 @@ fn config(case: &Case) -> Config {
     let mut config = Config { adapter, ..Config::default() };
     (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
     config.training.rows_at_once = case.at_once;
-    config.model.dtype = (case.kind == Kind::BFloat16).then_some(Dtype::Bfloat16);
+    config.model.dtype = match case.kind {
+        Kind::BFloat16 => Some(Dtype::Bfloat16),
+        Kind::Half => Some(Dtype::Float16),
+        _ => None,
+    };
     if case.stochastic {
         config.optimizer.master_weights = MasterWeights::Stochastic;
     }

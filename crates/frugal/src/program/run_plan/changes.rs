@@ -131,7 +131,8 @@ impl Question<'_> {
     /// The least budget in which tensors may take so many bytes.
     fn budget(&self, tensors: u64) -> u64 {
         let resumed = if self.resumes { super::RESUMED } else { 0 };
-        planning::least_budget(self.taken, tensors.saturating_sub(self.live)) - resumed
+        let least = planning::least_budget(self.taken, tensors.saturating_sub(self.live)) - resumed;
+        least.max(planning::least_of_preparation(self.device))
     }
 
     /// Changes in the order in which they change the result.
