@@ -23,7 +23,7 @@ pub(crate) struct EncodingArgs {
     #[arg(long)]
     skip_long: bool,
     /// Maximum length of a row in tokens [default: the model's context]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, aliases = ["max-seq-length", "max-seq-len"], value_name = "TOKENS")]
     max_length: Option<usize>,
 }
 

@@ -109,8 +109,9 @@ impl Eval {
     fn answers_file(&self) -> anyhow::Result<Option<OutputFile>> {
         let Some(out) = self.out.as_deref() else { return Ok(None) };
         let data = self.data.as_deref().or(self.questions.as_deref()).unwrap_or(Path::new(""));
-        let files = data.read_dir().into_iter().flatten().flatten().map(|entry| entry.path());
-        let inputs: Vec<PathBuf> = files.chain([data.to_owned()]).collect();
+        let folders = [Some(data), Some(Path::new(&self.model.model)), self.adapter.as_deref()];
+        let files = folders.into_iter().flatten().flat_map(Path::read_dir).flatten().flatten();
+        let inputs: Vec<PathBuf> = files.map(|entry| entry.path()).chain([data.to_owned()]).collect();
         let inputs: Vec<&Path> = inputs.iter().map(PathBuf::as_path).collect();
         OutputFile::new(out, &OutputFlag { name: "--out", overwrite: Some(self.overwrite) }, &inputs)
             .map(Some)

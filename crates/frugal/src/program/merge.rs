@@ -11,11 +11,13 @@ use anyhow::{Context, bail};
 use clap::Args;
 use frugal::companion_files::{self, CompanionFiles};
 use frugal::config::{Bytes, Dtype};
+use frugal::run_folder::RECORD;
 use models::hugging_face::{self, Folder};
 use models::module::first_non_finite;
 use models::state_dict::{load_state_dict, state_dict};
 use models::tensors_file::TensorsFile;
 use models::{Llama, LlamaConfig};
+use runtime::atomic_write;
 use runtime::nf4::Scales;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
@@ -73,6 +75,9 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
         if same_folder(taken, out) {
             bail!("--out {} is {what} own folder; give another", out.display());
         }
+    }
+    if out.exists() && atomic_write::parent(out).join(RECORD).is_file() {
+        bail!("--out {} is a part of a training's output folder; give another", out.display());
     }
     output_folder::check(out, Existing::by_flag(arguments.overwrite))?;
     refuse_nf4(&folder, arguments.model.dtype)?;

@@ -83,6 +83,13 @@ impl ModelArgs {
     /// # Errors
     /// Those of [`Target::find`] and [`HubArgs::open`].
     pub(crate) fn find(&self, common: &Common, adapter: Option<&Path>) -> anyhow::Result<Found> {
+        let is_model = Path::new(&self.model).join("config.json").is_file();
+        if let Some(revision) = self.hub.revision.as_deref().filter(|_| is_model) {
+            anyhow::bail!(
+                "{} is a folder, which has no revision {revision}; leave out --revision, or give a name on the hub",
+                self.model
+            );
+        }
         let mut target = Target::find(&self.model, self.which)?;
         target.tell(common);
         put_some(&mut target.adapter, adapter.map(Path::to_owned));

@@ -28,6 +28,9 @@ pub(crate) struct Ended<'a> {
     pub(crate) outcome: Option<&'a Outcome>,
 }
 
+/// By how much more than before the training a validation loss is no chance.
+const WORSE: f64 = 0.005;
+
 /// Reports the result of a training, and where the adapter or model is.
 pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, result: Option<(&str, &Path)>) {
     let &Ended { counted: parameters, step, losses, was_finished, outcome } = ended;
@@ -55,6 +58,14 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
             ),
         ),
         None => say(common, &end_card::losses_text(step, losses)),
+    }
+    if let Losses { before: Some(before), validation: Some(after), .. } = losses
+        && after > before * (1.0 + WORSE)
+    {
+        say(
+            common,
+            "note: the validation loss is higher than before the training; give a lower --lr, fewer --epochs, or more data",
+        );
     }
     if let Some((what, path)) = result {
         say(common, &format!("the {what} is in {}", path.display()));

@@ -34,16 +34,16 @@ pub(crate) struct SettingsArgs {
     #[arg(long, value_name = "FILE", help_heading = LOOP)]
     pub(crate) config: Option<PathBuf>,
     /// Optimizer steps; if --epochs is given too, training ends at whichever comes first [default: those of --epochs; for train: 100]
-    #[arg(long, help_heading = LOOP)]
+    #[arg(long, alias = "max-steps", help_heading = LOOP)]
     steps: Option<u64>,
     /// Passes over the data [default: 1, or as many as --steps needs]
-    #[arg(long, help_heading = LOOP)]
+    #[arg(long, alias = "num-train-epochs", help_heading = LOOP)]
     epochs: Option<u64>,
     /// Rows per batch [default: 4; for train: 8]
-    #[arg(long, alias = "batch", help_heading = LOOP)]
+    #[arg(long, aliases = ["batch", "per-device-train-batch-size"], help_heading = LOOP)]
     batch_size: Option<usize>,
     /// Gradient accumulation steps: batches per optimizer step [default: 4; for train: 1]
-    #[arg(long, help_heading = LOOP)]
+    #[arg(long, alias = "gradient-accumulation-steps", help_heading = LOOP)]
     accumulation: Option<usize>,
     /// Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]
     #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024", help_heading = DATA)]
@@ -115,7 +115,7 @@ pub(crate) struct SettingsArgs {
     #[arg(long, value_name = "REPLICAS", help_heading = MEMORY)]
     replicas: Option<usize>,
     /// Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]
-    #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
+    #[arg(long, alias = "learning-rate", allow_negative_numbers = true, help_heading = OPTIMIZER)]
     lr: Option<f64>,
     /// Learning-rate schedule after warm-up [default: cosine; for train: constant]
     #[arg(long, help_heading = OPTIMIZER)]

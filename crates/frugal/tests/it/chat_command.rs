@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::process::Stdio;
 
+use frugal::dataloading::Tokenizer;
+
 use crate::tiny_folder::{self, Tiny};
 use serde_json::Value;
 
@@ -70,4 +72,26 @@ fn conversations() -> String {
     let line =
         r#"{"messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "yes"}]}"#;
     format!("{line}\n").repeat(16)
+}
+
+/// As Llama 2's template: the blank is in the prompt once, and not in the message.
+#[test]
+fn blanks_that_a_template_writes_before_answers_are_no_part_of_them() {
+    const TEMPLATE: &str = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %} {{ m.content }}<|endoftext|>\
+        {% endif %}{% endfor %}";
+    let tiny = Tiny::new();
+    std::fs::write(tiny.path("chat.jsonl"), conversations()).unwrap();
+    std::fs::write(tiny.path("own.jinja"), TEMPLATE).unwrap();
+    let train = "finetune --model model --data chat.jsonl --method full --lr 0.05 --epochs 10 --batch-size 4 --accumulation 1 --samples 0";
+    tiny.succeed(&format!("{train} --chat-template own.jinja --out run"));
+    let (answers, err) = chat(&tiny, "run", "Say it.\nSay it.\n");
+    assert_eq!((answers.len(), &answers[0]["content"]), (2, &"yes".into()), "{answers:?} {err}");
+    let tokenizer = Tokenizer::from_file(&tiny.path("model/tokenizer.json")).unwrap();
+    let expected = [
+        tokenizer.encode("[Say it.]").unwrap(),
+        tokenizer.encode("[Say it.] yes<|endoftext|>[Say it.]").unwrap(),
+    ];
+    for (answer, expected) in answers.iter().zip(expected) {
+        assert_eq!(answer["prompt_tokens"], serde_json::json!(expected));
+    }
 }

@@ -80,13 +80,15 @@ impl Session {
         mut shown: impl FnMut(&str) -> bool,
     ) -> anyhow::Result<Answer> {
         let (prompt, forgotten) = self.prompt()?;
+        let mut blank = self.blank_before_answer();
         let mut stream = TextStream::new(&self.tokenizer, &[]);
         let (mut text, mut failed) = (String::new(), None);
         let mut callback = |_: usize, tokens: &[i64]| match stream.push(tokens) {
             Ok(new) => {
-                text.push_str(&new);
+                let new = without_blank(&new, &mut blank);
+                text.push_str(new);
                 // A closed pipe ends the answer.
-                let read = new.is_empty() || shown(&new);
+                let read = new.is_empty() || shown(new);
                 !read || stop.load(Ordering::Relaxed)
             }
             Err(error) => {
@@ -94,15 +96,17 @@ impl Session {
                 true
             }
         };
-        let generated = Generator::new(model, options)?.generate(std::slice::from_ref(&prompt), &mut callback)?;
+        let generated =
+            Generator::new(model, options)?.generate(std::slice::from_ref(&prompt), &mut callback)?;
         if let Some(error) = failed {
             return Err(error.into());
         }
         let generated =
             generated.into_iter().next().ok_or_else(|| anyhow!("the model has generated nothing"))?;
         let rest = stream.finish(&generated.tokens)?;
-        shown(&rest);
-        text.push_str(&rest);
+        let rest = without_blank(&rest, &mut blank);
+        shown(rest);
+        text.push_str(rest);
         self.messages.push(Message::new("assistant", &text));
         let ended = match generated.finish_reason {
             FinishReason::EndToken => "end token",
@@ -111,6 +115,23 @@ impl Session {
             FinishReason::MaxSequence => "context",
         };
         Ok(Answer { prompt, text, tokens: generated.tokens.len(), ended, forgotten })
+    }
+
+    /// The blanks that the template writes between the prompt and an answer, as Llama 2's does: the model writes them, and they are no part of
+    /// its message, before which the template writes them again in the next prompt.
+    fn blank_before_answer(&self) -> String {
+        const ANSWER: &str = "answer-to-be-found";
+        let messages = || self.system.iter().chain(&self.messages).cloned();
+        let render = |messages: Vec<Message>, asks| {
+            Some(self.template.render(&Conversation::new(messages), asks).ok()?.text)
+        };
+        let answered = || messages().chain([Message::new("assistant", ANSWER)]).collect();
+        let blank = || {
+            let (prompt, whole) = (render(messages().collect(), true)?, render(answered(), false)?);
+            let (blank, _) = whole.strip_prefix(&prompt)?.split_once(ANSWER)?;
+            blank.trim().is_empty().then(|| blank.to_owned())
+        };
+        blank().unwrap_or_default()
     }
 
     /// The tokens of the conversation, without its first turns if they do not fit, and how many messages are left out.
@@ -136,4 +157,17 @@ impl Session {
             forgotten += next + 1;
         }
     }
+}
+
+/// Returns a part of a text without the blanks that are still to come at its start.
+fn without_blank<'t>(mut text: &'t str, blank: &mut String) -> &'t str {
+    while let (Some(first), false) = (blank.chars().next(), text.is_empty()) {
+        let Some(rest) = text.strip_prefix(first) else {
+            blank.clear();
+            break;
+        };
+        text = rest;
+        blank.remove(0);
+    }
+    text
 }

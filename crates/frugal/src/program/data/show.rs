@@ -3,6 +3,7 @@
 use std::io::IsTerminal as _;
 use std::ops::ControlFlow;
 
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::rows::{Marks, marked};
 use frugal::text_stream::without_controls;
@@ -46,7 +47,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         Color::Never => false,
     };
     let marks = if is_coloured { Marks::COLOURS } else { Marks::BRACKETS };
-    let (mut passed, mut shown) = (0, 0);
+    let (mut passed, mut shown, mut wrong) = (0, 0, 0);
     source.each(&mut |place, encoded| {
         passed += 1;
         if passed <= arguments.skip {
@@ -60,6 +61,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             Ok(encoded) => encoded,
             // The records after a wrong one are shown, too.
             Err(error) => {
+                wrong += 1;
                 say(common, &format!("wrong: {error}"));
                 return Ok(ControlFlow::Continue(()));
             }
@@ -84,5 +86,12 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             ));
         }
         Ok(ControlFlow::Continue(()))
-    })
+    })?;
+    match shown {
+        0 => Ok(()),
+        _ if wrong == shown => {
+            bail!("nothing is shown: the records are wrong; `frugal data check` lists why")
+        }
+        _ => Ok(()),
+    }
 }

@@ -10,6 +10,7 @@ use frugal::dataloading::records::Splits;
 use frugal::dataloading::{self, Tokenizer};
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
+use frugal::run_folder::origins::values;
 use frugal::tasks::gsm8k;
 use frugal::training::masked_rows::{MaskedRow, MaskedRows};
 
@@ -17,6 +18,7 @@ use super::learned_end::{learned_end, note};
 use super::samples::Samples;
 use crate::program::Common;
 use crate::program::encoding::Ends;
+use crate::program::flags::flags_of;
 use crate::program::output::say;
 use crate::program::problems::Problems;
 use crate::program::row_flags::{encoder, found, found_text, note_variant};
@@ -217,11 +219,37 @@ fn name_check(error: anyhow::Error, file: &Path, config: &Config) -> anyhow::Err
             let model = config.model.name.as_deref().unwrap_or_default();
             let (file, model) = (shell_word(&file.display().to_string()), shell_word(model));
             anyhow::Error::msg(format!(
-                "{error}; `frugal data check {file} --model {model}` lists all wrong records"
+                "{error}; `frugal data check {file} --model {model}{}` lists all wrong records",
+                flags_of_rows(config)
             ))
         }
         _ => error,
     }
+}
+
+/// The flags with which `data check` makes the rows of a training, each after a blank.
+fn flags_of_rows(config: &Config) -> String {
+    const KEYS: [&str; 9] = [
+        "data.format",
+        "data.field",
+        "data.prompt_template",
+        "data.completion_template",
+        "data.mask",
+        "data.overlong",
+        "data.chat_template",
+        "data.end_token",
+        "data.max_length",
+    ];
+    // A configuration is written and read as values everywhere.
+    let (Ok(own), Ok(defaults)) = (values(config), values(&Config::default())) else { return String::new() };
+    let mut flags = String::new();
+    for (key, value) in own.iter().filter(|pair| KEYS.contains(&&*pair.0) && !defaults.contains(pair)) {
+        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        if let Some(flag) = flags_of(key).next().filter(|_| value != "null") {
+            flags += &format!(" {flag} {}", shell_word(&value));
+        }
+    }
+    flags
 }
 
 /// The rows of a split.
