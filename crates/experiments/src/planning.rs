@@ -5,6 +5,7 @@ mod choice;
 mod held;
 mod large;
 mod sandbox;
+mod weights;
 
 use clap::Subcommand;
 use report::cli::CommonArgs;
@@ -20,6 +21,8 @@ pub(crate) enum Verb {
     Held(held::Held),
     /// Train a model that is larger than its budget
     Large(large::Large),
+    /// Train all weights in fp32 and, under each way in which they can take small updates, in bf16
+    Weights(weights::Weights),
 }
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
@@ -28,5 +31,6 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Choice(arguments) => choice::run(common, arguments),
         Verb::Held(arguments) => held::run(common, arguments),
         Verb::Large(arguments) => large::run(common, arguments),
+        Verb::Weights(arguments) => weights::run(common, arguments),
     }
 }

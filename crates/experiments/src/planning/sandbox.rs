@@ -219,6 +219,39 @@ impl Sandbox {
         Ok(std::fs::write(self.folder.path().join(name), (0..count).map(sentence).collect::<String>())?)
     }
 
+    /// Copies a file of the embedded data.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub(super) fn copy_data(&self, name: &str, from: &str) -> anyhow::Result<()> {
+        let from = dataloading::embedded::folder()?.join(from);
+        std::fs::copy(&from, self.folder.path().join(name)).with_context(|| from.display().to_string())?;
+        Ok(())
+    }
+
+    /// Runs a training of all weights and returns its validation losses, from before the first step to after the last. The model is kept
+    /// under the given name.
+    ///
+    /// # Errors
+    /// A training that fails.
+    pub(super) fn losses(&self, words: &[String], keep: Option<&str>) -> anyhow::Result<Vec<f64>> {
+        let out = self.folder.path().join("out");
+        let mut command = self.command();
+        command.args(words).args(["--out", "out"]);
+        let Output { status, stderr, .. } = command.output()?;
+        ensure!(status.success(), "{command:?} failed with {status}: {}", String::from_utf8_lossy(&stderr));
+        let mut losses = Vec::new();
+        for line in std::fs::read_to_string(out.join("losses.jsonl"))?.lines() {
+            let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            losses.extend(value["validation_loss"].as_f64());
+        }
+        if let Some(name) = keep {
+            std::fs::rename(out.join("model"), self.folder.path().join(name))?;
+        }
+        std::fs::remove_dir_all(&out)?;
+        Ok(losses)
+    }
+
     /// Removes the output folder of a run.
     ///
     /// # Errors

@@ -1,0 +1,70 @@
+//! `planning weights`: a full fine-tuning in fp32, and in bf16 under each way in which its weights can take small updates.
+
+use anyhow::Context;
+use models::LlamaConfig;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use tch::Kind;
+
+use super::sandbox::Sandbox;
+
+const EXPERIMENT: &str = "bf16-weights";
+
+#[derive(clap::Args)]
+pub(crate) struct Weights {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+/// Names and flags; the others are compared with the first.
+const TRAININGS: [(&str, &[&str]); 4] = [
+    ("fp32", &["--dtype", "float32"]),
+    ("bf16, master weights", &["--dtype", "bfloat16", "--master-weights", "true"]),
+    ("bf16, stochastic rounding", &["--dtype", "bfloat16", "--master-weights", "stochastic"]),
+    ("bf16, rounded", &["--dtype", "bfloat16", "--master-weights", "false"]),
+];
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Weights) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+    let sandbox = Sandbox::new()?;
+    let (config, steps, seeds) = match arguments.scale {
+        Scale::Smoke => (LlamaConfig::llama(4096, 64, 176, 2, 2), 4, 1),
+        Scale::Laptop => (LlamaConfig::llama(4096, 256, 704, 4, 4), 100, 1),
+        Scale::Full | Scale::Paper => (LlamaConfig::llama(4096, 256, 704, 6, 4), 300, 2),
+    };
+    sandbox.write_model("random", &config, Kind::Float)?;
+    sandbox.copy_data("before.txt", "corpus/train.txt")?;
+    sandbox.copy_data("after.txt", "small-problems/stories.txt")?;
+    let training = |model: &str, data: &str, lr: &str, seed: u64, more: &[&str]| -> Vec<String> {
+        let (steps, seed) = (steps.to_string(), seed.to_string());
+        let words = ["finetune", "--model", model, "--data", data, "--method", "full", "--steps", &steps];
+        let sizes = ["--max-length", "128", "--batch-size", "4", "--accumulation", "1", "--lr", lr];
+        let rest = ["--evaluate-every", &steps, "--samples", "0", "--seed", &seed];
+        words.iter().chain(&sizes).chain(&rest).chain(more).map(|word| (*word).to_owned()).collect()
+    };
+    let mut progress = Progress::new(1 + seeds * TRAININGS.len() as u64);
+    progress.message("before");
+    sandbox.losses(&training("random", "before.txt", "1e-3", common.seed, &[]), Some("base"))?;
+    progress.step();
+    for seed in 0..seeds {
+        let mut reference = None;
+        for (name, flags) in TRAININGS {
+            progress.message(&format!("{name}, seed {seed}"));
+            let words = training("base", "after.txt", "2e-5", common.seed + seed, flags);
+            let losses = sandbox.losses(&words, None)?;
+            let (first, last) = losses.first().zip(losses.last()).context("no validation loss")?;
+            let fall = first - last;
+            let case = Case::new().with("weights", name).with("seed", seed);
+            let metrics = vec![
+                Metric::exact("first_loss", "nat", *first),
+                Metric::exact("last_loss", "nat", *last),
+                Metric::exact("fall", "nat", fall),
+                Metric::exact("fall_vs_fp32", "ratio", fall / *reference.get_or_insert(fall)),
+            ];
+            sink.put(EXPERIMENT, &case, metrics)?;
+            progress.step();
+        }
+    }
+    Ok(())
+}
