@@ -153,7 +153,7 @@ impl Engine {
         stored: &dyn Fn(&str) -> Option<TensorLocation>,
     ) -> Result<usize> {
         let left = |name: &str, _: &Tensor| stored(name).map(FileLocation::InModel);
-        let layer = Layer::new((name, number), named, &self.0.placement, &left)?;
+        let layer = Layer::new((name, number), named, &self.0.placement, &left, None)?;
         self.release_ring()?;
         let mut state = self.0.state.lock();
         state.layers.push(layer);
@@ -186,7 +186,7 @@ impl Engine {
         let old = &state.layers[layer];
         let placement = Placement { folder: None, source: None, ..self.0.placement.clone() };
         let left = |name: &str, tensor: &Tensor| old.left(name, tensor);
-        let new = Layer::new((&old.name, old.number), named, &placement, &left);
+        let new = Layer::new((&old.name, old.number), named, &placement, &left, Some(old));
         let result = match new {
             Ok(mut new) => {
                 // Slots with the old layer are never used for the new one.

@@ -152,13 +152,14 @@ impl Placement {
 }
 
 impl Layer {
-    /// Offloads tensors: they stay the model's, with new memory. `left` returns the location of a tensor whose values are
-    /// already in a file.
+    /// Offloads tensors: they stay the model's, with new memory, or that of a layer which this one replaces. `left` returns the location of a
+    /// tensor whose values are already in a file.
     pub(crate) fn new(
         (name, number): (&str, usize),
         named: &[(String, Tensor, Role)],
         placement: &Placement,
         left: &dyn Fn(&str, &Tensor) -> Option<FileLocation>,
+        replaced: Option<&Self>,
     ) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
         let named = named.iter().map(|(tensor_name, tensor, role)| {
@@ -191,7 +192,7 @@ impl Layer {
         };
         let devices: Vec<Device> = named.iter().map(|(_, tensor, _)| tensor.device()).collect();
         let mut given = Vec::new();
-        if let Err(error) = layer.fill(&named, placement, left, &mut given) {
+        if let Err(error) = layer.fill(&named, placement, (left, replaced), &mut given) {
             return Err(layer.undo(&devices, &given, error));
         }
         Ok(layer)
@@ -203,7 +204,7 @@ impl Layer {
         &mut self,
         named: &[(&str, &Tensor, bool)],
         placement: &Placement,
-        left: &dyn Fn(&str, &Tensor) -> Option<FileLocation>,
+        (left, replaced): (&dyn Fn(&str, &Tensor) -> Option<FileLocation>, Option<&Self>),
         given: &mut Vec<(usize, Tensor)>,
     ) -> Result<()> {
         self.in_place = self.memory_in_source(placement)?;
@@ -228,6 +229,12 @@ impl Layer {
             let has_files = !in_files.is_empty();
             for (index, left) in in_files {
                 self.use_file(index, left)?;
+            }
+            if let Some(flat) =
+                replaced.filter(|_| !trained).and_then(|old| self.flat_of(old, region, &others))
+            {
+                self.flats[region] = Some(flat);
+                continue;
             }
             match &placement.folder {
                 _ if others.is_empty() => {}
@@ -278,6 +285,25 @@ impl Layer {
 
     fn members(&self, region: usize) -> Vec<usize> {
         (0..self.tensors.len()).filter(|&index| self.layout.extents[index].region == region).collect()
+    }
+
+    /// Returns the memory of a layer that this one replaces, if all of a region is in it as this one has it, such as the frozen tensors to
+    /// which adapters were added: it is neither copied nor held twice.
+    fn flat_of(&self, old: &Self, region: usize, members: &[usize]) -> Option<Tensor> {
+        let range = &self.layout.regions[region].range;
+        let offset = |index: usize| self.layout.extents[index].range.start - range.start;
+        let address = |index: usize| self.tensors[index].data_ptr() as usize;
+        let start = address(*members.first()?).checked_sub(offset(members[0]))?;
+        let is_whole = members.iter().all(|&index| {
+            let Extent { kind, shape, .. } = &self.layout.extents[index];
+            let tensor = &self.tensors[index];
+            address(index) == start + offset(index)
+                && (tensor.kind(), tensor.size()) == (*kind, shape.clone())
+                && tensor.is_contiguous()
+        });
+        let mut flats = old.flats.iter().flatten();
+        let flat = flats.find(|flat| flat.data_ptr() as usize == start && flat.numel() == range.len())?;
+        is_whole.then(|| flat.shallow_clone())
     }
 
     fn pack(&mut self, region: usize, members: &[usize], placement: &Placement) -> Result<()> {

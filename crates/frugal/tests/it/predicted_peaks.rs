@@ -85,6 +85,16 @@ fn trained_files(layers: usize) -> Placement {
     trained(Tier::File, (2..layers).collect())
 }
 
+fn host(_: usize) -> Placement {
+    Placement::Offloaded {
+        tier: Tier::Host,
+        ring: 2,
+        resident: vec![1],
+        keep: Vec::new(),
+        optimizer: OptimizerPlace::Device,
+    }
+}
+
 fn trained_host(_: usize) -> Placement {
     trained(Tier::Host, Vec::new())
 }
@@ -130,7 +140,7 @@ const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
 const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 41] = [
+const CASES: [Case; 42] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -147,6 +157,7 @@ const CASES: [Case; 41] = [
     Case { name: "adapters, recomputed", placement: recompute, ..ADAPTED },
     Case { name: "adapters, mixed plan", placement: mixed, accumulation: 2, ..ADAPTED },
     Case { name: "adapters, layers in files", placement: files, ..ADAPTED },
+    Case { name: "adapters, layers in host memory", placement: host, ..ADAPTED },
     Case { name: "adapters, layers in files, all kept", placement: files_and_all_activations, ..ADAPTED },
     Case {
         name: "adapters, layers in files, some kept",
