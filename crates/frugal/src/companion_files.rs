@@ -121,10 +121,14 @@ impl CompanionFiles {
             listed_ends: folder.end_tokens().to_vec(),
             end_tokens: folder.end_tokens().to_vec(),
         };
+        // A file may name tokens that the model does not have; transformers never meets them.
+        let vocabulary = folder.config().vocab_size;
+        companions.end_tokens.retain(|end| (0..vocabulary).contains(end));
         if let Some(adapter) = own(GENERATION) {
             let path = adapter.join(GENERATION);
             companions.listed_ends = ends_of(&object(&path)?);
             companions.end_tokens = companions.listed_ends.clone();
+            companions.end_tokens.retain(|end| (0..vocabulary).contains(end));
             companions.generation = Some(path);
         } else if own(TOKENIZER).is_some() || own_template.is_some() {
             companions.add_ends_of_tokenizer(own_template.is_some(), data)?;

@@ -3,7 +3,7 @@
 //! **The prompt opens the reasoning** (DeepSeek-R1, QwQ): it ends with `<think>\n`, and the template leaves reasoning out of every answer
 //! that it writes. So no rendering has what the model writes after its prompt. The built-in variant for training writes it: after the
 //! prompt the rest of the reasoning, `</think>`, the answer, and what the template writes after an answer. An answer without reasoning
-//! has an empty one, as Qwen3 writes it.
+//! begins with `</think>`.
 //!
 //! **The history has no reasoning** (Qwen3): only the last answer has its own. Each answer is a row, after the prompt that inference
 //! reads.
@@ -78,7 +78,9 @@ impl<'a> Opening<'a> {
         let mut fields = FIELDS.iter().filter_map(|name| message.fields.get(*name).and_then(Value::as_str));
         let reasoning = fields.find(|text| !text.trim().is_empty()).unwrap_or_default().trim_matches('\n');
         let begin = if self.text.ends_with('\n') { "" } else { "\n" };
-        format!("{begin}{reasoning}\n{}\n\n{}", self.close, content.trim_start_matches('\n'))
+        // A blank line would be one token with the line break that the prompt ends with, which inference does not read.
+        let end = if reasoning.is_empty() { "" } else { "\n" };
+        format!("{begin}{reasoning}{end}{}\n\n{}", self.close, content.trim_start_matches('\n'))
     }
 }
 

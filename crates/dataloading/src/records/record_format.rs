@@ -243,18 +243,14 @@ fn misspelt<'a>(fields: &'a Map<String, Value>, text_field: &'a str) -> Option<(
     })
 }
 
-/// Flags that make a prompt and a completion of the first and the last of the texts of a record, of those with several words where there
-/// are two, else of those that are no numbers, else of all: a number is rarely what a model is asked. `None` if it has fewer than two.
+/// Flags that make a prompt and a completion of texts of a record: the first with several words, which a number or a name has not, and the
+/// last one after it. `None` if it has fewer than two.
 fn templates(fields: &Map<String, Value>) -> Option<String> {
-    let of = |fits: &dyn Fn(&str) -> bool| -> Vec<&String> {
-        let fits = |value: &Value| value.as_str().is_some_and(fits);
-        fields.iter().filter(|(_, value)| fits(value)).map(|(name, _)| name).collect()
-    };
-    let is_number = |text: &str| text.trim().parse::<f64>().is_ok();
-    let kinds: [&dyn Fn(&str) -> bool; 3] =
-        [&|text| text.trim().contains(char::is_whitespace), &|text| !is_number(text), &|_| true];
-    let [prompt, .., completion] = kinds.map(of).into_iter().find(|texts| texts.len() > 1)?[..] else {
-        return None;
-    };
-    Some(format!("--prompt-template '{{{prompt}}}' --completion-template '{{{completion}}}'"))
+    let texts: Vec<(&String, &str)> =
+        fields.iter().filter_map(|(name, value)| Some((name, value.as_str()?.trim()))).collect();
+    let has_words = |(_, text): &&(&String, &str)| text.contains(char::is_whitespace);
+    let first = texts.iter().position(|text| has_words(&text)).filter(|first| first + 1 < texts.len());
+    let (first, rest) = texts[first.unwrap_or(0)..].split_first()?;
+    let last = rest.iter().rev().find(has_words).or(rest.last())?;
+    Some(format!("--prompt-template '{{{}}}' --completion-template '{{{}}}'", first.0, last.0))
 }

@@ -117,7 +117,7 @@ fn a_reasoning_that_the_prompt_opens_is_learned_after_it() {
     let named = variant.unwrap().to_string();
     assert!(named.starts_with("opened-reasoning: the template's prompt ends with `<think>`"), "{named}");
     for (answer, expected) in [
-        ("4", "\n</think>\n\n4<|im_end|>\n"),
+        ("4", "</think>\n\n4<|im_end|>\n"),
         ("<think>\nr\n</think>\n\n4", "r\n</think>\n\n4<|im_end|>\n"),
         // The answers of DeepSeek-R1, which are written after the opening.
         ("r\n</think>\n\n4", "r\n</think>\n\n4<|im_end|>\n"),

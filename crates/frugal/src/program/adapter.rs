@@ -67,7 +67,10 @@ impl AdapterArgs {
             (None, Some([one])) if one.eq_ignore_ascii_case("all-linear") => {
                 config.target_modules = Some(Names::Pattern(one.clone()));
             }
-            (None, Some(names)) => config.target_modules = Some(Names::List(names.to_vec())),
+            (None, Some(names)) => {
+                let names = names.iter().map(|name| name.trim().to_owned()).collect();
+                config.target_modules = Some(Names::List(names));
+            }
             (None, None) => {}
         }
         if let Some(init) = &self.init {

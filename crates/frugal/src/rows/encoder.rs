@@ -59,6 +59,11 @@ impl RowEncoder {
         Self { tokenizer, template, ends, end_ids: model_ends.to_vec(), options }
     }
 
+    /// Whether a text that ends with this token needs no other end.
+    pub(super) fn is_end(&self, id: u32) -> bool {
+        id == self.options.end || self.end_ids.contains(&id)
+    }
+
     /// Returns the options.
     pub fn options(&self) -> &RowOptions {
         &self.options
@@ -242,8 +247,7 @@ impl RowEncoder {
             let is_learned = self.options.mask == Mask::All || is_text;
             row.labels.insert(0, if is_learned { i64::from(begin) } else { IGNORE_INDEX });
         }
-        let ends = |id: &u32| *id == self.options.end || self.end_ids.contains(id);
-        if !ids.last().is_some_and(ends) {
+        if !ids.last().is_some_and(|id| self.is_end(*id)) {
             row.tokens.push(i64::from(self.options.end));
             row.labels.push(i64::from(self.options.end));
         }

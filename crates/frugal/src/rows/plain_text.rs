@@ -51,14 +51,22 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
         }
         Ok(ControlFlow::Continue(()))
     };
-    let begin: Vec<u32> = options.begin.into_iter().collect();
-    let mut is_broken = add_all(&begin, &mut row)?.is_break();
+    // A text that has them already gets no second begin or end.
+    let mut begin = options.begin;
+    let mut is_broken = false;
     encoder.tokenizer().encode_file(path, |ids| -> Result<ControlFlow<()>, E> {
+        if let (Some(first), false) = (begin, ids.is_empty()) {
+            begin = None;
+            if ids.first() != Some(&first) {
+                is_broken |= add_all(&[first], &mut row)?.is_break();
+            }
+        }
         let flow = add_all(ids, &mut row)?;
         is_broken |= flow.is_break();
         Ok(flow)
     })?;
-    if is_broken || add_all(&[options.end], &mut row)?.is_break() {
+    let is_ended = row.last().and_then(|id| u32::try_from(*id).ok()).is_some_and(|last| encoder.is_end(last));
+    if is_broken || !is_ended && add_all(&[options.end], &mut row)?.is_break() {
         return Ok(());
     }
     if count < 3 {

@@ -170,6 +170,19 @@ fn templates_name_the_fields_of_a_prompt() {
         refused.contains("--prompt-template '{query}' --completion-template '{response}'"),
         "the fields of the file: {refused}"
     );
+    std::fs::write(tiny.path("numbered.csv"), "id,query,response\na1,Is it so?,\"Yes, it is.\"\n").unwrap();
+    let refused = tiny.run("data check numbered.csv --model model").err;
+    assert!(
+        refused.contains("--prompt-template '{query}' --completion-template '{response}'"),
+        "a number or a name is no prompt: {refused}"
+    );
+    // The remedy has the flags that rows were made with; nothing but wrong records is a failure.
+    let refused =
+        tiny.fail("finetune --model model --data numbered.csv --max-length 50 --format messages --out wrong");
+    let remedy = "`frugal data check numbered.csv --model model --format messages --max-length 50` lists all wrong records";
+    assert!(refused.contains(remedy), "{refused}");
+    let said = tiny.fail("data show numbered.csv --model model --format messages --json --quiet");
+    assert!(said.contains("nothing is shown: the records are wrong"), "{said}");
     let templates = ["--prompt-template", "Q: {query} A:", "--completion-template", " {response}"];
     let shown = ["data", "show", "sums.csv", "--model", "model", "--number", "1", "--color", "never"];
     let ended = tiny.run_words(&[&shown[..], &templates].concat());

@@ -191,3 +191,40 @@ fn control_characters_of_data_are_not_printed() {
     let ended = session.run_words(&["data", "check", &good, "--model", "model", "--json"]);
     assert!(!ended.out.contains(|char: char| char.is_control() && char != '\n'), "{:?}", ended.out);
 }
+
+/// What a command reads besides its data: the model, the run, and the run's parts.
+#[test]
+fn a_model_is_not_replaced_by_its_answers_nor_a_runs_best_by_a_merged_model() {
+    let session = Session::new();
+    session.succeed(&format!("{TRAIN} --evaluate-every 1 --out run"));
+    fs::write(session.path("asked.jsonl"), "{\"question\":\"2+2?\",\"answer\":\"4\"}\n").unwrap();
+    let eval = "eval --questions asked.jsonl --overwrite --model";
+    keeps(&session, &format!("{eval} model --out model/config.json"), "which is read; give another");
+    keeps(&session, &format!("{eval} run --out run/config.toml"), "which is read; give another");
+    let merge = "merge --model model --adapter run --overwrite --out run/best";
+    keeps(&session, merge, "is a part of a training's output folder; give another");
+}
+
+#[test]
+fn flags_of_one_method_that_contradict_each_other_are_refused() {
+    let session = Session::new();
+    for (flags, words) in [
+        ("--method lora --dora", "--method lora and --dora contradict each other"),
+        (
+            "--method lora --set adapter.use_dora=true",
+            "--method lora and --set adapter.use_dora=true contradict",
+        ),
+        (
+            "--method dora --set adapter.use_dora=false",
+            "--method dora and --set adapter.use_dora=false contradict",
+        ),
+    ] {
+        keeps(&session, &format!("{TRAIN} {flags} --out run"), words);
+    }
+    session.succeed(&format!("{TRAIN} --method dora --set adapter.use_dora=true --out run"));
+    keeps(
+        &session,
+        "eval --model model --revision main --data problems",
+        "is a folder, which has no revision main",
+    );
+}

@@ -289,3 +289,35 @@ fn merges_into_added_tokens_do_not_matter() {
     };
     assert_eq!(scores[259..261], [0.0, -1.0]);
 }
+
+/// A chat template that writes no token to begin a text, over a tokenizer that adds one.
+#[test]
+fn a_model_without_a_begin_token_adds_none_and_says_so() {
+    let tiny = Tiny::of("qwen2");
+    tiny.write(
+        "tokenizer_config.json",
+        r#"{ "eos_token": "<|im_end|>", "bos_token": "<s>", "add_bos_token": true }"#,
+    );
+    let model = Model::open(tiny.folder.path()).unwrap();
+    assert_eq!(model.tokenizer().begin_token(), Some("<s>"));
+    let model = model.without_begin_token();
+    assert_eq!(model.tokenizer().begin_token(), None);
+    let conversion = model.convert(TensorType::F16).unwrap();
+    assert_eq!(conversion.header().get("tokenizer.ggml.add_bos_token"), Some(&Value::Bool(false)));
+    let notes = conversion.notes().join("\n");
+    assert!(
+        notes.contains("the chat template writes no `<s>`, so the file says add_bos_token = false"),
+        "{notes}"
+    );
+}
+
+#[test]
+fn special_tokens_that_only_the_configuration_names_are_control_tokens() {
+    let tiny = Tiny::of("qwen2");
+    tiny.change("tokenizer.json", |tokenizer| tokenizer["added_tokens"] = json!([]));
+    let decoder = json!({ "257": { "content": "<|im_end|>", "special": true }, "0": { "content": "!", "special": false } });
+    tiny.write("tokenizer_config.json", &json!({ "added_tokens_decoder": decoder }).to_string());
+    tiny.change("tokenizer.json", |tokenizer| tokenizer["model"]["vocab"]["<|im_end|>"] = json!(257));
+    let types = types(&header(&tiny));
+    assert_eq!((types[0], types[257]), (1, 3));
+}

@@ -73,9 +73,9 @@ fn published_files_are_read_as_transformers_reads_them() {
     assert_eq!(granite.attention_scale(), Some(0.015625));
     // OLMo-2-1124-7B.
     check(Family::Olmo2, [100_352, 4096, 11008, 32, 32, 32], json!({ "rope_theta": 500_000 }), 7_298_617_344);
-    // Gemma 3 1B in the form of the hub, with a pattern and two thetas.
+    // Gemma 3 1B in the form of the hub, with a pattern, another under the name that transformers writes and does not read, and two thetas.
     let fields = json!({
-        "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000,
+        "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6, "_sliding_window_pattern": 2, "rope_local_base_freq": 10000,
         "rope_theta": 1_000_000, "rope_scaling": null, "query_pre_attn_scalar": 256, "final_logit_softcapping": null,
         "attn_logit_softcapping": null, "hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
     });

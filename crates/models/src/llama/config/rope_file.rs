@@ -34,7 +34,8 @@ pub(super) struct Rope {
     numbers: Map<String, Value>,
 }
 
-/// Takes the scaling's name out of the fields. Files have it as `rope_type`, as the older `type`, or as both.
+/// Takes the scaling's name out of the fields. Files have it as `rope_type`, as the older `type`, or as both, of which transformers 5 reads
+/// the first.
 impl TryFrom<Map<String, Value>> for Rope {
     type Error = String;
 
@@ -45,20 +46,8 @@ impl TryFrom<Map<String, Value>> for Rope {
             Some(other) => Err(format!("`{key}` of the rotary embedding is {other}; expected a text")),
         };
         let (new, old) = (name("rope_type")?, name("type")?);
-        if let (Some(new), Some(old)) = (&new, &old)
-            && usual_name(new) != usual_name(old)
-        {
-            return Err(format!(
-                "the rotary embedding has the `rope_type` `{new}` and the `type` `{old}`; they must agree"
-            ));
-        }
         Ok(Self { rope_type: new.or(old), numbers })
     }
-}
-
-/// `longrope`, which Phi-3's older files call `su`.
-fn usual_name(kind: &str) -> &str {
-    if kind == "su" { "longrope" } else { kind }
 }
 
 impl Rope {
