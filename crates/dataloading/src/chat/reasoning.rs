@@ -129,6 +129,24 @@ impl ChatTemplate {
         })
     }
 
+    /// Returns what a model writes after a prompt, where the answer at a message is rendered as `whole`, with another text before the
+    /// question: Mistral's templates write a system message into the last turn of a user, which a whole conversation does not end with.
+    /// `None` if what follows the question is another text, too.
+    pub(super) fn after_question(
+        &self,
+        conversation: &Conversation,
+        at: usize,
+        prompt: &str,
+        whole: &str,
+    ) -> Option<String> {
+        let [before, _] = self.around_answer(conversation, at)?;
+        let question = conversation.messages.get(at.checked_sub(1)?)?.fields.get("content")?.as_str()?.trim();
+        let end =
+            |text: &str| (!question.is_empty()).then(|| Some(text.rfind(question)? + question.len()))?;
+        let answer = whole.strip_prefix(before.get(..end(&before)?)?)?;
+        Some(answer.strip_prefix(prompt.get(end(prompt)?..)?)?.to_owned())
+    }
+
     /// Returns what the template writes before and after the text of the answer at a message, which ends the conversation.
     fn around_answer(&self, conversation: &Conversation, at: usize) -> Option<[String; 2]> {
         let mut messages = conversation.messages[..=at].to_vec();

@@ -220,6 +220,7 @@ impl Turns<'_> {
                 None => self
                     .template
                     .after_opening(self.conversation, at, &prompt, &whole)
+                    .or_else(|| self.template.after_question(self.conversation, at, &prompt, &whole))
                     .ok_or_else(|| self.no_prefix(at, &prompt, &whole))?,
             };
             let mut end = "";

@@ -102,6 +102,28 @@ fn a_prompt_that_does_not_begin_the_answer_is_refused_with_both_texts() {
     assert!(error.contains("Answer: ") && error.contains("Hello!"), "both texts are shown: {error}");
 }
 
+/// As Mistral Nemo's: the system message is in the last turn of the user, and in no turn where an answer is the last.
+#[test]
+fn a_prompt_with_another_text_before_its_question_has_its_answer() {
+    let source = "{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last and messages[0].role == 'system' %}\
+                  {{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}\
+                  {{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}";
+    let mut conversation = turns(["Hi there", "2+2?"]);
+    conversation.messages.insert(0, Message::new("system", "Be kind."));
+    let rows = template("nemo", source).rows(&conversation, Mask::Answers, &ends()).unwrap();
+    let texts: Vec<String> = rows.iter().map(|row| text(row)).collect();
+    assert_eq!(
+        texts,
+        [
+            "[INST]Be kind.\n\nHi there[/INST] Hi there<|im_end|>",
+            "[INST]Hi there[/INST] Hi there<|im_end|>[INST]Be kind.\n\n2+2?[/INST] 2+2?<|im_end|>",
+        ]
+    );
+    // An answer that repeats its question is one answer.
+    assert_eq!(learned(&rows[0]), [" Hi there<|im_end|>"]);
+    assert_eq!(learned(&rows[1]), [" 2+2?<|im_end|>"]);
+}
+
 /// As DeepSeek-R1's: the prompt opens the reasoning, which is left out of answers.
 const R1: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}\
                   {% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}\

@@ -273,7 +273,7 @@ fn a_variant_for_training_is_named() {
     assert!(err.contains(expected), "{err}");
     let text = out.split_once('\n').unwrap().1;
     // Line breaks of the template are `\n`, as Jinja2 reads them.
-    assert_eq!(text, "user:\nq<|endoftext|>\nassistant:\n<think>\n⟦\n</think>\n\na<|endoftext|>\n⟧\n");
+    assert_eq!(text, "user:\nq<|endoftext|>\nassistant:\n<think>\n⟦</think>\n\na<|endoftext|>\n⟧\n");
     let (out, _) = tiny.succeed("data check chat.jsonl --model model");
     let note = "note: `mood` of messages: the chat template leaves it out, so the model does not see it (1 record: chat.jsonl: line 1)";
     assert!(out.contains(note), "{out}");
