@@ -17,10 +17,10 @@ pub const RESERVE: f64 = 0.03;
 /// million parameters and of one of 135, the last 15 MiB, and 30 MiB with the decompositions of DoRA, PiSSA and OLoRA.
 pub const LEAST_RESERVE: u64 = 80 << 20;
 
-/// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run, by 8 MiB where
+/// By how much [`least_budget`] exceeds what a budget has to be: what a process takes before its work differs from run to run, by 11 MiB where
 /// it has tokenized a text.
 const MARGIN: f64 = 0.01;
-const LEAST_MARGIN: u64 = 8 << 20;
+const LEAST_MARGIN: u64 = 24 << 20;
 
 /// The share of the free memory that a training without a budget may take.
 pub const FREE_SHARE: f64 = 0.8;
