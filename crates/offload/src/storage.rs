@@ -151,6 +151,9 @@ impl Placement {
     }
 }
 
+/// Where the values of a tensor are in a file already, if they are.
+type Left<'a> = &'a dyn Fn(&str, &Tensor) -> Option<FileLocation>;
+
 impl Layer {
     /// Offloads tensors: they stay the model's, with new memory, or that of a layer which this one replaces. `left` returns the location of a
     /// tensor whose values are already in a file.
@@ -158,7 +161,7 @@ impl Layer {
         (name, number): (&str, usize),
         named: &[(String, Tensor, Role)],
         placement: &Placement,
-        left: &dyn Fn(&str, &Tensor) -> Option<FileLocation>,
+        left: Left<'_>,
         replaced: Option<&Self>,
     ) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
@@ -204,7 +207,7 @@ impl Layer {
         &mut self,
         named: &[(&str, &Tensor, bool)],
         placement: &Placement,
-        (left, replaced): (&dyn Fn(&str, &Tensor) -> Option<FileLocation>, Option<&Self>),
+        (left, replaced): (Left<'_>, Option<&Self>),
         given: &mut Vec<(usize, Tensor)>,
     ) -> Result<()> {
         self.in_place = self.memory_in_source(placement)?;
