@@ -87,11 +87,8 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         }
         Ok(ControlFlow::Continue(()))
     })?;
-    match shown {
-        0 => Ok(()),
-        _ if wrong == shown => {
-            bail!("nothing is shown: the records are wrong; `frugal data check` lists why")
-        }
-        _ => Ok(()),
+    if shown > 0 && wrong == shown {
+        bail!("nothing is shown: the records are wrong; `frugal data check` lists why");
     }
+    Ok(())
 }
