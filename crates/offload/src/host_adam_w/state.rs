@@ -225,6 +225,8 @@ impl Parameter {
             let _no_grad = tch::no_grad_guard();
             let mut master = state_of(weight, placement)?;
             master.f_copy_(weight)?;
+            // All layers' are made before the first is updated: their pages would be resident together.
+            [weight, &master].into_iter().try_for_each(file_memory::release)?;
             self.master = Some(master);
         } else if let Some(master) = &self.master {
             let version = WeightVersion::of(weight)?;
