@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def with_llama_cpp(file):
 
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
-    params.n_ctx, params.n_gpu_layers, params.warmup, params.fit_params, params.verbosity = 512, 0, False, False, 0
+    params.n_ctx, params.n_gpu_layers, params.warmup, params.fit_params, params.verbosity = 512, 0, False, False, 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
@@ -176,6 +177,10 @@ def child(kind, job, path=None):
     ended = run([sys.executable, "-W", "ignore", __file__, "--child", kind], input=json.dumps(job), env=environment)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("@result ")]
     if not lines:
+        # llama.cpp's own Jinja lacks what some templates use.
+        unread = re.search(r"chat template parsing error.*?\n(Error: [^\n]*)", ended.stderr, re.DOTALL)
+        if unread:
+            return [{"label": kind, "refused": f"it cannot read the template: {unread[1]}"}]
         last = ended.stderr.strip().splitlines()[-1:] or [f"status {ended.returncode}"]
         return [{"label": kind, "error": last[0][:300]}]
     return json.loads(lines[0].removeprefix("@result "))
@@ -277,7 +282,8 @@ def judged(results):
         for number, (answer, reference) in enumerate(zip(result["answers"], expected)):
             if answer["prompt_tokens"] != reference["prompt_tokens"]:
                 wrong.append((label, f"prompt {number}: {answer['prompt_tokens']} is not {reference['prompt_tokens']}", False))
-            text = answer["text"]
+            # A template of a thinking model has written that there is no reasoning.
+            text = re.sub(r"^<think>\s*</think>\s*", "", answer["text"])
             # llama.cpp's server shows the token that ends an answer for templates of which it parses answers.
             for end in ENDS if label == "llama.cpp" else []:
                 text = text.removesuffix(end)

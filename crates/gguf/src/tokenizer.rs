@@ -41,6 +41,8 @@ pub struct Tokenizer {
     special: Special,
     /// The chat template in Jinja, and other templates by name.
     templates: Vec<(String, String)>,
+    /// Whether the folder names a `bos_token`, which templates are given.
+    names_begin: bool,
     notes: Vec<String>,
     path: std::path::PathBuf,
 }
@@ -112,7 +114,11 @@ impl Tokenizer {
         }
         notes.extend(special.notes.iter().cloned());
         let templates = template::read(folder, &own)?;
-        Ok(Self { tokens, kind, special, templates, notes, path })
+        let older = json::read_optional(&folder.join("special_tokens_map.json"))?;
+        let names_begin = [&own, &older].into_iter().any(|fields| {
+            fields.get("bos_token").is_some_and(|token| token.is_string() || token.get("content").is_some())
+        });
+        Ok(Self { tokens, kind, special, templates, names_begin, notes, path })
     }
 
     pub(crate) fn notes(&self) -> &[String] {
@@ -222,7 +228,7 @@ impl Tokenizer {
         metadata.extend(self.special.metadata(rows));
         let mut metadata: Vec<(String, Value)> =
             metadata.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect();
-        metadata.extend(template::metadata(&self.templates));
+        metadata.extend(template::metadata(&self.templates, self.names_begin));
         Ok(metadata)
     }
 

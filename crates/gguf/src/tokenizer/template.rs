@@ -51,15 +51,19 @@ fn texts(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(String, Strin
     Ok(default.into_iter().chain(found).collect())
 }
 
-/// Returns the metadata of the templates.
-pub(super) fn metadata(templates: &[(String, String)]) -> Vec<(String, Value)> {
+/// Returns the metadata of the templates. `begins` says whether the folder names a `bos_token`: templates that ask for one that it does
+/// not name are given none, as in transformers. llama.cpp gives them the text of the file's `bos_token_id`, and of token 11 where the file
+/// has none.
+pub(super) fn metadata(templates: &[(String, String)], begins: bool) -> Vec<(String, Value)> {
     let mut metadata = Vec::new();
     let mut others = Vec::new();
     for (name, text) in templates {
+        let none = if !begins && text.contains("bos_token") { "{%- set bos_token = '' -%}\n" } else { "" };
+        let text = format!("{none}{text}");
         if name == DEFAULT {
-            metadata.push(("tokenizer.chat_template".to_owned(), text.clone().into()));
+            metadata.push(("tokenizer.chat_template".to_owned(), text.into()));
         } else {
-            metadata.push((format!("tokenizer.chat_template.{name}"), text.clone().into()));
+            metadata.push((format!("tokenizer.chat_template.{name}"), text.into()));
             others.push(name.clone());
         }
     }

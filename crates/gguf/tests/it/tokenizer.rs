@@ -132,6 +132,22 @@ fn chat_templates_of_every_file_are_read() {
     assert_eq!(model.tokenizer().chat_template(), Some("other"));
 }
 
+/// transformers gives a template the `bos_token` that the folder names, or none; llama.cpp always that of an id, of token 11 at the last.
+#[test]
+fn a_template_that_asks_for_a_bos_token_gets_the_folder_s() {
+    let tiny = Tiny::of("qwen2");
+    tiny.write("chat_template.jinja", "{{ bos_token or '' }}{{ messages }}");
+    let template = || header(&tiny).get("tokenizer.chat_template").cloned().unwrap();
+    for bos_token in [json!(null), json!({ "content": "<s>" }), json!("<s>")] {
+        tiny.write("tokenizer_config.json", &json!({ "bos_token": bos_token }).to_string());
+        let none = if bos_token.is_null() { "{%- set bos_token = '' -%}\n" } else { "" };
+        assert_eq!(template(), (&*format!("{none}{{{{ bos_token or '' }}}}{{{{ messages }}}}")).into());
+    }
+    tiny.write("tokenizer_config.json", "{}");
+    tiny.write("special_tokens_map.json", r#"{ "bos_token": "<s>" }"#);
+    assert_eq!(template(), "{{ bos_token or '' }}{{ messages }}".into());
+}
+
 #[test]
 fn a_post_processor_that_adds_the_first_token_is_seen() {
     let tiny = Tiny::of("llama");
