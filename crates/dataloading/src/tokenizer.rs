@@ -150,15 +150,31 @@ impl Tokenizer {
         self.encode(text)
     }
 
-    /// Returns the ids of a text as [`encode`](Self::encode) does, each with its part of the text.
+    /// Returns the ids of a text as [`encode_long`](Self::encode_long) does, each with its part of the text.
     ///
     /// # Errors
     /// The tokenizer fails on the text.
     pub fn encode_with_spans(&self, text: &str) -> Result<Encoded> {
+        if text.len() <= LONGEST_PIECE { self.encoded(text) } else { self.encode_long_with_spans(text) }
+    }
+
+    fn encoded(&self, text: &str) -> Result<Encoded> {
         guarded(|| {
             let encoding = self.inner.encode(text, false)?;
             Ok(Encoded::new(encoding.get_ids().to_vec(), encoding.get_offsets()))
         })
+    }
+
+    /// Returns what [`encode_after`](Self::encode_after) does, each id with its part of the text.
+    fn encoded_after(&self, text: &str) -> Result<Encoded> {
+        if self.marks_start && !text.is_empty() {
+            let (carrier, mut encoded) = (self.encode(CARRIER)?, self.encoded(&format!("{CARRIER}{text}"))?);
+            if encoded.ids.starts_with(&carrier) {
+                encoded.cut_start(carrier.len(), CARRIER.len());
+                return Ok(encoded);
+            }
+        }
+        self.encoded(text)
     }
 
     /// Returns the ids of a text with the token that begins every text, if there is one; a text that begins with it gets no second.

@@ -39,6 +39,21 @@ impl Encoded {
         Self { ids, spans }
     }
 
+    /// Removes the first tokens, and the first bytes of the text.
+    pub(super) fn cut_start(&mut self, tokens: usize, bytes: usize) {
+        self.ids.drain(..tokens);
+        self.spans.drain(..tokens);
+        for span in &mut self.spans {
+            *span = span.start.saturating_sub(bytes)..span.end.saturating_sub(bytes);
+        }
+    }
+
+    /// Appends the tokens of text that follows at a byte.
+    pub(super) fn append(&mut self, at: usize, next: Self) {
+        self.ids.extend(next.ids);
+        self.spans.extend(next.spans.into_iter().map(|span| at + span.start..at + span.end));
+    }
+
     /// Returns for each token whether it is of one of these parts of the text, which are in order and do not overlap.
     ///
     /// A token that lies across a border belongs to the part, as in the mask of transformers' `return_assistant_tokens_mask`. A token

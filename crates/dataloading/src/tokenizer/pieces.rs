@@ -15,6 +15,7 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use super::Tokenizer;
+use super::encoded::Encoded;
 use crate::error::{Error, Result};
 use crate::text::lines::{UTF16, is_utf16};
 use crate::text::open;
@@ -42,8 +43,27 @@ impl Tokenizer {
             return self.encode(text);
         }
         let mut all = Vec::new();
-        self.encode_pieces(&mut Pieces::new(self, Text::Held(text)), |ids| {
-            all.extend_from_slice(ids);
+        self.encode_pieces(
+            &mut Pieces::new(self, Text::Held(text)),
+            |is_first, piece| self.ids_of_piece(is_first, piece),
+            |ids| {
+                all.extend(ids);
+                Ok::<_, Error>(ControlFlow::Continue(()))
+            },
+        )?;
+        Ok(all)
+    }
+
+    /// Returns the ids of a long text [in pieces](self), each with its part of the text.
+    pub(super) fn encode_long_with_spans(&self, text: &str) -> Result<Encoded> {
+        let (mut all, mut at) = (Encoded::default(), 0);
+        let encode = |is_first: bool, piece: &str| {
+            let encoded = if is_first { self.encoded(piece) } else { self.encoded_after(piece) };
+            encoded.map(|encoded| (encoded, piece.len()))
+        };
+        self.encode_pieces(&mut Pieces::new(self, Text::Held(text)), encode, |(encoded, length)| {
+            all.append(at, encoded);
+            at += length;
             Ok::<_, Error>(ControlFlow::Continue(()))
         })?;
         Ok(all)
@@ -56,16 +76,27 @@ impl Tokenizer {
     pub fn encode_file<E: From<Error>>(
         &self,
         path: &Path,
-        each: impl FnMut(&[u32]) -> Result<ControlFlow<()>, E>,
+        mut each: impl FnMut(&[u32]) -> Result<ControlFlow<()>, E>,
     ) -> Result<(), E> {
         let text = Text::File { reader: open(path)?, path, read: 0, part: Vec::new() };
-        self.encode_pieces(&mut Pieces::new(self, text), each)
+        let mut pieces = Pieces::new(self, text);
+        self.encode_pieces(
+            &mut pieces,
+            |is_first, piece| self.ids_of_piece(is_first, piece),
+            |ids| each(&ids),
+        )
     }
 
-    fn encode_pieces<E: From<Error>>(
+    fn ids_of_piece(&self, is_first: bool, piece: &str) -> Result<Vec<u32>> {
+        if is_first { self.encode(piece) } else { self.encode_after(piece) }
+    }
+
+    /// Passes what `encode` makes of each piece, and of whether it is the first one, to `each`, in order, until that breaks.
+    fn encode_pieces<T: Send, E: From<Error>>(
         &self,
         pieces: &mut Pieces<'_>,
-        mut each: impl FnMut(&[u32]) -> Result<ControlFlow<()>, E>,
+        encode: impl Fn(bool, &str) -> Result<T> + Sync,
+        mut each: impl FnMut(T) -> Result<ControlFlow<()>, E>,
     ) -> Result<(), E> {
         let mut is_first = true;
         loop {
@@ -78,13 +109,9 @@ impl Tokenizer {
             if together.is_empty() {
                 return Ok(());
             }
-            let encode = |(first, text): (bool, String)| match first {
-                true => self.encode(&text),
-                false => self.encode_after(&text),
-            };
-            let encoded: Vec<Result<Vec<u32>>> = together.into_par_iter().map(encode).collect();
-            for ids in encoded {
-                if each(&ids?)?.is_break() {
+            let encoded = together.into_par_iter().map(|(is_first, piece)| encode(is_first, &piece));
+            for piece in encoded.collect::<Vec<Result<T>>>() {
+                if each(piece?)?.is_break() {
                     return Ok(());
                 }
             }

@@ -1,4 +1,4 @@
-//! A long text in pieces has the ids of the whole text, whatever its line breaks.
+//! A long text in pieces has the ids and spans of the whole text, whatever its line breaks.
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -32,8 +32,17 @@ fn texts() -> Vec<(&'static str, String)> {
 }
 
 /// Checks all texts, in memory and from a compressed file.
-fn check(name: &str, tokenizer: &Tokenizer, folder: &Path) {
+fn check(name: &str, file: &Path, folder: &Path) {
+    let tokenizer = &Tokenizer::from_file(file).unwrap();
+    let library = tokenizers::Tokenizer::from_file(file).unwrap();
     for (kind, text) in texts() {
+        // The spans are those of the library for the whole text; it leaves nothing of some tokens of blanks.
+        let (encoded, raw) =
+            (tokenizer.encode_with_spans(&text).unwrap(), library.encode(&*text, false).unwrap());
+        assert_eq!(encoded.ids, raw.get_ids(), "{name}, {kind}");
+        let own = encoded.spans.iter().map(|span| (span.start, span.end));
+        let differs = own.zip(raw.get_offsets()).position(|(own, raw)| own != *raw && raw.0 < raw.1);
+        assert_eq!(differs, None, "{name}, {kind}");
         let whole = tokenizer.encode(&text).unwrap();
         let pieces = tokenizer.encode_long(&text).unwrap();
         let same = pieces.iter().zip(&whole).take_while(|(own, whole)| own == whole).count();
@@ -65,9 +74,9 @@ fn from_file(tokenizer: &Tokenizer, path: &Path) -> dataloading::Result<Vec<u32>
 fn pieces_have_the_ids_of_the_whole_text() {
     let folder = tempfile::tempdir().unwrap();
     let path = embedded::folder().unwrap().join("tokenizer.json");
-    check("embedded", &Tokenizer::from_file(&path).unwrap(), folder.path());
+    check("embedded", &path, folder.path());
     if let Some(path) = real("gpt2-tokenizer/tokenizer.json") {
-        check("GPT-2", &Tokenizer::from_file(&path).unwrap(), folder.path());
+        check("GPT-2", &path, folder.path());
     }
 }
 
@@ -84,7 +93,7 @@ fn pieces_have_the_ids_of_the_whole_text_for_published_tokenizers() {
         let path = package.unwrap().path().join("models/tokenizer.json");
         if path.is_file() {
             let tokenizer = Tokenizer::from_file(&path).unwrap();
-            check(&path.display().to_string(), &tokenizer, folder.path());
+            check(&path.display().to_string(), &path, folder.path());
             if let Some(text) = &wikitext {
                 assert_eq!(tokenizer.encode_long(text).unwrap(), tokenizer.encode(text).unwrap(), "{path:?}");
             }
