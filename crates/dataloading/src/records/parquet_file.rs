@@ -15,6 +15,7 @@ use serde_json::{Map, Number, Value};
 
 use super::{Record, RecordLocation};
 use crate::error::{Error, Result};
+use crate::text::LONGEST_RECORD;
 
 /// The key of an object that stands for bytes that are no text, with their number.
 pub(super) const NOT_TEXT: &str = "bytes that are not UTF-8";
@@ -38,6 +39,19 @@ impl ParquetRows {
             // A row that takes no bytes could be there any number of times.
             if reader.metadata().file_metadata().schema_descr().num_columns() == 0 {
                 return Err("it has no columns".to_owned());
+            }
+            // Of a page only its own header says how large it is; of a column the end of the file says it.
+            for group in reader.metadata().row_groups() {
+                for column in group.columns() {
+                    let values = column.num_values().max(1);
+                    if column.uncompressed_size() / values > LONGEST_RECORD as i64 {
+                        let name = column.column_path().string();
+                        return Err(format!(
+                            "the column `{name}` has {values} values in {} bytes, and a record may have {LONGEST_RECORD}; divide its texts",
+                            column.uncompressed_size()
+                        ));
+                    }
+                }
             }
             Ok(RowIter::from_file_into(Box::new(reader)))
         });
@@ -76,6 +90,9 @@ impl Iterator for ParquetRows {
         let location =
             RecordLocation { path: self.path.clone(), unit: "row", number: self.number, line: None };
         match guarded(|| self.rows.next().transpose().map_err(|error| error.to_string())) {
+            Ok(Some(row)) if longest(&row) > LONGEST_RECORD => {
+                Some(Err(location.error(format!("a text is longer than {LONGEST_RECORD} bytes; divide it"))))
+            }
             Ok(Some(row)) => Some(Ok(Record { fields: fields(&row, true), location })),
             Ok(None) => {
                 self.is_done = true;
@@ -87,6 +104,15 @@ impl Iterator for ParquetRows {
             }
         }
     }
+}
+
+/// Bytes of the longest text.
+fn longest(row: &Row) -> u64 {
+    let of_field = |field: &Field| match field {
+        Field::Str(text) => text.len() as u64,
+        _ => 0,
+    };
+    row.get_column_iter().map(|(_, field)| of_field(field)).max().unwrap_or(0)
 }
 
 fn fields(row: &Row, is_top: bool) -> Map<String, Value> {

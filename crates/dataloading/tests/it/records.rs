@@ -152,6 +152,9 @@ const BROTLI: &[u8] = include_bytes!("parquet/text.brotli.parquet");
 const LZ4: &[u8] = include_bytes!("parquet/text.lz4.parquet");
 /// A binary column with `a`, and with `\xff\xfe`.
 const BINARY: &[u8] = include_bytes!("parquet/binary.parquet");
+/// A text of 40 MiB, and one between two short ones, packed to 2 KB.
+const LONG: &[u8] = include_bytes!("parquet/long.zstd.parquet");
+const ONE_LONG: &[u8] = include_bytes!("parquet/one_long.zstd.parquet");
 
 /// Files of pyarrow: a dictionary and a null in row groups of two, by Snappy; uncompressed pages of the second version; nested columns
 /// by Zstandard and gzip.
@@ -208,6 +211,17 @@ fn columns_that_cannot_be_read_are_named_with_the_remedy() {
         error.contains("row 2: `text` has bytes that are not UTF-8; write the column as text"),
         "{error}"
     );
+}
+
+/// As in the other formats.
+#[test]
+fn a_text_beyond_the_bound_of_a_record_is_refused() {
+    let files = Files::new();
+    let refused = files.read(&files.write("long.parquet", LONG));
+    assert!(refused[0].contains("the column `text` has 1 values in 419"), "{refused:?}");
+    let read = files.read(&files.write("one_long.parquet", ONE_LONG));
+    let expected = "error one_long.parquet: row 2: a text is longer than 33554432 bytes; divide it";
+    assert_eq!((read.len(), &*read[1]), (3, expected));
 }
 
 fn content(fields: Value) -> Result<Content, String> {
