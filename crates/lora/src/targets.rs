@@ -1,11 +1,10 @@
 //! Resolves the modules of a configuration as PEFT does.
 //!
 //! A list entry matches a module with that name, or whose name ends with a dot and the entry. A string is a regular expression
-//! for whole names. Modules that are excluded or saved whole are never adapted. Regular expressions are those of the `regex`
-//! crate: Python's without look-around and back-references.
+//! for whole names. Modules that are excluded or saved whole are never adapted. Regular expressions are those of the `fancy-regex`
+//! crate, which has Python's look-around and back-references.
 
 use models::{LlamaConfig, hugging_face};
-use regex::Regex;
 use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
@@ -22,10 +21,10 @@ const DEFAULT_TARGETS: [&str; 3] = ["q_proj", "v_proj", "qkv_proj"];
 pub(crate) struct Targets<'a> {
     config: &'a LoraConfig,
     pub(crate) modules: Names,
-    pattern: Option<Regex>,
-    excluded: Option<Regex>,
-    saved: Vec<Regex>,
-    pub(crate) layers: Vec<Regex>,
+    pattern: Option<Pattern>,
+    excluded: Option<Pattern>,
+    saved: Vec<Pattern>,
+    pub(crate) layers: Vec<Pattern>,
 }
 
 impl<'a> Targets<'a> {
@@ -113,8 +112,7 @@ impl<'a> Targets<'a> {
             Some(Layers::Several(layers)) if layers.is_empty() => return true,
             Some(Layers::Several(layers)) => layers,
         };
-        let found = self.layers.iter().find_map(|pattern| pattern.captures(name));
-        let index = found.and_then(|captures| captures.name("index")?.as_str().parse::<i64>().ok());
+        let index = self.layers.iter().find_map(|pattern| pattern.index_in(name));
         index.is_some_and(|index| wanted.contains(&index))
     }
 }
@@ -138,11 +136,32 @@ pub(crate) fn in_list(names: &[String], name: &str) -> bool {
     names.iter().any(|known| known == name || ends(known))
 }
 
-pub(crate) fn compile(pattern: &str, whole: &str) -> Result<Regex> {
-    Regex::new(whole).map_err(|cause| {
+/// A regular expression for names of modules.
+#[derive(Debug)]
+pub(crate) struct Pattern(fancy_regex::Regex);
+
+impl Pattern {
+    /// Whether it matches. One that gives up, after a million steps back on one name, does not.
+    pub(crate) fn is_match(&self, name: &str) -> bool {
+        self.0.is_match(name).unwrap_or(false)
+    }
+
+    /// The number of its group `index` in a name.
+    fn index_in(&self, name: &str) -> Option<i64> {
+        self.0.captures(name).ok().flatten()?.name("index")?.as_str().parse().ok()
+    }
+}
+
+pub(crate) fn compile(pattern: &str, whole: &str) -> Result<Pattern> {
+    fancy_regex::Regex::new(whole).map(Pattern).map_err(|cause| {
         let cause = cause.to_string();
-        let reason = cause.lines().last().unwrap_or_default().trim_start_matches("error: ");
-        let reason = format!("{reason}; patterns are Python's without look-around and back-references");
+        let last = cause.lines().last().unwrap_or_default().trim_start_matches("error: ");
+        // Positions would be those of the whole expression.
+        let reason =
+            match last.strip_prefix("Parsing error at position ").and_then(|last| last.split_once(": ")) {
+                Some((_, reason)) => reason.to_lowercase(),
+                None => last.to_owned(),
+            };
         Error::Pattern { pattern: pattern.to_owned(), reason }
     })
 }

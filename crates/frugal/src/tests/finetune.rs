@@ -42,7 +42,7 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--target-pattern (",
         expect![[r#"
-        error: the pattern `(`: unclosed group; patterns are Python's without look-around and back-references
+        error: the pattern `(`: opening parenthesis without closing parenthesis
     "#]],
     );
     check(

@@ -84,9 +84,7 @@ fn targets_without_a_projection_are_refused() {
     );
     check(
         &targets(Names::Pattern("(".into())),
-        expect![
-            "the pattern `(`: unclosed group; patterns are Python's without look-around and back-references"
-        ],
+        expect!["the pattern `(`: opening parenthesis without closing parenthesis"],
     );
     check(
         &targets(["q_proj", "embed_tokens"].into()),

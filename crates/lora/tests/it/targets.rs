@@ -31,6 +31,25 @@ fn adapter_sizes_match_published_models() {
     assert_eq!(attention().trainable_parameters(&seven).unwrap(), 5_046_272);
 }
 
+/// The counts are of Python's `re.fullmatch`, which PEFT uses, over the names of 12 layers and `lm_head`.
+#[test]
+fn patterns_may_look_around_and_refer_back() {
+    let base = LlamaConfig::llama(61, 16, 40, 12, 2);
+    for (pattern, count) in [
+        (r"^(?!.*(?:visual|lm_head)).*_proj$", 84),
+        (r"(?:.*?(?:language|text).*?)?.*(?<!k)(?<!v)_proj", 60),
+        (r"model\.layers\.(\d)\1\..*\.q_proj", 1),
+        (r".*\.(?=[0-9]*[02468]\.)\d+\..*(?:q|v)_proj", 12),
+        (r"model\.layers\.(?!0\.|11\.)\d+\.mlp\.(?P<m>gate|up)_proj", 20),
+    ] {
+        let config = LoraConfig { target_modules: Some(Names::Pattern(pattern.to_owned())), ..attention() };
+        config.check_matches(&base).unwrap();
+        let mut model = Llama::new(&base, (Kind::Float, Device::Cpu)).unwrap();
+        let adapters = Adapters::install(&mut model, &config, 0).unwrap();
+        assert_eq!(adapters.targets().len(), count, "{pattern}");
+    }
+}
+
 #[test]
 fn installed_adapters_match_accounting() {
     let base = qwen(16, 40, 3, 4, 2, 61);
