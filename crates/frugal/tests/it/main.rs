@@ -24,6 +24,7 @@ mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
 mod guide;
 mod guide_commands;
+mod hub_commits;
 mod ignored_signals;
 mod interrupted_export;
 mod launch;

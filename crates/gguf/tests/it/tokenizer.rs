@@ -337,3 +337,29 @@ fn special_tokens_that_only_the_configuration_names_are_control_tokens() {
     let types = types(&header(&tiny));
     assert_eq!((types[0], types[257]), (1, 3));
 }
+
+/// Blanks and characters that llama.cpp treats in another way than the tokenizer are named.
+#[test]
+fn what_llama_cpp_tokenizes_otherwise_is_a_note() {
+    let notes = |tiny: &Tiny| {
+        Model::open(tiny.folder.path()).unwrap().convert(TensorType::F16).unwrap().notes().join("\n")
+    };
+    let tiny = Tiny::of("mistral");
+    for (scheme, expected) in [("always", true), ("first", true), ("never", false)] {
+        let mut tokenizer = sentencepiece();
+        tokenizer["normalizer"] = json!(null);
+        tokenizer["pre_tokenizer"] =
+            json!({ "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false });
+        tiny.write("tokenizer.json", &tokenizer.to_string());
+        let notes = notes(&tiny);
+        let named = format!("(Metaspace, `{scheme}`)");
+        assert_eq!(notes.contains(&named), expected, "{scheme}: {notes}");
+    }
+    let tiny = Tiny::of("qwen2");
+    assert_eq!(notes(&tiny), "");
+    tiny.change("tokenizer.json", |tokenizer| tokenizer["normalizer"] = json!({ "type": "NFC" }));
+    assert_eq!(
+        notes(&tiny),
+        "llama.cpp does not compose characters (NFC): a text with decomposed ones is tokenized differently"
+    );
+}
