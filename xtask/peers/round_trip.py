@@ -372,7 +372,7 @@ def main():
                         "experiment": "round-trip", "case": {"tokenizer": name, "template": template, "method": method},
                         "environment": where,
                     }
-                    values = {"differences": len(wrong) - len(refused), "readers": count - len(refused), "refused": len(refused)}
+                    values = {"differences": len(wrong) - len(refused), "readers": max(count - len(refused), 0), "refused": len(refused)}
                     for key, value in values.items():
                         records.write(json.dumps(record | {"metric": metric(key, "", [value])}) + "\n")
                     records.flush()
