@@ -54,10 +54,23 @@ pub use folder::Folder;
 /// # Errors
 /// Those of `content`; a folder that does not exist, is not writable, or is full. The old file is then unchanged.
 pub fn file<T>(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<T>) -> io::Result<T> {
+    checked_file(path, content, |_| Ok(()))
+}
+
+/// Writes a file as [`file()`](file()) does, and gives it its name only after `check`, which reads it under a temporary one.
+///
+/// # Errors
+/// As [`file()`](file()); those of `check`. The old file is then unchanged.
+pub fn checked_file<T>(
+    path: &Path,
+    content: impl FnOnce(&mut dyn Write) -> io::Result<T>,
+    check: impl FnOnce(&Path) -> io::Result<()>,
+) -> io::Result<T> {
     let temporary = temporary::file(path)?;
     let mut out = BufWriter::new(temporary.as_file());
     let result = content(&mut out)?;
     out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+    check(temporary.path())?;
     // The handle holds the lock until the file has its name.
     let _written = temporary.persist(path).map_err(|failed| failed.error)?;
     sync_folder(parent(path))?;
@@ -65,7 +78,7 @@ pub fn file<T>(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<T
 }
 
 /// Removes the temporary files and folders of all writes that this process has not finished, as far as possible: for a handler of a signal
-/// that ends the process. What was there under the final names stays.
+/// that ends the process. What was there under the final names stays. From then on a thread that begins a write waits.
 pub fn remove_unfinished() {
     temporary::remove_unfinished();
 }

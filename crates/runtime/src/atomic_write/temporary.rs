@@ -25,9 +25,8 @@ pub(super) fn file(path: &Path) -> io::Result<NamedTempFile> {
     let (folder, prefix) = (parent(path), prefix(path)?);
     remove_leftovers(folder, &prefix);
     loop {
-        let made = builder(&prefix, access::mode(path, 0o666)).tempfile_in(folder)?;
+        let made = noted(|| builder(&prefix, access::mode(path, 0o666)).tempfile_in(folder))?;
         if lock(made.as_file())? && is_at(made.as_file(), made.path()) {
-            note(made.path());
             // Before it has a content.
             access::keep_access(path, made.path())?;
             return Ok(made);
@@ -56,30 +55,35 @@ pub(super) fn folder(folder: &Path, target: &Path) -> io::Result<(TempDir, File)
     let prefix = prefix(target)?;
     remove_leftovers(folder, &prefix);
     loop {
-        let made = builder(&prefix, access::mode(target, 0o777) | 0o700).tempdir_in(folder)?;
+        let made = noted(|| builder(&prefix, access::mode(target, 0o777) | 0o700).tempdir_in(folder))?;
         // Another writer may have removed it before it was locked.
         let open = match File::open(made.path()) {
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
             open => open?,
         };
         if lock(&open)? && is_at(&open, made.path()) {
-            note(made.path());
             return Ok((made, open));
         }
     }
 }
 
-fn note(path: &Path) {
+/// Makes a temporary file or folder, and notes it before [`remove_unfinished`] can pass it over.
+fn noted<T: AsRef<Path>>(make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let mut unfinished = UNFINISHED.lock();
+    let made = make()?;
     unfinished.retain(|path| path.exists());
-    unfinished.push(path.to_owned());
+    unfinished.push(made.as_ref().to_owned());
+    Ok(made)
 }
 
-/// Removes what this process has not finished, as far as possible.
+/// Removes what this process has not finished, as far as possible. From then on none is made: a thread that makes one waits, because the
+/// process takes some time to end.
 pub(super) fn remove_unfinished() {
-    for path in UNFINISHED.lock().drain(..) {
+    let mut unfinished = UNFINISHED.lock();
+    for path in unfinished.drain(..) {
         let _ = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
     }
+    std::mem::forget(unfinished);
 }
 
 /// Waits for the lock; false on a file system without locks, where leftovers cannot be recognised.

@@ -20,6 +20,25 @@ fn write(path: &Path, text: &str) {
 }
 
 #[test]
+fn a_file_that_its_check_refuses_replaces_nothing() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("model");
+    write(&path, "old");
+    let replace = |is_right: bool| {
+        let check = |new: &Path| {
+            assert_eq!((fs::read(new)?, fs::read(&path)?), (b"new".to_vec(), b"old".to_vec()));
+            if is_right { Ok(()) } else { Err(std::io::Error::other("wrong")) }
+        };
+        atomic_write::checked_file(&path, |out| out.write_all(b"new"), check)
+    };
+    assert_eq!(replace(false).unwrap_err().to_string(), "wrong");
+    assert_eq!(fs::read(&path).unwrap(), b"old");
+    assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
+    replace(true).unwrap();
+    assert_eq!(fs::read(&path).unwrap(), b"new");
+}
+
+#[test]
 fn a_rewritten_file_keeps_its_mode() {
     let place = tempfile::tempdir().unwrap();
     let path = place.path().join("token");
