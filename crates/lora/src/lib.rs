@@ -52,6 +52,7 @@ pub mod peft;
 mod adapted;
 mod adapter;
 mod adapters;
+mod alternatives;
 mod config;
 mod dora;
 mod error;
@@ -64,6 +65,7 @@ mod targets;
 
 pub use adapted::{Adapted, field_prefix};
 pub use adapters::{Adapters, Disabled, Unloaded};
+pub use alternatives::UnmatchedAlternative;
 pub use config::{BiasTraining, Layers, LoraConfig, Names};
 pub use error::{Error, Result};
 pub use init::Init;

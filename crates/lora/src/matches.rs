@@ -22,6 +22,7 @@ impl LoraConfig {
     /// a projection, where it adds nothing but memory; as [`LoraConfig::options`].
     pub fn check_matches(&self, model: &LlamaConfig) -> Result<()> {
         self.check()?;
+        self.check_layers_pattern()?;
         let all = projections(model);
         let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
         let targets = Targets::new(self)?;
@@ -66,6 +67,31 @@ impl LoraConfig {
             }
         }
         Ok(())
+    }
+
+    /// Refuses a pattern of layers that is not read, as PEFT does.
+    fn check_layers_pattern(&self) -> Result<()> {
+        let is_set = match &self.layers_pattern {
+            None => false,
+            Some(Names::Pattern(pattern)) => !pattern.is_empty(),
+            Some(Names::List(patterns)) => !patterns.is_empty(),
+        };
+        let has_layers = match &self.layers_to_transform {
+            None => false,
+            Some(Layers::One(_)) => true,
+            Some(Layers::Several(layers)) => !layers.is_empty(),
+        };
+        match is_set && !has_layers {
+            false => Ok(()),
+            true => Err(Error::Option {
+                name: "layers_pattern",
+                found: format!(
+                    "{} without `layers_to_transform`, which it belongs to",
+                    described(&self.layers_pattern)
+                ),
+                expected: "both or neither: the pattern is the name before the numbers of those layers",
+            }),
+        }
     }
 
     /// Refuses layers that the model does not have.
