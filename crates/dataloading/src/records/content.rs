@@ -95,6 +95,11 @@ pub(super) fn exchange(
 }
 
 fn prompt_completion(fields: &Map<String, Value>) -> Result<Content, String> {
+    if is_unwanted(fields) {
+        return Err("`label` is false, which marks an answer that is not wanted (data for KTO); fine-tuning would learn it, so leave \
+                    such records out (`jq -c 'select(.label)' FILE`), or remove the column `label` if it has another meaning"
+            .to_owned());
+    }
     let is_list = |field: &str| fields.get(field).is_some_and(Value::is_array);
     if !is_list("prompt") && !is_list("completion") {
         return Ok(Content::Completion {
@@ -111,6 +116,15 @@ fn prompt_completion(fields: &Map<String, Value>) -> Result<Content, String> {
     prompt.iter_mut().for_each(|message| message.is_trained = false);
     prompt.extend(part("completion", "assistant")?);
     Ok(Content::Conversation(Conversation { messages: prompt, ..messages::beside(fields)? }))
+}
+
+/// Whether a record has the label of an answer that is not wanted, which CSV has as a text.
+fn is_unwanted(fields: &Map<String, Value>) -> bool {
+    match fields.get("label") {
+        Some(Value::Bool(label)) => !label,
+        Some(Value::String(label)) => label.eq_ignore_ascii_case("false"),
+        _ => false,
+    }
 }
 
 fn instruction(fields: &Map<String, Value>) -> Result<Content, String> {

@@ -56,6 +56,23 @@ impl RecordFormat {
         }
     }
 
+    /// Returns the fields that it reads of a record if they are there.
+    fn beside(self, fields: &Map<String, Value>) -> &'static [&'static str] {
+        let has_messages =
+            || ["prompt", "completion"].iter().any(|field| fields.get(*field).is_some_and(Value::is_array));
+        match self {
+            Self::Messages | Self::Conversations | Self::QuestionAnswer => {
+                &["tools", "documents", "chat_template_kwargs", "system"]
+            }
+            Self::PromptCompletion if has_messages() => &["tools", "documents", "chat_template_kwargs"],
+            Self::Instruction => {
+                &["tools", "documents", "chat_template_kwargs", "system", "input", "history"]
+            }
+            Self::Tokens => &["labels", "attention_mask"],
+            Self::PromptCompletion | Self::Text => &[],
+        }
+    }
+
     /// Returns the format of a record by its fields; `None` if it has none of the formats.
     pub fn of(fields: &Map<String, Value>, text_field: &str) -> Option<Self> {
         let has = |field: &&str| fields.get(*field).is_some_and(|value| !value.is_null());
@@ -113,8 +130,9 @@ impl Detected {
                 None => formats.push((format, 1)),
             }
             for name in record.fields.keys() {
-                let is_read =
-                    format.fields(text_field).contains(&name.as_str()) || BESIDE.contains(&name.as_str());
+                let name_of = name.as_str();
+                let is_read = format.fields(text_field).contains(&name_of)
+                    || format.beside(&record.fields).contains(&name_of);
                 if !is_read && !ignored.contains(name) {
                     ignored.push(name.clone());
                 }
@@ -159,19 +177,6 @@ impl Detected {
         }
     }
 }
-
-/// Fields that formats read if they are there.
-const BESIDE: [&str; 9] = [
-    "tools",
-    "documents",
-    "chat_template_kwargs",
-    "system",
-    "input",
-    "labels",
-    "attention_mask",
-    "history",
-    "weight",
-];
 
 impl fmt::Display for Detected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
