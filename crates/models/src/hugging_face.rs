@@ -69,6 +69,7 @@ pub struct Folder {
     weights: Weights,
     has_own_head: bool,
     end_tokens: Vec<i64>,
+    ends_of_config: Vec<i64>,
     pad_token: Option<i64>,
 }
 
@@ -113,8 +114,10 @@ impl Folder {
             }
         };
         let end_tokens = tokens("eos_token_id")?;
+        let ends_of_config = tokens_of_config(&config_path, &own, "eos_token_id")?;
         let pad_token = tokens("pad_token_id")?.first().copied();
-        Ok(Self { path: path.to_owned(), config, weights, has_own_head, end_tokens, pad_token })
+        let path = path.to_owned();
+        Ok(Self { path, config, weights, has_own_head, end_tokens, ends_of_config, pad_token })
     }
 
     /// Returns the folder's path.
@@ -137,6 +140,12 @@ impl Folder {
     /// any.
     pub fn end_tokens(&self) -> &[i64] {
         &self.end_tokens
+    }
+
+    /// Returns the tokens that end a text by either of these files: those of `generation_config.json` first.
+    pub fn all_end_tokens(&self) -> Vec<i64> {
+        let others = self.ends_of_config.iter().filter(|end| !self.end_tokens.contains(end));
+        self.end_tokens.iter().chain(others).copied().collect()
     }
 
     /// Returns the padding token (`pad_token_id`, from the same files).
