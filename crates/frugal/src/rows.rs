@@ -24,6 +24,7 @@ mod notes;
 mod overlong;
 mod plain_text;
 mod prepare;
+mod second_end;
 
 pub use cache::folder as cache_folder;
 pub(crate) use cache::hex_digest_of;

@@ -11,6 +11,7 @@ mod config_keys;
 mod conversations;
 mod data;
 mod data_command;
+mod data_notes;
 mod export;
 mod finetune;
 mod guide;

@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum as _};
 use frugal::companion_files::CompanionFiles;
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::records::Splits;
@@ -21,8 +21,9 @@ use super::encoding::Ends;
 use super::model::HubArgs;
 use super::output::say;
 use super::problems::Problems;
-use super::row_flags::{RowArgs, encoder, found, found_text, note_variant};
+use super::row_flags::{RowArgs, encoder, flags_of_rows, found, found_text, note_template};
 use super::run_model::{Target, WhichArgs};
+use super::run_record::shell_word;
 
 #[derive(Args)]
 pub(crate) struct Data {
@@ -81,6 +82,8 @@ struct Source {
     found: Found,
     encoder: RowEncoder,
     problems: frugal::tasks::gsm8k::Encoder,
+    /// The command that lists its wrong records.
+    check: String,
 }
 
 /// What each record becomes: its place, and its rows or what is wrong with it.
@@ -96,7 +99,9 @@ impl SourceArgs {
             format: DataFormat::default(),
             ..target.data.take().unwrap_or_default()
         };
+        let before = data.clone();
         self.rows.apply(&mut data);
+        let check = self.check_command(&flags_of_rows(&data, &before));
         let splits = Splits::of(Path::new(&self.data))?;
         let found = found(&splits, &data)?;
         say(common, &found_text(&found, &splits, &data));
@@ -114,8 +119,24 @@ impl SourceArgs {
         ends.note_context(common, &folder, &data);
         let encoder = encoder(&folder, &companions, &data, &ends)?;
         let problems = ends.encoder(&folder, &data)?;
-        note_variant(common, &encoder, &found);
-        Ok(Source { data, files, found, encoder, problems })
+        note_template(common, (&encoder, &data), &found);
+        Ok(Source { data, files, found, encoder, problems, check })
+    }
+
+    /// The command that lists the wrong records of the same rows, whose flags are given.
+    fn check_command(&self, flags: &str) -> String {
+        let mut command =
+            format!("frugal data check {} --model {}", shell_word(&self.data), shell_word(&self.model));
+        if let Some(revision) = &self.hub.revision {
+            command += &format!(" --revision {}", shell_word(revision));
+        }
+        if self.hub.offline {
+            command += " --offline";
+        }
+        if let Some(split) = self.split.to_possible_value().filter(|_| self.split != Split::Train) {
+            command += &format!(" --split {}", split.get_name());
+        }
+        command + flags
     }
 }
 

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use frugal::config::DataConfig;
-use frugal::dataloading::{self, records::Splits};
+use frugal::dataloading::{
+    self,
+    records::{FileKind, Splits},
+};
 use frugal::tasks::gsm8k::{Annotations, FewShot, Problem, PromptFormat, Split, records, split};
 
 const TRAIN: &str = "train.jsonl";
@@ -50,6 +53,13 @@ impl Problems {
     }
 
     fn read(&self, path: &Path) -> anyhow::Result<Vec<Problem>> {
+        if matches!(FileKind::of(path), FileKind::Csv { .. } | FileKind::Parquet) {
+            bail!(
+                "{}: GSM8K's problems are read from JSON lines; convert the file, or learn its questions and answers with \
+                 --format question-answer",
+                path.display()
+            );
+        }
         let annotations = if self.strip_annotations { Annotations::Strip } else { Annotations::Keep };
         Ok(records::read(path, annotations)?)
     }

@@ -5,19 +5,23 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use clap::Args;
-use frugal::companion_files::CompanionFiles;
+use frugal::Config;
+use frugal::companion_files::{CompanionFiles, turn_end};
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::ChatTemplate;
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Found, Overlong, RowEncoder, RowOptions};
+use frugal::run_folder::origins::values;
 
 use super::Common;
 use super::encoding::{EncodingArgs, Ends};
 use super::figures::counted;
+use super::flags::flags_of;
 use super::output::say;
 use super::problems;
+use super::run_record::shell_word;
 use super::settings::{MaskArg, put, put_some};
 
 /// How records become rows.
@@ -88,13 +92,41 @@ pub(crate) fn encoder(
         field: data.field.clone(),
         templates: templates(data)?,
     };
-    let model_ends: Vec<u32> = folder.end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
+    let model_ends: Vec<u32> =
+        folder.all_end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
     let template = companions.chat_template(data)?;
     Ok(RowEncoder::new(ends.tokenizer.clone(), template, &model_ends, options))
 }
 
-/// Says which built-in variant of the chat template makes rows of conversations, if one does.
-pub(crate) fn note_variant(common: &Common, encoder: &RowEncoder, found: &Found) {
+/// The flags that make the rows of `data` where those of `before` would be made without them, each after a blank.
+pub(crate) fn flags_of_rows(data: &DataConfig, before: &DataConfig) -> String {
+    const KEYS: [&str; 9] = [
+        "data.format",
+        "data.field",
+        "data.prompt_template",
+        "data.completion_template",
+        "data.mask",
+        "data.overlong",
+        "data.chat_template",
+        "data.end_token",
+        "data.max_length",
+    ];
+    let of = |data: &DataConfig| values(&Config { data: data.clone(), ..Config::default() }).ok();
+    // A configuration is written and read as values everywhere.
+    let (Some(own), Some(before)) = (of(data), of(before)) else { return String::new() };
+    let mut flags = String::new();
+    for (key, value) in own.iter().filter(|pair| KEYS.contains(&&*pair.0) && !before.contains(pair)) {
+        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        if let Some(flag) = flags_of(key).next().filter(|_| value != "null") {
+            flags += &format!(" {flag} {}", shell_word(&value));
+        }
+    }
+    flags
+}
+
+/// Says which built-in variant of the chat template makes rows of conversations, if one does, and whether the template makes them
+/// without the end token that is asked for.
+pub(crate) fn note_template(common: &Common, (encoder, data): (&RowEncoder, &DataConfig), found: &Found) {
     let Found::Records(detected) = found else { return };
     if detected.formats.iter().all(|(format, _)| matches!(format, RecordFormat::Text | RecordFormat::Tokens))
     {
@@ -102,6 +134,19 @@ pub(crate) fn note_variant(common: &Common, encoder: &RowEncoder, found: &Found)
     }
     if let Some(variant) = encoder.template().and_then(ChatTemplate::training_variant) {
         say(common, &format!("chat template for training: {variant}"));
+    }
+    let is_rendered = |(format, _): &(RecordFormat, usize)| {
+        *format != RecordFormat::PromptCompletion || encoder.options().templates.is_some()
+    };
+    let (Some(template), Some(asked)) = (encoder.template(), &data.end_token) else { return };
+    let tokenizer = encoder.tokenizer();
+    let end = turn_end(template, tokenizer).and_then(|end| tokenizer.token(u32::try_from(end).ok()?));
+    if let Some(end) = end.filter(|end| end != asked && detected.formats.iter().all(is_rendered)) {
+        let text = format!(
+            "note: --end-token {asked} changes no row, because the chat template ends answers with `{end}`; leave it out, or give a \
+             template that writes it as --chat-template"
+        );
+        say(common, &text);
     }
 }
 

@@ -12,6 +12,7 @@ use training::masked_rows::MaskedRow;
 
 use super::overlong::{Overlong, split, truncate};
 use super::prepare::Counts;
+use super::second_end::second_end;
 use crate::error::{Error, Result};
 
 /// How rows are made for a model.
@@ -198,6 +199,11 @@ impl RowEncoder {
             found
                 .notes
                 .insert(format!("{part}: the chat template leaves it out, so the model does not see it"));
+        }
+        if let Some(end) = second_end(conversation, &rows, &self.ends) {
+            found.notes.insert(format!(
+                "an answer ends with `{end}`, and the chat template writes an end after it, so two are learned; remove it from the data"
+            ));
         }
         let mut learned = rows.iter().flatten().filter(|segment| segment.is_trained && mask != Mask::All);
         found.has_empty_answer |= learned.any(|segment| self.ends.is_empty_answer(&segment.text));

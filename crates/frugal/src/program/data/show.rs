@@ -88,7 +88,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         Ok(ControlFlow::Continue(()))
     })?;
     if shown > 0 && wrong == shown {
-        bail!("nothing is shown: the records are wrong; `frugal data check` lists why");
+        bail!("nothing is shown: the records are wrong; `{}` lists why", source.check);
     }
     Ok(())
 }

@@ -76,7 +76,7 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
         }
     }
     if wrong > 0 {
-        let text = format!("{} (`frugal data check` lists them)", grouped(wrong));
+        let text = format!("{} (`{}` lists them)", grouped(wrong), source.check);
         fields.push(("wrong records", text, json!(wrong)));
     }
     print_fields(common, fields);

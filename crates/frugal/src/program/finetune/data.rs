@@ -4,13 +4,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use frugal::companion_files::{CompanionFiles, turn_end};
-use frugal::config::{CONFIG_FILE, Config};
+use frugal::config::{CONFIG_FILE, Config, DataConfig};
 use frugal::dataloading::chat::Date;
 use frugal::dataloading::records::Splits;
 use frugal::dataloading::{self, Tokenizer};
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
-use frugal::run_folder::origins::values;
 use frugal::tasks::gsm8k;
 use frugal::training::masked_rows::{MaskedRow, MaskedRows};
 
@@ -18,10 +17,9 @@ use super::learned_end::{learned_end, note};
 use super::samples::Samples;
 use crate::program::Common;
 use crate::program::encoding::Ends;
-use crate::program::flags::flags_of;
 use crate::program::output::say;
 use crate::program::problems::Problems;
-use crate::program::row_flags::{encoder, found, found_text, note_variant};
+use crate::program::row_flags::{encoder, flags_of_rows, found, found_text, note_template};
 use crate::program::run_record::shell_word;
 use crate::program::training::NO_VALIDATION;
 use crate::program::unread;
@@ -108,7 +106,7 @@ impl Data {
                     bail!(NO_VALIDATION);
                 }
                 let encoder = encoder(folder, companions, own, &ends)?;
-                note_variant(common, &encoder, &found);
+                note_template(common, (&encoder, own), &found);
                 let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
                     true => Ok(MaskedRows::default()),
                     false => records(common, &encoder, &found, files, which, limit)
@@ -220,36 +218,11 @@ fn name_check(error: anyhow::Error, file: &Path, config: &Config) -> anyhow::Err
             let (file, model) = (shell_word(&file.display().to_string()), shell_word(model));
             anyhow::Error::msg(format!(
                 "{error}; `frugal data check {file} --model {model}{}` lists all wrong records",
-                flags_of_rows(config)
+                flags_of_rows(&config.data, &DataConfig::default())
             ))
         }
         _ => error,
     }
-}
-
-/// The flags with which `data check` makes the rows of a training, each after a blank.
-fn flags_of_rows(config: &Config) -> String {
-    const KEYS: [&str; 9] = [
-        "data.format",
-        "data.field",
-        "data.prompt_template",
-        "data.completion_template",
-        "data.mask",
-        "data.overlong",
-        "data.chat_template",
-        "data.end_token",
-        "data.max_length",
-    ];
-    // A configuration is written and read as values everywhere.
-    let (Ok(own), Ok(defaults)) = (values(config), values(&Config::default())) else { return String::new() };
-    let mut flags = String::new();
-    for (key, value) in own.iter().filter(|pair| KEYS.contains(&&*pair.0) && !defaults.contains(pair)) {
-        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        if let Some(flag) = flags_of(key).next().filter(|_| value != "null") {
-            flags += &format!(" {flag} {}", shell_word(&value));
-        }
-    }
-    flags
 }
 
 /// The rows of a split.
