@@ -17,6 +17,7 @@ pub(crate) mod kept;
 pub(crate) mod launch;
 pub(crate) mod merge;
 pub(crate) mod model;
+pub(crate) mod no_effect;
 pub(crate) mod offload_folder;
 pub(crate) mod output;
 pub(crate) mod output_file;

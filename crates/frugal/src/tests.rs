@@ -20,6 +20,7 @@ mod guide_commands;
 mod heads;
 mod models;
 mod nf4;
+mod no_effect;
 mod outputs;
 mod plan;
 mod run_plan;

@@ -27,6 +27,7 @@ use super::end_card;
 use super::figures::{counted, grouped, share};
 use super::kept::Writer;
 use super::model::{HubArgs, same_folder};
+use super::no_effect;
 use super::offload_folder;
 use super::output::say;
 use super::ranks;
@@ -274,6 +275,11 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
     let config = &with_own_targets(common, config, folder.config());
     let recipe = if common.asked.has(TARGETS) { recipe } else { ranks::recipe(common, config)? };
     recipe.check_folder(&folder)?;
+    let kind = config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?;
+    no_effect::tell_of_optimizer(common, config, kind);
+    if let Some(adapter) = &config.adapter {
+        no_effect::tell_of_pattern(common, adapter, folder.config())?;
+    }
     exports::tell(common, config, &folder);
     let config = &origin::with_commit(config, &folder);
     let mut companions = origin::companions(config, &folder, out, resume)?;
@@ -315,7 +321,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         config,
         PlannedTraining {
             shape: Some(folder.config()),
-            kind: config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?,
+            kind,
             device,
             data: match &validation {
                 Some(validation) => data.with_evaluations(validation)?,

@@ -18,7 +18,9 @@ use serde_json::{Value, json};
 
 use super::adapter::AdapterArgs;
 use super::figures::{grouped, share};
+use super::flags::named;
 use super::model::HubArgs;
+use super::no_effect;
 use super::output::print_fields;
 
 #[derive(Args)]
@@ -45,7 +47,7 @@ pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
         let rest: Vec<Line> = adapter.into_iter().filter(|(name, ..)| !known.contains(name)).collect();
         lines.extend(rest);
     } else if lines.is_empty() {
-        lines = of_model(arguments, &arguments.hub.open(&arguments.folder)?)?;
+        lines = of_model(common, arguments, &arguments.hub.open(&arguments.folder)?)?;
     }
     print_fields(common, lines);
     Ok(())
@@ -54,7 +56,7 @@ pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
 /// A name, its text, and its JSON value.
 type Line = (&'static str, String, Value);
 
-fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
+fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
     let config = folder.config();
     let parameters = config.parameter_count();
     let kind = folder.kind().ok();
@@ -68,6 +70,10 @@ fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
         None => kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64),
     };
     let adapter = arguments.adapter.config(&arguments.folder);
+    if arguments.adapter.is_given() {
+        adapter.check_matches(config).map_err(|error| named(frugal::Error::from(error).into()))?;
+        no_effect::tell_of_pattern(common, &adapter, config)?;
+    }
     let trained = adapter.trainable_parameters(config)?;
     let all = parameters + trained;
     let heads = format!("{} query, {} key-value", config.num_attention_heads, config.num_key_value_heads);

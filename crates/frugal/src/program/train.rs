@@ -27,6 +27,7 @@ use super::end_card;
 use super::figures::{counted, grouped};
 use super::finetune::MODEL;
 use super::kept::Writer;
+use super::no_effect;
 use super::output::{print_line, say};
 use super::output_file::{OutputFile, OutputFlag};
 use super::ranks;
@@ -221,6 +222,7 @@ fn train(
     }
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
     let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
+    no_effect::tell_of_optimizer(common, config, kind);
     file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (data.vocabulary, length)))?;
     let run_plan = RunPlan::of(
         common,
