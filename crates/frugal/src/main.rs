@@ -73,25 +73,28 @@ fn parse(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result
     let mut command = Cli::command();
     let words: Vec<OsString> = words.into_iter().map(Into::into).collect();
     let resumes = words.get(1).is_some_and(|word| word == "resume");
-    let matches = command.try_get_matches_from_mut(words).map_err(|error| match key_of_resume(&error) {
-        Some((flag, key)) if resumes => {
-            let text =
-                format!("{flag}: a run that is resumed has its own; change it with --set {key}=VALUE\n");
-            clap::Error::raw(error.kind(), text)
-        }
-        _ => in_words(error),
+    let given = words.clone();
+    let matches = command.try_get_matches_from_mut(words).map_err(|error| {
+        let Some(flag) = unknown_flag(&error) else { return in_words(error) };
+        let given = given.iter().skip(1).filter_map(|word| word.to_str());
+        let text = match program::flags::key_of(&flag).filter(|_| resumes) {
+            Some(key) => {
+                Some(format!("{flag}: a run that is resumed has its own; change it with --set {key}=VALUE"))
+            }
+            None => program::other_names::remedy(&Cli::command(), given, &flag)
+                .map(|remedy| format!("unexpected argument '{flag}': {remedy}")),
+        };
+        text.map_or(error, |text| clap::Error::raw(ErrorKind::UnknownArgument, text + "\n"))
     })?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
     cli.common.given = program::run_flags::given(&command, &matches);
     Ok(cli)
 }
 
-/// A flag of trainings that a command does not have, and its key.
-fn key_of_resume(error: &clap::Error) -> Option<(String, &'static str)> {
+/// The flag that a command does not have, where that is the error.
+fn unknown_flag(error: &clap::Error) -> Option<String> {
     match (error.kind(), error.get(ContextKind::InvalidArg)?) {
-        (ErrorKind::UnknownArgument, ContextValue::String(flag)) => {
-            Some((flag.clone(), program::flags::key_of(flag)?))
-        }
+        (ErrorKind::UnknownArgument, ContextValue::String(flag)) => Some(flag.clone()),
         _ => None,
     }
 }

@@ -19,6 +19,7 @@ pub(crate) mod merge;
 pub(crate) mod model;
 pub(crate) mod no_effect;
 pub(crate) mod offload_folder;
+pub(crate) mod other_names;
 pub(crate) mod output;
 pub(crate) mod output_file;
 pub(crate) mod output_folder;
