@@ -120,3 +120,43 @@ fn an_adapter_that_gguf_cannot_hold_is_merged_for_ollama() {
         "#]],
     );
 }
+
+/// A file that llama.cpp refuses does not get its name, and what was there before stays.
+#[cfg(unix)]
+#[test]
+fn a_failed_verification_leaves_what_was_there() {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    let tiny = Session::new();
+    tiny.succeed(&format!("{TRAIN} --out adapter"));
+    let python = tiny.path("python");
+    std::fs::write(
+        &python,
+        "#!/bin/sh\ntest \"$2\" = 'import xllamacpp' && exit 0\ncat > /dev/null; echo 'no such rows' >&2\nexit 1\n",
+    )
+    .unwrap();
+    std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
+    for (format, out, file) in [
+        ("gguf --model model", "out.gguf", "out.gguf"),
+        ("gguf-lora --model model --adapter adapter", "lora.gguf", "lora.gguf"),
+        ("ollama --model model", "ollama", "ollama/model-q8_0.gguf"),
+    ] {
+        let export = format!("export --format {format} --python ./python --out {out}");
+        let error = tiny.fail(&export);
+        assert!(error.contains(&format!("error: {out} is not written: ")), "{error}");
+        assert!(error.contains("llama.cpp cannot run it: no such rows"), "{error}");
+        assert!(!tiny.path(out).exists(), "{out}");
+        if format.starts_with("ollama") {
+            std::fs::create_dir(tiny.path(out)).unwrap();
+            std::fs::write(tiny.path("ollama/Modelfile"), "FROM x\n").unwrap();
+        }
+        std::fs::write(tiny.path(file), "GGUF, an earlier one").unwrap();
+        tiny.fail(&format!("{export} --overwrite"));
+        assert_eq!(std::fs::read_to_string(tiny.path(file)).unwrap(), "GGUF, an earlier one");
+        let hidden = |name: std::ffi::OsString| name.to_string_lossy().starts_with('.');
+        let left = std::fs::read_dir(tiny.path(""))
+            .unwrap()
+            .filter(|entry| hidden(entry.as_ref().unwrap().file_name()));
+        assert_eq!(left.count(), 0, "temporary files are removed");
+    }
+}

@@ -36,12 +36,12 @@ pub(super) fn model(common: &Common, arguments: &Export) -> anyhow::Result<Value
     let folder = merged.as_ref().map_or(&*base, TempDir::path);
     let model = opened(folder, folder)?.named(&stem(out));
     let kind = arguments.kind.unwrap_or(Type::F16).get();
-    let mut result = written(common, &model.convert(kind)?, out)?;
-    if let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? {
-        let files = Files { folder, texts: folder, adapter: None, model: out, lora: None, kind };
-        verified(common, &llama_cpp, &model, &files, &mut result)?;
-    }
-    Ok(Value::Object(result))
+    let verify = |file: &Path| {
+        let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? else { return Ok(None) };
+        let files = Files { folder, texts: folder, adapter: None, model: file, lora: None, kind };
+        verified(common, &llama_cpp, &model, &files).map(Some)
+    };
+    Ok(Value::Object(written(common, &model.convert(kind)?, out, &verify)?))
 }
 
 /// Writes the adapter.
@@ -52,7 +52,25 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
         bail!("there is no adapter; give --adapter or --checkpoints")
     };
     let adapter = Adapter::open(folder.path(), &base)?.named(&stem(out));
-    let mut result = lora(common, &adapter, folder.path(), out)?;
+    let model = Model::open(&base)?;
+    let verify = |lora: &Path| {
+        let Some(llama_cpp) = arguments.llama_cpp(common, &base, &model)? else { return Ok(None) };
+        // llama.cpp applies it to the base in fp32.
+        let place = temporary(out)?;
+        let file = place.path().join("base.gguf");
+        let quiet = Common { quiet: true, ..common.clone() };
+        written(&quiet, &model.convert(TensorType::F32)?, &file, &unverified)?;
+        let files = Files {
+            folder: &base,
+            texts: &base,
+            adapter: Some(folder.path()),
+            model: &file,
+            lora: Some(lora),
+            kind: TensorType::F32,
+        };
+        verified(common, &llama_cpp, &model, &files).map(Some)
+    };
+    let result = lora(common, &adapter, folder.path(), out, &verify)?;
     let opened = Folder::open(&base)?;
     let differences = arguments.companions(&opened)?.differences(&opened)?;
     if !differences.is_empty() {
@@ -64,22 +82,6 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
                 differences.join(" and other ")
             ),
         );
-    }
-    let model = Model::open(&base)?;
-    if let Some(llama_cpp) = arguments.llama_cpp(common, &base, &model)? {
-        // llama.cpp applies it to the base in fp32.
-        let place = temporary(out)?;
-        let file = place.path().join("base.gguf");
-        written(&Common { quiet: true, ..common.clone() }, &model.convert(TensorType::F32)?, &file)?;
-        let files = Files {
-            folder: &base,
-            texts: &base,
-            adapter: Some(folder.path()),
-            model: &file,
-            lora: Some(out),
-            kind: TensorType::F32,
-        };
-        verified(common, &llama_cpp, &model, &files, &mut result)?;
     }
     Ok(Value::Object(result))
 }
@@ -117,10 +119,10 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     // A failure, such as a full disk, leaves nothing at `out`.
     let stage = temporary_for(out)?;
     let names = (format!("model-{kind}.gguf"), "adapter.gguf".to_owned());
-    let mut result = written(common, &conversion, &stage.path().join(&names.0))?;
+    let mut result = written(common, &conversion, &stage.path().join(&names.0), &unverified)?;
     result.insert("file".to_owned(), json!(out.join(&names.0)));
     if let (Some(own), Some(folder)) = (&own, &adapter) {
-        let mut written = lora(common, own, folder.path(), &stage.path().join(&names.1))?;
+        let mut written = lora(common, own, folder.path(), &stage.path().join(&names.1), &unverified)?;
         written.insert("file".to_owned(), json!(out.join(&names.1)));
         result.insert("adapter".to_owned(), Value::Object(written));
     }
@@ -151,6 +153,20 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     let path = stage.path().join(MODELFILE);
     atomic_write::file(&path, |file| file.write_all(modelfile.to_string().as_bytes()))
         .with_context(|| format!("{} cannot be written", path.display()))?;
+    if let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? {
+        let own = own.as_ref().and(adapter.as_ref());
+        let (model_file, lora_file) = (stage.path().join(&names.0), stage.path().join(&names.1));
+        let files = Files {
+            folder,
+            texts,
+            adapter: own.map(|folder| folder.path()),
+            model: &model_file,
+            lora: own.map(|_| &*lora_file),
+            kind,
+        };
+        let figures = verified(common, &llama_cpp, &model, &files).with_context(|| not_written(out))?;
+        result.insert("verified".to_owned(), figures);
+    }
     std::fs::create_dir_all(out).with_context(|| format!("{} cannot be created", out.display()))?;
     for name in [Some(&*names.0), own.as_ref().map(|_| &*names.1), Some(MODELFILE)].into_iter().flatten() {
         let path = out.join(name);
@@ -160,19 +176,6 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
             .with_context(|| format!("{} cannot be written", path.display()))?;
     }
     result.insert("modelfile".to_owned(), json!(out.join(MODELFILE)));
-    if let Some(llama_cpp) = arguments.llama_cpp(common, folder, &model)? {
-        let own = own.as_ref().and(adapter.as_ref());
-        let (model_file, lora_file) = (out.join(&names.0), out.join(&names.1));
-        let files = Files {
-            folder,
-            texts,
-            adapter: own.map(|folder| folder.path()),
-            model: &model_file,
-            lora: own.map(|_| &*lora_file),
-            kind,
-        };
-        verified(common, &llama_cpp, &model, &files, &mut result)?;
-    }
     let word = shell_word(&out.display().to_string());
     say(common, &format!("to use it: cd {word} && ollama create NAME -f Modelfile"));
     Ok(Value::Object(result))
@@ -216,60 +219,93 @@ fn chat(model: &Model, folder: &Path) -> anyhow::Result<Option<Result<Chat, Stri
     Ok(Some(Chat::of(source, tokenizer.begin_token(), &render)))
 }
 
+/// Compares a file with llama.cpp, before it has its name, and returns the figures; `None` where it is not compared.
+type Verify<'a> = &'a dyn Fn(&Path) -> anyhow::Result<Option<Value>>;
+
+/// Compares nothing.
+fn unverified(_: &Path) -> anyhow::Result<Option<Value>> {
+    Ok(None)
+}
+
 /// Converts an adapter with the scales of its configuration.
-fn lora(common: &Common, adapter: &Adapter, folder: &Path, out: &Path) -> anyhow::Result<Map<String, Value>> {
+fn lora(
+    common: &Common,
+    adapter: &Adapter,
+    folder: &Path,
+    out: &Path,
+    verify: Verify<'_>,
+) -> anyhow::Result<Map<String, Value>> {
     let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
     let scale = |module: &str, _: u64| {
         config.options(module).map(|options| options.scaling()).map_err(|error| error.to_string())
     };
-    written(common, &adapter.convert(&scale)?, out)
+    written(common, &adapter.convert(&scale)?, out, verify)
 }
 
-/// Writes a file, reads it again, and compares the two. What the user should know is said.
-fn written(common: &Common, conversion: &Conversion<'_>, out: &Path) -> anyhow::Result<Map<String, Value>> {
+/// Writes a file, reads it again, and compares the two; gives it its name after `verify`, so that an earlier file stays where that
+/// fails. What the user should know is said.
+fn written(
+    common: &Common,
+    conversion: &Conversion<'_>,
+    out: &Path,
+    verify: Verify<'_>,
+) -> anyhow::Result<Map<String, Value>> {
     for note in conversion.notes() {
         say(common, &format!("note: {note}"));
     }
     let parent = atomic_write::parent(out);
     std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
-    let mut cause = None;
-    let result = atomic_write::file(out, |file| {
+    let (mut cause, mut refused, mut figures) = (None, None, None);
+    let content = |file: &mut dyn std::io::Write| {
         conversion.write(file).map_err(|error| {
             cause = Some(error);
             std::io::Error::other("the conversion failed")
         })
-    });
-    match (result, cause) {
-        (_, Some(error @ gguf::Error::Output { .. })) => {
+    };
+    let check = |file: &Path| {
+        let verified = conversion.check(file).map_err(anyhow::Error::from).and_then(|()| verify(file));
+        figures = verified.map_err(|error| {
+            refused = Some(error);
+            std::io::Error::other("the verification failed")
+        })?;
+        Ok(())
+    };
+    let result = atomic_write::checked_file(out, content, check);
+    match (result, cause, refused) {
+        (_, Some(error @ gguf::Error::Output { .. }), _) => {
             let needed = bytes_text(conversion.bytes());
             return Err(error).with_context(|| format!("{} of at least {needed}", out.display()));
         }
-        (_, Some(error)) => return Err(error.into()),
-        (result, None) => result.with_context(|| format!("{} cannot be written", out.display()))?,
+        (_, Some(error), _) => return Err(error.into()),
+        (_, _, Some(error)) => return Err(error).with_context(|| not_written(out)),
+        (result, None, None) => result.with_context(|| format!("{} cannot be written", out.display()))?,
     }
-    if let Err(error) = conversion.check(out) {
-        // It must not be taken for a good one.
-        let _ = std::fs::remove_file(out);
-        return Err(error.into());
-    }
-    let fields = json!({
+    let mut fields = json!({
         "file": out, "tensors": conversion.header().tensors.len(), "bytes": std::fs::metadata(out)?.len(),
         "notes": conversion.notes()
     });
+    if let Some(figures) = figures {
+        fields["verified"] = figures;
+    }
     fields.as_object().cloned().ok_or_else(|| anyhow!("no fields"))
 }
 
+/// What a failed verification comes to.
+fn not_written(out: &Path) -> String {
+    format!("{} is not written", out.display())
+}
+
+/// Compares files with llama.cpp, says how much they differ, and returns the figures.
 fn verified(
     common: &Common,
     llama_cpp: &LlamaCpp,
     model: &Model,
     files: &Files<'_>,
-    result: &mut Map<String, Value>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Value> {
     let figures = verify::compare(llama_cpp, model, files)?;
     say(common, &figures.to_string());
-    result.insert("verified".to_owned(), figures.json());
-    figures.judge()
+    figures.judge()?;
+    Ok(figures.json())
 }
 
 /// Merges an adapter into the model, in a folder beside the output that is removed after use.
