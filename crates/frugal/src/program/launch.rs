@@ -23,7 +23,8 @@ use screen::Screen;
 #[derive(Args)]
 #[command(after_help = "\
 Each process gets the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, …), and an equal share of the processors in \
-OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank; on a terminal, the progress of rank 0 is shown below. \
+OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank, but for the standard output of rank 0 where the \
+command has --json, beside which that of the others is on standard error; on a terminal, the progress of rank 0 is shown below. \
 When a rank fails, the others are ended. Ctrl-C is passed on once; a second one kills all ranks.
 
 Examples:
@@ -54,7 +55,7 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
     let run_id = std::process::id().to_string();
     for restart_count in 0..=arguments.restarts {
         let options = RanksOptions { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };
-        let screen = Arc::new(Screen::new(common.quiet));
+        let screen = Arc::new(Screen::new(common.quiet, arguments.is_json()));
         let printing = screen.clone();
         let command = |rank| {
             let mut command = arguments.command();
@@ -123,6 +124,11 @@ fn watch(
 }
 
 impl Launch {
+    /// Whether the ranks print a result for programs, which a number before each line would break.
+    fn is_json(&self) -> bool {
+        self.command.iter().any(|word| word == "--json")
+    }
+
     fn command(&self) -> Command {
         let own = self.command[0]
             .to_str()

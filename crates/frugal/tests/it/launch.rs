@@ -52,6 +52,22 @@ fn each_rank_gets_the_variables_of_torchrun_and_its_lines_begin_with_its_number(
     check(&shell(&["-n", "3"], script), 0, out, err);
 }
 
+/// What rank 0 prints for a program is JSON.
+#[test]
+fn the_result_of_rank_0_has_no_number_before_it() {
+    let script = "echo \"{\\\"rank\\\": $RANK}\"; echo at $RANK >&2";
+    let output = launch(&["-n", "2"], &["sh", "-c", script, "sh", "--json"]).output().unwrap();
+    let out = expect![[r#"
+        {"rank": 0}
+    "#]];
+    let err = expect![[r#"
+        [0] at 0
+        [1] at 1
+        [1] {"rank": 1}
+    "#]];
+    check(&output, 0, out, err);
+}
+
 #[test]
 fn a_rank_that_fails_ends_the_others_and_is_named() {
     let output = shell(&["-n", "3", "--patience", "0"], "test $RANK = 1 && exit 7; sleep 600");

@@ -18,13 +18,15 @@ use crate::program::output::print_coloured;
 pub(super) struct Screen {
     /// Whether progress is shown.
     shows: bool,
+    /// Whether the standard output of rank 0 is a result for programs.
+    is_json: bool,
     bar: Mutex<Option<Progress>>,
 }
 
 impl Screen {
     /// Shows progress unless it is to be `quiet`, if standard error is a terminal or a parent process draws the bar.
-    pub(super) fn new(quiet: bool) -> Self {
-        Self { shows: !quiet && progress::is_shown(), bar: Mutex::default() }
+    pub(super) fn new(quiet: bool, is_json: bool) -> Self {
+        Self { shows: !quiet && progress::is_shown(), is_json, bar: Mutex::default() }
     }
 
     /// Asks rank 0, and no other, for its progress.
@@ -36,18 +38,19 @@ impl Screen {
         }
     }
 
-    /// Prints a line of a rank behind its number, or draws the progress that it reports.
+    /// Prints a line of a rank behind its number, or a line of a result as it is, or draws the progress that it reports.
     pub(super) fn line(&self, rank: usize, output: Output, line: &str) {
         let step = (self.shows && rank == 0 && output == Output::Error).then(|| Step::parse(line)).flatten();
         if let Some(step) = step {
             let mut bar = self.bar.lock().unwrap_or_else(PoisonError::into_inner);
             return bar.get_or_insert_with(|| Progress::new(step.total)).follow(step);
         }
-        let line = format!("[{rank}] {line}\n");
+        let is_result = self.is_json && rank == 0 && output == Output::Standard;
+        let line = if is_result { format!("{line}\n") } else { format!("[{rank}] {line}\n") };
         // Output that cannot be written does not stop the ranks.
         self.above(|| match output {
-            Output::Standard => print_coloured(&line),
-            Output::Error => drop(std::io::stderr().lock().write_all(line.as_bytes())),
+            Output::Standard if is_result || !self.is_json => print_coloured(&line),
+            Output::Standard | Output::Error => drop(std::io::stderr().lock().write_all(line.as_bytes())),
         });
     }
 
