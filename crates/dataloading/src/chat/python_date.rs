@@ -45,7 +45,11 @@ pub struct Date {
 impl Date {
     /// Returns today's date in UTC.
     pub fn today() -> Self {
-        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        Self::of_unix_time(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
+    }
+
+    /// Returns the date in UTC of so many seconds since 1970.
+    pub fn of_unix_time(seconds: u64) -> Self {
         Self::from_days(seconds / DAY)
     }
 

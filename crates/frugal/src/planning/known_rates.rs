@@ -16,6 +16,7 @@ use tch::{Device, Kind};
 use super::rates::{MachineRates, file_optimizer_rate, layer_load_rate, product_kind};
 use crate::error::{Error, Result};
 use crate::rows::cache_folder;
+use crate::run_folder::unix_time;
 
 /// Sizes `[m, n, k]` of the product whose rate is measured: as of a thousand tokens and a layer of half a billion parameters' model.
 const PRODUCT: [i64; 3] = [1024, 2048, 1024];
@@ -40,6 +41,9 @@ pub struct KnownRates {
     pub file_optimizer: f64,
     /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
     pub product_workspaces: u64,
+    /// When they were measured, in seconds since 1970; `None` for nominal rates, and for those of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_at: Option<u64>,
 }
 
 impl KnownRates {
@@ -63,6 +67,7 @@ impl KnownRates {
             file_load: transfers.load / 2.0,
             file_optimizer: transfers.host_optimizer / 4.0,
             product_workspaces,
+            measured_at: None,
         }
     }
 
@@ -120,6 +125,7 @@ impl KnownRates {
             file_load,
             file_optimizer,
             product_workspaces,
+            measured_at: Some(unix_time()),
         };
         if let Some(path) = cache_file() {
             let mut all = read(&path);
@@ -198,6 +204,11 @@ mod tests {
         let zero = KnownRates { flops: 0.0, ..known };
         write(&path, &BTreeMap::from([("a".to_owned(), zero), ("b".to_owned(), known)])).unwrap();
         assert_eq!(read(&path), BTreeMap::from([("b".to_owned(), known)]));
+        // Earlier versions kept no date.
+        let dated = KnownRates { measured_at: Some(1_790_000_000), ..known };
+        write(&path, &BTreeMap::from([("a".to_owned(), dated), ("b".to_owned(), known)])).unwrap();
+        assert_eq!(read(&path)["a"].measured_at, Some(1_790_000_000));
+        assert_eq!(read(&path)["b"].measured_at, None);
         std::fs::write(&path, "{").unwrap();
         assert!(read(&path).is_empty());
     }

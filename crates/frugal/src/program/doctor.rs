@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use frugal::dataloading::chat::Date;
 use frugal::models::hub::Hub;
 use frugal::planning::KnownRates;
 use report::Environment;
@@ -44,7 +45,8 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
         path.as_ref().map_or_else(|| "linked statically".to_owned(), |path| path.display().to_string());
     tell("libtorch path", shown, json!(path));
     tell("processor", environment.cpu.clone(), json!(environment.cpu));
-    tell("threads", environment.threads.to_string(), json!(environment.threads));
+    let threads = tch::get_num_threads();
+    tell("threads", threads_text(threads, environment.threads), json!(threads));
     let policy = WaitPolicy::of_process().to_string();
     tell("waiting threads", policy.clone(), json!(policy));
     let implementations = runtime::processor::choices()?.to_string();
@@ -74,6 +76,10 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
             ] {
                 tell(&format!("{what} {flag}"), human(rate, unit), json!(rate));
             }
+            if let Some(seconds) = known.measured_at {
+                let date = Date::of_unix_time(seconds).to_string();
+                tell(&format!("rates of {flag}"), format!("measured on {date}"), json!(date));
+            }
         }
     }
     // What the machine has; the lines above have the limit of the control group where that is less.
@@ -87,6 +93,14 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
     tell("hub", hub.clone(), json!(hub));
     print_fields(common, lines);
     Ok(())
+}
+
+/// The threads that this process computes with, and why.
+fn threads_text(threads: i32, processors: usize) -> String {
+    match std::env::var("OMP_NUM_THREADS") {
+        Ok(asked) => format!("{threads} (OMP_NUM_THREADS={asked}; {processors} processors)"),
+        Err(_) => format!("{threads} ({processors} processors)"),
+    }
 }
 
 /// The CPU and every GPU.

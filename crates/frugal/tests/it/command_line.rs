@@ -134,5 +134,11 @@ fn the_doctor_tells_what_the_machine_offers() {
     assert!(told["libtorch"].as_str().is_some_and(|version| version.starts_with("2.")), "{told}");
     assert!(told["memory_of_cpu"]["free"].as_u64().unwrap() > 0, "{told}");
     assert!(told["free_disk"].as_u64().unwrap() > 0, "{told}");
+    let output = tiny.command("doctor --fast --offline").env("OMP_NUM_THREADS", "1").output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains(" 1 (OMP_NUM_THREADS=1; "), "{text}");
+    let (out, _) = tiny.succeed("doctor --measure --offline --json");
+    let date = lines(&out)[0]["rates_of_cpu"].as_str().unwrap().parse::<dataloading::chat::Date>();
+    assert!(date.unwrap() <= dataloading::chat::Date::today(), "{out}");
     assert!(tiny.succeed("doctor --fast --offline").0.contains("hub"), "{told}");
 }
