@@ -9,14 +9,14 @@ use accounting::quantity::{bytes_text, grouped};
 use anyhow::anyhow;
 use clap::ValueEnum as _;
 use frugal::Config;
-use frugal::config::{MasterWeights, Method, OffloadTier, Task, TrainingConfig};
+use frugal::config::{Dtype, MasterWeights, Method, OffloadTier, Task, TrainingConfig};
 use frugal::lora::{LoraConfig, Names};
 use frugal::models::LlamaConfig;
 use frugal::models::hugging_face::Folder;
 use frugal::planning::{self, DataShape, KnownRates, MachineRates, NotPredicted, Searched};
 use report::unit::human;
 use serde_json::json;
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::super::super::Common;
 use super::super::super::output::{print_line, print_lines, print_text};
@@ -67,7 +67,7 @@ pub(super) fn run(
     let Searched { master_weights, job, found } = planning::choose_master_weights(&config, kind, search)?;
     let half = planning::trains_half(&config, kind).then_some(master_weights);
     let flags = |shown: &Candidate| {
-        let flags = flags(arguments, planned, shown, job.model.layers as usize);
+        let flags = flags(arguments, planned, shown, job.model.layers as usize, budget);
         // Without the budget, another decision could be made.
         match half {
             Some(MasterWeights::Stochastic) if flags == NO_FLAGS => "--master-weights stochastic".to_owned(),
@@ -239,7 +239,7 @@ impl AsFinetune {
 }
 
 /// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
-fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool) -> Vec<String> {
+fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budget: Budget) -> Vec<String> {
     let mut flags = Vec::new();
     let mut given = |flag: &str, value: Option<String>| {
         flags.extend(value.map(|value| format!("{flag} {value}")));
@@ -251,19 +251,37 @@ fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool) -> V
     };
     let is_adapted = method.as_deref() != Some("full");
     given("--method", method);
-    let dtype = arguments.dtype.and_then(|dtype| dtype.to_possible_value());
+    // Of a model without a folder here, the plan is made for a dtype that need not be that of its files.
+    let dtype = arguments.dtype.or_else(|| match (arguments.kind(), planned.kind) {
+        (None, Kind::BFloat16) => Some(Dtype::Bfloat16),
+        (None, _) => Some(Dtype::Float32),
+        (Some(_), _) => None,
+    });
+    let dtype = dtype.and_then(|dtype| dtype.to_possible_value());
     given("--dtype", dtype.map(|dtype| dtype.get_name().to_owned()));
     let rank = frugal::Config::default_adapter().r.unsigned_abs();
     given("--r", (is_adapted && arguments.r != rank).then(|| arguments.r.to_string()));
     let targets = arguments.targets.filter(|_| is_adapted);
     given("--targets", targets.map(|targets| names(targets).join(",")));
     given("--batch-size", arguments.batch_size.map(|rows| rows.to_string()));
-    given("--max-length", arguments.length.map(|_| planned.work.sequence.to_string()));
+    let is_shorter = arguments.length.is_some() || planned.work.sequence < planned.model.context;
+    given("--max-length", is_shorter.then(|| planned.work.sequence.to_string()));
     given("--accumulation", arguments.accumulation.map(|batches| batches.to_string()));
     given("--loss-chunk", arguments.loss_chunk.map(|tokens| tokens.to_string()));
-    // Found again under the same budget, which is the default one if none was given.
-    given("--budget", arguments.budget.filter(|_| is_mixed).map(|budget| format!("{}", budget.0)));
+    // Layers of several plans are found again under the same budget, which here is the default one if none was given.
+    let of_card = arguments.hardware.filter(|_| is_mixed).map(|_| budget.device);
+    given("--budget", arguments.budget.map(|budget| budget.0).or(of_card).map(budget_text));
     flags
+}
+
+/// A budget as its flag reads it, without rounding.
+fn budget_text(bytes: u64) -> String {
+    match bytes {
+        0 => "0".to_owned(),
+        _ if bytes.is_multiple_of(1 << 30) => format!("{}GiB", bytes >> 30),
+        _ if bytes.is_multiple_of(1 << 20) => format!("{}MiB", bytes >> 20),
+        _ => bytes.to_string(),
+    }
 }
 
 fn print(lines: &[(String, String)]) {
@@ -273,7 +291,13 @@ fn print(lines: &[(String, String)]) {
 const NO_FLAGS: &str = "none are needed";
 
 /// The flags of a training that runs in this way.
-fn flags(arguments: &StepArgs, planned: &PlannedStep, candidate: &Candidate, layers: usize) -> String {
+fn flags(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    candidate: &Candidate,
+    layers: usize,
+    budget: Budget,
+) -> String {
     let is_mixed = match &candidate.placement {
         Placement::Resident(layers) => {
             layers.iter().any(|kept| *kept != layers[0])
@@ -285,13 +309,9 @@ fn flags(arguments: &StepArgs, planned: &PlannedStep, candidate: &Candidate, lay
     };
     let mut flags = Vec::new();
     match &candidate.placement {
-        Placement::Resident(_) if is_mixed && arguments.hardware.is_some() => {
-            flags.push("--budget BYTES".to_owned())
-        }
         Placement::Resident(_) if is_mixed => {}
         Placement::Resident(layers) => match layers.first() {
             Some(LayerPlan::RecomputeAll) => flags.push("--activations recompute".to_owned()),
-            _ if arguments.hardware.is_some() => {}
             _ => flags.push("--activations keep".to_owned()),
         },
         Placement::Offloaded { tier, ring, resident, keep, optimizer } => {
@@ -312,10 +332,7 @@ fn flags(arguments: &StepArgs, planned: &PlannedStep, candidate: &Candidate, lay
         }
     }
     flags.extend(candidate.rows.map(|rows| format!("--rows-at-once {rows}")));
-    // Of hardware that is not here, the ways to run a step are compared.
-    if arguments.hardware.is_none() {
-        flags.extend(of_training(arguments, planned, is_mixed));
-    }
+    flags.extend(of_training(arguments, planned, is_mixed, budget));
     if flags.is_empty() { NO_FLAGS.to_owned() } else { flags.join(" ") }
 }
 
