@@ -144,6 +144,9 @@ pub struct Outcome {
     pub peak_bytes: u64,
     /// The most bytes of pages of mapped files (weights, libraries) that were seen beside them on a CPU.
     pub file_bytes: u64,
+    /// Why it failed, where the state does not say it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// What a training is doing.
@@ -159,7 +162,8 @@ pub enum State {
     /// It was interrupted or killed, and can be resumed.
     #[default]
     Interrupted,
-    /// It has learned nothing to the end: its last loss is not finite, or every step was skipped.
+    /// It has learned nothing to the end, because its last loss is not finite or every step was skipped; or it has ended with an error,
+    /// such as too little memory.
     Failed,
 }
 

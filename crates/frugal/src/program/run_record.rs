@@ -93,12 +93,18 @@ impl<'a> Recorder<'a> {
     ///
     /// # Errors
     /// A folder that cannot be written.
-    pub(crate) fn end(mut self, common: &Common, state: State, step: u64) -> anyhow::Result<Outcome> {
+    pub(crate) fn end(
+        mut self,
+        common: &Common,
+        (state, reason): (State, Option<&str>),
+        step: u64,
+    ) -> anyhow::Result<Outcome> {
         let peak = self.meter.and_then(|meter| meter.finish().ok());
         let peak_bytes = peak.map_or(0, |peak| peak.counted(self.device));
         let file_bytes = peak.filter(|_| self.device == Device::Cpu).map_or(0, |peak| peak.file);
         let seconds = self.began.elapsed().as_secs_f64();
-        let outcome = Outcome { state, step, seconds, peak_bytes, file_bytes };
+        let reason = reason.map(str::to_owned);
+        let outcome = Outcome { state, step, seconds, peak_bytes, file_bytes, reason };
         // What is reported of this start is its own; the record has the run's.
         let (peak_bytes, file_bytes) = (peak_bytes.max(self.before.0), file_bytes.max(self.before.1));
         self.record.outcome = Some(Outcome { peak_bytes, file_bytes, ..outcome.clone() });

@@ -84,6 +84,15 @@ impl Summary {
         format!("{done}/{}", self.record.steps)
     }
 
+    /// What it is doing; why it failed, where that is recorded.
+    fn state_text(&self) -> String {
+        let outcome = self.record.outcome.as_ref().filter(|_| self.state == State::Failed);
+        match outcome.and_then(|outcome| outcome.reason.as_deref()) {
+            Some(reason) => format!("{}: {reason}", self.state.name()),
+            None => self.state.name().to_owned(),
+        }
+    }
+
     fn time(&self) -> String {
         if self.losses.seconds > 0.0 { duration(self.losses.seconds) } else { "–".to_owned() }
     }

@@ -38,7 +38,7 @@ pub(crate) const NO_VALIDATION: &str =
 /// Names the budget in an error about memory that it caused.
 pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Error {
     let text = format!("{error:#}");
-    if text.contains("the system gives no more") || text.contains("can't allocate memory") {
+    if NO_MORE.iter().any(|words| text.contains(words)) {
         let message = format!(
             "{text}; or give a --budget below what the system gives, for which a training is planned that takes less"
         );
@@ -193,17 +193,20 @@ impl Run<'_> {
                 recorder = Some(started);
             }
         }
-        before(&mut trainer, train.as_mut(), lend(&mut validation))?;
-        if let Some(expected) = expected {
-            expected.calibrate(common, &mut trainer, train.as_mut(), lend(&mut validation))?;
-        }
-        let ended = match trainer.run(train.as_mut(), lend(&mut validation)) {
+        let steps = || -> anyhow::Result<StopReason> {
+            before(&mut trainer, train.as_mut(), lend(&mut validation))?;
+            if let Some(expected) = expected {
+                expected.calibrate(common, &mut trainer, train.as_mut(), lend(&mut validation))?;
+            }
+            Ok(trainer.run(train.as_mut(), lend(&mut validation))?)
+        };
+        let ended = match steps() {
             Ok(ended) => ended,
             Err(error) => {
-                if let (true, Some(recorder)) = (never_finite(&error), recorder) {
-                    recorder.end(common, State::Failed, trainer.step())?;
+                if let (Some(reason), Some(recorder)) = (failure(&error), recorder) {
+                    recorder.end(common, (State::Failed, Some(reason)), trainer.step())?;
                 }
-                return Err(error.into());
+                return Err(error);
             }
         };
         let step = trainer.step();
@@ -224,7 +227,7 @@ impl Run<'_> {
             StopReason::Completed | StopReason::OutOfData => State::Finished,
             StopReason::StoppedEarly => State::StoppedEarly,
         };
-        let outcome = recorder.map(|recorder| recorder.end(common, state, step)).transpose()?;
+        let outcome = recorder.map(|recorder| recorder.end(common, (state, None), step)).transpose()?;
         finish(common, &trainer, (ended, failure), out.as_deref())?;
         // The log has the losses before a resume too.
         let losses = match out {
@@ -242,10 +245,22 @@ const BROKEN: &str = "; the files of the model, or of the adapter, are broken: g
 /// The remedy for a loss that is not finite.
 const DIVERGED: &str = "; give a lower --lr, a longer --warmup, or --clip 1";
 
-/// Whether a training ended because its losses are not finite, or far from what they were.
-fn never_finite(error: &frugal::training::Error) -> bool {
+/// Why a training has failed by an error after which it would fail again: its losses are not finite, or far from what they were, or it
+/// has too little memory.
+fn failure(error: &anyhow::Error) -> Option<&'static str> {
     use frugal::training::Error;
-    matches!(error, Error::NonFiniteWeight { .. } | Error::Diverged { .. })
+    match error.downcast_ref() {
+        Some(Error::NonFiniteWeight { .. } | Error::Diverged { .. }) => Some("diverged"),
+        _ if is_out_of_memory(&format!("{error:#}")) => Some("out of memory"),
+        _ => None,
+    }
+}
+
+/// What the errors of a system say that has no more memory.
+const NO_MORE: [&str; 2] = ["the system gives no more", "can't allocate memory"];
+
+fn is_out_of_memory(text: &str) -> bool {
+    NO_MORE.iter().chain(&["out of memory"]).any(|words| text.contains(words))
 }
 
 /// Why a training that came to its end has learned nothing.

@@ -42,3 +42,23 @@ fn an_evaluation_is_split_to_fit_the_budget() {
     assert!((1..8).contains(&rows), "{split}");
     assert!((again / loss - 1.0).abs() < 1e-5, "{again} {loss}");
 }
+
+/// Such a run would fail again, so it is not one that was interrupted.
+#[test]
+fn a_run_without_enough_memory_is_listed_as_failed() {
+    let tiny = Tiny::new();
+    let flags = "--width 1024 --heads 4 --length 256 --batch-size 64 --steps 3 --budget 600MiB --device cpu";
+    let ended = tiny.run(&format!("train --model gpt2-like --data synthetic {flags} --out run"));
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert!(
+        ended.status.code() == Some(3) && said.contains("the training needs more than the budget"),
+        "{said}"
+    );
+    let (table, _) = tiny.succeed("runs ls run");
+    assert!(table.trim_end().ends_with("  failed: out of memory"), "{table}");
+    let (out, _) = tiny.succeed("runs ls run --json");
+    let run = &tiny_folder::lines(&out)[0];
+    assert_eq!((&run["state"], &run["reason"]), (&"failed".into(), &"out of memory".into()));
+    let (shown, _) = tiny.succeed("runs show run");
+    assert!(shown.contains("failed: out of memory"), "{shown}");
+}

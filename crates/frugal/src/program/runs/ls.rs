@@ -56,6 +56,7 @@ fn print_json(run: &Summary) {
         "first_loss": losses.first, "last_loss": losses.last, "validation_loss": losses.validation,
         "best_validation_loss": losses.best.map(|(loss, _)| loss), "best_step": losses.best.map(|(_, step)| step),
         "peak_bytes": record.outcome.as_ref().map(|outcome| outcome.peak_bytes), "seconds": losses.seconds, "state": state,
+        "reason": record.outcome.as_ref().and_then(|outcome| outcome.reason.as_deref()),
     }));
 }
 
@@ -72,6 +73,6 @@ fn row(run: &Summary) -> Vec<String> {
         run.losses.best.map_or_else(|| "–".to_owned(), |(loss, step)| format!("{loss:.4} at {step}")),
         peak.map_or_else(|| "–".to_owned(), bytes_text),
         run.time(),
-        run.state.name().to_owned(),
+        run.state_text(),
     ]
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use accounting::quantity::bytes_text;
 use clap::Args;
-use frugal::run_folder::PAGE;
+use frugal::run_folder::{PAGE, State};
 use serde_json::json;
 
 use super::Summary;
@@ -43,6 +43,10 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             share(record.trainable, record.parameters),
             json!(record.trainable),
         ));
+    }
+    if run.state == State::Failed {
+        let reason = record.outcome.as_ref().and_then(|outcome| outcome.reason.as_deref());
+        lines.push(("ended", run.state_text(), json!({ "state": run.state, "reason": reason })));
     }
     if let Some(outcome) = record.outcome.as_ref().filter(|outcome| outcome.peak_bytes > 0) {
         lines.push(("peak memory", bytes_text(outcome.peak_bytes), json!(outcome.peak_bytes)));
