@@ -6,6 +6,7 @@ use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
 use frugal::lora::peft;
 use frugal::loss_log::Losses;
+use frugal::models::hugging_face::Folder;
 use frugal::models::module::ParameterCount;
 use frugal::run_folder::{LOSSES, Outcome, RECORD, RunRecord, State};
 use serde_json::json;
@@ -93,6 +94,12 @@ pub(crate) fn report_finished(common: &Common, out: &Path, config: &Config) -> a
         (Some(result), Some(record)) => result >= record,
         _ => false,
     };
+    // The weights may have been removed since.
+    let is_there = match config.adapter {
+        Some(_) => path.join(peft::TENSORS_FILE).is_file(),
+        None => Folder::open(&path).is_ok(),
+    };
+    let is_written = is_written && is_there;
     let has_none = config.task == Task::Train && config.model.name.is_none();
     if !is_as_long || !(is_written || has_none) {
         return Ok(false);

@@ -109,6 +109,25 @@ fn a_finished_run_is_said_to_be_finished_before_anything_is_read() {
     tiny.succeed("export --checkpoints run --out adapter");
 }
 
+/// A result that was deleted is written again from the last checkpoint.
+#[test]
+fn a_resume_of_a_finished_run_restores_its_result() {
+    let tiny = Session::new();
+    for (flags, file) in
+        [("--r 4", "run/adapter_model.safetensors"), ("--method full", "whole/model/model.safetensors")]
+    {
+        let out = file.split('/').next().unwrap();
+        tiny.succeed(&format!(
+            "finetune --model model --data problems --limit 8 --batch-size 4 --accumulation 1 --steps 2 {flags} --out {out} --samples 0"
+        ));
+        let weights = tiny.bytes(file);
+        std::fs::remove_file(tiny.path(file)).unwrap();
+        let (_, said) = tiny.succeed(&format!("resume {out}"));
+        assert!(said.contains("the training was finished before"), "{said}");
+        assert!(weights == tiny.bytes(file), "{file}");
+    }
+}
+
 #[test]
 fn a_dry_run_shows_the_plan_for_the_data() {
     let tiny = Session::new();
