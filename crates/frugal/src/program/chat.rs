@@ -64,7 +64,7 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     let device = common.device()?;
     let mut target = Target::find(&arguments.target, arguments.which)?;
     target.tell(common);
-    put_some(&mut target.adapter, arguments.adapter.clone());
+    target.take_adapter(arguments.adapter.as_deref());
     let folder = target.open(&arguments.hub)?;
     target.tell_other_base(common, &folder, arguments.dtype);
     let Target { model, adapter, data, .. } = target;

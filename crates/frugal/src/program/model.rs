@@ -17,7 +17,6 @@ use tch::Device;
 use super::Common;
 use super::output::say;
 use super::run_model::{Target, WhichArgs};
-use super::settings::put_some;
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
@@ -92,7 +91,7 @@ impl ModelArgs {
         }
         let mut target = Target::find(&self.model, self.which)?;
         target.tell(common);
-        put_some(&mut target.adapter, adapter.map(Path::to_owned));
+        target.take_adapter(adapter);
         let folder = target.open(&self.hub)?;
         target.tell_other_base(common, &folder, self.dtype);
         tell_own_head(common, &folder);

@@ -16,7 +16,7 @@ use runtime::nf4::Scales;
 use super::Common;
 use super::finetune::MODEL;
 use super::kept::best_evaluation;
-use super::model::HubArgs;
+use super::model::{HubArgs, same_folder};
 use super::output::say;
 use super::run_record::shell_word;
 
@@ -49,6 +49,8 @@ pub(crate) struct Target {
     pub(crate) revision: Option<String>,
     /// Whether an adapter was trained over its base in NF4.
     pub(crate) is_over_nf4: bool,
+    /// The base that an adapter names which is given beside the model.
+    other_base: Option<String>,
 }
 
 impl Target {
@@ -155,7 +157,18 @@ impl Target {
             }
             false => (path.display().to_string(), None),
         };
-        Ok(Self { model, adapter, data: Some(data), note, revision, is_over_nf4 })
+        Ok(Self { model, adapter, data: Some(data), note, revision, is_over_nf4, other_base: None })
+    }
+
+    /// Takes an adapter that is given beside the model, with what its folder says of its training.
+    pub(crate) fn take_adapter(&mut self, adapter: Option<&Path>) {
+        let Some(adapter) = adapter else { return };
+        let out = if adapter.ends_with(BEST) { adapter.parent().unwrap_or(adapter) } else { adapter };
+        let config = Config::read(&out.join(CONFIG_FILE)).ok();
+        self.is_over_nf4 = config.is_some_and(|config| config.model.dtype == Some(Dtype::Nf4));
+        let config = LoraConfig::read(&adapter.join(ADAPTER_FILE)).ok();
+        self.other_base = config.and_then(|config| config.base_model_name_or_path);
+        self.adapter = Some(adapter.to_owned());
     }
 
     /// Says what was taken of a training's folder, on standard error.
@@ -163,8 +176,19 @@ impl Target {
         self.note.iter().for_each(|note| say(common, note));
     }
 
-    /// Says that an adapter over NF4 is used with weights that are not quantized, unless they are: those of `folder`, in `dtype`.
+    /// Says that an adapter names another base than the model of `folder`, and that one over NF4 is used with weights that are not quantized,
+    /// unless they are, in `dtype`.
     pub(crate) fn tell_other_base(&self, common: &Common, folder: &Folder, dtype: Option<Dtype>) {
+        if let Some(base) = self.other_base.as_ref().filter(|base| !self.is_base(base, folder)) {
+            say(
+                common,
+                &format!(
+                    "note: the adapter names {base} as its base, and here it is over {}; unless the weights are the same, results differ from \
+                     those of the training",
+                    self.model
+                ),
+            );
+        }
         let quantized = |kind| Scales::of(kind).is_some();
         let is_quantized = match dtype {
             Some(dtype) => dtype == Dtype::Nf4,
@@ -177,6 +201,17 @@ impl Target {
                  the training; where a model is not merged, --dtype nf4 computes as the training did",
             );
         }
+    }
+
+    /// Whether the model is the one of this name or path, as far as names tell: a folder may be a copy of a model on the hub.
+    fn is_base(&self, base: &str, folder: &Folder) -> bool {
+        let last = |name: &str| name.trim_end_matches('/').rsplit('/').next().map(str::to_lowercase);
+        let in_cache = format!("models--{}", base.replace('/', "--"));
+        let path = folder.path();
+        base == self.model
+            || same_folder(Path::new(base), path)
+            || !Path::new(base).is_dir() && last(base) == last(&self.model)
+            || path.components().any(|part| part.as_os_str() == in_cache.as_str())
     }
 
     /// Opens the model's folder; downloads it if it is not here.

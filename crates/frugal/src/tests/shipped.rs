@@ -226,10 +226,40 @@ fn a_base_that_is_not_quantized_is_said_to_be_another() {
         "generate --model run --prompt Ann --max-new-tokens 1",
         "merge --model run --out merged",
         "export --model run --format gguf --out run.gguf",
+        // The adapter by itself, beside its base.
+        "eval --model model --adapter run --data chat.jsonl",
+        "merge --model model --adapter run --out merged-too",
     ] {
         let (_, said) = tiny.succeed(command);
         assert_eq!(said.matches(note).count(), 1, "{command}: {said}");
     }
     let (_, said) = tiny.succeed("eval --model run --data chat.jsonl --dtype nf4");
     assert!(!said.contains(note), "{said}");
+}
+
+#[test]
+fn an_adapter_of_another_base_is_said_to_be_of_another() {
+    let tiny = session();
+    tiny.succeed(&format!("{TRAIN} --chat-template own.jinja --steps 2 --out run"));
+    tiny.write_model("other", 16, 7);
+    let base = tiny.path("model").canonicalize().unwrap();
+    let note = format!("note: the adapter names {} as its base, and here it is over other; ", base.display());
+    for command in
+        ["eval --data chat.jsonl", "merge --out merged", "generate --prompt Ann --max-new-tokens 1"]
+    {
+        let (_, said) = tiny.succeed(&format!("{command} --model other --adapter run"));
+        assert_eq!(said.matches(&note).count(), 1, "{command}: {said}");
+        let (_, said) = tiny.succeed(
+            &format!("{command}-2 --model model --adapter run")
+                .replace("1-2", "1")
+                .replace("jsonl-2", "jsonl"),
+        );
+        assert!(!said.contains("note:"), "{command}: {said}");
+    }
+    // A copy of a model on the hub has the model's name.
+    let path = tiny.path("run/adapter_config.json");
+    let config = fs::read_to_string(&path).unwrap().replace(&*base.to_string_lossy(), "owner/Other");
+    fs::write(&path, config).unwrap();
+    let (_, said) = tiny.succeed("eval --data chat.jsonl --model other --adapter run");
+    assert!(!said.contains("note:"), "{said}");
 }
