@@ -164,3 +164,38 @@ fn every_way_of_making_batches_trains_both_models() {
         assert!(losses.iter().all(|loss| (loss - 300f64.ln()).abs() < 1.0), "{arguments}: {losses:?}");
     }
 }
+
+#[test]
+fn the_data_and_the_tokenizer_are_said() {
+    let tiny = Session::new();
+    write_texts(&tiny.path(""));
+    for (arguments, lines) in [
+        ("--data synthetic", &["data: synthetic (a generated language of 128 tokens)"][..]),
+        (
+            "--data lines.txt --validation lines.txt",
+            &[
+                "data: lines.txt (a document in each line; ",
+                "; validation: lines.txt",
+                "tokenizer: trained on the data, ",
+            ],
+        ),
+        (
+            "--data lines.txt --tokenizer model/tokenizer.json",
+            &["tokenizer: model/tokenizer.json, 4,096 tokens"],
+        ),
+        (
+            "--data store",
+            &["data: store (a token store; ", "tokenizer: the one that made the token store, 300 tokens"],
+        ),
+        (
+            "--data embedded",
+            &["data: embedded (the encyclopedia; ", "tokenizer: the embedded one, 4,096 tokens"],
+        ),
+    ] {
+        let (_, said) = tiny.succeed(&format!("train {arguments} --steps 1 --length 8 --device cpu"));
+        assert!(said.starts_with("data: "), "{arguments}: {said}");
+        for line in lines {
+            assert!(said.contains(line), "{arguments}: {said}");
+        }
+    }
+}

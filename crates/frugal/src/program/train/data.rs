@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use frugal::Config;
-use frugal::config::nearest_name;
+use frugal::config::{DataConfig, nearest_name};
 use frugal::dataloading::loader::LoaderOptions;
 use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
 use frugal::training::batches::Synthetic;
@@ -15,10 +15,17 @@ use frugal::training::strategy::Strategy;
 use frugal::training::{Batches, LoaderBatches};
 use tch::Device;
 
+use crate::program::Common;
+use crate::program::figures::counted;
+use crate::program::output::say;
+
 /// Steps of a training by default.
 const STEPS: u64 = 100;
 /// The first file of a token store.
 const FIRST_TOKENS: &str = "00000.tokens";
+/// The names of data that are no path.
+const SYNTHETIC: &str = "synthetic";
+const EMBEDDED: &str = "embedded";
 /// Tokens of the synthetic language.
 const SYNTHETIC_VOCABULARY: usize = 128;
 
@@ -40,7 +47,39 @@ impl Data {
     /// Files that are missing or something else; a vocabulary that is not the tokenizer's.
     pub(super) fn open(config: &Config, length: usize, device: Device) -> anyhow::Result<Self> {
         let source = Source { config, length };
-        if config.data.source == "synthetic" { source.synthetic(device) } else { source.documents(device) }
+        if config.data.source == SYNTHETIC { source.synthetic(device) } else { source.documents(device) }
+    }
+
+    /// Says what is read, and by which tokenizer.
+    pub(super) fn tell(&self, common: &Common, config: &DataConfig) {
+        let Some(documents) = &self.documents else {
+            let vocabulary = self.vocabulary.unsigned_abs();
+            let text =
+                format!("data: {SYNTHETIC} (a generated language of {})", counted(vocabulary, "token"));
+            return say(common, &text);
+        };
+        let is_embedded = config.source == EMBEDDED;
+        let what = match (is_embedded, Path::new(&config.source)) {
+            (true, _) => "the encyclopedia".to_owned(),
+            (false, path) if path.is_dir() => "a token store".to_owned(),
+            (false, path) if path.extension().is_some_and(|extension| extension == "jsonl") => {
+                format!("the field `{}` of JSON lines", config.field)
+            }
+            (false, _) => "a document in each line".to_owned(),
+        };
+        let validation = config
+            .validation
+            .as_ref()
+            .map_or_else(String::new, |path| format!("; validation: {}", path.display()));
+        let tokens = counted(documents.train.tokens(), "token");
+        say(common, &format!("data: {} ({what}; {tokens}){validation}", config.source));
+        let tokenizer = match (&config.tokenizer, &documents.tokenizer) {
+            (Some(path), _) => path.display().to_string(),
+            (None, Some(_)) if is_embedded => "the embedded one".to_owned(),
+            (None, Some(_)) => "trained on the data".to_owned(),
+            (None, None) => "the one that made the token store".to_owned(),
+        };
+        say(common, &format!("tokenizer: {tokenizer}, {}", counted(documents.vocabulary as u64, "token")));
     }
 }
 
@@ -89,7 +128,7 @@ impl Source<'_> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
         let path = Path::new(&data.source);
-        if data.source != "embedded" && !path.exists() {
+        if data.source != EMBEDDED && !path.exists() {
             bail!(
                 "--data {}: there is no such file or folder; expected synthetic, embedded, or a path",
                 data.source
@@ -108,7 +147,7 @@ impl Source<'_> {
         let max_length = self.length;
         let documents = Documents::read(&DocumentOptions {
             train: match &*data.source {
-                "embedded" => DocumentSource::Embedded,
+                EMBEDDED => DocumentSource::Embedded,
                 path => DocumentSource::Path(path.into()),
             },
             validation: data.validation.clone(),
