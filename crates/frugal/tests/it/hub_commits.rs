@@ -32,7 +32,8 @@ fn weights(folder: &Path) -> Vec<u8> {
 fn a_run_takes_its_commit_after_the_branch_has_moved() {
     let tiny = Tiny::new();
     tiny.write_model("other", 16, 2);
-    (cache(&tiny, "model", FIRST), cache(&tiny, "other", SECOND));
+    cache(&tiny, "model", FIRST);
+    cache(&tiny, "other", SECOND);
     point_main_to(&tiny, FIRST);
     let train =
         "finetune --model tiny/base --data problems --r 4 --batch-size 4 --accumulation 1 --samples 0";
