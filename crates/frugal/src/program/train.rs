@@ -214,7 +214,9 @@ fn train(
     runtime::random::seed(config.training.seed)?;
     let length = config.data.max_length.context("`data.max_length` (--length) is missing")?;
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
-    data.tell(common, &config.data);
+    if !common.json {
+        data.tell(common, &config.data);
+    }
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();
     recipe.schedule(data.steps)?;
