@@ -1,16 +1,16 @@
 //! Reads a decoder's sizes from a Hugging Face `config.json`.
 //!
-//! Known `model_type`s are the names of [`Family`], with underscores. A file without `model_type` that has `embedding_dim` and
-//! `ff_dim` is the training assignment's model ([`Family::Gpt2Like`]). Fields that transformers leaves out when they
-//! have their default get the same default here: key-value heads (as many as heads), head size (hidden / heads),
-//! `n_inner` (4 · `n_embd`), tied embeddings (true for gpt2, SmolLM3 and Gemma, false for the others), biases (false).
+//! Files of the families with rotary positions are read by [`DecoderConfig`]. Those of the GPT-2s are read here: a file without `model_type`
+//! that has `embedding_dim` and `ff_dim` is the training assignment's model ([`Family::Gpt2Like`]), and fields that transformers
+//! leaves out when they have their default get the same default: `n_inner` (4 · `n_embd`), tied embeddings (true for gpt2).
 
 use std::path::Path;
 
+use decoder::DecoderConfig;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::model::{Decoder, Family, Shape, Windows};
+use crate::model::{Decoder, Family, Shape};
 
 /// Reads the `config.json` at `path`. Errors name the file, and the field if there is one.
 pub fn read(path: &Path) -> Result<Decoder, Error> {
@@ -32,16 +32,14 @@ pub fn parse(path: &Path, text: &str) -> Result<Decoder, Error> {
         });
     };
     let fields = Fields { path, object: &object };
-    let shape = match fields.family()? {
-        Family::Gpt2 => fields.gpt2()?,
-        Family::Gpt2Like => fields.gpt2_like()?,
-        family => fields.rotary(family)?,
-    };
-    let windows = fields.windows(&shape)?;
-    let model = Decoder::new(shape);
-    let model = match windows {
-        Some(windows) => model.and_then(|model| model.with_windows(windows)),
-        None => model,
+    let model = match fields.family()? {
+        Family::Gpt2 => Decoder::new(fields.gpt2()?),
+        Family::Gpt2Like => Decoder::new(fields.gpt2_like()?),
+        _ => {
+            let config = DecoderConfig::sizes_from_str(text)
+                .map_err(|cause| Error::Config { path: path.into(), reason: cause.to_string() })?;
+            Decoder::of(&config)
+        }
     };
     model.map_err(|cause| Error::ConfigShape { path: path.into(), cause: Box::new(cause) })
 }
@@ -53,7 +51,7 @@ struct Fields<'a> {
 
 impl Fields<'_> {
     fn family(&self) -> Result<Family, Error> {
-        let known = format!("known are {}", Family::ALL.map(Family::name).join(", "));
+        let known = format!("known are {}", Family::ALL.map(Family::model_type).join(", "));
         let known = known.as_str();
         match self.object.get("model_type") {
             Some(Value::String(name)) => name
@@ -105,71 +103,6 @@ impl Fields<'_> {
             attention_bias: false,
             mlp_bias: false,
         })
-    }
-
-    fn rotary(&self, family: Family) -> Result<Shape, Error> {
-        let (hidden, heads) = (self.size("hidden_size")?, self.size("num_attention_heads")?);
-        let kv_heads = self.size_or("num_key_value_heads", heads)?;
-        self.divide(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
-        let head_dim = match (self.optional("head_dim"), family) {
-            (Some(_), _) => self.size("head_dim")?,
-            (None, Family::Qwen3) => 128,
-            (None, Family::Gemma2 | Family::Gemma3) => 256,
-            (None, _) => self.divide(("hidden_size", hidden), ("num_attention_heads", heads))?,
-        };
-        let context = match family {
-            Family::Qwen2 | Family::Qwen3 | Family::SmolLm3 => 32768,
-            Family::Mistral | Family::Gemma3 => 131_072,
-            Family::Gemma2 => 8192,
-            Family::Phi3 => 4096,
-            _ => 2048,
-        };
-        let tied = matches!(family, Family::SmolLm3 | Family::Gemma2 | Family::Gemma3);
-        let attention_bias = !matches!(family, Family::Qwen2 | Family::Mistral | Family::Phi3);
-        let mlp_bias = matches!(family, Family::Llama | Family::SmolLm3 | Family::Granite);
-        Ok(Shape {
-            family,
-            vocabulary: self.size("vocab_size")?,
-            context: self.size_or("max_position_embeddings", context)?,
-            embedding: hidden,
-            hidden,
-            layers: self.size("num_hidden_layers")?,
-            heads,
-            kv_heads,
-            head_dim,
-            feed_forward: self.size("intermediate_size")?,
-            tied: self.flag_or("tie_word_embeddings", tied)?,
-            attention_bias: attention_bias && self.flag_or("attention_bias", false)?,
-            mlp_bias: mlp_bias && self.flag_or("mlp_bias", false)?,
-        })
-    }
-
-    /// The layers with a window, by the rules of transformers.
-    fn windows(&self, shape: &Shape) -> Result<Option<Windows>, Error> {
-        use Family::{Gemma2, Gemma3, Mistral, Phi3, Qwen2, Qwen3, SmolLm3};
-        let optional = matches!(shape.family, Qwen2 | Qwen3 | SmolLm3);
-        let has = optional || matches!(shape.family, Mistral | Gemma2 | Gemma3 | Phi3);
-        if !has || optional && !self.flag_or("use_sliding_window", false)? {
-            return Ok(None);
-        }
-        let tokens = match self.object.get("sliding_window") {
-            Some(Value::Null) => return Ok(None),
-            None if matches!(shape.family, Phi3 | SmolLm3) => return Ok(None),
-            None => 4096,
-            Some(_) => self.size("sliding_window")?,
-        };
-        let layers = match (self.optional("layer_types"), shape.family) {
-            (Some(Value::Array(types)), _) => {
-                types.iter().take(shape.layers as usize).filter(|kind| *kind == "sliding_attention").count()
-                    as u64
-            }
-            (_, Gemma2) => shape.layers.div_ceil(2),
-            (_, Gemma3) => shape.layers - shape.layers / self.size_or("sliding_window_pattern", 6)?,
-            (_, SmolLm3) => shape.layers / self.size_or("no_rope_layer_interval", 4)?,
-            (_, Qwen2 | Qwen3) => shape.layers.saturating_sub(self.size_or("max_window_layers", 28)?),
-            _ => shape.layers,
-        };
-        Ok(Some(Windows { layers, tokens }))
     }
 
     /// Returns the value of a field; `null` counts as absent.

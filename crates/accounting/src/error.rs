@@ -135,6 +135,14 @@ pub enum Error {
         /// The parser's error.
         cause: serde_json::Error,
     },
+    /// A configuration of a decoder that is invalid or not supported.
+    #[error("{}: {reason}", path.display())]
+    Config {
+        /// The path as given.
+        path: PathBuf,
+        /// What is wrong, and the remedy.
+        reason: String,
+    },
     /// A field of a configuration that is missing or invalid.
     #[error("{path}: field `{field}` {problem}; {remedy}")]
     ConfigField {

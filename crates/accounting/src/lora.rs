@@ -160,7 +160,7 @@ impl LowRank {
         positive("the rank of the adapters", self.rank)?;
         if !model.family.has_separate_projections() {
             return Err(refusal(
-                format!("{} has no projections q, k, v, o, gate, up and down", model.family.name()),
+                format!("{} has no projections q, k, v, o, gate, up and down", model.family.model_type()),
                 "give a model of the family qwen2 or llama",
             ));
         }

@@ -22,14 +22,14 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 
-mod family;
-
 use std::ops::Deref;
 
 use crate::exact::positive;
 use crate::{Error, exact};
 
-pub use family::Family;
+use decoder::{AttentionBias, DecoderConfig, QueryKeyNorm};
+
+pub use decoder::Family;
 
 /// The sizes of a decoder. [`Decoder::new`] checks that they are consistent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,16 +112,19 @@ impl Decoder {
                 "give key-value heads that divide the heads".into(),
             );
         }
-        if matches!(family, Family::Gpt2 | Family::Gpt2Like) {
+        if !family.is_rotary() {
             if kv_heads != heads {
                 return wrong(
-                    format!("{} has {kv_heads} key-value heads for {heads} heads", family.name()),
+                    format!("{} has {kv_heads} key-value heads for {heads} heads", family.model_type()),
                     "give as many key-value heads as heads, or the family qwen2 or llama".into(),
                 );
             }
             if heads.checked_mul(head_dim) != Some(hidden) {
                 return wrong(
-                    format!("{} has {heads} heads of {head_dim} in a hidden size of {hidden}", family.name()),
+                    format!(
+                        "{} has {heads} heads of {head_dim} in a hidden size of {hidden}",
+                        family.model_type()
+                    ),
                     "give a hidden size of heads × head-dim".into(),
                 );
             }
@@ -142,6 +145,45 @@ impl Decoder {
         let model = Self { shape, windows: None };
         model.parameters()?;
         Ok(model)
+    }
+
+    /// Returns the decoder of a configuration.
+    ///
+    /// ```
+    /// use accounting::Decoder;
+    /// use decoder::DecoderConfig;
+    ///
+    /// let config = DecoderConfig::qwen2(1000, 64, 128, 2, 4);
+    /// assert_eq!(Decoder::of(&config)?.parameters()?, config.parameter_count());
+    /// # Ok::<(), accounting::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A size below 1; sizes that contradict each other.
+    pub fn of(config: &DecoderConfig) -> Result<Self, Error> {
+        // A negative size is refused as 0 is.
+        let size = |size: i64| u64::try_from(size).unwrap_or(0);
+        let model = Self::new(Shape {
+            family: config.family,
+            vocabulary: size(config.vocab_size),
+            context: size(config.max_position_embeddings),
+            embedding: size(config.hidden_size),
+            hidden: size(config.hidden_size),
+            layers: size(config.num_hidden_layers),
+            heads: size(config.num_attention_heads),
+            kv_heads: size(config.num_key_value_heads),
+            head_dim: size(config.head_dim),
+            feed_forward: size(config.intermediate_size),
+            tied: config.tie_word_embeddings,
+            attention_bias: config.attention_bias,
+            mlp_bias: config.mlp_bias,
+        })?;
+        let layers = usize::try_from(config.num_hidden_layers).unwrap_or(0);
+        let windowed = (0..layers).filter(|&layer| config.window(layer).is_some()).count() as u64;
+        match config.sliding_window {
+            Some(window) => model.with_windows(Windows { layers: windowed, tokens: size(window) }),
+            None => Ok(model),
+        }
     }
 
     /// Returns the same decoder with windows in some of its layers.
@@ -169,7 +211,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Shape`] with the family or the window.
     pub fn check_activations(&self, sequence: u64) -> Result<(), Error> {
-        self.check_modelled(self.family.has_modelled_activations(), sequence)
+        self.check_modelled(has_modelled_activations(self.family), sequence)
     }
 
     /// Refuses a model the memory of whose passes is not modelled operation by operation for rows of `sequence` tokens.
@@ -177,7 +219,7 @@ impl Decoder {
     /// # Errors
     /// As [`Decoder::check_activations`].
     pub fn check_passes(&self, sequence: u64) -> Result<(), Error> {
-        self.check_modelled(self.family.has_modelled_passes(), sequence)
+        self.check_modelled(has_modelled_passes(self.family), sequence)
     }
 
     fn check_modelled(&self, is_modelled: bool, sequence: u64) -> Result<(), Error> {
@@ -188,7 +230,7 @@ impl Decoder {
             })
         };
         if !is_modelled {
-            return refuse(format!("the activations of {} are not modelled", self.family.name()));
+            return refuse(format!("the activations of {} are not modelled", self.family.model_type()));
         }
         match self.windows {
             Some(windows) if windows.tokens < sequence => refuse(format!(
@@ -201,12 +243,10 @@ impl Decoder {
 
     /// Widths of the norms of queries and of keys, and how many of them a token has, if the family has such norms.
     pub(crate) fn query_key_norms(&self) -> Result<Option<[(u64, u64); 2]>, Error> {
-        Ok(match self.family {
-            Family::Olmo2 => Some([(self.query_width()?, 1), (self.kv_width()?, 1)]),
-            family if family.has_query_key_norms() => {
-                Some([(self.head_dim, self.heads), (self.head_dim, self.kv_heads)])
-            }
-            _ => None,
+        Ok(match self.family.facts().query_key_norm {
+            QueryKeyNorm::None => None,
+            QueryKeyNorm::PerHead => Some([(self.head_dim, self.heads), (self.head_dim, self.kv_heads)]),
+            QueryKeyNorm::Whole => Some([(self.query_width()?, 1), (self.kv_width()?, 1)]),
         })
     }
 
@@ -250,11 +290,10 @@ impl Decoder {
                 mlp("mlp.down_proj", f, d, false),
             ],
             family => {
-                let reads_bias = !matches!(family, Family::Qwen2 | Family::Mistral);
-                let output_bias = reads_bias && self.attention_bias;
-                let qkv_bias = family == Family::Qwen2 || output_bias;
-                let mlp_bias =
-                    matches!(family, Family::Llama | Family::SmolLm3 | Family::Granite) && self.mlp_bias;
+                let facts = family.facts();
+                let output_bias = facts.attention_bias == AttentionBias::Configured && self.attention_bias;
+                let qkv_bias = facts.attention_bias == AttentionBias::QueriesKeysValues || output_bias;
+                let mlp_bias = facts.reads_mlp_bias && self.mlp_bias;
                 vec![
                     attention("self_attn.q_proj", d, q, qkv_bias),
                     attention("self_attn.k_proj", d, kv, qkv_bias),
@@ -280,6 +319,20 @@ impl Decoder {
             _ => vec![Linear::new("lm_head", Part::Output, d, v, false)],
         }
     }
+}
+
+/// Returns whether the activations and the peak of a family's blocks are modelled, where no window is shorter than the sequence.
+pub const fn has_modelled_activations(family: Family) -> bool {
+    matches!(
+        family,
+        Family::Gpt2 | Family::Gpt2Like | Family::Qwen2 | Family::Llama | Family::Mistral | Family::SmolLm3
+    )
+}
+
+/// Returns whether the memory of the passes of a family's blocks is modelled operation by operation, as `models` runs them, where no window
+/// is shorter than the sequence.
+pub const fn has_modelled_passes(family: Family) -> bool {
+    family.is_swiglu() && family.has_separate_projections() && !matches!(family, Family::Olmo2)
 }
 
 /// The part of a decoder that a parameter or a FLOP belongs to.

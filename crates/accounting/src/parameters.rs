@@ -200,7 +200,7 @@ impl Decoder {
 
     fn norm_tensors(&self, name: &str) -> Vec<ParameterTensor> {
         let mut tensors = vec![tensor(&format!("{name}.weight"), &[self.hidden], Part::Norm)];
-        if !self.family.is_rms_norm() {
+        if !self.family.is_rotary() {
             tensors.push(tensor(&format!("{name}.bias"), &[self.hidden], Part::Norm));
         }
         tensors

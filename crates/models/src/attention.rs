@@ -52,23 +52,12 @@ use runtime::precision;
 use tch::{Kind, Tensor};
 
 pub(crate) use cached::cached_attention;
+pub use decoder::AttentionPath;
 pub use documents::Documents;
 use explicit::{additive_mask, explicit, visible};
 pub(crate) use windowed::{has_kernel, over_window};
 
 use crate::error::{Error, Result};
-
-/// How attention is computed. See the [module](self).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum AttentionPath {
-    /// Scores, softmax and products as separate tensors: the textbook form, and the oracle of the others.
-    Explicit,
-    /// libtorch's attention with a mask that each forward builds and converts to the scores' dtype.
-    DenseMask,
-    /// Allocates nothing of size `t²`.
-    #[default]
-    Fused,
-}
 
 /// Options of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

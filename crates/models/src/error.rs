@@ -135,6 +135,16 @@ impl From<Error> for runtime::Error {
     }
 }
 
+impl From<decoder::Error> for Error {
+    fn from(error: decoder::Error) -> Self {
+        match error {
+            decoder::Error::Config { what, reason } => Self::Config { what, reason },
+            decoder::Error::File { path, reason } => Self::File { path, reason },
+            other => Self::Config { what: "decoder", reason: other.to_string() },
+        }
+    }
+}
+
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
         Self::Runtime(error.into())

@@ -42,7 +42,6 @@ pub mod key_value_cache;
 pub mod llama;
 pub mod module;
 pub mod state_dict;
-pub mod strict_json;
 pub mod tensors_file;
 
 mod activation;
@@ -61,6 +60,7 @@ mod swiglu;
 
 pub use activation::Activation;
 pub use attention::{AttentionPath, Documents};
+pub use decoder::strict_json;
 pub use decoder_layer::TransformerDecoderLayer;
 pub use embedding::Embedding;
 pub use error::{Error, Result};

@@ -46,15 +46,14 @@
 
 mod attention;
 mod block;
-mod config;
 mod rotary;
-mod shapes;
 
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
-pub use config::{Family, LayerType, LlamaConfig, LongRope, NormPlacement, QueryKeyNorm};
+pub use decoder::{DecoderConfig as LlamaConfig, Family, LayerType, LongRope, NormPlacement, QueryKeyNorm};
+pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use rotary::Rotaries;
 
 use crate::embedding::Embedding;
@@ -128,7 +127,7 @@ impl Llama {
         Ok(Self {
             embed_tokens,
             layers,
-            norm: config.norm(hidden_size, options)?,
+            norm: norm(config, hidden_size, options)?,
             lm_head: Box::new(ProjectionHead::with_transform(head, transform)),
             config: config.clone(),
         })
@@ -140,27 +139,20 @@ impl Llama {
     }
 }
 
-impl LlamaConfig {
-    /// Creates a norm of this width.
-    fn norm(&self, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
-        let offset = if self.family.is_gemma() { 1.0 } else { 0.0 };
-        RmsNorm::with_offset(width, self.rms_norm_eps, offset, (dense_kind(options.0), options.1))
-    }
-
-    /// The factor of the embedding's rows of this dtype.
-    fn embedding_scale(&self, kind: Kind) -> f64 {
-        if !self.family.is_gemma() {
-            return self.embedding_multiplier;
-        }
-        let root = Tensor::from((self.hidden_size as f64).sqrt()).to_kind(kind).double_value(&[]);
-        root * self.embedding_multiplier
-    }
+/// Creates a norm of this width.
+fn norm(config: &LlamaConfig, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
+    let offset = if config.family.is_gemma() { 1.0 } else { 0.0 };
+    RmsNorm::with_offset(width, config.rms_norm_eps, offset, (dense_kind(options.0), options.1))
 }
 
-/// The weight of a head that is not tied.
-pub(crate) const LM_HEAD: &str = "lm_head.weight";
-/// The weight of the embedding.
-pub(crate) const EMBEDDING: &str = "embed_tokens.weight";
+/// The factor of the embedding's rows of this dtype.
+fn embedding_scale(config: &LlamaConfig, kind: Kind) -> f64 {
+    if !config.family.is_gemma() {
+        return config.embedding_multiplier;
+    }
+    let root = Tensor::from((config.hidden_size as f64).sqrt()).to_kind(kind).double_value(&[]);
+    root * config.embedding_multiplier
+}
 
 impl Module for Llama {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
@@ -186,7 +178,7 @@ impl LanguageModel for Llama {
     fn hidden(&self, input: &Input<'_>) -> Result<Tensor> {
         let context = Context { positions: input.positions, ..input.context };
         let mut x = self.embed_tokens.forward(input.tokens)?;
-        let scale = self.config.embedding_scale(x.kind());
+        let scale = embedding_scale(&self.config, x.kind());
         if scale != 1.0 {
             x = x.try_mul_scalar(scale)?;
         }

@@ -47,7 +47,6 @@ pub mod loss;
 pub mod masked_rows;
 pub mod observer;
 pub mod optimizer;
-pub mod predicted;
 pub mod probe;
 pub mod profile;
 pub mod scaler;

@@ -53,7 +53,7 @@ impl ActivationChoices {
 
     /// Whether a norm keeps its output, which is the next product's input and counted there.
     pub(crate) fn norm_keeps_output(&self, model: &Decoder) -> bool {
-        self.norm == NormKernel::Output && !self.recipe.casts && model.family.is_rms_norm()
+        self.norm == NormKernel::Output && !self.recipe.casts && model.family.is_rotary()
     }
 
     pub(crate) fn residual_bytes(&self) -> u64 {
@@ -144,12 +144,12 @@ fn norm(
     choices: &ActivationChoices,
 ) -> Result<(), Error> {
     let tokens = work.tokens()?;
-    let statistics = if model.family.is_rms_norm() { 1 } else { 2 };
+    let statistics = if model.family.is_rotary() { 1 } else { 2 };
     if !choices.norm_keeps_output(model) {
         items.push(Item::new("norm input", choices.residual_bytes(), &[tokens, model.hidden])?);
     }
     items.push(Item::new(NORM_STATISTICS, 4, &[tokens, statistics])?);
-    if model.family.is_rms_norm() && choices.norm == NormKernel::Composed {
+    if model.family.is_rotary() && choices.norm == NormKernel::Composed {
         items.push(Item::new("normalized input", choices.residual_bytes(), &[tokens, model.hidden])?);
     }
     Ok(())

@@ -258,7 +258,7 @@ fn swiglu(model: &Decoder, work: Workload) -> Result<(), Error> {
         return model.check_passes(work.sequence);
     }
     Err(Error::Shape {
-        what: format!("the working memory of {}'s forward is not modelled", model.family.name()),
+        what: format!("the working memory of {}'s forward is not modelled", model.family.model_type()),
         remedy: "give a model of the family qwen2 or llama, or sizes that were measured".into(),
     })
 }

@@ -226,7 +226,7 @@ impl Block {
             projections: Projection::linears(model)?.into_iter().map(sizes).collect::<Result<_, _>>()?,
             norm_gradient: of_norm(model.hidden)?,
             query_key_norms: model.query_key_norms()?.map(norms).transpose()?,
-            multiplies: model.family.has_multipliers(),
+            multiplies: model.family.facts().has_multipliers,
             narrow: of(model.hidden, recipe.residual.storage_bits() / 8)?,
             operand: of(model.hidden, c)?,
             query: of(model.query_width()?, c)?,

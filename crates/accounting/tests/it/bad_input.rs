@@ -44,13 +44,13 @@ fn a_file_that_is_not_a_config_is_refused() {
     check(
         parse("{}"),
         expect![
-            "config.json: field `model_type` is missing; known are gpt2, gpt2-like, qwen2, llama, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
+            "config.json: field `model_type` is missing; known are llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3, gpt2, gpt2-like"
         ],
     );
     check(
         parse(r#"{"model_type": "mamba"}"#),
         expect![
-            "config.json: field `model_type` is `mamba`, which is unknown; known are gpt2, gpt2-like, qwen2, llama, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
+            "config.json: field `model_type` is `mamba`, which is unknown; known are llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3, gpt2, gpt2-like"
         ],
     );
     check(
@@ -69,56 +69,56 @@ fn an_invalid_field_is_refused() {
     );
     check(
         llama_with("hidden_size", "null"),
-        expect!["config.json: field `hidden_size` is missing; write a whole number of at least 1"],
+        expect!["config.json: `hidden_size`: invalid type: null, expected i64 at line 1 column 57"],
     );
     check(
         llama_with("num_hidden_layers", "0"),
-        expect!["config.json: field `num_hidden_layers` is 0; write a whole number of at least 1"],
+        expect!["config.json: decoder: `num_hidden_layers` is 0; expected at least 1"],
     );
     check(
         llama_with("num_hidden_layers", "-2"),
-        expect![
-            "config.json: field `num_hidden_layers` is -2, not a positive whole number; write a whole number of at least 1"
-        ],
+        expect!["config.json: decoder: `num_hidden_layers` is -2; expected at least 1"],
     );
     check(
         llama_with("intermediate_size", "1.5"),
         expect![
-            "config.json: field `intermediate_size` is 1.5, not a positive whole number; write a whole number of at least 1"
+            "config.json: `intermediate_size`: invalid type: floating point `1.5`, expected i64 at line 1 column 149"
         ],
     );
     check(
         llama_with("vocab_size", "\"many\""),
         expect![[
-            r#"config.json: field `vocab_size` is the string "many", not a positive whole number; write a whole number of at least 1"#
+            r#"config.json: `vocab_size`: invalid type: string "many", expected i64 at line 1 column 41"#
         ]],
     );
     check(
         llama_with("tie_word_embeddings", "1"),
-        expect!["config.json: field `tie_word_embeddings` is 1, not true or false; write true or false"],
+        expect![
+            "config.json: `tie_word_embeddings`: invalid type: integer `1`, expected a boolean at line 1 column 173"
+        ],
     );
     check(
         llama_with("hidden_size", "65"),
         expect![
-            "config.json: field `hidden_size` is 65, which `num_attention_heads` = 8 does not divide; write a multiple of `num_attention_heads`"
+            "config.json: decoder: `num_attention_heads` 8 does not divide `hidden_size` 65; take a divisor, or give `head_dim`"
         ],
     );
     check(
         llama_with("num_key_value_heads", "3"),
         expect![
-            "config.json: field `num_attention_heads` is 8, which `num_key_value_heads` = 3 does not divide; write a multiple of `num_key_value_heads`"
+            "config.json: decoder: `num_key_value_heads` 3 does not divide `num_attention_heads` 8; take a divisor"
         ],
     );
     check(
         llama_with("intermediate_size", "18446744073709551615"),
         expect![
-            "config.json: parameters of a tensor: 18446744073709551615 × 64 does not fit in 64 bits; give smaller sizes"
+            "config.json: `intermediate_size`: invalid value: integer `18446744073709551615`, expected i64 at line 1 column 166"
         ],
     );
     check(
         llama_with("num_hidden_layers", "18446744073709551616"),
         expect![
-            "config.json: field `num_hidden_layers` is 1.8446744073709552e+19, not a positive whole number; write a whole number of at least 1"
+            "config.json: `num_hidden_layers`: invalid type: floating point `1.8446744073709552e+19`, expected i64 at line 1 column 98"
         ],
     );
 }

@@ -127,7 +127,7 @@ pub(crate) fn predict(
     [rows, sequence]: [i64; 2],
     device: Device,
 ) -> Result<Estimate> {
-    let decoder = ::training::predicted::decoder(config)?;
+    let decoder = accounting::Decoder::of(config)?;
     let plan = TrainingPlan {
         work: Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() },
         recipe: Recipe::FP32,

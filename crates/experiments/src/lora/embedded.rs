@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
+use decoder::rope::Frequencies;
 use frugal::tasks::gsm8k::{Accuracy, Evaluation, Grader};
 use lora::{Adapters, LoraConfig};
 use models::module::{LanguageModel, parameter_count};
@@ -15,7 +16,6 @@ use models::state_dict::{load_state_dict, state_dict};
 use models::{Llama, LlamaConfig};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::fused::rope::Frequencies;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::schedule::{LrSchedule, Shape};

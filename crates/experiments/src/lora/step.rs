@@ -173,7 +173,7 @@ fn predict(
         product_workspaces: runtime::device::product_workspaces(device)?,
         ..Budget::default()
     };
-    Ok(estimate(&::training::predicted::decoder(&shape.config()?)?, &budget)?.peak().total)
+    Ok(estimate(&accounting::Decoder::of(&shape.config()?)?, &budget)?.peak().total)
 }
 
 fn name(method: Method) -> &'static str {

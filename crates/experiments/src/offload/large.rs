@@ -73,7 +73,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let for_tensors = planning::tensor_budget(allowed, planning::reserve(allowed), device)?;
     let of = |step| predicted::costs(&config, (KIND, device), tokens, step, &measured);
     let costs = [of(Planned::Inference)?, of(Planned::Lora(RANK.unsigned_abs()))?];
-    let parameters = ::training::predicted::decoder(&config)?.parameters()?;
+    let parameters = accounting::Decoder::of(&config)?.parameters()?;
     let whole = planning::recipe(KIND).parameters.bytes(parameters)?;
     // Beside the program itself the smallest model is nothing: its plan gets less than it has, too.
     let for_tensors = match arguments.scale {

@@ -12,7 +12,7 @@ use runtime::device::graph::CapturedStep;
 use runtime::fused::adam::{AdamStep, AdamTensors, adam, adam_many};
 use runtime::fused::cross_entropy::{Coefficients, Statistics, Targets, Transform, Wanted, pass_for};
 use runtime::fused::norm::{self, rms_norm};
-use runtime::fused::rope::{Frequencies, RotaryTable};
+use runtime::fused::rope::RotaryTable;
 use runtime::fused::swiglu;
 use runtime::measure::{self, MeasurementPlan, Samples, physical};
 use runtime::ops::{self, foreach, optimizer};
@@ -241,7 +241,7 @@ fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
 fn rope(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let (tokens, heads, kv_heads, head) =
         sized(device, scale, [(8192, 32, 8, 128), (1024, 14, 2, 64), (64, 14, 2, 64)]);
-    let table = RotaryTable::new(head, tokens, &Frequencies::default(), device)?;
+    let table = RotaryTable::new(head, tokens, 1e4, device)?;
     let q = random(&[1, tokens, heads, head], device)?;
     let k = random(&[1, tokens, kv_heads, head], device)?;
     let both = [q.shallow_clone(), k.shallow_clone()];

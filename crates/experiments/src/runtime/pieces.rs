@@ -9,7 +9,7 @@ use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
 use runtime::device::synchronize;
-use runtime::fused::rope::{Frequencies, RotaryTable};
+use runtime::fused::rope::RotaryTable;
 use runtime::fused::swiglu::silu_mul;
 use runtime::measure::physical;
 use runtime::memory::{Region, live_bytes};
@@ -50,7 +50,7 @@ struct Comparison<'a> {
 fn rope(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let mut figures = Vec::new();
     for (shape, [batch, sequence, heads, kv_heads, head, _]) in shapes(scale) {
-        let table = RotaryTable::new(head, sequence, &Frequencies::default(), device)?;
+        let table = RotaryTable::new(head, sequence, 1e4, device)?;
         for kind in [Kind::Float, Kind::BFloat16] {
             // transformers' form: cosines and sines of a whole head, in the dtype of q and k, made once for all layers.
             let whole = |index: i64| -> runtime::Result<Tensor> {

@@ -1,5 +1,6 @@
 //! `sharding cost`: memory, transfers and time by ZeRO stage and number of ranks.
 
+use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
@@ -11,7 +12,6 @@ use accounting::recompute::NormKernel;
 use accounting::sharding::Layout;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use training::predicted;
 
 use super::model::Sizes;
 use super::rank::{self, ALONE, Measured, RECOMPUTED, SLOTS, STAGES, seconds_alone};
@@ -125,7 +125,7 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
     let peak = measured.iter().map(|one| one.peak_bytes).max().unwrap_or(0) as f64;
     let mut metrics = vec![Metric::exact("peak_bytes", "B", peak)];
     let recipe = Recipe::FP32;
-    let model = predicted::decoder(&sizes.config())?;
+    let model = Decoder::of(&sizes.config())?;
     let work = Workload { batch: 1, sequence: sizes.tokens.unsigned_abs() };
     let choices = Choices { recipe, loss: Loss::Eager, norm: NormKernel::Output, ..Choices::default() };
     let mut costs = sizes::training(&model, work, &choices)?;

@@ -1,5 +1,6 @@
 //! What a configuration's training computes in a step, for predictions.
 
+use accounting::Decoder;
 use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::lora::{LowRank, Projection, Targets};
 use accounting::memory::logits::Loss;
@@ -10,7 +11,6 @@ use lora::{BiasTraining, Init, LoraConfig};
 use models::LlamaConfig;
 use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
-use training::predicted;
 
 use super::rates::product_kind;
 use super::{DataShape, KnownRates, choices, recipe, trained_recipe, widens};
@@ -69,7 +69,7 @@ pub fn job(
     if lora.is_none() && !is_adam {
         return Err(refused("an optimizer other than Adam and AdamW on all weights"));
     }
-    let model = predicted::decoder(shape)?;
+    let model = Decoder::of(shape)?;
     let mixed = mixed(config, (kind, device))?;
     let row = model.vocabulary.saturating_mul(4).max(1);
     let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {

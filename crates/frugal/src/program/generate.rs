@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::Common;
+use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::offload::{self as on_paper, sizes};
 use accounting::quantity::bytes_text;
@@ -16,7 +17,6 @@ use frugal::config::{Bytes, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
 use frugal::planning::{self, MachineRates, PeakMeter};
-use frugal::training::predicted;
 use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator};
 use models::tensors_file::dtype_name;
@@ -130,8 +130,7 @@ impl Generate {
             prompts.iter().map(Vec::len).max().unwrap_or(1).min(shape.max_position_embeddings as usize);
         let work = Workload { batch: prompts.len() as u64, sequence: longest.max(1) as u64 };
         let choices = planning::choices(kind, &rates, work.sequence);
-        let costs =
-            sizes::generation(&predicted::decoder(shape)?, work, self.max_new_tokens as u64, &choices)?;
+        let costs = sizes::generation(&Decoder::of(shape)?, work, self.max_new_tokens as u64, &choices)?;
         let adapter = adapter.map_or(Ok(0), adapter_bytes)?;
         // Layers in the host's memory are in a CPU's budget too.
         let on_host = match (device, config.tier) {

@@ -5,7 +5,7 @@ pub(crate) mod training;
 use std::path::Path;
 
 use super::Common;
-use ::training::predicted;
+use accounting::Decoder;
 use accounting::memory::nf4;
 use clap::Args;
 use frugal::planning;
@@ -66,7 +66,7 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
         (kind, None) => kind.map_or_else(|| "several".to_owned(), dtype_name),
     };
     let bytes = match recipe {
-        Some(recipe) => Some(nf4::model_bytes(&predicted::decoder(config)?, &recipe)?),
+        Some(recipe) => Some(nf4::model_bytes(&Decoder::of(config)?, &recipe)?),
         None => kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64),
     };
     let adapter = arguments.adapter.config(&arguments.folder);

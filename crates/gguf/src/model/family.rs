@@ -1,148 +1,90 @@
-//! The families of models, by `model_type` of `config.json`, and what llama.cpp assumes about each.
+//! What llama.cpp assumes about each family of decoders.
 //!
 //! Source: llama.cpp's `conversion/*.py`, `gguf-py/gguf/constants.py` and `src/models/*.cpp` of 2026.
 
+use std::ops::Deref;
+
+use decoder::{Facts, NormPlacement, QueryKeyNorm, Windows};
 use serde_json::Value;
 
 use crate::error::{Result, unsupported};
 use crate::json::Fields;
 
-/// The norms of a block besides those before attention and before the MLP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Norms {
-    /// Before attention and before the MLP.
-    Before,
-    /// After attention and after the MLP (OLMo 2).
-    After,
-    /// Before and after both (Gemma).
-    Around,
-}
-
-/// What a family's blocks look like in the files, and how llama.cpp reads them.
+/// A family, and how llama.cpp reads it.
 #[derive(Debug)]
 pub(crate) struct Family {
-    /// `model_type`.
-    pub(crate) model_type: &'static str,
+    kind: decoder::Family,
     /// llama.cpp's architecture.
     pub(crate) architecture: &'static str,
     /// Whether llama.cpp rotates neighbouring pairs of q and k, so that the rows of each head have to be interleaved.
     pub(crate) permuted: bool,
-    /// Whether norms multiply by 1 + w, which is what a GGUF file stores.
-    pub(crate) norms_plus_one: bool,
-    pub(crate) norms: Norms,
-    /// Whether q and k are normalised.
-    pub(crate) query_key_norms: bool,
-    /// Whether `qkv_proj` and `gate_up_proj` are one matrix each.
-    pub(crate) fused: bool,
-    /// Projections that may have a bias.
+    /// Projections for whose bias llama.cpp has a place.
     pub(crate) biases: &'static [&'static str],
-    /// Default of `tie_word_embeddings`.
-    pub(crate) tied: bool,
     /// Whether llama.cpp needs a head even where it is tied.
     pub(crate) head_required: bool,
     /// Whether llama.cpp has a head that is not the embedding.
     pub(crate) has_head: bool,
     /// Whether a head may be wider or narrower than hidden_size / heads.
     pub(crate) own_head_dim: bool,
-    /// The default of `head_dim`, where it is not hidden_size / heads.
-    pub(crate) default_head_dim: Option<u32>,
     /// Every n-th layer differs: it attends to everything (Gemma), or has no rotary embedding (SmolLM3). llama.cpp's own constant.
     pub(crate) period: Option<u32>,
+}
+
+impl Deref for Family {
+    type Target = Facts;
+
+    fn deref(&self) -> &Facts {
+        self.kind.facts()
+    }
 }
 
 const ALL: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 const QKV: &[&str] = &["q_proj", "k_proj", "v_proj"];
 
 const LLAMA: Family = Family {
-    model_type: "llama",
+    kind: decoder::Family::Llama,
     architecture: "llama",
     permuted: true,
-    norms_plus_one: false,
-    norms: Norms::Before,
-    query_key_norms: false,
-    fused: false,
     biases: ALL,
-    tied: false,
     head_required: false,
     has_head: true,
     own_head_dim: true,
-    default_head_dim: None,
     period: None,
 };
 
-const GEMMA_3: Family = Family {
-    model_type: "gemma3_text",
-    architecture: "gemma3",
-    permuted: false,
-    norms_plus_one: true,
-    norms: Norms::Around,
-    query_key_norms: true,
-    biases: &[],
-    tied: true,
-    default_head_dim: Some(256),
-    period: Some(6),
-    ..LLAMA
-};
+/// Of those whose pairs of q and k are not permuted.
+const OTHER: Family = Family { permuted: false, biases: &[], ..LLAMA };
 
 static FAMILIES: [Family; 10] = [
     LLAMA,
-    Family { model_type: "mistral", biases: &[], ..LLAMA },
-    Family { model_type: "granite", architecture: "granite", own_head_dim: false, ..LLAMA },
+    Family { kind: decoder::Family::Mistral, biases: &[], ..LLAMA },
+    Family { kind: decoder::Family::Granite, architecture: "granite", own_head_dim: false, ..LLAMA },
     Family {
-        model_type: "smollm3",
+        kind: decoder::Family::SmolLm3,
         architecture: "smollm3",
         biases: QKV,
-        tied: true,
         own_head_dim: false,
         period: Some(4),
         ..LLAMA
     },
+    Family { kind: decoder::Family::Qwen2, architecture: "qwen2", biases: QKV, own_head_dim: false, ..OTHER },
+    Family { kind: decoder::Family::Qwen3, architecture: "qwen3", ..OTHER },
     Family {
-        model_type: "qwen2",
-        architecture: "qwen2",
-        permuted: false,
-        biases: QKV,
-        own_head_dim: false,
-        ..LLAMA
-    },
-    Family {
-        model_type: "qwen3",
-        architecture: "qwen3",
-        permuted: false,
-        query_key_norms: true,
-        biases: &[],
-        default_head_dim: Some(128),
-        ..LLAMA
-    },
-    Family {
-        model_type: "olmo2",
+        kind: decoder::Family::Olmo2,
         architecture: "olmo2",
-        permuted: false,
-        norms: Norms::After,
-        query_key_norms: true,
-        biases: &[],
         head_required: true,
         own_head_dim: false,
-        ..LLAMA
+        ..OTHER
     },
+    Family { kind: decoder::Family::Phi3, architecture: "phi3", own_head_dim: false, ..OTHER },
     Family {
-        model_type: "phi3",
-        architecture: "phi3",
-        permuted: false,
-        fused: true,
-        biases: &[],
-        own_head_dim: false,
-        ..LLAMA
-    },
-    Family {
-        model_type: "gemma2",
+        kind: decoder::Family::Gemma2,
         architecture: "gemma2",
-        query_key_norms: false,
         has_head: false,
         period: Some(2),
-        ..GEMMA_3
+        ..OTHER
     },
-    GEMMA_3,
+    Family { kind: decoder::Family::Gemma3, architecture: "gemma3", period: Some(6), ..OTHER },
 ];
 
 impl Family {
@@ -165,9 +107,13 @@ impl Family {
         Ok(family)
     }
 
+    fn has_query_key_norms(&self) -> bool {
+        self.query_key_norm != QueryKeyNorm::None
+    }
+
     /// The names of a block's matrices and norms in the files, without `.weight`.
     pub(crate) fn modules(&self) -> impl Iterator<Item = &'static str> {
-        let attention: &[&str] = match self.fused {
+        let attention: &[&str] = match self.has_joint_projections {
             true => &["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"],
             false => &[
                 "self_attn.q_proj",
@@ -180,16 +126,17 @@ impl Family {
             ],
         };
         let norms: &[&str] = match self.norms {
-            Norms::Before => &["input_layernorm", "post_attention_layernorm"],
-            Norms::After => &["post_attention_layernorm", "post_feedforward_layernorm"],
-            Norms::Around => &[
+            NormPlacement::Pre => &["input_layernorm", "post_attention_layernorm"],
+            NormPlacement::Post => &["post_attention_layernorm", "post_feedforward_layernorm"],
+            NormPlacement::Both => &[
                 "input_layernorm",
                 "post_attention_layernorm",
                 "pre_feedforward_layernorm",
                 "post_feedforward_layernorm",
             ],
         };
-        let own: &[&str] = if self.query_key_norms { &["self_attn.q_norm", "self_attn.k_norm"] } else { &[] };
+        let own: &[&str] =
+            if self.has_query_key_norms() { &["self_attn.q_norm", "self_attn.k_norm"] } else { &[] };
         attention.iter().chain(norms).chain(own).copied()
     }
 
@@ -207,7 +154,7 @@ impl Family {
         }
         let activation =
             ["hidden_activation", "hidden_act"].into_iter().find(|key| config.get(key).is_some());
-        let expected = if self.norms_plus_one { "gelu_pytorch_tanh" } else { "silu" };
+        let expected = if self.is_gemma { "gelu_pytorch_tanh" } else { "silu" };
         if let Some(key) = activation
             && config.text(key)? != expected
         {
@@ -223,7 +170,7 @@ impl Family {
             );
         }
         let is_null = |key: &str| config.fields.get(key).is_some_and(Value::is_null);
-        let has_caps = self.norms_plus_one && !self.query_key_norms;
+        let has_caps = self.is_gemma && !self.has_query_key_norms();
         if let Some(key) = ["attn_logit_softcapping", "final_logit_softcapping"]
             .into_iter()
             .find(|key| has_caps && is_null(key))
@@ -234,16 +181,16 @@ impl Family {
                 "llama.cpp always caps the scores and the logits of this family",
             ));
         }
-        if self.norms_plus_one {
+        if self.is_gemma {
             let scalar = config.optional_number("query_pre_attn_scalar")?.unwrap_or(256.0);
-            // The two models with 27 billion parameters are told by their number of layers.
-            let largest = sizes.layers == if self.query_key_norms { 62 } else { 46 };
+            // llama.cpp knows the two models with 27 billion parameters by their number of layers.
+            let largest = sizes.layers == if self.has_query_key_norms() { 62 } else { 46 };
             let expected = if largest { sizes.hidden / sizes.heads } else { sizes.head_dim };
             if scalar != f64::from(expected) {
                 return refuse("query_pre_attn_scalar", format!("llama.cpp takes {expected} for this model"));
             }
         }
-        if self.query_key_norms && config.optional_number("attn_logit_softcapping")?.is_some() {
+        if self.has_query_key_norms() && config.optional_number("attn_logit_softcapping")?.is_some() {
             return refuse("attn_logit_softcapping", "llama.cpp has none for this family".to_owned());
         }
         Ok(())
@@ -251,7 +198,7 @@ impl Family {
 
     /// Compares the layers' kinds with llama.cpp's, which has their pattern as a constant.
     fn check_layers(&self, config: &Fields, sizes: &Sizes, period: u32) -> Result<()> {
-        let (key, regular): (&str, fn(&Value) -> bool) = match self.norms_plus_one {
+        let (key, regular): (&str, fn(&Value) -> bool) = match self.is_gemma {
             true => ("layer_types", |value| value == "sliding_attention"),
             false => ("no_rope_layers", |value| value == 1),
         };
@@ -259,7 +206,7 @@ impl Family {
             let remedy = format!("llama.cpp takes every {period}th layer as the other kind");
             Err(unsupported(format!("`{key}` of a `{}`", self.model_type), found, remedy))
         };
-        if self.norms_plus_one && config.fields.get("sliding_window").is_some_and(Value::is_null) {
+        if self.is_gemma && config.fields.get("sliding_window").is_some_and(Value::is_null) {
             return refuse("sliding_window", "null, with which all layers attend to everything".to_owned());
         }
         if let Some(Value::Array(layers)) = config.get(key) {
@@ -273,7 +220,7 @@ impl Family {
             };
         }
         // A file without the list implies it by a number; Gemma 2 has none.
-        let keys: &[&str] = match (self.norms_plus_one, self.query_key_norms) {
+        let keys: &[&str] = match (self.is_gemma, self.has_query_key_norms()) {
             (true, true) => &["sliding_window_pattern"],
             (true, false) => &[],
             (false, _) => &["no_rope_layer_interval"],
@@ -291,9 +238,9 @@ impl Family {
     pub(crate) fn notes(&self, config: &Fields) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         let window = config.optional_size("sliding_window")?;
-        let is_optional = ["qwen2", "qwen3", "smollm3"].contains(&self.model_type);
+        let is_optional = self.windows == Windows::Optional;
         let used = !is_optional || config.flag("use_sliding_window", false)?;
-        if let Some(window) = window.filter(|_| used && !self.norms_plus_one)
+        if let Some(window) = window.filter(|_| used && !self.is_gemma)
             && config.optional_size("max_position_embeddings")?.is_none_or(|context| window < context)
         {
             notes.push(format!(
@@ -329,8 +276,10 @@ pub(crate) struct Sizes {
 impl Sizes {
     pub(crate) fn read(config: &Fields, family: &Family) -> Result<Self> {
         let (hidden, heads) = (config.size("hidden_size")?, config.size("num_attention_heads")?);
-        let head_dim =
-            config.optional_size("head_dim")?.or(family.default_head_dim).unwrap_or(hidden / heads);
+        let head_dim = config
+            .optional_size("head_dim")?
+            .or(family.head_dim.map(|size| size as u32))
+            .unwrap_or(hidden / heads);
         let key_value_heads = config.optional_size("num_key_value_heads")?.unwrap_or(heads);
         let fits = |x: u32, y: u32| x.checked_mul(y).is_some();
         if !heads.is_multiple_of(key_value_heads) || !head_dim.is_multiple_of(2) || !fits(heads, head_dim) {
@@ -368,7 +317,7 @@ impl Sizes {
             "gate_proj" | "up_proj" => (wide, hidden),
             "gate_up_proj" => (2 * wide, hidden),
             "down_proj" => (hidden, wide),
-            "q_norm" | "k_norm" if family.norms == Norms::After => return None,
+            "q_norm" | "k_norm" if family.norms == NormPlacement::Post => return None,
             "q_norm" | "k_norm" => return Some(vec![u64::from(self.head_dim)]),
             _ => return Some(vec![hidden]),
         };

@@ -1,6 +1,8 @@
 //! The names of tensors in a GGUF file, and what happens to their rows on the way.
 
-use super::family::{Family, Norms, Sizes};
+use decoder::NormPlacement;
+
+use super::family::{Family, Sizes};
 use crate::conversion::Rows;
 
 /// A tensor's name in the file, and what happens to its rows.
@@ -59,7 +61,7 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
         ("k_norm", _) => "attn_k_norm",
         ("input_layernorm", _) => "attn_norm",
         // The same name is a norm before the MLP in some families, and one after attention in others.
-        ("post_attention_layernorm", Norms::Before) => "ffn_norm",
+        ("post_attention_layernorm", NormPlacement::Pre) => "ffn_norm",
         ("post_attention_layernorm", _) => "post_attention_norm",
         ("pre_feedforward_layernorm", _) => "ffn_norm",
         ("post_feedforward_layernorm", _) => "post_ffw_norm",
@@ -69,5 +71,5 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
 }
 
 fn norm_offset(family: &Family) -> f32 {
-    if family.norms_plus_one { 1.0 } else { 0.0 }
+    if family.is_gemma { 1.0 } else { 0.0 }
 }

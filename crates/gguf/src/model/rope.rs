@@ -68,10 +68,7 @@ impl Rope {
             Ok(Fields { path: config.path.clone(), fields })
         };
         let parameters = with(full, "rope_theta")?;
-        let base = parameters.optional_number("rope_theta")?.unwrap_or(match family.model_type {
-            "gemma3_text" => 1_000_000.0,
-            _ => 10_000.0,
-        });
+        let base = parameters.optional_number("rope_theta")?.unwrap_or(family.theta);
         let window = with(window.unwrap_or_default(), "rope_local_base_freq")?;
         let window_base = window.optional_number("rope_theta")?;
         let fraction = match parameters.optional_number("partial_rotary_factor")? {

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::rotary::Rotary;
-use super::{LlamaConfig, QueryKeyNorm};
+use super::{LlamaConfig, QueryKeyNorm, norm};
 use crate::attention::{AttentionOptions, attention};
 use crate::error::{Error, Result};
 use crate::init::Init;
@@ -54,7 +54,7 @@ impl SelfAttention {
         let (hidden, head) = (config.hidden_size, config.head_dim);
         let of_queries = config.num_attention_heads * head;
         let of_keys = config.num_key_value_heads * head;
-        let projections = if config.family.has_joint_projections() {
+        let projections = if config.family.facts().has_joint_projections {
             let qkv = linear(hidden, of_queries + 2 * of_keys, false)?;
             Projections::Joint { qkv, widths: [of_queries, of_keys] }
         } else {
@@ -66,9 +66,9 @@ impl SelfAttention {
         };
         let o_proj = linear(of_queries, hidden, config.output_bias())?;
         let norms = |widths: [i64; 2], whole: bool| -> Result<_> {
-            Ok(Some(([config.norm(widths[0], options)?, config.norm(widths[1], options)?], whole)))
+            Ok(Some(([norm(config, widths[0], options)?, norm(config, widths[1], options)?], whole)))
         };
-        let norms = match config.family.query_key_norm() {
+        let norms = match config.family.facts().query_key_norm {
             QueryKeyNorm::None => None,
             QueryKeyNorm::PerHead => norms([head; 2], false)?,
             QueryKeyNorm::Whole => norms([of_queries, of_keys], true)?,

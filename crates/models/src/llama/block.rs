@@ -36,7 +36,7 @@ impl LlamaBlock {
         options: (Kind, Device),
     ) -> Result<Self> {
         let &LlamaConfig { family, hidden_size, intermediate_size, mlp_bias, .. } = config;
-        let placement = family.norms();
+        let placement = family.facts().norms;
         let names: &[&'static str] = match placement {
             NormPlacement::Pre => &["input_layernorm", "post_attention_layernorm"],
             NormPlacement::Post => &["post_attention_layernorm", "post_feedforward_layernorm"],
@@ -50,12 +50,12 @@ impl LlamaBlock {
         let self_attn = Box::new(SelfAttention::new(config, rope, layer, init, options)?);
         let mlp: Box<dyn Mlp> = if family.is_gemma() {
             Box::new(Geglu::new(hidden_size, intermediate_size, init, options)?)
-        } else if family.has_joint_projections() {
+        } else if family.facts().has_joint_projections {
             Box::new(JointSwiglu::new(hidden_size, intermediate_size, init, options)?)
         } else {
             Box::new(Swiglu::new(hidden_size, intermediate_size, mlp_bias, init, options)?)
         };
-        let norm = |&name| Ok((name, config.norm(hidden_size, options)?));
+        let norm = |&name| Ok((name, super::norm(config, hidden_size, options)?));
         Ok(Self {
             self_attn,
             mlp,

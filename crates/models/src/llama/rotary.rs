@@ -1,6 +1,7 @@
 //! The rotary embeddings of a model's layers.
 
-use runtime::fused::rope::{Frequencies, RotaryTable};
+use decoder::rope::Frequencies;
+use runtime::fused::rope::RotaryTable;
 use tch::{Device, Tensor};
 
 use super::LlamaConfig;

@@ -1,8 +1,8 @@
 //! `config.json` of published models of each family, in the forms that are on the hub, and what is refused by name.
 
+use decoder::rope::Frequencies;
 use models::llama::Family;
 use models::{Llama, LlamaConfig};
-use runtime::fused::rope::Frequencies;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

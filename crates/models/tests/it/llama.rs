@@ -1,6 +1,7 @@
 //! The decoder: `config.json`, names of weights, and the separation of packed documents.
 
 use accounting::config as paper;
+use decoder::rope::{Frequencies, Scaling};
 use models::module::{
     Context, Input, LanguageModel, Mlp, Module, ModuleMapper, Projection, map_modules, parameter_count,
     parameters,
@@ -8,7 +9,6 @@ use models::module::{
 use models::state_dict::{load_state_dict, state_dict};
 use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, hugging_face, tensors_file};
 use runtime::autograd::backward;
-use runtime::fused::rope::{Frequencies, Scaling};
 use runtime::memory::Region;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

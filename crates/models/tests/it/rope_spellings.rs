@@ -2,8 +2,8 @@
 //!
 //! The expected values are those that transformers 4.57.3 and 5.23.0 compute with; on the written files both give the same logits.
 
+use decoder::rope::Scaling;
 use models::LlamaConfig;
-use runtime::fused::rope::Scaling;
 use serde_json::{Value, json};
 
 fn read(family: &str, fields: &Value) -> Result<LlamaConfig, String> {

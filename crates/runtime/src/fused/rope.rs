@@ -1,7 +1,7 @@
 //! Rotary position embedding (Su et al., arXiv:2104.09864) of queries and keys, in one pass over memory.
 //!
-//! A head x of width e is a pair of halves, x = (x₁, x₂). The token at position p rotates pair i by the angle p·ωᵢ
-//! ([`Frequencies`]):
+//! A head x of width e is a pair of halves, x = (x₁, x₂). The token at position p rotates pair i by the angle p·ωᵢ, where
+//! ωᵢ = theta^(−2i/e) unless the frequencies are scaled for longer rows:
 //!
 //! - y₁ = x₁·cos(p·ω) − x₂·sin(p·ω)
 //! - y₂ = x₂·cos(p·ω) + x₁·sin(p·ω)
@@ -24,10 +24,10 @@
 //! 10⁻³ rad at position 10⁴.) fp32, bf16 and fp16 are computed in fp32 and rounded once; f64 in f64, with the fp32 table.
 //!
 //! ```
-//! use runtime::fused::rope::{Frequencies, RotaryTable};
+//! use runtime::fused::rope::RotaryTable;
 //! use tch::{Device, Kind, Tensor, kind};
 //!
-//! let table = RotaryTable::new(4, 16, &Frequencies::default(), Device::Cpu)?;
+//! let table = RotaryTable::new(4, 16, 1e4, Device::Cpu)?;
 //! let q = Tensor::ones([1, 3, 2, 4], kind::FLOAT_CPU);
 //! let k = Tensor::ones([1, 3, 1, 4], kind::FLOAT_CPU);
 //! let (q, k) = table.rotate(&q, &k, None)?;
@@ -37,10 +37,7 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
-mod frequencies;
 mod function;
-
-pub use frequencies::{Frequencies, Scaling};
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -75,13 +72,23 @@ struct Shared {
 }
 
 impl RotaryTable {
-    /// Creates the table of positions 0 to `positions` − 1 for heads of width `head`: `positions · head` numbers of 4 bytes. On the
-    /// CPU, positions beyond the first 8192 are computed when first needed.
+    /// Creates the table of positions 0 to `positions` − 1 for heads of width `head`, whose pair i rotates by theta^(−2i/head) radians
+    /// from one position to the next: `positions · head` numbers of 4 bytes. On the CPU, positions beyond the first 8192 are computed
+    /// when first needed.
     ///
     /// # Errors
-    /// Those of [`Frequencies::angles`]; fewer than one position; too little memory.
-    pub fn new(head: i64, positions: i64, frequencies: &Frequencies, device: Device) -> Result<Self> {
-        Self::of_angles(frequencies.angles(head)?, 1.0, positions, device)
+    /// An odd width or one below 2; a theta that is not a finite number above 0; fewer than one position; too little memory.
+    pub fn new(head: i64, positions: i64, theta: f64, device: Device) -> Result<Self> {
+        if head < 2 || head % 2 != 0 {
+            let reason = format!("heads of width {head}; expected an even width from 2 on");
+            return Err(Error::invalid(NAME, reason));
+        }
+        if !(theta.is_finite() && theta > 0.0) {
+            let reason = format!("theta is {theta}; expected a finite number above 0");
+            return Err(Error::invalid(NAME, reason));
+        }
+        let angles = (0..head / 2).map(|pair| theta.powf(-2.0 * pair as f64 / head as f64));
+        Self::of_angles(angles.collect(), 1.0, positions, device)
     }
 
     /// Creates the table of positions 0 to `positions` − 1 for heads whose pair i rotates by `angles[i]` radians from one position to

@@ -10,7 +10,7 @@ use runtime::fused::cross_entropy::{
     Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted, pass_for,
 };
 use runtime::fused::norm::{self, Norm, Options};
-use runtime::fused::rope::{Frequencies, RotaryTable};
+use runtime::fused::rope::RotaryTable;
 use runtime::fused::swiglu;
 use runtime::ops::optimizer::AdamW;
 use runtime::random::Generator;
@@ -148,7 +148,7 @@ fn rotations_match_the_cpu() {
                     let windows = joint.split_with_sizes([heads * head, kv_heads * head, kv_heads * head], 2);
                     let q = windows[0].view([batch, sequence, heads, head]);
                     let k = windows[1].view([batch, sequence, kv_heads, head]);
-                    let table = RotaryTable::new(head, 300, &Frequencies::default(), on.1).unwrap();
+                    let table = RotaryTable::new(head, 300, 1e4, on.1).unwrap();
                     let positions = positions.map(|p| p.to_device(on.1));
                     let (q, k) = table.rotate(&q, &k, positions.as_ref()).unwrap();
                     let both = (&q * 3.0).sum(Kind::Double) + (&k * &k).sum(Kind::Double);

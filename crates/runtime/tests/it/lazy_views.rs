@@ -6,7 +6,7 @@ use runtime::fused::attention::{
 };
 use runtime::fused::dropout::Mask;
 use runtime::fused::norm::{self, Norm, Options, add_norm, layer_norm, rms_norm};
-use runtime::fused::rope::{Frequencies, RotaryTable};
+use runtime::fused::rope::RotaryTable;
 use runtime::fused::swiglu::silu_mul;
 use runtime::matmul::{matvec, mm};
 use runtime::nf4::{self, Scales};
@@ -35,7 +35,7 @@ fn kept(keep: norm::Keep) -> Options {
 
 /// Operations with gradients.
 fn cases() -> Vec<Case> {
-    let table = RotaryTable::new(16, 8, &Frequencies::default(), Device::Cpu).unwrap();
+    let table = RotaryTable::new(16, 8, 1e4, Device::Cpu).unwrap();
     let weight = Generator::new(5).unwrap().normal(&[24, 16], (Kind::Float, Device::Cpu)).unwrap();
     let weight = nf4::quantize(&weight, Scales::Nested).unwrap();
     let (heads, keys): (&[i64], &[i64]) = (&[2, 4, 5, 16], &[2, 2, 5, 16]);

@@ -1,15 +1,14 @@
 //! Rotary embedding: compared with the formula in f64, its derivatives, and invalid inputs.
 
 use runtime::autograd::{self, GradMode, GradcheckOptions, Keep, gradcheck};
-use runtime::fused::rope::{Frequencies, RotaryTable, Scaling};
+use runtime::fused::rope::RotaryTable;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
 fn table(head: i64, max_positions: i64) -> RotaryTable {
-    let frequencies = Frequencies { theta: 500_000.0, scaling: Scaling::None };
-    RotaryTable::new(head, max_positions, &frequencies, Device::Cpu).unwrap()
+    RotaryTable::new(head, max_positions, 500_000.0, Device::Cpu).unwrap()
 }
 
 /// x·cos + rotate_half(x)·sin in f64, with angles computed here.

@@ -1,5 +1,6 @@
 //! The step of a row, as `accounting` predicts it.
 
+use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
@@ -8,7 +9,6 @@ use accounting::offload::{self as paper, Footprint, Rates, Setup, Start, simulat
 use accounting::recompute::NormKernel;
 use offload::Method;
 use tch::Device;
-use training::predicted;
 
 use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
 
@@ -18,7 +18,7 @@ impl Row {
     /// # Errors
     /// A shape that is not modelled.
     pub fn predict(&self) -> anyhow::Result<Footprint> {
-        let model = predicted::decoder(&self.config)?;
+        let model = Decoder::of(&self.config)?;
         let [rows, tokens] = self.batch;
         let work = Workload { batch: rows.unsigned_abs(), sequence: tokens.unsigned_abs() };
         let choices = Choices {

@@ -134,7 +134,7 @@ impl ModelArgs {
     pub(crate) fn name(&self) -> String {
         let source = match &self.source {
             Source { model: Some(name), .. } => name.clone(),
-            Source { family: Some(family), .. } => family.name().to_owned(),
+            Source { family: Some(family), .. } => family.model_type().to_owned(),
             _ => "model".to_owned(),
         };
         let changed = self.source.family.is_none() && self.any_size();
@@ -159,7 +159,7 @@ impl ModelArgs {
 
     fn all_sizes(&self, family: Family) -> anyhow::Result<Shape> {
         let required = |value: Option<u64>, flag: &str| {
-            value.with_context(|| format!("--family {} needs --{flag}", family.name()))
+            value.with_context(|| format!("--family {} needs --{flag}", family.model_type()))
         };
         let hidden = required(self.hidden, "hidden")?;
         let heads = required(self.heads, "heads")?;

@@ -1,6 +1,6 @@
 //! The rotary embedding.
 
-use runtime::fused::rope::{Frequencies, RotaryTable};
+use runtime::fused::rope::RotaryTable;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -54,7 +54,7 @@ fn rotations_are_correct_for_every_dtype_in_place_and_with_positions() {
             let kv_heads = heads / 2;
             let y = normal(&mut generator, &[batch, sequence, kv_heads, head], kind);
             let max_positions = 300;
-            let table = RotaryTable::new(head, max_positions, &Frequencies::default(), Device::Cpu).unwrap();
+            let table = RotaryTable::new(head, max_positions, 1e4, Device::Cpu).unwrap();
             let values = table.values(max_positions).unwrap().contiguous();
             let positions = Tensor::randint(max_positions, [batch, sequence], (Kind::Int64, Device::Cpu));
             for positions in [None, Some(&positions)] {

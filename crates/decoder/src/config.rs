@@ -1,6 +1,5 @@
 //! The configuration of a decoder, as in `config.json`.
 
-mod family;
 mod file;
 mod layers;
 mod rope_file;
@@ -8,16 +7,15 @@ mod window_file;
 
 use std::path::Path;
 
-use runtime::fused::rope::Frequencies;
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use serde_json::{Map, Value};
 
-pub use family::{Family, NormPlacement, QueryKeyNorm};
 pub use layers::{LayerType, LongRope};
 
-use crate::attention::AttentionPath;
 use crate::error::{Error, Result};
+use crate::family::{AttentionBias, Family};
+use crate::rope::Frequencies;
 use crate::strict_json;
 use file::HuggingFace;
 
@@ -32,14 +30,26 @@ const MAX_HEADS: i64 = 1 << 16;
 /// Maximum vocabulary and width of a layer. Products of two, and their bytes, are far below 2⁶³.
 const MAX_SIZE: i64 = 1 << 28;
 
-/// Sizes and options of a [`Llama`](super::Llama). Serde reads and writes Hugging Face's `config.json`
+/// How attention is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AttentionPath {
+    /// Scores, softmax and products as separate tensors: the textbook form, and the oracle of the others.
+    Explicit,
+    /// libtorch's attention with a mask that each forward builds and converts to the scores' dtype.
+    DenseMask,
+    /// Allocates nothing of size `t²`.
+    #[default]
+    Fused,
+}
+
+/// Sizes and options of a decoder with rotary positions, RMS norms and a gated MLP. Serde reads and writes Hugging Face's `config.json`
 /// (`serde_json::from_str`), in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's (`rope_parameters`);
 /// missing fields have transformers' defaults, and fields that no computation depends on are kept for writing
-/// ([`LlamaConfig::other_fields`]). Unsupported options (another activation, other scalings of the rotary embedding) are refused by
+/// ([`DecoderConfig::other_fields`]). Unsupported options (another activation, other scalings of the rotary embedding) are refused by
 /// name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "HuggingFace", into = "HuggingFace")]
-pub struct LlamaConfig {
+pub struct DecoderConfig {
     /// The family.
     pub family: Family,
     /// Vocabulary size.
@@ -105,7 +115,7 @@ pub struct LlamaConfig {
     pub other_fields: Map<String, Value>,
 }
 
-impl LlamaConfig {
+impl DecoderConfig {
     /// Returns a Llama of these sizes with heads that fill the width, as many key heads as query heads, 2048 positions, and
     /// Llama 2's options; change others by field update syntax.
     pub fn llama(vocab_size: i64, hidden_size: i64, intermediate_size: i64, layers: i64, heads: i64) -> Self {
@@ -169,18 +179,32 @@ impl LlamaConfig {
         })
     }
 
+    /// Reads of a `config.json`'s text what parameters, FLOPs and bytes follow from: options that they do not depend on, such as the
+    /// scaling of the rotary embedding or the activation, may be of a kind that is not supported otherwise.
+    ///
+    /// # Errors
+    /// Those of serde; invalid JSON with its place.
+    pub fn sizes_from_str(text: &str) -> Result<Self, serde_json::Error> {
+        let mut file: HuggingFace = strict_json::from_str(text)?;
+        file.keep_sizes();
+        file.try_into().map_err(serde::de::Error::custom)
+    }
+
     /// Returns whether queries, keys and values have biases.
     pub fn qkv_bias(&self) -> bool {
-        self.family == Family::Qwen2 || self.output_bias()
+        self.family.facts().attention_bias == AttentionBias::QueriesKeysValues || self.output_bias()
     }
 
     /// Returns whether the projection after attention has one.
     pub fn output_bias(&self) -> bool {
-        self.family.reads_attention_bias() && self.attention_bias
+        self.family.facts().attention_bias == AttentionBias::Configured && self.attention_bias
     }
 
     /// Refuses invalid sizes and numbers outside their bounds, by the file's field names.
-    pub(super) fn check(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the first of them.
+    pub fn check(&self) -> Result<()> {
         let config = |reason: String| Err(Error::Config { what: WHAT, reason });
         for (name, size, largest) in [
             ("vocab_size", self.vocab_size, MAX_SIZE),

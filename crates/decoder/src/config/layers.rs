@@ -1,15 +1,15 @@
 //! What differs from layer to layer: windows and rotary embeddings.
 
-use runtime::fused::rope::Frequencies;
-
-use super::{Error, LlamaConfig, Result, WHAT};
+use super::{DecoderConfig, WHAT};
+use crate::error::{Error, Result};
+use crate::rope::Frequencies;
 
 /// What a layer attends to: an entry of `layer_types`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerType {
     /// Every token before.
     Full,
-    /// Those within [`LlamaConfig::sliding_window`].
+    /// Those within [`DecoderConfig::sliding_window`].
     Sliding,
 }
 
@@ -61,7 +61,7 @@ impl LongRope {
     }
 }
 
-impl LlamaConfig {
+impl DecoderConfig {
     /// Returns the window of a layer: the number of tokens that a token attends to, itself included; `None` for all before.
     pub fn window(&self, layer: usize) -> Option<i64> {
         match self.layer_types.get(layer) {

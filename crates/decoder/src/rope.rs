@@ -1,10 +1,8 @@
-//! Frequencies of the rotary embedding.
+//! Frequencies of the rotary position embedding (Su et al., arXiv:2104.09864).
 
 use std::f64::consts::TAU;
 
 use crate::error::{Error, Result};
-
-use super::NAME;
 
 /// The angles by which each pair rotates from one position to the next.
 ///
@@ -54,9 +52,9 @@ impl Frequencies {
     /// Returns ωᵢ of the `head / 2` pairs, in radians per position.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an odd width or one below 2, and for invalid numbers, which it names.
+    /// [`Error::Config`] for an odd width or one below 2, and for invalid numbers, which it names.
     pub fn angles(&self, head: i64) -> Result<Vec<f64>> {
-        let invalid = |reason: String| Err(Error::invalid(NAME, reason));
+        let invalid = |reason: String| Err(Error::Config { what: "rotary embedding", reason });
         if head < 2 || head % 2 != 0 {
             return invalid(format!("heads of width {head}; expected an even width from 2 on"));
         }

@@ -11,13 +11,14 @@
 //! so it does here. A number that the two versions would take from different fields has to be the same in both. A file that is written
 //! has both spellings.
 
-use runtime::fused::rope::{Frequencies, Scaling};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::file::{HuggingFace, refuse, whole};
-use super::{Family, LayerType, LlamaConfig, LongRope};
+use super::{DecoderConfig, LayerType, LongRope};
 use crate::error::Result;
+use crate::family::Family;
+use crate::rope::{Frequencies, Scaling};
 
 const THETA: &str = "rope_theta";
 const LOCAL_THETA: &str = "rope_local_base_freq";
@@ -160,7 +161,7 @@ pub(super) struct Read {
 
 /// Reads it, and removes its fields from `file`'s others.
 pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Result<Read> {
-    let default_theta = family.defaults().theta;
+    let default_theta = family.facts().theta;
     let older_theta = file.rope_theta;
     let older_partial = file.take_number(PARTIAL)?;
     let (new, older) = (file.rope_parameters.take(), file.rope_scaling.take());
@@ -230,7 +231,7 @@ fn read_by_layer(
         )));
     }
     Ok(Read {
-        rope: full.frequencies(positions, Family::Gemma3.defaults().theta)?,
+        rope: full.frequencies(positions, Family::Gemma3.facts().theta)?,
         local: Some(local.frequencies(positions, 1e4)?),
         long: None,
         partial,
@@ -248,7 +249,7 @@ pub(super) struct Written {
 }
 
 /// Returns the fields of both spellings, and inserts those that are not of the embedding alone into `other`.
-pub(super) fn write(config: &LlamaConfig, other: &mut Map<String, Value>) -> Written {
+pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> Written {
     let theta = config.rope.theta;
     let mut parameters = Rope::of(&config.rope);
     let mut scaling = (config.rope.scaling != Scaling::None).then(|| parameters.clone());

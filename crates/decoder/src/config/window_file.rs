@@ -4,8 +4,9 @@
 use serde_json::Value;
 
 use super::file::{HuggingFace, refuse};
-use super::{Family, LayerType, MAX_LAYERS};
+use super::{LayerType, MAX_LAYERS};
 use crate::error::Result;
+use crate::family::{Family, Windows};
 
 /// The window, and which layers have it.
 pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<i64>, Vec<LayerType>)> {
@@ -17,14 +18,15 @@ pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<
         names.map(|names| names.iter().map(|name| LayerType::of_name(name)).collect()).transpose()?;
     let listed = types.as_ref().is_some_and(|types| types.contains(&LayerType::Sliding));
     let wanted = file.get::<bool>("use_sliding_window")? == Some(true);
-    if !family.has_windows() && (listed || wanted) {
+    let facts = family.facts();
+    if facts.windows == Windows::None && (listed || wanted) {
         return Err(refuse(format!(
             "attention has a sliding window, which `{}` does not have; set `use_sliding_window` to false if every layer attends \
              in full",
             family.model_type()
         )));
     }
-    if !family.has_windows() || family.windows_are_optional() && !wanted {
+    if facts.windows == Windows::None || facts.windows == Windows::Optional && !wanted {
         if listed {
             return Err(refuse(
                 "`layer_types` has sliding_attention layers, but `use_sliding_window` is not true; they must agree"
@@ -33,12 +35,12 @@ pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<
         }
         return Ok((None, types.unwrap_or_default()));
     }
-    if family.windows_are_optional() {
+    if facts.windows == Windows::Optional {
         file.other.shift_remove("use_sliding_window");
     }
     let named = file.other.contains_key("sliding_window");
     let window = file.take("sliding_window")?;
-    let window = if named { window } else { family.defaults().window };
+    let window = if named { window } else { facts.window };
     match types {
         // transformers computes windows in all layers of these two, whatever the list says.
         Some(types)

@@ -1,7 +1,7 @@
 //! JSON without duplicate keys. Readers differ in which of two values they take, so a file with duplicates is ambiguous.
 //!
 //! ```
-//! use models::strict_json::from_str;
+//! use decoder::strict_json::from_str;
 //!
 //! assert_eq!(from_str::<serde_json::Value>(r#"{ "r": 8 }"#)?["r"], 8);
 //! let error = from_str::<serde_json::Value>(r#"{ "r": 8, "r": 4 }"#).unwrap_err();

@@ -1,6 +1,12 @@
 //! The shapes of a model's tensors and its parameter count, computed without allocating anything.
 
-use super::{EMBEDDING, LlamaConfig, NormPlacement, QueryKeyNorm};
+use crate::config::DecoderConfig;
+use crate::family::{NormPlacement, QueryKeyNorm};
+
+/// The name of the embedding's tensor, without Hugging Face's `model.`.
+pub const EMBEDDING: &str = "embed_tokens.weight";
+/// The name of the head's tensor.
+pub const LM_HEAD: &str = "lm_head.weight";
 
 type Shapes = Vec<(&'static str, Vec<i64>)>;
 
@@ -14,9 +20,9 @@ fn push(shapes: &mut Shapes, list: &[(&'static str, &'static str, bool, i64, i64
     }
 }
 
-impl LlamaConfig {
+impl DecoderConfig {
     /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
-    /// [`state_dict`](crate::state_dict::state_dict). A tied head shares the embedding's tensor and is not listed again.
+    /// `models::state_dict`. A tied head shares the embedding's tensor and is not listed again.
     pub fn shapes(&self) -> Vec<(String, Vec<i64>)> {
         let of_block = self.block_shapes();
         let blocks = (0..self.num_hidden_layers).flat_map(|index| {
@@ -55,7 +61,7 @@ impl LlamaConfig {
         let queries = self.num_attention_heads.saturating_mul(self.head_dim);
         let keys = self.num_key_value_heads.saturating_mul(self.head_dim);
         let (qkv, output, mlp) = (self.qkv_bias(), self.output_bias(), self.mlp_bias);
-        let joint = self.family.has_joint_projections();
+        let joint = self.family.facts().has_joint_projections;
         let mut shapes = Shapes::new();
         if joint {
             let all = queries.saturating_add(keys.saturating_mul(2));
@@ -71,7 +77,7 @@ impl LlamaConfig {
             );
         }
         push(&mut shapes, &[("self_attn.o_proj.weight", "self_attn.o_proj.bias", output, queries, d)]);
-        let norms = match self.family.query_key_norm() {
+        let norms = match self.family.facts().query_key_norm {
             QueryKeyNorm::None => None,
             QueryKeyNorm::PerHead => Some([self.head_dim; 2]),
             QueryKeyNorm::Whole => Some([queries, keys]),
@@ -92,7 +98,7 @@ impl LlamaConfig {
             );
         }
         push(&mut shapes, &[("mlp.down_proj.weight", "mlp.down_proj.bias", mlp, f, d)]);
-        let names: &[&'static str] = match self.family.norms() {
+        let names: &[&'static str] = match self.family.facts().norms {
             NormPlacement::Pre => &["input_layernorm.weight", "post_attention_layernorm.weight"],
             NormPlacement::Post => &["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"],
             NormPlacement::Both => &[
@@ -107,8 +113,7 @@ impl LlamaConfig {
     }
 
     fn end_shapes(&self) -> Shapes {
-        let head =
-            (!self.tie_word_embeddings).then(|| (super::LM_HEAD, vec![self.vocab_size, self.hidden_size]));
+        let head = (!self.tie_word_embeddings).then(|| (LM_HEAD, vec![self.vocab_size, self.hidden_size]));
         std::iter::once(("norm.weight", vec![self.hidden_size])).chain(head).collect()
     }
 }

@@ -3,12 +3,11 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::family::why_not;
 use super::rope_file::{self, Rope, Written};
 use super::window_file::{rotary_layers, windows};
-use super::{Family, LlamaConfig, WHAT};
-use crate::attention::AttentionPath;
+use super::{AttentionPath, DecoderConfig, WHAT};
 use crate::error::{Error, Result};
+use crate::family::{AttentionBias, Family, Windows, why_not};
 
 /// Functions that read a field and name it if its value has the wrong type; serde alone does not name it.
 macro_rules! named {
@@ -35,6 +34,9 @@ named! {
     max_position_embeddings: Option<i64>,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
+    tie_word_embeddings: Option<bool>,
+    attention_bias: Option<bool>,
+    mlp_bias: Option<bool>,
     attention_dropout: f64,
     initializer_range: f64,
 }
@@ -70,11 +72,11 @@ pub(super) struct HuggingFace {
     pub(super) rope_scaling: Option<Rope>,
     #[serde(default, deserialize_with = "named::rope_theta", skip_serializing_if = "Option::is_none")]
     pub(super) rope_theta: Option<f64>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "named::tie_word_embeddings")]
     tie_word_embeddings: Option<bool>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "named::attention_bias", skip_serializing_if = "Option::is_none")]
     attention_bias: Option<bool>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "named::mlp_bias", skip_serializing_if = "Option::is_none")]
     mlp_bias: Option<bool>,
     #[serde(default, deserialize_with = "named::attention_dropout")]
     attention_dropout: f64,
@@ -133,21 +135,21 @@ pub(super) fn refuse(reason: String) -> Error {
 
 /// The family of the file: from `model_type`, or else from `architectures`. Heads other than a language model's are refused.
 fn family(file: &HuggingFace) -> Result<Family> {
-    let known = |name: fn(Family) -> &'static str| Family::ALL.map(name).join(", ");
+    let families = || Family::ALL.into_iter().filter(|family| family.is_rotary());
+    let known = |name: fn(Family) -> &'static str| families().map(name).collect::<Vec<_>>().join(", ");
     let unknown = |field: &str, found: &str, name: fn(Family) -> &'static str| {
         let why = why_not(found).map(|why| format!(" ({why})")).unwrap_or_default();
         refuse(format!("{field} `{found}`{why}; expected one of {}", known(name)))
     };
     let architecture = file.architectures.as_ref().and_then(|names| names.first());
     let by_architecture = architecture.map(|found| {
-        let mut all = Family::ALL.into_iter();
-        all.find(|family| family.architecture() == found)
+        families()
+            .find(|family| family.architecture() == found)
             .ok_or_else(|| unknown("`architectures` names", found, Family::architecture))
     });
     match &file.model_type {
         Some(found) => {
-            let mut all = Family::ALL.into_iter();
-            let family = all
+            let family = families()
                 .find(|family| family.model_type() == found)
                 .ok_or_else(|| unknown("`model_type` is", found, Family::model_type))?;
             match by_architecture.transpose()? {
@@ -177,12 +179,29 @@ fn check_activation(file: &mut HuggingFace, family: Family) -> Result<()> {
     }
 }
 
-impl TryFrom<HuggingFace> for LlamaConfig {
+impl HuggingFace {
+    /// Removes the options that no size of a tensor depends on, and that may be of a kind that nothing here computes.
+    pub(super) fn keep_sizes(&mut self) {
+        (self.rope_parameters, self.rope_scaling, self.rope_theta, self.hidden_act) =
+            (None, None, None, None);
+        for name in [
+            "hidden_activation",
+            "use_bidirectional_attention",
+            "partial_rotary_factor",
+            "resid_pdrop",
+            "embd_pdrop",
+        ] {
+            self.other.shift_remove(name);
+        }
+    }
+}
+
+impl TryFrom<HuggingFace> for DecoderConfig {
     type Error = Error;
 
     fn try_from(mut file: HuggingFace) -> Result<Self> {
         let family = family(&file)?;
-        let defaults = family.defaults();
+        let facts = family.facts();
         // Whoever writes the file says these anew.
         for name in ["dtype", "torch_dtype", "transformers_version"] {
             file.other.shift_remove(name);
@@ -207,16 +226,16 @@ impl TryFrom<HuggingFace> for LlamaConfig {
                 }
             }
         }
-        let positions = file.max_position_embeddings.unwrap_or(defaults.positions);
+        let positions = file.max_position_embeddings.unwrap_or(facts.positions);
         let rope = rope_file::read(&mut file, family, positions)?;
         let (hidden, heads) = (file.hidden_size, file.num_attention_heads);
-        let head_dim = file.head_dim.or(defaults.head_dim);
+        let head_dim = file.head_dim.or(facts.head_dim);
         if head_dim.is_none() && heads > 0 && hidden.checked_rem(heads) != Some(0) {
             return Err(refuse(format!(
                 "`num_attention_heads` {heads} does not divide `hidden_size` {hidden}; take a divisor, or give `head_dim`"
             )));
         }
-        let granite = family == Family::Granite;
+        let granite = facts.has_multipliers;
         let gemma = family.is_gemma();
         let mut number = |name: &str, is_read: bool| if is_read { file.take_number(name) } else { Ok(None) };
         let embedding_multiplier = number("embedding_multiplier", granite)?.unwrap_or(1.0);
@@ -243,11 +262,12 @@ impl TryFrom<HuggingFace> for LlamaConfig {
             num_key_value_heads: file.num_key_value_heads.unwrap_or(file.num_attention_heads),
             head_dim: head_dim.unwrap_or(hidden / heads.max(1)),
             max_position_embeddings: positions,
-            rms_norm_eps: file.rms_norm_eps.unwrap_or(defaults.eps),
+            rms_norm_eps: file.rms_norm_eps.unwrap_or(facts.eps),
             rope: rope.rope,
-            tie_word_embeddings: file.tie_word_embeddings.unwrap_or(defaults.tied),
-            attention_bias: family.reads_attention_bias() && file.attention_bias.unwrap_or(false),
-            mlp_bias: family.reads_mlp_bias() && file.mlp_bias.unwrap_or(false),
+            tie_word_embeddings: file.tie_word_embeddings.unwrap_or(facts.tied),
+            attention_bias: facts.attention_bias == AttentionBias::Configured
+                && file.attention_bias.unwrap_or(false),
+            mlp_bias: facts.reads_mlp_bias && file.mlp_bias.unwrap_or(false),
             attention_dropout: file.attention_dropout,
             initializer_range: file.initializer_range,
             sliding_window,
@@ -271,22 +291,22 @@ impl TryFrom<HuggingFace> for LlamaConfig {
     }
 }
 
-impl From<LlamaConfig> for HuggingFace {
-    fn from(config: LlamaConfig) -> Self {
+impl From<DecoderConfig> for HuggingFace {
+    fn from(config: DecoderConfig) -> Self {
         let family = config.family;
+        let facts = family.facts();
         let mut other = config.other_fields.clone();
         let Written { parameters, scaling, theta } = rope_file::write(&config, &mut other);
         let mut put = |name: &str, value: Value| {
             other.insert(name.to_owned(), value);
         };
-        let types = |config: &LlamaConfig| -> Vec<&str> {
+        let types = |config: &DecoderConfig| -> Vec<&str> {
             config.layer_types.iter().map(|layer| layer.name()).collect()
         };
-        if family.windows_are_optional() && config.sliding_window.is_some() {
+        if facts.windows == Windows::Optional && config.sliding_window.is_some() {
             put("use_sliding_window", json!(true));
         }
-        let always = family.has_windows() && !family.windows_are_optional();
-        if config.sliding_window.is_some() || always {
+        if config.sliding_window.is_some() || facts.windows == Windows::Configured {
             put("sliding_window", json!(config.sliding_window));
         }
         if !config.layer_types.is_empty() {
@@ -300,7 +320,7 @@ impl From<LlamaConfig> for HuggingFace {
                 json!(rotates.iter().map(|&rotates| i64::from(rotates)).collect::<Vec<_>>()),
             );
         }
-        if family == Family::Granite {
+        if facts.has_multipliers {
             put("embedding_multiplier", json!(config.embedding_multiplier));
             put("attention_multiplier", json!(config.attention_scale().unwrap_or(1.0)));
             put("residual_multiplier", json!(config.residual_multiplier));
@@ -330,8 +350,9 @@ impl From<LlamaConfig> for HuggingFace {
             rope_scaling: scaling,
             rope_theta: Some(theta),
             tie_word_embeddings: Some(config.tie_word_embeddings),
-            attention_bias: family.reads_attention_bias().then_some(config.attention_bias),
-            mlp_bias: family.reads_mlp_bias().then_some(config.mlp_bias),
+            attention_bias: (facts.attention_bias == AttentionBias::Configured)
+                .then_some(config.attention_bias),
+            mlp_bias: facts.reads_mlp_bias.then_some(config.mlp_bias),
             attention_dropout: config.attention_dropout,
             initializer_range: config.initializer_range,
             hidden_act: (!family.is_gemma()).then(|| SILU.to_owned()),

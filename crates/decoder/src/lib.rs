@@ -1,0 +1,31 @@
+//! Decoders of language models, described: families, sizes, and the names and shapes of their tensors. Nothing here computes with tensors.
+//!
+//! [`DecoderConfig`] is a `config.json` of transformers, in both of its spellings. [`Family`] is a row of one table: where a block has norms,
+//! which projections have biases, transformers' defaults. `models` builds the modules of a configuration, `accounting` predicts their
+//! parameters, FLOPs and bytes, and `gguf` converts their files.
+//!
+//! ```
+//! use decoder::{DecoderConfig, Family, NormPlacement};
+//!
+//! let text = r#"{
+//!     "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+//!     "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": true, "rope_theta": 1e6
+//! }"#;
+//! let config: DecoderConfig = serde_json::from_str(text)?;
+//! assert_eq!((config.family, config.head_dim), (Family::Qwen2, 64));
+//! assert_eq!(config.family.facts().norms, NormPlacement::Pre);
+//! assert_eq!(config.parameter_count(), 494_032_768);
+//! # Ok::<(), serde_json::Error>(())
+//! ```
+
+mod config;
+mod error;
+mod family;
+pub mod rope;
+mod shapes;
+pub mod strict_json;
+
+pub use config::{AttentionPath, DecoderConfig, LayerType, LongRope};
+pub use error::{Error, Result};
+pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, Windows};
+pub use shapes::{EMBEDDING, LM_HEAD};
