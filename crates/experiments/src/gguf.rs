@@ -13,7 +13,7 @@ use anyhow::Context;
 use clap::{Args, Subcommand};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
-use models::{Llama, LlamaConfig, hugging_face};
+use models::{DecoderConfig, Llama, hugging_face};
 use report::cli::CommonArgs;
 use report::{Case, Metric, Sink};
 use tch::{Device, Kind};
@@ -76,7 +76,7 @@ fn speed(common: &CommonArgs) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, None)?;
     let place = tempfile::tempdir()?;
     let folder = place.path().join("model");
-    let config = LlamaConfig::llama(4096, 512, 1536, 8, 8);
+    let config = DecoderConfig::llama(4096, 512, 1536, 8, 8);
     hugging_face::save(
         &Llama::new(&config, (Kind::BFloat16, Device::Cpu))?,
         &folder,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, anyhow, bail};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use report::cli::Scale;
 use tch::{Device, Kind};
 
@@ -63,23 +63,23 @@ impl Shape {
         }
     }
 
-    pub(crate) fn config(&self) -> anyhow::Result<LlamaConfig> {
-        let qwen = |vocabulary, hidden, inner, layers, heads, kv_heads| LlamaConfig {
+    pub(crate) fn config(&self) -> anyhow::Result<DecoderConfig> {
+        let qwen = |vocabulary, hidden, inner, layers, heads, kv_heads| DecoderConfig {
             num_key_value_heads: kv_heads,
             max_position_embeddings: 32_768,
-            ..LlamaConfig::qwen2(vocabulary, hidden, inner, layers, heads)
+            ..DecoderConfig::qwen2(vocabulary, hidden, inner, layers, heads)
         };
         Ok(match self {
             Self::Small => qwen(151_936, 896, 4864, 24, 14, 2),
             Self::Medium => qwen(151_936, 1536, 8960, 28, 12, 2),
             Self::Large => {
-                LlamaConfig { tie_word_embeddings: false, ..qwen(152_064, 3584, 18_944, 28, 28, 4) }
+                DecoderConfig { tie_word_embeddings: false, ..qwen(152_064, 3584, 18_944, 28, 28, 4) }
             }
             Self::Tiny => qwen(4096, 128, 704, 2, 2, 1),
             Self::Narrow => qwen(1024, 32, 64, 24, 4, 2),
             Self::File(path) => {
                 let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
-                LlamaConfig::read(&file)?
+                DecoderConfig::read(&file)?
             }
         })
     }
@@ -90,8 +90,8 @@ impl Shape {
         layers: i64,
         vocabulary: i64,
         positions: i64,
-    ) -> anyhow::Result<LlamaConfig> {
-        Ok(LlamaConfig {
+    ) -> anyhow::Result<DecoderConfig> {
+        Ok(DecoderConfig {
             num_hidden_layers: layers,
             vocab_size: vocabulary,
             max_position_embeddings: positions,

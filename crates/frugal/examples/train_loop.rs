@@ -4,7 +4,7 @@ use frugal::amp::Autocast;
 use frugal::fused_ce::{self, LinearCrossEntropy};
 use frugal::lora::{Adapters, LoraConfig};
 use frugal::models::module::{Context, Input, LanguageModel, trainable};
-use frugal::models::{Llama, LlamaConfig};
+use frugal::models::{DecoderConfig, Llama};
 use frugal::offload::{self, Offload};
 use frugal::runtime::autograd::backward;
 use frugal::training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     frugal::runtime::random::seed(1)?;
-    let mut model = Llama::new(&LlamaConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
+    let mut model = Llama::new(&DecoderConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
 
     // The order: adapters, loss head, offload, precision.
     let adapters = Adapters::install(&mut model, &LoraConfig { r: 4, ..LoraConfig::default() }, 1)?;

@@ -5,11 +5,11 @@
 //!
 //! ```
 //! use frugal::{Config, Recipe};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind};
 //!
 //! let config: Config = "[adapter]\nr = 4\n[activations]\nplan = \"recompute\"".parse()?;
-//! let model = Llama::new(&LlamaConfig::llama(64, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+//! let model = Llama::new(&DecoderConfig::llama(64, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 //! let (trainer, handles) = Recipe::new(&config)?.apply(Box::new(model))?.trainer(100)?;
 //! # let _ = (trainer, handles);
 //! # Ok::<(), Box<dyn std::error::Error>>(())

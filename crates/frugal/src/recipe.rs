@@ -10,7 +10,7 @@
 //!
 //! ```
 //! use frugal::{Config, Recipe};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind};
 //! use training::batches::Synthetic;
 //! use training::trainer::StopReason;
@@ -24,7 +24,7 @@
 //!     compute = "bf16"
 //! "#
 //! .parse()?;
-//! let model = Llama::new(&LlamaConfig::llama(64, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+//! let model = Llama::new(&DecoderConfig::llama(64, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 //! let prepared = Recipe::new(&config)?.apply(Box::new(model))?;
 //! let (mut trainer, handles) = prepared.trainer(3)?;
 //! let mut data = Synthetic {
@@ -51,7 +51,7 @@ use lora::Adapters;
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{Method, Offload, Tier};
 use sharding::{FrozenWeights, Mesh, Shards};
 use swiglu_ckpt::CheckpointLevel;
@@ -188,7 +188,7 @@ impl Recipe {
     /// An invalid configuration; those of each technique.
     pub fn create(
         &self,
-        model: &LlamaConfig,
+        model: &DecoderConfig,
         init: Init,
         (kind, device): (Kind, Device),
     ) -> Result<Prepared> {

@@ -6,13 +6,13 @@ use std::error::Error;
 
 use lora::{Adapters, LoraConfig};
 use models::module::{Context, Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 
 /// Trains, saves, loads and merges an adapter.
 pub fn main() -> Result<(), Box<dyn Error>> {
-    let shape = LlamaConfig::llama(64, 32, 88, 2, 4);
+    let shape = DecoderConfig::llama(64, 32, 88, 2, 4);
     let base = || {
         runtime::random::seed(1)?;
         Llama::new(&shape, (Kind::Float, Device::Cpu))

@@ -27,10 +27,10 @@ impl Adapters {
     /// ```
     /// use lora::{Adapters, LoraConfig};
     /// use models::module::LanguageModel;
-    /// use models::{Llama, LlamaConfig};
+    /// use models::{Llama, DecoderConfig};
     /// use tch::{Device, Kind};
     ///
-    /// let mut model = Llama::new(&LlamaConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+    /// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
     /// let adapters = Adapters::install(&mut model, &LoraConfig { r: 4, ..LoraConfig::default() }, 42)?;
     /// let model = adapters.wrap(Box::new(model))?;
     ///

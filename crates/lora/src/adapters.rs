@@ -34,10 +34,10 @@ use survey::{Survey, refuse_foreign};
 /// ```
 /// use lora::{Adapters, LoraConfig};
 /// use models::module::{Input, LanguageModel, trainable};
-/// use models::{Llama, LlamaConfig};
+/// use models::{Llama, DecoderConfig};
 /// use tch::{Device, Kind, Tensor};
 ///
-/// let mut model = Llama::new(&LlamaConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+/// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 /// let config = LoraConfig { target_modules: Some(["q_proj", "v_proj"].into()), ..LoraConfig::default() };
 /// let adapters = Adapters::install(&mut model, &config, 42)?;
 /// assert_eq!(trainable(&model).len(), 2 * 2 * 2);

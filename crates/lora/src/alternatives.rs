@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 
 use crate::config::{LoraConfig, Names};
 use crate::error::Result;
@@ -28,7 +28,7 @@ impl LoraConfig {
     ///
     /// # Errors
     /// An invalid regular expression.
-    pub fn unmatched_alternatives(&self, model: &LlamaConfig) -> Result<Vec<UnmatchedAlternative>> {
+    pub fn unmatched_alternatives(&self, model: &DecoderConfig) -> Result<Vec<UnmatchedAlternative>> {
         let Some(Names::Pattern(pattern)) = &self.target_modules else { return Ok(Vec::new()) };
         if is_all_linear(pattern) {
             return Ok(Vec::new());
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn alternatives_without_effect_are_named() {
-        let model = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(100, 16, 40, 2, 4) };
+        let model = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(100, 16, 40, 2, 4) };
         let unmatched = |pattern: &str| -> Vec<String> {
             let target_modules = Some(Names::Pattern(pattern.to_owned()));
             let config = LoraConfig { target_modules, ..LoraConfig::default() };

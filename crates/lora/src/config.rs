@@ -1,6 +1,6 @@
 //! An adapter's configuration in PEFT's format: `adapter_config.json`.
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -53,7 +53,7 @@ pub enum BiasTraining {
 ///
 /// ```
 /// use lora::LoraConfig;
-/// use models::LlamaConfig;
+/// use models::DecoderConfig;
 ///
 /// let config = LoraConfig {
 ///     r: 8,
@@ -62,7 +62,7 @@ pub enum BiasTraining {
 ///     target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
 ///     ..LoraConfig::default()
 /// };
-/// let model = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(100, 16, 40, 2, 4) };
+/// let model = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(100, 16, 40, 2, 4) };
 /// assert_eq!(config.trainable_parameters(&model)?, 2 * 8 * (2 * (16 + 16) + 2 * (16 + 8)));
 /// # Ok::<(), lora::Error>(())
 /// ```
@@ -185,7 +185,7 @@ impl LoraConfig {
     ///
     /// # Errors
     /// [`Error::Unsupported`]; an invalid regular expression.
-    pub fn check_tying(&self, model: &LlamaConfig) -> Result<()> {
+    pub fn check_tying(&self, model: &DecoderConfig) -> Result<()> {
         const ENDS: [&str; 2] = ["lm_head", "model.embed_tokens"];
         if !self.ensure_weight_tying {
             return Ok(());

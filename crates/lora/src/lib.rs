@@ -21,11 +21,11 @@
 //! ```
 //! use lora::{Adapters, LoraConfig};
 //! use models::module::{Context, Input, LanguageModel};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! # let folder = std::env::temp_dir().join(format!("lora-doc-{}", std::process::id()));
-//! let base = LlamaConfig::llama(100, 16, 40, 2, 4);
+//! let base = DecoderConfig::llama(100, 16, 40, 2, 4);
 //! let mut model = Llama::new(&base, (Kind::Float, Device::Cpu))?;
 //! let config = LoraConfig {
 //!     r: 8,

@@ -3,7 +3,7 @@
 //! PEFT accepts them, and a misspelt one trains less than was meant. Files are read as PEFT reads them; who configures a training calls
 //! [`LoraConfig::check_matches`].
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
@@ -20,7 +20,7 @@ impl LoraConfig {
     /// # Errors
     /// [`Error::NoMatch`] with the nearest name; [`Error::NoTarget`] if nothing is adapted; [`Error::Option`] for a rank beyond both widths of
     /// a projection, where it adds nothing but memory; as [`LoraConfig::options`].
-    pub fn check_matches(&self, model: &LlamaConfig) -> Result<()> {
+    pub fn check_matches(&self, model: &DecoderConfig) -> Result<()> {
         self.check()?;
         self.check_layers_pattern()?;
         let all = projections(model);

@@ -4,7 +4,7 @@
 //! for whole names. Modules that are excluded or saved whole are never adapted. Regular expressions are those of the `fancy-regex`
 //! crate, which has Python's look-around and back-references.
 
-use models::{LlamaConfig, hugging_face};
+use models::{DecoderConfig, hugging_face};
 use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
@@ -213,7 +213,7 @@ impl LoraConfig {
     ///
     /// # Errors
     /// Those of [`LoraConfig::options`]; [`Error::NoTarget`].
-    pub fn trainable_parameters(&self, model: &LlamaConfig) -> Result<u64> {
+    pub fn trainable_parameters(&self, model: &DecoderConfig) -> Result<u64> {
         self.check()?;
         let targets = Targets::new(self)?;
         let projections = projections(model);
@@ -247,7 +247,7 @@ impl LoraConfig {
 }
 
 /// Name and `[in, out]` of every projection of such a model.
-pub(crate) fn projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
+pub(crate) fn projections(model: &DecoderConfig) -> Vec<(String, [i64; 2])> {
     const HEAD: &str = "lm_head";
     let blocks = model.projections().into_iter().filter(|(name, _)| name != HEAD);
     let blocks = blocks.map(|(name, widths)| (hugging_face::tensor_name(&name), widths));

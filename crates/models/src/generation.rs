@@ -17,10 +17,10 @@
 //!
 //! ```
 //! use models::generation::{GenerateOptions, generate};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind};
 //!
-//! let model = Llama::new(&LlamaConfig::qwen2(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+//! let model = Llama::new(&DecoderConfig::qwen2(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 //! let options = GenerateOptions { max_new_tokens: 5, ..GenerateOptions::default() };
 //! let generated = generate(&model, &[vec![3, 1, 4], vec![1, 5, 9, 2, 6]], &options, &mut ())?;
 //! assert_eq!(generated[1].tokens.len(), 5);

@@ -1,7 +1,7 @@
 //! Models in Hugging Face's folder format: reading and writing.
 //!
 //! ```text
-//! config.json                        sizes and options: LlamaConfig
+//! config.json                        sizes and options: DecoderConfig
 //! model.safetensors                  the weights, or
 //! model-00001-of-00002.safetensors …     shards of them, and
 //! model.safetensors.index.json           the shard of each tensor
@@ -15,18 +15,18 @@
 //!
 //! ```
 //! use models::hugging_face::{self, Folder};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! let directory = tempfile::tempdir()?;
 //! let path = directory.path().join("tiny");
-//! let model = Llama::new(&LlamaConfig::qwen2(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+//! let model = Llama::new(&DecoderConfig::qwen2(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 //! hugging_face::save(&model, &path, hugging_face::SHARD_BYTES)?;
 //!
 //! let folder = Folder::open(&path)?;
 //! assert_eq!(folder.kind()?, Kind::Float);
 //! let halved = folder.load(Some(Kind::BFloat16), Device::Cpu)?;
-//! assert_eq!(halved.llama_config(), model.llama_config());
+//! assert_eq!(halved.decoder_config(), model.decoder_config());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -48,7 +48,7 @@ pub(crate) use weights::Weights;
 
 use crate::error::Result;
 use crate::init::Init;
-use crate::llama::{Llama, LlamaConfig};
+use crate::llama::{DecoderConfig, Llama};
 use crate::strict_json;
 use crate::tensors_file::{TensorLocation, file_error};
 
@@ -65,7 +65,7 @@ const PREFIX: &str = "model.";
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
-    config: LlamaConfig,
+    config: DecoderConfig,
     weights: Weights,
     has_own_head: bool,
     end_tokens: Vec<i64>,
@@ -97,7 +97,7 @@ impl Folder {
         if !config_path.is_file() {
             return Err(file_error(path, format!("{CONFIG} is missing; {}", contents(path))));
         }
-        let mut config = LlamaConfig::read(&config_path)?;
+        let mut config = DecoderConfig::read(&config_path)?;
         let mut weights = Weights::open(path)?;
         let tied = weights.ties(config.tie_word_embeddings)?;
         let has_own_head = config.tie_word_embeddings && !tied;
@@ -127,7 +127,7 @@ impl Folder {
 
     /// Returns the configuration in `config.json`. Its `tie_word_embeddings` is false also where the files have a head with other values
     /// than the embedding's, which is used, as transformers 5 does (transformers 4 ignores such a head).
-    pub fn config(&self) -> &LlamaConfig {
+    pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
@@ -246,7 +246,7 @@ impl Folder {
 /// [`load_state_dict`](crate::state_dict::load_state_dict).
 pub fn load_weights(model: &Llama, path: &Path) -> Result<()> {
     let mut weights = Weights::open(path)?;
-    if model.llama_config().tie_word_embeddings && !weights.ties(true)? {
+    if model.decoder_config().tie_word_embeddings && !weights.ties(true)? {
         let reason = "its head has other values than the embedding, and the model ties them; create the model with \
                       `tie_word_embeddings` false";
         return Err(file_error(path, reason.to_owned()));

@@ -69,7 +69,7 @@ pub use gpt2::{Gpt2, Gpt2Config};
 pub use gpt2_like::{Gpt2Like, Gpt2LikeConfig};
 pub use init::Init;
 pub use linear::Linear;
-pub use llama::{Llama, LlamaConfig};
+pub use llama::{DecoderConfig, Llama};
 pub use loss_head::ProjectionHead;
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};

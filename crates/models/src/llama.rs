@@ -20,7 +20,7 @@
 //! | Gemma 2 (arXiv:2408.00118) | as Gemma 3 without norm, with caps of scores and logits |
 //! | Phi-3 (arXiv:2404.14219) | `qkv_proj` and `gate_up_proj`; a part of each head rotates; longrope |
 //!
-//! [`Family`] decides the structure and [`LlamaConfig`] the rest, as in Hugging Face's `config.json`. Norms, rotation and the
+//! [`Family`] decides the structure and [`DecoderConfig`] the rest, as in Hugging Face's `config.json`. Norms, rotation and the
 //! gated product are fused passes of `runtime`. On the CPU and in flash attention, keys and values of grouped queries are never
 //! copied. So between forward and backward a block of Llama keeps, per token in elements: the outputs of both norms 2H, the rotated
 //! queries and keys with the values and the attention output 2(h + g)e, 3F of the MLP, and h + 2 numbers of softmax and norms.
@@ -31,10 +31,10 @@
 //!
 //! ```
 //! use models::module::{Input, LanguageModel, parameter_count};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
-//! let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(100, 16, 40, 2, 4) };
+//! let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(100, 16, 40, 2, 4) };
 //! let model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
 //! let of_block = (16 * 16 + 2 * 16 * 8 + 16 * 16) + 3 * 16 * 40 + 2 * 16;
 //! assert_eq!(parameter_count(&model).total, 100 * 16 + 2 * of_block + 16 + 100 * 16);
@@ -52,7 +52,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
-pub use decoder::{DecoderConfig as LlamaConfig, Family, LayerType, LongRope, NormPlacement, QueryKeyNorm};
+pub use decoder::{DecoderConfig, Family, LayerType, LongRope, NormPlacement, QueryKeyNorm};
 pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use rotary::Rotaries;
 
@@ -74,7 +74,7 @@ pub struct Llama {
     layers: Vec<Box<dyn Block>>,
     norm: RmsNorm,
     lm_head: Box<dyn LossHead>,
-    config: LlamaConfig,
+    config: DecoderConfig,
 }
 
 impl Llama {
@@ -83,12 +83,12 @@ impl Llama {
     ///
     /// # Errors
     /// An invalid configuration, with the field; too little memory.
-    pub fn new(config: &LlamaConfig, options: (Kind, Device)) -> Result<Self> {
+    pub fn new(config: &DecoderConfig, options: (Kind, Device)) -> Result<Self> {
         Self::with_init(config, Init::Normal { std: config.initializer_range }, options)
     }
 
     /// Creates a model whose matrices have the given initialisation; biases are 0 and norms 1.
-    pub(crate) fn with_init(config: &LlamaConfig, init: Init, options: (Kind, Device)) -> Result<Self> {
+    pub(crate) fn with_init(config: &DecoderConfig, init: Init, options: (Kind, Device)) -> Result<Self> {
         Self::assemble(config, init, options, &mut |_, block| Ok(block))
     }
 
@@ -99,13 +99,13 @@ impl Llama {
     /// # Errors
     /// As [`Llama::new`]; those of `wrap`.
     pub fn assemble(
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         init: Init,
         options: (Kind, Device),
         wrap: &mut dyn FnMut(usize, Box<dyn Block>) -> Result<Box<dyn Block>>,
     ) -> Result<Self> {
         config.check()?;
-        let &LlamaConfig { vocab_size, hidden_size, .. } = config;
+        let &DecoderConfig { vocab_size, hidden_size, .. } = config;
         let rope = Rotaries::new(config, options.1)?;
         let of_block = options;
         let options = (dense_kind(options.0), options.1);
@@ -134,19 +134,19 @@ impl Llama {
     }
 
     /// Returns the configuration.
-    pub fn llama_config(&self) -> &LlamaConfig {
+    pub fn decoder_config(&self) -> &DecoderConfig {
         &self.config
     }
 }
 
 /// Creates a norm of this width.
-fn norm(config: &LlamaConfig, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
+fn norm(config: &DecoderConfig, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
     let offset = if config.family.is_gemma() { 1.0 } else { 0.0 };
     RmsNorm::with_offset(width, config.rms_norm_eps, offset, (dense_kind(options.0), options.1))
 }
 
 /// The factor of the embedding's rows of this dtype.
-fn embedding_scale(config: &LlamaConfig, kind: Kind) -> f64 {
+fn embedding_scale(config: &DecoderConfig, kind: Kind) -> f64 {
     if !config.family.is_gemma() {
         return config.embedding_multiplier;
     }
@@ -194,7 +194,7 @@ impl LanguageModel for Llama {
 
     fn config(&self) -> serde_json::Value {
         // Fields that no computation depends on must not prevent a training from being resumed.
-        let config = LlamaConfig { other_fields: serde_json::Map::new(), ..self.config.clone() };
+        let config = DecoderConfig { other_fields: serde_json::Map::new(), ..self.config.clone() };
         serde_json::to_value(config).unwrap_or_default()
     }
 
@@ -203,7 +203,7 @@ impl LanguageModel for Llama {
     }
 
     fn cache_shape(&self) -> Option<CacheShape> {
-        let LlamaConfig { num_key_value_heads: heads, head_dim: head, .. } = self.config;
+        let DecoderConfig { num_key_value_heads: heads, head_dim: head, .. } = self.config;
         let weight = &self.embed_tokens.weight;
         Some(CacheShape {
             layers: self.layers.len(),

@@ -5,7 +5,7 @@
 use std::error::Error;
 
 use models::module::trainable;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{HostAdamW, HostOptions, Offload};
 use tch::{Device, Kind};
 use training::Trainer;
@@ -26,7 +26,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
 /// Trains five steps and returns their losses.
 fn train(device: Device, options: Option<offload::Options>) -> Result<Vec<f64>, Box<dyn Error>> {
     runtime::random::seed(1)?;
-    let mut model = Llama::new(&LlamaConfig::llama(64, 32, 88, 6, 4), (Kind::Float, device))?;
+    let mut model = Llama::new(&DecoderConfig::llama(64, 32, 88, 6, 4), (Kind::Float, device))?;
     let groups = |model: &Llama| vec![Group::new(trainable(model), 1e-2)];
     let optimizer: Box<dyn Optimizer> = match options {
         None => Box::new(DeviceOptimizer::new(AdamW::default(), groups(&model))?),

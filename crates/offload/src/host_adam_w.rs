@@ -80,12 +80,12 @@ pub struct Stepped {
 ///
 /// ```
 /// use models::module::{Input, LanguageModel, trainable};
-/// use models::{Llama, LlamaConfig};
+/// use models::{Llama, DecoderConfig};
 /// use offload::{HostAdamW, HostOptions, Offload, Options};
 /// use tch::{Device, Kind, Tensor};
 /// use training::optimizer::{AdamW, Group};
 ///
-/// let config = LlamaConfig::qwen2(100, 32, 64, 4, 4);
+/// let config = DecoderConfig::qwen2(100, 32, 64, 4, 4);
 /// let mut model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
 /// let offload = Offload::apply(&mut model, &Options::default())?;
 /// let group = Group::new(trainable(&model), 1e-3);

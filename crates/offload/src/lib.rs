@@ -14,11 +14,11 @@
 //!
 //! ```
 //! use models::module::{Input, LanguageModel};
-//! use models::{Llama, LlamaConfig};
+//! use models::{Llama, DecoderConfig};
 //! use offload::{Offload, Options};
 //! use tch::{Device, Kind, Tensor};
 //!
-//! let config = LlamaConfig { num_hidden_layers: 6, ..LlamaConfig::qwen2(100, 32, 64, 6, 4) };
+//! let config = DecoderConfig { num_hidden_layers: 6, ..DecoderConfig::qwen2(100, 32, 64, 6, 4) };
 //! let mut model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
 //! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1]).view([1, 4]);
 //! let before = model.loss(&Input::new(&tokens), &tokens)?.sum;

@@ -6,7 +6,7 @@ use models::module::{
     Block, FunctionalCall, Module, ModuleMapper, NamedTensor, freeze, map_modules, tensors, try_replace,
 };
 use models::tensors_file::TensorLocation;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::device;
 use runtime::nf4::Scales;
 use tch::{Device, Kind};
@@ -56,7 +56,7 @@ impl Offload {
     /// # Errors
     /// As [`Llama::new`] and [`Offload::apply`].
     pub fn assemble(
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         init: Init,
         kind: Kind,
         options: &Options,
@@ -103,7 +103,7 @@ impl Offload {
     }
 
     fn build(
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         init: Init,
         kind: Kind,
         options: &Options,

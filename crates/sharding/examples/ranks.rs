@@ -9,7 +9,7 @@
 use std::error::Error;
 
 use models::module::trainable;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use sharding::{Options, ShardedOptimizer, Stage};
 use tch::{Device, Kind};
@@ -28,7 +28,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
         None => Group::alone(),
     };
     runtime::random::seed(1)?; // The same weights on every rank.
-    let model = Llama::new(&LlamaConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
+    let model = Llama::new(&DecoderConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
     let parameters = trainable(&model);
     let order = parameters.iter().map(|(name, _)| name.clone()).collect();
     let options = Options { stage: Stage::Two, order, ..Options::default() };

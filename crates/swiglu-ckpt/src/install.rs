@@ -37,11 +37,11 @@ use crate::level::CheckpointLevel;
 /// Install adapters before this, and activation plans and offloading after it.
 ///
 /// ```
-/// use models::{Llama, LlamaConfig};
+/// use models::{Llama, DecoderConfig};
 /// use swiglu_ckpt::{CheckpointLevel, install};
 /// use tch::{Device, Kind};
 ///
-/// let mut model = Llama::new(&LlamaConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+/// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 /// assert_eq!(install(&mut model, CheckpointLevel::InputOnly)?, 2);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -1,6 +1,6 @@
 //! The models of the experiments, by scale.
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use report::cli::Scale;
 use tch::{Device, Kind};
 
@@ -23,9 +23,9 @@ pub(crate) fn training(scale: Scale, kind: Kind, device: Device, seed: u64) -> T
         Scale::Full => (32_000, 256, 688, 2, 4, 8, 1024, 6),
         Scale::Paper => (128_256, 1024, 2816, 12, 16, 8, 1024, 200),
     };
-    let model = LlamaConfig {
+    let model = DecoderConfig {
         max_position_embeddings: sequence,
-        ..LlamaConfig::llama(vocabulary, hidden, inner, layers, heads)
+        ..DecoderConfig::llama(vocabulary, hidden, inner, layers, heads)
     };
     Training { model, batch_size, sequence: sequence as usize, kind, steps, lr: 1e-3, device, seed }
 }

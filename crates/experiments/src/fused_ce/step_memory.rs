@@ -9,7 +9,7 @@ use accounting::estimate::{Estimate, TrainingPlan, estimate};
 use accounting::memory::recipe::Recipe;
 use accounting::recompute::{NormKernel, SwigluLevel};
 use anyhow::Result;
-use models::LlamaConfig;
+use models::DecoderConfig;
 use models::module::{Context, Input, LanguageModel, trainable};
 use runtime::autograd::Keep;
 use runtime::memory::{Region, live_bytes};
@@ -43,7 +43,7 @@ pub(crate) struct StepMemory {
 /// # Errors
 /// Those of the model and of the optimizer.
 pub(crate) fn measure(
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     variant: Variant,
     [rows, sequence]: [i64; 2],
     kind: Kind,
@@ -122,7 +122,7 @@ fn step(
 /// # Errors
 /// Sizes that it cannot count.
 pub(crate) fn predict(
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     variant: Variant,
     [rows, sequence]: [i64; 2],
     device: Device,

@@ -11,7 +11,7 @@ use dataloading::loader::LoaderOptions;
 use dataloading::packing::PackingOptions;
 use fused_ce::Chunk;
 use models::module::{LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::memory::live_bytes;
 use tch::{Device, Kind};
 use training::Trainer;
@@ -104,7 +104,7 @@ impl fmt::Display for Variant {
 #[derive(Clone, Debug)]
 pub(crate) struct Training {
     /// The model.
-    pub model: LlamaConfig,
+    pub model: DecoderConfig,
     /// Rows of a batch.
     pub batch_size: usize,
     /// Tokens of a row.
@@ -139,7 +139,7 @@ pub(crate) struct Outcome {
 /// # Errors
 /// Those of the model.
 pub(crate) fn model(
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     variant: Variant,
     tokens: i64,
     options: (Kind, Device),

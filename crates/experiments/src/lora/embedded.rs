@@ -13,7 +13,7 @@ use frugal::tasks::gsm8k::{Accuracy, Evaluation, Grader};
 use lora::{Adapters, LoraConfig};
 use models::module::{LanguageModel, parameter_count};
 use models::state_dict::{load_state_dict, state_dict};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::random::Generator;
@@ -162,11 +162,11 @@ struct Experiment<'a> {
 impl Experiment<'_> {
     fn model(&self) -> anyhow::Result<Llama> {
         let vocabulary = self.world.encoder.options().vocabulary as i64;
-        let config = LlamaConfig {
+        let config = DecoderConfig {
             num_key_value_heads: 2,
             max_position_embeddings: CONTEXT,
             rope: Frequencies { theta: 1e4, ..Frequencies::default() },
-            ..LlamaConfig::qwen2(vocabulary, 128, 384, 4, 4)
+            ..DecoderConfig::qwen2(vocabulary, 128, 384, 4, 4)
         };
         let mut model = Llama::new(&config, (Kind::Float, self.device))?;
         fused_ce::install(&mut model, &fused_ce::LinearCrossEntropy::default())?;

@@ -206,7 +206,7 @@ impl Prepared {
         let mut model = Box::new(shape.model(options.0, options.1)?);
         let chunk = Some(Chunk::Tokens(chunk(shape)?));
         fused_ce::install(&mut *model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
-        let layers = model.llama_config().num_hidden_layers as usize;
+        let layers = model.decoder_config().num_hidden_layers as usize;
         let vocabulary = model.vocabulary();
         if train == Trained::Adapters {
             let lora = LoraConfig {

@@ -10,7 +10,7 @@ use std::time::Instant;
 use accounting::offload::Method as Paper;
 use anyhow::Context;
 use frugal::planning::MachineRates;
-use models::LlamaConfig;
+use models::DecoderConfig;
 use offload::{HostAdamW, HostOptions, Options, StreamKind};
 use report::{Case, Metric};
 use runtime::device::pinned_bytes;
@@ -89,7 +89,7 @@ pub(crate) fn case(pass: &str, method: &str, tier: &str) -> Case {
 /// What all variants of a comparison have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct Conditions {
-    pub(crate) config: LlamaConfig,
+    pub(crate) config: DecoderConfig,
     pub(crate) device: Device,
     pub(crate) tokens: i64,
     pub(crate) seed: u64,

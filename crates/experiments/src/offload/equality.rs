@@ -3,8 +3,8 @@
 use std::slice;
 
 use clap::Args;
+use models::DecoderConfig;
 use models::Llama;
-use models::LlamaConfig;
 use models::module::{Context, Input, LanguageModel, parameters, trainable};
 use offload::{Method, Offload, Options};
 use report::cli::{CommonArgs, Scale};
@@ -94,7 +94,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
 
 /// The logits of every token, on the host.
 fn logits(
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     options: Option<&Options>,
     seed: u64,
     device: Device,
@@ -108,13 +108,13 @@ fn logits(
 }
 
 /// Returns `[1, 4]` token ids.
-fn tokens(config: &LlamaConfig, device: Device) -> anyhow::Result<Tensor> {
+fn tokens(config: &DecoderConfig, device: Device) -> anyhow::Result<Tensor> {
     let tokens = Tensor::from_slice(&TOKENS.map(|token| token % config.vocab_size));
     Ok(tokens.f_view([1, 4])?.f_to_device(device)?)
 }
 
 fn train(
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     options: Option<&Options>,
     seed: u64,
     steps: u32,

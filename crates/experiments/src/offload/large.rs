@@ -10,7 +10,7 @@ use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::bail;
 use clap::Args;
 use frugal::planning::{self, MachineRates, PeakMeter};
-use models::LlamaConfig;
+use models::DecoderConfig;
 use offload::{Method, Options, Tier};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
@@ -95,7 +95,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let from_products = [simulate(&costs[0], rates, &plan.setup, Start::Warm)?, plan.step.clone()];
 
     progress.message("measuring a few layers");
-    let few = LlamaConfig { num_hidden_layers: layers.min(calibration::LAYERS), ..config.clone() };
+    let few = DecoderConfig { num_hidden_layers: layers.min(calibration::LAYERS), ..config.clone() };
     let ring = calibration::RING.min(layers.unsigned_abs() as usize - 1).max(1);
     let folder = tempfile::tempdir_in(scratch.path())?;
     let options = Options {

@@ -5,7 +5,7 @@ use std::time::Instant;
 use fused_ce::{Chunk, LinearCrossEntropy};
 use models::init::Init;
 use models::module::{Context, Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{Offload, Options};
 use runtime::autograd::{backward, set_grad};
 use runtime::device;
@@ -43,7 +43,7 @@ impl MeasuredModel {
     /// # Errors
     /// Too little memory; what `options` ask for and cannot have.
     pub(crate) fn new(
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         (kind, device): (Kind, Device),
         options: Option<&Options>,
         (tokens, seed): (i64, u64),

@@ -6,7 +6,7 @@ use anyhow::ensure;
 use clap::Args;
 use dataloading::{Tokenizer, embedded};
 use models::module::{Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{HostAdamW, HostOptions, Offload, Options};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
@@ -62,7 +62,7 @@ struct Trained {
 
 /// A small training on real text.
 struct Training {
-    config: LlamaConfig,
+    config: DecoderConfig,
     steps: u64,
     seed: u64,
     device: Device,
@@ -82,11 +82,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Res
         Scale::Paper => (896, 12, 200),
     };
     let steps = arguments.steps.unwrap_or(steps);
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: 2,
         tie_word_embeddings: true,
         max_position_embeddings: LENGTH,
-        ..LlamaConfig::qwen2(4096, width, 3 * width, layers, 4)
+        ..DecoderConfig::qwen2(4096, width, 3 * width, layers, 4)
     };
     let most = DEMANDS.iter().map(|demand| demand.micro_batches).max().unwrap_or(1);
     let rows = rows(steps * most, device)?;

@@ -6,7 +6,7 @@ use accounting::offload::sizes::Choices;
 use accounting::offload::{Method, OptimizerPlace, Setup, Start, StepCosts, simulate, sizes};
 use anyhow::Context;
 use frugal::planning::{MachineRates, choices, widens};
-use models::LlamaConfig;
+use models::DecoderConfig;
 use tch::{Device, Kind};
 
 use super::measured_model::HEAD_TOKENS;
@@ -27,7 +27,7 @@ pub(crate) enum Step {
 /// # Errors
 /// A shape that is none.
 pub(crate) fn costs(
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     (kind, device): (Kind, Device),
     tokens: i64,
     step: Step,

@@ -5,7 +5,7 @@ mod measure;
 mod predict;
 mod rows;
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use offload::Method;
 use tch::Kind;
 use training::activations::LayerPlan;
@@ -97,7 +97,7 @@ pub struct Row {
     /// What the table calls its model and batch.
     pub shape: &'static str,
     /// The model.
-    pub config: LlamaConfig,
+    pub config: DecoderConfig,
     /// Rows of a batch and tokens of a row.
     pub batch: [i64; 2],
     /// Dtype of the weights.

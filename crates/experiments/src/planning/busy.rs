@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::wait_policy::VARIABLES;
@@ -49,8 +49,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Busy) -> anyhow::Result<()> {
     let policies: &[(&str, Option<(&str, &str)>)] = if spins.is_empty() { &POLICIES } else { &spins };
     let sandbox = Sandbox::new()?;
     let config = match arguments.scale {
-        Scale::Smoke => LlamaConfig::llama(4096, 64, 176, 2, 2),
-        _ => LlamaConfig::llama(4096, 256, 704, 6, 4),
+        Scale::Smoke => DecoderConfig::llama(4096, 64, 176, 2, 2),
+        _ => DecoderConfig::llama(4096, 256, 704, 6, 4),
     };
     sandbox.write_model("model", &config, Kind::Float)?;
     sandbox.write_rows("rows.jsonl", 16, 64, common.seed)?;

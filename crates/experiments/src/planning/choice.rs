@@ -3,7 +3,7 @@
 //! Each variant is a training of its own under the same budget; rounds alternate over the variants. Its time is the least, over the
 //! rounds, of the median step. A variant that the budget refuses does not fit.
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
@@ -31,7 +31,7 @@ pub(crate) struct Choice {
 /// A model, a method, and a budget.
 struct Job {
     model: &'static str,
-    config: LlamaConfig,
+    config: DecoderConfig,
     kind: Kind,
     method: &'static str,
     rows: usize,
@@ -98,14 +98,14 @@ impl Job {
 
 /// The cases of a scale.
 fn jobs(scale: Scale) -> Vec<Job> {
-    let tied = |config: LlamaConfig, kv_heads| LlamaConfig {
+    let tied = |config: DecoderConfig, kv_heads| DecoderConfig {
         num_key_value_heads: kv_heads,
         tie_word_embeddings: true,
         ..config
     };
-    let tiny = || tied(LlamaConfig::qwen2(4096, 128, 704, 4, 2), 1);
-    let smol = || tied(LlamaConfig::llama(49_152, 576, 1536, 30, 9), 3);
-    let qwen = || tied(LlamaConfig::qwen2(151_936, 896, 4864, 24, 14), 2);
+    let tiny = || tied(DecoderConfig::qwen2(4096, 128, 704, 4, 2), 1);
+    let smol = || tied(DecoderConfig::llama(49_152, 576, 1536, 30, 9), 3);
+    let qwen = || tied(DecoderConfig::qwen2(151_936, 896, 4864, 24, 14), 2);
     let job = |model, config, kind, method, length, budget| Job {
         model,
         config,

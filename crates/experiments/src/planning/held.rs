@@ -1,7 +1,7 @@
 //! `planning held`: trainings at their least budgets, whose memory is sampled from outside of the process.
 
 use anyhow::{Context, ensure};
-use models::LlamaConfig;
+use models::DecoderConfig;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
@@ -61,8 +61,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Held) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
     let sandbox = Sandbox::new()?;
     let (config, trainings) = match arguments.scale {
-        Scale::Smoke => (LlamaConfig::llama(4096, 64, 176, 4, 2), &TRAININGS[..1]),
-        _ => (LlamaConfig::llama(4096, 384, 1024, 8, 6), &TRAININGS[..]),
+        Scale::Smoke => (DecoderConfig::llama(4096, 64, 176, 4, 2), &TRAININGS[..1]),
+        _ => (DecoderConfig::llama(4096, 384, 1024, 8, 6), &TRAININGS[..]),
     };
     sandbox.write_model("base", &config, Kind::Float)?;
     sandbox.write_model("narrow", &config, Kind::BFloat16)?;

@@ -1,6 +1,6 @@
 //! `planning large`: fine-tunes a model that is larger than its budget, with the program.
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
@@ -30,7 +30,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         Scale::Smoke => ("tiny", Shape::Tiny.config()?, 32, "1GiB"),
         Scale::Laptop => (
             "4 of Qwen2.5-7B's blocks",
-            LlamaConfig { num_hidden_layers: 4, vocab_size: 32_768, ..seven_billion()? },
+            DecoderConfig { num_hidden_layers: 4, vocab_size: 32_768, ..seven_billion()? },
             128,
             "2GiB",
         ),

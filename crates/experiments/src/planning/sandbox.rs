@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use frugal::run_folder::RunRecord;
 use models::hugging_face::{self, ModelFiles};
 use models::tensors_file::LazyTensor;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use report::Record;
 use runtime::random::Generator;
 use serde_json::{Value, json};
@@ -88,7 +88,7 @@ impl Sandbox {
     ///
     /// # Errors
     /// A full disk.
-    pub(super) fn write_model(&self, name: &str, config: &LlamaConfig, kind: Kind) -> anyhow::Result<()> {
+    pub(super) fn write_model(&self, name: &str, config: &DecoderConfig, kind: Kind) -> anyhow::Result<()> {
         let folder = self.folder.path().join(name);
         let model = Llama::new(config, (kind, Device::Cpu))?;
         started_program::write_model(&model, &folder)
@@ -101,7 +101,7 @@ impl Sandbox {
     pub(super) fn write_random_model(
         &self,
         name: &str,
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         kind: Kind,
     ) -> anyhow::Result<()> {
         let random = |(name, shape): (String, Vec<i64>)| {

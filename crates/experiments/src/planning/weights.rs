@@ -1,7 +1,7 @@
 //! `planning weights`: a full fine-tuning in fp32, and in bf16 under each way in which its weights can take small updates.
 
 use anyhow::Context;
-use models::LlamaConfig;
+use models::DecoderConfig;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
@@ -29,9 +29,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Weights) -> anyhow::Result<()
     let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
     let sandbox = Sandbox::new()?;
     let (config, steps, seeds) = match arguments.scale {
-        Scale::Smoke => (LlamaConfig::llama(4096, 64, 176, 2, 2), 4, 1),
-        Scale::Laptop => (LlamaConfig::llama(4096, 256, 704, 4, 4), 100, 1),
-        Scale::Full | Scale::Paper => (LlamaConfig::llama(4096, 256, 704, 6, 4), 300, 2),
+        Scale::Smoke => (DecoderConfig::llama(4096, 64, 176, 2, 2), 4, 1),
+        Scale::Laptop => (DecoderConfig::llama(4096, 256, 704, 4, 4), 100, 1),
+        Scale::Full | Scale::Paper => (DecoderConfig::llama(4096, 256, 704, 6, 4), 300, 2),
     };
     sandbox.write_model("random", &config, Kind::Float)?;
     sandbox.copy_data("before.txt", "corpus/train.txt")?;

@@ -10,7 +10,7 @@ use frugal::config::{
 };
 use frugal::lora::LoraConfig;
 use frugal::models::module;
-use frugal::models::{Llama, LlamaConfig};
+use frugal::models::{DecoderConfig, Llama};
 use frugal::recipe::Handles;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::{Batches, Error, Trainer};
@@ -207,7 +207,7 @@ impl Training {
         (config.optimizer.lr, config.optimizer.warmup) = (1e-2, 0.0);
         (setup.set)(&mut config);
         runtime::random::seed(seed)?;
-        let model = Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), (Kind::Float, Device::Cpu))?;
+        let model = Llama::new(&DecoderConfig::llama(VOCABULARY, 16, 24, 3, 2), (Kind::Float, Device::Cpu))?;
         let mut prepared = Recipe::new(&config)?.apply(Box::new(model))?;
         let layout =
             Layout { batch: config.training.batch, packed: config.data.packing, ..Layout::default() };

@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, ensure};
 use models::module::tensors;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use report::cli::Scale;
 use runtime::random::Generator;
 use serde_json::{Value, json};
@@ -244,11 +244,11 @@ impl Sandbox {
 
     /// Writes a Qwen2 of two layers with the tokenizer of the embedded data.
     fn write_model(&self) -> anyhow::Result<()> {
-        let config = LlamaConfig {
+        let config = DecoderConfig {
             num_key_value_heads: 2,
             max_position_embeddings: 200,
             tie_word_embeddings: true,
-            ..LlamaConfig::qwen2(4096, 32, 48, 2, 4)
+            ..DecoderConfig::qwen2(4096, 32, 48, 2, 4)
         };
         let model = Llama::new(&config, (tch::Kind::Float, Device::Cpu))?;
         let mut generator = Generator::new(1)?;

@@ -3,7 +3,7 @@
 use clap::Args;
 use dataloading::{Batch, Counts};
 use models::module::{self, LanguageModel};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use training::Trainer;
@@ -74,11 +74,11 @@ impl Sizes {
         .collect()
     }
 
-    pub(crate) fn config(&self) -> LlamaConfig {
+    pub(crate) fn config(&self) -> DecoderConfig {
         let Self { hidden, feed_forward, layers, vocabulary, .. } = *self;
-        LlamaConfig {
+        DecoderConfig {
             tie_word_embeddings: true,
-            ..LlamaConfig::llama(vocabulary, hidden, feed_forward, layers, 8)
+            ..DecoderConfig::llama(vocabulary, hidden, feed_forward, layers, 8)
         }
     }
 

@@ -3,7 +3,7 @@
 use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::{Adapters, LoraConfig};
 use models::module::{Context, Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::measure::{self, MeasurementPlan};
@@ -110,10 +110,10 @@ fn slope(values: &[f64]) -> f64 {
 fn step(sizes: &Sizes, plan: &MeasurementPlan, seed: u64) -> anyhow::Result<(measure::Samples, f64)> {
     let Sizes { rows, length, layers, vocabulary, adapters } = *sizes;
     runtime::random::seed(seed)?;
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: 2,
         max_position_embeddings: length,
-        ..LlamaConfig::qwen2(vocabulary, 256, 768, layers, 4)
+        ..DecoderConfig::qwen2(vocabulary, 256, 768, layers, 4)
     };
     let device = plan.device;
     let mut model = Llama::new(&config, (Kind::Float, device))?;

@@ -1,7 +1,7 @@
 //! `training layers`: forward and backward through decoder layers of a Llama, for a comparison with another program.
 
 use models::module::{Input, LanguageModel};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use report::cli::CommonArgs;
 use report::{Case, Metric, Progress, Sink};
 use runtime::autograd::{Keep, backward_with};
@@ -78,10 +78,10 @@ fn one(
     let &[hidden, intermediate, heads, key_value_heads] = shape else {
         anyhow::bail!("--shape has {} sizes; expected HIDDEN,INTERMEDIATE,HEADS,KV_HEADS", shape.len());
     };
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: key_value_heads,
         max_position_embeddings: tokens,
-        ..LlamaConfig::llama(VOCABULARY, hidden, intermediate, arguments.layers, heads)
+        ..DecoderConfig::llama(VOCABULARY, hidden, intermediate, arguments.layers, heads)
     };
     let mut model = Llama::new(&config, (kind, device))?;
     if let Variant::Recomputed = variant {

@@ -7,7 +7,7 @@ use accounting::recompute::Recompute;
 use fused_ce::{LinearCrossEntropy, install};
 use lora::{Adapters, LoraConfig, Names};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind};
@@ -34,10 +34,10 @@ fn a_step_has_exactly_the_predicted_flops() {
     let (batch, sequence, labelled) = (2i64, 24i64, 10i64);
     for names in ["q,k,v,o", "q,v", "k", "o", "gate,up", "down", "q,k,v,o,gate,up,down"] {
         for full in [false, true] {
-            let config = LlamaConfig {
+            let config = DecoderConfig {
                 num_key_value_heads: 2,
                 max_position_embeddings: sequence,
-                ..LlamaConfig::llama(90, 32, 56, 3, 4)
+                ..DecoderConfig::llama(90, 32, 56, 3, 4)
             };
             let mut model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
             let targets = names.split(',').map(|name| format!("{name}_proj")).collect();

@@ -12,7 +12,7 @@ use accounting::recompute::{NormKernel, Recompute};
 use fused_ce::{Chunk, LinearCrossEntropy, install};
 use lora::{Adapters, LoraConfig};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -41,12 +41,12 @@ const RANK: i64 = 8;
 /// Of logits.
 const CHUNK: i64 = 64;
 
-fn config() -> LlamaConfig {
+fn config() -> DecoderConfig {
     let size = |n: u64| i64::try_from(n).unwrap();
-    LlamaConfig {
+    DecoderConfig {
         num_key_value_heads: size(SHAPE.kv_heads),
         max_position_embeddings: size(SHAPE.context),
-        ..LlamaConfig::qwen2(
+        ..DecoderConfig::qwen2(
             size(SHAPE.vocabulary),
             size(SHAPE.hidden),
             size(SHAPE.feed_forward),

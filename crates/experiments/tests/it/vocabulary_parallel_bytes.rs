@@ -8,7 +8,7 @@ use accounting::memory::recipe::Recipe;
 use accounting::memory::vocabulary_parallel::rank_bytes;
 use fused_ce::vocabulary_parallel::{ProcessGroup, ReduceOp, Shard};
 use fused_ce::{Chunk, Inputs, LinearCrossEntropy};
-use models::LlamaConfig;
+use models::DecoderConfig;
 use tch::{Device, Kind, Tensor};
 
 /// A group of one rank that counts the bytes it reduces.
@@ -26,7 +26,7 @@ impl ProcessGroup for Counting {
 #[test]
 fn as_many_bytes_are_reduced_as_predicted() {
     let (tokens, tile) = (24, 7);
-    let model = accounting::Decoder::of(&LlamaConfig::qwen2(40, 16, 24, 1, 2)).unwrap();
+    let model = accounting::Decoder::of(&DecoderConfig::qwen2(40, 16, 24, 1, 2)).unwrap();
     for (kind, recipe) in [(Kind::Float, Recipe::FP32), (Kind::BFloat16, Recipe::BF16)] {
         let group = Counting::default();
         let reduced = group.0.clone();

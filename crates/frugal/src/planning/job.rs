@@ -8,7 +8,7 @@ use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::{MOST_PLANNED_SLOTS, OptimizerPlace};
 use lora::{BiasTraining, Init, LoraConfig};
-use models::LlamaConfig;
+use models::DecoderConfig;
 use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 
@@ -41,7 +41,7 @@ fn refused(reason: &str) -> NotPredicted {
 /// Techniques, dtypes and families of models whose activations `accounting` does not predict, by name.
 pub fn job(
     config: &Config,
-    shape: &LlamaConfig,
+    shape: &DecoderConfig,
     (kind, device): (Kind, Device),
     data: &DataShape,
     rates: &KnownRates,
@@ -165,7 +165,7 @@ fn state_of(rule: OptimizerRule) -> Optimizer {
 }
 
 /// The adapters, if they are the same in all layers and on projections of the layers alone.
-fn low_rank(adapter: &LoraConfig, shape: &LlamaConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
+fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
     if adapter.bias != BiasTraining::None || adapter.modules_to_save.is_some() {
         return Err(refused("trained biases and modules saved whole"));
     }

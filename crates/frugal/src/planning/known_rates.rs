@@ -186,7 +186,7 @@ fn write(path: &Path, all: &BTreeMap<String, KnownRates>) -> std::io::Result<()>
 #[cfg(test)]
 mod tests {
     use accounting::offload::Budget;
-    use models::LlamaConfig;
+    use models::DecoderConfig;
 
     use super::*;
     use crate::config::Config;
@@ -216,7 +216,8 @@ mod tests {
     /// Before anything is measured, a model that fits a GPU is trained there, and not by its host.
     #[test]
     fn nominal_rates_of_a_gpu_keep_all_on_it() {
-        let shape = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::qwen2(4096, 512, 2048, 8, 8) };
+        let shape =
+            DecoderConfig { tie_word_embeddings: true, ..DecoderConfig::qwen2(4096, 512, 2048, 8, 8) };
         let (config, data) = (Config::default(), DataShape::uniform(4, 128, false));
         let (kind, device) = (Kind::Float, Device::Cuda(0));
         let host = KnownRates::nominal_of_host();

@@ -1,7 +1,7 @@
 //! Whether a training of 16-bit weights keeps fp32 copies of them.
 
 use accounting::candidates::{Found, Job};
-use models::LlamaConfig;
+use models::DecoderConfig;
 use tch::Kind;
 
 use crate::config::{Config, MasterWeights};
@@ -54,7 +54,7 @@ pub fn trains_half(config: &Config, kind: Kind) -> bool {
 
 /// Returns whether weights, gradients, optimizer state and master weights fit so many bytes, for a step that is not predicted. Ranks divide
 /// state and master weights.
-pub fn states_fit(config: &Config, shape: &LlamaConfig, ranks: usize, bytes: u64) -> bool {
+pub fn states_fit(config: &Config, shape: &DecoderConfig, ranks: usize, bytes: u64) -> bool {
     let numbers =
         |(_, sizes): (String, Vec<i64>)| sizes.iter().map(|size| size.unsigned_abs()).product::<u64>();
     let parameters: u64 = shape.shapes().into_iter().map(numbers).sum();
@@ -72,11 +72,11 @@ mod tests {
     use crate::planning::{self, DataShape, KnownRates};
 
     /// The shape of Qwen2.5-0.5B: 494 million weights.
-    fn shape() -> LlamaConfig {
-        LlamaConfig {
+    fn shape() -> DecoderConfig {
+        DecoderConfig {
             num_key_value_heads: 2,
             tie_word_embeddings: true,
-            ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
+            ..DecoderConfig::qwen2(151_936, 896, 4864, 24, 14)
         }
     }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use accounting::offload::Rates;
-use models::LlamaConfig;
+use models::DecoderConfig;
 use models::init::Init;
 use models::module::{Input, LanguageModel};
 use offload::{Method, Offload, Options, Tier, load_rate};
@@ -81,7 +81,7 @@ fn rate(measurement: &Measurement) -> Result<f64> {
 /// # Errors
 /// As [`MachineRates::measure`].
 pub fn layer_load_rate(device: Device, tier: &Tier) -> Result<f64> {
-    let config = LlamaConfig::llama(64, 1024, 1365, 2, 8);
+    let config = DecoderConfig::llama(64, 1024, 1365, 2, 8);
     let options = Options { device, method: Method::OneLayer, tier: tier.clone(), ..Options::default() };
     let (model, offload) = Offload::assemble(&config, Init::Constant(0.01), Kind::Float, &options)?;
     let tokens = Tensor::from_slice(&[1i64]).view([1, 1]).to_device(device);

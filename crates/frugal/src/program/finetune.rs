@@ -13,7 +13,7 @@ use std::rc::Rc;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, Dtype, Given, Method, Task};
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
@@ -461,7 +461,7 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
 const TARGETS: &str = "adapter.target_modules";
 
 /// The configuration with the default targets by the names that they have in a model whose projections are fused (Phi-3).
-fn with_own_targets(common: &Common, config: &Config, model: &LlamaConfig) -> Config {
+fn with_own_targets(common: &Common, config: &Config, model: &DecoderConfig) -> Config {
     let mut config = config.clone();
     let is_fused = model.projections().iter().any(|(name, _)| name.ends_with(".qkv_proj"));
     let default = Config::default_adapter().target_modules;

@@ -16,7 +16,7 @@ use models::hugging_face::{self, Folder};
 use models::module::first_non_finite;
 use models::state_dict::{load_state_dict, state_dict};
 use models::tensors_file::TensorsFile;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::atomic_write;
 use runtime::nf4::Scales;
 use serde_json::{Map, Value, json};
@@ -189,7 +189,7 @@ fn check(model: &Llama, out: &Path) -> anyhow::Result<()> {
 
 /// Returns the same model with its own head, whose values are no longer the embedding's.
 fn untied(model: &Llama) -> anyhow::Result<Llama> {
-    let config = LlamaConfig { tie_word_embeddings: false, ..model.llama_config().clone() };
+    let config = DecoderConfig { tie_word_embeddings: false, ..model.decoder_config().clone() };
     let state = state_dict(model);
     let (kind, device) = state.first().map_or((Kind::Float, Device::Cpu), |(_, x)| (x.kind(), x.device()));
     let apart = Llama::new(&config, (kind, device))?;

@@ -3,7 +3,7 @@
 use frugal::Config;
 use frugal::config::{MasterWeights, OptimizerRule};
 use frugal::lora::{BiasTraining, LoraConfig};
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::planning;
 use tch::Kind;
 
@@ -62,7 +62,7 @@ pub(crate) fn tell_of_optimizer(common: &Common, config: &Config, kind: Kind) {
 pub(crate) fn tell_of_pattern(
     common: &Common,
     adapter: &LoraConfig,
-    model: &LlamaConfig,
+    model: &DecoderConfig,
 ) -> anyhow::Result<()> {
     for unmatched in adapter.unmatched_alternatives(model)? {
         let nearest = unmatched.nearest.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));

@@ -9,7 +9,7 @@ use accounting::offload::{Budget, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
 use frugal::config::{ActivationPlan, Bytes, MasterWeights};
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::planning::{self, DataShape, KnownRates, NotPredicted, Searched};
 use frugal::recipe::Handles;
 use frugal::training::trainer::{CheaperPlan, CheaperPlans};
@@ -43,7 +43,7 @@ const CACHE_SLACK: u8 = 25;
 /// What of a training its plan depends on.
 pub(crate) struct PlannedTraining<'a> {
     /// The model's shape; `None` for one whose activations are not predicted.
-    pub(crate) shape: Option<&'a LlamaConfig>,
+    pub(crate) shape: Option<&'a DecoderConfig>,
     /// The dtype of its weights.
     pub(crate) kind: Kind,
     pub(crate) device: Device,
@@ -378,7 +378,7 @@ impl RunPlan {
 
 fn predict(
     config: &Config,
-    shape: &LlamaConfig,
+    shape: &DecoderConfig,
     planned: &PlannedTraining<'_>,
     budget: PlannedBudget,
 ) -> Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted> {

@@ -13,7 +13,7 @@ use frugal::config::{Config, Given, ShapeConfig, ShapeFamily, Task};
 use frugal::display::Efficiency;
 use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
-use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, LlamaConfig};
+use frugal::models::{DecoderConfig, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
 use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
@@ -223,7 +223,7 @@ fn train(
     if config.training.evaluate_every.is_some() && data.validation.is_none() {
         bail!(NO_VALIDATION);
     }
-    let file = config.model.name.as_deref().map(llama_config).transpose()?;
+    let file = config.model.name.as_deref().map(decoder_config).transpose()?;
     let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
     no_effect::tell_of_optimizer(common, config, kind);
     file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (data.vocabulary, length)))?;
@@ -325,19 +325,19 @@ fn measure_efficiency(
 }
 
 /// A `config.json`, or that of a folder.
-fn llama_config(name: &str) -> anyhow::Result<LlamaConfig> {
+fn decoder_config(name: &str) -> anyhow::Result<DecoderConfig> {
     let path = Path::new(name);
     let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
     if !file.is_file() {
         bail!("--model {name}: expected gpt2-like, gpt2, or a decoder's config.json");
     }
-    Ok(LlamaConfig::read(&file)?)
+    Ok(DecoderConfig::read(&file)?)
 }
 
 /// Compares the data with the model of a `config.json`.
 fn check_sizes(
     config: &Config,
-    file: &LlamaConfig,
+    file: &DecoderConfig,
     (vocabulary, length): (i64, usize),
 ) -> anyhow::Result<()> {
     let name = config.model.name.as_deref().unwrap_or_default();

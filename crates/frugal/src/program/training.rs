@@ -9,7 +9,7 @@ use anyhow::bail;
 use frugal::config::{Config, Task};
 use frugal::display::Display;
 use frugal::loss_log::{LossLog, LossSummary, Losses};
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::recipe::Handles;
@@ -350,7 +350,7 @@ fn finish(
 pub(crate) fn save_model(
     common: &Common,
     (model, optimizer): (&dyn LanguageModel, &dyn Optimizer),
-    config: &LlamaConfig,
+    config: &DecoderConfig,
     path: &Path,
     complete: impl FnOnce(&Path) -> io::Result<()>,
 ) -> anyhow::Result<()> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use amp::Autocast;
 use models::module::{Input, LanguageModel, parameters, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{Method, Offload, Options};
 use runtime::autograd::backward;
 use sharding::{FrozenWeights, Shards};
@@ -14,7 +14,7 @@ const LAYERS: usize = 4;
 
 fn model() -> Llama {
     runtime::random::seed(1).unwrap();
-    Llama::new(&LlamaConfig::qwen2(60, 32, 48, LAYERS as i64, 4), (Kind::Float, Device::Cpu)).unwrap()
+    Llama::new(&DecoderConfig::qwen2(60, 32, 48, LAYERS as i64, 4), (Kind::Float, Device::Cpu)).unwrap()
 }
 
 /// Bytes of all weights in bf16.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use lora::{Adapters, BiasTraining, Disabled, LoraConfig};
 use models::module::{Input, LanguageModel, freeze, parameters, tensors, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{HostAdamW, HostOptions, Method, Offload, Options, Tier};
 use runtime::autograd::backward;
 use runtime::random::Generator;
@@ -97,7 +97,7 @@ const WEIGHT: &str = "layers.1.mlp.gate_proj.weight";
 impl World {
     fn new(options: Options, host_adam_w: bool) -> Self {
         runtime::random::seed(1).unwrap();
-        let config = LlamaConfig { num_key_value_heads: 1, ..LlamaConfig::qwen2(40, 16, 24, 3, 2) };
+        let config = DecoderConfig { num_key_value_heads: 1, ..DecoderConfig::qwen2(40, 16, 24, 3, 2) };
         Self {
             model: Llama::new(&config, FLOAT).unwrap(),
             options,

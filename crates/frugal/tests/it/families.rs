@@ -85,7 +85,7 @@ fn activation_plans_and_offloading_give_the_same_bits() {
         let expected = step(&load(name));
         for plan in LayerPlan::ALL {
             let mut model = load(name);
-            let layers = model.llama_config().num_hidden_layers as usize;
+            let layers = model.decoder_config().num_hidden_layers as usize;
             activations::apply(&mut model, &vec![plan; layers]).unwrap();
             check(&format!("{name}, {plan:?}"), &step(&model), &expected, None);
         }
@@ -104,7 +104,7 @@ fn the_fused_loss_has_the_scale_and_the_cap_of_the_logits() {
         let (plain, mut model) = (load(name), load(name));
         fused_ce::install(&mut model, &LinearCrossEntropy::default()).unwrap();
         check(name, &step(&model), &step(&plain), Some(1e-5));
-        let hidden = Tensor::randn([1, 3, plain.llama_config().hidden_size], (Kind::Float, Device::Cpu));
+        let hidden = Tensor::randn([1, 3, plain.decoder_config().hidden_size], (Kind::Float, Device::Cpu));
         let logits = |model: &Llama| model.head().logits(&hidden, &Context::default()).unwrap();
         let distance = (logits(&model) - logits(&plain)).abs().max().double_value(&[]);
         assert!(distance <= 1e-6, "{name}: {distance}");
@@ -121,7 +121,7 @@ fn the_fused_loss_has_the_scale_and_the_cap_of_the_logits() {
 fn recomputed_mlps_equal_the_plain_ones_or_are_refused() {
     for name in FAMILIES {
         let (plain, mut model) = (load(name), load(name));
-        let biased = plain.llama_config().mlp_bias;
+        let biased = plain.decoder_config().mlp_bias;
         match swiglu_ckpt::install(&mut model, CheckpointLevel::InputOnly) {
             Ok(_) => check(name, &step(&model), &step(&plain), Some(1e-5)),
             Err(error) if name.starts_with("gemma") => {
@@ -147,7 +147,7 @@ fn adapters_train_under_every_plan() {
         };
         let expected = step(&adapted());
         let mut model = adapted();
-        let layers = model.llama_config().num_hidden_layers as usize;
+        let layers = model.decoder_config().num_hidden_layers as usize;
         activations::apply(&mut model, &vec![LayerPlan::RecomputeAll; layers]).unwrap();
         check(name, &step(&model), &expected, None);
     }

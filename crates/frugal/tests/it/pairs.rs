@@ -12,7 +12,7 @@ use expect_test::expect;
 use frugal::config::{Dtype, LossHeadKind};
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, LanguageModel};
-use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use frugal::models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use frugal::recipe::Prepared;
 use frugal::runtime::collectives::Group;
 use frugal::runtime::random::Generator;
@@ -44,7 +44,7 @@ fn model(family: Family) -> Box<dyn LanguageModel> {
     let options = (Kind::Float, Device::Cpu);
     let model: Box<dyn LanguageModel> = match family {
         Family::Llama => {
-            Box::new(Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap())
+            Box::new(Llama::new(&DecoderConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap())
         }
         Family::Gpt2 => {
             let config = Gpt2Config {
@@ -77,7 +77,7 @@ pub(crate) fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error
         return recipe.apply(model(family));
     }
     let (folder, options) = (tempfile::tempdir().unwrap(), (Kind::Float, Device::Cpu));
-    let dense = Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap();
+    let dense = Llama::new(&DecoderConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap();
     noise(&dense);
     hugging_face::save(&dense, folder.path(), hugging_face::SHARD_BYTES).unwrap();
     recipe.open(&Folder::open(folder.path())?, Device::Cpu)

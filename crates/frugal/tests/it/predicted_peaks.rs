@@ -9,7 +9,7 @@ use frugal::planning::{self, DataShape, KnownRates};
 use frugal::{Recipe, runtime};
 use lora::LoraConfig;
 use models::hugging_face::{self, Folder};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::device::pinned_bytes;
 use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
@@ -212,14 +212,14 @@ const CASES: [Case; 42] = [
     Case { name: "full, mixed precision, products kept", mixed: true, placement: products, ..FULL },
 ];
 
-fn models() -> [(&'static str, LlamaConfig); 2] {
-    let wide = LlamaConfig {
+fn models() -> [(&'static str, DecoderConfig); 2] {
+    let wide = DecoderConfig {
         num_key_value_heads: 2,
         max_position_embeddings: 256,
         tie_word_embeddings: true,
-        ..LlamaConfig::qwen2(600, 64, 176, 4, 4)
+        ..DecoderConfig::qwen2(600, 64, 176, 4, 4)
     };
-    let deep = LlamaConfig { max_position_embeddings: 256, ..LlamaConfig::llama(300, 96, 256, 6, 6) };
+    let deep = DecoderConfig { max_position_embeddings: 256, ..DecoderConfig::llama(300, 96, 256, 6, 6) };
     [("qwen2", wide), ("llama", deep)]
 }
 
@@ -265,7 +265,7 @@ fn config(case: &Case) -> Config {
     config
 }
 
-fn job(case: &Case, shape: &LlamaConfig) -> Job {
+fn job(case: &Case, shape: &DecoderConfig) -> Job {
     let data = DataShape::of(&batches(case), 100).unwrap();
     planning::job(
         &config(case),

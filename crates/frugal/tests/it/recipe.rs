@@ -5,7 +5,7 @@ use frugal::lora::LoraConfig;
 use frugal::loss_log::LossSummary;
 use frugal::models::hugging_face::Folder;
 use frugal::models::module::{self, ParameterCount};
-use frugal::models::{Llama, LlamaConfig};
+use frugal::models::{DecoderConfig, Llama};
 use frugal::runtime::random::Generator;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
@@ -31,7 +31,7 @@ fn batches() -> MaskedBatches {
 }
 
 fn model() -> Box<Llama> {
-    let model = Llama::new(&LlamaConfig::llama(24, 16, 24, 2, 4), (Kind::Float, Device::Cpu)).unwrap();
+    let model = Llama::new(&DecoderConfig::llama(24, 16, 24, 2, 4), (Kind::Float, Device::Cpu)).unwrap();
     let mut generator = Generator::new(5).unwrap();
     for named in module::tensors(&model).into_iter().filter(|named| named.tensor.dim() == 2) {
         let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu)).unwrap() * 0.3;

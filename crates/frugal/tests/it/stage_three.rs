@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use models::module::{
     self, Block, Context, Module, ModuleMapper, Visitor, VisitorMut, freeze, map_modules, replace, trainable,
 };
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{Offload, Options as OffloadOptions};
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::collectives::Group as Ranks;
@@ -33,7 +33,7 @@ const LATE: &str = r"layers\.0\..*";
 
 fn model() -> Llama {
     runtime::random::seed(1).unwrap();
-    Llama::new(&LlamaConfig::qwen2(61, 24, 56, 3, 2), (Kind::Float, Device::Cpu)).unwrap()
+    Llama::new(&DecoderConfig::qwen2(61, 24, 56, 3, 2), (Kind::Float, Device::Cpu)).unwrap()
 }
 
 /// Divides the layers of a model.

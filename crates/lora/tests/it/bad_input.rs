@@ -6,12 +6,12 @@ use expect_test::{Expect, expect};
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use lora::{Adapters, Layers, LoraConfig, LoraLinear, Names, Options};
 use models::module::{parameter_count, trainable};
-use models::{Linear, Llama, LlamaConfig, tensors_file};
+use models::{DecoderConfig, Linear, Llama, tensors_file};
 use serde_json::json;
 use tch::{Device, Kind, Tensor, kind};
 
 fn model(layers: usize, hidden: i64) -> Llama {
-    Llama::new(&LlamaConfig::llama(61, hidden, 40, layers as i64, 4), (Kind::Float, Device::Cpu)).unwrap()
+    Llama::new(&DecoderConfig::llama(61, hidden, 40, layers as i64, 4), (Kind::Float, Device::Cpu)).unwrap()
 }
 
 fn attention() -> LoraConfig {

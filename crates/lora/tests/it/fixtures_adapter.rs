@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use lora::Adapters;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
-use models::{Documents, Llama, LlamaConfig, hugging_face, tensors_file};
+use models::{DecoderConfig, Documents, Llama, hugging_face, tensors_file};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 
@@ -28,7 +28,7 @@ fn tensors(path: &Path) -> BTreeMap<String, Tensor> {
 }
 
 fn base(folder: &Path) -> Llama {
-    let config = LlamaConfig::read(&folder.join("config.json")).unwrap();
+    let config = DecoderConfig::read(&folder.join("config.json")).unwrap();
     let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     hugging_face::load_weights(&model, &folder.join("model.safetensors")).unwrap();
     model

@@ -7,7 +7,7 @@ use std::path::Path;
 use fuzz::Outcome;
 use lora::peft::{CONFIG_FILE, PREFIX, TENSORS_FILE};
 use lora::{Adapters, LoraConfig};
-use models::{Llama, LlamaConfig, tensors_file};
+use models::{DecoderConfig, Llama, tensors_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -18,7 +18,7 @@ fn scratch() -> tempfile::TempDir {
 }
 
 fn model() -> Llama {
-    Llama::new(&LlamaConfig::llama(20, 8, 12, 1, 2), (Kind::Float, Device::Cpu)).unwrap()
+    Llama::new(&DecoderConfig::llama(20, 8, 12, 1, 2), (Kind::Float, Device::Cpu)).unwrap()
 }
 
 #[test]

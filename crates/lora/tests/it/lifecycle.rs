@@ -2,17 +2,17 @@
 
 use lora::{Adapters, BiasTraining, Error, LoraConfig, LoraLinear, Options};
 use models::module::{Context, Input, LanguageModel, Projection, parameter_count, tensors, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::random::Generator;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 fn model_of(tied: bool, kind: Kind) -> Llama {
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: 2,
         tie_word_embeddings: tied,
         attention_bias: true,
-        ..LlamaConfig::llama(61, 16, 40, 2, 4)
+        ..DecoderConfig::llama(61, 16, 40, 2, 4)
     };
     let model = Llama::new(&config, (kind, Device::Cpu)).unwrap();
     let mut generator = Generator::new(1).unwrap();

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use lora::{Adapters, Init, LoraConfig, LoraLinear, Options};
 use models::module::{Context, Input, LanguageModel, Projection, parameters, tensors};
-use models::{Linear, Llama, LlamaConfig};
+use models::{DecoderConfig, Linear, Llama};
 use runtime::autograd::{Checkpoint, backward, set_grad};
 use runtime::nf4::{self, Scales};
 use runtime::random::{Generator, RandomState};
@@ -176,7 +176,7 @@ fn a_recomputed_segment_has_the_same_bits() {
 
 #[test]
 fn adapters_of_a_model_are_saved_disabled_and_unloaded_and_a_merge_is_refused() {
-    let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(50, 64, 96, 2, 4) };
+    let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::qwen2(50, 64, 96, 2, 4) };
     let mut model = Llama::new(&config, (Scales::Nested.kind(), Device::Cpu)).unwrap();
     let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9, 2, 6]).view([1, 8]);
     let logits = |model: &Llama| tch::no_grad(|| model.logits(&Input::new(&tokens)).unwrap());

@@ -2,16 +2,16 @@
 
 use lora::{Adapters, Layers, LoraConfig, LoraLinear, Names, Options};
 use models::module::{parameter_count, parameters};
-use models::{Gpt2, Gpt2Config, Linear, Llama, LlamaConfig};
+use models::{DecoderConfig, Gpt2, Gpt2Config, Linear, Llama};
 use runtime::random::Generator;
 use serde_json::json;
 use tch::{Device, Kind, Tensor, kind};
 
 /// The shape that Qwen2.5 publishes, layers as given.
-fn qwen(hidden: i64, feed: i64, layers: i64, heads: i64, key_heads: i64, vocabulary: i64) -> LlamaConfig {
-    LlamaConfig {
+fn qwen(hidden: i64, feed: i64, layers: i64, heads: i64, key_heads: i64, vocabulary: i64) -> DecoderConfig {
+    DecoderConfig {
         num_key_value_heads: key_heads,
-        ..LlamaConfig::llama(vocabulary, hidden, feed, layers, heads)
+        ..DecoderConfig::llama(vocabulary, hidden, feed, layers, heads)
     }
 }
 
@@ -34,7 +34,7 @@ fn adapter_sizes_match_published_models() {
 /// The counts are of Python's `re.fullmatch`, which PEFT uses, over the names of 12 layers and `lm_head`.
 #[test]
 fn patterns_may_look_around_and_refer_back() {
-    let base = LlamaConfig::llama(61, 16, 40, 12, 2);
+    let base = DecoderConfig::llama(61, 16, 40, 12, 2);
     for (pattern, count) in [
         (r"^(?!.*(?:visual|lm_head)).*_proj$", 84),
         (r"(?:.*?(?:language|text).*?)?.*(?<!k)(?<!v)_proj", 60),

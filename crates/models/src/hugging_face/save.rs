@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::{CONFIG, INDEX, SINGLE, bitsandbytes, tensor_name};
 use crate::error::{Error, Result};
-use crate::llama::{Llama, LlamaConfig};
+use crate::llama::{DecoderConfig, Llama};
 use crate::state_dict::{check_fit, state_dict};
 use crate::tensors_file::{self, Content, LazyTensor, dtype_name, file_error};
 
@@ -48,14 +48,14 @@ pub fn save_with(
 ) -> Result<()> {
     let state = state_dict(model);
     if state.iter().any(|(_, tensor)| is_nf4(tensor)) {
-        return quantized(model.llama_config(), &state, max_shard_bytes)?.write(folder, complete);
+        return quantized(model.decoder_config(), &state, max_shard_bytes)?.write(folder, complete);
     }
-    ModelFiles::new(model.llama_config(), LazyTensor::of_each(&state), max_shard_bytes)?
+    ModelFiles::new(model.decoder_config(), LazyTensor::of_each(&state), max_shard_bytes)?
         .write(folder, complete)
 }
 
 /// The files of a model with weights in NF4, as bitsandbytes has them.
-fn quantized(config: &LlamaConfig, state: &[(String, Tensor)], limit: u64) -> Result<ModelFiles<'static>> {
+fn quantized(config: &DecoderConfig, state: &[(String, Tensor)], limit: u64) -> Result<ModelFiles<'static>> {
     let shape = |tensor: &Tensor| matrix_shape(tensor).map_or_else(|| tensor.size(), |shape| shape.to_vec());
     let given = state.iter().map(|(name, tensor)| (&**name, shape(tensor))).collect();
     check_fit(&config.shapes(), &given, "the saved model")?;
@@ -91,7 +91,7 @@ impl<'a> ModelFiles<'a> {
     ///
     /// # Errors
     /// Weights that are not those of the configuration; a limit of 0.
-    pub fn new(config: &LlamaConfig, tensors: Vec<LazyTensor<'a>>, max_shard_bytes: u64) -> Result<Self> {
+    pub fn new(config: &DecoderConfig, tensors: Vec<LazyTensor<'a>>, max_shard_bytes: u64) -> Result<Self> {
         let given = tensors.iter().map(|tensor| (tensor.name(), tensor.shape().to_vec())).collect();
         check_fit(&config.shapes(), &given, "the saved model")?;
         let name = |tensor: LazyTensor<'a>| {
@@ -184,7 +184,7 @@ fn shards(tensors: Vec<LazyTensor<'_>>, limit: u64) -> Vec<Vec<LazyTensor<'_>>> 
 }
 
 /// Returns the configuration with the fields that transformers also needs.
-fn config_json(config: &LlamaConfig, tensors: &[LazyTensor<'_>]) -> Value {
+fn config_json(config: &DecoderConfig, tensors: &[LazyTensor<'_>]) -> Value {
     let mut json = serde_json::to_value(config).unwrap_or_default();
     if let Value::Object(fields) = &mut json {
         // Of the files that the weights were read from.

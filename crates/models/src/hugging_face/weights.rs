@@ -11,7 +11,7 @@ use super::bitsandbytes::{self, Locations, Quantized};
 use super::index::Index;
 use super::{INDEX, PREFIX, SINGLE, contents};
 use crate::error::{Error, Result};
-use crate::llama::{EMBEDDING, LM_HEAD, Llama, LlamaConfig};
+use crate::llama::{DecoderConfig, EMBEDDING, LM_HEAD, Llama};
 use crate::module::tensors;
 use crate::state_dict::check_fit;
 use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name, file_error};
@@ -146,7 +146,7 @@ impl Weights {
     }
 
     /// Compares names and shapes with those that a configuration requires.
-    pub(super) fn check_against(&self, config: &LlamaConfig, config_path: &Path) -> Result<()> {
+    pub(super) fn check_against(&self, config: &DecoderConfig, config_path: &Path) -> Result<()> {
         // A layer has several tensors, so this bounds the list of expected ones.
         if usize::try_from(config.num_hidden_layers).is_ok_and(|layers| layers > self.locations.len()) {
             let (layers, found) = (config.num_hidden_layers, self.locations.len());

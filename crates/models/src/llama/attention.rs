@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::rotary::Rotary;
-use super::{LlamaConfig, QueryKeyNorm, norm};
+use super::{DecoderConfig, QueryKeyNorm, norm};
 use crate::attention::{AttentionOptions, attention};
 use crate::error::{Error, Result};
 use crate::init::Init;
@@ -41,7 +41,7 @@ enum Projections {
 
 impl SelfAttention {
     pub(super) fn new(
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         rope: Option<Rotary>,
         layer: usize,
         init: Init,

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::attention::SelfAttention;
 use super::rotary::Rotary;
-use super::{LlamaConfig, NormPlacement};
+use super::{DecoderConfig, NormPlacement};
 use crate::error::Result;
 use crate::init::Init;
 use crate::module::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut};
@@ -29,13 +29,13 @@ pub(super) struct LlamaBlock {
 
 impl LlamaBlock {
     pub(super) fn new(
-        config: &LlamaConfig,
+        config: &DecoderConfig,
         rope: Option<Rotary>,
         layer: usize,
         init: Init,
         options: (Kind, Device),
     ) -> Result<Self> {
-        let &LlamaConfig { family, hidden_size, intermediate_size, mlp_bias, .. } = config;
+        let &DecoderConfig { family, hidden_size, intermediate_size, mlp_bias, .. } = config;
         let placement = family.facts().norms;
         let names: &[&'static str] = match placement {
             NormPlacement::Pre => &["input_layernorm", "post_attention_layernorm"],

@@ -4,7 +4,7 @@ use decoder::rope::Frequencies;
 use runtime::fused::rope::RotaryTable;
 use tch::{Device, Tensor};
 
-use super::LlamaConfig;
+use super::DecoderConfig;
 use crate::error::Result;
 use crate::module::Context;
 
@@ -16,7 +16,7 @@ pub(super) struct Rotaries {
 
 impl Rotaries {
     /// Creates the tables that the layers use.
-    pub(super) fn new(config: &LlamaConfig, device: Device) -> Result<Self> {
+    pub(super) fn new(config: &DecoderConfig, device: Device) -> Result<Self> {
         let mut all: Vec<(Frequencies, Rotary)> = Vec::new();
         for layer in 0..usize::try_from(config.num_hidden_layers).unwrap_or(0) {
             let Some(frequencies) = config.rope_of(layer) else { continue };
@@ -28,7 +28,7 @@ impl Rotaries {
     }
 
     /// The rotary embedding of a layer; `None` for a layer without.
-    pub(super) fn of_layer(&self, config: &LlamaConfig, layer: usize) -> Option<Rotary> {
+    pub(super) fn of_layer(&self, config: &DecoderConfig, layer: usize) -> Option<Rotary> {
         let wanted = config.rope_of(layer)?;
         self.all.iter().find(|(known, _)| known == wanted).map(|(_, rotary)| rotary.clone())
     }
@@ -46,7 +46,7 @@ pub(super) struct Rotary {
 }
 
 impl Rotary {
-    fn new(config: &LlamaConfig, frequencies: &Frequencies, device: Device) -> Result<Self> {
+    fn new(config: &DecoderConfig, frequencies: &Frequencies, device: Device) -> Result<Self> {
         let (width, positions) = (config.rotary_dim(), config.max_position_embeddings);
         let angles = frequencies.angles(width)?;
         let Some(rope) = &config.long_rope else {

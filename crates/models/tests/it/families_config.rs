@@ -2,11 +2,11 @@
 
 use decoder::rope::Frequencies;
 use models::llama::Family;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-fn read(file: &Value) -> Result<LlamaConfig, String> {
+fn read(file: &Value) -> Result<DecoderConfig, String> {
     serde_json::from_value(file.clone()).map_err(|error: serde_json::Error| error.to_string())
 }
 
@@ -33,7 +33,7 @@ fn published_files_are_read_as_transformers_reads_them() {
         let written = file(family.model_type(), sizes, &fields);
         let config = read(&written).unwrap();
         assert_eq!((config.family, config.parameter_count()), (family, parameters));
-        let again: LlamaConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
+        let again: DecoderConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config, "what is written is read as the same");
         config
     };

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use models::generation::{GenerateOptions, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, parameter_count, trainable};
-use models::{AttentionPath, Documents, Llama, LlamaConfig, tensors_file};
+use models::{AttentionPath, DecoderConfig, Documents, Llama, tensors_file};
 use runtime::autograd::backward;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
@@ -62,7 +62,7 @@ fn worst_gradient(model: &Llama, expected: &Tensor) -> (f64, String) {
 
 impl Case {
     fn model(&self, attention: AttentionPath) -> Llama {
-        let config = LlamaConfig { attention, ..self.opened.config().clone() };
+        let config = DecoderConfig { attention, ..self.opened.config().clone() };
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         self.opened.load_into(&model).unwrap();
         model
@@ -143,7 +143,7 @@ impl Case {
         let listed = predicted.parameter_tensors().unwrap();
         let listed: BTreeSet<_> =
             listed.into_iter().map(|tensor| (tensor.name, shape(&tensor.shape))).collect();
-        let config = model.llama_config();
+        let config = model.decoder_config();
         let own = |(name, shape): (String, Vec<i64>)| (hugging_face::tensor_name(&name), shape);
         assert_eq!(listed, config.shapes().into_iter().map(own).collect(), "{}", self.name);
         assert_eq!(predicted.parameters().unwrap(), config.parameter_count(), "{}", self.name);
@@ -174,7 +174,7 @@ impl Case {
         let (first, second) = (read(&self.opened), read(&again));
         let state = |model: &Llama| models::state_dict::state_dict(model);
         assert_eq!(state(&first), state(&second), "{}", self.name);
-        assert_eq!(second.llama_config(), first.llama_config(), "{}", self.name);
+        assert_eq!(second.decoder_config(), first.decoder_config(), "{}", self.name);
         let stored = tensors_file::read(&self.folder.join("model.safetensors"), Device::Cpu).unwrap();
         let written = tensors_file::read(&path.join("model.safetensors"), Device::Cpu).unwrap();
         let names =

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use models::generation::{GenerateOptions, generate};
-use models::{Llama, LlamaConfig, hugging_face, tensors_file};
+use models::{DecoderConfig, Llama, hugging_face, tensors_file};
 use tch::{Device, Kind, Tensor};
 
 fn folder(name: &str) -> PathBuf {
@@ -21,7 +21,7 @@ fn rows(tensor: &Tensor) -> Vec<Vec<i64>> {
 
 fn check(name: &str) {
     let folder = folder(name);
-    let config = LlamaConfig::read(&folder.join("config.json")).unwrap();
+    let config = DecoderConfig::read(&folder.join("config.json")).unwrap();
     let cases: BTreeMap<String, Tensor> =
         tensors_file::read(&folder.join("cases.safetensors"), Device::Cpu).unwrap().into_iter().collect();
     let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();

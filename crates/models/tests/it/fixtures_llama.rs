@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use models::hugging_face::Folder;
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
-use models::{AttentionPath, Documents, Llama, LlamaConfig, hugging_face, tensors_file};
+use models::{AttentionPath, DecoderConfig, Documents, Llama, hugging_face, tensors_file};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 
@@ -49,7 +49,7 @@ fn check(name: &str) {
         let model = if attention == AttentionPath::default() {
             opened.load(None, Device::Cpu).unwrap()
         } else {
-            let config = LlamaConfig { attention, ..config.clone() };
+            let config = DecoderConfig { attention, ..config.clone() };
             let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
             opened.load_into(&model).unwrap();
             model

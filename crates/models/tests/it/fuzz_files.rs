@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use fuzz::Outcome;
 use models::hugging_face::{self, Folder};
-use models::{Llama, LlamaConfig, strict_json, tensors_file};
+use models::{DecoderConfig, Llama, strict_json, tensors_file};
 use runtime::memory::Region;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
@@ -116,11 +116,11 @@ fn safetensors() {
     });
 }
 
-fn config() -> LlamaConfig {
-    LlamaConfig {
+fn config() -> DecoderConfig {
+    DecoderConfig {
         max_position_embeddings: 32,
         num_key_value_heads: 1,
-        ..LlamaConfig::llama(40, 16, 24, 2, 4)
+        ..DecoderConfig::llama(40, 16, 24, 2, 4)
     }
 }
 
@@ -142,7 +142,7 @@ fn config_json() {
     fuzz::run("config.json", |random| {
         let good = if random.once_in(2) { &theirs } else { &ours };
         let text = fuzz::json(random, good);
-        let read = fuzz::within(heap(text.len()), || strict_json::from_str::<LlamaConfig>(&text));
+        let read = fuzz::within(heap(text.len()), || strict_json::from_str::<DecoderConfig>(&text));
         let Ok(config) = read else { return Outcome::Refused };
         // Each number is the file's, or its default's where the file has none.
         let Pairs(pairs) = serde_json::from_str(&text).expect("a key that comes twice was read");
@@ -180,7 +180,7 @@ fn config_json() {
         assert_eq!(field("rms_norm_eps").as_f64().unwrap_or(1e-6), config.rms_norm_eps);
         assert_eq!(field("attention_dropout").as_f64().unwrap_or(0.0), config.attention_dropout);
         // What was read round-trips.
-        let again: LlamaConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
+        let again: DecoderConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config);
         let angles = config.rope.angles(config.head_dim).unwrap();
         assert!(angles.iter().all(|angle| (0.0..=1.0).contains(angle)), "{angles:?}");

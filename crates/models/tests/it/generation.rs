@@ -3,7 +3,7 @@
 use expect_test::expect;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling, generate};
 use models::module::{LanguageModel, ModuleMapper, map_modules};
-use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use runtime::random::Generator as Random;
 use tch::{Device, Kind};
 
@@ -31,10 +31,10 @@ fn drawn<M: LanguageModel>(mut model: M, seed: u64) -> M {
 }
 
 fn qwen(kv_heads: i64) -> Llama {
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: kv_heads,
         max_position_embeddings: 40,
-        ..LlamaConfig::qwen2(97, 32, 48, 3, 4)
+        ..DecoderConfig::qwen2(97, 32, 48, 3, 4)
     };
     drawn(Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap(), 7)
 }

@@ -10,13 +10,13 @@ use crate::hub_server::{COMMIT, Server};
 use expect_test::expect;
 use models::hub::{self, Hub, Progress, RepositoryKind};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use tch::{Device, Kind};
 
 /// The hub's contents: one model in one file, another in shards, a data set.
 fn repositories() -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
-    let config = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 1, 2) };
+    let config = DecoderConfig { max_position_embeddings: 32, ..DecoderConfig::qwen2(40, 16, 24, 1, 2) };
     let model = Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap();
     for (name, limit) in [("whole", SHARD_BYTES), ("shards", 2_500)] {
         let folder = root.path().join("models/tiny").join(name);
@@ -93,7 +93,7 @@ fn a_model_is_fetched_once_and_found_offline() {
         assert_eq!((last.bytes, last.total), (bytes, bytes));
 
         let model = Folder::open(&path).unwrap().load(None, Device::Cpu).unwrap();
-        assert_eq!(model.llama_config().hidden_size, 16);
+        assert_eq!(model.decoder_config().hidden_size, 16);
 
         let before = world.server.bodies();
         assert_eq!(hub.fetch(name, None).unwrap(), path);

@@ -7,21 +7,21 @@ use expect_test::{Expect, expect};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, Mlp, ModuleMapper, map_modules};
 use models::state_dict::state_dict;
-use models::{Init, Llama, LlamaConfig, Swiglu, tensors_file};
+use models::{DecoderConfig, Init, Llama, Swiglu, tensors_file};
 use runtime::random::Generator;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
-fn config() -> LlamaConfig {
-    LlamaConfig {
+fn config() -> DecoderConfig {
+    DecoderConfig {
         max_position_embeddings: 32,
         num_key_value_heads: 1,
-        ..LlamaConfig::llama(40, 16, 24, 2, 4)
+        ..DecoderConfig::llama(40, 16, 24, 2, 4)
     }
 }
 
 /// A model with weights that a seed decides.
-fn model(config: &LlamaConfig, kind: Kind) -> Llama {
+fn model(config: &DecoderConfig, kind: Kind) -> Llama {
     let model = Llama::new(config, (kind, Device::Cpu)).unwrap();
     let mut generator = Generator::new(7).unwrap();
     for (_, tensor) in state_dict(&model) {
@@ -36,7 +36,7 @@ fn logits(model: &Llama) -> Tensor {
 }
 
 /// A folder with a saved model, changed by `change`.
-fn folder(config: &LlamaConfig, change: impl FnOnce(&Path)) -> tempfile::TempDir {
+fn folder(config: &DecoderConfig, change: impl FnOnce(&Path)) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     hugging_face::save(&model(config, Kind::Float), folder.path(), SHARD_BYTES).unwrap();
     change(folder.path());
@@ -69,9 +69,9 @@ fn refused(change: impl FnOnce(&Path), expected: Expect) {
 fn a_model_round_trips_through_its_folder() {
     let configs = [
         config(),
-        LlamaConfig { tie_word_embeddings: true, attention_bias: true, mlp_bias: true, ..config() },
-        LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) },
-        LlamaConfig { tie_word_embeddings: false, ..LlamaConfig::qwen2(40, 16, 24, 1, 2) },
+        DecoderConfig { tie_word_embeddings: true, attention_bias: true, mlp_bias: true, ..config() },
+        DecoderConfig { max_position_embeddings: 32, ..DecoderConfig::qwen2(40, 16, 24, 2, 4) },
+        DecoderConfig { tie_word_embeddings: false, ..DecoderConfig::qwen2(40, 16, 24, 1, 2) },
     ];
     for config in configs {
         for kind in [Kind::Float, Kind::BFloat16, Kind::Half, Kind::Double] {
@@ -130,7 +130,7 @@ fn the_header_has_what_transformers_requires() {
 
 #[test]
 fn redundant_tensors_of_older_files_are_ignored() {
-    let tied = LlamaConfig { tie_word_embeddings: true, ..config() };
+    let tied = DecoderConfig { tie_word_embeddings: true, ..config() };
     let folder = folder(&tied, |folder| {
         change_weights(folder, |tensors| {
             let embedding =
@@ -149,7 +149,7 @@ fn redundant_tensors_of_older_files_are_ignored() {
 /// As transformers 5 does, which warns and does not tie; a single matrix is the embedding under either name.
 #[test]
 fn a_head_with_other_values_is_not_tied() {
-    let tied = LlamaConfig { tie_word_embeddings: true, ..config() };
+    let tied = DecoderConfig { tie_word_embeddings: true, ..config() };
     let own = folder(&config(), |folder| change_config(folder, "tie_word_embeddings", json!(true)));
     let opened = Folder::open(own.path()).unwrap();
     assert!(opened.has_own_head() && !opened.config().tie_word_embeddings);
@@ -182,7 +182,7 @@ fn a_head_with_other_values_is_not_tied() {
 
 #[test]
 fn irrelevant_fields_are_accepted() {
-    let qwen2 = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) };
+    let qwen2 = DecoderConfig { max_position_embeddings: 32, ..DecoderConfig::qwen2(40, 16, 24, 2, 4) };
     for dtype in ["dtype", "torch_dtype"] {
         let folder = folder(&qwen2, |folder| {
             change_config(folder, "sliding_window", json!(32768));
@@ -195,7 +195,7 @@ fn irrelevant_fields_are_accepted() {
         assert_eq!(opened.kind().unwrap(), Kind::Float);
         let read = opened.config();
         assert_eq!(read.other_fields["max_window_layers"], 21, "they are written again");
-        assert_eq!(LlamaConfig { other_fields: Map::new(), ..read.clone() }, qwen2);
+        assert_eq!(DecoderConfig { other_fields: Map::new(), ..read.clone() }, qwen2);
     }
     // A file with only `architectures` is recognised by that.
     let folder = folder(&qwen2, |folder| change_config(folder, "model_type", Value::Null));

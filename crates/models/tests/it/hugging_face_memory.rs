@@ -2,13 +2,13 @@
 //! process's, so no other test may run at the same time.
 
 use models::hugging_face::{self, Folder};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::memory::Region;
 use tch::{Device, Kind};
 
 #[test]
 fn loading_allocates_the_model_and_at_most_one_tensor() {
-    let config = LlamaConfig { max_position_embeddings: 16, ..LlamaConfig::qwen2(2000, 64, 160, 3, 4) };
+    let config = DecoderConfig { max_position_embeddings: 16, ..DecoderConfig::qwen2(2000, 64, 160, 3, 4) };
     let largest = 2000 * 64;
     for file in [Kind::Float, Kind::BFloat16] {
         let place = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ use models::module::{
     parameters,
 };
 use models::state_dict::{load_state_dict, state_dict};
-use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, hugging_face, tensors_file};
+use models::{AttentionPath, DecoderConfig, Documents, Init, Llama, Swiglu, hugging_face, tensors_file};
 use runtime::autograd::backward;
 use runtime::memory::Region;
 use serde_json::{Value, json};
@@ -16,11 +16,11 @@ use tch::{Device, Kind, Tensor};
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-fn small() -> LlamaConfig {
-    LlamaConfig {
+fn small() -> DecoderConfig {
+    DecoderConfig {
         num_key_value_heads: 2,
         max_position_embeddings: 32,
-        ..LlamaConfig::llama(40, 24, 36, 2, 6)
+        ..DecoderConfig::llama(40, 24, 36, 2, 6)
     }
 }
 
@@ -39,7 +39,7 @@ fn with(fields: &Value) -> Value {
     file
 }
 
-fn parse(fields: &Value) -> Result<LlamaConfig, String> {
+fn parse(fields: &Value) -> Result<DecoderConfig, String> {
     serde_json::from_value(with(fields)).map_err(|error: serde_json::Error| error.to_string())
 }
 
@@ -89,7 +89,7 @@ fn both_forms_of_config_json_are_read() {
         let config = parse(&fields).unwrap();
         assert_eq!(config.rope, expected, "{fields}");
         // What is written round-trips.
-        let again: LlamaConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
+        let again: DecoderConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config);
     }
     let config = parse(&json!({})).unwrap();
@@ -140,9 +140,9 @@ fn unsupported_configurations_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     std::fs::write(&path, "{").unwrap();
-    let error = LlamaConfig::read(&path).unwrap_err().to_string();
+    let error = DecoderConfig::read(&path).unwrap_err().to_string();
     assert!(error.starts_with(&format!("{}: not JSON (EOF while parsing", path.display())), "{error}");
-    let odd = Llama::new(&LlamaConfig { head_dim: 5, ..small() }, F32).unwrap_err().to_string();
+    let odd = Llama::new(&DecoderConfig { head_dim: 5, ..small() }, F32).unwrap_err().to_string();
     assert_eq!(
         odd,
         "decoder: `head_dim` is 5; expected an even width, since its halves rotate with each other"
@@ -241,12 +241,12 @@ fn extreme_numbers_are_refused_with_their_bound() {
         }
     }
     let text = r#"{ "vocab_size": 40, "rms_norm_eps": NaN }"#;
-    assert!(serde_json::from_str::<LlamaConfig>(text).is_err());
+    assert!(serde_json::from_str::<DecoderConfig>(text).is_err());
     let text = with(&json!({})).to_string().replacen("{", r#"{ "rms_norm_eps": 1e999, "#, 1);
-    let error = serde_json::from_str::<LlamaConfig>(&text).unwrap_err().to_string();
+    let error = serde_json::from_str::<DecoderConfig>(&text).unwrap_err().to_string();
     assert!(error.contains("number out of range"), "{error}");
     // The maximum row length costs only memory for the positions that are used.
-    let long = LlamaConfig { max_position_embeddings: 1 << 24, ..small() };
+    let long = DecoderConfig { max_position_embeddings: 1 << 24, ..small() };
     let region = Region::start(Device::Cpu).unwrap();
     let model = Llama::new(&long, F32).unwrap();
     let tokens = Tensor::from_slice(&[1i64, 5, 9]).view([1, 3]);
@@ -279,7 +279,7 @@ fn weights_load_under_either_name_and_a_repeated_head_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     for tied in [false, true] {
-        let config = LlamaConfig { tie_word_embeddings: tied, ..small() };
+        let config = DecoderConfig { tie_word_embeddings: tied, ..small() };
         let (model, tokens) =
             (Llama::new(&config, F32).unwrap(), Tensor::from_slice(&[1i64, 5, 9]).view([1, 3]));
         let logits = model.logits(&Input::new(&tokens)).unwrap();
@@ -299,7 +299,7 @@ fn weights_load_under_either_name_and_a_repeated_head_is_ignored() {
         }
     }
     let qwen2 =
-        Llama::new(&LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(40, 24, 36, 2, 6) }, F32);
+        Llama::new(&DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::qwen2(40, 24, 36, 2, 6) }, F32);
     let error = hugging_face::load_weights(&qwen2.unwrap(), &path).unwrap_err().to_string();
     assert!(
         error.contains("missing layers.0.self_attn.q_proj.bias, layers.0.self_attn.k_proj.bias"),
@@ -323,9 +323,9 @@ fn run(model: &Llama, input: &Input<'_>) -> (Tensor, Vec<Tensor>) {
 #[test]
 fn a_packed_row_equals_its_documents_alone() {
     let lengths = [5usize, 1, 7, 3];
-    for config in [small(), LlamaConfig::qwen2(40, 24, 36, 2, 6)] {
+    for config in [small(), DecoderConfig::qwen2(40, 24, 36, 2, 6)] {
         for attention in [AttentionPath::Fused, AttentionPath::DenseMask, AttentionPath::Explicit] {
-            let model = Llama::new(&LlamaConfig { attention, ..config.clone() }, F64).unwrap();
+            let model = Llama::new(&DecoderConfig { attention, ..config.clone() }, F64).unwrap();
             let tokens = (Tensor::arange(16, (Kind::Int64, Device::Cpu)) * 7).remainder(40).view([1, 16]);
             let positions: Vec<i64> = lengths.iter().flat_map(|&length| 0..length as i64).collect();
             let positions = Tensor::from_slice(&positions).view([1, 16]);
@@ -399,7 +399,7 @@ impl ModuleMapper for Parts {
 
 #[test]
 fn parts_are_replaced_by_name() {
-    let mut model = Llama::new(&LlamaConfig { num_hidden_layers: 1, ..small() }, F64).unwrap();
+    let mut model = Llama::new(&DecoderConfig { num_hidden_layers: 1, ..small() }, F64).unwrap();
     let mut parts = Parts::default();
     map_modules(&mut model, &mut parts).unwrap();
     let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("layers.0.self_attn.{name}"));

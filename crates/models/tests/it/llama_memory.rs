@@ -3,7 +3,7 @@
 
 use models::generation::{CacheShape, KeyValueCache};
 use models::module::{Context, Input, LanguageModel, Mlp};
-use models::{Init, Llama, LlamaConfig, Swiglu};
+use models::{DecoderConfig, Init, Llama, Swiglu};
 use runtime::memory::{live_bytes, track_cpu};
 use tch::{Device, Kind, Tensor};
 
@@ -28,10 +28,10 @@ fn a_block_keeps_the_documented_tensors() {
 
     // Adjacent layers differ only in their index.
     let held = |layers: i64| {
-        let config = LlamaConfig {
+        let config = DecoderConfig {
             num_key_value_heads: kv_heads as i64,
             max_position_embeddings: sequence as i64,
-            ..LlamaConfig::llama(50, hidden as i64, inner as i64, layers, heads as i64)
+            ..DecoderConfig::llama(50, hidden as i64, inner as i64, layers, heads as i64)
         };
         let model = Llama::new(&config, F32).unwrap();
         let ids = Tensor::ones([batch as i64, sequence as i64], (Kind::Int64, Device::Cpu));

@@ -2,11 +2,11 @@
 
 use accounting::config as paper;
 use models::module::{parameter_count, tensors};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-fn config(fields: &Value) -> (LlamaConfig, String) {
+fn config(fields: &Value) -> (DecoderConfig, String) {
     let mut file = json!({
         "model_type": "llama", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2,
         "num_attention_heads": 6,
@@ -97,7 +97,9 @@ fn published_models_have_the_published_parameter_counts() {
 
 #[test]
 fn sizes_beyond_counting_do_not_overflow() {
-    let config =
-        LlamaConfig { num_hidden_layers: i64::MAX, ..LlamaConfig::llama(i64::MAX, i64::MAX, i64::MAX, 1, 1) };
+    let config = DecoderConfig {
+        num_hidden_layers: i64::MAX,
+        ..DecoderConfig::llama(i64::MAX, i64::MAX, i64::MAX, 1, 1)
+    };
     assert_eq!(config.parameter_count(), u64::MAX);
 }

@@ -8,7 +8,7 @@ use models::generation::{GenerateOptions, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, parameter_count, tensors};
 use models::state_dict::state_dict;
-use models::{Llama, LlamaConfig, tensors_file};
+use models::{DecoderConfig, Llama, tensors_file};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::nf4::{self, Scales, sections};
 use serde_json::Value;
@@ -110,8 +110,8 @@ fn generated(model: &Llama, prompts: &[Vec<i64>], options: &GenerateOptions) -> 
     rows.into_iter().map(|row| row.tokens).collect()
 }
 
-fn small() -> LlamaConfig {
-    LlamaConfig { num_key_value_heads: 2, initializer_range: 0.2, ..LlamaConfig::qwen2(50, 64, 96, 2, 4) }
+fn small() -> DecoderConfig {
+    DecoderConfig { num_key_value_heads: 2, initializer_range: 0.2, ..DecoderConfig::qwen2(50, 64, 96, 2, 4) }
 }
 
 /// Quantized while it is read or as it is made, written as bitsandbytes' files and read again, in shards: the same bytes and tokens.
@@ -163,10 +163,10 @@ fn files_are_read_as_they_were_written() {
 #[test]
 fn logits_of_the_cache_are_those_of_the_whole_row() {
     runtime::random::seed(1).unwrap();
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: 2,
         initializer_range: 0.05,
-        ..LlamaConfig::llama(80, 256, 512, 2, 4)
+        ..DecoderConfig::llama(80, 256, 512, 2, 4)
     };
     let model = Llama::new(&config, (Scales::Nested.kind(), Device::Cpu)).unwrap();
     let prompt = vec![5i64, 17, 3, 60];
@@ -188,7 +188,7 @@ fn logits_of_the_cache_are_those_of_the_whole_row() {
 fn loading_takes_the_memory_of_one_matrix() {
     track_cpu().unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let config = LlamaConfig::llama(500, 512, 2048, 3, 8);
+    let config = DecoderConfig::llama(500, 512, 2048, 3, 8);
     hugging_face::save(
         &Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap(),
         folder.path(),

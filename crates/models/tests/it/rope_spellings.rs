@@ -3,10 +3,10 @@
 //! The expected values are those that transformers 4.57.3 and 5.23.0 compute with; on the written files both give the same logits.
 
 use decoder::rope::Scaling;
-use models::LlamaConfig;
+use models::DecoderConfig;
 use serde_json::{Value, json};
 
-fn read(family: &str, fields: &Value) -> Result<LlamaConfig, String> {
+fn read(family: &str, fields: &Value) -> Result<DecoderConfig, String> {
     let mut file = json!({
         "model_type": family, "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
@@ -174,7 +174,7 @@ fn what_is_written_has_both_spellings() {
         for (name, value) in expected.as_object().unwrap() {
             assert_eq!(written[name], *value, "{family}: {name}");
         }
-        let again: LlamaConfig = serde_json::from_value(written).unwrap();
+        let again: DecoderConfig = serde_json::from_value(written).unwrap();
         assert_eq!(again, config, "{family}");
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use expect_test::{Expect, expect};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::state_dict::state_dict;
-use models::{Llama, LlamaConfig, tensors_file};
+use models::{DecoderConfig, Llama, tensors_file};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -17,7 +17,7 @@ const FIRST: &str = "model-00001-of-00003.safetensors";
 const SECOND: &str = "model-00002-of-00003.safetensors";
 
 fn model() -> Llama {
-    let config = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) };
+    let config = DecoderConfig { max_position_embeddings: 32, ..DecoderConfig::qwen2(40, 16, 24, 2, 4) };
     Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap()
 }
 
@@ -63,7 +63,7 @@ fn shards_are_named_and_indexed_as_hugging_face_does() {
         tensors.extend(read.into_iter().map(|(name, _)| (name, shard)));
     }
     assert_eq!(index["weight_map"], json!(tensors));
-    assert_eq!(index["metadata"]["total_size"], json!(model.llama_config().parameter_count() * 4));
+    assert_eq!(index["metadata"]["total_size"], json!(model.decoder_config().parameter_count() * 4));
     same(&model, &Folder::open(folder.path()).unwrap().load(None, Device::Cpu).unwrap());
 }
 
@@ -244,7 +244,7 @@ proptest! {
     fn a_broken_file_is_an_error_that_names_it(
         in_index in any::<bool>(), at in 0.0..1.0f64, value in any::<u8>(), cut in any::<bool>(),
     ) {
-        let (model, folder) = SHARED.with(|shared| (shared.0.llama_config().clone(), shared.1.path().to_owned()));
+        let (model, folder) = SHARED.with(|shared| (shared.0.decoder_config().clone(), shared.1.path().to_owned()));
         let place = tempfile::tempdir().unwrap();
         for name in names(&folder) {
             fs::copy(folder.join(&name), place.path().join(&name)).unwrap();

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::state_dict::state_dict;
-use models::{Llama, LlamaConfig, tensors_file};
+use models::{DecoderConfig, Llama, tensors_file};
 use tch::{Device, Kind, Tensor};
 
 /// The file that a child process writes, and the value that it fills it with.
@@ -90,7 +90,8 @@ fn a_failed_write_leaves_the_old_file() {
 #[test]
 fn concurrent_writers_of_a_model_leave_one_complete_result() {
     let model = |width: i64| {
-        let config = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::llama(40, width, 24, 2, 4) };
+        let config =
+            DecoderConfig { max_position_embeddings: 32, ..DecoderConfig::llama(40, width, 24, 2, 4) };
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         let _no_grad = tch::no_grad_guard();
         for (_, tensor) in state_dict(&model) {
@@ -102,7 +103,7 @@ fn concurrent_writers_of_a_model_leave_one_complete_result() {
     let path = root.path().join("model");
     let check = || {
         let model = Folder::open(&path).unwrap().load(None, Device::Cpu).unwrap();
-        let width = model.llama_config().hidden_size;
+        let width = model.decoder_config().hidden_size;
         for (name, tensor) in state_dict(&model) {
             assert_eq!(f64::try_from(tensor.min()).unwrap(), width as f64, "{name}");
             assert_eq!(f64::try_from(tensor.max()).unwrap(), width as f64, "{name}");

@@ -1,7 +1,7 @@
 //! Loads that run asynchronously on a GPU. Prints that it is skipped without CUDA.
 
 use models::module::{Input, LanguageModel, parameters};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{Offload, Options};
 use runtime::device::{self, Stream};
 use tch::{Device, Kind, Tensor};
@@ -11,7 +11,8 @@ use crate::support::alone;
 /// Layers of 42 MB whose compute takes longer than the host takes to queue them.
 fn model_and_tokens(device: Device) -> (Llama, Tensor) {
     runtime::random::seed(1).unwrap();
-    let config = LlamaConfig { max_position_embeddings: 2048, ..LlamaConfig::qwen2(1000, 1024, 2304, 8, 16) };
+    let config =
+        DecoderConfig { max_position_embeddings: 2048, ..DecoderConfig::qwen2(1000, 1024, 2304, 8, 16) };
     let model = Llama::new(&config, (Kind::Float, device)).unwrap();
     let tokens = Tensor::randint(1000, [2, 2048], (Kind::Int64, device));
     (model, tokens)

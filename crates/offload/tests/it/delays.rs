@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::support::{FLOAT, alone, compare, steps, tiny, ways};
 use models::module::{Input, LanguageModel};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{HookPoint, Method, Offload, Options, TestHook, Tier};
 use proptest::prelude::*;
 
@@ -123,7 +123,7 @@ fn layers_that_copy_longer_than_they_run_are_correct() {
     let _alone = alone();
     let model = || {
         runtime::random::seed(2).unwrap();
-        let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(60, 192, 1536, 6, 4) };
+        let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::qwen2(60, 192, 1536, 6, 4) };
         Box::new(Llama::new(&config, FLOAT).unwrap())
     };
     let token = support::batch(60, 0).narrow(0, 0, 1).narrow(1, 0, 1);

@@ -3,7 +3,7 @@
 
 use crate::support;
 use crate::support::{FLOAT, alone, compare, steps, tiny, ways};
-use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use offload::{Options, Tier};
 use tch::Tensor;
 
@@ -97,7 +97,7 @@ fn low_precision_trains_alike() {
     for kind in [tch::Kind::BFloat16, tch::Kind::Double] {
         let model = || {
             runtime::random::seed(3).unwrap();
-            let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(60, 32, 48, 5, 4) };
+            let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(60, 32, 48, 5, 4) };
             Box::new(Llama::new(&config, (kind, tch::Device::Cpu)).unwrap())
         };
         let reference = steps(model(), None, 3, 1);
@@ -114,7 +114,7 @@ fn qwen2_with_the_assignments_five_layers() {
     let _alone = alone();
     let model = || {
         runtime::random::seed(0).unwrap();
-        let config = LlamaConfig { num_hidden_layers: 5, vocab_size: 1000, ..support::assignment() };
+        let config = DecoderConfig { num_hidden_layers: 5, vocab_size: 1000, ..support::assignment() };
         Box::new(Llama::new(&config, FLOAT).unwrap())
     };
     let reference = steps(model(), None, 2, 1);

@@ -7,7 +7,7 @@ use models::module::{
     Block, Context, Input, LanguageModel, Module, ModuleMapper, Visitor, VisitorMut, freeze, map_modules,
     parameters, replace, trainable,
 };
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, StateBytes, TestHook, Tier};
 use runtime::autograd::{Backward, Forward, Function, apply, backward};
 use runtime::file_memory::is_in_file;
@@ -183,7 +183,7 @@ fn bf16_with_master_weights_with_stochastic_rounding_and_without() {
     let _alone = alone();
     let model = || {
         runtime::random::seed(2).unwrap();
-        let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(60, 32, 48, 4, 4) };
+        let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(60, 32, 48, 4, 4) };
         Box::new(Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap())
     };
     for (master_weights, stochastic_rounding) in WAYS_OF_BF16 {
@@ -215,7 +215,7 @@ fn trained_layers_in_files() {
     let tier = Tier::File(folder.path().to_owned());
     let narrow = || {
         runtime::random::seed(2).unwrap();
-        let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(60, 32, 48, 4, 4) };
+        let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(60, 32, 48, 4, 4) };
         Box::new(Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap())
     };
     for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2)] {
@@ -369,7 +369,7 @@ fn gradients_that_are_not_finite_reach_no_weight_without_clipping() {
 fn master_copies_follow_weights_that_others_write() {
     let _alone = alone();
     let kind = Kind::BFloat16;
-    let config = LlamaConfig::qwen2(60, 32, 48, 4, 4);
+    let config = DecoderConfig::qwen2(60, 32, 48, 4, 4);
     let mut model = Box::new(Llama::new(&config, (kind, Device::Cpu)).unwrap());
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
     let group = vec![Group::new(trainable(&*model), 0.125)];
@@ -461,7 +461,7 @@ fn unsupported_parameters_are_errors() {
     gradients_of(&model, 0, 1);
     assert!(trainable(&*model).iter().all(|(_, tensor)| tensor.grad().defined()));
 
-    let config = LlamaConfig::llama(60, 32, 48, 2, 4);
+    let config = DecoderConfig::llama(60, 32, 48, 2, 4);
     let mut double = Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap();
     let offload = Offload::apply(&mut double, &Options::default()).unwrap();
     let error = HostAdamW::new(&offload, groups(&double), RULE, HostOptions::default()).unwrap_err();

@@ -15,7 +15,7 @@ use accounting::model::{Family, Shape};
 use accounting::offload::{self as paper, OptimizerPlace, Rates, Setup, Start, StepCosts, sizes};
 use accounting::recompute::NormKernel;
 use models::module::{Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{HookPoint, Method, Offload, Options, TestHook};
 use parking_lot::Mutex;
 use runtime::autograd::{backward, set_grad};
@@ -42,11 +42,11 @@ const SHAPE: Shape = Shape {
 
 fn model() -> Box<Llama> {
     runtime::random::seed(4).unwrap();
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: SHAPE.kv_heads as i64,
         tie_word_embeddings: true,
         max_position_embeddings: SHAPE.context as i64,
-        ..LlamaConfig::qwen2(60, 256, 1024, SHAPE.layers as i64, 4)
+        ..DecoderConfig::qwen2(60, 256, 1024, SHAPE.layers as i64, 4)
     };
     Box::new(Llama::new(&config, FLOAT).unwrap())
 }

@@ -150,7 +150,7 @@ fn the_trainer_runs_the_host_optimizer_with_the_same_bits() {
     let _alone = alone();
     let mixed = [LayerPlan::RecomputeAll, LayerPlan::KeepAll, LayerPlan::RecomputeMlp];
     let mixed: Vec<LayerPlan> =
-        mixed.into_iter().cycle().take(tiny().llama_config().num_hidden_layers as usize).collect();
+        mixed.into_iter().cycle().take(tiny().decoder_config().num_hidden_layers as usize).collect();
     for (clip, accumulation) in [(None, 1), (None, 3), (Some(0.3), 1), (Some(0.3), 2)] {
         for plan in [None, Some(mixed.as_slice())] {
             let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());

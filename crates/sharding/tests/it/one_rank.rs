@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use models::module::{self, LanguageModel};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::autograd::{GradientHook, set_grad};
 use runtime::collectives::Group as Ranks;
 use sharding::{Options, ShardedOptimizer, Stage};
@@ -130,7 +130,7 @@ const DATA: Synthetic = Synthetic {
 /// A training by a sharded optimizer, or for no stage by an ordinary one.
 fn open(stage: Option<Stage>) -> Trainer {
     runtime::random::seed(1).unwrap();
-    let model = Llama::new(&LlamaConfig::qwen2(61, 24, 56, 3, 2), (Kind::Float, Device::Cpu)).unwrap();
+    let model = Llama::new(&DecoderConfig::qwen2(61, 24, 56, 3, 2), (Kind::Float, Device::Cpu)).unwrap();
     let parameters = module::trainable(&model);
     let order = parameters.iter().map(|(name, _)| name.clone()).collect();
     let groups = vec![Group::new(parameters, 3e-3)];

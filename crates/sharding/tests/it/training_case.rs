@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use models::module::{self, LanguageModel};
-use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
 use sharding::{Mesh, Options, Reduction, ShardedOptimizer, Stage};
@@ -107,8 +107,8 @@ impl Case {
             Box::new(Gpt2::new(&config, options).unwrap())
         } else {
             let (vocabulary, hidden) = if self.vocabulary > 0 { (self.vocabulary, 128) } else { (61, 24) };
-            let config = LlamaConfig::qwen2(vocabulary, hidden, 56, 3, 2);
-            let config = LlamaConfig { tie_word_embeddings: true, ..config };
+            let config = DecoderConfig::qwen2(vocabulary, hidden, 56, 3, 2);
+            let config = DecoderConfig { tie_word_embeddings: true, ..config };
             Box::new(Llama::new(&config, options).unwrap())
         };
         if self.recompute {

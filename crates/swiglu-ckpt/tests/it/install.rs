@@ -7,7 +7,7 @@ use models::module::{
     Context, Input, LanguageModel, Mlp, Module, Visitor, VisitorMut, freeze, map_modules, parameters,
     tensors, trainable,
 };
-use models::{Activation, FeedForward, Gpt2, Gpt2Config, Init, Linear, Llama, LlamaConfig, Swiglu};
+use models::{Activation, DecoderConfig, FeedForward, Gpt2, Gpt2Config, Init, Linear, Llama, Swiglu};
 use runtime::autograd::{GradcheckOptions, backward, gradcheck};
 use runtime::memory::{live_bytes, track_cpu};
 use runtime::precision::{self, Policy};
@@ -33,7 +33,7 @@ const TWO_LAYERS: [CheckpointLevel; 3] =
 
 fn llama(kind: Kind) -> Box<dyn LanguageModel> {
     runtime::random::seed(1).unwrap();
-    let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(60, 32, 88, 3, 4) };
+    let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::qwen2(60, 32, 88, 3, 4) };
     Box::new(Llama::new(&config, (kind, Device::Cpu)).unwrap())
 }
 

@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use models::module::{Context, Input, LanguageModel, ModuleMapper, freeze, map_modules, parameters, tensors};
-use models::{Documents, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
+use models::{DecoderConfig, Documents, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama};
 use runtime::autograd::{GradMode, backward, set_grad};
 use runtime::precision::{self, Policy};
 use runtime::profile::Counter;
@@ -136,10 +136,10 @@ fn gradients_match_keeping_everything_bit_for_bit() {
 fn gradients_of_llama_match_too() {
     let _serial = serial();
     runtime::random::seed(5).unwrap();
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: 2,
         max_position_embeddings: LENGTH,
-        ..LlamaConfig::llama(40, 16, 40, LAYERS as i64, 4)
+        ..DecoderConfig::llama(40, 16, 40, LAYERS as i64, 4)
     };
     let mut model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let activations = apply(&mut model, &[KeepAll; LAYERS]).unwrap();

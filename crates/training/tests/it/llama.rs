@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use models::module::trainable;
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use tch::{Device, Kind};
 use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
@@ -24,8 +24,8 @@ impl Observer for Losses {
 /// Each token has two successors, so that ln 2 = 0.7 nats remain; a model that learns nothing stays at ln 16 = 2.8.
 #[test]
 fn fp32_and_bf16_training_both_learn() {
-    let llama = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(16, 16, 40, 2, 4) };
-    let qwen2 = LlamaConfig { num_key_value_heads: 1, ..LlamaConfig::qwen2(16, 16, 40, 2, 2) };
+    let llama = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(16, 16, 40, 2, 4) };
+    let qwen2 = DecoderConfig { num_key_value_heads: 1, ..DecoderConfig::qwen2(16, 16, 40, 2, 2) };
     for config in [llama, qwen2] {
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         let groups = Group::by_dimension(trainable(&model), 1e-2, 0.0);

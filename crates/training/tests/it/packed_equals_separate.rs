@@ -8,7 +8,7 @@ use dataloading::{
     SequencedDataset, StandardDataset,
 };
 use models::module::{Input, LanguageModel, trainable};
-use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
+use models::{DecoderConfig, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 use training::accumulation::forward;
@@ -52,10 +52,10 @@ const MODELS: [(&str, Build); 3] = [
         Ok(Box::new(Gpt2::new(&config, (kind, Device::Cpu))?))
     }),
     ("Llama", |kind| {
-        let config = LlamaConfig {
+        let config = DecoderConfig {
             num_key_value_heads: 2,
             max_position_embeddings: LONGEST as i64,
-            ..LlamaConfig::llama(VOCABULARY.into(), 16, 40, 2, 4)
+            ..DecoderConfig::llama(VOCABULARY.into(), 16, 40, 2, 4)
         };
         Ok(Box::new(Llama::new(&config, (kind, Device::Cpu))?))
     }),

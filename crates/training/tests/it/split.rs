@@ -1,7 +1,7 @@
 //! Fewer rows at a time have the loss and the gradients of the whole batch.
 
 use models::module::{LanguageModel, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 use training::accumulation::{MicroBatches, fetch, forward};
@@ -36,7 +36,7 @@ fn gradients(model: &dyn LanguageModel, micro: &MicroBatches) -> (f64, Vec<Tenso
 #[test]
 fn parts_of_a_batch_have_its_loss_and_gradients() {
     runtime::random::seed(2).unwrap();
-    let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(23, 16, 40, 2, 4) };
+    let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::llama(23, 16, 40, 2, 4) };
     let model = Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap();
     for packed in [None, Some(16)] {
         let layout = Layout { batch: 5, packed, ..Layout::default() };

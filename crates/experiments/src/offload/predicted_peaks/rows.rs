@@ -1,6 +1,6 @@
 //! The rows of the table.
 
-use models::LlamaConfig;
+use models::DecoderConfig;
 use models::llama::Family;
 use offload::Method;
 use runtime::nf4::Scales;
@@ -10,11 +10,11 @@ use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
 use training::activations::LayerPlan;
 
 /// A Qwen2 of few layers.
-fn qwen2(vocabulary: i64, hidden: i64, inner: i64, layers: i64, heads: i64) -> LlamaConfig {
-    LlamaConfig {
+fn qwen2(vocabulary: i64, hidden: i64, inner: i64, layers: i64, heads: i64) -> DecoderConfig {
+    DecoderConfig {
         num_key_value_heads: 2,
         max_position_embeddings: 512,
-        ..LlamaConfig::qwen2(vocabulary, hidden, inner, layers, heads)
+        ..DecoderConfig::qwen2(vocabulary, hidden, inner, layers, heads)
     }
 }
 
@@ -40,21 +40,21 @@ pub fn rows() -> Vec<Row> {
     let wide = Row { placement: Placement::Resident(vec![KeepAll; 4]), ..wide };
     let long =
         Row { config: qwen2(500, 64, 192, 4, 4), batch: [4, 96], head: Head::Chunks(96), ..base.clone() };
-    let llama = LlamaConfig {
+    let llama = DecoderConfig {
         num_key_value_heads: 4,
         max_position_embeddings: 512,
         tie_word_embeddings: false,
-        ..LlamaConfig::llama(600, 96, 288, 4, 4)
+        ..DecoderConfig::llama(600, 96, 288, 4, 4)
     };
     let llama = Row { shape: "Llama, untied", config: llama, batch: [3, 32], ..base.clone() };
     // Heads that are wide together, as in Qwen3-0.6B.
-    let qwen3 = LlamaConfig {
+    let qwen3 = DecoderConfig {
         family: Family::Qwen3,
         head_dim: 64,
-        ..LlamaConfig { tie_word_embeddings: true, ..qwen2(500, 128, 320, 4, 4) }
+        ..DecoderConfig { tie_word_embeddings: true, ..qwen2(500, 128, 320, 4, 4) }
     };
     let qwen3 = Row { shape: "Qwen3", config: qwen3, batch: [3, 64], ..base.clone() };
-    let granite = LlamaConfig {
+    let granite = DecoderConfig {
         family: Family::Granite,
         residual_multiplier: 0.22,
         embedding_multiplier: 12.0,

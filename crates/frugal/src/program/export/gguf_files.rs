@@ -10,7 +10,7 @@ use gguf::ollama::{self, Chat, Modelfile, Role};
 use gguf::{Adapter, Conversion, Model, TensorType};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
-use models::LlamaConfig;
+use models::DecoderConfig;
 use models::hugging_face::Folder;
 use runtime::atomic_write;
 use serde_json::{Map, Value, json};
@@ -147,7 +147,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         adapter: own.as_ref().map(|_| names.1.clone()),
         chat,
         stops,
-        context: LlamaConfig::read(&folder.join("config.json"))?.max_position_embeddings.try_into().ok(),
+        context: DecoderConfig::read(&folder.join("config.json"))?.max_position_embeddings.try_into().ok(),
         sampling: sampling(texts)?,
     };
     let path = stage.path().join(MODELFILE);

@@ -8,7 +8,7 @@ use frugal::config::{
     ActivationPlan, ActivationsConfig, Dtype, MasterWeights, OptimizerPlace, OptimizerRule,
 };
 use frugal::lora::LoraConfig;
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
 use tch::{Device, Kind};
 
@@ -20,7 +20,7 @@ const WORTH: f64 = 0.02;
 /// A training that does not fit.
 pub(crate) struct Question<'a> {
     pub(crate) config: &'a Config,
-    pub(crate) shape: &'a LlamaConfig,
+    pub(crate) shape: &'a DecoderConfig,
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) data: &'a DataShape,
@@ -247,7 +247,8 @@ mod tests {
 
     #[test]
     fn changes_that_suffice_together_are_shown_together() {
-        let shape = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::qwen2(32_768, 512, 1536, 4, 8) };
+        let shape =
+            DecoderConfig { tie_word_embeddings: true, ..DecoderConfig::qwen2(32_768, 512, 1536, 4, 8) };
         let config = Config::defaults(Task::Finetune, Method::Lora);
         let data = DataShape::uniform(4, 1024, false);
         let question = |tensors: u64, resumes: bool| Question {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::{fs, io};
 
 use dataloading::Tokenizer;
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::models::module::LanguageModel;
 use frugal::run_folder::SplitRecord;
 use frugal::training::optimizer::Optimizer;
@@ -17,7 +17,7 @@ use crate::program::training::save_model;
 /// The weights of a decoder, and the tokenizer that it was trained with.
 pub(super) struct Weights {
     pub(super) common: Common,
-    pub(super) config: LlamaConfig,
+    pub(super) config: DecoderConfig,
     pub(super) tokenizer: Option<Tokenizer>,
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::init::Init;
 use frugal::models::module::{self, LanguageModel};
-use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use frugal::models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use frugal::recipe::Prepared;
 use frugal::{Config, Recipe};
 use runtime::collectives::Group as Ranks;
@@ -71,12 +71,12 @@ impl Case {
     }
 
     /// The configuration of the Llama.
-    pub(super) fn llama(&self) -> LlamaConfig {
+    pub(super) fn llama(&self) -> DecoderConfig {
         let hidden = self.hidden();
-        LlamaConfig {
+        DecoderConfig {
             tie_word_embeddings: true,
             max_position_embeddings: 16,
-            ..LlamaConfig::qwen2(61, hidden, hidden * 3, self.layers(), 2)
+            ..DecoderConfig::qwen2(61, hidden, hidden * 3, self.layers(), 2)
         }
     }
 

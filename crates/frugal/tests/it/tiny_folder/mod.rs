@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use models::module::tensors;
-use models::{Llama, LlamaConfig, hugging_face};
+use models::{DecoderConfig, Llama, hugging_face};
 use runtime::random::Generator;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -49,11 +49,11 @@ impl Tiny {
 
     /// Writes a model of this width under a name.
     pub(crate) fn write_model(&self, name: &str, width: i64, seed: u64) {
-        let config = LlamaConfig {
+        let config = DecoderConfig {
             num_key_value_heads: 2,
             max_position_embeddings: 200,
             tie_word_embeddings: true,
-            ..LlamaConfig::qwen2(4096, width, 24, 2, 4)
+            ..DecoderConfig::qwen2(4096, width, 24, 2, 4)
         };
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         let mut generator = Generator::new(seed).unwrap();

@@ -4,7 +4,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use models::module::{Input, LanguageModel, Module, parameters, tensors, trainable};
-use models::{Llama, LlamaConfig};
+use models::{DecoderConfig, Llama};
 use offload::{Method, Offload, Options};
 use runtime::autograd::backward;
 use runtime::random::Generator;
@@ -22,21 +22,21 @@ pub fn alone() -> MutexGuard<'static, ()> {
 /// Five small Qwen2 layers with a tied head.
 pub fn tiny() -> Box<Llama> {
     runtime::random::seed(1).unwrap();
-    let config = LlamaConfig {
+    let config = DecoderConfig {
         num_key_value_heads: 2,
         tie_word_embeddings: true,
-        ..LlamaConfig::qwen2(60, 32, 48, 5, 4)
+        ..DecoderConfig::qwen2(60, 32, 48, 5, 4)
     };
     Box::new(Llama::new(&config, FLOAT).unwrap())
 }
 
 /// `Qwen/Qwen2.5-0.5B`, as its `config.json` has it.
-pub fn assignment() -> LlamaConfig {
-    LlamaConfig {
+pub fn assignment() -> DecoderConfig {
+    DecoderConfig {
         num_key_value_heads: 2,
         tie_word_embeddings: true,
         max_position_embeddings: 4096,
-        ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
+        ..DecoderConfig::qwen2(151_936, 896, 4864, 24, 14)
     }
 }
 

@@ -11,7 +11,7 @@ use clap::ValueEnum as _;
 use frugal::Config;
 use frugal::config::{Dtype, MasterWeights, Method, OffloadTier, Task, TrainingConfig};
 use frugal::lora::{LoraConfig, Names};
-use frugal::models::LlamaConfig;
+use frugal::models::DecoderConfig;
 use frugal::models::hugging_face::Folder;
 use frugal::planning::{self, DataShape, KnownRates, MachineRates, NotPredicted, Searched};
 use report::unit::human;
@@ -168,7 +168,7 @@ fn described(
 /// A step of `frugal finetune` with the same flags, on this machine.
 struct AsFinetune {
     config: Config,
-    shape: LlamaConfig,
+    shape: DecoderConfig,
 }
 
 impl StepArgs {
