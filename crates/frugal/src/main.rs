@@ -81,13 +81,13 @@ fn parse(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result
             Some(key) => {
                 Some(format!("{flag}: a run that is resumed has its own; change it with --set {key}=VALUE"))
             }
-            None => program::other_names::remedy(&Cli::command(), given, &flag)
+            None => program::flags::other_names::remedy(&Cli::command(), given, &flag)
                 .map(|remedy| format!("unexpected argument '{flag}': {remedy}")),
         };
         text.map_or(error, |text| clap::Error::raw(ErrorKind::UnknownArgument, text + "\n"))
     })?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
-    cli.common.given = program::run_flags::given(&command, &matches);
+    cli.common.given = program::flags::origins::given(&command, &matches);
     Ok(cli)
 }
 
@@ -160,8 +160,8 @@ fn main() -> ExitCode {
         frugal::runtime::mapped::report_shortened_files()?;
         run(&cli)
             .and_then(|()| program::output::finish())
-            .inspect_err(program::ranks::report_failure)
-            .map_err(program::ranks::with_status)
+            .inspect_err(program::run::ranks::report_failure)
+            .map_err(program::run::ranks::with_status)
     })
 }
 

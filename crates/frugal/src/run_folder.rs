@@ -49,6 +49,8 @@ pub const PAGE: &str = "index.html";
 pub const CHECKPOINTS: &str = "checkpoints";
 /// Folder of the best adapter or model within an output folder.
 pub const BEST: &str = "best";
+/// Folder of the model within an output folder, after full fine-tuning or a training from scratch.
+pub const MODEL: &str = "model";
 /// Answers before and after, within an output folder.
 pub const SAMPLES: &str = "samples.jsonl";
 

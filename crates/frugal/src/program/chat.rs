@@ -17,12 +17,13 @@ use models::generation::GenerateOptions;
 use serde_json::json;
 
 use super::Common;
-use super::model::{HubArgs, with_adapter};
 use super::output::{print_line, say, show};
-use super::run_model::{Target, WhichArgs};
-use super::run_record::shell_word;
-use super::sampling::SamplingArgs;
-use super::settings::put_some;
+use crate::program::flags::hub::HubArgs;
+use crate::program::flags::model::with_adapter;
+use crate::program::flags::put_some;
+use crate::program::flags::sampling::SamplingArgs;
+use crate::program::folder::run_model::{Target, WhichArgs};
+use crate::program::folder::run_record::shell_word;
 use session::Session;
 
 #[derive(Args)]

@@ -17,13 +17,13 @@ use frugal::rows::{self, Counts, Found, RowEncoder};
 use frugal::training::masked_rows::MaskedRow;
 
 use super::Common;
-use super::encoding::Ends;
-use super::model::HubArgs;
 use super::output::say;
-use super::problems::Problems;
-use super::row_flags::{RowArgs, encoder, flags_of_rows, found, found_text, note_template};
-use super::run_model::{Target, WhichArgs};
-use super::run_record::shell_word;
+use crate::program::flags::encoding::Ends;
+use crate::program::flags::hub::HubArgs;
+use crate::program::flags::rows::{RowArgs, encoder, flags_of_rows, found, found_text, note_template};
+use crate::program::folder::run_model::{Target, WhichArgs};
+use crate::program::folder::run_record::shell_word;
+use crate::program::output::problems::Problems;
 
 #[derive(Args)]
 pub(crate) struct Data {

@@ -16,11 +16,11 @@ use frugal::rows;
 use serde::Serialize;
 
 use super::Common;
-use super::model::ModelArgs;
 use super::output::say;
-use super::output_file::{OutputFile, OutputFlag};
-use super::problems::Problems;
-use super::row_flags::{RowArgs, found, found_text};
+use crate::program::flags::model::ModelArgs;
+use crate::program::flags::rows::{RowArgs, found, found_text};
+use crate::program::folder::output_file::{OutputFile, OutputFlag};
+use crate::program::output::problems::Problems;
 use frugal::tasks::gsm8k::split;
 
 /// Which part of a folder's data is measured.

@@ -22,13 +22,14 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use super::merge;
-use super::model::{HubArgs, same_folder};
 use super::output::{print_line, say};
-use super::output_folder::{self, Existing};
-use super::run_model::{Target, WhichArgs};
-use super::run_record::shell_word;
-use super::settings::put_some;
-use super::unfinished;
+use crate::program::flags::hub::{HubArgs, same_folder};
+use crate::program::flags::put_some;
+use crate::program::folder::model_folder;
+use crate::program::folder::output_folder::{self, Existing};
+use crate::program::folder::run_model::{Target, WhichArgs};
+use crate::program::folder::run_record::shell_word;
+use crate::program::folder::unfinished;
 
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -167,7 +168,7 @@ fn quantized(arguments: &Export) -> anyhow::Result<Value> {
     let model = folder.load(Some(Dtype::Nf4.kind()), Device::Cpu)?;
     let mut kept = Vec::new();
     hugging_face::save_with(&model, out, max_shard_bytes.0, |new| {
-        merge::complete(&folder, &companions, new)
+        model_folder::complete(&folder, &companions, new)
             .map_err(|error| std::io::Error::other(format!("{error:#}")))?;
         kept = companion_files::names(new);
         Ok(())

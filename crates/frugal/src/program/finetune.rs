@@ -22,27 +22,28 @@ use runtime::collectives::Launch;
 use serde_json::json;
 
 use super::Common;
-use super::adapter::AdapterArgs;
-use super::end_card;
-use super::figures::{counted, grouped, share};
-use super::kept::Writer;
-use super::model::{HubArgs, same_folder};
-use super::no_effect;
-use super::offload_folder;
 use super::output::say;
-use super::ranks;
-use super::report::report;
-use super::row_flags::RowArgs;
-use super::run_flags::with_origins;
-use super::run_model::Target;
-use super::run_plan::{PlannedTraining, RunPlan};
-use super::run_record::{note_other_data, write_page};
-use super::saving::{Saving, as_begun};
-use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{Run, name_budget, name_resume};
-use super::unread;
+use crate::program::flags::adapter::AdapterArgs;
+use crate::program::flags::hub::{HubArgs, same_folder};
+use crate::program::flags::no_effect;
+use crate::program::flags::origins::with_origins;
+use crate::program::flags::rows::RowArgs;
+use crate::program::flags::settings::SettingsArgs;
+use crate::program::flags::unread;
+use crate::program::flags::{DATA, put, put_some};
+use crate::program::folder::best_weights::Writer;
+use crate::program::folder::offload_folder;
+use crate::program::folder::open::{Saving, as_begun};
+use crate::program::folder::run_model::Target;
+use crate::program::folder::run_record::{note_other_data, write_page};
+use crate::program::output::figures::{counted, grouped, share};
+use crate::program::output::report::report;
+use crate::program::output::summary;
+use crate::program::run::plan::{PlannedTraining, RunPlan};
+use crate::program::run::ranks;
+use crate::program::run::training::{Run, name_budget, name_resume};
 use data::{Data, with_date};
-pub(crate) use weights::MODEL;
+use frugal::run_folder::MODEL;
 use weights::Weights;
 
 /// What is trained.
@@ -198,7 +199,7 @@ pub(crate) fn configured(
     arguments: &Finetune,
 ) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
     let (config, given, _) = arguments.config(common)?;
-    let origins = super::run_flags::origins(&config, &given, &common.given)?;
+    let origins = crate::program::flags::origins::origins(&config, &given, &common.given)?;
     Ok((config, origins))
 }
 
@@ -450,8 +451,8 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
             write_page(common, out, outcome.state);
         }
         if !common.json && !trained.was_finished {
-            let next = end_card::next_commands(config, out, is_chat);
-            end_card::print(common, config, out, trained.outcome.as_ref(), &samples, &next);
+            let next = summary::next_commands(config, out, is_chat);
+            summary::print(common, config, out, trained.outcome.as_ref(), &samples, &next);
         }
     }
     Ok(())

@@ -1,5 +1,21 @@
 //! The flags that belong to the keys of a configuration.
 
+pub(crate) mod adapter;
+pub(crate) mod encoding;
+pub(crate) mod hub;
+pub(crate) mod model;
+pub(crate) mod no_effect;
+pub(crate) mod origins;
+pub(crate) mod other_names;
+pub(crate) mod rows;
+pub(crate) mod run;
+pub(crate) mod sampling;
+pub(crate) mod settings;
+pub(crate) mod unread;
+
+/// Heading of the flags about data in a subcommand's help.
+pub(crate) const DATA: &str = "Data";
+
 /// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
 const FLAGS: [(&str, &str); 79] = [
     ("activations.plan", "--activations"),
@@ -94,6 +110,21 @@ pub(crate) fn key_of(flag: &str) -> Option<&'static str> {
 }
 
 /// The keys that a flag of trainings sets.
+
+/// Overrules a value where a flag was given.
+pub(crate) fn put<T>(value: &mut T, flag: Option<T>) {
+    if let Some(flag) = flag {
+        *value = flag;
+    }
+}
+
+/// Overrules a value that may be absent where a flag was given.
+pub(crate) fn put_some<T>(value: &mut Option<T>, flag: Option<T>) {
+    if flag.is_some() {
+        *value = flag;
+    }
+}
+
 #[cfg(test)]
 pub(crate) fn keys_of(flag: &str) -> Vec<&'static str> {
     FLAGS.iter().filter(|(_, own)| *own == flag).map(|(key, _)| *key).collect()

@@ -24,11 +24,11 @@ use report::cli::Failure;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::model::{Found, ModelArgs, with_adapter};
 use super::output::{print_line, say, show};
-use super::run_plan::{MEASURING, NOTHING_FITS, tensor_budget};
-use super::sampling::SamplingArgs;
-use super::settings::{WITHOUT_OFFLOAD, budget};
+use crate::program::flags::model::{Found, ModelArgs, with_adapter};
+use crate::program::flags::sampling::SamplingArgs;
+use crate::program::flags::settings::{WITHOUT_OFFLOAD, budget};
+use crate::program::run::plan::{MEASURING, NOTHING_FITS, tensor_budget};
 use frugal::text_stream::TextStream;
 
 #[derive(Args)]

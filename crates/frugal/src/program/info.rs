@@ -16,12 +16,12 @@ use models::tensors_file::{TensorsFile, dtype_name};
 use report::unit::human;
 use serde_json::{Value, json};
 
-use super::adapter::AdapterArgs;
-use super::figures::{grouped, share};
 use super::flags::named;
-use super::model::HubArgs;
-use super::no_effect;
 use super::output::print_fields;
+use crate::program::flags::adapter::AdapterArgs;
+use crate::program::flags::hub::HubArgs;
+use crate::program::flags::no_effect;
+use crate::program::output::figures::{grouped, share};
 
 #[derive(Args)]
 pub(crate) struct Info {

@@ -16,8 +16,8 @@ use signal_hook::iterator::Signals;
 
 use super::Common;
 use super::output::say;
-use super::ranks::Interrupted;
-use super::run_plan::NOTHING_FITS;
+use crate::program::run::plan::NOTHING_FITS;
+use crate::program::run::ranks::Interrupted;
 use screen::Screen;
 
 #[derive(Args)]

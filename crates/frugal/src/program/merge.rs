@@ -7,7 +7,7 @@ use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
 use super::Common;
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::Args;
 use frugal::companion_files::{self, CompanionFiles};
 use frugal::config::{Bytes, Dtype};
@@ -19,26 +19,17 @@ use models::tensors_file::TensorsFile;
 use models::{DecoderConfig, Llama};
 use runtime::atomic_write;
 use runtime::nf4::Scales;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use difference::Difference;
 
-use super::model::{Found, ModelArgs, load_adapter, same_folder};
 use super::output::{print_line, say};
-use super::output_folder::{self, Existing};
-use super::unfinished;
-
-/// Keys of transformers for the dtype of the weights.
-const DTYPES: [&str; 2] = ["dtype", "torch_dtype"];
-
-/// Keys of the rotary embedding, old and new.
-const ROPE: [&str; 3] = ["rope_theta", "rope_scaling", "rope_parameters"];
-
-/// The field of weights that are quantized, which the written model has itself if they are.
-const QUANTIZATION: &str = "quantization_config";
-
-const CONFIG: &str = "config.json";
+use crate::program::flags::hub::same_folder;
+use crate::program::flags::model::{Found, ModelArgs, load_adapter};
+use crate::program::folder::model_folder::complete;
+use crate::program::folder::output_folder::{self, Existing};
+use crate::program::folder::unfinished;
 
 #[derive(Args)]
 pub(crate) struct Merge {
@@ -195,27 +186,4 @@ fn untied(model: &Llama) -> anyhow::Result<Llama> {
     let apart = Llama::new(&config, (kind, device))?;
     load_state_dict(&apart, &state, "the merged model")?;
     Ok(apart)
-}
-
-/// Writes what belongs to the model besides its weights into its folder, and gives `config.json` the base's fields that no weight depends
-/// on.
-pub(crate) fn complete(base: &Folder, companions: &CompanionFiles, out: &Path) -> anyhow::Result<()> {
-    companions.write(out)?;
-    let read = |path: PathBuf| -> anyhow::Result<Map<String, Value>> {
-        let text = std::fs::read(&path).with_context(|| path.display().to_string())?;
-        serde_json::from_slice(&text).with_context(|| path.display().to_string())
-    };
-    let (mut fields, saved) = (read(base.path().join(CONFIG))?, read(out.join(CONFIG))?);
-    // What is written has both spellings, with the same values.
-    fields.retain(|name, _| !ROPE.contains(&name.as_str()) && name != QUANTIZATION);
-    for name in DTYPES {
-        if let (Some(field), Some(dtype)) = (fields.get_mut(name), saved.get("dtype")) {
-            *field = dtype.clone();
-        }
-    }
-    fields.extend(saved);
-    let path = out.join(CONFIG);
-    let mut text = serde_json::to_vec_pretty(&fields)?;
-    text.push(b'\n');
-    std::fs::write(&path, text).with_context(|| format!("{} cannot be written", path.display()))
 }

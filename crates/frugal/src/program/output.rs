@@ -4,6 +4,12 @@
 //! A closed pipe is none: its reader has seen enough. Control characters of texts that may come from data or names of files do not reach a
 //! terminal.
 
+pub(crate) mod figures;
+pub(crate) mod problems;
+pub(crate) mod records;
+pub(crate) mod report;
+pub(crate) mod summary;
+
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, IsTerminal, StdoutLock, Write};
 use std::sync::{Mutex, PoisonError};

@@ -11,10 +11,13 @@ use frugal::run_folder::{CHECKPOINTS, RunRecord};
 use runtime::collectives::Launch;
 
 use super::finetune::{self, Start};
-use super::report::report_finished;
-use super::run_flags::{RunArgs, origins_of_resume};
-use super::settings::{budget, put_some};
-use super::{Common, train, unread};
+use super::flags::unread;
+use super::{Common, train};
+use crate::program::flags::origins::origins_of_resume;
+use crate::program::flags::put_some;
+use crate::program::flags::run::RunArgs;
+use crate::program::flags::settings::budget;
+use crate::program::output::report::report_finished;
 
 #[derive(Args)]
 pub(crate) struct Resume {

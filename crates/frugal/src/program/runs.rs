@@ -16,7 +16,7 @@ use frugal::run_folder::{BEST, CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint;
 
 use super::Common;
-use super::finetune::MODEL;
+use frugal::run_folder::MODEL;
 
 #[derive(Args)]
 pub(crate) struct Runs {
@@ -109,8 +109,8 @@ fn earlier(folder: &Path, config: &Config, losses: &Losses) -> anyhow::Result<(R
     let steps = steps.or(config.training.steps).unwrap_or(losses.step);
     let state = if step > 0 && step >= steps { State::Finished } else { State::Interrupted };
     let record = RunRecord {
-        model: super::run_record::base(config),
-        method: super::run_record::method(config).to_owned(),
+        model: crate::program::folder::run_record::base(config),
+        method: crate::program::folder::run_record::method(config).to_owned(),
         steps,
         ..RunRecord::default()
     };

@@ -23,23 +23,24 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use super::Common;
-use super::end_card;
-use super::figures::{counted, grouped};
-use super::finetune::MODEL;
-use super::kept::Writer;
-use super::no_effect;
 use super::output::{print_line, say};
-use super::output_file::{OutputFile, OutputFlag};
-use super::ranks;
-use super::report::report;
-use super::run_flags::with_origins;
-use super::run_plan::{PlannedTraining, RunPlan};
-use super::run_record::note_other_data;
-use super::saving::{Saving, as_begun};
-use super::settings::{DATA, SettingsArgs, put, put_some};
-use super::training::{NO_VALIDATION, Run, name_budget, name_resume};
-use super::unread;
+use crate::program::flags::no_effect;
+use crate::program::flags::origins::with_origins;
+use crate::program::flags::settings::SettingsArgs;
+use crate::program::flags::unread;
+use crate::program::flags::{DATA, put, put_some};
+use crate::program::folder::best_weights::Writer;
+use crate::program::folder::open::{Saving, as_begun};
+use crate::program::folder::output_file::{OutputFile, OutputFlag};
+use crate::program::folder::run_record::note_other_data;
+use crate::program::output::figures::{counted, grouped};
+use crate::program::output::report::report;
+use crate::program::output::summary;
+use crate::program::run::plan::{PlannedTraining, RunPlan};
+use crate::program::run::ranks;
+use crate::program::run::training::{NO_VALIDATION, Run, name_budget, name_resume};
 use data::Data;
+use frugal::run_folder::MODEL;
 use weights::{Weights, files};
 
 #[derive(Args)]
@@ -154,7 +155,7 @@ pub(crate) fn configured(
     arguments: &Train,
 ) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
     let (config, given) = arguments.config(common)?;
-    let origins = super::run_flags::origins(&config, &given, &common.given)?;
+    let origins = crate::program::flags::origins::origins(&config, &given, &common.given)?;
     Ok((config, origins))
 }
 
@@ -301,8 +302,8 @@ fn train(
     if common.is_first() {
         report(common, out, &trained.ended(), path.as_deref().map(|path| ("model", path)));
         if let Some(out) = out.filter(|_| !common.json && !trained.was_finished) {
-            let next = path.map_or_else(Vec::new, |_| end_card::next_commands(config, out, false));
-            end_card::print(common, config, out, trained.outcome.as_ref(), &[], &next);
+            let next = path.map_or_else(Vec::new, |_| summary::next_commands(config, out, false));
+            summary::print(common, config, out, trained.outcome.as_ref(), &[], &next);
         }
     }
     Ok(())

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::SourceArgs;
 use super::findings::{Duplicates, OtherFormats, Repeats};
 use crate::program::Common;
-use crate::program::figures::{counted, grouped};
+use crate::program::output::figures::{counted, grouped};
 use crate::program::output::{print_line, print_text};
 
 #[derive(Args)]

@@ -9,7 +9,7 @@ use frugal::dataloading::records::{self, Detected, RecordFormat};
 use frugal::training::masked_rows::MaskedRow;
 use sha2::{Digest, Sha256};
 
-use crate::program::figures::{counted, grouped};
+use crate::program::output::figures::{counted, grouped};
 
 /// Places that a line names.
 const SHOWN: usize = 3;

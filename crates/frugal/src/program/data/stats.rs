@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::{SourceArgs, learned};
 use crate::program::Common;
-use crate::program::figures::grouped;
+use crate::program::output::figures::grouped;
 use crate::program::output::print_fields;
 
 #[derive(Args)]

@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 
 use super::{Eval, Part, json_lines};
 use crate::program::Common;
-use crate::program::encoding::Ends;
-use crate::program::model::{Found, with_adapter};
+use crate::program::flags::encoding::Ends;
+use crate::program::flags::model::{Found, with_adapter};
+use crate::program::output::problems::Problems;
 use crate::program::output::{print_line, print_text};
-use crate::program::problems::Problems;
 
 pub(super) fn run(
     common: &Common,

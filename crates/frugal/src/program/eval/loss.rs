@@ -12,11 +12,11 @@ use serde_json::json;
 
 use super::Eval;
 use crate::program::Common;
-use crate::program::encoding::Ends;
-use crate::program::figures::{counted, grouped};
-use crate::program::model::{Found, not_finite, with_adapter};
+use crate::program::flags::encoding::Ends;
+use crate::program::flags::model::{Found, not_finite, with_adapter};
+use crate::program::flags::rows::encoder;
+use crate::program::output::figures::{counted, grouped};
 use crate::program::output::print_fields;
-use crate::program::row_flags::encoder;
 
 pub(super) fn run(
     common: &Common,

@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 
 use super::{Eval, Grader as GraderArg, json_lines};
 use crate::program::Common;
-use crate::program::encoding::Ends;
-use crate::program::model::{Found, with_adapter};
+use crate::program::flags::encoding::Ends;
+use crate::program::flags::model::{Found, with_adapter};
+use crate::program::flags::rows::encoder;
 use crate::program::output::print_fields;
-use crate::program::row_flags::encoder;
 
 /// A question as the model reads it, and its answer.
 struct Question {

@@ -19,8 +19,8 @@ use tempfile::TempDir;
 use super::verify::{self, Files};
 use super::{Export, Type};
 use crate::program::Common;
+use crate::program::folder::run_record::shell_word;
 use crate::program::output::say;
-use crate::program::run_record::shell_word;
 
 /// The file that `ollama create` reads.
 const MODELFILE: &str = "Modelfile";

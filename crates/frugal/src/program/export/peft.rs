@@ -14,7 +14,7 @@ use training::checkpoint::{self, Checkpoint};
 
 use super::Export;
 use crate::program::Common;
-use crate::program::model::same_folder;
+use crate::program::flags::hub::same_folder;
 use crate::program::output::{print_line, say};
 use frugal::companion_files;
 use frugal::run_folder::CHECKPOINTS;

@@ -14,7 +14,7 @@ use models::module::{Input, LanguageModel};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::program::model::with_adapter;
+use crate::program::flags::model::with_adapter;
 
 /// Lengths of the prompts, in tokens.
 const LENGTHS: [usize; 3] = [3, 17, 60];

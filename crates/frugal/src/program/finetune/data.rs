@@ -16,13 +16,13 @@ use frugal::training::masked_rows::{MaskedRow, MaskedRows};
 use super::learned_end::{learned_end, note};
 use super::samples::Samples;
 use crate::program::Common;
-use crate::program::encoding::Ends;
+use crate::program::flags::encoding::Ends;
+use crate::program::flags::rows::{encoder, flags_of_rows, found, found_text, note_template};
+use crate::program::flags::unread;
+use crate::program::folder::run_record::shell_word;
+use crate::program::output::problems::Problems;
 use crate::program::output::say;
-use crate::program::problems::Problems;
-use crate::program::row_flags::{encoder, flags_of_rows, found, found_text, note_template};
-use crate::program::run_record::shell_word;
-use crate::program::training::NO_VALIDATION;
-use crate::program::unread;
+use crate::program::run::training::NO_VALIDATION;
 
 /// Rows to train on and to measure on, and the token that pads.
 pub(super) struct Data {

@@ -6,7 +6,7 @@ use lora::LoraConfig;
 use runtime::nf4::Scales;
 
 use crate::program::Common;
-use crate::program::model::tell_own_head;
+use crate::program::flags::model::tell_own_head;
 use crate::program::output::say;
 
 const HEAD: &str = "lm_head";

@@ -10,7 +10,7 @@ use frugal::run_folder::RECORD;
 use runtime::atomic_write;
 use serde_json::Value;
 
-use crate::program::run_model::REVISION;
+use crate::program::folder::run_model::REVISION;
 
 /// The configuration with the commit that the training to be resumed has of its model.
 pub(super) fn as_before(config: &Config, out: &Path, resume: bool) -> anyhow::Result<Config> {

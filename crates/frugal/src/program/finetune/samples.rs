@@ -11,8 +11,8 @@ use models::generation::{GenerateOptions, generate};
 use serde_json::{Value, json};
 
 use crate::program::Common;
-use crate::program::end_card::Sample;
 use crate::program::output::say;
+use crate::program::output::summary::Sample;
 
 /// The most tokens of an answer.
 const TOKENS: usize = 48;

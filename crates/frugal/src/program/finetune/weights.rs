@@ -11,12 +11,8 @@ use frugal::training::optimizer::Optimizer;
 use tch::Tensor;
 
 use crate::program::Common;
-use crate::program::kept::Writer;
-use crate::program::merge::complete;
-use crate::program::training::save_model;
-
-/// Folder of the model within an output folder, after full fine-tuning.
-pub(crate) const MODEL: &str = "model";
+use crate::program::folder::best_weights::Writer;
+use crate::program::folder::model_folder::{complete, save_model};
 
 /// What a fine-tuning trains: its adapters, or all weights.
 pub(super) struct Weights {

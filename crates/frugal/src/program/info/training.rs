@@ -10,8 +10,8 @@ use frugal::training::checkpoint;
 use serde_json::json;
 
 use super::Line;
-use crate::program::finetune::MODEL;
-use crate::program::run_record::shell_word;
+use crate::program::folder::run_record::shell_word;
+use frugal::run_folder::MODEL;
 
 /// Whether a folder is the output of a training.
 pub(super) fn is_output(folder: &Path) -> bool {

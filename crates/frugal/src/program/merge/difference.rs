@@ -14,7 +14,7 @@ use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
 use tch::{Device, Kind, Tensor};
 
-use super::super::model::load_adapter;
+use crate::program::flags::model::load_adapter;
 
 /// Means over all positions.
 pub(crate) struct Difference {

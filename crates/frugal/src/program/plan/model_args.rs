@@ -10,7 +10,7 @@ use frugal::download_bar;
 use frugal::models::hub::{Hub, RepositoryKind};
 use frugal::models::hugging_face::Folder;
 
-use super::super::model::HubArgs;
+use crate::program::flags::hub::HubArgs;
 
 const CONFIG: &str = "config.json";
 

@@ -27,11 +27,11 @@ use tch::{Device, Kind};
 
 use super::super::Common;
 use super::super::output::{print_line, print_lines};
-use super::super::run_plan::{NOTHING_FITS, tensor_budget};
-use super::super::run_record::shell_word;
-use super::super::settings::budget;
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
+use crate::program::flags::settings::budget;
+use crate::program::folder::run_record::shell_word;
+use crate::program::run::plan::{NOTHING_FITS, tensor_budget};
 use ranks::RanksArgs;
 use variants::{Variant, streaming, variants};
 

@@ -9,9 +9,9 @@ use serde_json::json;
 
 use super::Summary;
 use crate::program::Common;
-use crate::program::figures::{counted, share};
+use crate::program::folder::best_weights::best_evaluation;
 use crate::program::info::training;
-use crate::program::kept::best_evaluation;
+use crate::program::output::figures::{counted, share};
 use crate::program::output::print_fields;
 
 #[derive(Args)]

@@ -16,7 +16,7 @@ use frugal::training::{Batches, LoaderBatches};
 use tch::Device;
 
 use crate::program::Common;
-use crate::program::figures::counted;
+use crate::program::output::figures::counted;
 use crate::program::output::say;
 
 /// Steps of a training by default.

@@ -9,8 +9,8 @@ use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use serde_json::json;
 
+use crate::program::folder::output_file::OutputFile;
 use crate::program::output::print_line;
-use crate::program::output_file::OutputFile;
 
 /// Steps before the traced ones: the first ones allocate memory that later ones reuse.
 const WARMUP: u64 = 3;

@@ -11,8 +11,8 @@ use frugal::training::optimizer::Optimizer;
 use serde_json::json;
 
 use crate::program::Common;
-use crate::program::kept::Writer;
-use crate::program::training::save_model;
+use crate::program::folder::best_weights::Writer;
+use crate::program::folder::model_folder::save_model;
 
 /// The weights of a decoder, and the tokenizer that it was trained with.
 pub(super) struct Weights {

@@ -4,7 +4,7 @@ use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::ZeroStage;
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, StepCosts, simulate};
-use accounting::scale::{Bound, Division, Network, Work, step};
+use accounting::scale::{Division, Network, Work, step};
 use accounting::sharding::Layout;
 use anyhow::bail;
 use clap::Args;
@@ -12,7 +12,7 @@ use frugal::config::{MasterWeights, OffloadConfig};
 use frugal::planning::{self, MachineRates};
 use tch::Device;
 
-use super::variants::Variant;
+use super::variants::{OverRanks, Variant};
 use super::{PlannedStep, StepArgs, Work as Planned};
 
 const RANKS: &str = "Ranks";
@@ -30,16 +30,6 @@ pub(super) struct RanksArgs {
     /// Bytes per second between machines, of all the links of one together, such as 12.5GB
     #[arg(long, value_name = "BYTES", value_parser = accounting::quantity::parse_bytes, help_heading = RANKS)]
     network: Option<u64>,
-}
-
-/// What a step over ranks has beyond that of one.
-pub(super) struct OverRanks {
-    pub(super) stage: ZeroStage,
-    pub(super) bound: Bound,
-    /// Seconds in which a rank waits for others.
-    pub(super) exposed: f64,
-    /// Bytes that rank 0 sends.
-    pub(super) sent_bytes: u64,
 }
 
 impl RanksArgs {

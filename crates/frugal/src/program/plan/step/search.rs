@@ -20,8 +20,8 @@ use tch::{Device, Kind};
 
 use super::super::super::Common;
 use super::super::super::output::{print_line, print_lines, print_text};
-use super::super::super::run_plan::{Columns, candidates_json, candidates_table};
 use super::{PlannedStep, StepArgs, Work, blank, head, nothing_fits};
+use crate::program::run::plan::{Columns, candidates_json, candidates_table};
 
 /// Prints the ways to run the step.
 ///

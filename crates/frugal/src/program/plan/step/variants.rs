@@ -1,15 +1,25 @@
 //! The ways to run a step, and what each takes.
 
+use accounting::memory::zero::ZeroStage;
 use accounting::offload::{
     Budget, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, plan,
     simulate,
 };
 use accounting::quantity::bytes_text;
+use accounting::scale::Bound;
 use frugal::config::OffloadTier;
 use report::unit::human;
 use serde_json::{Value, json};
 
-use super::ranks::OverRanks;
+/// What a step over ranks has beyond that of one.
+pub(super) struct OverRanks {
+    pub(super) stage: ZeroStage,
+    pub(super) bound: Bound,
+    /// Seconds in which a rank waits for others.
+    pub(super) exposed: f64,
+    /// Bytes that rank 0 sends.
+    pub(super) sent_bytes: u64,
+}
 
 /// A way to run a step, and what it takes.
 pub(super) struct Variant {

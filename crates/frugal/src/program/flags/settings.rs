@@ -14,11 +14,11 @@ use frugal::training::schedule::Shape;
 
 use runtime::collectives::Launch;
 
-use super::Common;
-use super::run_flags::RunArgs;
+use crate::program::Common;
+use crate::program::flags::run::RunArgs;
+use crate::program::flags::{DATA, put, put_some};
 
 // Headings of the help.
-pub(crate) const DATA: &str = "Data";
 const LOOP: &str = "Training";
 const MEMORY: &str = "Memory";
 const OPTIMIZER: &str = "Precision and optimizer";
@@ -249,20 +249,6 @@ impl SettingsArgs {
             bail!("--offload-method applies to offloaded layers only; give --offload host or --offload file");
         }
         Ok(())
-    }
-}
-
-/// Overrules a value where a flag was given.
-pub(crate) fn put<T>(value: &mut T, flag: Option<T>) {
-    if let Some(flag) = flag {
-        *value = flag;
-    }
-}
-
-/// Overrules a value that may be absent where a flag was given.
-pub(crate) fn put_some<T>(value: &mut Option<T>, flag: Option<T>) {
-    if flag.is_some() {
-        *value = flag;
     }
 }
 

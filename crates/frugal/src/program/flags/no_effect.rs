@@ -7,9 +7,9 @@ use frugal::models::DecoderConfig;
 use frugal::planning;
 use tch::Kind;
 
-use super::Common;
-use super::flags::flags_of;
-use super::output::say;
+use crate::program::Common;
+use crate::program::flags::flags_of;
+use crate::program::output::say;
 
 /// The key of how 16-bit weights take small updates.
 const MASTER_WEIGHTS: &str = "optimizer.master_weights";

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use runtime::atomic_write;
 
-use super::model::same_folder;
+use crate::program::flags::hub::same_folder;
 
 /// Where results will be written. It is checked before the work, and written as a whole after it: beside its place first, and renamed.
 #[derive(Debug)]

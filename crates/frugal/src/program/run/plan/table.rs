@@ -6,7 +6,7 @@ use frugal::planning;
 use serde_json::{Value, json};
 
 use super::{PlannedBudget, Prediction};
-use crate::program::figures::{counted, duration};
+use crate::program::output::figures::{counted, duration};
 
 /// What a table of candidates shows.
 #[derive(Clone, Copy, Debug)]

@@ -7,8 +7,8 @@ use frugal::config::{ActivationPlan, Method, OffloadTier, ShapeFamily, Task};
 use frugal::rows::Found;
 use frugal::run_folder::origins::values;
 
-use super::Common;
-use super::flags::flags_of;
+use crate::program::Common;
+use crate::program::flags::flags_of;
 
 /// Keys, or sections of them, that are read under a condition.
 struct Readers<'a> {

@@ -10,10 +10,10 @@ use frugal::loss_log::Losses;
 use frugal::run_folder::{BEST, CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint::{self, Checkpoints};
 
-use super::Common;
-use super::finetune::MODEL;
-use super::output_folder::{self, Existing};
-use super::run_record::{About, shell_word};
+use crate::program::Common;
+use crate::program::folder::output_folder::{self, Existing};
+use crate::program::folder::run_record::{About, shell_word};
+use frugal::run_folder::MODEL;
 
 /// Where a training writes.
 pub(crate) struct Saving<'a> {

@@ -6,7 +6,7 @@ use frugal::training::interrupt;
 use report::cli::without_controls;
 use signal_hook::iterator::Signals;
 
-use super::ranks::INTERRUPTED;
+use crate::program::run::ranks::INTERRUPTED;
 
 /// From here on, SIGINT, SIGTERM and SIGHUP, unless this process ignores them, remove what is written to `out` under a temporary name, say so, and end the process.
 ///

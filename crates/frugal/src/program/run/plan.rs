@@ -18,8 +18,8 @@ use runtime::memory::Limit;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use super::Common;
-use super::output::{print_line, say};
+use crate::program::Common;
+use crate::program::output::{print_line, say};
 pub(crate) use calibration::Expected;
 pub(crate) use changes::Question;
 pub(crate) use table::{Columns, candidates_json, candidates_table};

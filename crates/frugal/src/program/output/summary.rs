@@ -10,11 +10,11 @@ use frugal::loss_log::Losses;
 use frugal::run_folder::{BEST, Outcome, PAGE, SAMPLES, State, TABLE};
 use serde_json::{Value, json};
 
-use super::Common;
-use super::figures::counted;
-use super::kept::best_evaluation;
-use super::output::say;
-use super::run_record::shell_word;
+use crate::program::Common;
+use crate::program::folder::best_weights::best_evaluation;
+use crate::program::folder::run_record::shell_word;
+use crate::program::output::figures::counted;
+use crate::program::output::say;
 
 /// The most characters of a prompt or an answer on a line.
 const WIDTH: usize = 100;

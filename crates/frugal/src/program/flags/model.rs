@@ -5,18 +5,16 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use clap::Args;
 use frugal::config::{DataConfig, Dtype};
-use frugal::download_bar;
 use lora::Adapters;
-use lora::peft::CONFIG_FILE;
 use models::Llama;
-use models::hub::Hub;
 use models::hugging_face::Folder;
 use models::module::{LanguageModel, first_non_finite};
 use tch::Device;
 
-use super::Common;
-use super::output::say;
-use super::run_model::{Target, WhichArgs};
+use crate::program::Common;
+use crate::program::flags::hub::HubArgs;
+use crate::program::folder::run_model::{Target, WhichArgs};
+use crate::program::output::say;
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
@@ -39,40 +37,6 @@ pub(crate) struct Found {
     pub(crate) adapter: Option<PathBuf>,
     /// How rows were made, where a training made the weights.
     pub(crate) data: Option<DataConfig>,
-}
-
-/// How the hub is used.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct HubArgs {
-    /// Branch, tag or commit on the hub
-    #[arg(long)]
-    pub(crate) revision: Option<String>,
-    /// Use the hub's cache only, never the network
-    #[arg(long)]
-    pub(crate) offline: bool,
-}
-
-impl HubArgs {
-    /// Returns the folder of a model; downloads it if it is not here.
-    ///
-    /// # Errors
-    /// No such folder and no such model.
-    pub(crate) fn resolve(&self, model: &str) -> anyhow::Result<PathBuf> {
-        let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.offline) };
-        Ok(hub.resolve(model, self.revision.as_deref())?)
-    }
-
-    /// Opens the folder of a model; downloads it if it is not here.
-    ///
-    /// # Errors
-    /// No such folder and no such model; a folder that is an adapter's or lacks a file.
-    pub(crate) fn open(&self, model: &str) -> anyhow::Result<Folder> {
-        let path = self.resolve(model)?;
-        Folder::open(&path).map_err(|error| match path.join(CONFIG_FILE).is_file() {
-            true => anyhow::anyhow!("{error}; this is an adapter's folder: give the model that it is of"),
-            false => error.into(),
-        })
-    }
 }
 
 impl ModelArgs {
@@ -156,10 +120,4 @@ pub(crate) fn not_finite(model: &dyn LanguageModel, loss: f64) -> anyhow::Result
             "the loss is {loss}, though all weights are finite; their dtype is too narrow for the model: give --dtype float32"
         ),
     })
-}
-
-/// Returns whether two paths are the same folder.
-pub(crate) fn same_folder(one: &Path, other: &Path) -> bool {
-    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| PathBuf::from(path));
-    real(one) == real(other)
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 use frugal::Config;
 use frugal::config::{Dtype, OffloadTier};
 
-use super::Common;
-use super::output::say;
+use crate::program::Common;
+use crate::program::output::say;
 
 /// Says where layers go to files that are in memory themselves. Frozen layers as they are in the model's files stay there.
 pub(crate) fn note_memory(common: &Common, config: &Config) {

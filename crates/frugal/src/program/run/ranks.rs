@@ -12,8 +12,8 @@ use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use serde_json::{Value, json};
 use sharding::Mesh;
 
-use super::Common;
-use super::run_record::shell_word;
+use crate::program::Common;
+use crate::program::folder::run_record::shell_word;
 
 /// Settings that may differ from machine to machine; what they name is compared where it is read.
 const PATHS: [&str; 5] = ["model.name", "data.source", "data.validation", "data.tokenizer", "offload.folder"];

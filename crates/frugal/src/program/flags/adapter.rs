@@ -5,7 +5,7 @@ use frugal::Config;
 use frugal::lora::{LoraConfig, Names};
 use serde_json::Value;
 
-use super::settings::put;
+use crate::program::flags::put;
 
 /// PEFT's `LoraConfig`; each flag is known under PEFT's name too.
 #[derive(Args, Clone, Debug)]

@@ -13,8 +13,8 @@ use frugal::training::observer::{Observer, StepRecord};
 use serde_json::Value;
 use tch::Device;
 
-use super::Common;
-use super::output::say;
+use crate::program::Common;
+use crate::program::output::say;
 
 /// What a record says of the data, and of what was chosen for it.
 #[derive(Default)]

@@ -5,7 +5,7 @@ use frugal::training::{Batches, Trainer};
 use serde_json::json;
 
 use crate::program::Common;
-use crate::program::figures::{counted, duration};
+use crate::program::output::figures::{counted, duration};
 use crate::program::output::print_line;
 
 /// Steps that are measured. The first is left out of the mean: it creates the optimizer's state.

@@ -9,9 +9,9 @@ use frugal::models::hugging_face::Folder;
 use frugal::rows::Overlong;
 use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
 
-use super::Common;
-use super::output::say;
-use super::settings::put_some;
+use crate::program::Common;
+use crate::program::flags::put_some;
+use crate::program::output::say;
 
 /// How texts become tokens.
 #[derive(Args, Clone, Debug, Default)]

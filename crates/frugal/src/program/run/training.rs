@@ -1,7 +1,5 @@
 //! A training that is ready to run: what a fine-tuning and a training from scratch share.
 
-use std::collections::HashMap;
-use std::io;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -9,8 +7,6 @@ use anyhow::bail;
 use frugal::config::{Config, Task};
 use frugal::display::Display;
 use frugal::loss_log::{LossLog, LossSummary, Losses};
-use frugal::models::DecoderConfig;
-use frugal::models::hugging_face::{ModelFiles, SHARD_BYTES};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::recipe::Handles;
 use frugal::run_folder::{Curves, LOSSES, LossTable, Outcome, State, TABLE};
@@ -19,17 +15,17 @@ use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use report::cli::Failure;
-use tch::{Device, Tensor};
+use tch::Device;
 
-use super::Common;
-use super::kept::{KeepBest, Writer, forget_best};
-use super::output::{Lines, say};
-use super::ranks::Interrupted;
-use super::records::StepRecords;
-use super::report::Ended;
-use super::run_plan::{Expected, NOTHING_FITS};
-use super::run_record::{Recorder, shell_word};
-use super::saving::Saving;
+use crate::program::Common;
+use crate::program::folder::best_weights::{KeepBest, Writer, forget_best};
+use crate::program::folder::open::Saving;
+use crate::program::folder::run_record::{Recorder, shell_word};
+use crate::program::output::records::StepRecords;
+use crate::program::output::report::Ended;
+use crate::program::output::{Lines, say};
+use crate::program::run::plan::{Expected, NOTHING_FITS};
+use crate::program::run::ranks::Interrupted;
 
 /// The error of `--evaluate-every` without data.
 pub(crate) const NO_VALIDATION: &str =
@@ -341,31 +337,6 @@ fn finish(
         (_, Some(_), Some(failure)) => bail!("trained up to step {step}; {kept}{}{remedy}", failure.weight),
         (_, Some(_), _) => bail!("trained up to step {step}; {kept}{remedy}"),
     }
-}
-
-/// Writes a model in Hugging Face's layout; `complete` adds files. The other ranks give rank 0 their parts of the weights.
-///
-/// # Errors
-/// A model of another architecture; a folder that cannot be written; a rank that failed.
-pub(crate) fn save_model(
-    common: &Common,
-    (model, optimizer): (&dyn LanguageModel, &dyn Optimizer),
-    config: &DecoderConfig,
-    path: &Path,
-    complete: impl FnOnce(&Path) -> io::Result<()>,
-) -> anyhow::Result<()> {
-    let named = module::tensors(model);
-    let named: HashMap<String, &Tensor> = named.into_iter().map(|named| (named.name, named.tensor)).collect();
-    let mut tensors = Vec::new();
-    for (name, _) in config.shapes() {
-        let Some(tensor) = named.get(&name) else {
-            bail!("the model has no `{name}`; it is not of the architecture of its folder");
-        };
-        tensors.push(optimizer.lazy_weight(name, tensor));
-    }
-    let files = ModelFiles::new(config, tensors, SHARD_BYTES)?;
-    let saved = if common.is_first() { files.write(path, complete) } else { files.give() };
-    Ok(saved?)
 }
 
 /// A validation for one call of the loop.

@@ -15,14 +15,15 @@ use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Found, Overlong, RowEncoder, RowOptions};
 use frugal::run_folder::origins::values;
 
-use super::Common;
-use super::encoding::{EncodingArgs, Ends};
-use super::figures::counted;
-use super::flags::flags_of;
-use super::output::say;
-use super::problems;
-use super::run_record::shell_word;
-use super::settings::{MaskArg, put, put_some};
+use crate::program::Common;
+use crate::program::flags::encoding::{EncodingArgs, Ends};
+use crate::program::flags::flags_of;
+use crate::program::flags::settings::MaskArg;
+use crate::program::flags::{put, put_some};
+use crate::program::folder::run_record::shell_word;
+use crate::program::output::figures::counted;
+use crate::program::output::problems;
+use crate::program::output::say;
 
 /// How records become rows.
 #[derive(Args, Clone, Debug, Default)]

@@ -11,13 +11,13 @@ use frugal::models::module::ParameterCount;
 use frugal::run_folder::{LOSSES, Outcome, RECORD, RunRecord, State};
 use serde_json::json;
 
-use super::Common;
-use super::end_card;
-use super::figures::counted;
-use super::finetune::MODEL;
-use super::output::{print_line, say};
-use super::run_record::shell_word;
-use super::saving::more_steps;
+use crate::program::Common;
+use crate::program::folder::open::more_steps;
+use crate::program::folder::run_record::shell_word;
+use crate::program::output::figures::counted;
+use crate::program::output::summary;
+use crate::program::output::{print_line, say};
+use frugal::run_folder::MODEL;
 
 /// A training that ended.
 pub(crate) struct Ended<'a> {
@@ -43,7 +43,7 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
         if let Some((what, path)) = result {
             line[what] = json!(path);
         }
-        for (name, value) in end_card::fields(out, outcome) {
+        for (name, value) in summary::fields(out, outcome) {
             line[name] = value;
         }
         return print_line(&json!({ "result": line }));
@@ -58,7 +58,7 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
                 more_steps(out)
             ),
         ),
-        None => say(common, &end_card::losses_text(step, losses)),
+        None => say(common, &summary::losses_text(step, losses)),
     }
     if let Losses { before: Some(before), validation: Some(after), .. } = losses
         && after > before * (1.0 + WORSE)

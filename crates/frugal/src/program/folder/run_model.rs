@@ -13,12 +13,12 @@ use lora::LoraConfig;
 use lora::peft::CONFIG_FILE as ADAPTER_FILE;
 use runtime::nf4::Scales;
 
-use super::Common;
-use super::finetune::MODEL;
-use super::kept::best_evaluation;
-use super::model::{HubArgs, same_folder};
-use super::output::say;
-use super::run_record::shell_word;
+use crate::program::Common;
+use crate::program::flags::hub::{HubArgs, same_folder};
+use crate::program::folder::best_weights::best_evaluation;
+use crate::program::folder::run_record::shell_word;
+use crate::program::output::say;
+use frugal::run_folder::MODEL;
 
 /// The configuration of a model within its folder.
 const MODEL_FILE: &str = "config.json";

@@ -1,0 +1,5 @@
+//! A training's pipeline, which `train` and `finetune` share: its plan, its ranks, its loop.
+
+pub(crate) mod plan;
+pub(crate) mod ranks;
+pub(crate) mod training;
