@@ -49,7 +49,7 @@ pub mod text_stream;
 
 pub use {
     accounting, amp, dataloading, fused_ce, gguf, lora, models, offload, runtime, sharding, swiglu_ckpt, tch,
-    training,
+    trace, training,
 };
 
 pub use config::Config;

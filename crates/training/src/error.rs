@@ -137,7 +137,7 @@ pub enum Error {
     Model(#[from] models::Error),
     /// An invalid trace, or one without steps.
     #[error(transparent)]
-    Profile(#[from] crate::profile::ProfileError),
+    Profile(#[from] trace::ProfileError),
     /// An error of the runtime.
     #[error(transparent)]
     Runtime(runtime::Error),

@@ -5,7 +5,7 @@
 //! [`Batches`], with any loss scaler ([`GradScaler`](scaler::GradScaler)), and reports to [`Observer`](observer::Observer)s.
 //!
 //! [`activations`] controls activation checkpointing. [`documents`] reads training data, [`masked_rows`] makes fine-tuning
-//! batches, [`strategy`] selects the batching strategy. [`profile`] analyses where the time of a step goes, [`step_tracing`]
+//! batches, [`strategy`] selects the batching strategy. The crate [`trace`] analyses where the time of a step goes, [`step_tracing`]
 //! records steps for it, [`probe`] analyses a single pass.
 //!
 //! ```
@@ -48,7 +48,6 @@ pub mod masked_rows;
 pub mod observer;
 pub mod optimizer;
 pub mod probe;
-pub mod profile;
 pub mod scaler;
 pub mod schedule;
 mod split_mix;

@@ -10,8 +10,8 @@ use crate::batches::Batches;
 use crate::error::Result;
 use crate::observer::{Observer, StepRecord};
 use crate::probe::StepProbe;
-use crate::profile::{Profile, TrainingFacts};
 use crate::trainer::{StopReason, Trainer};
+use trace::{Profile, TrainingFacts};
 
 /// How batches are loaded, for a diagnosis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -47,7 +47,7 @@ impl Builder {
 
     /// Makes one batch; an error names its epoch and index.
     pub(super) fn make(&mut self, id: BatchId) -> Result<Made> {
-        // By this name `training::profile` knows a loader's thread, and its work.
+        // By this name `trace` knows a loader's thread, and its work.
         let _range = runtime::profile::range("load");
         let made = caught(id, || self.fill_and_finish(id))?;
         made.map_err(|cause| Error::Batch { epoch: id.epoch, batch: id.index as u64, cause: Box::new(cause) })

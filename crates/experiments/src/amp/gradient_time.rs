@@ -10,9 +10,9 @@ use models::module::{LanguageModel, trainable};
 use runtime::memory::Region;
 use runtime::profile::{Trace, TraceOptions, range};
 use tch::{Device, Tensor};
+use trace::{Composition, Profile};
 use training::accumulation::{MicroBatches, fetch, forward};
 use training::batches::Synthetic;
-use training::profile::{Composition, Profile};
 
 use super::setup::{Parts, Scales, Setup};
 use super::training::gpt2_like;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use report::{Case, Metric};
 use serde::{Deserialize, Serialize};
-use training::profile::{Profile, RangeEvent};
+use trace::{Profile, RangeEvent};
 
 /// Something that a lane did.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

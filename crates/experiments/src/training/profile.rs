@@ -10,7 +10,7 @@ use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::atomic_write;
-use training::profile::{Comparison, Composition, Diagnosis, Finding, Phase, Profile, StepTimes};
+use trace::{Comparison, Composition, Diagnosis, Finding, Phase, Profile, StepTimes};
 
 use super::injected_slowdowns::Inefficiency;
 use super::profiling::{Effort, Pair, Turn, detector, measure_pair, profile};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Result;
-use training::profile::{Composition, Diagnosis};
+use trace::{Composition, Diagnosis};
 
 use super::injected_slowdowns::Inefficiency;
 use super::setup::Setup;

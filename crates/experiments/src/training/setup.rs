@@ -13,12 +13,12 @@ use models::module::{LanguageModel, LossHead, ModuleMapper, map_modules, trainab
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, NormKernel, ProjectionHead};
 use runtime::precision;
 use tch::{Device, Kind};
+use trace::{Profile, TrainingFacts};
 use training::Trainer;
 use training::evaluation::evaluate;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group, Implementation, ZeroGrad};
-use training::profile::{Profile, TrainingFacts};
 use training::step_tracing::{self, Loading, TracedSteps};
 use training::strategy::Strategy;
 use training::trainer::Options;

@@ -1,6 +1,6 @@
 //! The part of a trace in which an inefficiency shows, as spans of a timeline.
 
-use training::profile::{Operator, Profile, RangeEvent};
+use trace::{Operator, Profile, RangeEvent};
 
 use super::injected_slowdowns::Inefficiency;
 

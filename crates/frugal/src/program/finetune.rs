@@ -18,6 +18,7 @@ use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
+use frugal::training::step_tracing::Loading;
 use runtime::collectives::Launch;
 use serde_json::json;
 
@@ -39,6 +40,7 @@ use crate::program::folder::run_record::{note_other_data, write_page};
 use crate::program::output::figures::{counted, grouped, share};
 use crate::program::output::report::report;
 use crate::program::output::summary;
+use crate::program::run::diagnosis::{Diagnose, DiagnosisArgs, diagnose};
 use crate::program::run::plan::{PlannedTraining, RunPlan};
 use crate::program::run::ranks;
 use crate::program::run::training::{Run, name_budget, name_resume};
@@ -121,6 +123,8 @@ pub(crate) struct Finetune {
     limit: Option<usize>,
     #[command(flatten)]
     settings: SettingsArgs,
+    #[command(flatten)]
+    diagnosis: DiagnosisArgs,
 }
 
 /// The key of the chat template.
@@ -221,8 +225,12 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
         (_, true) => Start::Resume,
         (false, false) => Start::New,
     };
-    launch(&common, &config, arguments.out.as_deref().unwrap_or(Path::new("")), start)
+    let (diagnosis, out) = (arguments.diagnosis.diagnosis()?, arguments.out.as_deref());
+    launch(&common, &config, out.unwrap_or(Path::new("")), start, diagnosis.as_ref())
 }
+
+/// How batches of a fine-tuning are loaded.
+const IN_PLACE: Loading = Loading { workers: 0, pinned: false };
 
 /// How a fine-tuning starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -239,14 +247,27 @@ pub(crate) enum Start {
 ///
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
-pub(crate) fn launch(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::Result<()> {
+pub(crate) fn launch(
+    common: &Common,
+    config: &Config,
+    out: &Path,
+    start: Start,
+    diagnosis: Option<&Diagnose>,
+) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
-        let tuned = tune(common, config, out, start).map_err(|error| name_budget(error, config));
+        let tuned = tune(common, config, out, start, diagnosis).map_err(|error| name_budget(error, config));
         tuned.map_err(|error| name_resume(error, Some(out)))
     })
 }
 
-fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::Result<()> {
+fn tune(
+    common: &Common,
+    config: &Config,
+    out: &Path,
+    start: Start,
+    diagnosis: Option<&Diagnose>,
+) -> anyhow::Result<()> {
+    Diagnose::check(common, diagnosis)?;
     let resume = start == Start::Resume;
     let begun = resume.then(|| as_begun(config, out));
     let config = begun.as_ref().unwrap_or(config);
@@ -426,12 +447,18 @@ fn tune(common: &Common, config: &Config, out: &Path, start: Start) -> anyhow::R
         say(common, "no samples: layers are offloaded (`frugal generate` writes texts)");
     }
     let mut samples = samples.filter(|_| run.handles.offload.is_none());
-    let trained = run.run(common, device, |trainer, _, validation| {
-        if let Some(validation) = validation.filter(|_| trainer.step() == 0 && config.training.baseline) {
-            trainer.evaluate(validation)?;
+    let trained = run.run(common, device, |trainer, train, mut validation| {
+        if let Some(validation) =
+            validation.as_mut().filter(|_| trainer.step() == 0 && config.training.baseline)
+        {
+            trainer.evaluate(*validation)?;
         }
-        match &mut samples {
-            Some(samples) => samples.before(common, trainer.model.as_ref(), trainer.step()),
+        if let Some(samples) = &mut samples {
+            samples.before(common, trainer.model.as_ref(), trainer.step())?;
+        }
+        match diagnosis {
+            // The thread of the training makes the batches.
+            Some(asked) => diagnose(trainer, train, validation, IN_PLACE, asked, common.json),
             None => Ok(()),
         }
     })?;

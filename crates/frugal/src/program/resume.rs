@@ -73,7 +73,7 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
     match config.task {
-        Task::Finetune => finetune::launch(common, &config, &arguments.folder, Start::Resume),
+        Task::Finetune => finetune::launch(common, &config, &arguments.folder, Start::Resume, None),
         Task::Train => train::launch(common, &config, Some(&arguments.folder), true, None),
     }
 }

@@ -1,7 +1,6 @@
 //! `frugal train`.
 
 mod data;
-mod diagnosis;
 mod weights;
 
 use std::path::{Path, PathBuf};
@@ -31,11 +30,11 @@ use crate::program::flags::unread;
 use crate::program::flags::{DATA, put, put_some};
 use crate::program::folder::best_weights::Writer;
 use crate::program::folder::open::{Saving, as_begun};
-use crate::program::folder::output_file::{OutputFile, OutputFlag};
 use crate::program::folder::run_record::note_other_data;
 use crate::program::output::figures::{counted, grouped};
 use crate::program::output::report::report;
 use crate::program::output::summary;
+use crate::program::run::diagnosis::{Diagnose, DiagnosisArgs, diagnose};
 use crate::program::run::plan::{PlannedTraining, RunPlan};
 use crate::program::run::ranks;
 use crate::program::run::training::{NO_VALIDATION, Run, name_budget, name_resume};
@@ -98,16 +97,9 @@ pub(crate) struct Train {
     ignore_failed_checkpoints: bool,
     #[command(flatten)]
     settings: SettingsArgs,
-    /// Trace three steps after the first three, and report bottlenecks
-    #[arg(long)]
-    diagnose: bool,
-    /// Write the trace of --diagnose to FILE, for ui.perfetto.dev
-    #[arg(long, value_name = "FILE", requires = "diagnose")]
-    trace: Option<PathBuf>,
+    #[command(flatten)]
+    diagnosis: DiagnosisArgs,
 }
-
-/// The file of a trace.
-const TRACE: OutputFlag = OutputFlag { name: "--trace", overwrite: None };
 
 impl Train {
     /// The configuration that the file, `--set` and the flags make, and what the first two gave.
@@ -161,17 +153,14 @@ pub(crate) fn configured(
 
 pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     let (mut config, given) = arguments.config(common)?;
-    let trace = arguments.trace.as_deref();
-    let trace = trace.map(|path| OutputFile::new(path, &TRACE, &[])).transpose()?;
-    let diagnosis = arguments.diagnose.then_some(trace.as_ref());
+    let diagnosis = arguments.diagnosis.diagnosis()?;
     let common = &with_origins(common, (&config, &given), &arguments.settings)?;
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
-    launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis)
+    launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis.as_ref())
 }
 
-/// Trains a model from scratch as the configuration says, into a folder if one is given. `diagnosis` reports bottlenecks, and
-/// keeps the trace in a file.
+/// Trains a model from scratch as the configuration says, into a folder if one is given. `diagnosis` reports bottlenecks.
 ///
 /// # Errors
 /// Whatever can be wrong.
@@ -180,7 +169,7 @@ pub(crate) fn launch(
     config: &Config,
     out: Option<&Path>,
     resume: bool,
-    diagnosis: Option<Option<&OutputFile>>,
+    diagnosis: Option<&Diagnose>,
 ) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
         let trained =
@@ -194,7 +183,7 @@ fn train(
     config: &Config,
     out: Option<&Path>,
     resume: bool,
-    diagnosis: Option<Option<&OutputFile>>,
+    diagnosis: Option<&Diagnose>,
 ) -> anyhow::Result<()> {
     let begun = out.filter(|_| resume).map(|out| as_begun(config, out));
     let config = begun.as_ref().unwrap_or(config);
@@ -205,9 +194,7 @@ fn train(
              --strategy packed"
         );
     }
-    if common.ranks.is_some() && diagnosis.is_some() {
-        bail!("--diagnose works in one process only; leave it out, or start the training without a launcher");
-    }
+    Diagnose::check(common, diagnosis)?;
     out.map_or(Ok(()), |out| Saving::check(out, common, resume))?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
@@ -291,7 +278,7 @@ fn train(
         measure_efficiency(common, device, trainer, train)?;
         match diagnosis {
             None => Ok(()),
-            Some(trace) => diagnosis::diagnose(trainer, train, validation, loading, trace, common.json),
+            Some(asked) => diagnose(trainer, train, validation, loading, asked, common.json),
         }
     })?;
     let path = writer.as_ref().and(out).map(|out| out.join(MODEL));

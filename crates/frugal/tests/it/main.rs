@@ -14,6 +14,7 @@ mod examples;
 mod exchanged_memory;
 mod export_gguf;
 mod families;
+mod finetune_diagnosis;
 mod generate_budget;
 mod gsm8k_data;
 mod gsm8k_evaluate;

@@ -2,8 +2,6 @@
 
 mod activations;
 mod checkpoints;
-mod diagnose;
-mod diagnose_cuda;
 mod failing_observers;
 mod fixtures_gpt2_like;
 mod fixtures_optimizers;

@@ -9,11 +9,12 @@ const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// What every technique may build on; all other libraries are techniques.
-const LAYERS: [&str; 7] = ["report", "decoder", "accounting", "runtime", "models", "dataloading", "training"];
+const LAYERS: [&str; 8] =
+    ["report", "decoder", "accounting", "trace", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
 /// Members that build in seconds on a machine without libtorch.
-const WITHOUT_TORCH: [&str; 7] = ["accounting", "decoder", "fuzz", "gguf", "ptx", "report", "xtask"];
+const WITHOUT_TORCH: [&str; 8] = ["accounting", "decoder", "fuzz", "gguf", "ptx", "report", "trace", "xtask"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {

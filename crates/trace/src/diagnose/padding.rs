@@ -2,7 +2,7 @@
 
 use super::view::View;
 use super::{Detector, Evidence};
-use crate::profile::composition::Phase;
+use crate::composition::Phase;
 
 pub(super) const DETECTOR: Detector =
     Detector { name: "padding", looks_at: "the share of padding, when it is given", detect };

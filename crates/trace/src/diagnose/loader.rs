@@ -2,8 +2,8 @@
 
 use super::view::View;
 use super::{Detector, Evidence};
-use crate::profile::composition::Phase;
-use crate::profile::timeline::LOAD;
+use crate::composition::Phase;
+use crate::timeline::LOAD;
 
 pub(super) const DETECTOR: Detector =
     Detector { name: "waiting for data", looks_at: "the share of the step in its data part", detect };

@@ -2,8 +2,8 @@
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
-use crate::profile::composition::seconds;
-use crate::profile::timeline::TOKENIZE;
+use crate::composition::seconds;
+use crate::timeline::TOKENIZE;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "tokenizing in the step",

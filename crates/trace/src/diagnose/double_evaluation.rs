@@ -2,7 +2,7 @@
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
-use crate::profile::composition::{Phase, seconds};
+use crate::composition::{Phase, seconds};
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "double evaluation",

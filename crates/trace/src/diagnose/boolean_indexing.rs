@@ -2,7 +2,7 @@
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
-use crate::profile::composition::Phase;
+use crate::composition::Phase;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "boolean indexing",

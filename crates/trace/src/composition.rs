@@ -11,8 +11,6 @@
 
 use std::collections::HashMap;
 
-use runtime::measure::Samples;
-
 use super::error::ProfileError;
 use super::timeline::Timeline;
 use super::trace_file::{DeviceWork, Profile};
@@ -225,8 +223,13 @@ pub(super) fn seconds(nanoseconds: i64) -> f64 {
 
 /// Returns the median; 0 for no values.
 pub(super) fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let samples: Vec<f64> = values.collect();
-    if samples.is_empty() { 0.0 } else { Samples { samples }.median() }
+    let mut values: Vec<f64> = values.collect();
+    values.sort_unstable_by(f64::total_cmp);
+    match (values.len(), values.len() / 2) {
+        (0, _) => 0.0,
+        (count, middle) if count % 2 == 1 => values[middle],
+        (_, middle) => values[middle - 1] + (values[middle] - values[middle - 1]) * 0.5,
+    }
 }
 
 fn lengths(step: &super::timeline::TimedStep) -> StepTimes {

@@ -6,7 +6,7 @@
 
 use super::view::View;
 use super::{Detector, Evidence};
-use crate::profile::composition::Phase;
+use crate::composition::Phase;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "unfused optimizer",

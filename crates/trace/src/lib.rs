@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use runtime::profile::{Trace, range};
-//! use training::profile::{Composition, Diagnosis, TrainingFacts, Phase, Profile};
+//! use trace::{Composition, Diagnosis, TrainingFacts, Phase, Profile};
 //! use tch::{Kind, Tensor, kind::FLOAT_CPU};
 //!
 //! let w = Tensor::randn([64, 64], FLOAT_CPU).set_requires_grad(true);

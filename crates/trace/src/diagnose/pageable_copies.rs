@@ -2,8 +2,8 @@
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
-use crate::profile::composition::seconds;
-use crate::profile::trace_file::DeviceWork;
+use crate::composition::seconds;
+use crate::trace_file::DeviceWork;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "pageable copies",
@@ -27,7 +27,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         evidence: format!(
             "copies with pageable memory {}, {} in a step: {}",
             times(count),
-            crate::profile::quantity::human(bytes as f64 / view.timeline.steps.len() as f64, "B"),
+            crate::quantity::human(bytes as f64 / view.timeline.steps.len() as f64, "B"),
             tally.shapes()
         ),
         per_step: count,

@@ -2,7 +2,7 @@
 //! tests have no device: synthetic steps of 100 ms with known figures.
 
 use serde_json::{Value, json};
-use training::profile::{Diagnosis, Profile, TrainingFacts};
+use trace::{Diagnosis, Profile, TrainingFacts};
 
 fn event(cat: &str, name: &str, thread: i64, start: f64, length: f64, args: Value) -> Value {
     json!({ "ph": "X", "cat": cat, "name": name, "pid": 1, "tid": thread, "ts": 4.4e12 + start, "dur": length, "args": args })

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::view::{Seen, View, times};
 use super::{Detector, Evidence};
-use crate::profile::composition::Phase;
+use crate::composition::Phase;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "odd widths",

@@ -142,7 +142,7 @@ mod tests {
     use expect_test::expect;
 
     use super::*;
-    use crate::profile::{OperatorTime, StepTimes};
+    use crate::{OperatorTime, StepTimes};
 
     fn composition(phases: [f64; 6], calls: [usize; 6], operators: &[(&str, f64, f64)]) -> Composition {
         let seconds = phases.iter().sum();

@@ -2,8 +2,8 @@
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
-use crate::profile::composition::seconds;
-use crate::profile::trace_file::DeviceWork;
+use crate::composition::seconds;
+use crate::trace_file::DeviceWork;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "fp32 without TF32",

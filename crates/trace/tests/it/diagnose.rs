@@ -9,7 +9,7 @@ use runtime::ops::foreach;
 use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
 use runtime::profile::{Trace, range};
 use tch::{Kind, Tensor, kind::FLOAT_CPU, no_grad};
-use training::profile::{Composition, Diagnosis, Finding, Phase, Profile, TrainingFacts};
+use trace::{Composition, Diagnosis, Finding, Phase, Profile, TrainingFacts};
 
 /// The injected inefficiency; by default none.
 #[derive(Debug, Clone, Copy, Default)]

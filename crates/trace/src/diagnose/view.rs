@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::TrainingFacts;
-use crate::profile::composition::{Composition, Phase, median, seconds};
-use crate::profile::timeline::{OperatorContext, Timeline};
-use crate::profile::trace_file::{Operator, Profile};
+use crate::composition::{Composition, Phase, median, seconds};
+use crate::timeline::{OperatorContext, Timeline};
+use crate::trace_file::{Operator, Profile};
 
 pub(super) struct View<'a> {
     pub(super) profile: &'a Profile,

@@ -2,8 +2,8 @@
 
 use super::view::View;
 use super::{Detector, Evidence};
-use crate::profile::composition::{median, seconds};
-use crate::profile::trace_file::DeviceWork;
+use crate::composition::{median, seconds};
+use crate::trace_file::DeviceWork;
 
 pub(super) const DETECTOR: Detector = Detector {
     name: "tiny operators",

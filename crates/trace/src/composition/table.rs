@@ -3,7 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::{Composition, Phase};
-use crate::profile::quantity::human;
+use crate::quantity::human;
 
 /// Number of operators in the table.
 const LISTED: usize = 10;
