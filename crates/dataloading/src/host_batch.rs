@@ -41,7 +41,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// Returns whether the byte count, with room to grow, fits `i64`.
+    /// Refuses a layout whose byte count, with room to grow, does not fit `i64`.
     fn check(&self) -> Result<()> {
         let numbers = self.rows.checked_mul(self.length).and_then(|positions| positions.checked_mul(64));
         if numbers.is_some_and(|bytes| i64::try_from(bytes).is_ok()) {

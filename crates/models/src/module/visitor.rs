@@ -27,24 +27,24 @@ impl<'a, 'f> Visitor<'a, 'f> {
         Self { path: String::new(), found }
     }
 
-    /// Returns a parameter.
+    /// Visits a parameter.
     pub fn parameter(&mut self, name: &str, tensor: &'a Tensor) {
         self.tensor(name, tensor, Role::Parameter);
     }
 
-    /// Returns an optional parameter.
+    /// Visits an optional parameter.
     pub fn optional_parameter(&mut self, name: &str, tensor: Option<&'a Tensor>) {
         if let Some(tensor) = tensor {
             self.parameter(name, tensor);
         }
     }
 
-    /// Returns a buffer.
+    /// Visits a buffer.
     pub fn buffer(&mut self, name: &str, tensor: &'a Tensor) {
         self.tensor(name, tensor, Role::Buffer);
     }
 
-    /// Returns a submodule. With an empty name its tensors appear beside those of this module.
+    /// Visits a submodule. With an empty name its tensors appear beside those of this module.
     pub fn part(&mut self, name: &str, part: &'a (impl Module + ?Sized)) {
         let length = enter(&mut self.path, name);
         part.visit(self);
@@ -141,7 +141,7 @@ impl VisitorMut<'_> {
         loss_head: LossHead;
     }
 
-    /// Returns a parameter.
+    /// Visits a parameter.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -149,7 +149,7 @@ impl VisitorMut<'_> {
         self.tensor(name, tensor, Role::Parameter)
     }
 
-    /// Returns an optional parameter.
+    /// Visits an optional parameter.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -157,7 +157,7 @@ impl VisitorMut<'_> {
         tensor.map_or(Ok(()), |tensor| self.parameter(name, tensor))
     }
 
-    /// Returns a buffer.
+    /// Visits a buffer.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -165,7 +165,7 @@ impl VisitorMut<'_> {
         self.tensor(name, tensor, Role::Buffer)
     }
 
-    /// Returns a part that cannot be replaced.
+    /// Visits a part that cannot be replaced.
     ///
     /// # Errors
     /// Those of the mapper.

@@ -65,7 +65,7 @@ pub(super) fn unusable() -> Result<Option<String>> {
 
 const WITHOUT_DRIVER: &str = "no CUDA device is usable: no NVIDIA driver is visible";
 
-/// Returns an error with the remedy unless CUDA device `index` exists.
+/// Fails with the remedy unless CUDA device `index` exists.
 pub(super) fn require(index: usize) -> Result<()> {
     let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
     require_in(found(&mut cuda)?, index)

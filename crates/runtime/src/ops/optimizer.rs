@@ -57,7 +57,7 @@ pub struct Unscale<'a> {
     pub found_inf: &'a Tensor,
 }
 
-/// Returns one step of AdamW over all parameters, in place and without a graph (`_fused_adamw_`; Loshchilov & Hutter,
+/// Runs one step of AdamW over all parameters, in place and without a graph (`_fused_adamw_`; Loshchilov & Hutter,
 /// arXiv:1711.05101).
 ///
 /// The steps are incremented before the kernel runs, because it corrects the bias with 1 − βᵗ: with t = 0 it would divide by zero.
@@ -73,7 +73,7 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
     fused(["fused_adamw_", "aten::_fused_adamw_"], tensors, options, unscale)
 }
 
-/// Returns one step of Adam over all parameters, in place and without a graph (`_fused_adam_`; Kingma & Ba, arXiv:1412.6980). As
+/// Runs one step of Adam over all parameters, in place and without a graph (`_fused_adam_`; Kingma & Ba, arXiv:1412.6980). As
 /// [`fused_adamw_`], except that the weight decay is the gradient of an L2 penalty.
 ///
 /// # Errors

@@ -180,7 +180,7 @@ impl Common {
         self.ranks.as_ref().map_or(Ok(()), |ranks| agree(&ranks.preparation, fields))
     }
 
-    /// Returns the error of the first rank that has one, on every rank.
+    /// Fails on every rank with the error of the first rank that has one.
     ///
     /// # Errors
     /// That one; a rank that failed otherwise.
