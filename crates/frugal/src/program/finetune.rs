@@ -5,6 +5,7 @@ mod exports;
 mod learned_end;
 mod origin;
 mod samples;
+mod targets;
 mod weights;
 
 use std::path::{Path, PathBuf};
@@ -13,7 +14,6 @@ use std::rc::Rc;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, Dtype, Given, Method, Task};
-use frugal::models::DecoderConfig;
 use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
@@ -46,6 +46,7 @@ use crate::program::run::ranks;
 use crate::program::run::training::{Run, name_budget, name_resume};
 use data::{Data, with_date};
 use frugal::run_folder::MODEL;
+use targets::{TARGETS, with_own_targets};
 use weights::Weights;
 
 /// What is trained.
@@ -483,25 +484,6 @@ fn tune(
         }
     }
     Ok(())
-}
-
-/// The key of what is adapted.
-const TARGETS: &str = "adapter.target_modules";
-
-/// The configuration with the default targets by the names that they have in a model whose projections are fused (Phi-3).
-fn with_own_targets(common: &Common, config: &Config, model: &DecoderConfig) -> Config {
-    let mut config = config.clone();
-    let is_fused = model.projections().iter().any(|(name, _)| name.ends_with(".qkv_proj"));
-    let default = Config::default_adapter().target_modules;
-    if let Some(adapter) = &mut config.adapter
-        && is_fused
-        && adapter.target_modules == default
-        && !common.origins.has(TARGETS)
-    {
-        adapter.target_modules = Some(["qkv_proj", "o_proj"].into());
-        say(common, "adapts qkv_proj and o_proj, as this model calls the projections of its attention");
-    }
-    config
 }
 
 /// Optimizer steps in all.

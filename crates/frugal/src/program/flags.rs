@@ -109,8 +109,6 @@ pub(crate) fn key_of(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(_, own)| *own == flag).map(|(key, _)| *key)
 }
 
-/// The keys that a flag of trainings sets.
-
 /// Overrules a value where a flag was given.
 pub(crate) fn put<T>(value: &mut T, flag: Option<T>) {
     if let Some(flag) = flag {
@@ -125,6 +123,7 @@ pub(crate) fn put_some<T>(value: &mut Option<T>, flag: Option<T>) {
     }
 }
 
+/// The keys that a flag of trainings sets.
 #[cfg(test)]
 pub(crate) fn keys_of(flag: &str) -> Vec<&'static str> {
     FLAGS.iter().filter(|(_, own)| *own == flag).map(|(key, _)| *key).collect()

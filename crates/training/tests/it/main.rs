@@ -2,6 +2,8 @@
 
 mod activations;
 mod checkpoints;
+mod diagnose;
+mod diagnose_cuda;
 mod failing_observers;
 mod fixtures_gpt2_like;
 mod fixtures_optimizers;

@@ -1,4 +1,0 @@
-//! Tests over traces that are recorded here: one binary, a module per device.
-
-mod diagnose;
-mod diagnose_cuda;
