@@ -16,7 +16,7 @@
 //!
 //! **Loads of stage 3.** Layers are gathered into s slots. The last s layers of a forward stay for its backward, and the first s of a
 //! backward for the next micro-batch, but not for the next step, which has changed them. So the first forward of a step gathers n layers,
-//! every other pass n − s: 2·A·(n − s) + s in all. Layers of which nothing is trained do not change: 2·A·(n − s).
+//! every other pass n − s: 2·A·(n − s) + s in all. Frozen layers do not change: 2·A·(n − s).
 //!
 //! **Reductions** take a copy of the region's gradients, one region at a time while the next copy is filled, and receive two pieces of 1 MiB
 //! from each other rank at a time. Stage 1 begins them when backward has ended, stages 2 and 3 as soon as a region's gradients are there.
@@ -60,7 +60,7 @@ pub const BLOCK: u64 = 4096;
 pub const ALIGNMENT: u64 = 64;
 /// Bytes of weights in a bucket, at least.
 pub const BUCKET_BYTES: u64 = 16 << 20;
-/// Bytes of a piece of a reduction, of which two are received from each rank at a time.
+/// Bytes of a piece of a reduction; two are received from each rank at a time.
 pub const PIECE: u64 = 1 << 20;
 
 /// Where a parameter is in the model.

@@ -42,7 +42,7 @@ const END_NAMES: [&str; 7] =
 /// A text before others, which shows how a tokenizer begins a text. Few vocabularies merge it with what follows.
 const CARRIER: &str = "\n";
 
-/// Texts, to see what a tokenizer adds around a text: the first of which it has tokens.
+/// Sample texts that show what a tokenizer adds around a text: the first one that it has tokens for.
 const SAMPLES: [&str; 4] = ["a", "the", "0", " "];
 
 /// A tokenizer. It can be shared by threads, and clones share its vocabulary; encoding a batch uses all threads of the current rayon pool.

@@ -1,7 +1,7 @@
 //! The commands of the program without a process for each, because libtorch's initialization takes a third of a second of each new one.
 //!
 //! What the program refuses (the arguments, the words of the error, the exit status) runs in this process; what writes results runs in a
-//! [`session`], of which all share one process. `tests/it` shows on processes of the program that what is returned here is what
+//! [`session`]; all share one process. `tests/it` shows on processes of the program that what is returned here is what
 //! a person reads and what the shell gets.
 
 mod command_line;

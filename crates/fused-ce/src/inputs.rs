@@ -29,7 +29,7 @@ pub enum Denominator<'a> {
     Tensor(&'a Tensor),
 }
 
-/// A low-rank adapter of the weight, W + scale·B·A, of which only A and B are trained (LoRA, arXiv 2106.09685).
+/// A low-rank adapter of the weight, W + scale·B·A; only A and B are trained (LoRA, arXiv 2106.09685).
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter<'a> {
     /// A: `[rank, hidden]`.

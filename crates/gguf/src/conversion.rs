@@ -17,7 +17,7 @@ const CHUNK: u64 = 1 << 18;
 /// What happens to the rows of a tensor, or to the elements of a vector, on the way to the file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Rows {
-    /// For q and k of llama: the rows of a head of d, of which Hugging Face rotates i with i + d/2 and llama.cpp 2i with 2i + 1.
+    /// For q and k of llama: the rows of a head of d; Hugging Face rotates i with i + d/2, and llama.cpp 2i with 2i + 1.
     pub(crate) interleaved: Option<u64>,
     /// What is added to each value.
     pub(crate) add: f32,

@@ -213,7 +213,7 @@ struct Entry {
     data_offsets: [u64; 2],
 }
 
-/// The header without its metadata. Duplicate names are refused, of which a JSON reader would keep the last.
+/// The header without its metadata. Duplicate names are refused; a JSON reader would keep the last.
 struct Entries(BTreeMap<String, Entry>);
 
 impl<'de> Deserialize<'de> for Entries {

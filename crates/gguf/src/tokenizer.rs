@@ -299,7 +299,7 @@ fn added_tokens(fields: &Fields) -> Result<Vec<AddedToken>> {
     all.iter().map(read).collect()
 }
 
-/// Returns the special tokens of which `tokenizer.json` has only the number, and `tokenizer_config.json` says what they are.
+/// Returns the special tokens that `tokenizer.json` has as ordinary ones, and `tokenizer_config.json` says are special.
 fn special_of_config(
     config: &Map<String, Json>,
     vocabulary: &BTreeMap<String, u32>,

@@ -42,7 +42,7 @@ pub enum Error {
         /// The size of the vocabulary.
         vocabulary: i64,
     },
-    /// Logits of which none can be chosen.
+    /// Logits that no token can be chosen from.
     #[error(
         "generation: prompt {prompt}: the largest logit is {logit}; {}",
         weight.as_ref().map_or_else(

@@ -20,7 +20,7 @@ pub(crate) struct Instruction {
 
 /// What an instruction does.
 pub(crate) enum Operation {
-    /// `to = f(inputs)`, of which `count` are used.
+    /// `to = f(inputs)`; `count` of them are used.
     Compute {
         to: Register,
         inputs: [Register; 4],

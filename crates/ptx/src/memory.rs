@@ -139,7 +139,7 @@ impl Memory {
         Ok(self.read_lossy(buffer))
     }
 
-    /// Returns the numbers of a buffer, of which some may have no value: their bytes are `0xa5`.
+    /// Returns the numbers of a buffer; those without a value have the bytes `0xa5`.
     pub fn read_lossy<T: Number>(&self, buffer: Buffer) -> Vec<T> {
         self.regions[buffer.index].bytes.chunks_exact(size_of::<T>()).map(T::read).collect()
     }

@@ -1,7 +1,7 @@
 //! A warp: the registers of its 32 lanes, and which of them run where.
 //!
 //! Lanes that disagree on a branch run one side after the other and meet where the paths meet ([`crate::control_flow`]). That is a
-//! stack of frames, of which the top one runs.
+//! stack of frames; the top one runs.
 
 use crate::arithmetic::{Lanes, lanes};
 use crate::decode::{Fixed, Registers, Special};

@@ -30,7 +30,7 @@ pub(crate) struct Bucket {
     pub(crate) members: Vec<Member>,
     pub(crate) kind: Kind,
     pub(crate) division: Division,
-    /// The weights, `[elements]`, of which the parameters are views; of a layer's region this rank's shard of them.
+    /// The weights, `[elements]`; the parameters are views of them; of a layer's region this rank's shard of them.
     pub(crate) weights: Tensor,
     /// Whether this is a layer's region.
     pub(crate) is_layer: bool,
@@ -68,7 +68,7 @@ impl Bucket {
         Ok(Self { members, kind, division, weights, is_layer: false, sums })
     }
 
-    /// The region of a layer, of which `shard` is this rank's.
+    /// The region of a layer; `shard` is this rank's part.
     pub(crate) fn of_layer(
         members: Vec<Member>,
         division: Division,

@@ -1,4 +1,4 @@
-//! A tensor of which each rank has a part, brought to rank 0 piece by piece.
+//! A tensor that is sharded over the ranks, gathered on rank 0 piece by piece.
 
 use std::ops::Range;
 

@@ -187,7 +187,7 @@ impl ShardedOptimizer {
         self.round.lock().buckets.iter().flat_map(|bucket| bucket.sums.tensors()).collect()
     }
 
-    /// Returns a parameter of which this rank's sum has an infinity or a NaN.
+    /// Returns a parameter whose sum of gradients on this rank has an infinity or a NaN.
     fn first_non_finite(&self) -> Result<Option<String>> {
         let round = self.round.lock();
         for part in &self.parts {

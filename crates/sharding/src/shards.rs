@@ -1,6 +1,6 @@
 //! Layers whose weights are divided among ranks.
 //!
-//! Each region of a layer (its tensors of one dtype, trained or frozen) lies in one flat piece of memory, of which rank r keeps the r-th
+//! Each region of a layer (its tensors of one dtype, trained or frozen) lies in one flat piece of memory; rank r keeps the r-th
 //! part. A layer is gathered by receiving the other parts straight into the slot where it computes, next to its own, so nothing is
 //! copied twice.
 

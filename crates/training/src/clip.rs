@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// Keeps the quotient finite for zero gradients, as PyTorch does.
 const EPS: f64 = 1e-6;
 
-/// What to do with a step whose loss is not finite, or a gradient of which is not, with or without clipping.
+/// What to do with a step whose loss or gradients are not finite, with or without clipping.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NonFinite {

@@ -30,8 +30,8 @@ pub trait LayerSource: Debug + Send + Sync {
     /// Whether it takes regions that are trained, or not.
     fn takes(&self, trained: bool) -> bool;
 
-    /// Whether a region that it takes stays in the memory of [`LayerRegion::values`], so that a layer of which it takes every region is
-    /// computed with there, and not loaded.
+    /// Whether a region that it takes stays in the memory of [`LayerRegion::values`], so that a layer is computed with there if all
+    /// of its regions are taken, and not loaded.
     fn keeps_memory(&self) -> bool {
         false
     }

@@ -55,7 +55,7 @@ impl Default for LmCrossEntropyLoss {
 }
 
 impl LmCrossEntropyLoss {
-    /// Computes the loss of logits `[b, t, v]` for tokens `[b, t]` (int64), of which the first `lengths` `[b]` (int64) of each
+    /// Computes the loss of logits `[b, t, v]` for tokens `[b, t]` (int64); the first `lengths` `[b]` (int64) of each
     /// row count. Returns a scalar in fp32 (fp64 for fp64 logits).
     ///
     /// # Errors
@@ -141,7 +141,7 @@ pub fn perplexity(mean_loss: f64) -> f64 {
     mean_loss.exp()
 }
 
-/// Returns the labels of rows of `tokens_bt` `[b, t]`, of which the first `lengths_b` `[b]` count: the next token, or
+/// Returns the labels of rows of `tokens_bt` `[b, t]`, the first `lengths_b` `[b]` of which count: the next token, or
 /// `ignore_index` at the end. All are int64.
 ///
 /// # Errors

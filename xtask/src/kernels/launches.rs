@@ -165,7 +165,7 @@ fn gradient_norm(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(1, 1024), vec![parts, long(count), norm, inputs.single("found", 1)])
 }
 
-/// Rows of weights with nested scales, of which 256 share a factor.
+/// Rows of weights with nested scales; 256 of these share a factor.
 fn nf4(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     let weights = rows * HIDDEN;
     let byte = |n: u32| (n * 37 % 251) as u8;

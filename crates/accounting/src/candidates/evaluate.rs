@@ -62,7 +62,7 @@ impl Job {
         }
     }
 
-    /// The costs of offloaded layers of which some keep their activations.
+    /// The costs of offloaded layers, some of which keep their activations.
     fn with_kept(&self, mut costs: StepCosts, pass: Batch, keep: &[usize]) -> Result<StepCosts, Error> {
         if keep.is_empty() {
             return Ok(costs);

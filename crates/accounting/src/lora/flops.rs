@@ -1,6 +1,6 @@
 //! FLOPs of a step that trains adapters.
 //!
-//! For n tokens, of which m are labelled, and a projection `[o, i]` with an adapter of rank r:
+//! For n tokens, m of them labelled, and a projection `[o, i]` with an adapter of rank r:
 //!
 //! | | base | adapter |
 //! |---|---|---|

@@ -33,7 +33,7 @@ pub const GEN4: f64 = 25e9;
 /// Bytes per second that a link of PCIe 5.0 × 16 reaches.
 pub const GEN5: f64 = 50e9;
 
-/// The share of its dense bf16 peak that a training is assumed to reach on a GPU of which no rate is known.
+/// The share of its dense bf16 peak that a training is assumed to reach on a GPU without a measured rate.
 const ASSUMED_SHARE: f64 = 0.55;
 
 /// A GPU with the rate that trainings reach on it.

@@ -1,6 +1,6 @@
 //! The head of a decoder: the last norm, the output projection and the loss, forward and backward.
 //!
-//! With n tokens of which m have a label, d hidden, v entries of the vocabulary, c bytes of a number in products:
+//! With n tokens, m of them with a label, d hidden, v entries of the vocabulary, c bytes of a number in products:
 //!
 //! ```text
 //! all logits     Z [n, v] · fp32 copy of Z if c < 4 · log-softmax; then its gradient, and that of Z: at most 3·4·n·v

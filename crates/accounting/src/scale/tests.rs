@@ -2,7 +2,7 @@ use super::*;
 use crate::decoder_flops::Workload;
 use crate::{Dtype, presets};
 
-/// H100s of which a GPU computes at 392 TFLOP/s, eight to a node with a 400 Gb/s link each.
+/// H100s at 392 TFLOP/s, eight to a node with a 400 Gb/s link each.
 const GPUS: Gpus = Gpus {
     peak: 989.5e12,
     flops: 392e12,

@@ -79,7 +79,7 @@ impl Layout {
         if self.is_alone() && region.layer.is_none() { Ok(0) } else { region.gradient_bytes() }
     }
 
-    /// The largest sum of copies beyond the gradients, of which regions are freed from the last to the first.
+    /// The largest sum of copies beyond the gradients, whose regions are freed from the last to the first.
     fn copies_after_backward(&self) -> Result<u64, Error> {
         let copies: Vec<u64> =
             self.trained().rev().map(|region| self.copy_bytes(region)).collect::<Result<_, _>>()?;

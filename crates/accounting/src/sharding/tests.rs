@@ -85,7 +85,7 @@ fn layers_that_stay_in_slots_are_not_gathered_again() {
             assert_eq!(loads(&layout, rounds, slots), 2 * rounds * (12 - s) + trained);
         }
     }
-    // Of layers of which nothing is trained, those in slots stay for the next step.
+    // Frozen layers that are in slots stay there for the next step.
     let mut frozen = layout.clone();
     frozen.regions.iter_mut().for_each(|region| region.gradients = None);
     assert_eq!(loads(&frozen, 2, 3), 4 * 9);

@@ -32,7 +32,7 @@ impl ChatTemplate {
     /// Reads the template of a model's folder; `None` if it has none. The folder's special tokens are added to those of the options.
     ///
     /// # Errors
-    /// A file that cannot be read or is not JSON; several templates of which none is the default; those of [`ChatTemplate::new`].
+    /// A file that cannot be read or is not JSON; several templates without a default; those of [`ChatTemplate::new`].
     pub fn from_folder(folder: &Path, options: TemplateOptions) -> Result<Option<Self>> {
         Self::from_sources(&template_sources(folder)?, folder, options)
     }
@@ -40,7 +40,7 @@ impl ChatTemplate {
     /// Compiles templates by their names; `None` if there are none. The special tokens of `folder` are added to those of the options.
     ///
     /// # Errors
-    /// A file of special tokens that cannot be read or is not JSON; several templates of which none is the default; those of
+    /// A file of special tokens that cannot be read or is not JSON; several templates without a default; those of
     /// [`ChatTemplate::new`].
     pub fn from_sources(
         sources: &TemplateSources,

@@ -1,4 +1,4 @@
-//! What a conversation teaches: its text in segments, of which some are learned.
+//! Splits a rendered conversation into segments, and marks those that count in the loss.
 //!
 //! **Where the template marks it** with `{% generation %}`, the spans are learned.
 //!

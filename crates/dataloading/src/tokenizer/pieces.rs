@@ -134,7 +134,7 @@ enum Text<'a> {
         reader: Box<dyn BufRead + Send>,
         path: &'a Path,
         read: u64,
-        /// Bytes of a character of which the rest was not read.
+        /// The first bytes of a character whose rest was not read yet.
         part: Vec<u8>,
     },
 }

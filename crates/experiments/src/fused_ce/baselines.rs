@@ -79,7 +79,7 @@ impl Implementation {
         Some(LinearCrossEntropy { round_logits_gradient, round_logits, ..LinearCrossEntropy::default() })
     }
 
-    /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets, of which −100 means none: a mean or a sum.
+    /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets (−100: ignored): a mean or a sum.
     /// Where `chunk` is `None`, the second and third implementation take the assignment's. `labelled`: how many targets are classes, if a
     /// training's host knows it.
     ///

@@ -20,7 +20,7 @@ use super::timeline;
 const EXPERIMENT: &str = "sharding";
 /// Ranks of the timeline.
 const SHOWN: usize = 2;
-/// Ranks of which one is there.
+/// The number of ranks, one of which runs.
 const MANY: usize = 1024;
 
 #[derive(clap::Args)]

@@ -279,7 +279,7 @@ fn remove(values: &mut Map<String, Value>, key: &str) {
     }
 }
 
-/// Refuses numbers that JSON does not have, and of which no key has a use.
+/// Refuses infinities and NaN, which JSON does not have and no key uses.
 fn refuse_infinite(key: &str, value: &toml::Value) -> Result<()> {
     match value {
         toml::Value::Table(fields) => {

@@ -45,7 +45,7 @@ pub fn reserve(budget: u64) -> u64 {
     ((budget as f64 * RESERVE) as u64).max(LEAST_RESERVE)
 }
 
-/// Returns the least budget of which so many bytes are left beside its [`reserve`].
+/// Returns the smallest budget that leaves so many bytes beside its [`reserve`].
 pub fn with_reserve(bytes: u64) -> u64 {
     ((bytes as f64 / (1.0 - RESERVE)) as u64).max(bytes.saturating_add(LEAST_RESERVE))
 }
@@ -95,7 +95,7 @@ pub fn taken(device: Device) -> Result<u64> {
     })
 }
 
-/// Returns the least budget, in whole mebibytes, of which tensors may take so many bytes where the process has [`taken`] so many.
+/// Returns the smallest budget, in whole MiB, that leaves so many bytes for tensors when the process already holds [`taken`].
 pub fn least_budget(taken: u64, tensors: u64) -> u64 {
     let sum = taken.saturating_add(tensors);
     let least = with_reserve(sum.saturating_add(((sum as f64 * MARGIN) as u64).max(LEAST_MARGIN)));

@@ -10,7 +10,7 @@ const READ: u64 = 1 << 18;
 /// The sizes of a training's batches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataShape {
-    /// The batches of which one has the largest peak, each with its number in the training, from 0.
+    /// The batches that may have the largest peak, each with its number in the training, from 0.
     pub largest: Vec<(u64, Batch)>,
     /// Rows, mean positions and mean labels of a batch.
     pub mean: Batch,
@@ -23,7 +23,7 @@ pub struct DataShape {
 }
 
 impl DataShape {
-    /// Batches of one size without an end, of which all positions have labels.
+    /// Batches of one size without an end, with a label at every position.
     pub fn uniform(rows: u64, length: u64, packed: bool) -> Self {
         let batch = Batch { work: Workload { batch: rows, sequence: length }, labelled: None };
         Self { largest: vec![(0, batch)], mean: batch, packed, epoch: None, evaluations: Vec::new() }

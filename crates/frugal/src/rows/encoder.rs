@@ -281,7 +281,7 @@ impl Findings {
     }
 }
 
-/// Returns the row of tokens, of which those are learned that are within these parts of the text.
+/// Returns the row of tokens; those within these parts of the text count in the loss.
 fn row(encoded: &Encoded, learned: &[Range<usize>]) -> MaskedRow {
     let tokens: Vec<i64> = encoded.ids.iter().map(|id| i64::from(*id)).collect();
     let within = encoded.is_within(learned);

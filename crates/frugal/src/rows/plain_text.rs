@@ -98,7 +98,7 @@ pub fn texts(files: &[PathBuf], encoder: &RowEncoder, limit: Option<usize>) -> R
     Ok(rows.finish()?)
 }
 
-/// A row of which every token is learned.
+/// A row in which every token counts in the loss.
 fn learned(tokens: Vec<i64>) -> MaskedRow {
     MaskedRow { labels: tokens.clone(), tokens }
 }

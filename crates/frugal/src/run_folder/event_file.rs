@@ -9,7 +9,7 @@
 //! | `Event` | 1 `wall_time`: double, 2 `step`: int64, 3 `file_version`: string, 5 `summary`: `Summary`, 7 `session_log`: `SessionLog` |
 //! | `Summary` | 1 `value`: repeated `Value` |
 //! | `Value` | 1 `tag`: string, 2 `simple_value`: float |
-//! | `SessionLog` | 1 `status`: enum, of which 1 is `START` |
+//! | `SessionLog` | 1 `status`: enum; 1 is `START` |
 //!
 //! A start at step s tells TensorBoard to forget what earlier files of the folder have from step s on, so a resumed training writes a new
 //! file and needs no change to the old ones.

@@ -3,7 +3,7 @@
 /// Points that are kept, at most; twice as many as a plot is wide.
 const MOST: usize = 2048;
 
-/// The points of a curve, of which neighbours are averaged when there are too many.
+/// The points of a curve; neighbours are averaged when there are too many.
 #[derive(Debug, Default)]
 pub(super) struct Points {
     /// Sums of x and y, each over `each` points.

@@ -26,7 +26,7 @@ pub struct LazyTensor<'a> {
 }
 
 impl<'a> LazyTensor<'a> {
-    /// Creates a tensor of which `values` returns a range of elements, in the order of memory: contiguous, `[elements]`, on the CPU,
+    /// Creates a tensor from `values`, which returns a range of its elements, in the order of memory: contiguous, `[elements]`, on the CPU,
     /// and of this dtype. It is called once for each piece, from the first to the last.
     ///
     /// Where several processes have parts of the tensor, all of them call it, for the same pieces in the same order. It returns `None`

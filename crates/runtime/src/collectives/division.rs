@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A flat tensor of `elements` elements, of which rank `k` has those from `k · per_rank` to `(k + 1) · per_rank`, as far as there are
+/// A flat tensor of `elements` elements: rank `k` has those from `k · per_rank` to `(k + 1) · per_rank`, as far as there are
 /// any: the last shard may be short, and shards may be empty.
 ///
 /// ```

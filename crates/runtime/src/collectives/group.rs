@@ -175,7 +175,7 @@ impl Group {
         Self::with("alone", (0, 1), GroupOptions::default(), None, None)
     }
 
-    /// Returns a group of which this process is one rank and the others are not there: what is sent to them is counted and dropped,
+    /// Returns a group with this process as one rank, while the others are not there: what is sent to them is counted and dropped,
     /// and what they would send is zeros. With it, memory and bytes of a rank among a thousand can be measured by one process
     /// (PyTorch's `FakeProcessGroup`).
     ///
@@ -247,7 +247,7 @@ impl Group {
         self.0.options.timeout
     }
 
-    /// Returns the failure of which the group is dead, if it is.
+    /// Returns the failure that made the group unusable, if one did.
     pub fn failure(&self) -> Option<CollectiveError> {
         self.0.state.lock().failure.clone()
     }

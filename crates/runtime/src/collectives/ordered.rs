@@ -5,7 +5,7 @@
 //! order of a ring, in the dtype of the tensor.
 //!
 //! Each rank sends part `k` of its tensor to rank `k`, `(N − 1) / N` of the whole, which is what a ring sends. The parts travel in
-//! pieces of 1 MiB, of which two per rank are received at a time, so the memory beside the tensors is `2 · (N − 1)` MiB.
+//! pieces of 1 MiB; two per rank are received at a time, so the memory beside the tensors is `2 · (N − 1)` MiB.
 //!
 //! Over Gloo all pieces are sent at once, and wait in the sender's tensor for those that receive them. NCCL has no such queue: there, the
 //! ranks exchange one round after the other, in each of which every rank sends one piece to every other and receives one from each.
@@ -23,7 +23,7 @@ use crate::autograd::GradMode;
 use crate::device::{Stream, record_stream};
 use crate::error::{Error, Result};
 
-/// Bytes of a piece of an ordered reduction, of which two are received from each rank at a time.
+/// Bytes of a piece of an ordered reduction; two are received from each rank at a time.
 pub const PIECE: i64 = 1 << 20;
 /// Pieces of each rank that are received at a time.
 const AHEAD: usize = 2;

@@ -16,7 +16,7 @@ pub(super) struct Launch<K> {
 }
 
 /// Divides tensors among launches, in their order. Each is given by what makes it alike to others, the words of its entry and its
-/// numbers, of which a block has `chunk`; its entry ends with the numbers and the first block. Tensors without numbers have no entry.
+/// numbers, `chunk` of them for each block; its entry ends with the numbers and the first block. Tensors without numbers have no entry.
 pub(super) fn launches<K: PartialEq, const MEMBERS: usize>(
     tensors: impl IntoIterator<Item = (K, [u64; MEMBERS], usize)>,
     chunk: u64,

@@ -35,8 +35,7 @@ impl Best {
 
 /// Keeps the weights of the best evaluation, for example as a file.
 pub trait BestWeights {
-    /// Called after an evaluation that is the best so far, on every rank. The optimizer brings the weights of which other ranks have
-    /// parts.
+    /// Called after an evaluation that is the best so far, on every rank. The optimizer gathers sharded weights.
     ///
     /// # Errors
     /// Ends the training.

@@ -41,7 +41,7 @@ pub(crate) struct Passes {
     pub(crate) backward: u64,
 }
 
-/// The passes of a block in front of which something learns.
+/// The passes of a block behind a part that is trained.
 pub(crate) fn passes(block: &Block) -> Result<Passes, Error> {
     const WHAT: &str = "bytes of a block";
     let mut tracker = PeakTracker::default();

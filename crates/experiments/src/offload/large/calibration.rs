@@ -98,7 +98,7 @@ mod tests {
         let span = |stream, direction, start, end| Span { stream, layer: 0, direction, start, end, bytes: 1 };
         let (forward, backward) = (Direction::Forward, Direction::Backward);
         let trace = [
-            // The first layer's load, of which half a second runs before the layer.
+            // The first layer's load; half a second of it runs before the layer.
             span(StreamKind::Load, forward, 0.5, 1.0),
             span(StreamKind::Compute, forward, 1.0, 2.0),
             span(StreamKind::Compute, forward, 2.5, 3.5),

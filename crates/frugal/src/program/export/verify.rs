@@ -38,7 +38,7 @@ pub(super) struct Figures {
     largest: f64,
     limit: f64,
     kind: TensorType,
-    /// A text of which llama.cpp makes other tokens.
+    /// A text that llama.cpp tokenizes differently.
     other_tokens: Option<String>,
 }
 

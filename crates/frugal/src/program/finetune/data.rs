@@ -157,7 +157,7 @@ impl Data {
     }
 
     /// The rows whose answers are shown before and after, of the validation data or else of the training data. None with `--quiet`, which
-    /// does not show them, and over several ranks, of which each would have to answer.
+    /// does not show them, and over several ranks, each of which would have to answer.
     pub(super) fn samples(
         &self,
         common: &Common,

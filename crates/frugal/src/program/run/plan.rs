@@ -129,7 +129,7 @@ impl PlannedBudget {
         self.bytes.saturating_sub(self.tensors).saturating_sub(self.reserve)
     }
 
-    /// The least budget of which tensors may take so many bytes.
+    /// The smallest budget that fits so many bytes of tensors.
     pub(crate) fn held(&self, tensors: u64) -> u64 {
         planning::with_reserve(tensors + self.program()) - self.resumed
     }

@@ -85,7 +85,7 @@ pub(crate) struct Run<'a> {
 /// The result of a training.
 pub(crate) struct Trained {
     pub(crate) model: Box<dyn LanguageModel>,
-    /// Brings the weights of which other ranks have parts.
+    /// Gathers weights that are sharded over ranks.
     pub(crate) optimizer: Box<dyn Optimizer>,
     /// The techniques live until the weights are written.
     _handles: Handles,

@@ -172,7 +172,7 @@ struct AsFinetune {
 }
 
 impl StepArgs {
-    /// What `frugal finetune` would be asked for; `None` for a model of which there is no folder, or hardware that is not here.
+    /// What `frugal finetune` would be asked for; `None` for a model without a folder here, or for hardware that is not here.
     fn as_finetune(&self, planned: &PlannedStep) -> anyhow::Result<Option<AsFinetune>> {
         let Some(path) = self.model.folder().filter(|_| self.hardware.is_none() && !self.model.any_size())
         else {

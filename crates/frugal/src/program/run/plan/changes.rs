@@ -32,7 +32,7 @@ pub(crate) struct Question<'a> {
     pub(crate) live: u64,
     /// What the process takes already.
     pub(crate) taken: u64,
-    /// Whether an earlier training is resumed, of which only the budget and the rows at a time can be changed.
+    /// Whether an earlier training is resumed: then only the budget and the micro-batch can change.
     pub(crate) resumes: bool,
 }
 
