@@ -114,7 +114,7 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Reads a file written by [`runtime::profile::Trace::save`].
+    /// Reads a file written by `runtime::profile::Trace::save`.
     ///
     /// # Errors
     /// [`ProfileError::Read`], [`ProfileError::Truncated`] and [`ProfileError::Foreign`].
