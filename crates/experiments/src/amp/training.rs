@@ -137,6 +137,7 @@ pub(crate) fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Resul
         Ok(()) => {}
         Err(
             error @ (training::Error::Diverged { .. }
+            | training::Error::NonFiniteWeight { .. }
             | training::Error::Config { what: "gradient scaler", .. }),
         ) => outcome.diverged = Some(error.to_string()),
         Err(error) => return Err(error.into()),
