@@ -89,7 +89,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Returns the tokenizer with these special tokens, each found as a whole in a text, of which `tokenizer.json` has only the number. Texts
+    /// Returns the tokenizer with these special tokens, each found as a whole in a text, that `tokenizer.json` has as ordinary ones. Texts
     /// without one are left out.
     #[must_use]
     pub fn with_special_tokens<'t>(mut self, texts: impl IntoIterator<Item = &'t str>) -> Self {

@@ -106,12 +106,19 @@ impl Iterator for ParquetRows {
     }
 }
 
-/// Bytes of the longest text.
+/// Bytes of the longest text, in nested columns too.
 fn longest(row: &Row) -> u64 {
-    let of_field = |field: &Field| match field {
-        Field::Str(text) => text.len() as u64,
-        _ => 0,
-    };
+    fn of_field(field: &Field) -> u64 {
+        match field {
+            Field::Str(text) => text.len() as u64,
+            Field::Group(row) => longest(row),
+            Field::ListInternal(list) => list.elements().iter().map(of_field).max().unwrap_or(0),
+            Field::MapInternal(map) => {
+                map.entries().iter().map(|(_, field)| of_field(field)).max().unwrap_or(0)
+            }
+            _ => 0,
+        }
+    }
     row.get_column_iter().map(|(_, field)| of_field(field)).max().unwrap_or(0)
 }
 

@@ -155,6 +155,8 @@ const BINARY: &[u8] = include_bytes!("parquet/binary.parquet");
 /// A text of 40 MiB, and one between two short ones, packed to 2 KB.
 const LONG: &[u8] = include_bytes!("parquet/long.zstd.parquet");
 const ONE_LONG: &[u8] = include_bytes!("parquet/one_long.zstd.parquet");
+/// The same in the messages of a nested column.
+const LONG_MESSAGE: &[u8] = include_bytes!("parquet/long_message.zstd.parquet");
 
 /// Files of pyarrow: a dictionary and a null in row groups of two, by Snappy; uncompressed pages of the second version; nested columns
 /// by Zstandard and gzip.
@@ -222,6 +224,8 @@ fn a_text_beyond_the_bound_of_a_record_is_refused() {
     let read = files.read(&files.write("one_long.parquet", ONE_LONG));
     let expected = "error one_long.parquet: row 2: a text is longer than 33554432 bytes; divide it";
     assert_eq!((read.len(), &*read[1]), (3, expected));
+    let read = files.read(&files.write("long_message.parquet", LONG_MESSAGE));
+    assert!(read[1].ends_with("row 2: a text is longer than 33554432 bytes; divide it"), "{}", read[1].len());
 }
 
 fn content(fields: Value) -> Result<Content, String> {
