@@ -136,7 +136,9 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     });
     let text = serde_json::to_string_pretty(&document)? + "\n";
     match &args.out {
-        Some(path) => report::atomic_write(path, text.as_bytes()).with_context(|| path.display().to_string()),
+        Some(path) => {
+            files::atomic_write::unsynced(path, text.as_bytes()).with_context(|| path.display().to_string())
+        }
         None => {
             print!("{text}");
             Ok(())

@@ -74,7 +74,7 @@ fn path(run: &Path, experiment: &str) -> PathBuf {
 
 /// Writes a file through a rename, so that a reader never sees half of it.
 pub(crate) fn replace(path: &Path, content: &[u8]) -> Result<()> {
-    report::atomic_write(path, content).with_context(|| format!("cannot write {}", path.display()))
+    files::atomic_write::unsynced(path, content).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// A digest of a file that changes when the file does.

@@ -146,7 +146,7 @@ fn stamp_of(folder: &Path) -> Option<String> {
 }
 
 fn write_stamp(folder: &Path, recipe: &Recipe) -> Result<()> {
-    report::atomic_write(&folder.join(STAMP), recipe.fingerprint.as_bytes())
+    files::atomic_write::unsynced(&folder.join(STAMP), recipe.fingerprint.as_bytes())
         .with_context(|| format!("cannot write into {}", folder.display()))
 }
 

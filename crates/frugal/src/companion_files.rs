@@ -23,8 +23,8 @@ use dataloading::chat::{
     ChatTemplate, Conversation, DEFAULT_TEMPLATE, Date, Message, TemplateOptions, TemplateSources,
     template_sources,
 };
+use files::atomic_write;
 use models::hugging_face::Folder;
-use runtime::atomic_write;
 use serde_json::{Map, Value, json};
 
 use crate::config::DataConfig;

@@ -243,7 +243,7 @@ impl Config {
     /// As [`Config::to_toml`]; a file that cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = self.to_toml()?;
-        runtime::atomic_write::file(path, |out| std::io::Write::write_all(out, text.as_bytes()))
+        files::atomic_write::file(path, |out| std::io::Write::write_all(out, text.as_bytes()))
             .map_err(|cause| Error::File { path: path.to_owned(), reason: cause.to_string() })
     }
 }

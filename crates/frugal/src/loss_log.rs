@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use runtime::atomic_write;
+use files::atomic_write;
 use serde_json::{Value, json};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};

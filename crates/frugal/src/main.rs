@@ -157,7 +157,7 @@ fn main() -> ExitCode {
         Err(error) => return usage(&error),
     };
     report::cli::run(|| {
-        frugal::runtime::mapped::report_shortened_files()?;
+        files::mapped::report_shortened_files()?;
         run(&cli)
             .and_then(|()| program::output::finish())
             .inspect_err(program::run::ranks::report_failure)

@@ -213,7 +213,7 @@ impl RunRecord {
         let failed = |reason: String| Error::File { path: path.clone(), reason };
         let mut text = serde_json::to_vec_pretty(self).map_err(|cause| failed(cause.to_string()))?;
         text.push(b'\n');
-        runtime::atomic_write::file(&path, |out| out.write_all(&text))
+        files::atomic_write::file(&path, |out| out.write_all(&text))
             .map_err(|cause| failed(cause.to_string()))
     }
 

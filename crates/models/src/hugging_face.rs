@@ -38,7 +38,7 @@ mod weights;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use runtime::atomic_write;
+use files::atomic_write;
 use runtime::nf4::Scales;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};

@@ -10,8 +10,8 @@ use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use runtime::atomic_write;
-use runtime::mapped::MappedFile;
+use files::atomic_write;
+use files::mapped::MappedFile;
 use safetensors::{Dtype, SafeTensors};
 use serde::de::IgnoredAny;
 use tch::{Device, Kind, Tensor};
@@ -69,7 +69,7 @@ pub fn write_content(path: &Path, content: &mut Content<'_>) -> Result<()> {
 /// # Errors
 /// A missing, truncated or invalid file, with its path and what is wrong; a dtype that libtorch lacks.
 pub fn read(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
-    let mapped = MappedFile::open(path)?;
+    let mapped = MappedFile::open(path).map_err(|cause| file_error(path, cause.to_string()))?;
     from_bytes(&mapped, device).map_err(|error| match error {
         Error::Config { reason, .. } => file_error(path, reason),
         other => other,
@@ -148,7 +148,7 @@ impl TensorsFile {
     /// # Errors
     /// As [`read`].
     pub fn open(path: &Path) -> Result<Self> {
-        let mapped = MappedFile::open(path)?;
+        let mapped = MappedFile::open(path).map_err(|cause| file_error(path, cause.to_string()))?;
         let entries = entries(&mapped).map_err(|error| match error {
             Error::Config { reason, .. } => file_error(path, reason),
             other => other,
@@ -184,7 +184,8 @@ impl TensorsFile {
 
     /// Releases the pages of an entry's values.
     pub(crate) fn forget(&self, entry: &Entry) -> Result<()> {
-        Ok(self.mapped.forget(entry.range.clone())?)
+        let forgotten = self.mapped.forget(entry.range.clone());
+        forgotten.map_err(|cause| file_error(self.path(), cause.to_string()))
     }
 
     /// Copies an entry's values into a tensor of its shape, of any dtype and device, and releases the file's pages.
@@ -204,7 +205,7 @@ impl TensorsFile {
                 ),
             ));
         };
-        runtime::mapped::copy_values(values, entry.kind, destination)?;
+        runtime::file::copy_values(values, entry.kind, destination)?;
         self.forget(entry)
     }
 }

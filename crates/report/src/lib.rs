@@ -51,7 +51,6 @@
 //! invented records.
 
 pub mod against;
-mod atomic_write;
 pub mod claim;
 pub mod cli;
 pub mod comparison;
@@ -77,7 +76,6 @@ pub mod table;
 pub mod tidy_csv;
 pub mod unit;
 
-pub use atomic_write::atomic_write;
 pub use claim::{CheckedClaim, Verdict};
 pub use environment::Environment;
 pub use filter::Filter;

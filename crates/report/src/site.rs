@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::atomic_write;
 use crate::claim::CheckedClaim;
 use crate::comparison;
 use crate::measurements::newest;
@@ -11,6 +10,7 @@ use crate::record::Record;
 use crate::run::RunOutcome;
 use crate::spec::Specs;
 use crate::{markdown, page, tidy_csv};
+use files::atomic_write;
 
 /// The report cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +80,8 @@ impl Folder<'_> {
     fn write(&mut self, name: &str, text: &str) -> Result<PathBuf, SiteError> {
         let path = self.out.join(name);
         let folder = path.parent().unwrap_or(self.out);
-        let written = std::fs::create_dir_all(folder).and_then(|()| atomic_write(&path, text.as_bytes()));
+        let written =
+            std::fs::create_dir_all(folder).and_then(|()| atomic_write::unsynced(&path, text.as_bytes()));
         written.map_err(|cause| SiteError::Write { path: path.clone(), cause })?;
         self.files.push(path.clone());
         Ok(path)

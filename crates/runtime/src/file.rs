@@ -24,15 +24,17 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
 
+use files::pages::{self, Pages};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::sys::file as sys;
 
 /// Maps the file's bytes from `offset` as a contiguous CPU tensor, in this machine's byte order. Writes stay in this process, and
-/// use memory. The file must not be shortened while the tensor lives: see [`crate::mapped`].
+/// use memory. The file must not be shortened while the tensor lives: see [`files::mapped`].
 ///
 /// # Errors
 /// [`Error::Io`] with the path: no such file, no permission, a file that is too short. [`Error::Invalid`] for an invalid shape, or
@@ -63,7 +65,7 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
     if bytes == 0 {
         return Ok(Tensor::f_empty(shape, (kind, Device::Cpu))?);
     }
-    sys::tensor_over(sys::map_private(&file, offset, bytes).map_err(io)?, shape, kind)
+    sys::tensor_over(Pages::private(&file, offset, bytes).map_err(io)?, shape, kind)
 }
 
 /// Lets the system reclaim the memory of a [`tensor_over`] a file, or of a part of it: pages that were read and not written are read from
@@ -73,10 +75,17 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
 /// # Errors
 /// [`Error::Io`] if the system refuses.
 pub fn forget(tensor: &Tensor) -> Result<()> {
+    let Some(bytes) = addresses(tensor) else { return Ok(()) };
+    pages::forget(&bytes).map_err(|cause| Error::Io { path: "the pages of a mapped file".into(), cause })
+}
+
+/// Returns the addresses of a tensor's bytes, if it has contiguous memory on the CPU.
+pub(crate) fn addresses(tensor: &Tensor) -> Option<Range<usize>> {
     if tensor.device() != Device::Cpu || !tensor.is_contiguous() || tensor.numel() == 0 {
-        return Ok(());
+        return None;
     }
-    sys::forget(tensor).map_err(|cause| Error::Io { path: "the pages of a mapped file".into(), cause })
+    let start = tensor.data_ptr() as usize;
+    Some(start..start + tensor.numel() * tensor.kind().elt_size_in_bytes())
 }
 
 /// Fills `target`, a contiguous CPU tensor, with the bytes of `file` from `offset`, in this machine's byte order; errors name the
@@ -114,5 +123,42 @@ pub fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Result<()>
     }
     // Its memory has the other sign.
     let tensor = tensor.f_resolve_neg().map_err(std::io::Error::other)?;
-    sys::write_values(out, &tensor)
+    sys::write_values(out, &tensor)?;
+    addresses(&tensor).map_or(Ok(()), |bytes| pages::release(&bytes))
+}
+
+/// Copies the values in `bytes`, contiguous and in this machine's byte order, into `destination`, with conversion of dtype and
+/// device. This is the only copy from the pages of a mapped file, except for bytes that are not aligned to their elements.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+///
+/// let halves = Tensor::zeros([2], (Kind::BFloat16, Device::Cpu));
+/// let bytes: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+/// runtime::file::copy_values(&bytes, Kind::Float, &halves)?;
+/// assert_eq!(Vec::<f32>::try_from(halves.to_kind(Kind::Float))?, [1.5, -2.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] if the number of bytes does not match the destination's elements; those of libtorch.
+pub fn copy_values(bytes: &[u8], kind: Kind, destination: &Tensor) -> Result<()> {
+    let width = kind.elt_size_in_bytes();
+    if destination.numel().checked_mul(width) != Some(bytes.len()) {
+        let (found, size) = (bytes.len(), destination.size());
+        return Err(Error::invalid(
+            "copy_values",
+            format!("{found} bytes of {kind:?} for a tensor of {size:?}; expected {width} for each element"),
+        ));
+    }
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    if (bytes.as_ptr() as usize).is_multiple_of(width) {
+        return sys::copy_values(bytes, kind, destination);
+    }
+    let values = Tensor::f_from_data_size(bytes, &destination.size(), kind)?;
+    let _no_grad = tch::no_grad_guard();
+    destination.shallow_clone().f_copy_(&values)?;
+    Ok(())
 }

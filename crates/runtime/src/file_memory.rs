@@ -19,10 +19,11 @@
 
 use std::path::Path;
 
+use files::pages::{self, Pages};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::sys::file_memory as sys;
+use crate::file::addresses;
 
 /// Creates a tensor of zeros in an unnamed file in `folder`, whose space on the disk is reserved. An empty tensor needs none.
 ///
@@ -40,15 +41,16 @@ pub fn zeros(folder: &Path, shape: &[i64], kind: Kind) -> Result<Tensor> {
     if bytes == 0 {
         return Ok(Tensor::f_zeros(shape, (kind, Device::Cpu))?);
     }
-    sys::zeros(folder, bytes, shape, kind)?.map_err(|cause| {
+    let memory = Pages::unnamed(folder, bytes).map_err(|cause| {
         let reason = format!("{bytes} bytes in a file in it: {cause}");
         Error::Io { path: folder.to_owned(), cause: std::io::Error::new(cause.kind(), reason) }
-    })
+    })?;
+    crate::sys::file::tensor_over(memory, shape, kind)
 }
 
 /// Returns whether the tensor's values are in a file of [`zeros`].
 pub fn is_in_file(tensor: &Tensor) -> bool {
-    sys::is_in_file(tensor)
+    addresses(tensor).is_some_and(|bytes| pages::is_unnamed_file(&bytes))
 }
 
 /// Brings the pages of a tensor into memory at once, faster than one by one at their first use. A page that the disk does not give back is
@@ -60,7 +62,8 @@ pub fn fetch(tensor: &Tensor) -> Result<()> {
     let failed = |cause: std::io::Error| {
         format!("pages of a tensor in a file do not come back from its disk: {cause}")
     };
-    sys::fetch(tensor).map_err(|cause| Error::Other(failed(cause).into()))
+    let Some(bytes) = addresses(tensor) else { return Ok(()) };
+    pages::fetch(&bytes).map_err(|cause| Error::Other(failed(cause).into()))
 }
 
 /// Ends the use of the pages of a tensor's file by this process: they count to its memory no more, and the system may write them to the disk.
@@ -70,5 +73,6 @@ pub fn fetch(tensor: &Tensor) -> Result<()> {
 /// A system that refuses.
 pub fn release(tensor: &Tensor) -> Result<()> {
     let failed = |cause: std::io::Error| format!("the pages of a tensor in a file are not released: {cause}");
-    sys::release(tensor).map_err(|cause| Error::Other(failed(cause).into()))
+    let Some(bytes) = addresses(tensor) else { return Ok(()) };
+    pages::release(&bytes).map_err(|cause| Error::Other(failed(cause).into()))
 }

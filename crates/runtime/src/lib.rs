@@ -17,8 +17,6 @@
 //! | [`fused`] | norms and elementwise chains as one pass over memory |
 //! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
 //! | [`precision`] | the interface through which models compute in mixed precision |
-//! | [`atomic_write`] | atomic writes of files and folders |
-//! | [`mapped`] | memory-mapped files |
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
 //! | [`file_memory`] | tensors whose memory is an unnamed file |
 //! | [`random`] | seeds and the state of the random generators |
@@ -30,7 +28,7 @@
 //! Where a driver of CUDA is visible, a program that links this crate opens `libtorch_cuda` before `main`, as `import torch` does, because
 //! libtorch asks once per process whether CUDA exists, and a seed, pinned memory or a trace on the CPU asks it. An empty
 //! `CUDA_VISIBLE_DEVICES` prevents that, and saves the time and the memory. Shared by all of a process are also the default generators
-//! ([`random::seed`]), the allocators' counts and limits ([`memory`]), and the handlers of [`mapped::report_shortened_files`].
+//! ([`random::seed`]), the allocators' counts and limits ([`memory`]), and the handlers of [`files::mapped::report_shortened_files`].
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
 //! libtorch is an [`Error`] with libtorch's message and without its C++ stack; no argument causes a panic.
@@ -48,7 +46,6 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
-pub mod atomic_write;
 pub mod autograd;
 pub mod collectives;
 pub mod device;
@@ -57,7 +54,6 @@ pub mod file;
 pub mod file_memory;
 pub mod fused;
 mod kernels;
-pub mod mapped;
 pub mod matmul;
 pub mod measure;
 pub mod memory;

@@ -26,14 +26,12 @@ pub(crate) mod cross_entropy;
 pub(crate) mod cuda;
 pub(crate) mod device;
 pub(crate) mod file;
-pub(crate) mod file_memory;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod graph;
 pub(crate) mod heap;
 pub(crate) mod host_memory;
 pub(crate) mod kernel_caches;
-pub(crate) mod mapped;
 pub(crate) mod matvec;
 pub(crate) mod memory;
 pub(crate) mod mkl;
@@ -50,7 +48,6 @@ pub(crate) mod stochastic_rounding;
 pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;
-pub(crate) mod truncated;
 pub(crate) mod wait_policy;
 
 unsafe extern "C" {

@@ -209,9 +209,9 @@ fn unsafe_code_outside_its_place_is_caught() {
             ("crates/runtime/cpp/graph.cpp", "#include \"versions.h\"\n#if TORCH_VERSION_MINOR >= 13\n"),
         ],
         expect![[r#"
-            crates/amp/src/lib.rs:2: `unsafe` outside of crates/runtime/src/sys
-            crates/amp/src/lib.rs:3: `unsafe_code` is allowed outside of crates/runtime
-            crates/runtime/src/device.rs:3: `unsafe` outside of crates/runtime/src/sys
+            crates/amp/src/lib.rs:2: `unsafe` outside of crates/files/src/, crates/runtime/src/sys.rs, crates/runtime/src/sys/
+            crates/amp/src/lib.rs:3: allows `unsafe_code`; a crate that needs it states its own lints
+            crates/runtime/src/device.rs:3: `unsafe` outside of crates/files/src/, crates/runtime/src/sys.rs, crates/runtime/src/sys/
             crates/amp/cpp/shim.cpp: C++ outside of crates/runtime/cpp
             crates/runtime/cpp/graph.cpp:2: asks for libtorch's version outside of crates/runtime/cpp/versions.h"#]],
     );

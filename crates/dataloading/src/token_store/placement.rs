@@ -47,7 +47,7 @@ pub(super) fn check_target(path: &Path, replace: bool) -> Result<()> {
 pub(super) fn place(partial: &Path, target: &Path, aside: &Path) -> Result<()> {
     let replaces = std::fs::symlink_metadata(target).is_ok();
     if replaces {
-        runtime::atomic_write::keep_access(target, partial).map_err(|cause| io(partial, cause))?;
+        files::atomic_write::keep_access(target, partial).map_err(|cause| io(partial, cause))?;
         remove_folder(aside)?;
         std::fs::rename(target, aside).map_err(|cause| io(target, cause))?;
     }

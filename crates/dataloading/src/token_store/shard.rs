@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::path::Path;
 
-use runtime::mapped::MappedFile;
+use files::mapped::MappedFile;
 use sha2::{Digest, Sha256};
 
-use super::file;
 use super::header::{self, Header};
 use super::ids::Ids;
+use super::{file, io};
 use crate::error::{Error, Result};
 
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub(super) struct Shard {
 
 impl Shard {
     pub(super) fn open(path: &Path) -> Result<Self> {
-        let map = MappedFile::open(path)?;
+        let map = MappedFile::open(path).map_err(|cause| io(path, cause))?;
         let header = Header::parse(path, &map)?;
         let has = map.len() as u64;
         let Some(needs) = header.file_bytes() else {

@@ -5,11 +5,11 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use files::atomic_write;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::atomic_write;
 use trace::{Comparison, Composition, Diagnosis, Finding, Phase, Profile, StepTimes};
 
 use super::injected_slowdowns::Inefficiency;

@@ -282,7 +282,7 @@ mod tests {
         file.write_all(&vec![1; BYTES]).unwrap();
         let meter = PeakMeter::start(Device::Cpu).unwrap();
         let before = resident_memory().unwrap();
-        let mapped = runtime::mapped::MappedFile::open(file.path()).unwrap();
+        let mapped = files::mapped::MappedFile::open(file.path()).unwrap();
         assert_eq!(
             mapped.iter().step_by(4096).map(|byte| u64::from(*byte)).sum::<u64>(),
             BYTES as u64 / 4096

@@ -180,7 +180,7 @@ fn read(path: &Path) -> BTreeMap<String, KnownRates> {
 fn write(path: &Path, all: &BTreeMap<String, KnownRates>) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)?;
-    runtime::atomic_write::file(path, |file| file.write_all(&serde_json::to_vec_pretty(all)?))
+    files::atomic_write::file(path, |file| file.write_all(&serde_json::to_vec_pretty(all)?))
 }
 
 #[cfg(test)]

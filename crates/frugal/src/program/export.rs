@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use super::Common;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, ValueEnum};
+use files::atomic_write;
 use frugal::Config;
 use frugal::companion_files::{self, CHAT_TEMPLATE, CompanionFiles, TOKENIZER};
 use frugal::config::{Bytes, CONFIG_FILE, DataConfig, Dtype};
@@ -17,7 +18,6 @@ use frugal::llama_cpp::LlamaCpp;
 use frugal::run_folder::CHECKPOINTS;
 use models::hugging_face::{self, Folder};
 use models::state_dict::state_dict;
-use runtime::atomic_write;
 use serde_json::{Value, json};
 use tch::Device;
 

@@ -58,7 +58,7 @@ pub(crate) fn man(common: &Common, arguments: &Man) -> anyhow::Result<()> {
     }
     std::fs::create_dir_all(folder).with_context(failed)?;
     for (path, page) in pages {
-        runtime::atomic_write::file(&path, |out| out.write_all(&page)).with_context(failed)?;
+        files::atomic_write::file(&path, |out| out.write_all(&page)).with_context(failed)?;
     }
     say(
         common,

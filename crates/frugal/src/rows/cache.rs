@@ -144,7 +144,7 @@ pub(super) fn write(path: &Path, rows: &Rows) -> io::Result<()> {
     create(folder)?;
     let mut digest = Digesting(Sha256::new());
     content(rows, &mut digest)?;
-    runtime::atomic_write::file(path, |out: &mut dyn Write| {
+    files::atomic_write::file(path, |out: &mut dyn Write| {
         out.write_all(&MARK)?;
         out.write_all(&digest.0.finalize())?;
         content(rows, out)

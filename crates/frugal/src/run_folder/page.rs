@@ -42,7 +42,7 @@ td,th{border-color:#363d46}}";
 pub fn write(folder: &Path, state: Option<State>) -> Result<()> {
     let path = folder.join(PAGE);
     let text = html(folder, state)?;
-    report::atomic_write(&path, text.as_bytes())
+    files::atomic_write::unsynced(&path, text.as_bytes())
         .map_err(|cause| Error::File { path, reason: cause.to_string() })
 }
 

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use files::atomic_write;
 use models::module::Module;
 use models::tensors_file::{self, Content, LazyTensor};
-use runtime::atomic_write;
 use tch::{Device, Tensor};
 
 use super::{CONFIG_FILE, TENSORS_FILE, tensors};

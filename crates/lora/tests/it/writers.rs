@@ -5,10 +5,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use files::atomic_write;
 use lora::LoraConfig;
 use lora::peft::{CONFIG_FILE, PREFIX, TENSORS_FILE, write_folder};
 use models::tensors_file;
-use runtime::atomic_write;
 use tch::{Device, Kind, Tensor};
 
 /// The folder that a child process writes, and the ranks of the adapters that it writes in turns.

@@ -5,8 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
+use files::atomic_write;
 use hf_hub::{Cache, Repo, RepoType};
-use runtime::atomic_write;
 
 use super::{Hub, RepositoryKind, refuse};
 use crate::error::Result;

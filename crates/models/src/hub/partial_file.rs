@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
-use runtime::atomic_write;
+use files::atomic_write;
 use sha2::{Digest, Sha256};
 
 use super::download::Chosen;

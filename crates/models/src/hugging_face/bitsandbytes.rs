@@ -151,14 +151,14 @@ impl Weights {
             let location = self.locations.get(name).or_else(|| self.beside.get(name));
             let Some(&(file, entry)) = location else { return Ok(()) };
             let (file, entry) = (&self.files[file], &self.files[file].entries()[entry]);
-            runtime::mapped::copy_values(file.bytes(entry), Kind::Uint8, target)?;
+            runtime::file::copy_values(file.bytes(entry), Kind::Uint8, target)?;
             file.forget(entry)
         };
         copy(name, &parts.codes)?;
         copy(&format!("{name}.absmax"), &parts.absmax)?;
         if let Some((factors, mean)) = &parts.nested {
             copy(&format!("{name}.nested_absmax"), factors)?;
-            runtime::mapped::copy_values(&of.offset.to_ne_bytes(), Kind::Uint8, mean)?;
+            runtime::file::copy_values(&of.offset.to_ne_bytes(), Kind::Uint8, mean)?;
         }
         Ok(packed)
     }

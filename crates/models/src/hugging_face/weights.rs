@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use runtime::atomic_write;
+use files::atomic_write;
 use runtime::nf4::{self, Scales};
 use tch::{Device, Kind, Tensor};
 

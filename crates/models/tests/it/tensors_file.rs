@@ -137,7 +137,7 @@ fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
         );
     }
     let error =
-        runtime::mapped::copy_values(&[0; 7], Kind::Float, &Tensor::from(0f32)).unwrap_err().to_string();
+        runtime::file::copy_values(&[0; 7], Kind::Float, &Tensor::from(0f32)).unwrap_err().to_string();
     assert!(error.contains("7 bytes of Float for a tensor of []; expected 4 for each element"), "{error}");
 }
 

@@ -79,7 +79,7 @@ fn a_failed_write_leaves_the_old_file() {
     write(&path, 1);
     let twice = ["a", "a"].map(|name| (name.to_owned(), Tensor::from(1.0)));
     tensors_file::write(&path, &twice).unwrap_err();
-    let broke = runtime::atomic_write::file(&path, |out| {
+    let broke = files::atomic_write::file(&path, |out| {
         out.write_all(b"half")?;
         Err::<(), _>(std::io::Error::other("broke off"))
     });

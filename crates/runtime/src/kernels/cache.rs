@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
+use files::atomic_write;
 use sha2::{Digest, Sha256};
 
-use crate::atomic_write;
 use crate::sys::cuda::nvrtc::Compiled;
 
 /// Returns a key that depends on each of the texts.

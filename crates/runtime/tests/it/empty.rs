@@ -1,5 +1,6 @@
 //! Tensors without elements, whose address is null: every public pass over memory, with every dimension zero in turn.
 
+use files::mapped::MappedFile;
 use runtime::device::{PinnedBuffer, pinned_empty};
 use runtime::fused::adam::{AdamStep, AdamTensors, adam};
 use runtime::fused::attention::{
@@ -12,7 +13,6 @@ use runtime::fused::gradients::unscale_;
 use runtime::fused::norm::{Norm, Options, add_norm, layer_norm, rms_norm};
 use runtime::fused::rope::RotaryTable;
 use runtime::fused::swiglu;
-use runtime::mapped::{MappedFile, copy_values};
 use runtime::matmul::{matvec, mm, mm_into};
 use runtime::random::Generator;
 use runtime::{autograd, file};
@@ -229,8 +229,8 @@ fn empty_reads_of_files_work() {
         assert_eq!(file::tensor_over(&path, 0, &size, Kind::Float).unwrap().size(), size);
         let target = ones(&size, Kind::Float);
         file::read_into(&std::fs::File::open(&path).unwrap(), &path, 0, &target).unwrap();
-        copy_values(&mapped, Kind::BFloat16, &target).unwrap();
-        let error = copy_values(&[1, 2], Kind::BFloat16, &target).unwrap_err().to_string();
+        file::copy_values(&mapped, Kind::BFloat16, &target).unwrap();
+        let error = file::copy_values(&[1, 2], Kind::BFloat16, &target).unwrap_err().to_string();
         assert!(error.starts_with("copy_values: 2 bytes of BFloat16 for a tensor of"), "{error}");
     }
     std::fs::remove_dir_all(&folder).unwrap();

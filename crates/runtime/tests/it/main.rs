@@ -1,7 +1,6 @@
 //! The tests of `runtime` that need only its public interface: one binary, a module per behaviour.
 
 mod adam;
-mod atomic_write;
 mod attention_flops;
 mod autograd_captured;
 mod autograd_checkpoint;
@@ -32,7 +31,6 @@ mod kernels_cuda;
 mod kernels_interpreted;
 mod lazy_views;
 mod linear;
-mod mapped;
 mod measure;
 mod memory_limit;
 mod memory_region;

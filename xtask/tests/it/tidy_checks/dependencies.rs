@@ -9,12 +9,15 @@ const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// What every technique may build on; all other libraries are techniques.
-const LAYERS: [&str; 8] =
-    ["report", "decoder", "accounting", "trace", "runtime", "models", "dataloading", "training"];
+const LAYERS: [&str; 9] =
+    ["report", "files", "decoder", "accounting", "trace", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
 /// Members that build in seconds on a machine without libtorch.
-const WITHOUT_TORCH: [&str; 8] = ["accounting", "decoder", "fuzz", "gguf", "ptx", "report", "trace", "xtask"];
+const WITHOUT_TORCH: [&str; 9] =
+    ["accounting", "decoder", "files", "fuzz", "gguf", "ptx", "report", "trace", "xtask"];
+/// Members with unsafe code, which state their lints by themselves.
+const WITH_UNSAFE: [&str; 2] = ["crates/files", "crates/runtime"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {
@@ -80,8 +83,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         }
         let inherited =
             manifest.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
-        // Unsafe code lives in runtime, so it states its lints by itself.
-        if inherited != Some(true) && *folder != "crates/runtime" {
+        if inherited != Some(true) && !WITH_UNSAFE.contains(folder) {
             found.push(format!("{folder}/Cargo.toml: add `[lints]` with `workspace = true`"));
         }
         found.extend(binaries(tree, folder, manifest));

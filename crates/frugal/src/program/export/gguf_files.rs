@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use accounting::quantity::bytes_text;
 use anyhow::{Context, anyhow, bail};
 use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use files::atomic_write;
 use frugal::llama_cpp::LlamaCpp;
 use gguf::ollama::{self, Chat, Modelfile, Role};
 use gguf::{Adapter, Conversion, Model, TensorType};
@@ -12,7 +13,6 @@ use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
 use models::DecoderConfig;
 use models::hugging_face::Folder;
-use runtime::atomic_write;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 

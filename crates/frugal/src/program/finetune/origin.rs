@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
+use files::atomic_write;
 use frugal::companion_files::{CHAT_TEMPLATE, CompanionFiles};
 use frugal::config::{CONFIG_FILE, Config, DataConfig};
 use frugal::models::hub;
 use frugal::models::hugging_face::Folder;
 use frugal::run_folder::RECORD;
-use runtime::atomic_write;
 use serde_json::Value;
 
 use crate::program::folder::run_model::REVISION;

@@ -116,7 +116,7 @@ impl Samples {
             });
             lines += &format!("{line}\n");
         }
-        Ok(runtime::atomic_write::file(&self.path, |out| out.write_all(lines.as_bytes()))?)
+        Ok(files::atomic_write::file(&self.path, |out| out.write_all(lines.as_bytes()))?)
     }
 }
 

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use runtime::atomic_write;
+use files::atomic_write;
 
 use crate::program::flags::hub::same_folder;
 

@@ -75,7 +75,7 @@ impl<'a> Recorder<'a> {
         };
         let text = common.origins.annotate(config)?;
         let path = out.join(CONFIG_FILE);
-        runtime::atomic_write::file(&path, |file| file.write_all(text.as_bytes()))
+        files::atomic_write::file(&path, |file| file.write_all(text.as_bytes()))
             .with_context(|| format!("{} cannot be written", path.display()))?;
         record.write(out)?;
         // A system that does not count gives no figure.

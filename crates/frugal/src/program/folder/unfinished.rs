@@ -17,7 +17,7 @@ pub(crate) fn remove_on_signals(out: &Path) -> anyhow::Result<()> {
     let out = out.to_owned();
     std::thread::spawn(move || {
         if signals.forever().next().is_some() {
-            runtime::atomic_write::remove_unfinished();
+            files::atomic_write::remove_unfinished();
             let out = out.display().to_string();
             eprintln!("error: interrupted; nothing was written to {}", without_controls(&out));
             std::process::exit(INTERRUPTED.into());

@@ -1,4 +1,4 @@
-//! What is said when a page of a mapped file cannot be read: the kernel sends SIGBUS if the file has become shorter, or if its disk fails.
+//! Names the file when a page of a mapped file cannot be read: the kernel sends SIGBUS if the file has become shorter, or if its disk fails.
 
 use std::ffi::{c_int, c_void};
 use std::io::{Error, Result};
@@ -12,7 +12,7 @@ const AFTER: &[u8] =
 static NAMING: AtomicBool = AtomicBool::new(false);
 
 /// Installs the handler.
-pub(crate) fn install() -> Result<()> {
+pub(super) fn install() -> Result<()> {
     // SAFETY: zeros are a valid `sigaction`, with an empty mask; the handler has the signature that SA_SIGINFO asks for and does
     // what a signal handler may: system calls and arithmetic on its own stack.
     let done = unsafe {

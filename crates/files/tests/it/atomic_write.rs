@@ -5,7 +5,7 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use runtime::atomic_write::{self, Folder};
+use files::atomic_write::{self, Folder};
 
 fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().mode() & 0o7777
@@ -116,4 +116,24 @@ fn files_that_are_renamed_one_by_one_keep_their_modes() {
     set_mode(place.path(), 0o700);
     assert_eq!(mode(&target.join("weights")), 0o600);
     assert_eq!(fs::read_to_string(target.join("weights")).unwrap(), "new");
+}
+
+#[test]
+fn a_file_that_is_not_synced_replaces_the_former_one_and_keeps_its_mode() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("page.html");
+    for content in ["a long first page", "short"] {
+        atomic_write::unsynced(&path, content.as_bytes()).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), content);
+    }
+    for private in [0o600, 0o664] {
+        set_mode(&path, private);
+        atomic_write::unsynced(&path, b"again").unwrap();
+        assert_eq!(mode(&path), private);
+    }
+    assert!(atomic_write::unsynced(&folder.path().join("absent/page.html"), b"x").is_err());
+    fs::create_dir(folder.path().join("taken")).unwrap();
+    assert!(atomic_write::unsynced(&folder.path().join("taken"), b"x").is_err());
+    let entries = fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(entries, 2, "no temporary file stays");
 }

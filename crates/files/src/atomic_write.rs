@@ -20,7 +20,7 @@
 //!
 //! ```
 //! use std::fs;
-//! use runtime::atomic_write;
+//! use files::atomic_write;
 //!
 //! let place = tempfile::tempdir()?;
 //! let path = place.path().join("names.txt");
@@ -75,6 +75,16 @@ pub fn checked_file<T>(
     let _written = temporary.persist(path).map_err(|failed| failed.error)?;
     sync_folder(parent(path))?;
     Ok(result)
+}
+
+/// Writes a file as [`file()`](file()) does, without waiting for the disk: for content that can be made again.
+///
+/// # Errors
+/// As [`file()`](file()).
+pub fn unsynced(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut temporary = temporary::file(path)?;
+    temporary.write_all(content)?;
+    temporary.persist(path).map_err(|failed| failed.error).map(drop)
 }
 
 /// Removes the temporary files and folders of all writes that this process has not finished, as far as possible: for a handler of a signal
