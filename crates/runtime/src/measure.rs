@@ -25,7 +25,6 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
-pub mod mkl;
 mod phase_timer;
 pub mod physical;
 mod samples;

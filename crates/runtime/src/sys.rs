@@ -34,7 +34,6 @@ pub(crate) mod host_memory;
 pub(crate) mod kernel_caches;
 pub(crate) mod matvec;
 pub(crate) mod memory;
-pub(crate) mod mkl;
 pub(crate) mod nf4;
 pub(crate) mod norm;
 pub(crate) mod ops;

@@ -6,7 +6,6 @@ use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::device::synchronize;
 use runtime::matmul::mm_into;
-use runtime::measure::mkl::{self, PackedWeight};
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
@@ -207,24 +206,6 @@ impl Pass {
             add("cast_to_fp32", Box::new(cast));
             let ((left, right), mut out) = (copies(), result(Kind::Float)?);
             add(INTO_FP32, Box::new(move || Ok(mm_into(&mut out, &left, &right, false)?)));
-        }
-        // The weight is the right operand of a product by rows.
-        let weight = if self == Self::Forward { b.f_tr()? } else { return Ok(candidates) };
-        if kind == Kind::Float
-            && let Some(packed) = PackedWeight::new(&weight, sizes[0])?
-        {
-            let (left, mut out) = (a.shallow_clone(), result(Kind::Float)?);
-            add("mkl_packed_weight", Box::new(move || Ok(packed.multiply_into(&mut out, &left)?)));
-        }
-        if kind == Kind::BFloat16 {
-            let (left, mut out) = (a.shallow_clone(), result(Kind::Float)?);
-            if mkl::multiply_bf16_into(&mut out, &left, &weight)? {
-                let run = move || {
-                    mkl::multiply_bf16_into(&mut out, &left, &weight)?;
-                    Ok(())
-                };
-                add("mkl_bf16", Box::new(run));
-            }
         }
         Ok(candidates)
     }
