@@ -62,6 +62,7 @@ pub use bytes::Bytes;
 pub use checkpoint_every::CheckpointEvery;
 pub use data::{DataConfig, DataFormat};
 pub use given::Given;
+pub(crate) use given::current_name;
 pub use master_weights::MasterWeights;
 pub use method::Method;
 pub use nearest::nearest_name;

@@ -53,7 +53,7 @@ const FROZEN: [Variant; 7] = [
     ("recompute MLPs", &["--activations", "recompute", "--recompute-what", "mlp"]),
     ("recompute every second layer", &["--activations", "every-k"]),
     ("recompute all", &["--activations", "recompute"]),
-    ("one row at a time", &["--activations", "keep", "--rows-at-once", "1"]),
+    ("one row at a time", &["--activations", "keep", "--micro-batch-size", "1"]),
     ("layers in files", &["--offload", "file"]),
 ];
 

@@ -27,8 +27,15 @@ use crate::run_folder::origins::{DEFAULT, Origins, leaves, values};
 
 /// The origin of values that [`Given::assign`] takes.
 const ASSIGNED: &str = "--set";
-/// Other names of keys.
-const ALIASES: [(&str, &str, &str); 1] = [("training", "read_every", "log_every")];
+/// Sections, the names that keys in them had in earlier versions, and those that they have.
+const EARLIER: [(&str, &str, &str); 2] =
+    [("training", "read_every", "log_every"), ("training", "rows_at_once", "micro_batch_size")];
+
+/// Returns the name of a key that is known by an earlier one.
+pub(crate) fn current_name(key: &str) -> String {
+    let earlier = EARLIER.iter().find(|(section, name, _)| key == format!("{section}.{name}"));
+    earlier.map_or_else(|| key.to_owned(), |(section, _, name)| format!("{section}.{name}"))
+}
 
 /// What a person gave of a configuration. See the [module](self).
 #[derive(Debug, Clone, Default)]
@@ -76,9 +83,9 @@ impl Given {
             Ok(Value::Object(layer)) => layer,
             _ => Map::new(),
         };
-        for (section, alias, name) in ALIASES {
+        for (section, earlier, name) in EARLIER {
             if let Some(Value::Object(section)) = layer.get_mut(section)
-                && let Some(value) = section.remove(alias)
+                && let Some(value) = section.remove(earlier)
             {
                 section.insert(name.to_owned(), value);
             }

@@ -3,7 +3,7 @@
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
-use super::given::{Given, overlay};
+use super::given::{Given, current_name, overlay};
 use super::written::Written;
 use super::{Config, Method, Task, nearest};
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ pub(super) fn assigned(values: &Map<String, Value>, assignment: &str) -> Result<
     let Some((key, text)) = assignment.split_once('=') else {
         return Err(refuse("expected KEY=VALUE, such as optimizer.lr=1e-4".to_owned()));
     };
-    let (key, text) = (key.trim(), text.trim());
+    let (key, text) = (&*current_name(key.trim()), text.trim());
     if key.is_empty() || key.split('.').any(str::is_empty) {
         return Err(refuse("expected a key with its section, such as optimizer.lr".to_owned()));
     }
@@ -104,6 +104,8 @@ mod tests {
         assert_eq!(set("optimizer.lr=1").optimizer.lr, 1.0);
         assert_eq!(set("training.budget=3GiB").training.budget, Some(Bytes(3 << 30)));
         assert_eq!(set("training.steps = 7").training.steps, Some(7));
+        assert_eq!(set("training.rows_at_once=2").training.micro_batch_size, Some(2), "its earlier name");
+        assert_eq!(set("training.read_every=2").training.log_every, 2, "its earlier name");
         assert_eq!(set("model.name=7").model.name.as_deref(), Some("7"));
         assert_eq!(set("data.source=a = b.jsonl").data.source, "a = b.jsonl");
         assert_eq!(set("adapter.r=3").adapter.unwrap().r, 3);

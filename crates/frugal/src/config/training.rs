@@ -18,10 +18,10 @@ pub struct TrainingConfig {
     pub batch: usize,
     /// Gradient accumulation steps: batches per optimizer step.
     pub accumulation: usize,
-    /// Rows that go through the model at a time. Fewer than `batch` take less memory; gradients are the same up to the order of their
-    /// sums. Absent for those of a batch, or fewer if a budget needs that.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub rows_at_once: Option<usize>,
+    /// Rows per forward and backward. Fewer than `batch` take less memory; gradients are the same up to the order of their sums. Absent
+    /// for those of a batch, or fewer if a budget needs that.
+    #[serde(skip_serializing_if = "Option::is_none", alias = "rows_at_once")]
+    pub micro_batch_size: Option<usize>,
     /// Steps or time between checkpoints; one is written at the end in any case.
     pub checkpoint_every: CheckpointEvery,
     /// Checkpoints to keep.
@@ -59,7 +59,7 @@ impl Default for TrainingConfig {
             epochs: None,
             batch: 4,
             accumulation: 4,
-            rows_at_once: None,
+            micro_batch_size: None,
             checkpoint_every: CheckpointEvery::default(),
             keep: 2,
             ignore_failed_checkpoints: false,

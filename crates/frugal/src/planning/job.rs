@@ -145,7 +145,7 @@ fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Reci
         return Err(refused("mixed precision with all logits at once"));
     }
     let training = &config.training;
-    let splits = training.accumulation > 1 || training.rows_at_once.is_some_and(|rows| rows < training.batch);
+    let splits = training.accumulation > 1 || training.micro_batch_size.is_some_and(|rows| rows < training.batch);
     // The casts of the first pass are in the graphs of the others, and their gradients wait until the backward is done.
     if config.adapter.is_none() && splits {
         return Err(refused("mixed precision of all weights over several passes in a step"));
@@ -219,9 +219,9 @@ fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Result
 /// `activations.every` of 0.
 pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed> {
     let Config { activations, training, optimizer, .. } = config;
-    let rows = training.rows_at_once.filter(|rows| *rows < training.batch).map(|rows| rows as u64);
+    let rows = training.micro_batch_size.filter(|rows| *rows < training.batch).map(|rows| rows as u64);
     let mixed = config.precision.compute != Compute::Fp32;
-    let splits = training.rows_at_once.is_none()
+    let splits = training.micro_batch_size.is_none()
         && activations.plan != ActivationPlan::Plan
         && !(mixed && config.adapter.is_none());
     let place = |place: config::OptimizerPlace| match place {
@@ -282,7 +282,7 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
 pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
     let mut config = with_placement(config, &candidate.placement);
     if let Some(rows) = candidate.rows {
-        config.training.rows_at_once = Some(rows as usize);
+        config.training.micro_batch_size = Some(rows as usize);
     }
     config
 }

@@ -95,7 +95,7 @@ const FLAGS: [(&str, &str); 79] = [
     ("training.patience", "--patience"),
     ("training.samples", "--samples"),
     ("training.seed", "--seed"),
-    ("training.rows_at_once", "--rows-at-once"),
+    ("training.micro_batch_size", "--micro-batch-size"),
     ("training.steps", "--steps"),
 ];
 

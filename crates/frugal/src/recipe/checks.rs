@@ -27,7 +27,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
         ("training.accumulation", Some(training.accumulation as u64)),
-        ("training.rows_at_once", training.rows_at_once.map(|rows| rows as u64)),
+        ("training.micro_batch_size", training.micro_batch_size.map(|rows| rows as u64)),
         ("training.checkpoint_every", training.checkpoint_every.steps()),
         ("training.evaluate_every", training.evaluate_every),
         ("training.patience", training.patience),

@@ -178,7 +178,7 @@ impl Prepared {
         let options = Options {
             steps,
             accumulation: training.accumulation,
-            rows: training.rows_at_once.filter(|rows| *rows < training.batch),
+            rows: training.micro_batch_size.filter(|rows| *rows < training.batch),
             clip: (own.clip > 0.0).then_some(own.clip),
             log_every: training.log_every,
             evaluate_every: training.evaluate_every,

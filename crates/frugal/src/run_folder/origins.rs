@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use crate::config::Config;
+use crate::config::{Config, current_name};
 use crate::error::Result;
 
 /// The origin of a value that nobody gave.
@@ -13,7 +14,15 @@ pub const DEFAULT: &str = "default";
 /// Origins by key, with its section: `optimizer.lr`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
-pub struct Origins(BTreeMap<String, String>);
+pub struct Origins(#[serde(deserialize_with = "under_current_names")] BTreeMap<String, String>);
+
+/// A run's record may be of an earlier version.
+fn under_current_names<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<BTreeMap<String, String>, D::Error> {
+    let read = BTreeMap::<String, String>::deserialize(deserializer)?;
+    Ok(read.into_iter().map(|(key, origin)| (current_name(&key), origin)).collect())
+}
 
 /// Returns the values of a configuration by key, in the order of its sections. Those of a list stand together.
 ///
@@ -45,7 +54,7 @@ fn flatten(prefix: &str, value: Value, into: &mut Vec<(String, Value)>) {
 impl Origins {
     /// Sets the origin of a key.
     pub fn set(&mut self, key: &str, origin: &str) {
-        self.0.insert(key.to_owned(), origin.to_owned());
+        self.0.insert(current_name(key), origin.to_owned());
     }
 
     /// Returns whether a key has an origin.

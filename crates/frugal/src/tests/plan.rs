@@ -141,7 +141,7 @@ fn a_plan_for_a_card(session: &Session) {
         tokens that hide loads, backward, frozen  2,400
         more memory                               38.0 GiB: keep all, 8.12 s a step
         less memory                               9.69 GiB: layers in host memory, ring 2, 1 resident, activations of 5 kept, 11.1 s a step
-        flags of finetune                         --offload host --ring 3 --set 'offload.keep=[14,15,16,17,18,19,20,21,22,23,24,25,26,27]' --rows-at-once 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
+        flags of finetune                         --offload host --ring 3 --set 'offload.keep=[14,15,16,17,18,19,20,21,22,23,24,25,26,27]' --micro-batch-size 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();

@@ -248,7 +248,7 @@ fn config(case: &Case) -> Config {
     });
     let mut config = Config { adapter, ..Config::default() };
     (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
-    config.training.rows_at_once = case.at_once;
+    config.training.micro_batch_size = case.at_once;
     config.model.dtype = match case.kind {
         Kind::BFloat16 => Some(Dtype::Bfloat16),
         Kind::Half => Some(Dtype::Float16),

@@ -240,7 +240,7 @@ pub(crate) const TECHNIQUES: [Technique; 30] = [
         name: "fewer rows at a time",
         group: "rows",
         promise: Promise::Within(1e-5),
-        set: |config, _| config.training.rows_at_once = Some(3),
+        set: |config, _| config.training.micro_batch_size = Some(3),
     },
     Technique {
         name: "no clipping",

@@ -61,8 +61,8 @@ pub(crate) struct SettingsArgs {
     #[arg(long, alias = "read-every", value_name = "STEPS", help_heading = LOOP)]
     log_every: Option<u64>,
     /// Micro-batch size: rows per forward and backward; the gradients of a batch are summed [default: the batch, or fewer if the budget needs that]
-    #[arg(long, alias = "micro-batch-size", value_name = "ROWS", help_heading = MEMORY)]
-    rows_at_once: Option<usize>,
+    #[arg(long, alias = "rows-at-once", value_name = "ROWS", help_heading = MEMORY)]
+    micro_batch_size: Option<usize>,
     /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU [default: 80 % of the free memory]
     #[arg(long, value_name = "BYTES", value_parser = budget, help_heading = MEMORY)]
     budget: Option<Bytes>,
@@ -210,7 +210,7 @@ impl SettingsArgs {
         }
         put(&mut training.batch, self.batch_size);
         put(&mut training.accumulation, self.accumulation);
-        put_some(&mut training.rows_at_once, self.rows_at_once);
+        put_some(&mut training.micro_batch_size, self.micro_batch_size);
         put_some(&mut data.packing, self.packing);
         put(&mut training.checkpoint_every, self.checkpoint_every);
         put(&mut training.keep, self.keep);

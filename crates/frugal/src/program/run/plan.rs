@@ -278,9 +278,9 @@ impl RunPlan {
     /// The configuration as it is written for a resume: with what decides bits.
     pub(crate) fn written(&self, config: &Config) -> Config {
         let mut config = self.decided(config);
-        if let Some(chosen) = self.chosen().filter(|_| config.training.rows_at_once.is_none()) {
+        if let Some(chosen) = self.chosen().filter(|_| config.training.micro_batch_size.is_none()) {
             // Also where a batch is not divided: the file's next training must not divide it at other rates or under another budget.
-            config.training.rows_at_once =
+            config.training.micro_batch_size =
                 Some(chosen.rows.map_or(config.training.batch, |rows| rows as usize));
         }
         config
@@ -291,7 +291,7 @@ impl RunPlan {
         let mut common = common.clone();
         for (key, is_decided) in [
             ("optimizer.master_weights", config.optimizer.master_weights != written.optimizer.master_weights),
-            ("training.rows_at_once", config.training.rows_at_once != written.training.rows_at_once),
+            ("training.micro_batch_size", config.training.micro_batch_size != written.training.micro_batch_size),
         ] {
             if is_decided {
                 common.origins.set(key, "the plan");

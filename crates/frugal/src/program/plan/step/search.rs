@@ -331,7 +331,7 @@ fn flags(
             }
         }
     }
-    flags.extend(candidate.rows.map(|rows| format!("--rows-at-once {rows}")));
+    flags.extend(candidate.rows.map(|rows| format!("--micro-batch-size {rows}")));
     flags.extend(of_training(arguments, planned, is_mixed, budget));
     if flags.is_empty() { NO_FLAGS.to_owned() } else { flags.join(" ") }
 }

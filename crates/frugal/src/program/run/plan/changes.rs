@@ -146,16 +146,16 @@ impl Question<'_> {
         };
         if self.resumes {
             let mut rows = config.clone();
-            rows.training.rows_at_once = Some(1);
-            add("--set training.rows_at_once=1".to_owned(), rows, self.kind, self.data.clone());
+            rows.training.micro_batch_size = Some(1);
+            add("--set training.micro_batch_size=1".to_owned(), rows, self.kind, self.data.clone());
             return all;
         }
         let pinned = config.activations.plan != ActivationPlan::Auto || config.offload.is_some();
-        if pinned || config.training.rows_at_once.is_some() {
+        if pinned || config.training.micro_batch_size.is_some() {
             let mut free = config.clone();
             (free.activations, free.offload) = (ActivationsConfig::default(), None);
-            (free.training.rows_at_once, free.optimizer.place) = (None, OptimizerPlace::Device);
-            let flags = "leaving out --activations, --offload, --optimizer-on and --rows-at-once,";
+            (free.training.micro_batch_size, free.optimizer.place) = (None, OptimizerPlace::Device);
+            let flags = "leaving out --activations, --offload, --optimizer-on and --micro-batch-size,";
             add(flags.to_owned(), free, self.kind, self.data.clone());
         }
         let mut chunks = config.clone();
@@ -281,7 +281,7 @@ mod tests {
         // Of a training that is resumed only the budget and the rows at a time can be changed, and 8 MiB less stay free.
         let resumed: Vec<String> =
             question(1, true).changes().into_iter().map(|change| change.flags).collect();
-        assert_eq!(resumed, ["--set training.rows_at_once=1"]);
+        assert_eq!(resumed, ["--set training.micro_batch_size=1"]);
         let (fresh, resumed) = (question(1, false).budget(needed), question(1, true).budget(needed));
         assert_eq!(fresh - resumed, super::super::RESUMED);
     }
