@@ -1,6 +1,6 @@
 //! The entry point: checks the inputs, plans the chunks and applies the autograd function.
 
-use runtime::autograd::{GradMode, apply};
+use runtime::autograd::{GradMode, apply_any};
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::ops::TryScalar;
 use runtime::precision;
@@ -138,7 +138,7 @@ impl LinearCrossEntropy {
             state: State::default(),
         };
         let given: Vec<&Tensor> = differentiable.into_iter().flatten().collect();
-        let mut outputs = apply(function, &given)?.into_iter();
+        let mut outputs = apply_any(function, &given)?.into_iter();
         let mut next = |wanted: bool| if wanted { outputs.next() } else { None };
         let loss = next(true).unwrap_or_else(|| Tensor::from(f64::NAN).to_kind(Kind::Double));
         Ok(Output {

@@ -57,7 +57,8 @@ pub(crate) fn forward(
     inputs.extend(bias);
     let scales = terms.iter().map(|term| term.scale).collect();
     let function = Dora { scales, mask, norms, bias: bias.map(Tensor::kind), kept: Vec::new() };
-    Ok(apply(function, &inputs)?.remove(0))
+    let [y] = apply(function, &inputs)?;
+    Ok(y)
 }
 
 /// Inputs: x, W, m, then A and B of each term, then b if there is one.

@@ -71,7 +71,8 @@ pub(crate) fn low_rank_linear(
         output,
         kept: Vec::new(),
     };
-    Ok(apply(function, &inputs)?.remove(0))
+    let [y] = apply(function, &inputs)?;
+    Ok(y)
 }
 
 struct LowRank {

@@ -12,7 +12,7 @@
 
 use models::Result;
 use models::module::{Block, Context, FunctionalCall, Module, OwnedContext, Visitor, VisitorMut};
-use runtime::autograd::{Checkpoint, GradMode, apply};
+use runtime::autograd::{Checkpoint, GradMode, apply_any};
 use tch::Tensor;
 
 use crate::engine::{Engine, Fetched, Lease};
@@ -110,7 +110,7 @@ impl Block for OffloadBlockWithCheckpointing {
         }
         let (runner, context) = (self.0.runner(), OwnedContext::from(context));
         let versions_at_forward = runner.engine.versions_at_forward(runner.layer)?;
-        let segment = move |x: &[Tensor]| {
+        let segment = move |[x]: [&Tensor; 1]| {
             // The segment runs without recording in forward, and with it in backward.
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             runner.engine.check_unchanged(runner.layer, &versions_at_forward)?;
@@ -123,15 +123,16 @@ impl Block for OffloadBlockWithCheckpointing {
                 Direction::Forward => None,
             };
             let fetch = Fetch { runner: runner.clone(), direction, compute: span.clone() };
-            let leaves = apply(fetch, &inputs)?;
+            let leaves = apply_any(fetch, &inputs)?;
             let Some(span) = span else {
-                return Ok(vec![runner.run(&leaves, &x[0], &context.borrow(), direction)?]);
+                return Ok([runner.run(&leaves, x, &context.borrow(), direction)?]);
             };
             // After the load, so that autograd ends the span before it stores the gradients.
-            let x = span.ends_at(&x[0])?;
-            Ok(vec![span.begins_at(&runner.run(&leaves, &x, &context.borrow(), direction)?)?])
+            let x = span.ends_at(x)?;
+            Ok([span.begins_at(&runner.run(&leaves, &x, &context.borrow(), direction)?)?])
         };
-        Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
+        let [y_btd] = Checkpoint::default().run(segment, [x_btd])?;
+        Ok(y_btd)
     }
 }
 
@@ -190,7 +191,7 @@ impl Block for ResidentBlock {
         let context = OwnedContext::from(context);
         let (name, named) = (self.block.name().to_owned(), handles(&self.block));
         let versions_at_forward = TensorVersions::of(&named)?;
-        let segment = move |x: &[Tensor]| {
+        let segment = move |[x]: [&Tensor; 1]| {
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             unchanged(&versions_at_forward, &name, &named)?;
             let run = |x: &Tensor| {
@@ -198,11 +199,12 @@ impl Block for ResidentBlock {
                 engine.computing(number, direction, run)
             };
             match engine.segment_backward(number).filter(|_| direction == Direction::Backward) {
-                Some(span) => Ok(vec![span.begins_at(&run(&span.ends_at(&x[0])?)?)?]),
-                None => Ok(vec![run(&x[0])?]),
+                Some(span) => Ok([span.begins_at(&run(&span.ends_at(x)?)?)?]),
+                None => Ok([run(x)?]),
             }
         };
-        Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
+        let [y_btd] = Checkpoint::default().run(segment, [x_btd])?;
+        Ok(y_btd)
     }
 }
 

@@ -114,7 +114,8 @@ impl OffloadFunction {
     }
 
     pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        Ok(apply_always(Self::new(runner, context), &[x])?.remove(0))
+        let [y] = apply_always(Self::new(runner, context), &[x])?;
+        Ok(y)
     }
 
     fn forward_as<D: OnDevice>(&mut self, ctx: &mut Forward<'_>, x: &Tensor) -> Result<Vec<Tensor>> {
@@ -187,7 +188,8 @@ impl OffloadFunction {
 
 impl OverlapOffloadFunction {
     pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        Ok(apply_always(Self(OffloadFunction::new(runner, context)), &[x])?.remove(0))
+        let [y] = apply_always(Self(OffloadFunction::new(runner, context)), &[x])?;
+        Ok(y)
     }
 }
 

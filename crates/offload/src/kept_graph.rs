@@ -49,7 +49,8 @@ struct Graph {
 impl KeepingOffloadFunction {
     pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let function = Self { runner, context: OwnedContext::from(context), recorded: None };
-        Ok(apply_always(function, &[x])?.remove(0))
+        let [y] = apply_always(function, &[x])?;
+        Ok(y)
     }
 
     fn run(&mut self, ctx: &Forward<'_>, x: &Tensor) -> Result<Tensor> {

@@ -41,7 +41,7 @@
 //! }
 //!
 //! let x = Tensor::from_slice(&[1.0, -3.0]).set_requires_grad(true);
-//! let y = autograd::apply(Square, &[&x])?.remove(0);
+//! let [y] = autograd::apply(Square, &[&x])?;
 //! autograd::backward(&[&y.sum(kind::Kind::Double)])?;
 //! assert_eq!(Vec::<f64>::try_from(x.grad())?, [2.0, -6.0]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -59,7 +59,7 @@ mod thread_local_state;
 
 pub use checkpoint::{Checkpoint, checkpoint};
 pub use engine::{GradMode, Keep, backward, backward_with, grad, set_grad};
-pub use function::{Backward, Forward, Function, apply, apply_always};
+pub use function::{Backward, Forward, Function, apply, apply_always, apply_any};
 pub use gradcheck::{GradcheckOptions, GradcheckReport, gradcheck};
 pub use gradient_hook::{GradientHook, mark_written};
 pub use saved_tensor_storage::{SavedTensorStorage, StoredTensor};

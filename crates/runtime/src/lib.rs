@@ -40,7 +40,7 @@
 //! let device = device::select("cpu")?;
 //! let region = memory::Region::start(device)?;
 //! let x = Tensor::f_randn([64, 64], (Kind::Float, device))?.set_requires_grad(true);
-//! let y = autograd::checkpoint(|x| Ok(vec![x[0].f_gelu("none")?.f_sum(Kind::Float)?]), &[&x])?.remove(0);
+//! let [y] = autograd::checkpoint(|[x]| Ok([x.f_gelu("none")?.f_sum(Kind::Float)?]), [&x])?;
 //! autograd::backward(&[&y])?;
 //! println!("peak {} B", region.finish()?.peak);
 //! # Ok::<(), runtime::Error>(())

@@ -288,7 +288,7 @@ mod tests {
         let y = {
             let _within = enter(Some(policy.clone()));
             // x ↦ (x·x + 5)², whose slope shows what the second run computed.
-            checkpoint(|x| Ok(vec![matmul(&x[0], &x[0])?.f_square()?.f_sum(Kind::Float)?]), &[&x]).unwrap()
+            checkpoint(|[x]| Ok([matmul(x, x)?.f_square()?.f_sum(Kind::Float)?]), [&x]).unwrap()
         };
         backward(&[&y[0]]).unwrap();
         assert_eq!(x.grad().double_value(&[0, 0]), 2.0 * 6.0 * 2.0);

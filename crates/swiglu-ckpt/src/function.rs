@@ -89,11 +89,11 @@ pub(crate) fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel
     let sizes = check(x, weights)?;
     let plan = TilePlan::new(level, sizes, x)?;
     let function = Swiglu { plan, fused: matches!(weights, Weights::Fused { .. }), sizes, x_was_kept: false };
-    let mut outputs = match weights {
+    let [y] = match weights {
         Weights::Separate { gate, up, down } => apply(function, &[x, gate, up, down])?,
         Weights::Fused { gate_up, down } => apply(function, &[x, gate_up, down])?,
     };
-    Ok(outputs.remove(0))
+    Ok(y)
 }
 
 struct Swiglu {

@@ -57,7 +57,8 @@ pub fn feed_forward(
     let mut inputs = vec![x, up.weight, down.weight];
     inputs.extend(up.bias);
     inputs.extend(down.bias);
-    Ok(apply(function, &inputs)?.remove(0))
+    let [y] = apply(function, &inputs)?;
+    Ok(y)
 }
 
 /// The tensors that forward saved, besides the weights.

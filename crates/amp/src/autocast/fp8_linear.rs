@@ -69,7 +69,8 @@ pub(super) fn linear(
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
     let function = Fp8Linear { dtype, bias: bias.is_some(), kinds: Vec::new(), x_shape: Vec::new() };
-    Ok(autograd::apply(function, &inputs)?.remove(0))
+    let [y] = autograd::apply(function, &inputs)?;
+    Ok(y)
 }
 
 struct Fp8Linear {

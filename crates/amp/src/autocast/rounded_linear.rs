@@ -14,7 +14,8 @@ pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runt
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
     let function = RoundedLinear { bias: bias.is_some(), shape: x.size(), saved: [false; 2] };
-    Ok(autograd::apply(function, &inputs)?.remove(0))
+    let [y] = autograd::apply(function, &inputs)?;
+    Ok(y)
 }
 
 struct RoundedLinear {

@@ -287,20 +287,17 @@ fn recomputation_on_engine_threads_uses_the_policy_of_forward() {
             }
             let input = x.copy().set_requires_grad(true);
             let autocast = Autocast::new(dtype).unwrap();
-            let y = {
+            let [y] = {
                 let _scope = autocast.enter();
                 let (weight, bias) =
                     (layer.weight.shallow_clone(), layer.bias.as_ref().map(Tensor::shallow_clone));
-                let run = move |x: &[Tensor]| {
-                    let y = precision::linear(&x[0], &weight, bias.as_ref())?;
+                let run = move |[x]: [&Tensor; 1]| {
+                    let y = precision::linear(x, &weight, bias.as_ref())?;
                     assert_eq!(y.kind(), dtype);
-                    Ok(vec![y])
+                    Ok([y])
                 };
-                if checkpointed {
-                    runtime::autograd::checkpoint(run, &[&input]).unwrap().remove(0)
-                } else {
-                    run(&[input.shallow_clone()]).unwrap().remove(0)
-                }
+                if checkpointed { runtime::autograd::checkpoint(run, [&input]) } else { run([&input]) }
+                    .unwrap()
             };
             // Backward runs outside the scope, on another thread.
             let sum = y.sum(Kind::Float);

@@ -129,7 +129,8 @@ impl GradientRecorder {
     }
 
     fn watched(&self, tensor: &Tensor, of: Of) -> runtime::Result<Tensor> {
-        Ok(autograd::apply(Watched { of, seen: self.seen.clone() }, &[tensor])?.remove(0))
+        let [y] = autograd::apply(Watched { of, seen: self.seen.clone() }, &[tensor])?;
+        Ok(y)
     }
 }
 

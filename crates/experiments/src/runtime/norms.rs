@@ -56,7 +56,7 @@ fn step(
     let y = norm(leaf)?;
     synchronize(device)?;
     let forward = start.elapsed().as_secs_f64();
-    let end = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?.remove(0);
+    let [end] = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?;
     drop(y);
     autograd::backward(&[&end])?;
     synchronize(device)?;
@@ -72,7 +72,7 @@ fn memory(leaf: &Tensor, upstream: &Tensor, norm: Norm) -> anyhow::Result<(f64, 
     let of_y = y.numel() * y.kind().elt_size_in_bytes();
     let held = live_bytes(device)? - before - of_y as u64;
     let gradient = upstream.f_add_scalar(0.0)?;
-    let end = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?.remove(0);
+    let [end] = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?;
     drop(y);
     autograd::backward(&[&end])?;
     Ok((held as f64, region.finish()?.peak_above_start() as f64))

@@ -154,7 +154,8 @@ impl Module for Failing {
 
 impl Block for Failing {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
-        self.0.forward(&apply(Fails(self.1.clone()), &[x_btd])?.remove(0), context)
+        let [x_btd] = apply(Fails(self.1.clone()), &[x_btd])?;
+        self.0.forward(&x_btd, context)
     }
 }
 

@@ -156,11 +156,8 @@ fn a_recomputed_segment_has_the_same_bits() {
                 let _replay = state.replay().unwrap();
                 let x = x.detach().set_requires_grad(true);
                 let inner = layer.clone();
-                let segment = move |x: &[Tensor]| Ok(vec![inner.lock().unwrap().forward(&x[0], &TRAINING)?]);
-                let y = Checkpoint { retain_products, ..Checkpoint::default() }
-                    .run(segment, &[&x])
-                    .unwrap()
-                    .remove(0);
+                let segment = move |[x]: [&Tensor; 1]| Ok([inner.lock().unwrap().forward(x, &TRAINING)?]);
+                let [y] = Checkpoint { retain_products, ..Checkpoint::default() }.run(segment, [&x]).unwrap();
                 let upstream = Generator::new(3).unwrap().normal(&y.size(), kind::FLOAT_CPU).unwrap();
                 backward(&[&(&y * upstream).sum(Kind::Float)]).unwrap();
                 let mut found = vec![y.detach(), x.grad()];

@@ -64,13 +64,12 @@ fn a_recomputed_segment_has_the_same_dropout_and_gradients() {
         let run = |options: Checkpoint| {
             let _replay = state.replay().unwrap();
             let inner = layer.clone();
-            let segment = move |x: &[Tensor]| {
+            let segment = move |[x]: [&Tensor; 1]| {
                 let inner = inner.lock().unwrap();
-                let y =
-                    inner.forward(&x[0], &TRAINING).map_err(|error| runtime::Error::Other(error.into()))?;
-                Ok(vec![y.f_tanh()?])
+                let y = inner.forward(x, &TRAINING).map_err(|error| runtime::Error::Other(error.into()))?;
+                Ok([y.f_tanh()?])
             };
-            let y = options.run(segment, &[&x]).unwrap().remove(0);
+            let [y] = options.run(segment, [&x]).unwrap();
             // Other draws in between have no effect.
             let _ = Tensor::rand([3], kind::FLOAT_CPU);
             backward(&[&y.square().sum(Kind::Float)]).unwrap();
@@ -168,11 +167,12 @@ fn recomputing_a_segment_under_other_settings_is_refused() {
     let x = Tensor::ones([2, 16], kind::FLOAT_CPU).set_requires_grad(true);
     let forward = || {
         let inner = layer.clone();
-        let segment = move |x: &[Tensor]| {
-            let y = inner.lock().unwrap().forward(&x[0], &TRAINING);
-            Ok(vec![y.map_err(|error| runtime::Error::Other(error.into()))?])
+        let segment = move |[x]: [&Tensor; 1]| {
+            let y = inner.lock().unwrap().forward(x, &TRAINING);
+            Ok([y.map_err(|error| runtime::Error::Other(error.into()))?])
         };
-        Checkpoint::default().run(segment, &[&x]).unwrap().remove(0).sum(Kind::Float)
+        let [y] = Checkpoint::default().run(segment, [&x]).unwrap();
+        y.sum(Kind::Float)
     };
     let y = forward();
     layer.lock().unwrap().merge().unwrap();

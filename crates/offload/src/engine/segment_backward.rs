@@ -38,7 +38,8 @@ impl SegmentBackward {
     }
 
     fn mark(&self, tensor: &Tensor, action: Action) -> runtime::Result<Tensor> {
-        Ok(apply(Mark { span: self.clone(), action }, &[tensor])?.remove(0))
+        let [y] = apply(Mark { span: self.clone(), action }, &[tensor])?;
+        Ok(y)
     }
 
     fn begin(&self) -> runtime::Result<()> {

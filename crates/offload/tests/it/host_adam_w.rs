@@ -309,7 +309,8 @@ impl Module for Poisoned {
 
 impl Block for Poisoned {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
-        self.0.forward(&apply(Poison, &[x_btd])?.remove(0), context)
+        let [x_btd] = apply(Poison, &[x_btd])?;
+        self.0.forward(&x_btd, context)
     }
 }
 

@@ -49,12 +49,16 @@ impl Checkpoint {
     /// Runs the segment `f` on `inputs`.
     ///
     /// # Errors
-    /// What `f` returns. In backward: what `f` returns then, another number of outputs than the first time, layers with other
-    /// [`Settings`] than the first time, or a backward for chosen inputs only ([`grad`](super::grad)), which would give captured
+    /// What `f` returns. In backward: what `f` returns then, layers with other [`Settings`] than the first time, or a backward for
+    /// chosen inputs only ([`grad`](super::grad)), which would give captured
     /// weights no gradient.
-    pub fn run<F>(self, f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+    pub fn run<F, const INPUTS: usize, const OUTPUTS: usize>(
+        self,
+        f: F,
+        inputs: [&Tensor; INPUTS],
+    ) -> Result<[Tensor; OUTPUTS]>
     where
-        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+        F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
     {
         self.run_kept(f, inputs, None)
     }
@@ -63,31 +67,31 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`Checkpoint::run`], and those of the storage.
-    pub fn run_with_storage<F>(
+    pub fn run_with_storage<F, const INPUTS: usize, const OUTPUTS: usize>(
         self,
         f: F,
-        inputs: &[&Tensor],
+        inputs: [&Tensor; INPUTS],
         storage: Arc<dyn SavedTensorStorage>,
-    ) -> Result<Vec<Tensor>>
+    ) -> Result<[Tensor; OUTPUTS]>
     where
-        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+        F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
     {
         self.run_kept(f, inputs, Some(storage))
     }
 
-    fn run_kept<F>(
+    fn run_kept<F, const INPUTS: usize, const OUTPUTS: usize>(
         self,
         f: F,
-        inputs: &[&Tensor],
+        inputs: [&Tensor; INPUTS],
         storage: Option<Arc<dyn SavedTensorStorage>>,
-    ) -> Result<Vec<Tensor>>
+    ) -> Result<[Tensor; OUTPUTS]>
     where
-        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+        F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
     {
         if !self.recompute {
-            return f(&clones(inputs));
+            return f(inputs);
         }
-        let segment = Segment {
+        let segment = Segment::<F, INPUTS, OUTPUTS> {
             f,
             options: self,
             state: None,
@@ -96,7 +100,7 @@ impl Checkpoint {
             stored: Vec::new(),
             products: None,
         };
-        apply_always(segment, inputs)
+        apply_always(segment, &inputs)
     }
 }
 
@@ -109,7 +113,7 @@ impl Checkpoint {
 /// let x = Tensor::randn([4, 8], kind::FLOAT_CPU).set_requires_grad(true);
 /// let w = Tensor::randn([8, 8], kind::FLOAT_CPU).set_requires_grad(true);
 /// let weight = w.shallow_clone();
-/// let y = checkpoint(move |x| Ok(vec![x[0].f_matmul(&weight)?.f_gelu("none")?]), &[&x])?.remove(0);
+/// let [y] = checkpoint(move |[x]| Ok([x.f_matmul(&weight)?.f_gelu("none")?]), [&x])?;
 /// backward(&[&y.sum(Kind::Float)])?;
 /// assert_eq!(w.grad().size(), [8, 8]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -117,18 +121,17 @@ impl Checkpoint {
 ///
 /// # Errors
 /// As [`Checkpoint::run`].
-pub fn checkpoint<F>(f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+pub fn checkpoint<F, const INPUTS: usize, const OUTPUTS: usize>(
+    f: F,
+    inputs: [&Tensor; INPUTS],
+) -> Result<[Tensor; OUTPUTS]>
 where
-    F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+    F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
 {
     Checkpoint::default().run(f, inputs)
 }
 
-fn clones(tensors: &[&Tensor]) -> Vec<Tensor> {
-    tensors.iter().map(|tensor| tensor.shallow_clone()).collect()
-}
-
-struct Segment<F> {
+struct Segment<F, const INPUTS: usize, const OUTPUTS: usize> {
     f: F,
     options: Checkpoint,
     state: Option<ThreadLocalState>,
@@ -140,9 +143,22 @@ struct Segment<F> {
     products: Option<Vec<usize>>,
 }
 
-impl<F> Function for Segment<F>
+impl<F, const INPUTS: usize, const OUTPUTS: usize> Segment<F, INPUTS, OUTPUTS>
 where
-    F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+    F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]>,
+{
+    fn call(&self, inputs: &[&Tensor]) -> Result<[Tensor; OUTPUTS]> {
+        let count = inputs.len();
+        let inputs = inputs.try_into().map_err(|_| {
+            Error::invalid("checkpoint", format!("{count} inputs were saved; the segment takes {INPUTS}"))
+        })?;
+        (self.f)(inputs)
+    }
+}
+
+impl<F, const INPUTS: usize, const OUTPUTS: usize> Function for Segment<F, INPUTS, OUTPUTS>
+where
+    F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
 {
     fn name(&self) -> String {
         "checkpoint".to_owned()
@@ -150,7 +166,7 @@ where
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if !ctx.will_run_backward() {
-            return (self.f)(&clones(inputs));
+            return Ok(self.call(inputs)?.into());
         }
         self.state = Some(ThreadLocalState::capture(self.options.preserve_random_state)?);
         match &self.storage {
@@ -161,7 +177,7 @@ where
         }
         // An enclosing segment records what is computed here; a second list would have the same tensors.
         let within = (self.options.retain_products && !retain::active()).then(TapeGuard::record);
-        let (outputs, settings) = Settings::of(|| (self.f)(&clones(inputs)));
+        let (outputs, settings) = Settings::of(|| self.call(inputs));
         let outputs = outputs?;
         self.settings = Some(settings);
         if let Some(within) = within {
@@ -170,7 +186,7 @@ where
             self.products = Some(products.iter().map(Vec::len).collect());
         }
         self.stored.iter().try_for_each(|tensor| tensor.wait())?;
-        Ok(outputs)
+        Ok(outputs.into())
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
@@ -198,7 +214,7 @@ where
             let _state = self.state.as_ref().map(ThreadLocalState::enter).transpose()?;
             let _grad = GradMode::on();
             let within = products.map_or_else(TapeGuard::none, TapeGuard::replay);
-            let (outputs, second) = Settings::of(|| (self.f)(&inputs));
+            let (outputs, second) = Settings::of(|| self.call(&inputs.iter().collect::<Vec<_>>()));
             // A run that had no memory for its rest has noted less.
             let ended = !outputs.as_ref().is_err_and(|error| is_out_of_memory(error));
             if let Some(first) = self.settings.filter(|_| ended) {
@@ -208,11 +224,6 @@ where
             within.exhausted()?;
             outputs
         };
-        if outputs.len() != grads.len() {
-            let (first, second) = (grads.len(), outputs.len());
-            let reason = format!("the closure returned {first} outputs in forward and {second} in backward");
-            return Err(Error::invalid("checkpoint", reason));
-        }
         let (reached, upstream): (Vec<_>, Vec<_>) = outputs
             .iter()
             .zip(&grads)
@@ -241,14 +252,14 @@ mod tests {
         let w = Tensor::randn([8, 8], kind::FLOAT_CPU);
         let kinds = Arc::new(Mutex::new(Vec::new()));
         let seen = kinds.clone();
-        let segment = move |x: &[Tensor]| {
-            let y = x[0].f_matmul(&w)?;
+        let segment = move |[x]: [&Tensor; 1]| {
+            let y = x.f_matmul(&w)?;
             seen.lock().unwrap().push(y.kind());
-            Ok(vec![y])
+            Ok([y])
         };
-        let y = {
+        let [y] = {
             let _autocast = Autocast::cpu_bf16().enter().unwrap();
-            checkpoint(segment, &[&x]).unwrap().remove(0)
+            checkpoint(segment, [&x]).unwrap()
         };
         super::super::backward(&[&y.f_sum(Kind::Float).unwrap()]).unwrap();
         assert_eq!(*kinds.lock().unwrap(), [Kind::BFloat16, Kind::BFloat16]);

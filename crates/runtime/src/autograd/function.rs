@@ -149,11 +149,24 @@ impl<F: Function> sys::NodeBackward for Bound<F> {
     }
 }
 
-/// Runs `function` on `inputs` and connects its outputs to the graph.
+/// Runs `function` on `inputs` and connects its outputs to the graph. The pattern that takes the outputs says how many there are:
+/// `let [y] = apply(function, &[&x])?`.
 ///
 /// # Errors
-/// What forward returns; an output index out of range in [`Forward::mark_non_differentiable`].
-pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+/// What forward returns; another number of outputs than the pattern has; an output index out of range in
+/// [`Forward::mark_non_differentiable`].
+pub fn apply<F: Function, const OUTPUTS: usize>(
+    function: F,
+    inputs: &[&Tensor],
+) -> Result<[Tensor; OUTPUTS]> {
+    exactly(F::name(&function), apply_with(function, inputs, false)?)
+}
+
+/// As [`apply`], for a function whose number of outputs depends on its value.
+///
+/// # Errors
+/// As [`apply`].
+pub fn apply_any<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     apply_with(function, inputs, false)
 }
 
@@ -162,8 +175,18 @@ pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>
 ///
 /// # Errors
 /// As [`apply`].
-pub fn apply_always<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-    apply_with(function, inputs, true)
+pub fn apply_always<F: Function, const OUTPUTS: usize>(
+    function: F,
+    inputs: &[&Tensor],
+) -> Result<[Tensor; OUTPUTS]> {
+    exactly(F::name(&function), apply_with(function, inputs, true)?)
+}
+
+fn exactly<const OUTPUTS: usize>(name: String, outputs: Vec<Tensor>) -> Result<[Tensor; OUTPUTS]> {
+    outputs.try_into().map_err(|outputs: Vec<Tensor>| {
+        let count = outputs.len();
+        Error::invalid("autograd::apply", format!("`{name}` has {count} outputs; {OUTPUTS} were expected"))
+    })
 }
 
 fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) -> Result<Vec<Tensor>> {

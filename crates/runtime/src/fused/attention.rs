@@ -76,7 +76,8 @@ pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptio
     }
     let scale = scale.unwrap_or_else(|| 1.0 / (q.size().last().copied().unwrap_or(1) as f64).sqrt());
     let scores = Scores { scale, window: window.map(|window| window as usize), cap };
-    Ok(autograd::apply(Causal { scores }, &[q, k, v])?.remove(0))
+    let [y] = autograd::apply(Causal { scores }, &[q, k, v])?;
+    Ok(y)
 }
 
 /// Options of [`single_query_attention`].

@@ -115,8 +115,8 @@ pub fn layer_norm(
     bias: Option<&Tensor>,
     options: Options,
 ) -> Result<Tensor> {
-    let mut outputs = apply(Norm::Layer, x, None, weight, bias, options)?;
-    Ok(outputs.swap_remove(0))
+    let [y] = apply(Norm::Layer, x, None, weight, bias, options)?;
+    Ok(y)
 }
 
 /// Computes the RMS norm of the last dimension. See [`layer_norm`].
@@ -124,8 +124,8 @@ pub fn layer_norm(
 /// # Errors
 /// As [`layer_norm`].
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, options: Options) -> Result<Tensor> {
-    let mut outputs = apply(Norm::Rms, x, None, weight, None, options)?;
-    Ok(outputs.swap_remove(0))
+    let [y] = apply(Norm::Rms, x, None, weight, None, options)?;
+    Ok(y)
 }
 
 /// Returns `(y, s)` with s = x + residual and y = norm(s), in one pass; backward adds the gradient of s in the same pass.
@@ -141,19 +141,18 @@ pub fn add_norm(
     bias: Option<&Tensor>,
     options: Options,
 ) -> Result<(Tensor, Tensor)> {
-    let outputs = apply(norm, x, Some(residual), weight, bias, options)?;
-    let [y, sum] = <[Tensor; 2]>::try_from(outputs).expect("with a residual there are two outputs");
+    let [y, sum] = apply(norm, x, Some(residual), weight, bias, options)?;
     Ok((y, sum))
 }
 
-fn apply(
+fn apply<const OUTPUTS: usize>(
     norm: Norm,
     x: &Tensor,
     residual: Option<&Tensor>,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     options: Options,
-) -> Result<Vec<Tensor>> {
+) -> Result<[Tensor; OUTPUTS]> {
     check(x, residual, weight, bias, options)?;
     let function = FusedNorm::new(norm, options, x, residual.is_some(), weight.is_some(), bias.is_some());
     let inputs: Vec<&Tensor> = [Some(x), residual, weight, bias].into_iter().flatten().collect();

@@ -170,9 +170,7 @@ impl RotaryTable {
         self.check(q, k, positions)?;
         let values = self.values_for(q.size()[1], positions)?;
         let function = Rotate::new(&values, positions, false)?;
-        let [q, k]: [Tensor; 2] = autograd::apply(function, &[q, k])?
-            .try_into()
-            .map_err(|_| Error::invalid(NAME, "two tensors in, another number out"))?;
+        let [q, k] = autograd::apply(function, &[q, k])?;
         Ok((q, k))
     }
 

@@ -52,8 +52,8 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         return function::by_operators(gate, up, kind);
     }
     let inputs = [gate.f_to_kind(kind)?, up.f_to_kind(kind)?];
-    let mut outputs = autograd::apply(function::Product::default(), &[&inputs[0], &inputs[1]])?;
-    Ok(outputs.remove(0))
+    let [product] = autograd::apply(function::Product::default(), &[&inputs[0], &inputs[1]])?;
+    Ok(product)
 }
 
 /// Writes `product = SiLU(gate)·up`, and `silu = SiLU(gate)` if given.

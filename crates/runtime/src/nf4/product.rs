@@ -144,7 +144,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
     let function = Nf4Linear { shape: x.size(), kind: x.kind(), bias: bias.map(Tensor::kind) };
-    Ok(apply(function, &inputs)?.remove(0))
+    let [y] = apply(function, &inputs)?;
+    Ok(y)
 }
 
 struct Nf4Linear {

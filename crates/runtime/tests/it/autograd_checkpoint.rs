@@ -25,7 +25,7 @@ fn gradients_equal_those_of_the_plain_segment_bit_for_bit() {
     let (x, w) = (leaf(&[6, 8]), leaf(&[8, 8]));
     let (x2, w2) = (twin(&x), twin(&w));
     let weight = w.shallow_clone();
-    let y = checkpoint(move |x| Ok(vec![block(&x[0], &weight)?]), &[&x]).unwrap().remove(0);
+    let [y] = checkpoint(move |[x]| Ok([block(x, &weight)?]), [&x]).unwrap();
     autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
     block(&x2, &w2).unwrap().sum(Kind::Float).backward();
     assert_eq!(x.grad(), x2.grad());
@@ -36,7 +36,7 @@ fn gradients_equal_those_of_the_plain_segment_bit_for_bit() {
 fn captured_weights_train_even_when_no_input_needs_a_gradient() {
     let (x, w) = (leaf(&[6, 8]).detach(), leaf(&[8, 8]));
     let (weight, w2) = (w.shallow_clone(), twin(&w));
-    let y = checkpoint(move |x| Ok(vec![block(&x[0], &weight)?]), &[&x]).unwrap().remove(0);
+    let [y] = checkpoint(move |[x]| Ok([block(x, &weight)?]), [&x]).unwrap();
     autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
     block(&x, &w2).unwrap().sum(Kind::Float).backward();
     assert_eq!(w.grad(), w2.grad());
@@ -48,7 +48,7 @@ fn a_chain_of_two_hundred_segments_works() {
     let x2 = twin(&x);
     let (mut y, mut y2) = (x.shallow_clone(), x2.shallow_clone());
     for _ in 0..200 {
-        y = checkpoint(|x| Ok(vec![x[0].f_sin()?.f_mul(&x[0])?]), &[&y]).unwrap().remove(0);
+        [y] = checkpoint(|[x]| Ok([x.f_sin()?.f_mul(x)?]), [&y]).unwrap();
         y2 = y2.sin() * &y2;
     }
     autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
@@ -67,7 +67,7 @@ fn segments_nested_deeper_than_an_engine_thread_allows_work() {
             return Ok(x.f_tanh()?.f_mul_scalar(1.01)?);
         }
         let seen = threads.clone();
-        let inner = checkpoint(move |x| Ok(vec![nest(depth - 1, &x[0], &seen)?]), &[x])?.remove(0);
+        let [inner] = checkpoint(move |[x]| Ok([nest(depth - 1, x, &seen)?]), [x])?;
         Ok(inner.f_sin()?)
     }
     let x = leaf(&[5]);
@@ -111,7 +111,7 @@ fn a_chain_keeps_its_inputs_only_and_the_last_segment_opts_out() {
         let mut y = x.shallow_clone();
         for recompute in [true, true, false] {
             let options = Checkpoint { recompute, ..Checkpoint::default() };
-            y = options.run(move |x| Ok(vec![segment(&x[0])]), &[&y]).unwrap().remove(0);
+            [y] = options.run(move |[x]| Ok([segment(x)]), [&y]).unwrap();
         }
         y
     });
@@ -121,12 +121,12 @@ fn a_chain_keeps_its_inputs_only_and_the_last_segment_opts_out() {
     for recompute in [true, false] {
         let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
         let seen = count.clone();
-        let segment = move |x: &[Tensor]| {
+        let segment = move |[x]: [&Tensor; 1]| {
             seen.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-            Ok(vec![x[0].f_sin()?])
+            Ok([x.f_sin()?])
         };
         let options = Checkpoint { recompute, ..Checkpoint::default() };
-        let y = options.run(segment, &[&x]).unwrap().remove(0);
+        let [y] = options.run(segment, [&x]).unwrap();
         autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
         runs.push(count.load(std::sync::atomic::Ordering::SeqCst));
     }
@@ -136,18 +136,18 @@ fn a_chain_keeps_its_inputs_only_and_the_last_segment_opts_out() {
 #[test]
 fn errors_name_the_cause() {
     let x = leaf(&[4]);
-    let failing = |x: &[Tensor]| {
+    let failing = |[x]: [&Tensor; 1]| {
         if GradMode::enabled() {
             Err(runtime::Error::invalid("segment", "it broke"))
         } else {
-            Ok(vec![x[0].f_sin()?])
+            Ok([x.f_sin()?])
         }
     };
-    let y = checkpoint(failing, &[&x]).unwrap().remove(0);
+    let [y] = checkpoint(failing, [&x]).unwrap();
     let error = autograd::backward(&[&y.sum(Kind::Float)]).unwrap_err().to_string();
     assert_eq!(error, "backward of `checkpoint`: segment: it broke");
 
-    let y = checkpoint(|x| Ok(vec![x[0].f_sin()?]), &[&x]).unwrap().remove(0);
+    let [y] = checkpoint(|[x]| Ok([x.f_sin()?]), [&x]).unwrap();
     let error =
         autograd::grad(&[&y.sum(Kind::Float)], &[None], &[&x], Keep::default()).unwrap_err().to_string();
     assert!(error.contains("call autograd::backward and read .grad()"), "{error}");

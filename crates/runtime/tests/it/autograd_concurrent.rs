@@ -54,7 +54,8 @@ impl Graph {
         let x = Tensor::ones([3], kind::DOUBLE_CPU).set_requires_grad(true);
         let function =
             Doubled { meanwhile: Arc::clone(&meanwhile), might_overwrite: Arc::clone(&might_overwrite) };
-        let loss = autograd::apply(function, &[&x]).unwrap().remove(0).sum(Kind::Double);
+        let [y] = autograd::apply(function, &[&x]).unwrap();
+        let loss = y.sum(Kind::Double);
         Self { x, loss, meanwhile, might_overwrite }
     }
 

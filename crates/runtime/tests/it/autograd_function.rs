@@ -57,7 +57,8 @@ fn leaf(shape: &[i64]) -> Tensor {
 }
 
 fn product(function: &Product, a: &Tensor, b: &Tensor) -> Tensor {
-    autograd::apply(Counted(function.clone()), &[a, b]).unwrap().remove(0)
+    let [y] = autograd::apply(Counted(function.clone()), &[a, b]).unwrap();
+    y
 }
 
 fn drops(function: &Product) -> usize {
@@ -145,7 +146,7 @@ fn a_forward_that_changes_its_input_is_an_error() {
         }
     }
     let hidden = leaf(&[3]) * 1.0;
-    let error = autograd::apply(Careless, &[&hidden]).unwrap_err().to_string();
+    let error = autograd::apply_any(Careless, &[&hidden]).unwrap_err().to_string();
     assert_eq!(error, "forward of `Careless` changed input 0 in place; work on a copy of it");
 }
 
@@ -168,12 +169,12 @@ fn a_saved_view_of_an_output_does_not_leak_the_function() {
         }
     }
     let drops = Arc::new(AtomicUsize::new(0));
-    let y = autograd::apply(Viewed(drops.clone()), &[&leaf(&[3])]).unwrap();
+    let [y] = autograd::apply(Viewed(drops.clone()), &[&leaf(&[3])]).unwrap();
     drop(y);
     assert_eq!(drops.load(Ordering::SeqCst), 1);
 
     // A change of the output is a change of what was saved.
-    let y = autograd::apply(Viewed(drops), &[&leaf(&[3])]).unwrap().remove(0);
+    let [y] = autograd::apply(Viewed(drops), &[&leaf(&[3])]).unwrap();
     {
         let _no_grad = GradMode::off();
         let _ = y.shallow_clone().fill_(0.0);
@@ -216,7 +217,7 @@ fn a_wrong_number_of_gradients_is_an_error() {
             Ok(vec![None])
         }
     }
-    let y = autograd::apply(Short, &[&leaf(&[2]), &leaf(&[2])]).unwrap().remove(0);
+    let [y] = autograd::apply(Short, &[&leaf(&[2]), &leaf(&[2])]).unwrap();
     let error = autograd::backward(&[&y.sum(Kind::Double)]).unwrap_err().to_string();
     assert_eq!(error, "backward of `Short`: backward: it returned 1 gradients for 2 inputs");
 }
@@ -232,7 +233,7 @@ fn a_gradient_of_the_wrong_shape_is_an_error() {
             Ok(vec![Some(Tensor::zeros([5], F64))])
         }
     }
-    let y = autograd::apply(Wrong, &[&leaf(&[2])]).unwrap().remove(0);
+    let [y] = autograd::apply(Wrong, &[&leaf(&[2])]).unwrap();
     let error = autograd::backward(&[&y.sum(Kind::Double)]).unwrap_err().to_string();
     assert!(error.contains("invalid gradient") && error.contains("[5]") && error.contains("[2]"), "{error}");
 }
@@ -252,9 +253,9 @@ fn a_missing_upstream_gradient_is_none() {
         }
     }
     let x = leaf(&[4]);
-    let outputs = autograd::apply(Split, &[&x]).unwrap();
-    assert!(outputs[0].requires_grad() && outputs[1].requires_grad() && !outputs[2].requires_grad());
-    autograd::backward(&[&outputs[1].sum(Kind::Double)]).unwrap();
+    let [one, three, count] = autograd::apply(Split, &[&x]).unwrap();
+    assert!(one.requires_grad() && three.requires_grad() && !count.requires_grad());
+    autograd::backward(&[&three.sum(Kind::Double)]).unwrap();
     assert_eq!(x.grad(), Tensor::full([4], 3.0, F64));
 }
 
@@ -270,7 +271,7 @@ fn a_returned_input_gets_the_hand_written_backward() {
         }
     }
     let x = leaf(&[4]);
-    let y = autograd::apply(Reverse, &[&x]).unwrap().remove(0);
+    let [y] = autograd::apply(Reverse, &[&x]).unwrap();
     assert!(!x.grad_fn_is_set(), "the input stays a leaf");
     autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
     assert_eq!(x.grad(), Tensor::full([4], -1.0, F64));
@@ -305,7 +306,7 @@ fn a_saved_output_does_not_keep_its_node_alive() {
     }
     let drops = Arc::new(AtomicUsize::new(0));
     let x = leaf(&[3]);
-    let y = autograd::apply(Exp(drops.clone()), &[&x]).unwrap().remove(0);
+    let [y] = autograd::apply(Exp(drops.clone()), &[&x]).unwrap();
     autograd::backward_with(&[&y.sum(Kind::Double)], &[None], Keep { graph: true, ..Keep::default() })
         .unwrap();
     assert_eq!(x.grad(), x.detach().exp());
@@ -330,12 +331,12 @@ fn a_second_derivative_is_an_error_unless_declared() {
     let derivative = Keep { derivative: true, ..Keep::default() };
     let x = Tensor::from_slice(&[2.0]).set_requires_grad(true);
 
-    let y = autograd::apply(Cube::<true>, &[&x]).unwrap().remove(0);
+    let [y] = autograd::apply(Cube::<true>, &[&x]).unwrap();
     let first = autograd::grad(&[&y], &[None], &[&x], derivative).unwrap().remove(0).unwrap();
     let second = autograd::grad(&[&first], &[None], &[&x], Keep::default()).unwrap().remove(0).unwrap();
     assert_eq!((first.double_value(&[0]), second.double_value(&[0])), (12.0, 12.0));
 
-    let y = autograd::apply(Cube::<false>, &[&x]).unwrap().remove(0);
+    let [y] = autograd::apply(Cube::<false>, &[&x]).unwrap();
     let first = autograd::grad(&[&y], &[None], &[&x], derivative).unwrap().remove(0).unwrap();
     assert_eq!(first.double_value(&[0]), 12.0);
     let error = autograd::grad(&[&first], &[None], &[&x], Keep::default()).unwrap_err().to_string();
@@ -343,7 +344,8 @@ fn a_second_derivative_is_an_error_unless_declared() {
 
     // Also with respect to a tensor that only the upstream gradient depends on.
     let w = Tensor::from_slice(&[5.0]).set_requires_grad(true);
-    let y = autograd::apply(Cube::<false>, &[&x]).unwrap().remove(0) * &w;
+    let [y] = autograd::apply(Cube::<false>, &[&x]).unwrap();
+    let y = y * &w;
     let first = autograd::grad(&[&y], &[None], &[&x], derivative).unwrap().remove(0).unwrap();
     let error = autograd::grad(&[&(first + &w)], &[None], &[&w], Keep::default()).unwrap_err().to_string();
     assert!(error.contains("the backward of `Cube` is not differentiable"), "{error}");
@@ -369,7 +371,7 @@ fn saved_intermediates_are_freed_as_backward_drops_them() {
     }
     runtime::memory::track_cpu().unwrap();
     let freed = Arc::new(AtomicUsize::new(0));
-    let y = autograd::apply(Scratch(freed.clone()), &[&leaf(&[1])]).unwrap().remove(0);
+    let [y] = autograd::apply(Scratch(freed.clone()), &[&leaf(&[1])]).unwrap();
     autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
     // Half, so that small allocations do not matter.
     assert!(freed.load(Ordering::SeqCst) as u64 > BYTES / 2, "{freed:?}");
@@ -401,7 +403,7 @@ fn gradcheck_finds_a_wrong_backward_and_names_the_worst_element() {
         }
     }
     let x = Tensor::from_slice(&[1.0, 3.0, 2.0]).set_requires_grad(true);
-    let check = |x: &[Tensor]| autograd::apply(Sloppy, &[&x[0]]);
+    let check = |x: &[Tensor]| autograd::apply_any(Sloppy, &[&x[0]]);
     let error = gradcheck(check, &[&x], GradcheckOptions::default()).unwrap_err().to_string();
     assert!(error.contains("d output 0[1] / d input 0[1] is 6.001"), "{error}");
 

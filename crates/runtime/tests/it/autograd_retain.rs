@@ -48,7 +48,8 @@ fn owned(weights: &[Tensor]) -> Vec<Tensor> {
 
 fn run(options: Checkpoint, leaves: &[Tensor]) -> Tensor {
     let weights = owned(&leaves[1..]);
-    options.run(move |x| Ok(vec![layer(&x[0], &weights)?]), &[&leaves[0]]).unwrap().remove(0)
+    let [y] = options.run(move |[x]| Ok([layer(x, &weights)?]), [&leaves[0]]).unwrap();
+    y
 }
 
 #[test]
@@ -67,10 +68,10 @@ fn gradients_equal_those_of_keeping_everything_bit_for_bit() {
 /// Grouped queries over the keys of a mask, with a scale of its own.
 #[test]
 fn attention_with_a_mask_and_a_scale_is_kept_bit_for_bit() {
-    let attend = |x: &[Tensor]| {
+    let attend = |[q, k, v]: [&Tensor; 3]| {
         let mask = Tensor::ones([6, 9], (Kind::Bool, Device::Cpu)).tril(3).triu(1);
         let options = AttentionOptions { mask: Some(&mask), dropout: 0.0, scale: Some(0.3) };
-        Ok(vec![attention(&x[0], &x[1], &x[2], options)?])
+        Ok([attention(q, k, v, options)?])
     };
     for kind in [Kind::Float, Kind::Double] {
         let leaves = || {
@@ -79,13 +80,12 @@ fn attention_with_a_mask_and_a_scale_is_kept_bit_for_bit() {
             let leaf = |shape: &[i64; 4]| {
                 generator.normal(shape, (kind, Device::Cpu)).unwrap().set_requires_grad(true)
             };
-            shapes.iter().map(leaf).collect::<Vec<_>>()
+            shapes.each_ref().map(leaf)
         };
         let (plain, retained) = (leaves(), leaves());
-        let y = attend(&plain).unwrap().remove(0);
+        let [y] = attend(plain.each_ref()).unwrap();
         autograd::backward(&[&y.square().sum(kind)]).unwrap();
-        let inputs: Vec<&Tensor> = retained.iter().collect();
-        let y2 = RETAIN.run(attend, &inputs).unwrap().remove(0);
+        let [y2] = RETAIN.run(attend, retained.each_ref()).unwrap();
         assert_eq!(y, y2);
         autograd::backward(&[&y2.square().sum(kind)]).unwrap();
         assert_eq!(gradients(&plain), gradients(&retained), "{kind:?}");
@@ -145,12 +145,12 @@ fn segments_nest_in_either_order() {
         for inner in [RETAIN, Checkpoint::default()] {
             let leaves = leaves(Kind::Float);
             let weights = owned(&leaves[1..]);
-            let both = move |x: &[Tensor]| {
+            let both = move |[x]: [&Tensor; 1]| {
                 let of_inner = owned(&weights);
-                let h = inner.run(move |x| Ok(vec![layer(&x[0], &of_inner)?]), &[&x[0]])?;
-                Ok(vec![layer(&h[0], &weights)?])
+                let [h] = inner.run(move |[x]| Ok([layer(x, &of_inner)?]), [x])?;
+                Ok([layer(&h, &weights)?])
             };
-            let y = outer.run(both, &[&leaves[0]]).unwrap().remove(0);
+            let [y] = outer.run(both, [&leaves[0]]).unwrap();
             autograd::backward(&[&y.square().sum(Kind::Float)]).unwrap();
             // Weights are used twice, and the order of the two sums may differ.
             for (expected, found) in gradients(&plain).iter().zip(gradients(&leaves)) {
@@ -178,13 +178,11 @@ fn a_custom_function_keeps_its_products() {
         let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
         let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
         let of_segment = count.clone();
-        let y = options
-            .run(
-                move |x| Ok(vec![autograd::apply(Doubled(of_segment.clone()), &[&x[0]])?.remove(0).f_sin()?]),
-                &[&x],
-            )
-            .unwrap()
-            .remove(0);
+        let segment = move |[x]: [&Tensor; 1]| {
+            let [y] = autograd::apply(Doubled(of_segment.clone()), &[x])?;
+            Ok([y.f_sin()?])
+        };
+        let [y] = options.run(segment, [&x]).unwrap();
         autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
         assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), runs);
         assert_eq!(x.grad(), (&x * 2.0).cos() * 2.0);
@@ -195,12 +193,12 @@ fn a_custom_function_keeps_its_products() {
 fn an_in_place_change_of_a_product_is_an_error() {
     let leaves = leaves(Kind::Float);
     let weights = owned(&leaves[1..]);
-    let changed = move |x: &[Tensor]| {
-        let mut y = linear(&x[0], &weights[2], None)?;
+    let changed = move |[x]: [&Tensor; 1]| {
+        let mut y = linear(x, &weights[2], None)?;
         let _ = y.f_relu_()?;
-        Ok(vec![y])
+        Ok([y])
     };
-    let error = RETAIN.run(changed, &[&leaves[0]]).unwrap_err().to_string();
+    let error = RETAIN.run(changed, [&leaves[0]]).unwrap_err().to_string();
     assert!(error.contains("was changed in place inside a segment"), "{error}");
 }
 
@@ -210,12 +208,12 @@ fn another_number_of_products_is_an_error() {
         let leaves = leaves(Kind::Float);
         let weights = owned(&leaves[1..]);
         let runs = std::sync::atomic::AtomicUsize::new(0);
-        let uneven = move |x: &[Tensor]| {
+        let uneven = move |[x]: [&Tensor; 1]| {
             let again = (runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 0) == first;
-            let y = linear(&x[0], &weights[2], None)?;
-            Ok(vec![if again { linear(&y, &weights[2], None)? } else { y }])
+            let y = linear(x, &weights[2], None)?;
+            Ok([if again { linear(&y, &weights[2], None)? } else { y }])
         };
-        let y = RETAIN.run(uneven, &[&leaves[0]]).unwrap().remove(0);
+        let [y] = RETAIN.run(uneven, [&leaves[0]]).unwrap();
         let error = autograd::backward(&[&y.sum(Kind::Float)]).unwrap_err().to_string();
         assert!(error.contains(&format!("computed {words} products in backward")), "{error}");
     }
@@ -252,10 +250,9 @@ fn stored_inputs_are_restored() {
     let log = Arc::default();
     let weights = owned(&stored[1..]);
     let storage = Arc::new(Copies(Arc::clone(&log)));
-    let y =
-        RETAIN.run_with_storage(move |x| Ok(vec![layer(&x[0], &weights)?]), &[&stored[0]], storage).unwrap();
+    let [y] = RETAIN.run_with_storage(move |[x]| Ok([layer(x, &weights)?]), [&stored[0]], storage).unwrap();
     assert_eq!(*log.lock().unwrap(), ["pack", "wait"]);
-    autograd::backward(&[&y[0].square().sum(Kind::Float)]).unwrap();
+    autograd::backward(&[&y.square().sum(Kind::Float)]).unwrap();
     assert_eq!(*log.lock().unwrap(), ["pack", "wait", "unpack"]);
     assert_eq!(gradients(&plain), gradients(&stored));
 }
@@ -266,11 +263,11 @@ fn an_ordinary_segment_keeps_nothing() {
     let weights = owned(&leaves[1..]);
     let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
     let of_segment = seen.clone();
-    let f = move |x: &[Tensor]| {
+    let f = move |[x]: [&Tensor; 1]| {
         of_segment.lock().unwrap().push(autograd::retain::active());
-        Ok(vec![layer(&x[0], &weights)?])
+        Ok([layer(x, &weights)?])
     };
-    let y = checkpoint(f, &[&leaves[0]]).unwrap().remove(0);
+    let [y] = checkpoint(f, [&leaves[0]]).unwrap();
     autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
     assert_eq!(*seen.lock().unwrap(), [false, false]);
 }

@@ -98,8 +98,9 @@ fn segments_that_keep_products_have_the_bits_of_no_segment() {
                     None => linear(&leaves[0].tanh(), &owned[0], Some(&owned[1])).unwrap(),
                     Some(options) => {
                         let body =
-                            move |x: &[Tensor]| Ok(vec![linear(&x[0].tanh(), &owned[0], Some(&owned[1]))?]);
-                        options.run(body, &[&leaves[0]]).unwrap().remove(0)
+                            move |[x]: [&Tensor; 1]| Ok([linear(&x.tanh(), &owned[0], Some(&owned[1]))?]);
+                        let [y] = options.run(body, [&leaves[0]]).unwrap();
+                        y
                     }
                 };
                 backward_with(&[&y], &[Some(&upstream)], Keep::default()).unwrap();

@@ -96,7 +96,7 @@ fn count(level: Option<CheckpointLevel>, checkpoint_blocks: bool) -> Counts {
     for block in &blocks {
         let shared = block.shared();
         let options = Checkpoint { recompute: checkpoint_blocks, ..Checkpoint::default() };
-        x = options.run(move |x| Ok(vec![shared.forward(&x[0], level)?]), &[&x]).unwrap().remove(0);
+        [x] = options.run(move |[x]| Ok([shared.forward(x, level)?]), [&x]).unwrap();
     }
     let logits = x.matmul(&head).view([-1, SHAPE.vocabulary as i64]);
     let loss = logits.cross_entropy_for_logits(&ids.view([-1]));

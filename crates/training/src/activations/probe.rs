@@ -161,7 +161,8 @@ impl First<'_> {
 
 /// Returns a scalar whose backward gives `output` the gradient `gradient`. It keeps neither longer than a stack would.
 fn ended(output: Tensor, gradient: Tensor) -> Result<Tensor> {
-    Ok(autograd::apply(End(Mutex::new(Some(gradient))), &[&output])?.remove(0))
+    let [y] = autograd::apply(End(Mutex::new(Some(gradient))), &[&output])?;
+    Ok(y)
 }
 
 struct End(Mutex<Option<Tensor>>);

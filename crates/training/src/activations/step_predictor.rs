@@ -117,7 +117,7 @@ impl StepPredictor {
         // The whole model, for what the head leaves behind. Its input and that input's gradient are freed at the last norm.
         let ends_with_norm = 2 * (hidden.numel() * hidden.kind().elt_size_in_bytes()) as u64;
         let at_mark = Arc::new(AtomicU64::new(0));
-        let marked = apply(Mark { live: at_mark.clone(), device }, &[&hidden])?.remove(0);
+        let [marked] = apply(Mark { live: at_mark.clone(), device }, &[&hidden])?;
         drop(hidden);
         let loss = model.head().loss(&marked, labels_bt, &input.context)?.sum;
         drop(marked);

@@ -15,12 +15,12 @@ use super::{LayerPlan, Switch};
 
 /// Wraps the part's `forward` as a checkpoint segment.
 fn segment<P: Module + Send + ?Sized + 'static>(
-    held: &FunctionalCall<P>,
+    part: &FunctionalCall<P>,
     context: &Context<'_>,
     forward: impl Fn(&P, &Tensor, &Context<'_>) -> Result<Tensor> + Send + 'static,
-) -> impl Fn(&[Tensor]) -> runtime::Result<Vec<Tensor>> + Send + 'static {
-    let (part, context) = (held.shared(), OwnedContext::from(context));
-    move |x| Ok(vec![part.run(|part| forward(part, &x[0], &context.borrow()))?])
+) -> impl Fn([&Tensor; 1]) -> runtime::Result<[Tensor; 1]> + Send + 'static {
+    let (part, context) = (part.shared(), OwnedContext::from(context));
+    move |[x]| Ok([part.run(|part| forward(part, x, &context.borrow()))?])
 }
 
 /// A block with a switchable plan.
@@ -59,13 +59,13 @@ impl Block for SwitchedBlock {
         let segment = segment(&self.block, context, |block, x, context| block.forward(x, context));
         let options =
             Checkpoint { retain_products: plan == LayerPlan::RecomputeElementwise, ..Checkpoint::default() };
-        let mut outputs = match plan {
+        let [y_btd] = match plan {
             LayerPlan::Offload => {
-                options.run_with_storage(segment, &[x_btd], Arc::new(self.storage.clone()))?
+                options.run_with_storage(segment, [x_btd], Arc::new(self.storage.clone()))?
             }
-            _ => options.run(segment, &[x_btd])?,
+            _ => options.run(segment, [x_btd])?,
         };
-        Ok(outputs.remove(0))
+        Ok(y_btd)
     }
 }
 
@@ -112,7 +112,8 @@ impl<P: Part + ?Sized> Switched<P> {
             return self.part.shared().run(|part| part.compute(x, context));
         }
         let segment = segment(&self.part, context, P::compute);
-        Ok(Checkpoint::default().run(segment, &[x])?.remove(0))
+        let [y] = Checkpoint::default().run(segment, [x])?;
+        Ok(y)
     }
 }
 

@@ -15,10 +15,11 @@ pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: 
     while start < tokens || losses.is_empty() {
         let count = chunk.min(tokens - start);
         let labels = targets.f_narrow(0, start, count)?;
-        let segment = move |given: &[Tensor]| -> runtime::Result<Vec<Tensor>> {
-            Ok(vec![losses_of(&logits(&given[0], &given[1])?, &labels)?])
+        let segment = move |[x, w]: [&Tensor; 2]| -> runtime::Result<[Tensor; 1]> {
+            Ok([losses_of(&logits(x, w)?, &labels)?])
         };
-        losses.push(checkpoint(segment, &[&x.f_narrow(0, start, count)?, w])?.remove(0));
+        let [loss] = checkpoint(segment, [&x.f_narrow(0, start, count)?, w])?;
+        losses.push(loss);
         start += count;
     }
     let losses = Tensor::f_cat(&losses, 0)?;

@@ -15,7 +15,8 @@ pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: 
         shape: x.size(),
         computed: [false; 2],
     };
-    Ok(apply(function, &[x, w])?.remove(0))
+    let [y] = apply(function, &[x, w])?;
+    Ok(y)
 }
 
 struct GradInForward {

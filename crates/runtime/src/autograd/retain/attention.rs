@@ -37,7 +37,8 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: Options<'_>) -> Re
     if active() && q.device() == Device::Cpu && dropout == 0.0 && takes_flash(q, k, v, options)? {
         // The kernel takes a mask that is added to the scores.
         let mask = mask.map(|mask| added(mask, q.kind())).transpose()?;
-        return Ok(apply(FlashOnCpu { mask, scale }, &[q, k, v])?.remove(0));
+        let [y] = apply(FlashOnCpu { mask, scale }, &[q, k, v])?;
+        return Ok(y);
     }
     let causal = mask.is_none();
     Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, grouped(q, k))?)

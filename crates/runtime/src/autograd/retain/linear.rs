@@ -32,7 +32,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
     let function = Linear { shape: x.size(), inputs: inputs.len(), saved: [false; 2], by_mm };
-    Ok(apply(function, &inputs)?.remove(0))
+    let [y] = apply(function, &inputs)?;
+    Ok(y)
 }
 
 /// Returns whether the products are those of [`crate::matmul`]. Operands that do not fit are left to libtorch, which says why.

@@ -58,7 +58,7 @@ impl Function for Rotate {
         }
         let turned = if ctx.is_recorded() {
             let back = Self::new(&self.table, positions.as_ref(), !self.inverse)?;
-            autograd::apply(back, &upstream.iter().collect::<Vec<_>>())?
+            autograd::apply_any(back, &upstream.iter().collect::<Vec<_>>())?
         } else {
             rotate(&self.table, positions.as_ref(), upstream, !self.inverse, true)?
         };
