@@ -1,11 +1,11 @@
 //! A training loop of one's own with four techniques: LoRA, the fused loss, layers in host memory, and bf16 products.
 
 use frugal::amp::Autocast;
-use frugal::fused_ce::{self, LinearCrossEntropy};
-use frugal::lora::{Adapters, LoraConfig};
-use frugal::models::module::{Context, Input, LanguageModel, trainable};
+use frugal::fused_ce::LinearCrossEntropy;
+use frugal::lora::LoraConfig;
+use frugal::models::module::{Input, LanguageModel, trainable};
 use frugal::models::{DecoderConfig, Llama};
-use frugal::offload::{self, Offload};
+use frugal::offload::OffloadConfig;
 use frugal::runtime::autograd::backward;
 use frugal::training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 use tch::{Device, Kind, Tensor};
@@ -15,9 +15,9 @@ pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut model = Llama::new(&DecoderConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
 
     // The order: adapters, loss head, offload, precision.
-    let adapters = Adapters::install(&mut model, &LoraConfig { r: 4, ..LoraConfig::default() }, 1)?;
-    fused_ce::install(&mut model, &LinearCrossEntropy::default())?;
-    let _offload = Offload::apply(&mut model, &offload::Options::default())?;
+    let adapters = LoraConfig { r: 4, seed: 1, ..LoraConfig::default() }.install(&mut model)?;
+    LinearCrossEntropy::default().install(&mut model)?;
+    let _offload = OffloadConfig::default().install(&mut model)?;
     let autocast = Autocast::new(Kind::BFloat16)?;
 
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)])?;
@@ -25,10 +25,9 @@ pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (inputs, labels) = (tokens.narrow(1, 0, 15), tokens.narrow(1, 1, 15).contiguous());
     let mut losses = Vec::new();
     for step in 0..20 {
-        let context = Context { training: true, ..Context::default() };
         let loss = {
             let _bf16 = autocast.enter();
-            model.loss(&Input { tokens: &inputs, positions: None, context }, &labels)?.sum / 45.0
+            model.loss(&Input::training(&inputs), &labels)?.mean(45)?
         };
         backward(&[&loss])?;
         optimizer.step()?;

@@ -47,7 +47,7 @@ use std::sync::Arc;
 
 use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
-use lora::Adapters;
+use lora::LoraConfig;
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
@@ -148,7 +148,7 @@ impl Recipe {
             None => self.apply_to(Box::new(folder.load(kind, device)?), None, shards),
             Some(offload) => {
                 let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
-                let options = offload::Options {
+                let options = offload::OffloadConfig {
                     keep: self.kept_layers(layers)?,
                     train_files: self.config.adapter.is_none(),
                     ..offload.options(device)
@@ -227,23 +227,26 @@ impl Recipe {
         let adapters = match &config.adapter {
             None => None,
             Some(adapter) => {
-                let adapters = Adapters::install(model.as_mut(), adapter, config.training.seed)?;
+                let adapters =
+                    LoraConfig { seed: config.training.seed, ..adapter.clone() }.install(model.as_mut())?;
                 model = Box::new(adapters.wrap(model)?);
                 Some(adapters)
             }
         };
         install_loss_head(model.as_mut(), &config.loss)?;
         if let Some(level) = self.level {
-            swiglu_ckpt::install(model.as_mut(), level)?;
+            level.install(model.as_mut())?;
         }
         let activations = self.install_activations(model.as_mut())?;
         if offload.is_none() && (shards.is_some() || config.offload.is_some()) {
             let keep = self.kept_layers(count_blocks(model.as_mut())?)?;
             let options = match &shards {
                 Some(shards) => Some(self.options_of_layers(device, shards, keep)),
-                None => config.offload.as_ref().map(|own| offload::Options { keep, ..own.options(device) }),
+                None => {
+                    config.offload.as_ref().map(|own| offload::OffloadConfig { keep, ..own.options(device) })
+                }
             };
-            let apply = |options| Offload::apply(model.as_mut(), &options);
+            let apply = |options: offload::OffloadConfig| options.install(model.as_mut());
             offload = options.map(apply).transpose()?;
         }
         let precision = match config.precision.compute {
@@ -269,10 +272,10 @@ impl Recipe {
     }
 
     /// How layers that ranks divide are loaded.
-    fn options_of_layers(&self, device: Device, shards: &Shards, keep: Vec<usize>) -> offload::Options {
+    fn options_of_layers(&self, device: Device, shards: &Shards, keep: Vec<usize>) -> offload::OffloadConfig {
         let own = self.config.offload.clone().unwrap_or_default();
         let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
-        offload::Options { source: Some(source), keep, ..own.options(device) }
+        offload::OffloadConfig { source: Some(source), keep, ..own.options(device) }
     }
 
     /// Which of the offloaded or divided layers keep their activations.
@@ -310,7 +313,7 @@ impl Recipe {
             ActivationPlan::Recompute => activations::every_kth(layers, 1, own.recompute.layer_plan())?,
             ActivationPlan::EveryK => activations::every_kth(layers, own.every, own.recompute.layer_plan())?,
         };
-        Ok(Some(activations::apply(model, &plan)?))
+        Ok(Some(Activations::install(model, &plan)?))
     }
 
     fn scaler(&self) -> Result<Box<dyn GradScaler>> {
@@ -343,7 +346,7 @@ fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
     };
     let gradients = if loss.gradients_in_backward { Gradients::Backward } else { Gradients::Forward };
     let rounded = LinearCrossEntropy { round_logits_gradient: true, ..LinearCrossEntropy::default() };
-    match fused_ce::install(model, &LinearCrossEntropy { chunk, gradients, ..rounded }) {
+    match (LinearCrossEntropy { chunk, gradients, ..rounded }).install(model) {
         // A head that is more than a projection, because it is adapted itself.
         Err(fused_ce::Error::Head { .. }) if loss.head == LossHeadKind::Auto => Ok(()),
         other => Ok(other?),
@@ -387,8 +390,8 @@ impl From<FrozenPlace> for FrozenWeights {
 
 impl OffloadConfig {
     /// Returns the options of `offload`, for layers that run on `device` and keep their inputs.
-    pub fn options(&self, device: Device) -> offload::Options {
-        offload::Options {
+    pub fn options(&self, device: Device) -> offload::OffloadConfig {
+        offload::OffloadConfig {
             device,
             method: match self.method {
                 OffloadMethod::OneLayer => Method::OneLayer,
@@ -403,7 +406,7 @@ impl OffloadConfig {
             ring: self.ring,
             resident: self.resident.clone(),
             pinned: self.pinned,
-            ..offload::Options::default()
+            ..offload::OffloadConfig::default()
         }
     }
 }

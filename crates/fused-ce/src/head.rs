@@ -82,46 +82,48 @@ impl LossHead for LinearCrossEntropyHead {
     }
 }
 
-/// Replaces the head of `model` by a [`LinearCrossEntropyHead`] over the same weight, with the scale and the cap of the model's logits;
-/// [`LinearCrossEntropy::scale`] is a further factor.
-///
-/// ```
-/// use fused_ce::{LinearCrossEntropy, install};
-/// use models::{Gpt2, Gpt2Config};
-/// use tch::{Device, Kind};
-///
-/// let config = Gpt2Config { vocabulary: 100, max_sequence: 16, hidden: 8, heads: 2, layers: 1, ..Gpt2Config::small() };
-/// let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu))?;
-/// install(&mut model, &LinearCrossEntropy::default())?;
-/// # Ok::<(), fused_ce::Error>(())
-/// ```
-///
-/// # Errors
-/// The head is not one projection with a weight and perhaps a bias, the model has no head, an option is outside its range, or the
-/// options' cap is not the model's.
-pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> {
-    struct Install<'a> {
-        loss: &'a LinearCrossEntropy,
-        done: Result<usize>,
-    }
-    impl ModuleMapper for Install<'_> {
-        fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
-            let count = match &self.done {
-                Ok(count) => *count,
-                Err(_) => return Ok(()),
-            };
-            self.done = replaced(name, &**slot, self.loss).map(|head| {
-                *slot = Box::new(head);
-                count + 1
-            });
-            Ok(())
+impl LinearCrossEntropy {
+    /// Replaces the head of `model` by a [`LinearCrossEntropyHead`] over the same weight, with the scale and the cap of the model's logits;
+    /// [`LinearCrossEntropy::scale`] is a further factor.
+    ///
+    /// ```
+    /// use fused_ce::LinearCrossEntropy;
+    /// use models::{Gpt2, Gpt2Config};
+    /// use tch::{Device, Kind};
+    ///
+    /// let config = Gpt2Config { vocabulary: 100, max_sequence: 16, hidden: 8, heads: 2, layers: 1, ..Gpt2Config::small() };
+    /// let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu))?;
+    /// LinearCrossEntropy::default().install(&mut model)?;
+    /// # Ok::<(), fused_ce::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The head is not one projection with a weight and perhaps a bias, the model has no head, an option is outside its range, or the
+    /// options' cap is not the model's.
+    pub fn install(&self, model: &mut dyn Module) -> Result<()> {
+        struct Install<'a> {
+            loss: &'a LinearCrossEntropy,
+            done: Result<usize>,
         }
-    }
-    let mut install = Install { loss, done: Ok(0) };
-    map_modules(model, &mut install)?;
-    match install.done? {
-        0 => Err(Error::Option("the model has no loss head to replace; pass a language model".into())),
-        _ => Ok(()),
+        impl ModuleMapper for Install<'_> {
+            fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
+                let count = match &self.done {
+                    Ok(count) => *count,
+                    Err(_) => return Ok(()),
+                };
+                self.done = replaced(name, &**slot, self.loss).map(|head| {
+                    *slot = Box::new(head);
+                    count + 1
+                });
+                Ok(())
+            }
+        }
+        let mut install = Install { loss: self, done: Ok(0) };
+        map_modules(model, &mut install)?;
+        match install.done? {
+            0 => Err(Error::Option("the model has no loss head to replace; pass a language model".into())),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -31,7 +31,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`install`] replaces the loss head of a model of `models`. Further inputs (bias, token and class weights, distributions as
+//! [`LinearCrossEntropy::install`] replaces the loss head of a model of `models`. Further inputs (bias, token and class weights, distributions as
 //! targets, an explicit denominator, a low-rank adapter, a vocabulary-parallel weight) are fields of [`Inputs`]; options and
 //! further outputs (log-sum-exp, predictions, entropy) are fields of [`LinearCrossEntropy`] and [`Output`].
 //! `examples/linear_cross_entropy.rs` compares the loss and its gradients with libtorch's.
@@ -88,7 +88,7 @@ pub mod vocabulary_parallel;
 
 pub use chunk_plan::{default_budget, default_chunk_tokens, one_chunk_tokens};
 pub use error::{Error, Result};
-pub use head::{LinearCrossEntropyHead, install};
+pub use head::LinearCrossEntropyHead;
 pub use inputs::{Adapter, Denominator, Inputs, Targets};
 pub use linear_cross_entropy::Output;
 pub use options::{CheckTargets, Chunk, EmptyMean, Gradients, LinearCrossEntropy, LogSumExp, Reduction};

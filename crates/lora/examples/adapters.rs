@@ -5,7 +5,7 @@
 use std::error::Error;
 
 use lora::{Adapters, LoraConfig};
-use models::module::{Context, Input, LanguageModel, trainable};
+use models::module::{Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
@@ -19,16 +19,14 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     };
     let mut model = base()?;
     let target_modules = Some(["q_proj", "v_proj", "down_proj"].into());
-    let config = LoraConfig { r: 4, target_modules, ..LoraConfig::default() };
-    let adapters = Adapters::install(&mut model, &config, 42)?;
+    let config = LoraConfig { r: 4, target_modules, seed: 42, ..LoraConfig::default() };
+    let adapters = config.install(&mut model)?;
 
     let tokens = Tensor::from_slice(&(0..64).map(|n| n * n % 61).collect::<Vec<i64>>()).view([4, 16]);
     let (inputs, labels) = (tokens.narrow(1, 0, 15), tokens.narrow(1, 1, 15).contiguous());
     let mut losses = Vec::new();
     for _ in 0..30 {
-        let context = Context { training: true, ..Context::default() };
-        let loss =
-            model.loss(&Input { context, ..Input::new(&inputs) }, &labels)?.sum / labels.numel() as f64;
+        let loss = model.loss(&Input::training(&inputs), &labels)?.mean(labels.numel())?;
         backward(&[&loss])?;
         losses.push(f64::try_from(&loss)?);
         // Any optimizer works: the adapters are ordinary parameters.

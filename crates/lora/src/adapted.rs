@@ -25,13 +25,13 @@ impl Adapters {
     /// Wraps `model`, in which these adapters are installed, so that its configuration includes theirs.
     ///
     /// ```
-    /// use lora::{Adapters, LoraConfig};
+    /// use lora::LoraConfig;
     /// use models::module::LanguageModel;
     /// use models::{Llama, DecoderConfig};
     /// use tch::{Device, Kind};
     ///
     /// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
-    /// let adapters = Adapters::install(&mut model, &LoraConfig { r: 4, ..LoraConfig::default() }, 42)?;
+    /// let adapters = LoraConfig { r: 4, seed: 42, ..LoraConfig::default() }.install(&mut model)?;
     /// let model = adapters.wrap(Box::new(model))?;
     ///
     /// assert_eq!(model.config()["adapter `default`: r"], 4);

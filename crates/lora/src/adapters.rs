@@ -27,19 +27,19 @@ use survey::{Survey, refuse_foreign};
 
 /// A handle on a model's adapters.
 ///
-/// [`Adapters::install`] freezes the model, replaces every target projection by a [`LoraLinear`], and returns this handle,
+/// [`LoraConfig::install`] freezes the model, replaces every target projection by a [`LoraLinear`], and returns this handle,
 /// which switches, merges and saves. Methods that add or remove tensors also need the model. Names are Hugging Face's:
 /// `model.layers.0.self_attn.q_proj`.
 ///
 /// ```
-/// use lora::{Adapters, LoraConfig};
+/// use lora::LoraConfig;
 /// use models::module::{Input, LanguageModel, trainable};
 /// use models::{Llama, DecoderConfig};
 /// use tch::{Device, Kind, Tensor};
 ///
 /// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
-/// let config = LoraConfig { target_modules: Some(["q_proj", "v_proj"].into()), ..LoraConfig::default() };
-/// let adapters = Adapters::install(&mut model, &config, 42)?;
+/// let target_modules = Some(["q_proj", "v_proj"].into());
+/// let adapters = LoraConfig { target_modules, seed: 42, ..LoraConfig::default() }.install(&mut model)?;
 /// assert_eq!(trainable(&model).len(), 2 * 2 * 2);
 ///
 /// let tokens = Tensor::from_slice(&[3i64, 1, 4]).view([1, 3]);
@@ -76,39 +76,41 @@ struct Site {
     layer: LoraLinear,
 }
 
-impl Adapters {
-    /// Freezes `model` and installs an adapter called `default`, initialised from `seed`.
+impl LoraConfig {
+    /// Freezes `model` and installs an adapter called `default`, initialised from [`LoraConfig::seed`].
     ///
     /// # Errors
     /// An invalid configuration; targets that match nothing, or that are not projections, with a list of existing ones. Then
     /// nothing is changed.
-    pub fn install(model: &mut dyn Module, config: &LoraConfig, seed: u64) -> Result<Self> {
+    pub fn install(&self, model: &mut dyn Module) -> Result<Adapters> {
         let survey = Survey::of(model)?;
         refuse_foreign(&survey, &[])?;
-        let plan = AdapterPlan::new(&survey, config)?;
+        let plan = AdapterPlan::new(&survey, self)?;
         drop(survey);
         for (_, tensor) in parameters(model) {
             let _ = tensor.f_set_requires_grad(false)?;
         }
-        let mut adapters = Self {
+        let mut adapters = Adapters {
             switch: Arc::default(),
             sites: Vec::new(),
             wholes: Arc::default(),
             configs: Vec::new(),
             copies: Vec::new(),
         };
-        adapters.place(model, DEFAULT, config, plan, seed)?;
+        adapters.place(model, DEFAULT, self, plan)?;
         adapters.set_active(&[DEFAULT])?;
         Ok(adapters)
     }
+}
 
+impl Adapters {
     /// Adds an adapter, which is not active yet.
     ///
     /// # Errors
-    /// A name that exists or is empty, or contains a dot or a path separator; as [`Adapters::install`].
-    pub fn add(&mut self, model: &mut dyn Module, name: &str, config: &LoraConfig, seed: u64) -> Result<()> {
+    /// A name that exists or is empty, or contains a dot or a path separator; as [`LoraConfig::install`].
+    pub fn add(&mut self, model: &mut dyn Module, name: &str, config: &LoraConfig) -> Result<()> {
         let plan = self.plan(model, name, config)?;
-        self.place(model, name, config, plan, seed)
+        self.place(model, name, config, plan)
     }
 
     /// Plans an adapter with this name and configuration.
@@ -152,9 +154,8 @@ impl Adapters {
         name: &str,
         config: &LoraConfig,
         plan: AdapterPlan,
-        seed: u64,
     ) -> Result<()> {
-        let mut generator = Generator::new(seed)?;
+        let mut generator = Generator::new(config.seed)?;
         let mut placed = Vec::new();
         for site in &plan.sites {
             let base = match self.sites.iter().find(|known| known.path == site.path) {

@@ -106,6 +106,9 @@ pub struct LoraConfig {
     pub fan_in_fan_out: bool,
     /// Preserved in files.
     pub base_model_name_or_path: Option<String>,
+    /// The seed of the initialisation; not part of the file.
+    #[serde(skip)]
+    pub seed: u64,
     /// The file that it was read from, field by field; empty for a configuration created here.
     #[serde(skip)]
     pub read: Map<String, Value>,
@@ -131,6 +134,7 @@ impl Default for LoraConfig {
             ensure_weight_tying: false,
             fan_in_fan_out: false,
             base_model_name_or_path: None,
+            seed: 0,
             read: Map::new(),
         }
     }

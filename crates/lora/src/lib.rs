@@ -19,8 +19,8 @@
 //! - A head that is tied to the embedding can be merged; the result tells that it is no longer tied.
 //!
 //! ```
-//! use lora::{Adapters, LoraConfig};
-//! use models::module::{Context, Input, LanguageModel};
+//! use lora::LoraConfig;
+//! use models::module::{Input, LanguageModel};
 //! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
@@ -31,13 +31,13 @@
 //!     r: 8,
 //!     lora_alpha: 16.0,
 //!     target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+//!     seed: 42,
 //!     ..LoraConfig::default()
 //! };
-//! let adapters = Adapters::install(&mut model, &config, 42)?;
+//! let adapters = config.install(&mut model)?;
 //!
 //! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5]).view([1, 5]);
-//! let context = Context { training: true, ..Context::default() };
-//! let loss = model.loss(&Input { context, ..Input::new(&tokens) }, &tokens)?.sum;
+//! let loss = model.loss(&Input::training(&tokens), &tokens)?.mean(5)?;
 //! runtime::autograd::backward(&[&loss])?;
 //! // … an optimizer's step over `models::module::trainable(&model)` …
 //! adapters.save(&folder)?;

@@ -27,7 +27,7 @@
 //! let tokens = Tensor::randint(256, [2, 32], (Kind::Int64, Device::Cpu));
 //! // The label of each position is the next token.
 //! let (inputs, labels) = (tokens.narrow(1, 0, 31), tokens.narrow(1, 1, 31));
-//! let loss = model.loss(&Input::new(&inputs), &labels)?.sum / (2 * 31);
+//! let loss = model.loss(&Input::new(&inputs), &labels)?.mean(2 * 31)?;
 //! runtime::autograd::backward(&[&loss])?;
 //! # Ok::<(), models::Error>(())
 //! ```

@@ -54,7 +54,7 @@ pub use replace::{Replaceable, replace, try_replace};
 pub use visitor::{ModuleMapper, Role, Visitor, VisitorMut, map_modules};
 
 use crate::activation::Activation;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::key_value_cache::CacheShape;
 
 /// Has named tensors and named parts.
@@ -193,13 +193,28 @@ impl LogitTransform {
 /// The label of a position without a token to predict; PyTorch's `ignore_index`.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// The result of a [`LossHead`]. Divide by the number of labels for a mean: of this batch, or of all micro-batches of a step.
+/// The result of a [`LossHead`].
 #[derive(Debug)]
 pub struct LossOutput {
     /// Cross-entropy in nats, summed over the labelled positions: a scalar that requires a gradient.
     pub sum: Tensor,
     /// Number of correct predictions, if [`Context::accuracy`] asked for it: an int64 scalar.
     pub correct: Option<Tensor>,
+}
+
+impl LossOutput {
+    /// Returns the mean over `labels` positions: the labelled ones of this batch, or of all micro-batches of a step, so that the
+    /// gradients of micro-batches add up to those of the whole batch.
+    ///
+    /// # Errors
+    /// No labels.
+    pub fn mean(&self, labels: usize) -> Result<Tensor> {
+        if labels == 0 {
+            let reason = "no position has a label, so there is no mean; leave such batches out".to_owned();
+            return Err(Error::Config { what: "loss", reason });
+        }
+        Ok(self.sum.f_div_scalar(labels as f64)?)
+    }
 }
 
 /// A decoder that predicts the next token.

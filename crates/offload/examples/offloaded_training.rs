@@ -6,7 +6,7 @@ use std::error::Error;
 
 use models::module::trainable;
 use models::{DecoderConfig, Llama};
-use offload::{HostAdamW, HostOptions, Offload};
+use offload::{HostAdamW, HostOptions};
 use tch::{Device, Kind};
 use training::Trainer;
 use training::batches::Synthetic;
@@ -18,20 +18,21 @@ use training::trainer::Options;
 pub fn main() -> Result<(), Box<dyn Error>> {
     let device = Device::Cpu; // or Device::Cuda(0)
     let plain = train(device, None)?;
-    let offloaded = train(device, Some(offload::Options { device, ring: 2, ..offload::Options::default() }))?;
+    let offloaded =
+        train(device, Some(offload::OffloadConfig { device, ring: 2, ..offload::OffloadConfig::default() }))?;
     println!("losses, with and without offloading: {plain:.4?}");
     if plain == offloaded { Ok(()) } else { Err("the losses differ".into()) }
 }
 
 /// Trains five steps and returns their losses.
-fn train(device: Device, options: Option<offload::Options>) -> Result<Vec<f64>, Box<dyn Error>> {
+fn train(device: Device, options: Option<offload::OffloadConfig>) -> Result<Vec<f64>, Box<dyn Error>> {
     runtime::random::seed(1)?;
     let mut model = Llama::new(&DecoderConfig::llama(64, 32, 88, 6, 4), (Kind::Float, device))?;
     let groups = |model: &Llama| vec![Group::new(trainable(model), 1e-2)];
     let optimizer: Box<dyn Optimizer> = match options {
         None => Box::new(DeviceOptimizer::new(AdamW::default(), groups(&model))?),
         Some(options) => {
-            let offload = Offload::apply(&mut model, &options)?;
+            let offload = options.install(&mut model)?;
             println!("{} bytes of layers go through {} slots", 6 * offload.layer_bytes(), options.ring);
             Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), HostOptions::default())?)
         }

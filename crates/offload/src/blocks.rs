@@ -85,7 +85,7 @@ methods! {
     OffloadBlockWithFunction;
     /// The same with a ring of slots: while a layer runs, the next ones are loaded on their own stream, and the gradients of
     /// the last one are stored on another. The last layers of forward stay loaded for backward, and the last of backward for
-    /// the next forward. A layer of [`Options::keep`](crate::Options::keep) keeps its activations, without its weights, and does not
+    /// the next forward. A layer of [`OffloadConfig::keep`](crate::OffloadConfig::keep) keeps its activations, without its weights, and does not
     /// run again.
     OverlapOffloadBlock;
 }

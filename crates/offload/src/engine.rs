@@ -36,7 +36,7 @@ use runtime::precision::identity;
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::options::{HookPoint, Options};
+use crate::options::{HookPoint, OffloadConfig};
 use crate::schedule::Direction;
 use crate::storage::{FileLocation, Layer, Placement, own_folder};
 use crate::trace::{Span, StreamKind, Trace};
@@ -56,7 +56,7 @@ pub(crate) use transfer::Transferred;
 pub(crate) struct Engine(Arc<Inner>);
 
 struct Inner {
-    options: Options,
+    options: OffloadConfig,
     placement: Placement,
     prefetch: Stream,
     store: Stream,
@@ -104,7 +104,7 @@ pub struct Counters {
 
 impl Engine {
     /// Creates an engine without layers.
-    pub(crate) fn new(options: Options) -> Result<Self> {
+    pub(crate) fn new(options: OffloadConfig) -> Result<Self> {
         options.check()?;
         let device = options.device;
         let folder = match &options.tier {
@@ -133,7 +133,7 @@ impl Engine {
         })))
     }
 
-    pub(crate) fn options(&self) -> &Options {
+    pub(crate) fn options(&self) -> &OffloadConfig {
         &self.0.options
     }
 

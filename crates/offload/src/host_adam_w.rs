@@ -81,13 +81,13 @@ pub struct Stepped {
 /// ```
 /// use models::module::{Input, LanguageModel, trainable};
 /// use models::{Llama, DecoderConfig};
-/// use offload::{HostAdamW, HostOptions, Offload, Options};
+/// use offload::{HostAdamW, HostOptions, Offload, OffloadConfig};
 /// use tch::{Device, Kind, Tensor};
 /// use training::optimizer::{AdamW, Group};
 ///
 /// let config = DecoderConfig::qwen2(100, 32, 64, 4, 4);
 /// let mut model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
-/// let offload = Offload::apply(&mut model, &Options::default())?;
+/// let offload = OffloadConfig::default().install(&mut model)?;
 /// let group = Group::new(trainable(&model), 1e-3);
 /// let mut optimizer = HostAdamW::new(&offload, vec![group], AdamW::default(), HostOptions::default())?;
 ///

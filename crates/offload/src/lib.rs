@@ -9,13 +9,13 @@
 //! load      │ 1 │       │ 2 │       │ 3 │                s·P/B seconds for s bytes per parameter
 //! ```
 //!
-//! [`Offload::apply`] offloads the blocks of any model of [`models`]; embeddings, norms and head stay on the device. Layers are
+//! [`OffloadConfig::install`] offloads the blocks of any model of [`models`]; embeddings, norms and head stay on the device. Layers are
 //! loaded into a ring of slots, each with device memory for one layer.
 //!
 //! ```
 //! use models::module::{Input, LanguageModel};
 //! use models::{Llama, DecoderConfig};
-//! use offload::{Offload, Options};
+//! use offload::{Offload, OffloadConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! let config = DecoderConfig { num_hidden_layers: 6, ..DecoderConfig::qwen2(100, 32, 64, 6, 4) };
@@ -23,7 +23,7 @@
 //! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1]).view([1, 4]);
 //! let before = model.loss(&Input::new(&tokens), &tokens)?.sum;
 //!
-//! let offload = Offload::apply(&mut model, &Options { ring: 3, ..Options::default() })?;
+//! let offload = OffloadConfig { ring: 3, ..OffloadConfig::default() }.install(&mut model)?;
 //! let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
 //! assert_eq!(loss, before);
 //! runtime::autograd::backward(&[&loss])?;
@@ -34,13 +34,13 @@
 //! # What a layer keeps between forward and backward
 //!
 //! By default its input, from which backward runs it again: with full fine-tuning four forwards' worth of products instead of three, with a
-//! frozen base three instead of two. A layer of [`Options::keep`] keeps its activations, as without offloading, but not its weights:
+//! frozen base three instead of two. A layer of [`OffloadConfig::keep`] keeps its activations, as without offloading, but not its weights:
 //! its graph refers to memory that is attached when the layer is loaded for backward. So both take as many loads, and have the same
 //! bits. In mixed precision the activations include casts of the weights, which then stay.
 //!
 //! # Who owns a tensor's memory
 //!
-//! The model's tensor handles do not change. [`Offload::apply`] gives a layer's tensors new memory: one page-locked host buffer
+//! The model's tensor handles do not change. [`OffloadConfig::install`] gives a layer's tensors new memory: one page-locked host buffer
 //! per dtype, or pages of a file ([`Tier`]). **A layer's values are what its handles refer to**: each use compares the handles'
 //! memory and versions with the last use, and reads the current memory. So others may change a model as usual, before and after
 //! offloading and in any order:
@@ -65,7 +65,7 @@
 //! |---|---|
 //! | a layer that is changed or updated between a forward and its backward, which would compute with other values | `was written, or given other memory, between a forward and its backward` |
 //! | other memory of another dtype or shape | `was given other memory, … expected …, contiguous, as it was when the model was offloaded` |
-//! | other memory, or other tensors, for a layer whose values a source holds ([`Options::source`]) | `but its values are in shards` |
+//! | other memory, or other tensors, for a layer whose values a source holds ([`OffloadConfig::source`]) | `but its values are in shards` |
 //! | a tensor in a file that is written in place, or is to be trained | `was changed in memory, but it is stored in …`; `is to be trained, but it is stored in …` |
 //! | a forward between a backward that updated layers and [`HostAdamW::step`] | `was updated during backward, but other parameters were not yet` |
 //! | gradients after a layer's update: more micro-batches than `begin` announced | `arrived after the layer's update` |
@@ -99,7 +99,7 @@ pub use engine::Counters;
 pub use error::{Error, Result};
 pub use host_adam_w::{HostAdamW, HostOptions, StateBytes, Stepped};
 pub use offload::Offload;
-pub use options::{HookPoint, Method, Options, TestHook};
+pub use options::{HookPoint, Method, OffloadConfig, TestHook};
 pub use schedule::Direction;
 pub use storage::Tier;
 pub use trace::{Span, StreamKind, load_rate, overlap, to_chrome};

@@ -17,7 +17,7 @@ use crate::blocks::{
 };
 use crate::engine::{Counters, Engine};
 use crate::error::{Error, Result};
-use crate::options::{Method, Options};
+use crate::options::{Method, OffloadConfig};
 use crate::storage::Tier;
 use crate::trace::Span;
 
@@ -28,7 +28,7 @@ pub struct Offload {
     blocks: usize,
 }
 
-impl Offload {
+impl OffloadConfig {
     /// Offloads the blocks of `model`, except the resident ones. Other tensors, and tensors that blocks have outside their
     /// parts, stay on the device.
     ///
@@ -37,29 +37,31 @@ impl Offload {
     /// call: with [`Tier::File`], frozen tensors are moved to a file that is only read, and cannot be trained any more.
     ///
     /// # Errors
-    /// A layer of the options that does not exist; a tensor on another GPU than the options' device; too little memory or disk space. Blocks
+    /// A layer of the options that does not exist; a tensor on another GPU than [`OffloadConfig::device`]; too little memory or disk space. Blocks
     /// offloaded before the failure stay offloaded, and the model works.
-    pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
+    pub fn install(&self, model: &mut (impl Module + ?Sized)) -> Result<Offload> {
         let mut names = Names::default();
         map_modules(model, &mut names)?;
-        check_blocks(options, names.0.count)?;
-        check_devices(&tensors(model), options.device)?;
-        let mut install = Install { engine: Engine::new(options.clone())?, blocks: Outermost::default() };
+        check_blocks(self, names.0.count)?;
+        check_devices(&tensors(model), self.device)?;
+        let mut install = Install { engine: Engine::new(self.clone())?, blocks: Outermost::default() };
         map_modules(model, &mut install)?;
-        Ok(Self { blocks: install.blocks.count, engine: install.engine })
+        Ok(Offload { blocks: install.blocks.count, engine: install.engine })
     }
+}
 
+impl Offload {
     /// Creates a model with initialised weights, offloading each block before the next is created, so that a model that does
     /// not fit the device can be created, with the same values as without offloading. With [`Tier::File`] its blocks are
-    /// frozen unless [`Options::train_files`] is set; adapters installed afterwards are trained.
+    /// frozen unless [`OffloadConfig::train_files`] is set; adapters installed afterwards are trained.
     ///
     /// # Errors
-    /// As [`Llama::new`] and [`Offload::apply`].
+    /// As [`Llama::new`] and [`OffloadConfig::install`].
     pub fn assemble(
         config: &DecoderConfig,
         init: Init,
         kind: Kind,
-        options: &Options,
+        options: &OffloadConfig,
     ) -> Result<(Llama, Self)> {
         Self::build(config, init, kind, options, &Values { stored: &|_| None, fill: &|_, _| Ok(()) })
     }
@@ -69,17 +71,17 @@ impl Offload {
     /// the other.
     ///
     /// A model in NF4 ([`runtime::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder; so is
-    /// one in another dtype than its files', and one whose layers are trained ([`Options::train_files`]).
+    /// one in another dtype than its files', and one whose layers are trained ([`OffloadConfig::train_files`]).
     ///
     /// # Errors
-    /// As [`Folder::load`] and [`Offload::apply`].
-    pub fn open(folder: &Folder, kind: Option<Kind>, options: &Options) -> Result<(Llama, Self)> {
+    /// As [`Folder::load`] and [`OffloadConfig::install`].
+    pub fn open(folder: &Folder, kind: Option<Kind>, options: &OffloadConfig) -> Result<(Llama, Self)> {
         let kind = folder.kind_or(kind)?;
         let in_nf4 = Scales::of(kind).is_some();
         let in_files = matches!(options.tier, Tier::File(_));
         let own_files = in_nf4 || options.train_files || folder.kind()? != kind;
         if options.source.is_some() {
-            let reason = "layers are opened into the tier, before their values are read; load the model, then use Offload::apply";
+            let reason = "layers are opened into the tier, before their values are read; load the model, then use OffloadConfig::install";
             return Err(Error::config("source", reason));
         }
         let stored = |name: &str| folder.location(name).filter(|_| in_files && !own_files);
@@ -106,7 +108,7 @@ impl Offload {
         config: &DecoderConfig,
         init: Init,
         kind: Kind,
-        options: &Options,
+        options: &OffloadConfig,
         values: &Values<'_>,
     ) -> Result<(Llama, Self)> {
         check_blocks(options, usize::try_from(config.num_hidden_layers).unwrap_or(0))?;
@@ -131,7 +133,7 @@ impl Offload {
     }
 
     /// Returns the options.
-    pub fn options(&self) -> &Options {
+    pub fn options(&self) -> &OffloadConfig {
         self.engine.options()
     }
 
@@ -169,7 +171,7 @@ impl Offload {
     /// # Errors
     /// A device that does not exist.
     pub fn host_bytes(&self) -> Result<u64> {
-        let Options { device, pinned, .. } = *self.options();
+        let OffloadConfig { device, pinned, .. } = *self.options();
         Ok(device::pinned_bytes(if pinned { device } else { Device::Cpu })?.live)
     }
 
@@ -218,7 +220,7 @@ struct Values<'a> {
     fill: &'a dyn Fn(&str, &dyn Block) -> models::Result<()>,
 }
 
-fn check_blocks(options: &Options, blocks: usize) -> Result<()> {
+fn check_blocks(options: &OffloadConfig, blocks: usize) -> Result<()> {
     for (what, numbers) in [("resident layers", &options.resident), ("keep", &options.keep)] {
         let Some(number) = numbers.iter().find(|&&number| number >= blocks) else { continue };
         let last = blocks.saturating_sub(1);

@@ -1,4 +1,4 @@
-//! Options of offloading.
+//! How a model is offloaded.
 
 use std::fmt;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub trait TestHook: Send + Sync {
 
 /// How to offload a model.
 #[derive(Clone)]
-pub struct Options {
+pub struct OffloadConfig {
     /// The device on which layers run.
     pub device: Device,
     /// How layers are moved.
@@ -94,7 +94,7 @@ pub struct Options {
     pub test_hook: Option<Arc<dyn TestHook>>,
 }
 
-impl Default for Options {
+impl Default for OffloadConfig {
     fn default() -> Self {
         Self {
             device: Device::Cpu,
@@ -111,7 +111,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl OffloadConfig {
     pub(crate) fn check(&self) -> Result<()> {
         if self.ring == 0 {
             return Err(Error::config("ring", "0 slots; expected at least 1, or 3 for full overlap"));
@@ -138,9 +138,9 @@ impl Options {
     }
 }
 
-impl fmt::Debug for Options {
+impl fmt::Debug for OffloadConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Options")
+        f.debug_struct("OffloadConfig")
             .field("device", &self.device)
             .field("method", &self.method)
             .field("tier", &self.tier)

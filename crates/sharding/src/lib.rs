@@ -21,7 +21,7 @@
 //! layer, and are the source (`training::layer_source`) from which `offload`'s ring loads: while one layer computes, the next are
 //! gathered, straight into the slots. Of n layers and s slots, the s last of forward stay for backward, and the s first for the next
 //! micro-batch: a rank sends f·b·P/n for each of 2·A·(n − s) + s loads of a step. Between its passes a layer keeps its input and runs
-//! again, or its activations without its weights (`offload::Options::keep`); either way it is gathered as often. A rank without a micro-batch in the last round runs
+//! again, or its activations without its weights (`offload::OffloadConfig::keep`); either way it is gathered as often. A rank without a micro-batch in the last round runs
 //! another's, so that it gathers as often as the others, and adds nothing. [`FrozenWeights`] says whether the base of adapters is
 //! divided too, or stays on each rank, where offload puts it.
 //!
@@ -31,7 +31,7 @@
 //! ```ignore
 //! let shards = sharding::Shards::new(&ranks, FrozenWeights::Sharded)?;
 //! let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
-//! let offload = offload::Offload::apply(&mut model, &offload::Options { source: Some(source), ..Default::default() })?;
+//! let offload = offload::OffloadConfig { source: Some(source), ..Default::default() }.install(&mut model)?;
 //! let options = sharding::Options { stage: Stage::Three, shards: Some(shards), ..Default::default() };
 //! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, options)?;
 //! ```

@@ -77,7 +77,7 @@ struct LayerTensor {
 }
 
 impl Shards {
-    /// Creates shards without a layer. `offload::Offload::apply` with these as its `source` divides a model's layers.
+    /// Creates shards without a layer. `offload::OffloadConfig::install` with these as its `source` divides a model's layers.
     ///
     /// # Errors
     /// Ranks that do not come; a second call for the same ranks.

@@ -1,6 +1,6 @@
 //! Recomputation of MLPs in a model of [`models`].
 //!
-//! [`install`] replaces the MLPs of a SwiGLU model (Llama and most families, Phi-3's joint projection too) or GPT-2 by [`RecomputedMlp`]s with the same tensors and names, so state
+//! [`CheckpointLevel::install`] replaces the MLPs of a SwiGLU model (Llama and most families, Phi-3's joint projection too) or GPT-2 by [`RecomputedMlp`]s with the same tensors and names, so state
 //! dicts, checkpoints, optimizer groups, freezing and offloading work as before. For a model of L layers, the memory between
 //! forward and backward decreases, per token, by L times the level's saving:
 //!
@@ -30,41 +30,46 @@ use crate::function::{check_tile, run_as_is};
 use crate::gelu::{Layer, feed_forward};
 use crate::level::CheckpointLevel;
 
-/// Replaces every MLP of `model` by one that keeps what `level` says, and returns their number. If one cannot be replaced,
-/// nothing is changed. SwiGLUs compute their products with [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's
-/// MLPs give the same bits as before, but for the gradient of the second weight, whose bits MKL's small products for AVX2 change.
-///
-/// Install adapters before this, and activation plans and offloading after it.
-///
-/// ```
-/// use models::{Llama, DecoderConfig};
-/// use swiglu_ckpt::{CheckpointLevel, install};
-/// use tch::{Device, Kind};
-///
-/// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
-/// assert_eq!(install(&mut model, CheckpointLevel::InputOnly)?, 2);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-///
-/// # Errors
-/// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
-/// that it does not support; a model without MLPs. [`Error::Tile`]: a tile in which no token fits.
-pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> {
-    let mut plan = Prepare { level, mlps: Vec::new(), refused: None };
-    map_modules(model, &mut plan).map_err(runtime::Error::from)?;
-    let Prepare { mlps, refused, .. } = plan;
-    if let Some(refused) = refused {
-        return Err(refused);
+impl CheckpointLevel {
+    /// Replaces every MLP of `model` by one that keeps what this level says, and returns their number. If one cannot be replaced,
+    /// nothing is changed. SwiGLUs compute their products with [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's
+    /// MLPs give the same bits as before, but for the gradient of the second weight, whose bits MKL's small products for AVX2 change.
+    ///
+    /// Install adapters before this, and activation plans and offloading after it.
+    ///
+    /// ```
+    /// use models::{Llama, DecoderConfig};
+    /// use swiglu_ckpt::CheckpointLevel;
+    /// use tch::{Device, Kind};
+    ///
+    /// let mut model = Llama::new(&DecoderConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+    /// assert_eq!(CheckpointLevel::InputOnly.install(&mut model)?, 2);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
+    /// that it does not support; a model without MLPs. [`Error::Tile`]: a tile in which no token fits.
+    pub fn install(self, model: &mut dyn Module) -> Result<usize> {
+        let mut plan = Prepare { level: self, mlps: Vec::new(), refused: None };
+        map_modules(model, &mut plan).map_err(runtime::Error::from)?;
+        let Prepare { mlps, refused, .. } = plan;
+        if let Some(refused) = refused {
+            return Err(refused);
+        }
+        if mlps.is_empty() {
+            return Err(Error::Mlp {
+                name: "model".to_owned(),
+                reason: "has no MLP to recompute".to_owned(),
+            });
+        }
+        let count = mlps.len();
+        map_modules(model, &mut Replace(mlps)).map_err(runtime::Error::from)?;
+        Ok(count)
     }
-    if mlps.is_empty() {
-        return Err(Error::Mlp { name: "model".to_owned(), reason: "has no MLP to recompute".to_owned() });
-    }
-    let count = mlps.len();
-    map_modules(model, &mut Replace(mlps)).map_err(runtime::Error::from)?;
-    Ok(count)
 }
 
-/// An MLP that keeps part of its activations for backward and recomputes the rest. Created by [`install`].
+/// An MLP that keeps part of its activations for backward and recomputes the rest. Created by [`CheckpointLevel::install`].
 #[derive(Debug)]
 pub struct RecomputedMlp {
     parts: Parts,

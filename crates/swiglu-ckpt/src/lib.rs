@@ -28,20 +28,20 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`mod@install`] replaces the MLPs of GPT-2 and of every Llama-like model with a SwiGLU. [`function`] documents the mathematics and
+//! [`CheckpointLevel::install`] replaces the MLPs of GPT-2 and of every Llama-like model with a SwiGLU. [`function`] documents the mathematics and
 //! what each level keeps. `experiments swiglu-ckpt bench` measures time and memory of every level.
 
 mod arguments;
 pub mod error;
 pub mod function;
 pub mod gelu;
-pub mod install;
+mod install;
 pub mod level;
 pub mod mlp;
 
 pub use error::{Error, Result};
 pub use function::swiglu;
 pub use gelu::feed_forward;
-pub use install::{RecomputedMlp, install};
+pub use install::RecomputedMlp;
 pub use level::CheckpointLevel;
 pub use mlp::{GateUpStorage, SwigluConfig, SwigluMlp};

@@ -14,7 +14,7 @@
 //! Sources: Chen et al., arXiv:1604.06174 (full); Korthikanti et al., arXiv:2205.05198 (selective); Ren et al.,
 //! arXiv:2101.06840, and DeepSpeed's `cpu_checkpointing` (offloaded).
 //!
-//! [`apply`] wraps a model's blocks, attentions and MLPs under their own names. Each forward reads the plan, so it can change between steps
+//! [`Activations::install`] wraps a model's blocks, attentions and MLPs under their own names. Each forward reads the plan, so it can change between steps
 //! ([`Activations::change`]). Gradients equal those of [`KeepAll`](LayerPlan::KeepAll) bit for bit: the recomputation has the
 //! same random state and mixed-precision policy. A layer in which nothing requires a gradient is never recomputed.
 //!
@@ -26,11 +26,11 @@
 //! use models::module::Context;
 //! use models::{Gpt2, Gpt2Config};
 //! use tch::{Device, Kind, Tensor};
-//! use training::activations::{self, LayerPlan};
+//! use training::activations::{Activations, LayerPlan};
 //!
 //! let config = Gpt2Config { vocabulary: 64, max_sequence: 32, hidden: 32, heads: 2, layers: 4, ..Gpt2Config::small() };
 //! let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu))?;
-//! let activations = activations::apply(&mut model, &[LayerPlan::KeepAll; 4])?;
+//! let activations = Activations::install(&mut model, &[LayerPlan::KeepAll; 4])?;
 //!
 //! let hidden_btd = Tensor::zeros([2, 32, 32], (Kind::Float, Device::Cpu));
 //! let probe = activations.probe(&mut model, &hidden_btd, &Context { training: true, ..Context::default() }, 1)?;
@@ -94,31 +94,31 @@ pub struct Activations {
     can_recompute_attention: bool,
 }
 
-/// Wraps every block of `model` and its MLP, and sets the plan: one entry per block, in the order of [`Module::visit`]. Names
-/// of tensors and parts do not change. Call it once per model; [`Activations::change`] changes the plan.
-///
-/// # Errors
-/// A plan of the wrong length, or one that recomputes the attention of a block without a replaceable one, which leave the model
-/// unchanged; a block that a graph holds.
-pub fn apply(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<Activations> {
-    let mut parts = Parts::default();
-    map_modules(model, &mut parts)?;
-    let can_recompute_attention = parts.attentions >= parts.blocks;
-    check(plan, parts.blocks, can_recompute_attention)?;
-    let mut install = Install {
-        activations: Activations {
-            switches: Vec::new(),
-            offload: HostOffload::default(),
-            can_recompute_attention,
-        },
-        block: String::new(),
-    };
-    map_modules(model, &mut install)?;
-    install.activations.change(plan)?;
-    Ok(install.activations)
-}
-
 impl Activations {
+    /// Wraps every block of `model` and its MLP, and sets the plan: one entry per block, in the order of [`Module::visit`]. Names
+    /// of tensors and parts do not change. Call it once per model; [`Activations::change`] changes the plan.
+    ///
+    /// # Errors
+    /// A plan of the wrong length, or one that recomputes the attention of a block without a replaceable one, which leave the model
+    /// unchanged; a block that a graph holds.
+    pub fn install(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<Self> {
+        let mut parts = Parts::default();
+        map_modules(model, &mut parts)?;
+        let can_recompute_attention = parts.attentions >= parts.blocks;
+        check(plan, parts.blocks, can_recompute_attention)?;
+        let mut install = Install {
+            activations: Self {
+                switches: Vec::new(),
+                offload: HostOffload::default(),
+                can_recompute_attention,
+            },
+            block: String::new(),
+        };
+        map_modules(model, &mut install)?;
+        install.activations.change(plan)?;
+        Ok(install.activations)
+    }
+
     /// Returns the current plan.
     pub fn plan(&self) -> Vec<LayerPlan> {
         self.switches.iter().map(Switch::get).collect()
@@ -127,7 +127,7 @@ impl Activations {
     /// Changes the plan from the next forward on. Existing graphs do not change.
     ///
     /// # Errors
-    /// As [`apply`].
+    /// As [`Activations::install`].
     pub fn change(&self, plan: &[LayerPlan]) -> Result<()> {
         check(plan, self.switches.len(), self.can_recompute_attention)?;
         self.switches.iter().zip(plan).for_each(|(switch, plan)| switch.set(*plan));

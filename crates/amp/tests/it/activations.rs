@@ -6,7 +6,7 @@ use models::{Gpt2, Gpt2Config};
 use runtime::autograd::{backward, set_grad};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations::{LayerPlan, apply};
+use training::activations::{Activations, LayerPlan};
 
 #[test]
 fn every_plan_gives_the_gradients_of_keeping_everything() {
@@ -19,7 +19,7 @@ fn every_plan_gives_the_gradients_of_keeping_everything() {
         ..Gpt2Config::small()
     };
     let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu)).unwrap();
-    let activations = apply(&mut model, &[LayerPlan::KeepAll; 3]).unwrap();
+    let activations = Activations::install(&mut model, &[LayerPlan::KeepAll; 3]).unwrap();
     let tokens = Generator::new(3).unwrap().uniform(&[2, 12], (0.0, 40.0), (Kind::Float, Device::Cpu));
     let tokens = tokens.unwrap().to_kind(Kind::Int64);
     let gradients = |autocast: &Autocast, plan: LayerPlan| -> Vec<Tensor> {

@@ -15,7 +15,7 @@ use models::{DecoderConfig, Llama};
 use runtime::memory::live_bytes;
 use tch::{Device, Kind};
 use training::Trainer;
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::loader_batches::LoaderBatches;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::trainer::Options;
@@ -172,7 +172,7 @@ pub(crate) fn train(corpus: &Corpus, variant: Variant, training: &Training) -> R
     let kind = training.kind;
     let mut model = model(&training.model, variant, (batch_size * sequence) as i64, (kind, device))?;
     let layers = training.model.num_hidden_layers as usize;
-    let _activations = activations::apply(&mut *model, &vec![LayerPlan::RecomputeAll; layers])?;
+    let _activations = Activations::install(&mut *model, &vec![LayerPlan::RecomputeAll; layers])?;
     let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
     let optimizer = if kind == Kind::Float { optimizer } else { optimizer.with_master_weights() };
     let mut trainer = Trainer::new(model, Box::new(optimizer), Options { steps, ..Default::default() })?;

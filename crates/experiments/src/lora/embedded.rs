@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::Args;
 use decoder::rope::Frequencies;
 use frugal::tasks::gsm8k::{Accuracy, Evaluation, Grader};
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use models::module::{LanguageModel, parameter_count};
 use models::state_dict::{load_state_dict, state_dict};
 use models::{DecoderConfig, Llama};
@@ -169,7 +169,7 @@ impl Experiment<'_> {
             ..DecoderConfig::qwen2(vocabulary, 128, 384, 4, 4)
         };
         let mut model = Llama::new(&config, (Kind::Float, self.device))?;
-        fused_ce::install(&mut model, &fused_ce::LinearCrossEntropy::default())?;
+        fused_ce::LinearCrossEntropy::default().install(&mut model)?;
         Ok(model)
     }
 
@@ -224,7 +224,7 @@ impl Experiment<'_> {
                     target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
                     ..LoraConfig::default()
                 };
-                Adapters::install(&mut model, &config, self.seed)?;
+                LoraConfig { seed: self.seed, ..config.clone() }.install(&mut model)?;
                 recipe.lora_rate
             }
         };

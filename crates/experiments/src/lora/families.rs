@@ -95,7 +95,7 @@ fn beside(folder: &Path, write: bool) -> anyhow::Result<BTreeMap<&'static str, f
 /// Writes an adapter with random values and the configuration of PEFT's, and the logits with it.
 fn own_adapter(folder: &Path, mut model: Llama, inputs: &Cases) -> anyhow::Result<()> {
     let theirs = LoraConfig::read(&folder.join("adapter").join(CONFIG_FILE))?;
-    let adapters = Adapters::install(&mut model, &LoraConfig { read: serde_json::Map::new(), ..theirs }, 3)?;
+    let adapters = LoraConfig { seed: 3, read: serde_json::Map::new(), ..theirs }.install(&mut model)?;
     let mut generator = Generator::new(4)?;
     for (_, tensor) in adapters.tensors("default")? {
         let _no_grad = tch::no_grad_guard();

@@ -91,7 +91,7 @@ fn beside(folder: &Path) -> anyhow::Result<()> {
     let theirs = LoraConfig::read(&folder.join("theirs").join(CONFIG_FILE))?;
     let config = LoraConfig { read: serde_json::Map::new(), ..theirs };
     let mut model = base(folder)?;
-    let adapters = Adapters::install(&mut model, &config, 3)?;
+    let adapters = LoraConfig { seed: 3, ..config.clone() }.install(&mut model)?;
     let mut generator = Generator::new(4)?;
     for (_, tensor) in adapters.tensors("default")? {
         let _no_grad = tch::no_grad_guard();

@@ -1,6 +1,6 @@
 //! `lora parameters`: the assignment's counts, of an installed model of Qwen2.5-0.5B's shape.
 
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use models::module::parameter_count;
 use report::cli::CommonArgs;
 use report::{Case, Metric, Sink};
@@ -23,7 +23,7 @@ pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
         target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
         ..LoraConfig::default()
     };
-    let _adapters = Adapters::install(&mut model, &adapters, common.seed)?;
+    let _adapters = LoraConfig { seed: common.seed, ..adapters.clone() }.install(&mut model)?;
     let count = parameter_count(&model);
     let rows = [
         ("base model", base, 494_032_768),

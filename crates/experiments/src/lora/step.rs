@@ -9,7 +9,7 @@ use accounting::recompute::{NormKernel, Recompute};
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use fused_ce::{Chunk, LinearCrossEntropy};
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
@@ -18,7 +18,7 @@ use runtime::measure::{Measurement, MeasurementPlan, Work, physical, run as meas
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use crate::dtype;
@@ -187,7 +187,7 @@ fn name(method: Method) -> &'static str {
 struct Prepared {
     model: Box<dyn LanguageModel>,
     optimizer: DeviceOptimizer,
-    switches: activations::Activations,
+    switches: Activations,
     layers: usize,
     tokens: Tensor,
     labels: Tensor,
@@ -205,7 +205,7 @@ impl Prepared {
     ) -> anyhow::Result<Self> {
         let mut model = Box::new(shape.model(options.0, options.1)?);
         let chunk = Some(Chunk::Tokens(chunk(shape)?));
-        fused_ce::install(&mut *model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
+        LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }.install(&mut *model)?;
         let layers = model.decoder_config().num_hidden_layers as usize;
         let vocabulary = model.vocabulary();
         if train == Trained::Adapters {
@@ -215,9 +215,9 @@ impl Prepared {
                 target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
                 ..LoraConfig::default()
             };
-            Adapters::install(&mut *model, &lora, seed)?;
+            LoraConfig { seed, ..lora.clone() }.install(&mut *model)?;
         }
-        let switches = activations::apply(&mut *model, &vec![LayerPlan::KeepAll; layers])?;
+        let switches = Activations::install(&mut *model, &vec![LayerPlan::KeepAll; layers])?;
         let parameters: Vec<(String, Tensor)> =
             trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
         let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?;

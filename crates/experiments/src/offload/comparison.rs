@@ -11,7 +11,7 @@ use accounting::offload::Method as Paper;
 use anyhow::Context;
 use frugal::planning::MachineRates;
 use models::DecoderConfig;
-use offload::{HostAdamW, HostOptions, Options, StreamKind};
+use offload::{HostAdamW, HostOptions, OffloadConfig, StreamKind};
 use report::{Case, Metric};
 use runtime::device::pinned_bytes;
 use runtime::measure::Samples;
@@ -30,7 +30,7 @@ pub(crate) enum Placement {
     /// On the device, and nothing is computed again.
     Resident,
     /// As the options say.
-    Offloaded(Options),
+    Offloaded(OffloadConfig),
     /// On the host, which computes.
     Host,
 }

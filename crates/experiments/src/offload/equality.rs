@@ -6,7 +6,7 @@ use clap::Args;
 use models::DecoderConfig;
 use models::Llama;
 use models::module::{Context, Input, LanguageModel, parameters, trainable};
-use offload::{Method, Offload, Options};
+use offload::{Method, OffloadConfig};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::autograd::{backward, set_grad};
@@ -67,7 +67,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
     progress.step();
     for method in Method::ALL {
         progress.message(method.name());
-        let options = Options { device, method, ..Options::default() };
+        let options = OffloadConfig { device, method, ..OffloadConfig::default() };
         let found = logits(&all, Some(&options), common.seed, device)?;
         let case = Case::new().with("inference_layers", all.num_hidden_layers).with("method", method.name());
         let metrics = vec![
@@ -83,7 +83,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
     progress.step();
     for method in METHODS {
         progress.message(method.name());
-        let options = Options { device, method, ..Options::default() };
+        let options = OffloadConfig { device, method, ..OffloadConfig::default() };
         let left = train(&config, Some(&options), common.seed, arguments.steps, device)?;
         let case = Case::new().with("layers", layers).with("method", method.name());
         sink.put(EXPERIMENT, &case, reference.against(&left)?)?;
@@ -95,13 +95,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
 /// The logits of every token, on the host.
 fn logits(
     config: &DecoderConfig,
-    options: Option<&Options>,
+    options: Option<&OffloadConfig>,
     seed: u64,
     device: Device,
 ) -> anyhow::Result<Tensor> {
     runtime::random::seed(seed)?;
     let mut model = Llama::new(config, (Kind::Float, device))?;
-    let _offload = options.map(|options| Offload::apply(&mut model, options)).transpose()?;
+    let _offload = options.map(|options| options.install(&mut model)).transpose()?;
     let _no_grad = tch::no_grad_guard();
     let hidden = model.hidden(&Input::new(&tokens(config, device)?))?;
     Ok(model.head().logits(&hidden, &Context::default())?.f_to_device(Device::Cpu)?)
@@ -115,14 +115,14 @@ fn tokens(config: &DecoderConfig, device: Device) -> anyhow::Result<Tensor> {
 
 fn train(
     config: &DecoderConfig,
-    options: Option<&Options>,
+    options: Option<&OffloadConfig>,
     seed: u64,
     steps: u32,
     device: Device,
 ) -> anyhow::Result<Left> {
     runtime::random::seed(seed)?;
     let mut model = Llama::new(config, (Kind::Float, device))?;
-    let offload = options.map(|options| Offload::apply(&mut model, options)).transpose()?;
+    let offload = options.map(|options| options.install(&mut model)).transpose()?;
     let on_host = if offload.is_some() { OnHost::default() } else { OnHost::of(&model)? };
     let group = Group::new(on_host.stepped(&model), 1e-3);
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;

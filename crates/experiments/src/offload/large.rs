@@ -11,7 +11,7 @@ use anyhow::bail;
 use clap::Args;
 use frugal::planning::{self, MachineRates, PeakMeter};
 use models::DecoderConfig;
-use offload::{Method, Options, Tier};
+use offload::{Method, OffloadConfig, Tier};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
@@ -98,12 +98,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let few = DecoderConfig { num_hidden_layers: layers.min(calibration::LAYERS), ..config.clone() };
     let ring = calibration::RING.min(layers.unsigned_abs() as usize - 1).max(1);
     let folder = tempfile::tempdir_in(scratch.path())?;
-    let options = Options {
+    let options = OffloadConfig {
         device,
         method: Method::Overlap,
         ring,
         tier: Tier::File(folder.path().to_owned()),
-        ..Options::default()
+        ..OffloadConfig::default()
     };
     let subject = MeasuredModel::new(&few, (KIND, device), Some(&options), (tokens, common.seed))?;
     let Measured { inference, lora, .. } = Measured::of(subject, 2, common.seed, &mut |_| ())?;
@@ -120,13 +120,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     progress.message(&format!("writing {layers} layers into {}", scratch.path().display()));
     let limit = planning::enforce(device, allowed)?;
     let watch = PeakMeter::start(device)?;
-    let options = Options {
+    let options = OffloadConfig {
         device,
         method: Method::Overlap,
         ring: plan.ring().max(1),
         resident: plan.setup.resident.clone(),
         tier,
-        ..Options::default()
+        ..OffloadConfig::default()
     };
     let subject = MeasuredModel::new(&config, (KIND, device), Some(&options), (tokens, common.seed))?;
     let made = watch.finish()?;

@@ -6,7 +6,7 @@ use fused_ce::{Chunk, LinearCrossEntropy};
 use models::init::Init;
 use models::module::{Context, Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{Offload, Options};
+use offload::{Offload, OffloadConfig};
 use runtime::autograd::{backward, set_grad};
 use runtime::device;
 use runtime::random::Generator;
@@ -45,7 +45,7 @@ impl MeasuredModel {
     pub(crate) fn new(
         config: &DecoderConfig,
         (kind, device): (Kind, Device),
-        options: Option<&Options>,
+        options: Option<&OffloadConfig>,
         (tokens, seed): (i64, u64),
     ) -> anyhow::Result<Self> {
         runtime::random::seed(seed)?;
@@ -58,7 +58,7 @@ impl MeasuredModel {
             }
         };
         let chunk = Some(Chunk::Tokens(HEAD_TOKENS));
-        fused_ce::install(&mut model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
+        LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }.install(&mut model)?;
         let tokens = random_tokens(config.vocab_size, &[1, tokens], seed, device)?;
         Ok(Self { model, offload, tokens, device })
     }

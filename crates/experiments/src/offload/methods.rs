@@ -2,7 +2,7 @@
 
 use accounting::offload::Method as Paper;
 use clap::Args;
-use offload::{Method, Options, Tier};
+use offload::{Method, OffloadConfig, Tier};
 use report::cli::{CommonArgs, Scale};
 use report::{Metric, Sink};
 use runtime::device;
@@ -78,7 +78,8 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
             Method::Overlap => Paper::Overlap { ring },
             _ => Paper::OneAtATime,
         };
-        let options = Options { device, method, ring, tier: tier.clone(), pinned, ..Options::default() };
+        let options =
+            OffloadConfig { device, method, ring, tier: tier.clone(), pinned, ..OffloadConfig::default() };
         Variant {
             method: method.name(),
             tier: if *tier == Tier::Host { "host" } else { "file" },
@@ -92,7 +93,8 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
         }
     };
     let references = |reported: bool| {
-        let all = Options { device, resident: (0..layers as usize).collect(), ..Options::default() };
+        let all =
+            OffloadConfig { device, resident: (0..layers as usize).collect(), ..OffloadConfig::default() };
         let resident = |method, placement, recompute| Variant {
             method,
             tier: "device",

@@ -7,7 +7,7 @@ use clap::Args;
 use dataloading::{Tokenizer, embedded};
 use models::module::{Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{HostAdamW, HostOptions, Offload, Options};
+use offload::{HostAdamW, HostOptions, OffloadConfig};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::autograd::backward;
@@ -185,7 +185,8 @@ impl Training {
 
     fn on_host(&self, demand: &Demand) -> anyhow::Result<Trained> {
         let mut model = self.model()?;
-        let offload = Offload::apply(&mut model, &Options { device: self.device, ..Options::default() })?;
+        let offload =
+            OffloadConfig { device: self.device, ..OffloadConfig::default() }.install(&mut model)?;
         let host = HostOptions { overlap: true, ..HostOptions::default() };
         let mut optimizer = HostAdamW::new(&offload, Self::groups(&model), AdamW::default(), host)?;
         let (mut losses, mut seconds) = (Vec::new(), Vec::new());

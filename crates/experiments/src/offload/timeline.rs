@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
-use offload::{Method, Options, Span, StreamKind};
+use offload::{Method, OffloadConfig, Span, StreamKind};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
@@ -50,7 +50,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
     let mut progress = report::Progress::new(METHODS.len() as u64);
     for (name, method, ring) in METHODS {
         progress.message(name);
-        let options = Options { device, method, ring, ..Options::default() };
+        let options = OffloadConfig { device, method, ring, ..OffloadConfig::default() };
         let subject =
             MeasuredModel::new(&config, (Kind::Float, device), Some(&options), (tokens, common.seed))?;
         let offload = subject.offload.as_ref().context("the model is not offloaded")?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use accounting::offload::{Condition, Direction, least_tokens};
 use anyhow::Context;
 use clap::Args;
-use offload::{Method, Options, StreamKind, Tier};
+use offload::{Method, OffloadConfig, StreamKind, Tier};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
@@ -63,13 +63,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
     let config = shape.resized(layers, vocabulary, longest)?;
     let scratch = scratch(arguments.folder.as_deref())?;
     let tiers = [("host", Tier::Host), ("file", Tier::File(scratch.path().to_owned()))];
-    let make = |options: Option<&Options>| {
+    let make = |options: Option<&OffloadConfig>| {
         MeasuredModel::new(&config, (Kind::Float, device), options, (longest, common.seed))
     };
     let mut resident = make(None)?;
     let mut offloaded = Vec::new();
     for (name, tier) in tiers {
-        let options = Options { device, method: Method::Overlap, ring: RING, tier, ..Options::default() };
+        let options =
+            OffloadConfig { device, method: Method::Overlap, ring: RING, tier, ..OffloadConfig::default() };
         offloaded.push((name, make(Some(&options))?));
     }
     let flops =

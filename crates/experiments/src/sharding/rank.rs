@@ -15,7 +15,7 @@ use runtime::profile::{Trace, TraceOptions};
 use serde::{Deserialize, Serialize};
 use sharding::{FrozenWeights, Options, ShardedOptimizer, Shards, Stage};
 use tch::Device;
-use training::activations::{self, Activations, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::layer_source::LayerSource;
 use training::observer::Collect;
 use training::optimizer::{self, AdamW, DeviceOptimizer, Optimizer};
@@ -95,13 +95,14 @@ impl Training {
         let mut shards = None;
         let layers = usize::try_from(arguments.sizes.layers)?;
         if variant == RECOMPUTED {
-            handles.0 = Some(activations::apply(model.as_mut(), &vec![LayerPlan::RecomputeAll; layers])?);
+            handles.0 = Some(Activations::install(model.as_mut(), &vec![LayerPlan::RecomputeAll; layers])?);
         } else if stage(variant) == Some(Stage::Three) {
             let divided = Shards::new(group, FrozenWeights::default())?;
             let source: Option<Arc<dyn LayerSource>> = Some(Arc::new(divided.clone()));
             let keep = if is_recomputed(variant) { Vec::new() } else { (0..layers).collect() };
-            let options = offload::Options { source, ring: SLOTS, keep, ..offload::Options::default() };
-            handles.1 = Some(Offload::apply(model.as_mut(), &options)?);
+            let options =
+                offload::OffloadConfig { source, ring: SLOTS, keep, ..offload::OffloadConfig::default() };
+            handles.1 = Some(options.install(model.as_mut())?);
             shards = Some(divided);
         }
         let gathers = shards.as_ref().map(|shards| shards.gathers().clone());

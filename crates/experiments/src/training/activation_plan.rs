@@ -14,7 +14,7 @@ use runtime::device::synchronize;
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations::{Activations, LayerPlan, StepCost, StepPredictor, apply, every_kth};
+use training::activations::{Activations, LayerPlan, StepCost, StepPredictor, every_kth};
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ impl Stack {
         let config =
             Gpt2Config { vocabulary, max_sequence: length, hidden, heads, layers, dropout, attention };
         let mut model = Gpt2::new(&config, (Kind::Float, device))?;
-        let activations = apply(&mut model, &vec![LayerPlan::KeepAll; layers as usize])?;
+        let activations = Activations::install(&mut model, &vec![LayerPlan::KeepAll; layers as usize])?;
         let mut generator = Generator::new(seed)?;
         let mut draw = || -> Result<Tensor> {
             let range = (0.0, vocabulary as f64);

@@ -1,7 +1,7 @@
 //! `training growth`: how time and memory of a step grow with what it works on.
 
 use fused_ce::{Chunk, LinearCrossEntropy};
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use models::module::{Context, Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
 use report::cli::{CommonArgs, Scale};
@@ -118,15 +118,16 @@ fn step(sizes: &Sizes, plan: &MeasurementPlan, seed: u64) -> anyhow::Result<(mea
     let device = plan.device;
     let mut model = Llama::new(&config, (Kind::Float, device))?;
     let chunk = Some(Chunk::Budget(CHUNK));
-    fused_ce::install(&mut model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
+    LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }.install(&mut model)?;
     let lora = LoraConfig {
         r: 8,
         target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+        seed,
         ..LoraConfig::default()
     };
-    let mut all = Adapters::install(&mut model, &lora, seed)?;
+    let mut all = lora.install(&mut model)?;
     for adapter in 1..adapters {
-        all.add(&mut model, &format!("adapter{adapter}"), &lora, seed)?;
+        all.add(&mut model, &format!("adapter{adapter}"), &lora)?;
     }
     let names = all.names();
     all.set_active(&names.iter().map(String::as_str).collect::<Vec<_>>())?;

@@ -85,7 +85,7 @@ fn one(
     };
     let mut model = Llama::new(&config, (kind, device))?;
     if let Variant::Recomputed = variant {
-        swiglu_ckpt::install(&mut model, CheckpointLevel::SaveGateUp)?;
+        CheckpointLevel::SaveGateUp.install(&mut model)?;
     }
     let row = Tensor::f_randint(VOCABULARY, [1, tokens], (Kind::Int64, device))?;
     let upstream = Tensor::f_randn([1, tokens, hidden], (kind, device))?;

@@ -115,7 +115,7 @@ impl Setup {
         let kind = (Kind::Float, device);
         let (hidden, mut model) = (config.hidden_dim, Gpt2Like::new(&config, kind)?);
         if techniques.fused_loss {
-            fused_ce::install(&mut model, &LinearCrossEntropy::default())?;
+            LinearCrossEntropy::default().install(&mut model)?;
         }
         map_modules(&mut model, &mut Heads(on))?;
         let model: Box<dyn LanguageModel> = if has(Inefficiency::UnusedProjection) {

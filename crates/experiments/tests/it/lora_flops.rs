@@ -4,14 +4,14 @@ use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::lora::{self as predicted, LowRank};
 use accounting::model::{Decoder, Family, Shape};
 use accounting::recompute::Recompute;
-use fused_ce::{LinearCrossEntropy, install};
-use lora::{Adapters, LoraConfig, Names};
+use fused_ce::LinearCrossEntropy;
+use lora::{LoraConfig, Names};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel};
 use models::{DecoderConfig, Llama};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 
 const SHAPE: Shape = Shape {
     family: Family::Llama,
@@ -43,10 +43,10 @@ fn a_step_has_exactly_the_predicted_flops() {
             let targets = names.split(',').map(|name| format!("{name}_proj")).collect();
             let adapted =
                 LoraConfig { r: 4, target_modules: Some(Names::List(targets)), ..LoraConfig::default() };
-            let _adapters = Adapters::install(&mut model, &adapted, 1).unwrap();
-            install(&mut model, &LinearCrossEntropy::default()).unwrap();
+            let _adapters = LoraConfig { seed: 1, ..adapted.clone() }.install(&mut model).unwrap();
+            LinearCrossEntropy::default().install(&mut model).unwrap();
             let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
-            let _plan = activations::apply(&mut model, &[plan; 3]).unwrap();
+            let _plan = Activations::install(&mut model, &[plan; 3]).unwrap();
 
             let options = (Kind::Double, Device::Cpu);
             let drawn = Generator::new(2).unwrap().uniform(&[batch, sequence], (0.0, 90.0), options).unwrap();

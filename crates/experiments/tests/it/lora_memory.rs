@@ -9,14 +9,14 @@ use accounting::memory::optimizer::StepKernel;
 use accounting::memory::recipe::Recipe;
 use accounting::model::{Decoder, Family, Shape};
 use accounting::recompute::{NormKernel, Recompute};
-use fused_ce::{Chunk, LinearCrossEntropy, install};
-use lora::{Adapters, LoraConfig};
+use fused_ce::{Chunk, LinearCrossEntropy};
+use lora::LoraConfig;
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 /// Qwen2.5-0.5B's proportions, a quarter as wide, of few layers and words.
@@ -69,11 +69,11 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
         target_modules: Some(lora::Names::List(names)),
         ..LoraConfig::default()
     };
-    let _adapters = Adapters::install(&mut model, &config, 1).unwrap();
+    let _adapters = LoraConfig { seed: 1, ..config.clone() }.install(&mut model).unwrap();
     let loss = LinearCrossEntropy { chunk: Some(Chunk::Tokens(CHUNK)), ..LinearCrossEntropy::default() };
-    install(&mut model, &loss).unwrap();
+    loss.install(&mut model).unwrap();
     let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
-    let _plan = activations::apply(&mut model, &vec![plan; SHAPE.layers as usize]).unwrap();
+    let _plan = Activations::install(&mut model, &vec![plan; SHAPE.layers as usize]).unwrap();
     let mut optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-4)]).unwrap();
 

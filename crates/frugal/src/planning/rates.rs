@@ -10,7 +10,7 @@ use accounting::offload::Rates;
 use models::DecoderConfig;
 use models::init::Init;
 use models::module::{Input, LanguageModel};
-use offload::{Method, Offload, Options, Tier, load_rate};
+use offload::{Method, Offload, OffloadConfig, Tier, load_rate};
 use runtime::collectives::{Division, Group, GroupOptions, Launch, Store};
 use runtime::device;
 use runtime::file_memory;
@@ -82,7 +82,8 @@ fn rate(measurement: &Measurement) -> Result<f64> {
 /// As [`MachineRates::measure`].
 pub fn layer_load_rate(device: Device, tier: &Tier) -> Result<f64> {
     let config = DecoderConfig::llama(64, 1024, 1365, 2, 8);
-    let options = Options { device, method: Method::OneLayer, tier: tier.clone(), ..Options::default() };
+    let options =
+        OffloadConfig { device, method: Method::OneLayer, tier: tier.clone(), ..OffloadConfig::default() };
     let (model, offload) = Offload::assemble(&config, Init::Constant(0.01), Kind::Float, &options)?;
     let tokens = Tensor::from_slice(&[1i64]).view([1, 1]).to_device(device);
     let _no_grad = tch::no_grad_guard();

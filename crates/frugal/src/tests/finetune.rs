@@ -1,7 +1,7 @@
 //! Adapters, values and flags of a fine-tuning that cannot be.
 
 use expect_test::expect;
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use models::hugging_face::Folder;
 use tch::Device;
 
@@ -155,7 +155,7 @@ fn an_adapter_of_another_base_is_told() {
     let mut model = Folder::open(&tiny.path("model")).unwrap().load(None, Device::Cpu).unwrap();
     let targets = Some(["q_proj", "k_proj", "v_proj", "o_proj"].into());
     let config = LoraConfig { target_modules: targets, ..LoraConfig::default() };
-    let adapters = Adapters::install(&mut model, &config, 3).unwrap();
+    let adapters = LoraConfig { seed: 3, ..config.clone() }.install(&mut model).unwrap();
     adapters.save(&tiny.path("out")).unwrap();
     tiny.write_model("wide", 32, 1);
     refused(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use amp::Autocast;
 use models::module::{Input, LanguageModel, parameters, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{Method, Offload, Options};
+use offload::{Method, OffloadConfig};
 use runtime::autograd::backward;
 use sharding::{FrozenWeights, Shards};
 use tch::{Device, Kind, Tensor};
@@ -27,17 +27,23 @@ fn tokens(number: i64) -> Tensor {
 }
 
 /// Every way to run layers whose weights are elsewhere.
-fn ways() -> Vec<(String, Options)> {
+fn ways() -> Vec<(String, OffloadConfig)> {
     let methods = [Method::Checkpointing, Method::Function, Method::Overlap];
-    let mut ways: Vec<(String, Options)> = methods
-        .map(|method| (method.name().to_owned(), Options { method, ..Options::default() }))
+    let mut ways: Vec<(String, OffloadConfig)> = methods
+        .map(|method| (method.name().to_owned(), OffloadConfig { method, ..OffloadConfig::default() }))
         .into_iter()
         .collect();
     let keep = (0..LAYERS).collect();
-    ways.push(("kept activations".to_owned(), Options { keep, ..Options::default() }));
-    ways.push(("a resident layer".to_owned(), Options { resident: vec![1], ..Options::default() }));
+    ways.push(("kept activations".to_owned(), OffloadConfig { keep, ..OffloadConfig::default() }));
+    ways.push((
+        "a resident layer".to_owned(),
+        OffloadConfig { resident: vec![1], ..OffloadConfig::default() },
+    ));
     let shards = Shards::new(&runtime::collectives::Group::alone(), FrozenWeights::Sharded).unwrap();
-    ways.push(("stage 3".to_owned(), Options { source: Some(Arc::new(shards)), ..Options::default() }));
+    ways.push((
+        "stage 3".to_owned(),
+        OffloadConfig { source: Some(Arc::new(shards)), ..OffloadConfig::default() },
+    ));
     ways
 }
 
@@ -51,7 +57,7 @@ fn casts_are_bounded_by_the_model_over_micro_batches() {
             // Without an optimizer nobody takes the gradients of shards.
             models::module::freeze(&model, r"layers\..*", true).unwrap();
         }
-        let _offload = Offload::apply(&mut model, &options).unwrap();
+        let _offload = options.install(&mut model).unwrap();
         let autocast = Autocast::new(Kind::BFloat16).unwrap();
         let _scope = autocast.enter();
         for number in 0..4 {
@@ -66,11 +72,12 @@ fn casts_are_bounded_by_the_model_over_micro_batches() {
 
 #[test]
 fn casts_are_bounded_by_the_model_over_forwards() {
-    let one_layer = ("one layer".to_owned(), Options { method: Method::OneLayer, ..Options::default() });
+    let one_layer =
+        ("one layer".to_owned(), OffloadConfig { method: Method::OneLayer, ..OffloadConfig::default() });
     for (name, options) in ways().into_iter().chain([one_layer]) {
         let mut model = model();
         let most = bound(&model);
-        let _offload = Offload::apply(&mut model, &options).unwrap();
+        let _offload = options.install(&mut model).unwrap();
         let autocast = Autocast::new(Kind::BFloat16).unwrap();
         let (_scope, _no_grad) = (autocast.enter(), tch::no_grad_guard());
         for number in 0..4 {

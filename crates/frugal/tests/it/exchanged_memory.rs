@@ -1,4 +1,4 @@
-//! Who exchanges or writes a tensor's memory before, after and on both sides of `Offload::apply`, and what is computed then: the bits of
+//! Who exchanges or writes a tensor's memory before, after and on both sides of `OffloadConfig::install`, and what is computed then: the bits of
 //! the model without offload, or an error that names the tensor. Never another result.
 
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use lora::{Adapters, BiasTraining, Disabled, LoraConfig};
 use models::module::{Input, LanguageModel, freeze, parameters, tensors, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{HostAdamW, HostOptions, Method, Offload, Options, Tier};
+use offload::{HostAdamW, HostOptions, Method, Offload, OffloadConfig, Tier};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -67,7 +67,7 @@ enum Either {
 
 struct World {
     model: Llama,
-    options: Options,
+    options: OffloadConfig,
     host_adam_w: bool,
     offload: Option<Offload>,
     adapters: Option<Adapters>,
@@ -95,7 +95,7 @@ fn config(extra: Extra) -> LoraConfig {
 const WEIGHT: &str = "layers.1.mlp.gate_proj.weight";
 
 impl World {
-    fn new(options: Options, host_adam_w: bool) -> Self {
+    fn new(options: OffloadConfig, host_adam_w: bool) -> Self {
         runtime::random::seed(1).unwrap();
         let config = DecoderConfig { num_key_value_heads: 1, ..DecoderConfig::qwen2(40, 16, 24, 3, 2) };
         Self {
@@ -184,16 +184,16 @@ impl World {
             offload.synchronize()?;
         }
         match what {
-            Do::Apply => self.offload = Some(Offload::apply(&mut self.model, &self.options)?),
+            Do::Apply => self.offload = Some(self.options.install(&mut self.model)?),
             Do::Freeze => {
                 freeze(&self.model, ".*", true)?;
             }
             Do::Install(extra) => {
-                self.adapters = Some(Adapters::install(&mut self.model, &config(extra), 3)?);
+                self.adapters = Some(LoraConfig { seed: 3, ..config(extra) }.install(&mut self.model)?);
             }
             Do::AddAnother => {
                 let adapters = self.adapters.as_mut().unwrap();
-                adapters.add(&mut self.model, "other", &config(Extra::Nothing), 4)?;
+                adapters.add(&mut self.model, "other", &LoraConfig { seed: 4, ..config(Extra::Nothing) })?;
                 adapters.set_active(&["other"])?;
             }
             Do::Perturb => self.perturb(),
@@ -277,7 +277,7 @@ const METHODS: [Method; 4] = Method::ALL;
 /// Runs the scenario without offload, and with it applied before each of its operations and after the last, by every method and tier.
 /// What is refused is returned: for each, where it was and the words.
 fn cross(scenario: &[Do]) -> Vec<String> {
-    let mut reference = World::new(Options::default(), false);
+    let mut reference = World::new(OffloadConfig::default(), false);
     let expected = reference.all(scenario);
     let records = scenario.iter().any(|what| matches!(what, Do::Step | Do::Forward));
     let optimizes = scenario.contains(&Do::Optimizer);
@@ -292,7 +292,7 @@ fn cross(scenario: &[Do]) -> Vec<String> {
             let host_adam_w = optimizes && turn / 2 % 2 == 0;
             let mut with = scenario.to_vec();
             with.insert(position, Do::Apply);
-            let options = Options { method, tier: tier.clone(), ring: 2, ..Options::default() };
+            let options = OffloadConfig { method, tier: tier.clone(), ring: 2, ..OffloadConfig::default() };
             let mut world = World::new(options, host_adam_w);
             let found = world.all(&with);
             let in_files = if tier == Tier::Host { "host" } else { "files" };

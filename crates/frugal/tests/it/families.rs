@@ -6,15 +6,15 @@ use std::path::PathBuf;
 
 use frugal::models;
 use fused_ce::LinearCrossEntropy;
-use lora::{Adapters, LoraConfig, Names};
+use lora::{LoraConfig, Names};
 use models::hugging_face::Folder;
 use models::module::{Context, Input, LanguageModel, parameters};
 use models::{Documents, Llama};
-use offload::{Method, Offload, Options};
+use offload::{Method, OffloadConfig};
 use runtime::autograd::{backward, set_grad};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 
 const FAMILIES: [&str; 11] = [
     "llama",
@@ -86,13 +86,13 @@ fn activation_plans_and_offloading_give_the_same_bits() {
         for plan in LayerPlan::ALL {
             let mut model = load(name);
             let layers = model.decoder_config().num_hidden_layers as usize;
-            activations::apply(&mut model, &vec![plan; layers]).unwrap();
+            Activations::install(&mut model, &vec![plan; layers]).unwrap();
             check(&format!("{name}, {plan:?}"), &step(&model), &expected, None);
         }
         // The first method is for inference only.
         for method in Method::ALL.into_iter().filter(|&method| method != Method::OneLayer) {
             let mut model = load(name);
-            Offload::apply(&mut model, &Options { method, ..Options::default() }).unwrap();
+            OffloadConfig { method, ..OffloadConfig::default() }.install(&mut model).unwrap();
             check(&format!("{name}, {method:?}"), &step(&model), &expected, None);
         }
     }
@@ -102,7 +102,7 @@ fn activation_plans_and_offloading_give_the_same_bits() {
 fn the_fused_loss_has_the_scale_and_the_cap_of_the_logits() {
     for name in FAMILIES {
         let (plain, mut model) = (load(name), load(name));
-        fused_ce::install(&mut model, &LinearCrossEntropy::default()).unwrap();
+        LinearCrossEntropy::default().install(&mut model).unwrap();
         check(name, &step(&model), &step(&plain), Some(1e-5));
         let hidden = Tensor::randn([1, 3, plain.decoder_config().hidden_size], (Kind::Float, Device::Cpu));
         let logits = |model: &Llama| model.head().logits(&hidden, &Context::default()).unwrap();
@@ -110,7 +110,7 @@ fn the_fused_loss_has_the_scale_and_the_cap_of_the_logits() {
         assert!(distance <= 1e-6, "{name}: {distance}");
     }
     let cap = LinearCrossEntropy { softcap: Some(50.0), ..LinearCrossEntropy::default() };
-    let error = fused_ce::install(&mut load("gemma2"), &cap).unwrap_err().to_string();
+    let error = cap.install(&mut load("gemma2")).unwrap_err().to_string();
     assert_eq!(
         error,
         "linear cross-entropy: softcap is 50, and the model limits its logits to 5; leave the option out"
@@ -122,7 +122,7 @@ fn recomputed_mlps_equal_the_plain_ones_or_are_refused() {
     for name in FAMILIES {
         let (plain, mut model) = (load(name), load(name));
         let biased = plain.decoder_config().mlp_bias;
-        match swiglu_ckpt::install(&mut model, CheckpointLevel::InputOnly) {
+        match CheckpointLevel::InputOnly.install(&mut model) {
             Ok(_) => check(name, &step(&model), &step(&plain), Some(1e-5)),
             Err(error) if name.starts_with("gemma") => {
                 assert!(error.to_string().contains("has a GELU as its gate"), "{error}");
@@ -142,13 +142,13 @@ fn adapters_train_under_every_plan() {
         };
         let adapted = || {
             let mut model = load(name);
-            Adapters::install(&mut model, &all, 3).unwrap();
+            LoraConfig { seed: 3, ..all.clone() }.install(&mut model).unwrap();
             model
         };
         let expected = step(&adapted());
         let mut model = adapted();
         let layers = model.decoder_config().num_hidden_layers as usize;
-        activations::apply(&mut model, &vec![LayerPlan::RecomputeAll; layers]).unwrap();
+        Activations::install(&mut model, &vec![LayerPlan::RecomputeAll; layers]).unwrap();
         check(name, &step(&model), &expected, None);
     }
 }

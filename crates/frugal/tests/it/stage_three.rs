@@ -7,7 +7,7 @@ use models::module::{
     self, Block, Context, Module, ModuleMapper, Visitor, VisitorMut, freeze, map_modules, replace, trainable,
 };
 use models::{DecoderConfig, Llama};
-use offload::{Offload, Options as OffloadOptions};
+use offload::{Offload, OffloadConfig};
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::collectives::Group as Ranks;
 use sharding::{FrozenWeights, Options, ShardedOptimizer, Shards, Stage};
@@ -40,8 +40,8 @@ fn model() -> Llama {
 fn divide(model: &mut Llama) -> (Offload, Shards, Ranks) {
     let ranks = Ranks::alone();
     let shards = Shards::new(&ranks, FrozenWeights::Sharded).unwrap();
-    let options = OffloadOptions { source: Some(Arc::new(shards.clone())), ..OffloadOptions::default() };
-    (Offload::apply(model, &options).unwrap(), shards, ranks)
+    let options = OffloadConfig { source: Some(Arc::new(shards.clone())), ..OffloadConfig::default() };
+    (options.install(model).unwrap(), shards, ranks)
 }
 
 fn optimizer(model: &Llama, shards: Shards, ranks: &Ranks) -> training::Result<ShardedOptimizer> {

@@ -1,7 +1,7 @@
 //! The head in a model.
 
 use expect_test::expect;
-use fused_ce::{Chunk, LinearCrossEntropy, install};
+use fused_ce::{Chunk, LinearCrossEntropy};
 use models::module::{
     Context, Input, LanguageModel, LossHead, LossOutput, Module, Visitor, VisitorMut, parameters,
 };
@@ -54,7 +54,7 @@ fn pair(make: fn() -> Box<dyn LanguageModel>, seed: u64) -> [Box<dyn LanguageMod
         .collect();
     load_state_dict(&*plain, &drawn, "drawn").unwrap();
     let options = LinearCrossEntropy { chunk: Some(Chunk::Tokens(7)), ..LinearCrossEntropy::default() };
-    install(&mut *ours, &options).unwrap();
+    options.install(&mut *ours).unwrap();
     // Each loads the state of the other.
     load_state_dict(&*ours, &state_dict(&*plain), "the plain model").unwrap();
     load_state_dict(&*plain, &state_dict(&*ours), "the model with the other head").unwrap();
@@ -197,16 +197,16 @@ fn a_head_that_is_not_a_projection_is_refused_and_kept() {
     let options = LinearCrossEntropy::default();
     let centres = Tensor::zeros([5, 4], F32);
     let mut model = Model { head: Some(Box::new(Strange { centres })) };
-    expect![[r#"linear cross-entropy cannot replace the head `lm_head` with the tensors ["centres"]; expected `weight` [vocabulary, hidden], with or without `bias`"#]].assert_eq(&install(&mut model, &options).unwrap_err().to_string());
+    expect![[r#"linear cross-entropy cannot replace the head `lm_head` with the tensors ["centres"]; expected `weight` [vocabulary, hidden], with or without `bias`"#]].assert_eq(&options.install(&mut model).unwrap_err().to_string());
     assert!(format!("{:?}", model.head).contains("Strange"));
     let mut model = Model { head: None };
     expect!["linear cross-entropy: the model has no loss head to replace; pass a language model"]
-        .assert_eq(&install(&mut model, &options).unwrap_err().to_string());
+        .assert_eq(&options.install(&mut model).unwrap_err().to_string());
     let mut model = gpt2();
     let bad = LinearCrossEntropy { label_smoothing: 2.0, ..options.clone() };
     expect!["linear cross-entropy: label_smoothing is 2; expected a number in [0, 1]"]
-        .assert_eq(&install(&mut *model, &bad).unwrap_err().to_string());
+        .assert_eq(&bad.install(&mut *model).unwrap_err().to_string());
     // Installing twice is the same as once.
-    install(&mut *model, &options).unwrap();
-    install(&mut *model, &options).unwrap();
+    options.install(&mut *model).unwrap();
+    options.install(&mut *model).unwrap();
 }

@@ -22,11 +22,11 @@ pub const PREFIX: &str = "base_model.model.";
 pub type LazyTensors<'a> = dyn Fn(String, &Tensor) -> LazyTensor<'a> + 'a;
 
 impl Adapters {
-    /// Installs ([`Adapters::install`]) the adapter in `folder`, written by PEFT or [`Adapters::save`]. It is active and can be
+    /// Installs ([`LoraConfig::install`]) the adapter in `folder`, written by PEFT or [`Adapters::save`]. It is active and can be
     /// trained.
     ///
     /// # Errors
-    /// Those of [`LoraConfig::read`] and [`Adapters::install`]; a missing, truncated or invalid tensors file;
+    /// Those of [`LoraConfig::read`] and [`LoraConfig::install`]; a missing, truncated or invalid tensors file;
     /// [`Error::Adapter`] for an adapter of another base. Then nothing is changed.
     pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
         let survey = Survey::of(model)?;
@@ -35,7 +35,7 @@ impl Adapters {
             let read = fitting(folder, &AdapterPlan::new(&survey, &config)?)?;
             Ok::<_, Error>((config, read))
         })?;
-        let mut adapters = Self::install(model, &config, 0)?;
+        let mut adapters = config.install(model)?;
         adapters.fill(DEFAULT, read)?;
         Ok(adapters)
     }
@@ -51,7 +51,7 @@ impl Adapters {
             let read = fitting(folder, &plan)?;
             Ok::<_, Error>((config, plan, read))
         })?;
-        self.place(model, name, &config, plan, 0)?;
+        self.place(model, name, &config, plan)?;
         self.fill(name, read)
     }
 

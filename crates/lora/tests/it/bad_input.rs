@@ -21,7 +21,7 @@ fn attention() -> LoraConfig {
 fn check(config: &LoraConfig, expected: Expect) {
     let mut model = model(1, 16);
     let count = parameter_count(&model);
-    let error = Adapters::install(&mut model, config, 0).unwrap_err();
+    let error = config.install(&mut model).unwrap_err();
     expected.assert_eq(&error.to_string());
     assert_eq!(parameter_count(&model), count, "nothing is frozen, nothing added");
 }
@@ -123,15 +123,15 @@ fn an_invalid_layer_is_refused() {
 #[test]
 fn missing_and_duplicate_adapters_are_refused() {
     let mut model = model(1, 16);
-    let mut adapters = Adapters::install(&mut model, &attention(), 0).unwrap();
+    let mut adapters = attention().install(&mut model).unwrap();
     let error = adapters.set_active(&["math"]).unwrap_err();
     expect!["there is no adapter `math`; expected one of: `default`"].assert_eq(&error.to_string());
     for name in ["default", "a.b", ""] {
-        assert!(adapters.add(&mut model, name, &attention(), 0).is_err(), "{name}");
+        assert!(adapters.add(&mut model, name, &attention()).is_err(), "{name}");
     }
-    let error = Adapters::install(&mut model, &attention(), 0).unwrap_err();
+    let error = attention().install(&mut model).unwrap_err();
     expect!["`model.layers.0.self_attn.q_proj` is no plain projection: it has tensors beside its weight and bias, perhaps of adapters that were installed before; add to those with `Adapters::add`, or unload them first"].assert_eq(&error.to_string());
-    adapters.add(&mut model, "dora", &LoraConfig { use_dora: true, ..attention() }, 0).unwrap();
+    adapters.add(&mut model, "dora", &LoraConfig { use_dora: true, ..attention() }).unwrap();
     let error = adapters.set_active(&["default", "dora"]).unwrap_err();
     expect!["a DoRA adapter computes alone: it learns the length of the base's rows with its own change; activate one at a time, or merge one and unload it first"].assert_eq(&error.to_string());
     adapters.merge().unwrap();
@@ -141,7 +141,7 @@ fn missing_and_duplicate_adapters_are_refused() {
 }
 
 fn saved(folder: &Path) {
-    Adapters::install(&mut model(2, 16), &attention(), 0).unwrap().save(folder).unwrap();
+    attention().install(&mut model(2, 16)).unwrap().save(folder).unwrap();
 }
 
 fn loaded(folder: &Path, mut model: Llama) -> String {

@@ -60,7 +60,7 @@ fn adapter_weights() {
     let folder = scratch();
     let mut base = model();
     let config = LoraConfig { r: 2, target_modules: Some(["q_proj"].into()), ..LoraConfig::default() };
-    Adapters::install(&mut base, &config, 3).unwrap().save(folder.path()).unwrap();
+    LoraConfig { seed: 3, ..config.clone() }.install(&mut base).unwrap().save(folder.path()).unwrap();
     let path = folder.path().join(TENSORS_FILE);
     let good = fs::read(&path).unwrap();
     let mut model = model();

@@ -82,7 +82,7 @@ fn every_adapter_state_is_correct_and_the_base_is_restored_bit_for_bit() {
             let mut model = model_of(tied, Kind::Float);
             let (before, base) = (values(&model), logits(&model));
             let count = parameter_count(&model).total;
-            let mut adapters = Adapters::install(&mut model, variant, 7).unwrap();
+            let mut adapters = LoraConfig { seed: 7, ..variant.clone() }.install(&mut model).unwrap();
             assert!(apart(&logits(&model), &base) < 1e-4, "{what}: a new adapter changes nothing");
 
             perturb(&adapters, "default", 8);
@@ -102,7 +102,7 @@ fn every_adapter_state_is_correct_and_the_base_is_restored_bit_for_bit() {
             assert_eq!(logits(&model), adapted, "{what}: the guard is gone");
 
             // A second one, switched to and back.
-            adapters.add(&mut model, "other", variant, 9).unwrap();
+            adapters.add(&mut model, "other", &LoraConfig { seed: 9, ..variant.clone() }).unwrap();
             assert_eq!(logits(&model), adapted, "{what}: an adapter that was added rests");
             adapters.set_active(&["other"]).unwrap();
             assert!(apart(&logits(&model), &base) < 1e-4, "{what}: the other is new");
@@ -162,7 +162,7 @@ fn a_merged_model_is_plain_and_untied_weights_are_reported() {
         let names: Vec<String> = values(&model).into_iter().map(|(name, _)| name).collect();
         let before = model_of(tied, Kind::Float);
         let before = &values(&before)[0].1;
-        let adapters = Adapters::install(&mut model, &variant, 7).unwrap();
+        let adapters = LoraConfig { seed: 7, ..variant.clone() }.install(&mut model).unwrap();
         perturb(&adapters, "default", 8);
         let adapted = logits(&model);
         let left = adapters.merge_and_unload(&mut model).unwrap();
@@ -187,8 +187,8 @@ fn several_adapters_sum_and_a_low_precision_base_is_restored() {
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
         let mut model = model_of(false, kind);
         let before = values(&model);
-        let mut adapters = Adapters::install(&mut model, &config(), 7).unwrap();
-        adapters.add(&mut model, "other", &LoraConfig { r: 2, ..config() }, 9).unwrap();
+        let mut adapters = LoraConfig { seed: 7, ..config() }.install(&mut model).unwrap();
+        adapters.add(&mut model, "other", &LoraConfig { r: 2, seed: 9, ..config() }).unwrap();
         perturb(&adapters, "default", 8);
         perturb(&adapters, "other", 10);
         let each = ["default", "other"].map(|name| {
@@ -214,7 +214,7 @@ fn several_adapters_sum_and_a_low_precision_base_is_restored() {
 #[test]
 fn a_merge_that_is_not_finite_changes_nothing() {
     let mut model = model_of(false, Kind::Float);
-    let adapters = Adapters::install(&mut model, &config(), 7).unwrap();
+    let adapters = LoraConfig { seed: 7, ..config() }.install(&mut model).unwrap();
     perturb(&adapters, "default", 8);
     let adapted = logits(&model);
     let broken =
@@ -234,7 +234,7 @@ fn a_merge_that_is_not_finite_changes_nothing() {
 #[test]
 fn a_graph_from_before_a_merge_is_refused() {
     let mut model = model_of(false, Kind::Float);
-    let adapters = Adapters::install(&mut model, &config(), 7).unwrap();
+    let adapters = LoraConfig { seed: 7, ..config() }.install(&mut model).unwrap();
     let tokens = Tensor::from_slice(&[3i64, 1, 4]).view([1, 3]);
     let loss = model.logits(&Input::new(&tokens)).unwrap().sum(Kind::Float);
     adapters.merge().unwrap();
@@ -246,9 +246,9 @@ fn a_graph_from_before_a_merge_is_refused() {
 fn adapters_load_from_their_folders_under_any_name() {
     let folder = tempfile::tempdir().unwrap();
     let mut model = model_of(false, Kind::Float);
-    let mut adapters = Adapters::install(&mut model, &config(), 7).unwrap();
+    let mut adapters = LoraConfig { seed: 7, ..config() }.install(&mut model).unwrap();
     let other = LoraConfig { use_dora: true, bias: BiasTraining::LoraOnly, ..config() };
-    adapters.add(&mut model, "other", &other, 9).unwrap();
+    adapters.add(&mut model, "other", &LoraConfig { seed: 9, ..other.clone() }).unwrap();
     perturb(&adapters, "default", 8);
     perturb(&adapters, "other", 10);
     let of_default = logits(&model);
@@ -270,7 +270,7 @@ fn adapters_load_from_their_folders_under_any_name() {
 fn fully_trained_tensors_are_used_by_the_model_wherever_their_memory_is() {
     let mut model = model_of(false, Kind::Float);
     let config = LoraConfig { bias: BiasTraining::All, ..config() };
-    let adapters = Adapters::install(&mut model, &config, 7).unwrap();
+    let adapters = LoraConfig { seed: 7, ..config.clone() }.install(&mut model).unwrap();
     let of_model = || {
         let (_, bias) =
             trainable(&model).into_iter().find(|(name, _)| name == "layers.0.self_attn.q_proj.bias").unwrap();

@@ -184,7 +184,7 @@ fn adapters_of_a_model_are_saved_disabled_and_unloaded_and_a_merge_is_refused() 
         target_modules: Some(["q_proj", "v_proj", "up_proj", "down_proj"].into()),
         ..LoraConfig::default()
     };
-    let adapters = Adapters::install(&mut model, &lora, 7).unwrap();
+    let adapters = LoraConfig { seed: 7, ..lora.clone() }.install(&mut model).unwrap();
     let adapted = logits(&model);
     assert_ne!(adapted, base);
     {

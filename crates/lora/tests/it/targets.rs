@@ -1,6 +1,6 @@
 //! The projections that a configuration selects, their number of parameters, and their initial values.
 
-use lora::{Adapters, Layers, LoraConfig, LoraLinear, Names, Options};
+use lora::{Layers, LoraConfig, LoraLinear, Names, Options};
 use models::module::{parameter_count, parameters};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Linear, Llama};
 use runtime::random::Generator;
@@ -45,7 +45,7 @@ fn patterns_may_look_around_and_refer_back() {
         let config = LoraConfig { target_modules: Some(Names::Pattern(pattern.to_owned())), ..attention() };
         config.check_matches(&base).unwrap();
         let mut model = Llama::new(&base, (Kind::Float, Device::Cpu)).unwrap();
-        let adapters = Adapters::install(&mut model, &config, 0).unwrap();
+        let adapters = config.install(&mut model).unwrap();
         assert_eq!(adapters.targets().len(), count, "{pattern}");
     }
 }
@@ -66,7 +66,7 @@ fn installed_adapters_match_accounting() {
     ] {
         let mut model = Llama::new(&base, (Kind::Float, Device::Cpu)).unwrap();
         let of_base = parameter_count(&model).total;
-        let adapters = Adapters::install(&mut model, &config, 0).unwrap();
+        let adapters = config.install(&mut model).unwrap();
         let count = parameter_count(&model);
         assert_eq!(count.total, of_base + count.trainable);
         assert_eq!(count.trainable, config.trainable_parameters(&base).unwrap(), "{config:?}");
@@ -150,7 +150,7 @@ fn names_match_as_in_peft() {
     ];
     for (config, expected) in cases {
         let mut model = Llama::new(&qwen(16, 40, 3, 4, 2, 61), (Kind::Float, Device::Cpu)).unwrap();
-        let adapters = Adapters::install(&mut model, &config, 0).unwrap();
+        let adapters = config.install(&mut model).unwrap();
         assert_eq!(adapters.targets(), expected, "{config:?}");
     }
 }
@@ -167,7 +167,7 @@ fn models_of_other_families_use_their_own_names() {
     };
     let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let adapted = LoraConfig { target_modules: Some(["c_attn"].into()), ..LoraConfig::default() };
-    let adapters = Adapters::install(&mut model, &adapted, 0).unwrap();
+    let adapters = adapted.install(&mut model).unwrap();
     assert_eq!(adapters.targets(), ["h.0.attn.c_attn", "h.1.attn.c_attn"]);
 }
 

@@ -76,4 +76,9 @@ impl<'a> Input<'a> {
     pub fn new(tokens: &'a Tensor) -> Self {
         Self { tokens, positions: None, context: Context::default() }
     }
+
+    /// Creates an input of rows with one document each, for training.
+    pub fn training(tokens: &'a Tensor) -> Self {
+        Self { context: Context { training: true, ..Context::default() }, ..Self::new(tokens) }
+    }
 }

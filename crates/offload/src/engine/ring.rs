@@ -344,11 +344,11 @@ mod tests {
     use tch::kind;
 
     use super::*;
-    use crate::options::Options;
+    use crate::options::OffloadConfig;
 
     #[test]
     fn a_lease_that_ends_after_its_ring_leaves_the_next_ring_alone() {
-        let engine = Engine::new(Options { ring: 1, ..Options::default() }).unwrap();
+        let engine = Engine::new(OffloadConfig { ring: 1, ..OffloadConfig::default() }).unwrap();
         for number in 0..2 {
             let weight = Tensor::ones([4], kind::FLOAT_CPU);
             let named = [("weight".to_owned(), weight, Role::Parameter)];

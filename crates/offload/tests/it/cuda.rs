@@ -2,7 +2,7 @@
 
 use models::module::{Input, LanguageModel, parameters};
 use models::{DecoderConfig, Llama};
-use offload::{Offload, Options};
+use offload::OffloadConfig;
 use runtime::device::{self, Stream};
 use tch::{Device, Kind, Tensor};
 
@@ -53,7 +53,8 @@ fn weights_written_after_synchronize_do_not_reach_the_pass_before_it() {
         scale_layers(&model, 0.5);
         assert_ne!(before, after);
 
-        let offload = Offload::apply(&mut model, &Options { device, ring: 3, ..Options::default() }).unwrap();
+        let offload =
+            OffloadConfig { device, ring: 3, ..OffloadConfig::default() }.install(&mut model).unwrap();
         for round in 0..10 {
             let first = forward(&model, &tokens);
             offload.synchronize().unwrap();
@@ -73,7 +74,7 @@ fn passes_on_two_streams_share_the_ring() {
         let (mut model, tokens) = model_and_tokens(device);
         let expected = forward(&model, &tokens);
         let _offload =
-            Offload::apply(&mut model, &Options { device, ring: 2, ..Options::default() }).unwrap();
+            OffloadConfig { device, ring: 2, ..OffloadConfig::default() }.install(&mut model).unwrap();
         device::synchronize(device).unwrap();
         let streams = [Stream::new(device).unwrap(), Stream::new(device).unwrap()];
         let mut found = Vec::new();
@@ -93,7 +94,7 @@ fn passes_on_two_streams_share_the_ring() {
 fn a_model_on_a_gpu_is_not_offloaded_to_run_on_the_cpu() {
     on_cuda(|device| {
         let (mut model, tokens) = model_and_tokens(device);
-        let error = Offload::apply(&mut model, &Options::default()).unwrap_err().to_string();
+        let error = OffloadConfig::default().install(&mut model).unwrap_err().to_string();
         assert!(error.contains("layers would run on Cpu, and `"), "{error}");
         // Nothing has changed.
         assert!(forward(&model, &tokens).isfinite().all().int64_value(&[]) == 1);

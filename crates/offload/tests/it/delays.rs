@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::support::{FLOAT, alone, compare, steps, tiny, ways};
 use models::module::{Input, LanguageModel};
 use models::{DecoderConfig, Llama};
-use offload::{HookPoint, Method, Offload, Options, TestHook, Tier};
+use offload::{HookPoint, Method, OffloadConfig, TestHook, Tier};
 use proptest::prelude::*;
 
 const POINTS: [HookPoint; 4] = [HookPoint::Load, HookPoint::Store, HookPoint::Compute, HookPoint::Event];
@@ -74,7 +74,8 @@ fn late_streams_do_not_change_results() {
     for (case, most) in SKEWS.into_iter().enumerate() {
         for ring in 1..=4 {
             let test_hook = Delays::new(case as u64, most);
-            let options = Options { ring, test_hook: Some(test_hook.clone()), ..Options::default() };
+            let options =
+                OffloadConfig { ring, test_hook: Some(test_hook.clone()), ..OffloadConfig::default() };
             let name = format!("ring {ring}, delays {most:?}");
             compare(&reference, &steps(tiny(), Some(options), 2, 2), &name);
             assert!(test_hook.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", test_hook.visits());
@@ -96,7 +97,8 @@ fn late_streams_do_not_change_results_with_layers_in_files() {
         for ring in [1, 3] {
             let test_hook = Delays::new(100 + case as u64, most);
             let tier = Tier::File(folder.path().to_owned());
-            let options = Options { ring, tier, test_hook: Some(test_hook.clone()), ..Options::default() };
+            let options =
+                OffloadConfig { ring, tier, test_hook: Some(test_hook.clone()), ..OffloadConfig::default() };
             let name = format!("files, ring {ring}, delays {most:?}");
             compare(&reference, &steps(model(), Some(options), 2, 2), &name);
             assert!(test_hook.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", test_hook.visits());
@@ -111,7 +113,7 @@ fn late_streams_do_not_change_results_of_one_layer_at_a_time() {
     for method in [Method::Checkpointing, Method::Function] {
         for (case, most) in SKEWS.into_iter().enumerate() {
             let test_hook = Some(Delays::new(200 + case as u64, most) as Arc<dyn TestHook>);
-            let options = Options { method, test_hook, ..Options::default() };
+            let options = OffloadConfig { method, test_hook, ..OffloadConfig::default() };
             compare(&reference, &steps(tiny(), Some(options), 2, 2), &format!("{} {most:?}", method.name()));
         }
     }
@@ -137,14 +139,14 @@ fn layers_that_copy_longer_than_they_run_are_correct() {
         for most in [[0; 4], [1000, 0, 0, 0], [1000, 1000, 10, 10]] {
             let name = format!("ring {ring}, delays {most:?}");
             let test_hook = Some(Delays::new(ring as u64, most) as Arc<dyn TestHook>);
-            let options = Options { ring, test_hook, ..Options::default() };
+            let options = OffloadConfig { ring, test_hook, ..OffloadConfig::default() };
             compare(&reference, &steps(model(), Some(options.clone()), 2, 2), &name);
 
             for tier in [Tier::Host, Tier::File(folder.path().to_owned())] {
                 let mut model = model();
                 models::module::freeze(&*model, ".*", true).unwrap();
-                let options = Options { tier, ..options.clone() };
-                let offload = Offload::apply(&mut *model, &options).unwrap();
+                let options = OffloadConfig { tier, ..options.clone() };
+                let offload = options.install(&mut *model).unwrap();
                 for pass in 0..4 {
                     let _no_grad = tch::no_grad_guard();
                     let found = model.logits(&Input::new(&token)).unwrap();
@@ -171,7 +173,7 @@ proptest! {
         let reference = steps(tiny(), None, 2, micro);
         let test_hook = Some(Delays::new(seed, most) as Arc<dyn TestHook>);
         let (name, options) = ways(5).swap_remove(way);
-        let found = steps(tiny(), Some(Options { ring, test_hook, ..options }), 2, micro);
+        let found = steps(tiny(), Some(OffloadConfig { ring, test_hook, ..options }), 2, micro);
         compare(&reference, &found, &format!("{name}, seed {seed}, ring {ring}, delays {most:?}"));
     }
 }

@@ -4,7 +4,7 @@ use crate::support::{assert_intact, assert_same, batch, gradients_of, snapshot, 
 use expect_test::{Expect, expect};
 use models::Llama;
 use models::module::{Input, LanguageModel, trainable};
-use offload::{Method, Offload, Options};
+use offload::{Method, OffloadConfig};
 use runtime::autograd::{backward, set_grad};
 use runtime::memory::{self, Region};
 use tch::Device;
@@ -44,7 +44,7 @@ fn check(method: Method, expected: Expect) {
     let tokens = batch(60, 7);
     let reference = gradients_of(&*tiny(), &tokens);
     let mut model = tiny();
-    let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+    let offload = OffloadConfig { method, ..OffloadConfig::default() }.install(&mut *model).unwrap();
     let intact = snapshot(&*model);
 
     // The first failure: less memory than one layer.

@@ -7,7 +7,7 @@ use crate::support::{alone, assert_intact, assert_same, batch, gradients_of, sna
 use expect_test::{Expect, expect};
 use models::Llama;
 use models::module::{Input, LanguageModel, freeze, trainable};
-use offload::{HookPoint, Method, Offload, Options, TestHook};
+use offload::{HookPoint, Method, Offload, OffloadConfig, TestHook};
 use runtime::autograd::{Keep, backward, grad, set_grad};
 use tch::{Kind, Tensor};
 use training::layer_source::{LayerRegion, LayerSource};
@@ -43,8 +43,9 @@ fn check(method: Method, (at, before, panics): (HookPoint, [i64; 2], bool), expe
     for warm in [false, true] {
         let mut model = tiny();
         let test_hook = Arc::new(Breaks { at, before: AtomicI64::new(i64::MAX), panics });
-        let options = Options { method, test_hook: Some(test_hook.clone()), ..Options::default() };
-        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let options =
+            OffloadConfig { method, test_hook: Some(test_hook.clone()), ..OffloadConfig::default() };
+        let offload = options.install(&mut *model).unwrap();
         if warm {
             assert_same(&reference, &gradients_of(&*model, &tokens), &case);
         }
@@ -96,8 +97,9 @@ fn a_load_that_cannot_be_queued_is_an_error() {
                 let mut model = tiny();
                 let test_hook =
                     Arc::new(Breaks { at: HookPoint::Queue, before: AtomicI64::new(before), panics });
-                let options = Options { ring, test_hook: Some(test_hook.clone()), ..Options::default() };
-                let offload = Offload::apply(&mut *model, &options).unwrap();
+                let options =
+                    OffloadConfig { ring, test_hook: Some(test_hook.clone()), ..OffloadConfig::default() };
+                let offload = options.install(&mut *model).unwrap();
                 let step = || -> Result<(), Box<dyn std::error::Error>> {
                     let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
                     Ok(backward(&[&loss])?)
@@ -163,8 +165,8 @@ fn gradients_that_cannot_be_stored_before_a_load_that_fails() {
     for (method, loads) in [(Method::Overlap, 5), (Method::Function, 8)] {
         let mut model = tiny();
         let test_hook = Arc::new(BreaksTwice { stores: AtomicI64::new(0), loads: AtomicI64::new(loads) });
-        let options = Options { method, test_hook: Some(test_hook), ..Options::default() };
-        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let options = OffloadConfig { method, test_hook: Some(test_hook), ..OffloadConfig::default() };
+        let offload = options.install(&mut *model).unwrap();
         let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
         let error = backward(&[&loss]).unwrap_err().to_string();
         assert!(error.contains("loading of"), "{error}");
@@ -311,11 +313,11 @@ fn invalid_options_are_refused() {
     let reference = gradients_of(&*model, &tokens);
     let intact = snapshot(&*model);
     refused(
-        Offload::apply(&mut *model, &Options { ring: 0, ..Options::default() }),
+        OffloadConfig { ring: 0, ..OffloadConfig::default() }.install(&mut *model),
         expect!["offload: ring: 0 slots; expected at least 1, or 3 for full overlap"],
     );
     refused(
-        Offload::apply(&mut *model, &Options { resident: vec![1, 5], ..Options::default() }),
+        OffloadConfig { resident: vec![1, 5], ..OffloadConfig::default() }.install(&mut *model),
         expect!["offload: resident layers: block 5 does not exist; this model has 5 (0 to 4)"],
     );
     assert_intact(&intact, &*model, "refused options");
@@ -368,8 +370,8 @@ fn a_layer_that_is_offloaded_in_part_gets_its_values_back() {
         };
         let (intact, expected) = (snapshot(&*model), logits(&model));
         let shelf = Arc::new(Shelf { regions: Mutex::default(), fails_at });
-        let options = Options { source: Some(shelf.clone()), ..Options::default() };
-        let error = Offload::apply(&mut *model, &options).unwrap_err().to_string();
+        let options = OffloadConfig { source: Some(shelf.clone()), ..OffloadConfig::default() };
+        let error = options.install(&mut *model).unwrap_err().to_string();
         assert!(error.contains("it is full"), "{error}");
         assert_eq!(logits(&model), expected, "failed at {fails_at}");
         if fails_at < 2 {
@@ -387,7 +389,7 @@ fn the_first_method_is_for_inference_only() {
         model.logits(&Input::new(&tokens)).unwrap()
     };
     let offload =
-        Offload::apply(&mut *model, &Options { method: Method::OneLayer, ..Options::default() }).unwrap();
+        OffloadConfig { method: Method::OneLayer, ..OffloadConfig::default() }.install(&mut *model).unwrap();
     let error = model.loss(&Input::new(&tokens), &tokens).unwrap_err().to_string();
     expect!["offload: method: `layers.0` is offloaded for inference, but gradients are recorded; use Method::Overlap, or disable gradients"].assert_eq(&error);
     offload.check_on_host().unwrap();
@@ -422,7 +424,7 @@ fn gradients_of_chosen_inputs_are_refused() {
         ),
     ] {
         let mut model = tiny();
-        let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+        let offload = OffloadConfig { method, ..OffloadConfig::default() }.install(&mut *model).unwrap();
         let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
         let embedding = trainable(&*model)[0].1.shallow_clone();
         let error = grad(&[&loss], &[None], &[&embedding], Keep::default()).unwrap_err().to_string();
@@ -442,7 +444,7 @@ fn a_graph_cannot_be_used_twice() {
     let reference = gradients_of(&*tiny(), &tokens);
     for (name, options) in ways(5) {
         let mut model = tiny();
-        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let offload = options.install(&mut *model).unwrap();
         let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
         backward(&[&loss]).unwrap();
         let gradients: Vec<Tensor> =
@@ -461,11 +463,12 @@ fn a_graph_cannot_be_used_twice() {
 #[test]
 fn layers_that_cannot_keep_their_activations_are_refused() {
     let _alone = alone();
-    let error = |options: Options| Offload::apply(&mut *tiny(), &options).unwrap_err().to_string();
-    expect!["offload: keep: Function runs every layer again in backward; take Method::Overlap"]
-        .assert_eq(&error(Options { method: Method::Function, keep: vec![0], ..Options::default() }));
+    let error = |options: OffloadConfig| options.install(&mut *tiny()).unwrap_err().to_string();
+    expect!["offload: keep: Function runs every layer again in backward; take Method::Overlap"].assert_eq(
+        &error(OffloadConfig { method: Method::Function, keep: vec![0], ..OffloadConfig::default() }),
+    );
     expect!["offload: keep: block 5 does not exist; this model has 5 (0 to 4)"]
-        .assert_eq(&error(Options { keep: vec![1, 5], ..Options::default() }));
+        .assert_eq(&error(OffloadConfig { keep: vec![1, 5], ..OffloadConfig::default() }));
 }
 
 /// Between a forward and its backward.
@@ -475,7 +478,7 @@ fn a_layer_that_keeps_its_activations_must_not_change() {
     let tokens = batch(60, 7);
     let mut model = tiny();
     let _offload =
-        Offload::apply(&mut *model, &Options { keep: (0..5).collect(), ..Options::default() }).unwrap();
+        OffloadConfig { keep: (0..5).collect(), ..OffloadConfig::default() }.install(&mut *model).unwrap();
     let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
     {
         let _no_grad = tch::no_grad_guard();

@@ -7,14 +7,14 @@ use crate::support::{alone, assert_intact, batch, snapshot, tiny};
 use expect_test::{Expect, expect};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, freeze, parameters, trainable};
-use offload::{Method, Offload, Options, Tier};
+use offload::{Method, Offload, OffloadConfig, Tier};
 use runtime::autograd::backward;
 use tch::Tensor;
 
 const WEIGHTS: &str = "model.safetensors";
 
-fn in_files(folder: &Path) -> Options {
-    Options { tier: Tier::File(folder.to_owned()), ..Options::default() }
+fn in_files(folder: &Path) -> OffloadConfig {
+    OffloadConfig { tier: Tier::File(folder.to_owned()), ..OffloadConfig::default() }
 }
 
 /// A folder with the tiny model in Hugging Face's format.
@@ -58,7 +58,7 @@ fn a_truncated_weights_file_is_an_error() {
         ),
     ] {
         let opened = Folder::open(folder.path()).unwrap();
-        let options = Options { method, ..in_files(folder.path()) };
+        let options = OffloadConfig { method, ..in_files(folder.path()) };
         let (model, offload) = Offload::open(&opened, None, &options).unwrap();
         assert!(logits(&model).unwrap().equal(&reference));
         let intact = snapshot(&model);
@@ -103,7 +103,7 @@ fn a_missing_folder_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut model = tiny();
     let intact = snapshot(&*model);
-    let error = Offload::apply(&mut *model, &in_files(&folder.path().join("none"))).unwrap_err();
+    let error = in_files(&folder.path().join("none")).install(&mut *model).unwrap_err();
     expect![[r#"offload: DIR/none: a folder for the layers cannot be created in it: No such file or directory (os error 2) at path "DIR/none/offload-*""#]].assert_eq(&words(error, folder.path()));
     assert_intact(&intact, &*model, "no folder");
     assert!(logits(&*model).unwrap().equal(&logits(&*tiny()).unwrap()));
@@ -151,12 +151,12 @@ fn on_a_full_disk(folder: &Path) {
     let mut model = tiny();
     freeze(&*model, ".*", true).unwrap();
     let intact = snapshot(&*model);
-    let error = words(Offload::apply(&mut *model, &in_files(folder)).unwrap_err(), folder);
+    let error = words(in_files(folder).install(&mut *model).unwrap_err(), folder);
     expect!["offload: DIR/offload-*/layers.0.0.safetensors: cannot be written: File too large (os error 27); the file tier needs space for the model's layers in a writable folder"].assert_eq(&error);
     assert_intact(&intact, &*model, "a full disk");
     assert!(logits(&*model).unwrap().equal(&reference));
     // The memory tier works.
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     assert!(logits(&*model).unwrap().equal(&reference));
     offload.check_on_host().unwrap();
     eprintln!("the disk was full");
@@ -168,7 +168,7 @@ fn changed(change: impl FnOnce(&Tensor), expected: Expect) {
     let folder = tempfile::tempdir().unwrap();
     let mut model = tiny();
     freeze(&*model, r"layers\..*(weight)", true).unwrap();
-    let offload = Offload::apply(&mut *model, &in_files(folder.path())).unwrap();
+    let offload = in_files(folder.path()).install(&mut *model).unwrap();
     let reference = logits(&*model).unwrap();
     let name = "layers.2.mlp.up_proj.weight";
     let tensor = parameters(&*model).into_iter().find(|(other, _)| other == name).unwrap().1.shallow_clone();
@@ -219,7 +219,7 @@ fn a_killed_process_leaves_no_files() {
         let mut model = tiny();
         freeze(&*model, ".*", true).unwrap();
         let reference = logits(&*model).unwrap();
-        let _offload = Offload::apply(&mut *model, &in_files(&folder)).unwrap();
+        let _offload = in_files(&folder).install(&mut *model).unwrap();
         assert!(logits(&*model).unwrap().equal(&reference));
         eprintln!("the layers are in files");
         // Until it is killed.

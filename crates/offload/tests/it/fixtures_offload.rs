@@ -8,7 +8,7 @@ use models::generation::{GenerateOptions, generate};
 use models::hugging_face::Folder;
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, Llama, tensors_file};
-use offload::{Method, Offload, Options, Tier};
+use offload::{Method, Offload, OffloadConfig, Tier};
 use tch::{Device, Kind, Tensor};
 
 const LOGITS: f64 = 1e-5;
@@ -54,7 +54,7 @@ fn offloaded(name: &str, body: &dyn Fn(&Llama, &Offload, &str)) {
     let room = tempfile::tempdir().unwrap();
     for method in Method::ALL {
         for tier in [Tier::Host, Tier::File(room.path().to_owned())] {
-            let options = Options { method, tier, ..Options::default() };
+            let options = OffloadConfig { method, tier, ..OffloadConfig::default() };
             let case = format!("{name}, {}, {:?}", method.name(), options.tier);
 
             let (model, offload) = Offload::open(&opened, None, &options).unwrap();
@@ -63,7 +63,7 @@ fn offloaded(name: &str, body: &dyn Fn(&Llama, &Offload, &str)) {
 
             let mut model = opened.load(None, Device::Cpu).unwrap();
             models::module::freeze(&model, ".*", true).unwrap();
-            let offload = Offload::apply(&mut model, &options).unwrap();
+            let offload = options.install(&mut model).unwrap();
             body(&model, &offload, &format!("{case}, applied"));
         }
     }

@@ -4,7 +4,7 @@
 use crate::support;
 use crate::support::{FLOAT, alone, compare, steps, tiny, ways};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
-use offload::{Options, Tier};
+use offload::{OffloadConfig, Tier};
 use tch::Tensor;
 
 #[test]
@@ -20,12 +20,13 @@ fn every_method_trains_like_the_plain_model() {
 fn every_ring_and_residency_trains_alike() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 1);
-    let check = |name: &str, options: Options| compare(&reference, &steps(tiny(), Some(options), 3, 1), name);
+    let check =
+        |name: &str, options: OffloadConfig| compare(&reference, &steps(tiny(), Some(options), 3, 1), name);
     for ring in 1..=7 {
-        check(&format!("ring {ring}"), Options { ring, ..Options::default() });
+        check(&format!("ring {ring}"), OffloadConfig { ring, ..OffloadConfig::default() });
     }
     for resident in [vec![0], vec![4], vec![1, 3], vec![0, 1, 2, 3, 4]] {
-        check(&format!("resident {resident:?}"), Options { resident, ..Options::default() });
+        check(&format!("resident {resident:?}"), OffloadConfig { resident, ..OffloadConfig::default() });
     }
     for (ring, resident, keep) in [
         (1, vec![], vec![0, 1, 2, 3, 4]),
@@ -34,7 +35,7 @@ fn every_ring_and_residency_trains_alike() {
         (5, vec![], vec![1, 2]),
     ] {
         let name = format!("ring {ring}, resident {resident:?}, activations of {keep:?} kept");
-        check(&name, Options { ring, resident, keep, ..Options::default() });
+        check(&name, OffloadConfig { ring, resident, keep, ..OffloadConfig::default() });
     }
 }
 
@@ -82,7 +83,7 @@ fn frozen_layers_in_files_and_trained_tensors_on_the_host_train_alike() {
     let reference = steps(model(), None, 3, 2);
     for (name, options) in ways(5) {
         let tier = Tier::File(folder.path().to_owned());
-        compare(&reference, &steps(model(), Some(Options { tier, ..options }), 3, 2), &name);
+        compare(&reference, &steps(model(), Some(OffloadConfig { tier, ..options }), 3, 2), &name);
     }
     assert_eq!(
         std::fs::read_dir(folder.path()).unwrap().count(),

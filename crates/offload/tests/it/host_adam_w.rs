@@ -8,7 +8,7 @@ use models::module::{
     parameters, replace, trainable,
 };
 use models::{DecoderConfig, Llama};
-use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, StateBytes, TestHook, Tier};
+use offload::{HookPoint, HostAdamW, HostOptions, OffloadConfig, StateBytes, TestHook, Tier};
 use runtime::autograd::{Backward, Forward, Function, apply, backward};
 use runtime::file_memory::is_in_file;
 use tch::{Device, Kind, Tensor};
@@ -20,7 +20,7 @@ const STEPS: u64 = 4;
 
 #[derive(Clone, Debug, Default)]
 struct Case {
-    options: Options,
+    options: OffloadConfig,
     host: HostOptions,
     clip: Option<f64>,
     micro: u64,
@@ -75,7 +75,7 @@ fn ordinary(model: &Llama, case: &Case) -> Left {
 }
 
 fn on_host(mut model: Box<Llama>, case: &Case) -> Left {
-    let offload = Offload::apply(&mut *model, &case.options).unwrap();
+    let offload = case.options.install(&mut *model).unwrap();
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, case.host).unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
@@ -153,8 +153,11 @@ fn delays_do_not_change_results() {
     for seed in 0..4 {
         for (clip, micro) in [(None, 1), (None, 2), (Some(0.5), 1)] {
             let test_hook: Arc<dyn TestHook> = Arc::new(Late(Mutex::new(seed)));
-            let options =
-                Options { test_hook: Some(test_hook), ring: 2 + seed as usize % 3, ..Options::default() };
+            let options = OffloadConfig {
+                test_hook: Some(test_hook),
+                ring: 2 + seed as usize % 3,
+                ..OffloadConfig::default()
+            };
             let host = HostOptions { overlap: true, ..HostOptions::default() };
             check(&tiny, Case { options, host, clip, micro, factor: true });
         }
@@ -168,7 +171,7 @@ fn rings_and_resident_layers_do_not_change_results() {
         [(1, vec![]), (2, vec![1]), (3, vec![0, 4]), (5, vec![]), (3, vec![0, 1, 2, 3, 4])]
     {
         for overlap in [false, true] {
-            let options = Options { ring, resident: resident.clone(), ..Options::default() };
+            let options = OffloadConfig { ring, resident: resident.clone(), ..OffloadConfig::default() };
             let host = HostOptions { overlap, ..HostOptions::default() };
             check(&tiny, Case { options, host, micro: 1, ..Case::default() });
         }
@@ -203,7 +206,7 @@ fn frozen_layers_in_files_have_no_state() {
         freeze(&*model, ".*weight", true).unwrap();
         model
     };
-    let options = Options { tier: Tier::File(folder.path().to_owned()), ..Options::default() };
+    let options = OffloadConfig { tier: Tier::File(folder.path().to_owned()), ..OffloadConfig::default() };
     check(&model, Case { options, micro: 2, ..Case::default() });
 }
 
@@ -222,12 +225,13 @@ fn trained_layers_in_files() {
         for overlap in [false, true] {
             let host = HostOptions { overlap, ..HostOptions::default() };
             for (ring, resident, keep) in [(3, vec![], vec![]), (1, vec![2], vec![3, 4])] {
-                let options = Options { tier: tier.clone(), ring, resident, keep, ..Options::default() };
+                let options =
+                    OffloadConfig { tier: tier.clone(), ring, resident, keep, ..OffloadConfig::default() };
                 check(&tiny, Case { options, host, clip, micro, factor: true });
             }
             for (master_weights, stochastic_rounding) in WAYS_OF_BF16 {
                 let (options, host) = (
-                    Options { tier: tier.clone(), ..Options::default() },
+                    OffloadConfig { tier: tier.clone(), ..OffloadConfig::default() },
                     HostOptions { master_weights, stochastic_rounding, ..host },
                 );
                 check(&narrow, Case { options, host, clip, micro, factor: false });
@@ -235,7 +239,7 @@ fn trained_layers_in_files() {
         }
     }
     let mut model = tiny();
-    let offload = Offload::apply(&mut *model, &Options { tier, ..Options::default() }).unwrap();
+    let offload = OffloadConfig { tier, ..OffloadConfig::default() }.install(&mut *model).unwrap();
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
     optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
     gradients_of(&model, 0, 1);
@@ -258,7 +262,7 @@ fn a_step_with_a_non_finite_norm_is_skipped() {
     let _alone = alone();
     let mut model = tiny();
     let before = weights(&model);
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
     optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
     let tokens = batch(model.vocabulary(), 0);
@@ -333,7 +337,7 @@ fn gradients_that_are_not_finite_reach_no_weight_without_clipping() {
         for non_finite in [Some(NonFinite::Skip), Some(NonFinite::Fail), None] {
             let mut model = tiny();
             map_modules(&mut *model, &mut Spoil).unwrap();
-            let offload = Offload::apply(&mut *model, &options).unwrap();
+            let offload = options.install(&mut *model).unwrap();
             let before = weights(&model);
             let mut optimizer =
                 HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
@@ -372,7 +376,7 @@ fn master_copies_follow_weights_that_others_write() {
     let kind = Kind::BFloat16;
     let config = DecoderConfig::qwen2(60, 32, 48, 4, 4);
     let mut model = Box::new(Llama::new(&config, (kind, Device::Cpu)).unwrap());
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let group = vec![Group::new(trainable(&*model), 0.125)];
     let host = HostOptions { master_weights: true, ..HostOptions::default() };
     let mut optimizer = HostAdamW::new(&offload, group, AdamW::default(), host).unwrap();
@@ -397,11 +401,11 @@ fn the_state_matches_the_device_optimizers() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     for tier in [Tier::Host, Tier::File(folder.path().to_owned())] {
-        state_matches(Options { resident: vec![2], tier, ..Options::default() });
+        state_matches(OffloadConfig { resident: vec![2], tier, ..OffloadConfig::default() });
     }
 }
 
-fn state_matches(options: Options) {
+fn state_matches(options: OffloadConfig) {
     let case = Case { micro: 1, options, ..Case::default() };
     let model = tiny();
     let (.., first, state) = ordinary(&model, &case);
@@ -412,7 +416,7 @@ fn state_matches(options: Options) {
 
     let mut other = tiny();
     models::state_dict::load_state_dict(&*other, &first, "a checkpoint").unwrap();
-    let offload = Offload::apply(&mut *other, &case.options).unwrap();
+    let offload = case.options.install(&mut *other).unwrap();
     let mut on_host = HostAdamW::new(&offload, groups(&other), RULE, case.host).unwrap();
     on_host.load_state(&state).unwrap();
     gradients_of(&other, 9, 1);
@@ -437,7 +441,7 @@ fn state_matches(options: Options) {
 fn unsupported_parameters_are_errors() {
     let _alone = alone();
     let mut model = tiny();
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let new =
         |groups| HostAdamW::new(&offload, groups, RULE, HostOptions::default()).unwrap_err().to_string();
     let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
@@ -464,7 +468,7 @@ fn unsupported_parameters_are_errors() {
 
     let config = DecoderConfig::llama(60, 32, 48, 2, 4);
     let mut double = Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap();
-    let offload = Offload::apply(&mut double, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut double).unwrap();
     let error = HostAdamW::new(&offload, groups(&double), RULE, HostOptions::default()).unwrap_err();
     assert!(error.to_string().contains("is Double"), "{error}");
     assert_eq!(FLOAT.0, Kind::Float);

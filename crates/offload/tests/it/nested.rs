@@ -2,7 +2,7 @@
 
 use models::Result;
 use models::module::{Block, Context, Module, Visitor, VisitorMut, parameters};
-use offload::{Method, Offload, Options};
+use offload::{Method, OffloadConfig};
 use tch::{Device, Kind, Tensor};
 
 /// x·w, and then what is inside.
@@ -55,7 +55,7 @@ fn a_nested_block_belongs_to_its_outer_block() {
     for (method, ring) in [(Method::Overlap, 1), (Method::Overlap, 2), (Method::Function, 1)] {
         let inner = Outer { weight: number(3.0), inner: None };
         let mut model = Model(Box::new(Outer { weight: number(2.0), inner: Some(Box::new(inner)) }));
-        let offload = Offload::apply(&mut model, &Options { method, ring, ..Options::default() }).unwrap();
+        let offload = OffloadConfig { method, ring, ..OffloadConfig::default() }.install(&mut model).unwrap();
         assert_eq!((offload.blocks(), offload.layer_bytes()), (1, 2 * 256));
         for _ in 0..2 {
             let y = model.0.forward(&number(5.0), &Context::default()).unwrap();

@@ -16,7 +16,7 @@ use accounting::offload::{self as paper, OptimizerPlace, Rates, Setup, Start, St
 use accounting::recompute::NormKernel;
 use models::module::{Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{HookPoint, Method, Offload, Options, TestHook};
+use offload::{HookPoint, Method, Offload, OffloadConfig, TestHook};
 use parking_lot::Mutex;
 use runtime::autograd::{backward, set_grad};
 use runtime::device;
@@ -88,8 +88,14 @@ fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) ->
     let in_step = Arc::new(InStep::default());
     let offload = method.map(|(method, ring)| {
         let keep = (SHAPE.layers as usize - kept..SHAPE.layers as usize).collect();
-        let options = Options { method, ring, keep, test_hook: Some(in_step.clone()), ..Options::default() };
-        Arc::new(Offload::apply(&mut *model, &options).unwrap())
+        let options = OffloadConfig {
+            method,
+            ring,
+            keep,
+            test_hook: Some(in_step.clone()),
+            ..OffloadConfig::default()
+        };
+        Arc::new(options.install(&mut *model).unwrap())
     });
     *in_step.0.lock() = offload.clone();
     let layer = offload.as_ref().map_or(0, |offload| offload.layer_bytes());

@@ -10,7 +10,7 @@ use models::module::{
     Input, LanguageModel, ModuleMapper, Projection, map_modules, parameters, tensors, trainable,
 };
 use models::{Linear, Llama, Result};
-use offload::{HookPoint, HostAdamW, HostOptions, Method, Offload, Options, TestHook};
+use offload::{HookPoint, HostAdamW, HostOptions, Method, OffloadConfig, TestHook};
 use runtime::autograd::{Keep, backward, backward_with, set_grad};
 use tch::{Kind, Tensor};
 use training::clip::NonFinite;
@@ -101,7 +101,7 @@ fn gradients_match_the_plain_model_in_any_order() {
         let expected = gradients(&model);
         for (name, options) in ways(5) {
             let mut model = tiny();
-            let offload = Offload::apply(&mut *model, &options).unwrap();
+            let offload = options.install(&mut *model).unwrap();
             for pass in 0..2 {
                 clear(&model);
                 backwards(&model, how).unwrap();
@@ -125,7 +125,7 @@ fn the_host_steps_a_layer_when_all_its_gradients_arrived() {
         for (name, options) in ways(5) {
             for clip in [None, Some(1e9)] {
                 let mut model = tiny();
-                let offload = Offload::apply(&mut *model, &options).unwrap();
+                let offload = options.install(&mut *model).unwrap();
                 let groups = vec![Group::new(trainable(&*model), 1e-2)];
                 let mut optimizer =
                     HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
@@ -176,7 +176,7 @@ fn a_weight_that_layers_share_is_stepped_once() {
         for (clip, overlap) in [(None, false), (None, true), (Some(1e9), true)] {
             for non_finite in [NonFinite::Fail, NonFinite::Skip, NonFinite::Ignore] {
                 let mut model = shared();
-                let offload = Offload::apply(&mut *model, &options).unwrap();
+                let offload = options.install(&mut *model).unwrap();
                 let groups = vec![Group::new(trainable(&*model), 1e-2)];
                 let host = HostOptions { overlap, ..HostOptions::default() };
                 let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), host).unwrap();
@@ -199,7 +199,7 @@ fn with_host_adam_w(body: impl FnOnce(&Llama, &mut HostAdamW)) {
 fn with_host_adam_w_of(start: &str, body: impl FnOnce(&Llama, &mut HostAdamW)) {
     let _alone = alone();
     let mut model = tiny();
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let some = trainable(&*model).into_iter().filter(|(name, _)| name.starts_with(start));
     let mut optimizer =
         HostAdamW::new(&offload, vec![Group::new(some, 1e-2)], AdamW::default(), HostOptions::default())
@@ -274,7 +274,7 @@ fn a_weight_used_in_the_loss_before_the_model_gets_its_gradient() {
 fn two_optimizers_for_one_model_are_refused() {
     let _alone = alone();
     let mut model = tiny();
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let new = || {
         let groups = vec![Group::new(trainable(&*model), 1e-2)];
         HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default())
@@ -295,7 +295,7 @@ fn tensors_without_a_group_keep_their_gradients() {
     backward(&[&loss(&reference, 1)]).unwrap();
     let expected = gradients(&reference);
     let mut model = tiny();
-    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let some = trainable(&*model).into_iter().filter(|(name, _)| names(name));
     let groups = vec![Group::new(some, 1e-2)];
     let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
@@ -313,7 +313,7 @@ fn held_gradients_do_not_change() {
     let _alone = alone();
     for (name, options) in ways(5) {
         let mut model = tiny();
-        let _offload = Offload::apply(&mut *model, &options).unwrap();
+        let _offload = options.install(&mut *model).unwrap();
         let mut kept: Vec<(String, Tensor)> = Vec::new();
         let mut copies = Vec::new();
         for number in 0..3 {
@@ -366,8 +366,8 @@ fn a_retained_graph_works_after_a_failed_backward() {
     for (method, keep, loads) in ways {
         let mut model = tiny();
         let test_hook = Arc::new(LateAndBroken { loads: AtomicI64::new(loads) });
-        let options = Options { method, keep, test_hook: Some(test_hook), ..Options::default() };
-        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let options = OffloadConfig { method, keep, test_hook: Some(test_hook), ..OffloadConfig::default() };
+        let offload = options.install(&mut *model).unwrap();
         let loss = loss(&model, 1);
         let retained = || backward_with(&[&loss], &[None], Keep { graph: true, ..Keep::default() });
         let error = retained().unwrap_err().to_string();
@@ -391,7 +391,7 @@ fn two_threads_can_run_backward_over_one_model() {
     let expected = gradients(&reference);
     for (name, options) in ways(5) {
         let mut model = tiny();
-        let offload = Offload::apply(&mut *model, &Options { ring: 4, ..options }).unwrap();
+        let offload = OffloadConfig { ring: 4, ..options }.install(&mut *model).unwrap();
         for round in 0..5 {
             clear(&model);
             let losses = [loss(&model, 1), loss(&model, 2)];

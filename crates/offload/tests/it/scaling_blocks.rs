@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use models::Result;
 use models::module::{Block, Context, Module, Visitor, VisitorMut, parameters, trainable};
-use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, TestHook};
+use offload::{HookPoint, HostAdamW, HostOptions, OffloadConfig, TestHook};
 use runtime::autograd::backward;
 use tch::Tensor;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings};
@@ -77,7 +77,7 @@ fn a_block_can_run_twice() {
     let expected = values(&model);
     for (name, options) in ways(3) {
         let mut model = times(&[2.0, 3.0, 0.5]);
-        let offload = Offload::apply(&mut model, &options).unwrap();
+        let offload = options.install(&mut model).unwrap();
         let groups = vec![Group::new(trainable(&model), 0.1)];
         let mut optimizer =
             HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
@@ -109,8 +109,8 @@ fn a_late_update_delays_only_its_own_layer() {
     let (open, gate) = std::sync::mpsc::channel();
     let mut model = times(&[2.0, 3.0, 0.5, 4.0]);
     let test_hook = Arc::new(Holds { updates: AtomicI64::new(1), gate: parking_lot::Mutex::new(gate) });
-    let options = Options { test_hook: Some(test_hook), ring: 2, ..Options::default() };
-    let offload = Offload::apply(&mut model, &options).unwrap();
+    let options = OffloadConfig { test_hook: Some(test_hook), ring: 2, ..OffloadConfig::default() };
+    let offload = options.install(&mut model).unwrap();
     // Clipped, layers step from the first to the last, after the backward.
     let host = HostOptions { overlap: true, ..HostOptions::default() };
     let groups = vec![Group::new(trainable(&model), 0.1)];

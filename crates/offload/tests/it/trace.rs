@@ -1,7 +1,7 @@
 //! What a trace shows of a step, and that it changes nothing.
 
 use crate::support::{alone, assert_same, batch, gradients_of, tiny};
-use offload::{Direction, Method, Offload, Options, Span, StreamKind};
+use offload::{Direction, Method, OffloadConfig, Span, StreamKind};
 
 /// The compute spans of a layer in one direction, which do not overlap.
 fn computes(trace: &[Span], layer: usize, direction: Direction) -> usize {
@@ -16,8 +16,8 @@ fn computes(trace: &[Span], layer: usize, direction: Direction) -> usize {
 #[test]
 fn backwards_that_autograd_runs_are_computing_too() {
     let _alone = alone();
-    let resident = Options { resident: vec![0, 1, 2, 3, 4], ..Options::default() };
-    let with = |method| Options { method, ..Options::default() };
+    let resident = OffloadConfig { resident: vec![0, 1, 2, 3, 4], ..OffloadConfig::default() };
+    let with = |method| OffloadConfig { method, ..OffloadConfig::default() };
     for (name, options, backward) in [
         // Recomputation, and autograd's backward of it.
         ("checkpointing", with(Method::Checkpointing), 2),
@@ -28,7 +28,7 @@ fn backwards_that_autograd_runs_are_computing_too() {
     ] {
         let mut model = tiny();
         let tokens = batch(60, 1);
-        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let offload = options.install(&mut *model).unwrap();
         let untraced = gradients_of(&*model, &tokens);
         offload.start_trace().unwrap();
         let traced = gradients_of(&*model, &tokens);

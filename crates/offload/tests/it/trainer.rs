@@ -5,9 +5,9 @@ use std::path::Path;
 
 use crate::support::{alone, tiny};
 use models::module::{tensors, trainable};
-use offload::{HostAdamW, HostOptions, Method, Offload, Options, Tier};
+use offload::{HostAdamW, HostOptions, Method, OffloadConfig, Tier};
 use tch::{Device, Tensor};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::clip::NonFinite;
@@ -28,11 +28,11 @@ const DATA: Synthetic = Synthetic {
     position: 0,
 };
 
-fn open(folder: &Path, steps: u64, options: Option<&Options>) -> Trainer {
+fn open(folder: &Path, steps: u64, options: Option<&OffloadConfig>) -> Trainer {
     let mut model = tiny();
     // The handle can be dropped: the model holds what it needs.
     if let Some(options) = options {
-        Offload::apply(&mut *model, options).unwrap();
+        options.install(&mut *model).unwrap();
     }
     let optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
@@ -65,9 +65,9 @@ fn training_evaluates_stops_and_resumes_bit_for_bit() {
     let mut ordinary = open(plain.path(), 8, None);
     run(&mut ordinary, &mut DATA.clone());
     for options in [
-        Options::default(),
-        Options { method: Method::Function, ..Options::default() },
-        Options { ring: 2, resident: vec![1], ..Options::default() },
+        OffloadConfig::default(),
+        OffloadConfig { method: Method::Function, ..OffloadConfig::default() },
+        OffloadConfig { ring: 2, resident: vec![1], ..OffloadConfig::default() },
     ] {
         let mut offloaded = open(whole.path(), 8, Some(&options));
         run(&mut offloaded, &mut DATA.clone());
@@ -76,13 +76,13 @@ fn training_evaluates_stops_and_resumes_bit_for_bit() {
     }
 
     // Checkpoints do not depend on offloading: one written with it loads without it, and vice versa.
-    run(&mut open(cut.path(), 5, Some(&Options::default())), &mut DATA.clone());
+    run(&mut open(cut.path(), 5, Some(&OffloadConfig::default())), &mut DATA.clone());
     let mut resumed = open(cut.path(), 6, None);
     let mut data = DATA.clone();
     assert_eq!(resumed.resume(&mut data).unwrap(), Some(5));
     run(&mut resumed, &mut data);
     drop(resumed);
-    let mut resumed = open(cut.path(), 8, Some(&Options { ring: 4, ..Options::default() }));
+    let mut resumed = open(cut.path(), 8, Some(&OffloadConfig { ring: 4, ..OffloadConfig::default() }));
     let mut data = DATA.clone();
     assert_eq!(resumed.resume(&mut data).unwrap(), Some(6));
     run(&mut resumed, &mut data);
@@ -95,8 +95,8 @@ fn a_trained_model_cannot_be_in_files_alone() {
     let folder = tempfile::tempdir().unwrap();
     let mut model = tiny();
     models::module::freeze(&*model, ".*", true).unwrap();
-    let options = Options { tier: Tier::File(folder.path().to_owned()), ..Options::default() };
-    Offload::apply(&mut *model, &options).unwrap();
+    let options = OffloadConfig { tier: Tier::File(folder.path().to_owned()), ..OffloadConfig::default() };
+    options.install(&mut *model).unwrap();
     // Unfrozen too late: a step would change other values than the next load reads.
     models::module::freeze(&*model, r"layers\.2\.mlp.*", false).unwrap();
     let tokens = support::batch(60, 0);
@@ -121,12 +121,12 @@ fn groups(model: &models::Llama) -> Vec<Group> {
 fn placed(folder: &Path, place: Place, settings: trainer::Options, plan: Option<&[LayerPlan]>) -> Trainer {
     let mut model = tiny();
     if let Some(plan) = plan {
-        activations::apply(&mut *model, plan).unwrap();
+        Activations::install(&mut *model, plan).unwrap();
     }
     let optimizer: Box<dyn Optimizer> = match place {
         Place::Device => Box::new(DeviceOptimizer::new(AdamW::default(), groups(&model)).unwrap()),
         Place::Host => {
-            let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+            let offload = OffloadConfig::default().install(&mut *model).unwrap();
             let host = HostOptions { overlap: true, ..HostOptions::default() };
             Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), host).unwrap())
         }

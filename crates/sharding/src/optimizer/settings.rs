@@ -70,7 +70,7 @@ impl Options {
         }
         match (&self.shards, self.stage) {
             (None, Stage::Three) => Err(refused(
-                "Stage::Three without shards of layers; divide them by `Shards` and `offload::Offload::apply`, and give Options::shards",
+                "Stage::Three without shards of layers; divide them by `Shards` and `offload::OffloadConfig::install`, and give Options::shards",
             )),
             (Some(_), Stage::One | Stage::Two) => {
                 Err(refused(format!("shards of layers with Stage::{:?}; take Stage::Three", self.stage)))

@@ -9,7 +9,7 @@ use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
 use sharding::{Mesh, Options, Reduction, ShardedOptimizer, Stage};
 use tch::{Device, Kind};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::{Trainer, trainer};
 
@@ -116,7 +116,7 @@ impl Case {
             module::freeze(model.as_ref(), first, true).unwrap();
             let plan = [LayerPlan::KeepAll, LayerPlan::RecomputeAll, LayerPlan::RecomputeMlp];
             // Dropped where the process ends.
-            std::mem::forget(activations::apply(model.as_mut(), &plan).unwrap());
+            std::mem::forget(Activations::install(model.as_mut(), &plan).unwrap());
         }
         model
     }

@@ -13,9 +13,9 @@ use runtime::memory::{live_bytes, track_cpu};
 use runtime::precision::{self, Policy};
 use runtime::random::Generator;
 use swiglu_ckpt::gelu::Layer;
-use swiglu_ckpt::{CheckpointLevel, feed_forward, install};
+use swiglu_ckpt::{CheckpointLevel, feed_forward};
 use tch::{Device, Kind, Tensor};
-use training::activations::{self, LayerPlan};
+use training::activations::{Activations, LayerPlan};
 use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
@@ -95,7 +95,7 @@ fn installing_keeps_a_llamas_losses_and_gradients() {
             let expected = gradients(&*plain);
             for level in LEVELS {
                 let mut model = model();
-                assert_eq!(install(&mut *model, level).unwrap(), 3);
+                assert_eq!(level.install(&mut *model).unwrap(), 3);
                 same_names(&*model, &*plain);
                 for ((name, found), (_, expected)) in gradients(&*model).iter().zip(&expected) {
                     assert_eq!(found.is_some(), expected.is_some(), "{level}, {frozen:?}: {name}");
@@ -124,7 +124,7 @@ fn installing_keeps_a_gpt2s_bits() {
             let expected = gradients(&*plain);
             for level in TWO_LAYERS {
                 let mut model = model();
-                assert_eq!(install(&mut *model, level).unwrap(), 3);
+                assert_eq!(level.install(&mut *model).unwrap(), 3);
                 same_names(&*model, &*plain);
                 for ((name, found), (_, expected)) in gradients(&*model).iter().zip(&expected) {
                     let what = format!("{level}, {frozen:?}, {kind:?}: `{name}`");
@@ -188,9 +188,9 @@ fn training(
     plan: Option<LayerPlan>,
 ) -> Trainer {
     let mut model = make(Kind::Float);
-    install(&mut *model, CheckpointLevel::InputOnly).unwrap();
+    CheckpointLevel::InputOnly.install(&mut *model).unwrap();
     if let Some(plan) = plan {
-        activations::apply(&mut *model, &[plan, LayerPlan::KeepAll, plan]).unwrap();
+        Activations::install(&mut *model, &[plan, LayerPlan::KeepAll, plan]).unwrap();
     }
     let groups = vec![Group::new(trainable(&*model), 1e-2)];
     let optimizer = Box::new(DeviceOptimizer::new(AdamW::default(), groups).unwrap());
@@ -266,13 +266,13 @@ fn bytes_between_the_passes_match_the_level() {
     };
     for level in LEVELS {
         let mut model = swiglu_of(false);
-        install(&mut model, level).unwrap();
+        level.install(&mut model).unwrap();
         let expected = level.saved_elements_per_token(h, f) - h;
         assert_eq!(held(&model), 4 * tokens * expected, "{level}");
     }
     for level in TWO_LAYERS {
         let mut model = two_layers(0.0);
-        install(&mut model, level).unwrap();
+        level.install(&mut model).unwrap();
         let expected = if level == CheckpointLevel::InputOnly { 0 } else { f };
         assert_eq!(held(&model), 4 * tokens * expected, "{level}");
     }
@@ -299,7 +299,7 @@ fn a_policy_sets_the_dtype_and_weights_keep_theirs() {
     {
         let x = Generator::new(4).unwrap().normal(&[3, 5, 32], (Kind::Float, Device::Cpu)).unwrap();
         let exact = tch::no_grad(|| model.0.forward(&x, &Context::default()).unwrap());
-        install(&mut model, level).unwrap();
+        level.install(&mut model).unwrap();
         let _within = precision::enter(Some(Arc::new(Low)));
         let y = model.0.forward(&x, &Context::default()).unwrap();
         assert_eq!(y.kind(), Kind::BFloat16);
@@ -312,8 +312,8 @@ fn a_policy_sets_the_dtype_and_weights_keep_theirs() {
 
 #[test]
 fn unsupported_mlps_are_refused_and_unchanged() {
-    let refused = |model: &mut dyn Module, level, words: &str| {
-        let error = install(model, level).unwrap_err().to_string();
+    let refused = |model: &mut dyn Module, level: CheckpointLevel, words: &str| {
+        let error = level.install(model).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     };
     let input_only = CheckpointLevel::InputOnly;
@@ -325,10 +325,10 @@ fn unsupported_mlps_are_refused_and_unchanged() {
     refused(&mut two_layers(0.1), input_only, "the MLP `mlp` drops activations with probability 0.1");
     refused(&mut two_layers(0.0), CheckpointLevel::SaveAll, "do not support the level save-all");
     let mut twice = swiglu_of(false);
-    install(&mut twice, input_only).unwrap();
+    input_only.install(&mut twice).unwrap();
     refused(&mut twice, input_only, "the MLP `mlp` is already recomputed");
     let mut planned = llama(Kind::Float);
-    activations::apply(&mut *planned, &[LayerPlan::KeepAll; 3]).unwrap();
+    Activations::install(&mut *planned, &[LayerPlan::KeepAll; 3]).unwrap();
     refused(&mut *planned, input_only, "install recomputation before activation plans and offloading");
     refused(
         &mut swiglu_of(false),

@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use training::activations::LayerPlan::{
     KeepAll, Offload, RecomputeAll, RecomputeAttention, RecomputeElementwise, RecomputeMlp,
 };
-use training::activations::{Activations, LayerPlan, apply, every_kth};
+use training::activations::{Activations, LayerPlan, every_kth};
 
 const LAYERS: usize = 4;
 const ROWS: i64 = 3;
@@ -32,7 +32,7 @@ fn config(dropout: f64) -> Gpt2Config {
 
 fn model(dropout: f64) -> (Gpt2, Activations) {
     let mut model = Gpt2::new(&config(dropout), (Kind::Float, Device::Cpu)).unwrap();
-    let activations = apply(&mut model, &[KeepAll; LAYERS]).unwrap();
+    let activations = Activations::install(&mut model, &[KeepAll; LAYERS]).unwrap();
     (model, activations)
 }
 
@@ -142,7 +142,7 @@ fn gradients_of_llama_match_too() {
         ..DecoderConfig::llama(40, 16, 40, LAYERS as i64, 4)
     };
     let mut model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
-    let activations = apply(&mut model, &[KeepAll; LAYERS]).unwrap();
+    let activations = Activations::install(&mut model, &[KeepAll; LAYERS]).unwrap();
     let packed = documents();
     for documents in [None, Some(&packed)] {
         activations.change(&[KeepAll; LAYERS]).unwrap();
@@ -292,8 +292,8 @@ fn a_model_without_an_attention_of_its_own_refuses_to_recompute_it() {
     };
     let mut model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let expected = "activation plan: this model's blocks have no single attention that can be recomputed; take `recompute all`";
-    assert_eq!(apply(&mut model, &[RecomputeAttention]).unwrap_err().to_string(), expected);
-    let activations = apply(&mut model, &[KeepAll]).unwrap();
+    assert_eq!(Activations::install(&mut model, &[RecomputeAttention]).unwrap_err().to_string(), expected);
+    let activations = Activations::install(&mut model, &[KeepAll]).unwrap();
     assert_eq!(activations.change(&[RecomputeAttention]).unwrap_err().to_string(), expected);
     assert_eq!(activations.plan(), [KeepAll]);
 }
@@ -302,9 +302,9 @@ fn a_model_without_an_attention_of_its_own_refuses_to_recompute_it() {
 fn errors_name_the_cause() {
     let _serial = serial();
     let mut plain = Gpt2::new(&config(0.0), (Kind::Float, Device::Cpu)).unwrap();
-    let error = apply(&mut plain, &[RecomputeAll; 3]).unwrap_err().to_string();
+    let error = Activations::install(&mut plain, &[RecomputeAll; 3]).unwrap_err().to_string();
     assert_eq!(error, "activation plan: 3 entries for a model of 4 blocks; give one for each block");
-    let activations = apply(&mut plain, &[RecomputeAll; LAYERS]).unwrap();
+    let activations = Activations::install(&mut plain, &[RecomputeAll; LAYERS]).unwrap();
     assert!(activations.change(&[]).unwrap_err().to_string().contains("0 entries for a model of 4 blocks"));
     let error = every_kth(4, 0, RecomputeAll).unwrap_err().to_string();
     assert!(error.contains("every 0th layer"), "{error}");

@@ -6,7 +6,7 @@ use models::module::trainable;
 use models::{Gpt2, Gpt2Config};
 use runtime::memory::{Limit, Region, limit};
 use tch::{Device, Kind, Tensor};
-use training::activations::{LayerPlan, apply};
+use training::activations::{Activations, LayerPlan};
 use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group};
@@ -58,7 +58,7 @@ fn run(plan: LayerPlan, bytes: Option<u64>, plans: Option<Vec<CheaperPlan>>) -> 
         ..Gpt2Config::small()
     };
     let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu)).unwrap();
-    let activations = apply(&mut model, &[plan; LAYERS]).unwrap();
+    let activations = Activations::install(&mut model, &[plan; LAYERS]).unwrap();
     let groups = Group::by_dimension(trainable(&model), 1e-2, 0.1);
     let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
     let options = Options { steps: 6, accumulation: 2, clip: Some(1.0), log_every: 1, ..Options::default() };

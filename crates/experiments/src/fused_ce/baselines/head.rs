@@ -19,7 +19,7 @@ pub fn install(
     chunk: Option<Chunk>,
 ) -> anyhow::Result<()> {
     if let Some(options) = implementation.options() {
-        return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..options })?);
+        return Ok(LinearCrossEntropy { chunk, ..options }.install(model)?);
     }
     Ok(map_modules(model, &mut Install { implementation, chunk })?)
 }

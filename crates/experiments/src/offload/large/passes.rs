@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use frugal::planning::{PeakMeter, PeakUsage};
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use offload::{Offload, Span};
 use report::Metric;
 use tch::Device;
@@ -41,7 +41,7 @@ impl Measured {
             ..LoraConfig::default()
         };
         let watch = PeakMeter::start(subject.device)?;
-        Adapters::install(&mut subject.model, &adapters, seed)?;
+        LoraConfig { seed, ..adapters.clone() }.install(&mut subject.model)?;
         let installed = watch.finish()?;
         let group = Group::new(subject.parameters(), 1e-4);
         let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;

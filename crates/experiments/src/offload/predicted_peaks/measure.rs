@@ -7,15 +7,15 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fused_ce::{Chunk, LinearCrossEntropy};
-use lora::{Adapters, LoraConfig};
+use lora::LoraConfig;
 use models::Llama;
 use models::module::{Context, Input, LanguageModel, trainable};
-use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, TestHook, Tier};
+use offload::{HookPoint, HostAdamW, HostOptions, Offload, OffloadConfig, TestHook, Tier};
 use runtime::autograd::{backward, set_grad};
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations;
+use training::activations::Activations;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
@@ -63,13 +63,13 @@ impl Row {
         let (mut model, offload) = match &self.placement {
             Placement::Resident(_) => (Llama::new(&self.config, (self.kind, device))?, None),
             Placement::Offloaded { method, ring, in_files, resident } => {
-                let options = Options {
+                let options = OffloadConfig {
                     method: *method,
                     ring: *ring,
                     tier: if *in_files { Tier::File(folder.path().to_owned()) } else { Tier::Host },
                     resident: resident.clone(),
                     test_hook: Some(in_step.clone()),
-                    ..Options::default()
+                    ..OffloadConfig::default()
                 };
                 let init = models::init::Init::Normal { std: 0.02 };
                 let (model, offload) = Offload::assemble(&self.config, init, self.kind, &options)?;
@@ -78,7 +78,7 @@ impl Row {
         };
         if let Head::Chunks(tokens) = self.head {
             let chunk = Some(Chunk::Tokens(tokens));
-            fused_ce::install(&mut model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
+            LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }.install(&mut model)?;
         }
         if let Pass::Adapters { targets, rank, dropout, kind } = &self.pass {
             let names = targets.iter().map(|name| format!("{name}_proj")).collect();
@@ -93,10 +93,10 @@ impl Row {
                 target_modules: Some(lora::Names::List(names)),
                 ..LoraConfig::default()
             };
-            Adapters::install(&mut model, &config, 1)?;
+            LoraConfig { seed: 1, ..config.clone() }.install(&mut model)?;
         }
         let plan = match &self.placement {
-            Placement::Resident(plan) => Some(activations::apply(&mut model, plan)?),
+            Placement::Resident(plan) => Some(Activations::install(&mut model, plan)?),
             Placement::Offloaded { .. } => None,
         };
         in_step.watch(offload.clone());

@@ -44,7 +44,7 @@ pub(super) fn run(
     let mut batches = MaskedBatches::over(&rows, layout, device)?;
     let mut model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
     // A chunk of logits at a time, unless the head is more than a projection, because it is adapted itself.
-    match fused_ce::install(model.as_mut(), &LinearCrossEntropy::default()) {
+    match LinearCrossEntropy::default().install(model.as_mut()) {
         Ok(_) | Err(fused_ce::Error::Head { .. }) => {}
         Err(error) => return Err(error.into()),
     }

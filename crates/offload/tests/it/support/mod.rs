@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use models::module::{Input, LanguageModel, Module, parameters, tensors, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{Method, Offload, Options};
+use offload::{Method, OffloadConfig};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -42,12 +42,12 @@ pub fn assignment() -> DecoderConfig {
 
 /// Every way to train a model of `layers` layers, with its name: each method, and layers that keep their activations, all or every
 /// second.
-pub fn ways(layers: usize) -> Vec<(String, Options)> {
+pub fn ways(layers: usize) -> Vec<(String, OffloadConfig)> {
     let methods = [Method::Checkpointing, Method::Function, Method::Overlap]
-        .map(|method| (method.name().to_owned(), Options { method, ..Options::default() }));
+        .map(|method| (method.name().to_owned(), OffloadConfig { method, ..OffloadConfig::default() }));
     let keeps = [1, 2].map(|every| {
         let keep: Vec<usize> = (0..layers).step_by(every).collect();
-        (format!("activations of {keep:?} kept"), Options { keep, ..Options::default() })
+        (format!("activations of {keep:?} kept"), OffloadConfig { keep, ..OffloadConfig::default() })
     });
     methods.into_iter().chain(keeps).collect()
 }
@@ -70,11 +70,11 @@ pub fn batch(vocabulary: i64, number: u64) -> Tensor {
 #[allow(clippy::boxed_local, reason = "every model of these tests is boxed")]
 pub fn steps<M: LanguageModel>(
     mut model: Box<M>,
-    options: Option<Options>,
+    options: Option<OffloadConfig>,
     steps: u64,
     micro: u64,
 ) -> Trained {
-    let offload = options.map(|options| Offload::apply(&mut *model, &options).unwrap());
+    let offload = options.map(|options| options.install(&mut *model).unwrap());
     let named: Vec<(String, Tensor)> =
         trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(named, 1e-3)]).unwrap();
