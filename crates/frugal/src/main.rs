@@ -86,9 +86,7 @@ fn parse(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result
         };
         text.map_or(error, |text| clap::Error::raw(ErrorKind::UnknownArgument, text + "\n"))
     })?;
-    let mut cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
-    cli.common.given = program::flags::origins::given(&command, &matches);
-    Ok(cli)
+    Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
 }
 
 /// The flag that a command does not have, where that is the error.

@@ -24,6 +24,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use clap::Args;
+use flags::Flags;
+use flags::table::COMMON;
 use frugal::Config;
 use frugal::run_folder::RunRecord;
 use frugal::run_folder::origins::Origins;
@@ -31,38 +33,32 @@ use output::say;
 use run::ranks::Ranks;
 use runtime::collectives::Launch;
 use runtime::device::Choice;
+use serde_json::Value;
 use tch::Device;
 
 /// The device that is chosen.
 const AUTO: &str = "auto";
 
 /// Heading of [`Common`]'s flags in a subcommand's help.
-const COMMON: &str = "Common options";
+const OPTIONS: &str = "Common options";
 
 /// Flags that every subcommand has.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Common {
-    /// Where to compute: auto (the GPU if one is usable, else the CPU; to merge and export, the CPU), cpu, cuda or cuda:N [default: auto]
-    #[arg(long, global = true, help_heading = COMMON)]
-    pub(crate) device: Option<String>,
-    /// Seed of every random choice [default: 0]
-    #[arg(long, global = true, help_heading = COMMON)]
-    pub(crate) seed: Option<u64>,
+    #[command(flatten)]
+    pub(crate) flags: Flags<COMMON>,
     /// Append the measurements of each training step to FILE, as JSON lines
-    #[arg(long, value_name = "FILE", global = true, help_heading = COMMON)]
+    #[arg(long, value_name = "FILE", global = true, help_heading = OPTIONS)]
     pub(crate) records: Option<PathBuf>,
     /// Print a machine-readable result on standard output
-    #[arg(long, global = true, help_heading = COMMON)]
+    #[arg(long, global = true, help_heading = OPTIONS)]
     pub(crate) json: bool,
     /// Print results and errors only: no progress, no notes
-    #[arg(long, short, global = true, help_heading = COMMON)]
+    #[arg(long, short, global = true, help_heading = OPTIONS)]
     pub(crate) quiet: bool,
     /// The ranks of a training that a launcher started.
     #[arg(skip)]
     pub(crate) ranks: Option<Ranks>,
-    /// The long names of the flags that the command line gives.
-    #[arg(skip)]
-    pub(crate) given: Vec<String>,
     /// Where the values of the configuration come from.
     #[arg(skip)]
     pub(crate) origins: Origins,
@@ -86,7 +82,7 @@ impl Common {
         if let Some(device) = self.chosen.get() {
             return Ok(*device);
         }
-        let device = self.select(self.device.as_deref().unwrap_or(AUTO), self.json)?;
+        let device = self.select(self.device_name().unwrap_or(AUTO), self.json)?;
         Ok(*self.chosen.get_or_init(|| device))
     }
 
@@ -95,7 +91,7 @@ impl Common {
     /// # Errors
     /// One that is not there.
     pub(crate) fn device_of_weights(&self) -> anyhow::Result<Device> {
-        match self.device.as_deref().filter(|name| *name != AUTO) {
+        match self.device_name().filter(|name| *name != AUTO) {
             Some(_) => self.device(),
             None => Ok(Device::Cpu),
         }
@@ -134,6 +130,11 @@ impl Common {
 
     /// The seed.
     pub(crate) fn seed(&self) -> u64 {
-        self.seed.unwrap_or(0)
+        self.flags.value("--seed").and_then(Value::as_u64).unwrap_or(0)
+    }
+
+    /// The device that is asked for.
+    pub(crate) fn device_name(&self) -> Option<&str> {
+        self.flags.text("--device")
     }
 }

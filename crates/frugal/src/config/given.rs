@@ -32,7 +32,7 @@ const EARLIER: [(&str, &str, &str); 2] =
     [("training", "read_every", "log_every"), ("training", "rows_at_once", "micro_batch_size")];
 
 /// Returns the name of a key that is known by an earlier one.
-pub(crate) fn current_name(key: &str) -> String {
+pub fn current_name(key: &str) -> String {
     let earlier = EARLIER.iter().find(|(section, name, _)| key == format!("{section}.{name}"));
     earlier.map_or_else(|| key.to_owned(), |(section, _, name)| format!("{section}.{name}"))
 }

@@ -7,6 +7,7 @@ use super::given::{Given, current_name, overlay};
 use super::written::Written;
 use super::{Config, Method, Task, nearest};
 use crate::error::{Error, Result};
+use crate::run_folder::origins::DEFAULT;
 
 impl Config {
     /// Returns the configuration with one value replaced: `optimizer.lr=1e-4`. The value is written as in TOML; a text needs no quotes.
@@ -17,6 +18,16 @@ impl Config {
     pub fn with(&self, assignment: &str) -> Result<Self> {
         let mut given = Given::all_of(self)?;
         given.assign(assignment)?;
+        given.config(given.task().unwrap_or(self.task))
+    }
+
+    /// Returns the configuration with the value of one key replaced by another of its type.
+    ///
+    /// # Errors
+    /// [`Error::Toml`]: a key that is unknown; a value of the wrong type.
+    pub fn with_value(&self, key: &str, value: Value) -> Result<Self> {
+        let mut given = Given::all_of(self)?;
+        given.set(key, value, DEFAULT)?;
         given.config(given.task().unwrap_or(self.task))
     }
 }

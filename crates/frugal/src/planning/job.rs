@@ -145,7 +145,8 @@ fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Reci
         return Err(refused("mixed precision with all logits at once"));
     }
     let training = &config.training;
-    let splits = training.accumulation > 1 || training.micro_batch_size.is_some_and(|rows| rows < training.batch);
+    let splits =
+        training.accumulation > 1 || training.micro_batch_size.is_some_and(|rows| rows < training.batch);
     // The casts of the first pass are in the graphs of the others, and their gradients wait until the backward is done.
     if config.adapter.is_none() && splits {
         return Err(refused("mixed precision of all weights over several passes in a step"));

@@ -20,7 +20,6 @@ use super::Common;
 use super::output::{print_line, say, show};
 use crate::program::flags::hub::HubArgs;
 use crate::program::flags::model::with_adapter;
-use crate::program::flags::put_some;
 use crate::program::flags::sampling::SamplingArgs;
 use crate::program::folder::run_model::{Target, WhichArgs};
 use crate::program::folder::run_record::shell_word;
@@ -70,7 +69,7 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     target.tell_other_base(common, &folder, arguments.dtype);
     let Target { model, adapter, data, .. } = target;
     let mut data = data.unwrap_or_default();
-    put_some(&mut data.chat_template, arguments.chat_template.clone());
+    data.chat_template = arguments.chat_template.clone().or(data.chat_template);
     let companions = CompanionFiles::of(&folder, adapter.as_deref(), &data)?;
     let tokenizer = companions.tokenizer()?;
     let Some(template) = companions.chat_template(&data)? else {

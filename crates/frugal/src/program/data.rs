@@ -18,9 +18,11 @@ use frugal::training::masked_rows::MaskedRow;
 
 use super::Common;
 use super::output::say;
-use crate::program::flags::encoding::Ends;
+use crate::program::flags::Flags;
 use crate::program::flags::hub::HubArgs;
-use crate::program::flags::rows::{RowArgs, encoder, flags_of_rows, found, found_text, note_template};
+use crate::program::flags::rows::{encoder, flags_of_rows, found, found_text, note_template};
+use crate::program::flags::table::ROWS;
+use crate::program::flags::tokenizer::Ends;
 use crate::program::folder::run_model::{Target, WhichArgs};
 use crate::program::folder::run_record::shell_word;
 use crate::program::output::problems::Problems;
@@ -64,7 +66,7 @@ struct SourceArgs {
     #[arg(long, value_enum, default_value_t)]
     split: Split,
     #[command(flatten)]
-    rows: RowArgs,
+    rows: Flags<ROWS>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -100,7 +102,7 @@ impl SourceArgs {
             ..target.data.take().unwrap_or_default()
         };
         let before = data.clone();
-        self.rows.apply(&mut data);
+        data = self.rows.data(&data)?;
         let check = self.check_command(&flags_of_rows(&data, &before));
         let splits = Splits::of(Path::new(&self.data))?;
         let found = found(&splits, &data)?;

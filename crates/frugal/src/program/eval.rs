@@ -17,8 +17,10 @@ use serde::Serialize;
 
 use super::Common;
 use super::output::say;
+use crate::program::flags::Flags;
 use crate::program::flags::model::ModelArgs;
-use crate::program::flags::rows::{RowArgs, found, found_text};
+use crate::program::flags::rows::{found, found_text};
+use crate::program::flags::table::ROWS;
 use crate::program::folder::output_file::{OutputFile, OutputFlag};
 use crate::program::output::problems::Problems;
 use frugal::tasks::gsm8k::split;
@@ -76,7 +78,7 @@ pub(crate) struct Eval {
     #[arg(long, value_enum)]
     split: Option<Part>,
     #[command(flatten)]
-    rows: RowArgs,
+    rows: Flags<ROWS>,
     /// Rows or prompts per batch. A model with longrope (Phi-3) computes all rows of a batch as its longest one demands; 1 measures
     /// each by itself
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
@@ -93,15 +95,15 @@ pub(crate) struct Eval {
     /// Overwrite --out
     #[arg(long, requires = "out")]
     overwrite: bool,
-    /// GSM8K: solved examples before each question
-    #[arg(long, default_value_t = frugal::tasks::gsm8k::FewShot::SHOTS)]
-    shots: usize,
+    /// GSM8K: solved examples before each question [default: 3]
+    #[arg(long)]
+    shots: Option<usize>,
     /// GSM8K: remove calculator annotations (<<6*7=42>>) from answers
     #[arg(long)]
     strip_annotations: bool,
-    /// GSM8K: seed of the split into 90, 5 and 5 % and of the choice of solved examples
-    #[arg(long, default_value_t = split::SEED)]
-    split_seed: u64,
+    /// GSM8K: seed of the split into 90, 5 and 5 % and of the choice of solved examples [default: 42]
+    #[arg(long)]
+    split_seed: Option<u64>,
 }
 
 impl Eval {
@@ -115,6 +117,21 @@ impl Eval {
         let inputs: Vec<&Path> = inputs.iter().map(PathBuf::as_path).collect();
         OutputFile::new(out, &OutputFlag { name: "--out", overwrite: Some(self.overwrite) }, &inputs)
             .map(Some)
+    }
+
+    /// Refuses flags that only GSM8K's problems have.
+    fn refuse_of_gsm8k(&self) -> anyhow::Result<()> {
+        let given = [
+            ("--shots", self.shots.is_some()),
+            ("--strip-annotations", self.strip_annotations),
+            ("--split-seed", self.split_seed.is_some()),
+        ];
+        match given.into_iter().find(|(_, is_given)| *is_given) {
+            Some((flag, _)) => bail!(
+                "{flag} applies to GSM8K only: a folder with its train.jsonl and test.jsonl, or --format gsm8k; leave it out"
+            ),
+            None => Ok(()),
+        }
     }
 }
 
@@ -144,17 +161,18 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
     // Rows are made as in the training, unless a flag says otherwise.
     let mut data = DataConfig { limit: None, validation: None, ..model.data.clone().unwrap_or_default() };
     if let Some(path) = &arguments.questions {
-        refuse_of_gsm8k(common)?;
-        arguments.rows.apply(&mut data);
+        arguments.refuse_of_gsm8k()?;
+        data = arguments.rows.data(&data)?;
         // The prompt is what comes before the answer.
         (data.format, data.mask) = (DataFormat::QuestionAnswer, Mask::Answers);
         return questions::run(common, arguments, &model, (path, &data));
     }
     // That of the training is of its own file.
     data.format = DataFormat::Auto;
-    arguments.rows.apply(&mut data);
+    data = arguments.rows.data(&data)?;
     data.source = arguments.data.as_deref().unwrap_or(Path::new("")).display().to_string();
-    (data.strip_annotations, data.split_seed) = (arguments.strip_annotations, arguments.split_seed);
+    data.strip_annotations = arguments.strip_annotations;
+    data.split_seed = arguments.split_seed.unwrap_or(split::SEED);
     let splits = Splits::of(Path::new(&data.source));
     // A folder may have GSM8K's official test set alone.
     let detected = match arguments.split {
@@ -164,7 +182,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
     if detected == rows::Found::Gsm8k {
         return gsm8k::run(common, arguments, &model, (&Problems::of(&data), &data));
     }
-    refuse_of_gsm8k(common)?;
+    arguments.refuse_of_gsm8k()?;
     if arguments.out.is_some() {
         bail!("--out has the answers to --questions or to GSM8K; the loss on data has none");
     }
@@ -187,17 +205,4 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         bail!("{} has no such split; leave out --split, or name a file as --data", data.source);
     }
     loss::run(common, arguments, &model, (&files, &detected, &data))
-}
-
-/// Refuses flags that only GSM8K's problems have.
-fn refuse_of_gsm8k(common: &Common) -> anyhow::Result<()> {
-    match ["--shots", "--strip-annotations", "--split-seed"]
-        .iter()
-        .find(|flag| common.given.iter().any(|one| one == *flag))
-    {
-        Some(flag) => bail!(
-            "{flag} applies to GSM8K only: a folder with its train.jsonl and test.jsonl, or --format gsm8k; leave it out"
-        ),
-        None => Ok(()),
-    }
 }

@@ -24,7 +24,6 @@ use tch::Device;
 use super::merge;
 use super::output::{print_line, say};
 use crate::program::flags::hub::{HubArgs, same_folder};
-use crate::program::flags::put_some;
 use crate::program::folder::model_folder;
 use crate::program::folder::output_folder::{self, Existing};
 use crate::program::folder::run_model::{Target, WhichArgs};
@@ -214,11 +213,11 @@ impl Export {
             target.tell_other_base(common, &target.open(&self.hub)?, self.dtype);
         }
         if self.checkpoints.is_none() {
-            put_some(&mut own.adapter, target.adapter.filter(|_| self.adapter.is_none()));
+            own.adapter = own.adapter.or(target.adapter);
         }
         let needs_base = self.format != Format::Peft || own.adapter.is_none();
         own.model = needs_base.then_some(target.model);
-        put_some(&mut own.hub.revision, target.revision.filter(|_| self.hub.revision.is_none()));
+        own.hub.revision = own.hub.revision.or(target.revision);
         Ok(own)
     }
 

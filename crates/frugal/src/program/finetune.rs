@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use anyhow::bail;
-use clap::{Args, ValueEnum};
-use frugal::config::{Config, Dtype, Given, Method, Task};
+use clap::Args;
+use frugal::config::{Config, Given, Task};
 use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
@@ -24,14 +24,12 @@ use serde_json::json;
 
 use super::Common;
 use super::output::say;
-use crate::program::flags::adapter::AdapterArgs;
+use crate::program::flags::Flags;
 use crate::program::flags::hub::{HubArgs, same_folder};
 use crate::program::flags::no_effect;
 use crate::program::flags::origins::with_origins;
-use crate::program::flags::rows::RowArgs;
-use crate::program::flags::settings::SettingsArgs;
+use crate::program::flags::table::FINETUNE;
 use crate::program::flags::unread;
-use crate::program::flags::{DATA, put, put_some};
 use crate::program::folder::best_weights::Writer;
 use crate::program::folder::offload_folder;
 use crate::program::folder::open::{Saving, as_begun};
@@ -49,48 +47,10 @@ use frugal::run_folder::MODEL;
 use targets::{TARGETS, with_own_targets};
 use weights::Weights;
 
-/// What is trained.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum MethodArg {
-    /// Low-rank adapters
-    Lora,
-    /// Low-rank adapters with a learned magnitude for each row of the weights
-    Dora,
-    /// All weights
-    Full,
-    /// LoRA over a base in four bits, which is said in another way
-    #[value(hide = true)]
-    Qlora,
-}
-
-impl MethodArg {
-    fn get(self) -> Method {
-        match self {
-            Self::Lora | Self::Qlora => Method::Lora,
-            Self::Dora => Method::Dora,
-            Self::Full => Method::Full,
-        }
-    }
-}
-
 #[derive(Args)]
 pub(crate) struct Finetune {
-    /// A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights
-    #[arg(long, value_name = "NAME_OR_FOLDER", required_unless_present_any = ["config", "set"])]
-    model: Option<String>,
     #[command(flatten)]
-    hub: HubArgs,
-    /// Dtype of the weights [default: that of the files]
-    #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
-    /// Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz) with messages, prompts and
-    /// completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.*, and validation.*
-    /// if there is one
-    #[arg(long, value_name = "PATH", required_unless_present_any = ["config", "set"], help_heading = DATA)]
-    data: Option<String>,
-    /// Validation data: a file; a folder may have its own split, and GSM8K has one [default: the folder's validation.*]
-    #[arg(long, value_name = "FILE", help_heading = DATA)]
-    validation: Option<PathBuf>,
+    flags: Flags<FINETUNE>,
     /// Output folder: the adapter or model, config.toml, losses.jsonl, checkpoints
     #[arg(long, value_name = "FOLDER", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
@@ -100,30 +60,9 @@ pub(crate) struct Finetune {
     /// Read the data, print the plan for it, and end; nothing is trained
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
-    /// What is trained [default: lora]
-    #[arg(long, value_enum)]
-    method: Option<MethodArg>,
-    /// As in other programs; said in another way here
+    /// As in other programs; `--dtype nf4` is its name here
     #[arg(long, hide = true)]
     load_in_4bit: bool,
-    #[command(flatten, next_help_heading = "Adapter")]
-    adapter: AdapterArgs,
-    #[command(flatten, next_help_heading = DATA)]
-    rows: RowArgs,
-    /// Solved examples before each question (GSM8K) [default: 0]
-    #[arg(long, help_heading = DATA)]
-    shots: Option<usize>,
-    /// Remove calculator annotations (<<6*7=42>>) from answers (GSM8K)
-    #[arg(long, help_heading = DATA)]
-    strip_annotations: bool,
-    /// Seed of the split into 90, 5 and 5 % and of the choice of solved examples (GSM8K) [default: 42]
-    #[arg(long, help_heading = DATA)]
-    split_seed: Option<u64>,
-    /// Train on the first N rows
-    #[arg(long, value_name = "N", help_heading = DATA)]
-    limit: Option<usize>,
-    #[command(flatten)]
-    settings: SettingsArgs,
     #[command(flatten)]
     diagnosis: DiagnosisArgs,
 }
@@ -132,67 +71,56 @@ pub(crate) struct Finetune {
 const TEMPLATE: &str = "data.chat_template";
 
 impl Finetune {
-    /// Refuses --method beside --dora or --set adapter.use_dora that says otherwise; over a file's value the flag wins.
-    fn check_dora(&self, method: Method, given: &Given) -> anyhow::Result<()> {
-        let set = given.assigned_dora();
-        let other = match (method, set) {
-            (Method::Lora, _) if self.adapter.is_dora() => "--dora",
-            (Method::Lora, Some(true)) => "--set adapter.use_dora=true",
-            (Method::Dora, Some(false)) => "--set adapter.use_dora=false",
-            _ => return Ok(()),
-        };
-        bail!("--method {} and {other} contradict each other; leave one of them out", method.name())
-    }
-
-    /// The configuration that the file, `--set` and the flags make, what the first two gave, and the base.
-    fn config(&self, common: &Common) -> anyhow::Result<(Config, Given, Option<Target>)> {
-        if self.method == Some(MethodArg::Qlora) || self.load_in_4bit {
+    /// Takes --method, and refuses it beside --dora or --set adapter.use_dora that says otherwise; over a file's value the flag wins.
+    fn give_method(&self, given: &mut Given) -> anyhow::Result<()> {
+        let method = self.flags.text("--method");
+        if method == Some("qlora") || self.load_in_4bit {
             bail!("a frozen base in four bits (QLoRA) is --method lora with --dtype nf4");
         }
-        let mut base = None;
-        let mut given = self.settings.given()?;
-        if let Some(method) = self.method {
-            self.check_dora(method.get(), &given)?;
-            given.set("method", method.get().name().into(), "--method")?;
+        if let Some(name) = method {
+            let other = match (name, given.assigned_dora()) {
+                ("lora", _) if self.flags.has(&["--dora"]) => Some("--dora"),
+                ("lora", Some(true)) => Some("--set adapter.use_dora=true"),
+                ("dora", Some(false)) => Some("--set adapter.use_dora=false"),
+                _ => None,
+            };
+            if let Some(other) = other {
+                bail!("--method {name} and {other} contradict each other; leave one of them out");
+            }
+            given.set("method", name.into(), "--method")?;
         }
-        let mut config = given.config(Task::Finetune)?;
-        if config.adapter.is_none() && self.adapter.is_given() {
+        if given.config(Task::Finetune)?.adapter.is_none() && self.flags.has_adapter() {
             bail!("--method full trains all weights and has no adapter; leave out the adapter's flags");
         }
-        put_some(&mut config.model.name, self.model.as_deref().map(str::to_owned));
-        put_some(&mut config.model.revision, self.hub.revision.clone());
-        config.model.offline |= self.hub.offline;
-        put_some(&mut config.model.dtype, self.dtype);
-        put(&mut config.data.source, self.data.as_deref().map(str::to_owned));
-        put_some(&mut config.data.validation, self.validation.clone());
-        put(&mut config.data.shots, self.shots);
-        if let Some(name) = &config.model.name {
-            let target = Target::to_fine_tune(name)?;
-            config.model.name = Some(target.model.clone());
-            base = Some(target);
+        Ok(())
+    }
+
+    /// The configuration that the file, `--set` and the flags make, these values, and the base.
+    fn config(&self, common: &Common) -> anyhow::Result<(Config, Given, Option<Target>)> {
+        let mut given = self.flags.given()?;
+        self.give_method(&mut given)?;
+        self.flags.give(&mut given, Task::Finetune)?;
+        common.flags.give_common(&mut given)?;
+        let mut config = given.config(Task::Finetune)?;
+        let base = config.model.name.as_deref().map(Target::to_fine_tune).transpose()?;
+        if let Some(base) = &base {
+            config.model.name = Some(base.model.clone());
         }
-        config.data.strip_annotations |= self.strip_annotations;
-        put(&mut config.data.split_seed, self.split_seed);
-        put_some(&mut config.data.limit, self.limit);
-        self.rows.apply(&mut config.data);
-        if let Some(adapter) = config.adapter.take() {
-            // A folder's path has to lead to it from anywhere.
-            let base = config.model.name.clone().map(|base| match std::fs::canonicalize(&base) {
-                Ok(path) if path.is_dir() => path.display().to_string(),
-                _ => base,
-            });
-            let mut adapter = self.adapter.apply(adapter);
+        if let Some(adapter) = &mut config.adapter {
             // A training may have written its file where the base has another path.
             let key = "adapter.base_model_name_or_path";
             let is_asked = given.origins().has(key) && given.of_training() != Some(given.origins().get(key));
-            let is_moved = self.model.is_some() && !is_asked;
+            let is_moved = self.flags.has(&["--model"]) && !is_asked;
             if is_moved || adapter.base_model_name_or_path.is_none() {
-                put_some(&mut adapter.base_model_name_or_path, base);
+                // A folder's path has to lead to it from anywhere.
+                let base = config.model.name.clone().map(|base| match std::fs::canonicalize(&base) {
+                    Ok(path) if path.is_dir() => path.display().to_string(),
+                    _ => base,
+                });
+                adapter.base_model_name_or_path = base.or(adapter.base_model_name_or_path.take());
                 given.forget(key);
             }
-            config.adapter = Some(adapter);
         }
-        self.settings.apply(&mut config, common)?;
         Ok((config, given, base))
     }
 }
@@ -204,18 +132,18 @@ pub(crate) fn configured(
     arguments: &Finetune,
 ) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
     let (config, given, _) = arguments.config(common)?;
-    let origins = crate::program::flags::origins::origins(&config, &given, &common.given)?;
+    let origins = crate::program::flags::origins::origins(&config, &given)?;
     Ok((config, origins))
 }
 
 pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
     let (mut config, given, base) = arguments.config(common)?;
-    let is_set =
-        arguments.rows.gives_chat_template() || arguments.settings.run.keys().any(|key| key == TEMPLATE);
-    if let Some(file) = arguments.settings.config.as_deref().filter(|_| !is_set) {
+    let is_set = arguments.flags.flag_for(TEMPLATE).is_some()
+        || arguments.flags.assigned_keys().any(|key| key == TEMPLATE);
+    if let Some(file) = arguments.flags.file().filter(|_| !is_set) {
         origin::take_template_of_run(&mut config, file);
     }
-    let common = with_origins(common, (&config, &given), &arguments.settings)?;
+    let common = with_origins(common, (&config, &given), arguments.flags.file())?;
     unread::refuse(&common, &config)?;
     common.choose_device(&mut config)?;
     if Launch::from_environment()?.is_none_or(|launch| launch.rank == 0) {

@@ -1,132 +1,249 @@
 //! The flags that belong to the keys of a configuration.
 
-pub(crate) mod adapter;
-pub(crate) mod encoding;
 pub(crate) mod hub;
 pub(crate) mod model;
 pub(crate) mod no_effect;
 pub(crate) mod origins;
 pub(crate) mod other_names;
 pub(crate) mod rows;
-pub(crate) mod run;
 pub(crate) mod sampling;
-pub(crate) mod settings;
+pub(crate) mod table;
+pub(crate) mod tokenizer;
 pub(crate) mod unread;
+pub(crate) mod values;
 
-/// Heading of the flags about data in a subcommand's help.
-pub(crate) const DATA: &str = "Data";
+use std::path::Path;
 
-/// Keys, and the flags of `train` and `finetune` that set them, each key's usual one first.
-const FLAGS: [(&str, &str); 79] = [
-    ("activations.plan", "--activations"),
-    ("activations.plan", "--recompute"),
-    ("activations.recompute", "--recompute-what"),
-    ("adapter.init_lora_weights", "--init"),
-    ("adapter.lora_alpha", "--alpha"),
-    ("adapter.lora_dropout", "--dropout"),
-    ("adapter.r", "--r"),
-    ("adapter.target_modules", "--targets"),
-    ("adapter.target_modules", "--target-pattern"),
-    ("adapter.use_dora", "--dora"),
-    ("adapter.use_rslora", "--rslora"),
-    ("data.chat_template", "--chat-template"),
-    ("data.completion_template", "--completion-template"),
-    ("data.end_token", "--end-token"),
-    ("data.field", "--field"),
-    ("data.format", "--format"),
-    ("data.held_out", "--held-out"),
-    ("data.limit", "--limit"),
-    ("data.mask", "--mask"),
-    ("data.max_length", "--max-length"),
-    ("data.max_length", "--length"),
-    ("data.overlong", "--overlong"),
-    ("data.overlong", "--skip-long"),
-    ("data.packing", "--packing"),
-    ("data.prompt_template", "--prompt-template"),
-    ("data.shots", "--shots"),
-    ("data.source", "--data"),
-    ("data.split_seed", "--split-seed"),
-    ("data.strategy", "--strategy"),
-    ("data.strip_annotations", "--strip-annotations"),
-    ("data.tokenizer", "--tokenizer"),
-    ("data.validation", "--validation"),
-    ("data.vocabulary", "--vocabulary"),
-    ("data.workers", "--workers"),
-    ("loss.chunk_tokens", "--loss-chunk"),
-    ("loss.head", "--loss"),
-    ("method", "--method"),
-    ("mlp.level", "--mlp"),
-    ("model.dtype", "--dtype"),
-    ("model.name", "--model"),
-    ("model.offline", "--offline"),
-    ("model.revision", "--revision"),
-    ("model.shape.dropout", "--dropout"),
-    ("model.shape.family", "--model"),
-    ("model.shape.heads", "--heads"),
-    ("model.shape.layers", "--layers"),
-    ("model.shape.width", "--width"),
-    ("offload", "--offload"),
-    ("offload.method", "--offload-method"),
-    ("offload.resident", "--resident"),
-    ("offload.ring", "--ring"),
-    ("offload.tier", "--offload"),
-    ("optimizer.clip", "--clip"),
-    ("optimizer.lr", "--lr"),
-    ("optimizer.master_weights", "--master-weights"),
-    ("optimizer.place", "--optimizer-on"),
-    ("optimizer.replicas", "--replicas"),
-    ("optimizer.rule", "--optimizer"),
-    ("optimizer.schedule", "--schedule"),
-    ("optimizer.warmup", "--warmup"),
-    ("optimizer.weight_decay", "--weight-decay"),
-    ("optimizer.zero_stage", "--zero-stage"),
-    ("precision.compute", "--precision"),
-    ("training.accumulation", "--accumulation"),
-    ("training.baseline", "--no-baseline"),
-    ("training.batch", "--batch-size"),
-    ("training.budget", "--budget"),
-    ("training.checkpoint_every", "--checkpoint-every"),
-    ("training.device", "--device"),
-    ("training.epochs", "--epochs"),
-    ("training.evaluate_every", "--evaluate-every"),
-    ("training.ignore_failed_checkpoints", "--ignore-failed-checkpoints"),
-    ("training.keep", "--keep"),
-    ("training.log_every", "--log-every"),
-    ("training.patience", "--patience"),
-    ("training.samples", "--samples"),
-    ("training.seed", "--seed"),
-    ("training.micro_batch_size", "--micro-batch-size"),
-    ("training.steps", "--steps"),
-];
+use anyhow::bail;
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use frugal::Config;
+use frugal::config::{DataConfig, Given, Method, Task};
+use frugal::lora::LoraConfig;
+use runtime::collectives::Launch;
+use serde_json::Value;
+use table::{ADAPTERS, COMMON, Flag, ROWS, rows};
+use values::Takes;
 
-/// The flags that set a key.
+/// The flags of the table that the command line of a command gives, with their values.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Flags<const COMMAND: u8>(Vec<(&'static Flag, Value)>);
+
+impl Flag {
+    /// The name without its dashes, by which `clap` knows it.
+    fn long(&self) -> &'static str {
+        self.name.trim_start_matches('-')
+    }
+
+    fn argument(&'static self, command: u8) -> Arg {
+        let aliases = self.aliases.iter().map(|alias| alias.trim_start_matches('-'));
+        let argument = Arg::new(self.long()).long(self.long()).aliases(aliases).help(self.help);
+        let argument = (self.relation)(self.takes.argument(argument));
+        // In other commands the flags stand under the heading of their group.
+        match command & (ROWS | ADAPTERS) != 0 || self.section.is_empty() {
+            true => argument,
+            false => argument.help_heading(self.section),
+        }
+    }
+
+    fn value(&self, matches: &ArgMatches) -> Option<Value> {
+        let name = self.long();
+        let all = || Some(matches.get_many::<Value>(name)?.cloned().collect());
+        match self.takes {
+            Takes::Nothing(value) => matches.get_flag(name).then(|| value.parse().ok()).flatten(),
+            Takes::One { .. } | Takes::Path { .. } => matches.get_one(name).cloned(),
+            Takes::Several { .. } => all().map(Value::Array),
+            Takes::List { value, .. } => all().map(value),
+        }
+    }
+}
+
+impl<const COMMAND: u8> Args for Flags<COMMAND> {
+    fn augment_args(command: Command) -> Command {
+        command.args(rows_of(COMMAND).map(|flag| flag.argument(COMMAND)))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl<const COMMAND: u8> FromArgMatches for Flags<COMMAND> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        Ok(Self(rows_of(COMMAND).filter_map(|flag| Some((flag, flag.value(matches)?))).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+fn rows_of(command: u8) -> impl Iterator<Item = &'static Flag> {
+    rows().filter(move |flag| flag.commands & command != 0)
+}
+
+/// The error of flags about offloaded layers where no layer is offloaded.
+pub(crate) const WITHOUT_OFFLOAD: &str =
+    "--ring and --resident apply to offloaded layers only; give --offload host or --offload file";
+
+impl<const COMMAND: u8> Flags<COMMAND> {
+    /// The value of a flag, if it is given.
+    pub(crate) fn value(&self, name: &str) -> Option<&Value> {
+        self.0.iter().find(|(flag, _)| flag.name == name).map(|(_, value)| value)
+    }
+
+    /// The text of a flag, if it is given.
+    pub(crate) fn text(&self, name: &str) -> Option<&str> {
+        self.value(name)?.as_str()
+    }
+
+    /// Whether one of these flags is given.
+    pub(crate) fn has(&self, names: &[&str]) -> bool {
+        self.0.iter().any(|(flag, _)| names.contains(&flag.name))
+    }
+
+    /// Whether a flag of an adapter is given.
+    pub(crate) fn has_adapter(&self) -> bool {
+        self.0.iter().any(|(flag, _)| flag.key.starts_with("adapter."))
+    }
+
+    /// The file of `--config`.
+    pub(crate) fn file(&self) -> Option<&Path> {
+        self.text("--config").map(Path::new)
+    }
+
+    /// What `--set` assigns.
+    fn assignments(&self) -> impl Iterator<Item = &str> {
+        self.value("--set").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str)
+    }
+
+    /// The keys that `--set` names.
+    pub(crate) fn assigned_keys(&self) -> impl Iterator<Item = &str> {
+        self.assignments().filter_map(|assignment| Some(assignment.split_once('=')?.0.trim()))
+    }
+
+    /// The flags that override keys, with their values.
+    fn overrides(&self) -> impl Iterator<Item = &(&'static Flag, Value)> {
+        self.0.iter().filter(|(flag, _)| !flag.key.is_empty())
+    }
+
+    /// The flag that overrides a key, if one is given.
+    pub(crate) fn flag_for(&self, key: &str) -> Option<&'static str> {
+        self.overrides().find(|(flag, _)| flag.key == key).map(|(flag, _)| flag.name)
+    }
+
+    /// What the configuration file and `--set` give.
+    ///
+    /// # Errors
+    /// A file that is no configuration; a key that is unknown.
+    pub(crate) fn given(&self) -> anyhow::Result<Given> {
+        let mut given = Given::default();
+        if let Some(path) = self.file() {
+            given.file(path)?;
+        }
+        for assignment in self.assignments() {
+            given.assign(assignment).map_err(|error| anyhow::anyhow!("--set {error}"))?;
+        }
+        Ok(given)
+    }
+
+    /// Overrides what is given by the flags.
+    ///
+    /// # Errors
+    /// Flags of offloaded layers where none is, or of ranks where there are none.
+    pub(crate) fn give(&self, given: &mut Given, task: Task) -> anyhow::Result<()> {
+        for name in ["--zero-stage", "--replicas"] {
+            if self.has(&[name]) && Launch::from_environment()?.is_none() {
+                bail!(
+                    "{name} applies to training over several ranks only; start it with `frugal launch -n RANKS -- frugal …`"
+                );
+            }
+        }
+        if !self.has(&["--offload"]) && given.config(task)?.offload.is_none() {
+            if self.has(&["--ring", "--resident"]) {
+                bail!(WITHOUT_OFFLOAD);
+            }
+            if self.has(&["--offload-method"]) {
+                bail!(
+                    "--offload-method applies to offloaded layers only; give --offload host or --offload file"
+                );
+            }
+        }
+        // The two say the same thing: the flag that is given alone counts.
+        match (self.has(&["--steps"]), self.has(&["--epochs"])) {
+            (true, false) => given.forget("training.epochs"),
+            (false, true) => given.forget("training.steps"),
+            _ => {}
+        }
+        self.put(given)
+    }
+
+    fn put(&self, given: &mut Given) -> anyhow::Result<()> {
+        self.overrides().try_for_each(|(flag, value)| Ok(given.set(flag.key, value.clone(), flag.name)?))
+    }
+
+    /// A configuration with what `--set` and the flags override.
+    ///
+    /// # Errors
+    /// A key that is unknown, or a value that is not of its type.
+    pub(crate) fn over(&self, config: &Config) -> anyhow::Result<Config> {
+        let set = |config: Config, assignment: &str| {
+            config.with(assignment).map_err(|error| anyhow::anyhow!("--set {error}"))
+        };
+        let config = self.assignments().try_fold(config.clone(), set)?;
+        let put =
+            |config: Config, (flag, value): &(&Flag, Value)| Ok(config.with_value(flag.key, value.clone())?);
+        self.overrides().try_fold(config, put)
+    }
+}
+
+impl Flags<COMMON> {
+    /// Overrides what is given by the flags of the whole program.
+    ///
+    /// # Errors
+    /// Those of [`Given::set`].
+    pub(crate) fn give_common(&self, given: &mut Given) -> anyhow::Result<()> {
+        self.put(given)
+    }
+}
+
+impl Flags<ROWS> {
+    /// How rows are made, with what the flags override.
+    ///
+    /// # Errors
+    /// Those of [`Config::with_value`].
+    pub(crate) fn data(&self, data: &DataConfig) -> anyhow::Result<DataConfig> {
+        Ok(self.over(&Config { data: data.clone(), ..Config::default() })?.data)
+    }
+}
+
+impl Flags<ADAPTERS> {
+    /// The adapter of a fine-tuning of `base`, with what the flags override.
+    ///
+    /// # Errors
+    /// Those of [`Config::with_value`].
+    pub(crate) fn adapter(&self, base: &str) -> anyhow::Result<LoraConfig> {
+        let adapter = self.over(&Config::defaults(Task::Finetune, Method::Lora))?.adapter.unwrap_or_default();
+        Ok(LoraConfig { base_model_name_or_path: Some(base.to_owned()), ..adapter })
+    }
+}
+
+/// The flags that set a key, its usual one first.
 pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
-    FLAGS.iter().filter(move |(of, _)| *of == key).map(|(_, flag)| *flag)
+    // A section that is there because of one of its keys is named by that key's flag.
+    let key = if key == "offload" { "offload.tier" } else { key };
+    rows().filter(move |flag| flag.key == key).map(|flag| flag.name)
 }
 
 /// The key that a flag of a training sets.
-pub(crate) fn key_of(flag: &str) -> Option<&'static str> {
-    FLAGS.iter().find(|(_, own)| *own == flag).map(|(key, _)| *key)
-}
-
-/// Overrules a value where a flag was given.
-pub(crate) fn put<T>(value: &mut T, flag: Option<T>) {
-    if let Some(flag) = flag {
-        *value = flag;
-    }
-}
-
-/// Overrules a value that may be absent where a flag was given.
-pub(crate) fn put_some<T>(value: &mut Option<T>, flag: Option<T>) {
-    if flag.is_some() {
-        *value = flag;
-    }
+pub(crate) fn key_of(name: &str) -> Option<&'static str> {
+    rows().find(|flag| flag.name == name && !flag.key.is_empty()).map(|flag| flag.key)
 }
 
 /// The keys that a flag of trainings sets.
 #[cfg(test)]
-pub(crate) fn keys_of(flag: &str) -> Vec<&'static str> {
-    FLAGS.iter().filter(|(_, own)| *own == flag).map(|(key, _)| *key).collect()
+pub(crate) fn keys_of(name: &str) -> Vec<&'static str> {
+    rows().filter(|flag| flag.name == name).map(|flag| flag.key).collect()
 }
 
 /// Puts the flag behind each key that an error about a configuration names.
@@ -169,19 +286,5 @@ mod tests {
             with_flags("`offload.tier = \"file\"` and `model.freeze`; use `offload`"),
             "`offload.tier = \"file\"` (--offload file) and `model.freeze`; use `offload` (--offload)"
         );
-    }
-
-    /// Every flag of the table is one of a training.
-    #[test]
-    fn flags_exist() {
-        use clap::CommandFactory;
-        let command = crate::Cli::command();
-        let own = |name: &str| command.find_subcommand(name).unwrap().get_arguments();
-        let all = own("train").chain(own("finetune")).chain(command.get_arguments());
-        let known: Vec<String> =
-            all.filter_map(|argument| Some(format!("--{}", argument.get_long()?))).collect();
-        for (key, flag) in FLAGS {
-            assert!(known.iter().any(|one| one == flag), "{key}: {flag}");
-        }
     }
 }

@@ -25,9 +25,10 @@ use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use super::output::{print_line, say, show};
+use crate::program::flags::WITHOUT_OFFLOAD;
 use crate::program::flags::model::{Found, ModelArgs, with_adapter};
 use crate::program::flags::sampling::SamplingArgs;
-use crate::program::flags::settings::{WITHOUT_OFFLOAD, budget};
+use crate::program::flags::values::budget;
 use crate::program::run::plan::{MEASURING, NOTHING_FITS, tensor_budget};
 use frugal::text_stream::TextStream;
 

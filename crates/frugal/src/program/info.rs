@@ -16,9 +16,9 @@ use models::tensors_file::{TensorsFile, dtype_name};
 use report::unit::human;
 use serde_json::{Value, json};
 
-use super::flags::named;
+use super::flags::table::ADAPTERS;
+use super::flags::{Flags, named};
 use super::output::print_fields;
-use crate::program::flags::adapter::AdapterArgs;
 use crate::program::flags::hub::HubArgs;
 use crate::program::flags::no_effect;
 use crate::program::output::figures::{grouped, share};
@@ -34,7 +34,7 @@ pub(crate) struct Info {
     #[command(flatten)]
     hub: HubArgs,
     #[command(flatten, next_help_heading = "Adapter (for a model: counts its trainable parameters)")]
-    adapter: AdapterArgs,
+    adapter: Flags<ADAPTERS>,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
@@ -69,8 +69,8 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
         Some(recipe) => Some(nf4::model_bytes(&Decoder::of(config)?, &recipe)?),
         None => kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64),
     };
-    let adapter = arguments.adapter.config(&arguments.folder);
-    if arguments.adapter.is_given() {
+    let adapter = arguments.adapter.adapter(&arguments.folder)?;
+    if arguments.adapter.has_adapter() {
         adapter.check_matches(config).map_err(|error| named(frugal::Error::from(error).into()))?;
         no_effect::tell_of_pattern(common, &adapter, config)?;
     }

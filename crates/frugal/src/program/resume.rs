@@ -6,17 +6,16 @@ use std::sync::Arc;
 use anyhow::bail;
 use clap::Args;
 use frugal::Config;
-use frugal::config::{Bytes, CONFIG_FILE, Task};
+use frugal::config::{CONFIG_FILE, Task};
 use frugal::run_folder::{CHECKPOINTS, RunRecord};
 use runtime::collectives::Launch;
 
 use super::finetune::{self, Start};
+use super::flags::Flags;
+use super::flags::origins::origins_of_resume;
+use super::flags::table::RESUME;
 use super::flags::unread;
 use super::{Common, train};
-use crate::program::flags::origins::origins_of_resume;
-use crate::program::flags::put_some;
-use crate::program::flags::run::RunArgs;
-use crate::program::flags::settings::budget;
 use crate::program::output::report::report_finished;
 
 #[derive(Args)]
@@ -24,11 +23,8 @@ pub(crate) struct Resume {
     /// The output folder of a training: everything comes from its config.toml and its checkpoints
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
-    /// Memory limit from here on, such as 3GiB [default: as before]
-    #[arg(long, value_name = "BYTES", value_parser = budget)]
-    budget: Option<Bytes>,
     #[command(flatten)]
-    run: RunArgs,
+    flags: Flags<RESUME>,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
@@ -43,31 +39,29 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
         let what = if arguments.folder.is_dir() { "no config.toml in it" } else { "no such folder" };
         bail!("{}: {what}; give the --out folder of a training", arguments.folder.display());
     }
-    if common.seed.is_some() {
+    if common.flags.has(&["--seed"]) {
         bail!("--seed: a training that is resumed keeps its seed; leave it out, or begin another training");
     }
     let before = Config::read(&path)?;
-    let mut config = arguments.run.set(before.clone())?;
+    let mut config = arguments.flags.over(&before)?;
     if (config.task, config.method()) != (before.task, before.method()) {
         bail!(
             "`task` and `method` stay as they are in a run that is resumed; leave them out, or begin another training"
         );
     }
-    put_some(&mut config.training.budget, arguments.budget);
-    arguments.run.apply(&mut config);
-    if let Some(device) = &common.device {
-        config.training.device.clone_from(device);
+    if let Some(device) = common.device_name() {
+        device.clone_into(&mut config.training.device);
     }
     if Launch::from_environment()?.is_none() && report_finished(common, &arguments.folder, &config)? {
         return Ok(());
     }
     check_data(&config)?;
     let record = RunRecord::read(&arguments.folder)?;
-    let origins = origins_of_resume(&config, record.as_ref(), &arguments.run, &common.given)?;
+    let origins = origins_of_resume(&config, record.as_ref(), &arguments.flags, &common.flags)?;
     let mut asked = origins.clone();
     asked.retain(|key| {
-        let is_flag = super::flags::flags_of(key).any(|flag| common.given.iter().any(|one| one == flag));
-        is_flag || arguments.run.keys().any(|one| one == key)
+        let flag = arguments.flags.flag_for(key).or_else(|| common.flags.flag_for(key));
+        flag.is_some() || arguments.flags.assigned_keys().any(|assigned| assigned == key)
     });
     let common = &Common { origins, asked, earlier: record.map(Arc::new), ..common.clone() };
     unread::refuse(common, &config)?;

@@ -23,11 +23,11 @@ use tch::{Device, Kind};
 
 use super::Common;
 use super::output::{print_line, say};
+use crate::program::flags::Flags;
 use crate::program::flags::no_effect;
 use crate::program::flags::origins::with_origins;
-use crate::program::flags::settings::SettingsArgs;
+use crate::program::flags::table::TRAIN;
 use crate::program::flags::unread;
-use crate::program::flags::{DATA, put, put_some};
 use crate::program::folder::best_weights::Writer;
 use crate::program::folder::open::{Saving, as_begun};
 use crate::program::folder::run_record::note_other_data;
@@ -42,100 +42,49 @@ use data::Data;
 use frugal::run_folder::MODEL;
 use weights::{Weights, files};
 
+const MODEL_FLAG: &str = "--model";
+
 #[derive(Args)]
 pub(crate) struct Train {
-    /// gpt2-like, gpt2, or a decoder's config.json, whose model also generates, chats and is exported [default: gpt2-like]
-    #[arg(long, value_name = "SHAPE_OR_FILE")]
-    model: Option<String>,
-    /// Width of the hidden states [default: 64]
-    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
-    width: Option<i64>,
-    /// Attention heads [default: 4]
-    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
-    heads: Option<i64>,
-    /// Layers (gpt2) [default: 2]
-    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
-    layers: Option<i64>,
-    /// Dropout probability; attention weights are dropped too, which rules out fused attention kernels [default: 0]
-    #[arg(long)]
-    dropout: Option<f64>,
-    /// Training data: `synthetic` (a generated language), `embedded` (the encyclopedia in data/), or a PATH: a text file
-    /// in WikiText's format, a .jsonl file, the folder of a token store [default: synthetic]
-    #[arg(long, value_name = "synthetic|embedded|PATH", help_heading = DATA)]
-    data: Option<String>,
-    /// Validation data, as for --data [default: the embedded validation set for embedded data]
-    #[arg(long, value_name = "PATH", help_heading = DATA)]
-    validation: Option<PathBuf>,
-    /// Field of a .jsonl file's objects that holds the text [default: text]
-    #[arg(long, help_heading = DATA)]
-    field: Option<String>,
-    /// A tokenizer.json [default: the embedded one for embedded data, else one that is trained on the data]
-    #[arg(long, value_name = "FILE", help_heading = DATA)]
-    tokenizer: Option<PathBuf>,
-    /// Vocabulary size [default: the tokenizer's; 128 for the synthetic language; at most 4096 for a tokenizer that is trained on
-    /// the data]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..), help_heading = DATA)]
-    vocabulary: Option<u32>,
-    /// Batching: base (pads to --length), standard (pads to the batch's longest document), balanced:K (the same, with lengths that
-    /// differ by at most K), sequenced (concatenates a batch's documents), packed (best fit into rows) [default: packed]
-    #[arg(long, help_heading = DATA)]
-    strategy: Option<String>,
-    /// Tokens of a row, and of the longest document [default: 32]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(2..), help_heading = DATA)]
-    length: Option<u32>,
-    /// Threads that make batches; 0 makes them in the training thread [default: 1]
-    #[arg(long, help_heading = DATA)]
-    workers: Option<usize>,
+    #[command(flatten)]
+    flags: Flags<TRAIN>,
     /// Output folder: config.toml, losses.jsonl, checkpoints, and the model if --model is a config.json [default: nothing is written]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
     /// Resume from the newest checkpoint in --out, if there is one
     #[arg(long, requires = "out")]
     resume: bool,
-    /// Continue when a checkpoint cannot be written
-    #[arg(long)]
-    ignore_failed_checkpoints: bool,
-    #[command(flatten)]
-    settings: SettingsArgs,
     #[command(flatten)]
     diagnosis: DiagnosisArgs,
 }
 
 impl Train {
-    /// The configuration that the file, `--set` and the flags make, and what the first two gave.
+    /// The configuration that the file, `--set` and the flags make, and these values.
     fn config(&self, common: &Common) -> anyhow::Result<(Config, Given)> {
-        let given = self.settings.given()?;
-        let mut config = given.config(Task::Train)?;
-        match self.model.as_deref().map(|name| (name, ShapeFamily::from_str(name, true))) {
-            None => {}
-            Some((_, Ok(family))) => {
-                config.model.shape.get_or_insert_default().family = family;
-                config.model.name = None;
+        let mut given = self.flags.given()?;
+        self.flags.give(&mut given, Task::Train)?;
+        common.flags.give_common(&mut given)?;
+        // The name of a shape, or a file.
+        if let Some(name) = self.flags.text(MODEL_FLAG) {
+            match ShapeFamily::from_str(name, true) {
+                Ok(family) => {
+                    given.forget("model.name");
+                    given.set("model.shape.family", family.name().into(), MODEL_FLAG)?;
+                }
+                Err(_) => {
+                    given.forget("model.shape");
+                    given.set("model.name", name.into(), MODEL_FLAG)?;
+                }
             }
-            Some((path, Err(_))) => (config.model.name, config.model.shape) = (Some(path.to_owned()), None),
         }
+        let mut config = given.config(Task::Train)?;
         if config.model.name.is_none() {
-            let shape = config.model.shape.get_or_insert_default();
-            put(&mut shape.width, self.width);
-            put(&mut shape.heads, self.heads);
-            put(&mut shape.layers, self.layers);
-            put(&mut shape.dropout, self.dropout);
-        } else if self.width.or(self.heads).or(self.layers).is_some() || self.dropout.is_some() {
+            config.model.shape.get_or_insert_default();
+        } else if self.flags.has(&["--width", "--heads", "--layers", "--dropout"]) {
             bail!(
                 "--width, --heads, --layers and --dropout apply to gpt2-like and gpt2 only; a config.json has its own sizes"
             );
         }
-        let data = &mut config.data;
-        put(&mut data.source, self.data.clone());
-        put_some(&mut data.validation, self.validation.clone());
-        put(&mut data.field, self.field.clone());
-        put_some(&mut data.tokenizer, self.tokenizer.clone());
-        put_some(&mut data.vocabulary, self.vocabulary);
-        put(&mut data.strategy, self.strategy.clone());
-        put_some(&mut data.max_length, self.length.map(|length| length as usize));
-        put(&mut data.workers, self.workers);
-        config.training.ignore_failed_checkpoints |= self.ignore_failed_checkpoints;
-        self.settings.apply(&mut config, common)?;
         Ok((config, given))
     }
 }
@@ -147,14 +96,14 @@ pub(crate) fn configured(
     arguments: &Train,
 ) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
     let (config, given) = arguments.config(common)?;
-    let origins = crate::program::flags::origins::origins(&config, &given, &common.given)?;
+    let origins = crate::program::flags::origins::origins(&config, &given)?;
     Ok((config, origins))
 }
 
 pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     let (mut config, given) = arguments.config(common)?;
     let diagnosis = arguments.diagnosis.diagnosis()?;
-    let common = &with_origins(common, (&config, &given), &arguments.settings)?;
+    let common = &with_origins(common, (&config, &given), arguments.flags.file())?;
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
     launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis.as_ref())

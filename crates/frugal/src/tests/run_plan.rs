@@ -22,7 +22,8 @@ fn a_training_tells_its_plan() {
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out default"));
     assert!(said.contains(" (80 % of the free memory); "), "{said}");
     // What is named restricts the search.
-    let (_, said) = tiny.succeed(&format!("{TRAIN} --out named --activations recompute --micro-batch-size 2"));
+    let (_, said) =
+        tiny.succeed(&format!("{TRAIN} --out named --activations recompute --micro-batch-size 2"));
     assert!(said.contains("▸ recompute all, 2 rows at a time"), "{said}");
     assert!(!said.contains("keep all") && !said.contains("in files"), "{said}");
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out unknown --targets q_proj,lm_head"));

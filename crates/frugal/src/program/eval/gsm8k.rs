@@ -4,7 +4,7 @@ use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::tasks::gsm8k::evaluate::Graded;
 use frugal::tasks::gsm8k::{
-    Accuracy, EvaluateOptions, Evaluation, Grader, Problem, Solver, evaluate_generation,
+    Accuracy, EvaluateOptions, Evaluation, FewShot, Grader, Problem, Solver, evaluate_generation,
 };
 use models::generation::Sampling;
 use report::Progress;
@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 
 use super::{Eval, Part, json_lines};
 use crate::program::Common;
-use crate::program::flags::encoding::Ends;
 use crate::program::flags::model::{Found, with_adapter};
+use crate::program::flags::tokenizer::Ends;
 use crate::program::output::problems::Problems;
 use crate::program::output::{print_line, print_text};
 
@@ -28,7 +28,7 @@ pub(super) fn run(
     let companions = CompanionFiles::of(folder, found.adapter.as_deref(), data)?;
     let encoder = Ends::find(folder, &companions, data)?.encoder(folder, data)?;
     let parts = source.parts()?;
-    let few_shot = source.few_shot(&parts.train, arguments.shots)?;
+    let few_shot = source.few_shot(&parts.train, arguments.shots.unwrap_or(FewShot::SHOTS))?;
     let mut problems: Vec<Problem> = match arguments.split.unwrap_or(Part::Test) {
         Part::Test => parts.test,
         Part::Validation => parts.validation,

@@ -12,9 +12,9 @@ use serde_json::json;
 
 use super::Eval;
 use crate::program::Common;
-use crate::program::flags::encoding::Ends;
 use crate::program::flags::model::{Found, not_finite, with_adapter};
 use crate::program::flags::rows::encoder;
+use crate::program::flags::tokenizer::Ends;
 use crate::program::output::figures::{counted, grouped};
 use crate::program::output::print_fields;
 

@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 
 use super::{Eval, Grader as GraderArg, json_lines};
 use crate::program::Common;
-use crate::program::flags::encoding::Ends;
 use crate::program::flags::model::{Found, with_adapter};
 use crate::program::flags::rows::encoder;
+use crate::program::flags::tokenizer::Ends;
 use crate::program::output::print_fields;
 
 /// A question as the model reads it, and its answer.

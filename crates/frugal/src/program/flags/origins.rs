@@ -3,51 +3,24 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use clap::parser::ValueSource;
-use clap::{ArgMatches, Command};
 use frugal::Config;
-use frugal::config::{Given, Method, Task};
+use frugal::config::{Given, Method};
 use frugal::run_folder::RunRecord;
 use frugal::run_folder::origins::{Origins, values};
 use serde_json::Value;
 
 use crate::program::Common;
-use crate::program::flags::flags_of;
-use crate::program::flags::run::RunArgs;
-use crate::program::flags::settings::SettingsArgs;
+use crate::program::flags::Flags;
+use crate::program::flags::table::{COMMON, RESUME};
 
-/// The long names of the flags that the command line gives.
-pub(crate) fn given(command: &Command, matches: &ArgMatches) -> Vec<String> {
-    let mut names = Vec::new();
-    let (mut command, mut matches) = (command, matches);
-    loop {
-        let is_given = |id: &str| matches.value_source(id) == Some(ValueSource::CommandLine);
-        let arguments = command.get_arguments().filter(|argument| is_given(argument.get_id().as_str()));
-        names.extend(arguments.filter_map(|argument| Some(format!("--{}", argument.get_long()?))));
-        let next =
-            matches.subcommand().and_then(|(name, inner)| Some((command.find_subcommand(name)?, inner)));
-        match next {
-            Some(next) => (command, matches) = next,
-            None => return names,
-        }
-    }
-}
-
-/// Where the values of a configuration come from: the file, `--set`, or a flag; the other ones are defaults.
+/// Where the values of a configuration come from: the file, `--set` or a flag; the others are defaults.
 ///
 /// # Errors
 /// A configuration that cannot be expressed.
-pub(crate) fn origins(config: &Config, of: &Given, given: &[String]) -> anyhow::Result<Origins> {
-    let mut origins = of.origins().clone();
+pub(crate) fn origins(config: &Config, given: &Given) -> anyhow::Result<Origins> {
+    let mut origins = given.origins().clone();
     let values = values(config)?;
-    origins.retain(|key| values.iter().any(|(own, _)| own == key));
-    // The same flags name the model that is fine-tuned.
-    let is_of_train = |key: &str| key.starts_with("model.shape.");
-    for (key, _) in values.iter().filter(|(key, _)| config.task == Task::Train || !is_of_train(key)) {
-        if let Some(flag) = flags_of(key).find(|flag| given.iter().any(|one| one == flag)) {
-            origins.set(key, flag);
-        }
-    }
+    origins.retain(|key| values.iter().any(|(known, _)| known == key));
     // What follows from another value comes from where that does.
     let is_dora = config.method() == Some(Method::Dora);
     for (key, from, follows) in [
@@ -70,8 +43,8 @@ pub(crate) fn origins(config: &Config, of: &Given, given: &[String]) -> anyhow::
 pub(crate) fn origins_of_resume(
     config: &Config,
     record: Option<&RunRecord>,
-    set: &RunArgs,
-    given: &[String],
+    flags: &Flags<RESUME>,
+    common: &Flags<COMMON>,
 ) -> anyhow::Result<Origins> {
     let before: Vec<(String, Value)> = match record {
         Some(record) => serde_json::from_value::<Config>(record.config.clone())
@@ -83,9 +56,9 @@ pub(crate) fn origins_of_resume(
     let mut origins = record.map(|record| record.origins.clone()).unwrap_or_default();
     for (key, value) in values(config)? {
         let is_new = !before.contains(&(key.clone(), value));
-        if let Some(flag) = flags_of(&key).find(|flag| given.iter().any(|one| one == flag)) {
+        if let Some(flag) = flags.flag_for(&key).or_else(|| common.flag_for(&key)) {
             origins.set(&key, flag);
-        } else if set.keys().any(|one| one == key) {
+        } else if flags.assigned_keys().any(|assigned| assigned == key) {
             origins.set(&key, "--set");
         } else if key == "method"
             && record.is_some()
@@ -108,10 +81,10 @@ pub(crate) fn origins_of_resume(
 pub(crate) fn with_origins(
     common: &Common,
     (config, given): (&Config, &Given),
-    settings: &SettingsArgs,
+    file: Option<&Path>,
 ) -> anyhow::Result<Common> {
-    let origins = origins(config, given, &common.given)?;
-    let folder = settings.config.as_deref().and_then(Path::parent);
+    let origins = origins(config, given)?;
+    let folder = file.and_then(Path::parent);
     // Another program's file of this name is none.
     let earlier = folder.and_then(|folder| RunRecord::read(folder).ok().flatten()).map(Arc::new);
     let mut asked = origins.clone();

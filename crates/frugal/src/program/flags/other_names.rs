@@ -2,41 +2,26 @@
 
 use clap::Command;
 
-/// Names of other programs, and of other commands of this one, with the flag of the same meaning.
-const NAMES: [(&str, &str); 32] = [
-    ("base-model", "model"),
-    ("dataset", "data"),
-    ("dataset-name", "data"),
-    ("eval-steps", "evaluate-every"),
-    ("grad-accum", "accumulation"),
-    ("gradient-accumulation", "accumulation"),
-    ("gradient-accumulation-steps", "accumulation"),
-    ("gradient-checkpointing", "activations"),
-    ("learning-rate", "lr"),
+use crate::program::flags::table::rows;
+
+/// Names in other commands of this program, and of flags that override no key, with the flag of the same meaning.
+const NAMES: [(&str, &str); 5] = [
     ("length", "max-length"),
     ("limit", "number"),
-    ("logging-steps", "log-every"),
-    ("lora-alpha", "alpha"),
-    ("lora-dropout", "dropout"),
-    ("lora-r", "r"),
-    ("lora-rank", "r"),
-    ("lr-scheduler-type", "schedule"),
-    ("max-grad-norm", "clip"),
     ("max-length", "length"),
-    ("max-seq-length", "length"),
-    ("max-seq-length", "max-length"),
-    ("model-name", "model"),
-    ("model-name-or-path", "model"),
-    ("num-epochs", "epochs"),
     ("number", "limit"),
-    ("optim", "optimizer"),
     ("output-dir", "out"),
-    ("per-device-train-batch-size", "batch-size"),
-    ("save-steps", "checkpoint-every"),
-    ("target-modules", "targets"),
-    ("warmup-ratio", "warmup"),
-    ("warmup-steps", "warmup"),
 ];
+
+/// The flags that have this other name.
+fn flags_named<'n>(name: &'n str) -> impl Iterator<Item = &'n str> {
+    let of_table = rows().filter(move |flag| {
+        let mut names = flag.aliases.iter().chain(flag.others);
+        names.any(|other| other.trim_start_matches('-') == name)
+    });
+    let of_table = of_table.map(|flag| flag.name.trim_start_matches('-'));
+    of_table.chain(NAMES.iter().filter(move |(other, _)| *other == name).map(|(_, flag)| *flag))
+}
 
 /// Returns the remedy for a flag that the command of a command line does not have; `None` if it knows nothing of that meaning.
 pub(crate) fn remedy<'w>(
@@ -59,8 +44,7 @@ pub(crate) fn remedy<'w>(
         };
         all.find(is_it)?.get_long().map(str::to_owned)
     };
-    let others = NAMES.iter().filter(|(other, _)| *other == name).map(|(_, own)| *own);
-    if let Some(own) = std::iter::once(&*name).chain(others).find_map(own) {
+    if let Some(own) = std::iter::once(&*name).chain(flags_named(&name)).find_map(own) {
         return Some(format!("`{path}` calls it `--{own}`"));
     }
     let words = name.to_uppercase();

@@ -1,10 +1,9 @@
-//! The flags of how records become rows, and the encoder that they make.
+//! How records become rows, by a configuration.
 
 use std::io::{BufRead as _, Read as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use clap::Args;
 use frugal::Config;
 use frugal::companion_files::{CompanionFiles, turn_end};
 use frugal::config::{DataConfig, DataFormat};
@@ -12,65 +11,16 @@ use frugal::dataloading::chat::ChatTemplate;
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
-use frugal::rows::{self, Found, Overlong, RowEncoder, RowOptions};
+use frugal::rows::{self, Found, RowEncoder, RowOptions};
 use frugal::run_folder::origins::values;
 
 use crate::program::Common;
-use crate::program::flags::encoding::{EncodingArgs, Ends};
 use crate::program::flags::flags_of;
-use crate::program::flags::settings::MaskArg;
-use crate::program::flags::{put, put_some};
+use crate::program::flags::tokenizer::Ends;
 use crate::program::folder::run_record::shell_word;
 use crate::program::output::figures::counted;
 use crate::program::output::problems;
 use crate::program::output::say;
-
-/// How records become rows.
-#[derive(Args, Clone, Debug, Default)]
-pub(crate) struct RowArgs {
-    /// Format of the data [default: detected from file names and the first 100 records]
-    #[arg(long, value_enum)]
-    format: Option<DataFormat>,
-    /// Field of a record that holds its text [default: text]
-    #[arg(long)]
-    field: Option<String>,
-    /// The prompt of a record, with its fields in braces: 'Question: {query}'; a user's message if the model has a chat template
-    #[arg(long, value_name = "TEXT", requires = "completion_template")]
-    prompt_template: Option<String>,
-    /// The answer of a record, which counts in the loss, with its fields in braces: '{response}'
-    #[arg(long, value_name = "TEXT", requires = "prompt_template", conflicts_with = "format")]
-    completion_template: Option<String>,
-    /// Which tokens of a conversation, or of a prompt with its completion, count in the loss [default: answers]
-    #[arg(long, value_enum)]
-    mask: Option<MaskArg>,
-    /// What happens to a row that is longer than --max-length [default: error]
-    #[arg(long, value_enum, value_name = "ACTION", conflicts_with = "skip_long")]
-    overlong: Option<Overlong>,
-    /// A Jinja file with the chat template [default: the model's own]
-    #[arg(long, value_name = "FILE")]
-    chat_template: Option<PathBuf>,
-    #[command(flatten)]
-    encoding: EncodingArgs,
-}
-
-impl RowArgs {
-    /// Whether there is a flag of the chat template.
-    pub(crate) fn gives_chat_template(&self) -> bool {
-        self.chat_template.is_some()
-    }
-
-    /// Overrides a configuration's values by the flags that were given.
-    pub(crate) fn apply(&self, data: &mut DataConfig) {
-        put(&mut data.format, self.format);
-        put(&mut data.field, self.field.clone());
-        put_some(&mut data.prompt_template, self.prompt_template.clone());
-        put_some(&mut data.completion_template, self.completion_template.clone());
-        put(&mut data.mask, self.mask.map(MaskArg::get));
-        put(&mut data.overlong, self.overlong);
-        put_some(&mut data.chat_template, self.chat_template.clone());
-        self.encoding.apply(data);
-    }
-}
 
 /// The encoder for the model of a folder.
 ///

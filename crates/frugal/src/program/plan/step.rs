@@ -29,7 +29,7 @@ use super::super::Common;
 use super::super::output::{print_line, print_lines};
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
-use crate::program::flags::settings::budget;
+use crate::program::flags::values::budget;
 use crate::program::folder::run_record::shell_word;
 use crate::program::run::plan::{NOTHING_FITS, tensor_budget};
 use ranks::RanksArgs;

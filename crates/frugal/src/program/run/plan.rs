@@ -291,7 +291,10 @@ impl RunPlan {
         let mut common = common.clone();
         for (key, is_decided) in [
             ("optimizer.master_weights", config.optimizer.master_weights != written.optimizer.master_weights),
-            ("training.micro_batch_size", config.training.micro_batch_size != written.training.micro_batch_size),
+            (
+                "training.micro_batch_size",
+                config.training.micro_batch_size != written.training.micro_batch_size,
+            ),
         ] {
             if is_decided {
                 common.origins.set(key, "the plan");

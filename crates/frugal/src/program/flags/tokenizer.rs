@@ -1,7 +1,6 @@
 //! The tokenizer of a model's folder, and the tokens that begin and end a row.
 
 use anyhow::{anyhow, bail};
-use clap::Args;
 use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::dataloading::Tokenizer;
@@ -10,33 +9,7 @@ use frugal::rows::Overlong;
 use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
 
 use crate::program::Common;
-use crate::program::flags::put_some;
 use crate::program::output::say;
-
-/// How texts become tokens.
-#[derive(Args, Clone, Debug, Default)]
-pub(crate) struct EncodingArgs {
-    /// Text of the token that ends an answer [default: the model's eos_token_id]
-    #[arg(long, value_name = "TOKEN")]
-    end_token: Option<String>,
-    /// Short for --overlong skip: leave out rows that are longer than --max-length
-    #[arg(long)]
-    skip_long: bool,
-    /// Maximum length of a row in tokens [default: the model's context]
-    #[arg(long, aliases = ["max-seq-length", "max-seq-len"], value_name = "TOKENS")]
-    max_length: Option<usize>,
-}
-
-impl EncodingArgs {
-    /// Overrides a configuration's values by the flags that were given.
-    pub(crate) fn apply(&self, data: &mut DataConfig) {
-        put_some(&mut data.end_token, self.end_token.clone());
-        put_some(&mut data.max_length, self.max_length);
-        if self.skip_long {
-            data.overlong = Overlong::Skip;
-        }
-    }
-}
 
 /// A model's tokenizer, and the tokens that begin and end a row.
 pub(crate) struct Ends {
