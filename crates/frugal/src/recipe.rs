@@ -41,6 +41,7 @@
 
 mod checks;
 mod kept_layers;
+mod pairs;
 mod prepared;
 
 use std::sync::Arc;
@@ -84,7 +85,7 @@ impl Recipe {
     /// techniques that cannot be combined; an adapter that cannot be.
     pub fn new(config: &Config) -> Result<Self> {
         checks::values(config)?;
-        checks::pairs(config)?;
+        pairs::check(config)?;
         let level = config.mlp.level.as_deref().map(str::parse).transpose()?;
         Ok(Self { config: config.clone(), level, ranks: None })
     }

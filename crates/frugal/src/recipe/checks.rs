@@ -1,14 +1,14 @@
-//! Checks before a weight is read: values outside their ranges, and techniques that cannot be combined.
+//! Checks before a weight is read: values outside their ranges, and techniques that ranks or a model do not allow.
 
 use models::hugging_face::Folder;
 use runtime::nf4::Scales;
 use tch::Kind;
 
 use crate::config::{
-    ActivationPlan, Compute, Config, Dtype, FrozenPlace, LossHeadKind, OffloadMethod, OffloadTier,
-    OptimizerPlace, OptimizerRule, nearest_name,
+    Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace, nearest_name,
 };
 use crate::error::{Error, Result};
+use crate::recipe::pairs::{self, KEPT_CASTS, NF4, RECOMPUTE, kept_by};
 
 /// Passes over the data whose batches can be counted one by one.
 const MAX_EPOCHS: u64 = 1_000_000;
@@ -169,225 +169,6 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     Ok(())
 }
 
-const KEPT_CASTS: &str =
-    "the activations of a layer then include casts of its weights, which would stay for all layers at once";
-const RECOMPUTE: &str = "use `activations.plan = \"recompute\"`, or `model.dtype = \"bfloat16\"` with `precision.compute = \"fp32\"`";
-
-/// The key that says that offloaded layers keep their activations.
-fn kept_by(config: &Config) -> String {
-    match config.offload.as_ref().and_then(|offload| offload.keep.as_ref()) {
-        Some(_) => "`offload.keep`".to_owned(),
-        None => format!("`activations.plan = \"{}\"`", plan_name(config.activations.plan)),
-    }
-}
-
-/// Names of two techniques, why they cannot be combined, and what works instead.
-struct Rule {
-    is_met: bool,
-    first: String,
-    second: String,
-    why: &'static str,
-    remedy: &'static str,
-}
-
-/// Checks each technique against every other.
-pub(super) fn pairs(config: &Config) -> Result<()> {
-    let Config { adapter, mlp, loss, activations, offload, precision, optimizer, model, training, .. } =
-        config;
-    let offloaded = offload.as_ref();
-    let tier = offloaded.map(|offload| offload.tier);
-    let adapts = |names: &[&str]| -> Result<bool> {
-        let Some(adapter) = adapter else { return Ok(false) };
-        for name in names {
-            if adapter.adapts(name)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    };
-    let mlp_names: Vec<String> = (0..MOST_LAYERS)
-        .flat_map(|layer| MLP.map(|name| format!("model.layers.{layer}.mlp.{name}")))
-        .collect();
-    let mlp_names: Vec<&str> = mlp_names.iter().map(String::as_str).collect();
-    let of = |key: &str, value: &dyn std::fmt::Debug| {
-        format!("`{key} = \"{}\"`", format!("{value:?}").to_lowercase())
-    };
-    let host = optimizer.place == OptimizerPlace::Host;
-    let in_nf4 = model.dtype == Some(Dtype::Nf4);
-    let low = |dtype: Option<Dtype>| matches!(dtype, Some(Dtype::Float16));
-    let rules = [
-        Rule {
-            is_met: offloaded.is_some_and(|offload| offload.method == OffloadMethod::OneLayer),
-            first: "`offload.method = \"one-layer\"`".to_owned(),
-            second: "training".to_owned(),
-            why: "it frees a layer without keeping what backward needs",
-            remedy: "take \"overlap\", \"function\" or \"checkpointing\"",
-        },
-        Rule {
-            is_met: offloaded.is_some() && !config.keeps_whole_layers(),
-            first: match activations.plan {
-                ActivationPlan::Plan => "`activations.plan = \"plan\"`".to_owned(),
-                _ => of("activations.recompute", &activations.recompute),
-            },
-            second: "`offload`".to_owned(),
-            why: "an offloaded layer keeps all its activations, or its input alone",
-            remedy: "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or keep \
-                     the weights on the device",
-        },
-        Rule {
-            is_met: config.keeps_offloaded()
-                && offloaded.is_some_and(|offload| offload.method != OffloadMethod::Overlap),
-            first: kept_by(config),
-            second: "`offload.method` other than \"overlap\"".to_owned(),
-            why: "with those methods every layer runs again in backward",
-            remedy: "use `offload.method = \"overlap\"`, or `activations.plan = \"recompute\"`",
-        },
-        Rule {
-            is_met: offloaded.is_some() && config.keeps_casts(),
-            first: format!("{} with `offload`", kept_by(config)),
-            second: of("precision.compute", &precision.compute),
-            why: KEPT_CASTS,
-            remedy: RECOMPUTE,
-        },
-        Rule {
-            is_met: tier == Some(OffloadTier::File) && adapter.is_none() && !host,
-            first: "`offload.tier = \"file\"` with full fine-tuning".to_owned(),
-            second: "`optimizer.place = \"device\"`".to_owned(),
-            why: "the optimizer's state of trained layers in files is in files, too",
-            remedy: "use `optimizer.place = \"host\"`, train an adapter, or use `offload.tier = \"host\"`",
-        },
-        Rule {
-            is_met: host && offloaded.is_none(),
-            first: "`optimizer.place = \"host\"`".to_owned(),
-            second: "weights on the device".to_owned(),
-            why: "the update on the host is that of offloaded layers",
-            remedy: "add `offload`, or use `optimizer.place = \"device\"`",
-        },
-        Rule {
-            is_met: host && optimizer.rule != OptimizerRule::AdamW,
-            first: "`optimizer.place = \"host\"`".to_owned(),
-            second: of("optimizer.rule", &optimizer.rule),
-            why: "the host computes AdamW only",
-            remedy: "use `optimizer.rule = \"adamw\"`, or `optimizer.place = \"device\"`",
-        },
-        Rule {
-            is_met: host && precision.compute == Compute::Fp16,
-            first: "`optimizer.place = \"host\"`".to_owned(),
-            second: "the loss scaler of `precision.compute = \"fp16\"`".to_owned(),
-            why: "layers are updated during backward, before it is known whether a gradient overflows",
-            remedy: "use `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
-        },
-        Rule {
-            is_met: mlp.level.is_some() && adapts(&mlp_names)?,
-            first: "`mlp.level`".to_owned(),
-            second: "an adapter on the MLP's projections".to_owned(),
-            why: "the recomputed MLP is one function over its three weights, and an adapted projection is not a plain weight",
-            remedy: "adapt attention only, or leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
-        },
-        Rule {
-            is_met: loss.head == LossHeadKind::Fused && adapts(&["lm_head"])?,
-            first: "`loss.head = \"fused\"`".to_owned(),
-            second: "an adapter on `lm_head`".to_owned(),
-            why: "the fused loss is over the head's plain weight",
-            remedy: "use `loss.head = \"auto\"`, or leave the head out of the adapter",
-        },
-        Rule {
-            is_met: loss.head == LossHeadKind::Plain
-                && (loss.chunk_tokens.is_some() || loss.chunk_bytes.is_some() || loss.gradients_in_backward),
-            first: "`loss.head = \"plain\"`".to_owned(),
-            second: "the options of the fused loss".to_owned(),
-            why: "the plain head computes all logits at once",
-            remedy: "use `loss.head = \"fused\"`, or leave the options out",
-        },
-        Rule {
-            is_met: loss.chunk_tokens.is_some() && loss.chunk_bytes.is_some(),
-            first: "`loss.chunk_tokens`".to_owned(),
-            second: "`loss.chunk_bytes`".to_owned(),
-            why: "both say how many logits exist at a time",
-            remedy: "give one of them",
-        },
-        Rule {
-            is_met: precision.scaler.is_some() && precision.compute != Compute::Fp16,
-            first: "`precision.scaler`".to_owned(),
-            second: of("precision.compute", &precision.compute),
-            why: "only fp16's gradients are too small without one",
-            remedy: "leave the scaler out, or use `precision.compute = \"fp16\"`",
-        },
-        Rule {
-            is_met: precision.compute == Compute::Fp16 && low(model.dtype) && adapter.is_none(),
-            first: "`precision.compute = \"fp16\"`".to_owned(),
-            second: "trained weights in `model.dtype = \"float16\"`".to_owned(),
-            why: "the gradients of fp16 weights are fp16, and cannot be unscaled without loss",
-            remedy: "use `model.dtype = \"float32\"`: the products are in fp16 all the same",
-        },
-        Rule {
-            is_met: precision.compute != Compute::Fp32 && model.dtype == Some(Dtype::Float64),
-            first: of("precision.compute", &precision.compute),
-            second: "`model.dtype = \"float64\"`".to_owned(),
-            why: "mixed precision leaves float64 as it is",
-            remedy: "use `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
-        },
-        Rule {
-            is_met: in_nf4 && adapter.is_none(),
-            first: NF4.to_owned(),
-            second: "full fine-tuning".to_owned(),
-            why: "weights of four bits cannot take the steps of an optimizer",
-            remedy: "train an adapter, or use `model.dtype = \"bfloat16\"`",
-        },
-        Rule {
-            is_met: in_nf4 && mlp.level.is_some(),
-            first: NF4.to_owned(),
-            second: "`mlp.level`".to_owned(),
-            why: "the recomputed MLP is one function over three weights of a floating dtype",
-            remedy: "leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
-        },
-        Rule {
-            is_met: in_nf4 && precision.compute == Compute::Fp8,
-            first: NF4.to_owned(),
-            second: "`precision.compute = \"fp8\"`".to_owned(),
-            why: "a product in fp8 rounds its weight again",
-            remedy: "use `precision.compute = \"bf16\"`",
-        },
-        Rule {
-            is_met: model.freeze.is_some() && adapter.is_some(),
-            first: "`model.freeze`".to_owned(),
-            second: "`adapter`".to_owned(),
-            why: "an adapter freezes the whole base",
-            remedy: "leave `model.freeze` out",
-        },
-        Rule {
-            is_met: activations.plan == ActivationPlan::Plan
-                && activations.budget.or(training.budget).is_none(),
-            first: "`activations.plan = \"plan\"`".to_owned(),
-            second: "no budget".to_owned(),
-            why: "the plan is the one of least recomputation that fits a budget",
-            remedy: "give `training.budget` or `activations.budget` in bytes",
-        },
-    ];
-    match rules.into_iter().find(|rule| rule.is_met) {
-        None => Ok(()),
-        Some(Rule { first, second, why, remedy, .. }) => Err(Error::Conflict { first, second, why, remedy }),
-    }
-}
-
-const NF4: &str = "`model.dtype = \"nf4\"`";
-
-/// Returns a plan's name in a configuration.
-fn plan_name(plan: ActivationPlan) -> &'static str {
-    match plan {
-        ActivationPlan::Auto => "auto",
-        ActivationPlan::Keep => "keep",
-        ActivationPlan::Recompute => "recompute",
-        ActivationPlan::EveryK => "every-k",
-        ActivationPlan::Plan => "plan",
-    }
-}
-
-/// Projections of a gated MLP.
-const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
-/// More layers than a model has.
-const MOST_LAYERS: usize = 256;
-
 /// Returns the configuration with the dtype of files that are in NF4, unless it has one.
 pub(super) fn with_dtype_of(config: &Config, folder: &Folder) -> Config {
     let mut config = config.clone();
@@ -415,12 +196,12 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
             }
         }
     }
-    pairs(&with_dtype_of(config, folder))?;
+    pairs::check(&with_dtype_of(config, folder))?;
     let is_half = config.model.dtype.is_none() && folder.kind().is_ok_and(|kind| kind == Kind::Half);
     if is_half && config.adapter.is_none() && config.precision.compute == Compute::Fp16 {
         let dtype = Some(Dtype::Float16);
         let model = crate::config::ModelConfig { dtype, ..config.model.clone() };
-        return pairs(&Config { model, ..config.clone() });
+        return pairs::check(&Config { model, ..config.clone() });
     }
     Ok(())
 }

@@ -1,0 +1,262 @@
+//! Techniques that cannot be combined: a table of two settings, why they exclude each other, and what to use instead.
+
+use crate::config::{
+    ActivationPlan, Compute, Config, Dtype, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
+    OptimizerPlace, OptimizerRule,
+};
+use crate::error::{Error, Result};
+
+/// What a rule is about: whether a configuration has it, and its name.
+struct Setting {
+    is_set: fn(&Config) -> bool,
+    name: Name,
+}
+
+enum Name {
+    Fixed(&'static str),
+    Of(fn(&Config) -> String),
+}
+
+/// Two settings that exclude each other, why, and what to use.
+type Rule = (Setting, Setting, &'static str, &'static str);
+
+const fn when(name: &'static str, is_set: fn(&Config) -> bool) -> Setting {
+    Setting { is_set, name: Name::Fixed(name) }
+}
+
+const fn named(name: fn(&Config) -> String, is_set: fn(&Config) -> bool) -> Setting {
+    Setting { is_set, name: Name::Of(name) }
+}
+
+impl Setting {
+    fn name(&self, config: &Config) -> String {
+        match self.name {
+            Name::Fixed(name) => name.to_owned(),
+            Name::Of(name) => name(config),
+        }
+    }
+}
+
+pub(super) const KEPT_CASTS: &str =
+    "the activations of a layer then include casts of its weights, which would stay for all layers at once";
+pub(super) const RECOMPUTE: &str = "use `activations.plan = \"recompute\"`, or `model.dtype = \"bfloat16\"` with `precision.compute = \"fp32\"`";
+pub(super) const NF4: &str = "`model.dtype = \"nf4\"`";
+
+const HOST: Setting =
+    when("`optimizer.place = \"host\"`", |config| config.optimizer.place == OptimizerPlace::Host);
+const OFFLOAD: Setting = when("`offload`", |config| config.offload.is_some());
+const LEVEL: Setting = when("`mlp.level`", |config| config.mlp.level.is_some());
+const IN_NF4: Setting = when(NF4, |config| config.model.dtype == Some(Dtype::Nf4));
+const FULL: Setting = when("full fine-tuning", |config| config.adapter.is_none());
+const FP16: Setting =
+    when("`precision.compute = \"fp16\"`", |config| config.precision.compute == Compute::Fp16);
+const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
+
+static RULES: [Rule; 20] = [
+    (
+        when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
+        when("training", |_| true),
+        "it frees a layer without keeping what backward needs",
+        "take \"overlap\", \"function\" or \"checkpointing\"",
+    ),
+    (
+        named(kept_in_parts, |config| !config.keeps_whole_layers()),
+        OFFLOAD,
+        "an offloaded layer keeps all its activations, or its input alone",
+        "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or keep the weights on \
+         the device",
+    ),
+    (
+        named(kept_by, Config::keeps_offloaded),
+        when("`offload.method` other than \"overlap\"", |config| {
+            method(config).is_some_and(|method| method != OffloadMethod::Overlap)
+        }),
+        "with those methods every layer runs again in backward",
+        "use `offload.method = \"overlap\"`, or `activations.plan = \"recompute\"`",
+    ),
+    (
+        named(|config| format!("{} with `offload`", kept_by(config)), |config| config.offload.is_some()),
+        named(compute, Config::keeps_casts),
+        KEPT_CASTS,
+        RECOMPUTE,
+    ),
+    (
+        when("`offload.tier = \"file\"` with full fine-tuning", |config| {
+            tier(config) == Some(OffloadTier::File) && config.adapter.is_none()
+        }),
+        when("`optimizer.place = \"device\"`", |config| config.optimizer.place == OptimizerPlace::Device),
+        "the optimizer's state of trained layers in files is in files, too",
+        "use `optimizer.place = \"host\"`, train an adapter, or use `offload.tier = \"host\"`",
+    ),
+    (
+        HOST,
+        when("weights on the device", |config| config.offload.is_none()),
+        "the update on the host is that of offloaded layers",
+        "add `offload`, or use `optimizer.place = \"device\"`",
+    ),
+    (
+        HOST,
+        named(
+            |config| value("optimizer.rule", &config.optimizer.rule),
+            |config| config.optimizer.rule != OptimizerRule::AdamW,
+        ),
+        "the host computes AdamW only",
+        "use `optimizer.rule = \"adamw\"`, or `optimizer.place = \"device\"`",
+    ),
+    (
+        HOST,
+        when("the loss scaler of `precision.compute = \"fp16\"`", FP16.is_set),
+        "layers are updated during backward, before it is known whether a gradient overflows",
+        "use `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
+    ),
+    (
+        LEVEL,
+        when("an adapter on the MLP's projections", |config| adapts(config, &mlp_names())),
+        "the recomputed MLP is one function over its three weights, and an adapted projection is not a plain weight",
+        "adapt attention only, or leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
+    ),
+    (
+        when("`loss.head = \"fused\"`", |config| config.loss.head == LossHeadKind::Fused),
+        when("an adapter on `lm_head`", |config| adapts(config, &["lm_head".to_owned()])),
+        "the fused loss is over the head's plain weight",
+        "use `loss.head = \"auto\"`, or leave the head out of the adapter",
+    ),
+    (
+        PLAIN,
+        when("the options of the fused loss", |config| {
+            let loss = &config.loss;
+            loss.chunk_tokens.is_some() || loss.chunk_bytes.is_some() || loss.gradients_in_backward
+        }),
+        "the plain head computes all logits at once",
+        "use `loss.head = \"fused\"`, or leave the options out",
+    ),
+    (
+        when("`loss.chunk_tokens`", |config| config.loss.chunk_tokens.is_some()),
+        when("`loss.chunk_bytes`", |config| config.loss.chunk_bytes.is_some()),
+        "both say how many logits exist at a time",
+        "give one of them",
+    ),
+    (
+        when("`precision.scaler`", |config| config.precision.scaler.is_some()),
+        named(compute, |config| config.precision.compute != Compute::Fp16),
+        "only fp16's gradients are too small without one",
+        "leave the scaler out, or use `precision.compute = \"fp16\"`",
+    ),
+    (
+        FP16,
+        when("trained weights in `model.dtype = \"float16\"`", |config| {
+            config.model.dtype == Some(Dtype::Float16) && config.adapter.is_none()
+        }),
+        "the gradients of fp16 weights are fp16, and cannot be unscaled without loss",
+        "use `model.dtype = \"float32\"`: the products are in fp16 all the same",
+    ),
+    (
+        named(compute, |config| config.precision.compute != Compute::Fp32),
+        when("`model.dtype = \"float64\"`", |config| config.model.dtype == Some(Dtype::Float64)),
+        "mixed precision leaves float64 as it is",
+        "use `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
+    ),
+    (
+        IN_NF4,
+        FULL,
+        "weights of four bits cannot take the steps of an optimizer",
+        "train an adapter, or use `model.dtype = \"bfloat16\"`",
+    ),
+    (
+        IN_NF4,
+        LEVEL,
+        "the recomputed MLP is one function over three weights of a floating dtype",
+        "leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
+    ),
+    (
+        IN_NF4,
+        when("`precision.compute = \"fp8\"`", |config| config.precision.compute == Compute::Fp8),
+        "a product in fp8 rounds its weight again",
+        "use `precision.compute = \"bf16\"`",
+    ),
+    (
+        when("`model.freeze`", |config| config.model.freeze.is_some()),
+        when("`adapter`", |config| config.adapter.is_some()),
+        "an adapter freezes the whole base",
+        "leave `model.freeze` out",
+    ),
+    (
+        when("`activations.plan = \"plan\"`", |config| config.activations.plan == ActivationPlan::Plan),
+        when("no budget", |config| config.activations.budget.or(config.training.budget).is_none()),
+        "the plan is the one of least recomputation that fits a budget",
+        "give `training.budget` or `activations.budget` in bytes",
+    ),
+];
+
+/// Checks each technique against every other.
+pub(super) fn check(config: &Config) -> Result<()> {
+    // An invalid pattern of names is an error of its own.
+    config.adapter.as_ref().map_or(Ok(false), |adapter| adapter.adapts("lm_head"))?;
+    let is_met = |(first, second, ..): &&Rule| (first.is_set)(config) && (second.is_set)(config);
+    match RULES.iter().find(is_met) {
+        None => Ok(()),
+        Some((first, second, why, remedy)) => {
+            Err(Error::Conflict { first: first.name(config), second: second.name(config), why, remedy })
+        }
+    }
+}
+
+/// A key with its value, as a file has it.
+fn value(key: &str, value: &dyn std::fmt::Debug) -> String {
+    format!("`{key} = \"{}\"`", format!("{value:?}").to_lowercase())
+}
+
+fn compute(config: &Config) -> String {
+    value("precision.compute", &config.precision.compute)
+}
+
+fn method(config: &Config) -> Option<OffloadMethod> {
+    config.offload.as_ref().map(|offload| offload.method)
+}
+
+fn tier(config: &Config) -> Option<OffloadTier> {
+    config.offload.as_ref().map(|offload| offload.tier)
+}
+
+/// The key by which layers keep some of their activations.
+fn kept_in_parts(config: &Config) -> String {
+    match config.activations.plan {
+        ActivationPlan::Plan => "`activations.plan = \"plan\"`".to_owned(),
+        _ => value("activations.recompute", &config.activations.recompute),
+    }
+}
+
+/// The key by which offloaded layers keep their activations.
+pub(super) fn kept_by(config: &Config) -> String {
+    match config.offload.as_ref().and_then(|offload: &OffloadConfig| offload.keep.as_ref()) {
+        Some(_) => "`offload.keep`".to_owned(),
+        None => format!("`activations.plan = \"{}\"`", plan_name(config.activations.plan)),
+    }
+}
+
+/// A plan's name in a configuration.
+fn plan_name(plan: ActivationPlan) -> &'static str {
+    match plan {
+        ActivationPlan::Auto => "auto",
+        ActivationPlan::Keep => "keep",
+        ActivationPlan::Recompute => "recompute",
+        ActivationPlan::EveryK => "every-k",
+        ActivationPlan::Plan => "plan",
+    }
+}
+
+/// Whether an adapter is on one of these projections.
+fn adapts(config: &Config, names: &[String]) -> bool {
+    let Some(adapter) = &config.adapter else { return false };
+    names.iter().any(|name| adapter.adapts(name).is_ok_and(|is_adapted| is_adapted))
+}
+
+/// More layers than a model has.
+const MOST_LAYERS: usize = 256;
+
+/// The projections of gated MLPs.
+fn mlp_names() -> Vec<String> {
+    let of_layer =
+        |layer| ["gate_proj", "up_proj", "down_proj"].map(|name| format!("model.layers.{layer}.mlp.{name}"));
+    (0..MOST_LAYERS).flat_map(of_layer).collect()
+}
