@@ -261,7 +261,7 @@ impl Day<'_> {
                 };
                 let tests = self.workspace.bundle.iter().flat_map(|bundle| &bundle.tests);
                 let Some(test) =
-                    tests.into_iter().find(|test| (&*test.package, &*test.name) == ("runtime", "it"))
+                    tests.into_iter().find(|test| (&*test.package, &*test.name) == ("kernels", "it"))
                 else {
                     return Ok(Err("runs from a bundle, which has the tests as programs".into()));
                 };

@@ -86,12 +86,11 @@ fn compile_sample(
     architecture: u32,
     cubin: Option<&Path>,
 ) -> Result<Compiled> {
-    let folder = root.join("crates/runtime/cpp/cuda");
     let read = |name: &str| {
-        let file = folder.join(format!("{name}.cuh"));
+        let file = root.join(format!("crates/kernels/src/{name}.cuh"));
         std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))
     };
-    let headers = [("prelude.cuh".to_owned(), read("prelude")?.into())].into_iter().collect();
+    let headers = [("prelude.cuh".to_owned(), read("cuda/prelude")?.into())].into_iter().collect();
     let options = [
         format!("--gpu-architecture=sm_{architecture}"),
         "-std=c++17".to_owned(),

@@ -60,7 +60,7 @@ fn other_architecture(workspace: &Workspace) -> Result<bool> {
     }
     let checks: [&[&str]; 2] = [
         &["--package", "report", "--package", "accounting", "--package", "ptx", "--package", "xtask"],
-        &["--package", "runtime", "--features", "check-only"],
+        &["--package", "kernels", "--features", "check-only"],
     ];
     let mut clean = true;
     for packages in checks {

@@ -4,6 +4,7 @@
 use std::error::Error;
 
 use amp::{Autocast, DynamicGradScaler, DynamicOptions};
+use kernels::linear::linear;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
@@ -29,8 +30,8 @@ pub fn main() -> Result<(), Box<dyn Error>> {
 
         let loss = {
             let _autocast = autocast.enter();
-            let hidden = precision::linear(&xy, &w1, Some(&b1))?.relu(); // fp16
-            let output = precision::linear(&hidden, &w2, None)?.squeeze_dim(1); // fp16
+            let hidden = linear(&xy, &w1, Some(&b1))?.relu(); // fp16
+            let output = linear(&hidden, &w2, None)?.squeeze_dim(1); // fp16
             (precision::widened(&output)? - z).square().mean(Kind::Float) // fp32
         };
         optimizer.zero_grad(ZeroGrad::ToNone)?;

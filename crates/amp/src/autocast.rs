@@ -46,9 +46,9 @@ mod rounded_linear;
 
 use std::sync::Arc;
 
-use runtime::matmul::compute_kind;
-use runtime::nf4::is_nf4;
-use runtime::precision::{self, Attention, Policy, PolicyGuard};
+use kernels::matmul::compute_kind;
+use kernels::nf4::is_nf4;
+use runtime::precision::{self, Attention, Policy, PolicyGuard, Product};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -144,14 +144,20 @@ impl CastPolicy {
 }
 
 impl Policy for CastPolicy {
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        product: Product<'_>,
+    ) -> runtime::Result<Tensor> {
         if self.fp8 && is_cast(x) && is_cast(weight) {
             return fp8_linear::linear(x, weight, bias, self.dtype);
         }
         let (x, weight) = (self.cast(x)?, self.cast_weight(weight)?);
         let bias = bias.map(|bias| self.cast_weight(bias)).transpose()?;
         if x.kind() != self.dtype || self.is_native(&x) || is_nf4(&weight) {
-            return runtime::autograd::retain::linear(&x, &weight, bias.as_ref());
+            return product(&x, &weight, bias.as_ref());
         }
         rounded_linear::linear(&x, &weight, bias.as_ref())
     }

@@ -28,7 +28,7 @@
 //!
 //! Between two updates the gradients of each optimizer are unscaled once (clip them after that), and each optimizer steps
 //! once. A call out of this order is an error with the remedy. One pass unscales the gradients, checks them, and computes
-//! their norm ([`runtime::fused::gradients`]). On CUDA the overflow flags of all optimizers are copied to the host at once; a
+//! their norm ([`kernels::gradients`]). On CUDA the overflow flags of all optimizers are copied to the host at once; a
 //! [`DeviceScaler`](device_scaler::DeviceScaler) follows the same rules, skips steps on the device, and copies nothing.
 //! It pays on a GPU, where the host would wait for the flag in every step; on a CPU its small operators cost more than the host's decision.
 
@@ -39,7 +39,7 @@ pub mod static_scale;
 
 use std::fmt::Debug;
 
-use runtime::fused::gradients::{Unscaled, unscale_};
+use kernels::gradients::{Unscaled, unscale_};
 use runtime::ops::TryScalar;
 use serde_json::Value;
 use tch::{Kind, Tensor};

@@ -1,6 +1,6 @@
 //! Names of dtypes in command lines and records.
 
-use runtime::nf4::Scales;
+use kernels::nf4::Scales;
 use tch::Kind;
 
 /// Returns the name of a dtype of weights: fp32, bf16, fp16, fp64 or nf4.

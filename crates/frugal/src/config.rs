@@ -52,8 +52,8 @@ use std::path::Path;
 use std::str::FromStr;
 
 use clap::ValueEnum;
+use kernels::nf4::Scales;
 use lora::LoraConfig;
-use runtime::nf4::Scales;
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 use written::Written;
@@ -205,7 +205,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Returns the same in `tch`; for NF4 the dtype of its tensors ([`runtime::nf4`]).
+    /// Returns the same in `tch`; for NF4 the dtype of its tensors ([`kernels::nf4`]).
     pub fn kind(self) -> Kind {
         match self {
             Self::Float32 => Kind::Float,

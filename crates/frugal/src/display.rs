@@ -1,7 +1,7 @@
 //! A training's progress bar (loss, tokens per second, time left, memory), with notes and warnings above it.
 
+use kernels::physical;
 use report::Progress;
-use runtime::measure::physical;
 use tch::{Device, Kind};
 use training::Result;
 use training::evaluation::Evaluation;
@@ -13,7 +13,7 @@ use training::probe::StepProbe;
 pub struct Efficiency {
     /// FLOPs of forward and backward for each token that goes through the model, padding included.
     pub flops_per_token: Option<f64>,
-    /// The peak rate of the machine in FLOP/s: measured (`runtime::measure::physical::gemm_rate`) or from its data
+    /// The peak rate of the machine in FLOP/s: measured (`kernels::physical::gemm_rate`) or from its data
     /// sheet.
     pub peak_rate: Option<f64>,
 }

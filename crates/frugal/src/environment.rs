@@ -6,12 +6,12 @@ use tch::Device;
 use crate::error::Result;
 
 /// Returns the device (`cpu` or the GPU's name), libtorch's version, the machine, and the implementations that
-/// [`runtime::processor`] chose.
+/// [`kernels::processor`] chose.
 ///
 /// # Errors
 /// A device that does not exist.
 pub fn of(device: Device) -> Result<Environment> {
     let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
-    let implementations = Some(runtime::processor::choices()?.to_string());
+    let implementations = Some(kernels::processor::choices()?.to_string());
     Ok(Environment { implementations, ..Environment::detect(&name, Some(runtime::torch_version())) })
 }

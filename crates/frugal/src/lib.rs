@@ -28,8 +28,8 @@
 //! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
 //! | [`environment`] | the machine and versions, for the records of measurements |
 //!
-//! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`gguf`], [`lora`],
-//! [`models`], [`offload`], [`runtime`], [`sharding`], [`swiglu_ckpt`], [`training`], and with them [`tch`].
+//! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`gguf`], [`kernels`],
+//! [`lora`], [`models`], [`offload`], [`runtime`], [`sharding`], [`swiglu_ckpt`], [`training`], and with them [`tch`].
 
 pub mod companion_files;
 pub mod config;
@@ -48,8 +48,8 @@ pub mod tasks;
 pub mod text_stream;
 
 pub use {
-    accounting, amp, dataloading, fused_ce, gguf, lora, models, offload, runtime, sharding, swiglu_ckpt, tch,
-    trace, training,
+    accounting, amp, dataloading, fused_ce, gguf, kernels, lora, models, offload, runtime, sharding,
+    swiglu_ckpt, tch, trace, training,
 };
 
 pub use config::Config;

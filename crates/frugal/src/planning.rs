@@ -27,7 +27,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{Choices, Logits};
 use accounting::recompute::NormKernel;
-use runtime::nf4::Scales;
+use kernels::nf4::Scales;
 use tch::{Device, Kind};
 
 /// Returns the choices of `accounting` that describe a step of this project's models: weights in `kind`, the fused loss over `loss_chunk`
@@ -48,7 +48,7 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
 /// Returns whether products of weights in `kind` are computed in fp32, as those of 16 bits and of NF4 on a CPU without instructions for them.
 pub fn widens(kind: Kind, device: Device) -> bool {
     let product = rates::product_kind(kind);
-    runtime::matmul::compute_kind(device, product) != product
+    kernels::matmul::compute_kind(device, product) != product
 }
 
 /// Returns the number formats of a training of all weights, with or without fp32 copies of those of 16 bits.

@@ -7,8 +7,8 @@
 //! The gradient of a weight in bf16 is summed over chunks in fp32. The product of a single chunk is that gradient and needs no sum:
 //! so the default on a GPU is one chunk for all rows wherever that takes no more memory than chunks and their sum.
 
-use runtime::fused::cross_entropy::{LogitsPass, pass_for};
-use runtime::processor;
+use kernels::cross_entropy::{LogitsPass, pass_for};
+use kernels::processor;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -144,7 +144,7 @@ pub(crate) fn row_bytes(columns: i64, kind: Kind, logits: Kind, pass: &dyn Logit
 
 #[cfg(test)]
 mod tests {
-    use runtime::fused::cross_entropy::{Operators, Simd};
+    use kernels::cross_entropy::{Operators, Simd};
 
     use super::*;
 

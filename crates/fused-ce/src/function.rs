@@ -8,10 +8,10 @@ mod chunk;
 mod gradient_sums;
 mod second_pass;
 
+use kernels::cross_entropy::{Coefficients, LogitsPass, Statistics};
+use kernels::gradients::scale_;
 use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function};
-use runtime::fused::cross_entropy::{Coefficients, LogitsPass, Statistics};
-use runtime::fused::gradients::scale_;
 use runtime::ops::TryScalar;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};

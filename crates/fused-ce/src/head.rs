@@ -1,10 +1,10 @@
 //! A loss head for models that computes the loss without all logits.
 
+use kernels::linear::linear;
 use models::module::{
     Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut,
     map_modules,
 };
-use runtime::precision;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ impl Module for LinearCrossEntropyHead {
 
 impl LossHead for LinearCrossEntropyHead {
     fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
-        let products = precision::linear(hidden_btd, &self.weight, self.bias.as_ref())?;
+        let products = linear(hidden_btd, &self.weight, self.bias.as_ref())?;
         LogitTransform { scale: self.loss.scale, softcap: self.loss.softcap }.apply(products)
     }
 

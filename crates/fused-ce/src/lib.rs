@@ -15,7 +15,7 @@
 //! ```
 //!
 //! For each chunk of tokens with a label: one product writes the logits into a buffer; one pass over them computes l, z_y and
-//! the other statistics; one pass overwrites them by ∂L/∂z ([`runtime::fused::cross_entropy`]); two products give the
+//! the other statistics; one pass overwrites them by ∂L/∂z ([`kernels::cross_entropy`]); two products give the
 //! gradients of x and W. These are three products in all, as many as without chunks.
 //!
 //! ```

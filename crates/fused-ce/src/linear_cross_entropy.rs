@@ -1,7 +1,7 @@
 //! The entry point: checks the inputs, plans the chunks and applies the autograd function.
 
+use kernels::cross_entropy::{LogitsPass, pass_for};
 use runtime::autograd::{GradMode, apply_any};
-use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::ops::TryScalar;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
@@ -156,7 +156,7 @@ mod rounded_logits;
 
 #[cfg(test)]
 mod tests {
-    use runtime::fused::cross_entropy::Operators;
+    use kernels::cross_entropy::Operators;
     use runtime::random::Generator;
 
     use super::*;

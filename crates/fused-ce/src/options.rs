@@ -105,7 +105,7 @@ pub struct LinearCrossEntropy {
     pub gradients: Gradients,
     /// Whether the gradient of the logits is rounded to bf16 for operands in bf16, in place, as PyTorch rounds it: then all products have
     /// operands in bf16, and two of three take half the time on a processor that
-    /// [multiplies them faster](runtime::processor::multiplies_into_fp32). No effect on another processor; on a GPU it always is.
+    /// [multiplies them faster](kernels::processor::multiplies_into_fp32). No effect on another processor; on a GPU it always is.
     pub round_logits_gradient: bool,
     /// Whether a GPU keeps the logits of a chunk in the dtype of the inputs, as PyTorch's composed operators and Liger do. In bf16 and
     /// fp16 a row takes half the bytes, so that a chunk of the same budget has twice the tokens, and the passes over it read and write

@@ -6,11 +6,11 @@
 //! - ℓ = Σ t·(l − z) + ζ·l²
 //! - for upstream gradients u of ℓ and u′ of l: ∂L/∂z = (u·(T + 2ζ·l) + u′)·softmax(z) − u·t
 //!
-//! which are α, β, γ of [`runtime::fused::cross_entropy`]. l is kept as m + ln Σ e^(z − m), and m − z_y is computed first, so
+//! which are α, β, γ of [`kernels::cross_entropy`]. l is kept as m + ln Σ e^(z − m), and m − z_y is computed first, so
 //! that logits far from 0 lose no precision.
 
+use kernels::cross_entropy::Statistics;
 use runtime::Result;
-use runtime::fused::cross_entropy::Statistics;
 use runtime::ops::TryScalar;
 use tch::Tensor;
 

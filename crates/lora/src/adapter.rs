@@ -1,6 +1,6 @@
 //! The trained tensors of one projection's adapter.
 
-use runtime::fused::dropout::Mask;
+use kernels::dropout::Mask;
 use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};

@@ -25,10 +25,10 @@
 //! It keeps x, z `[n, o]` in fp32 and u `[n, r]`: LoRA without z, which costs a third product to compute again (a segment that
 //! recomputes does that). The mask and D(x) are computed again. Sums are in fp32 (f64 for f64), and y and dx are rounded once.
 
+use kernels::dropout::Mask;
+use kernels::matmul::{mm, mm_into, mm_scaled};
+use kernels::nf4::{self, is_nf4};
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
-use runtime::fused::dropout::Mask;
-use runtime::matmul::{mm, mm_into, mm_scaled};
-use runtime::nf4::{self, is_nf4};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 

@@ -25,15 +25,15 @@
 //! sum is rounded once. A few rows, as in generation, are an exception: W is read in its dtype ([`matvec`]), or the product is
 //! libtorch's in the base's dtype, because casting all of W would cost more than the product.
 //!
-//! W may be in NF4 ([`runtime::nf4`]): both products with it dequantize tiles of it, and everything else is as with a base of x's dtype.
+//! W may be in NF4 ([`kernels::nf4`]): both products with it dequantize tiles of it, and everything else is as with a base of x's dtype.
 //!
 //! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and recomputation runs no
 //! products.
 
+use kernels::dropout::Mask;
+use kernels::matmul::{FEW, matvec, mm, mm_into, mm_scaled};
+use kernels::nf4::{self, is_nf4, matrix_shape};
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
-use runtime::fused::dropout::Mask;
-use runtime::matmul::{FEW, matvec, mm, mm_into, mm_scaled};
-use runtime::nf4::{self, is_nf4, matrix_shape};
 use tch::{Device, Kind, Tensor};
 
 /// s·D(x)·Aᵀ·Bᵀ.

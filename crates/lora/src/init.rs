@@ -16,7 +16,7 @@
 //! where a copy of W would be i·o. Nor need W be written, so a
 //! base in NF4 can have such adapters; a rank-r part of the dequantized W is what they take. Files contain only A and B, as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
-use runtime::nf4;
+use kernels::nf4;
 use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};

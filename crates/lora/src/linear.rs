@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use kernels::dropout::Mask;
+use kernels::linear::linear;
+use kernels::nf4::{is_nf4, matrix_shape};
 use models::Linear;
 use models::module::{Context, Module, Projection, Visitor, VisitorMut, tensors};
 use parking_lot::Mutex;
 use runtime::autograd::note_setting;
-use runtime::fused::dropout::Mask;
-use runtime::nf4::{is_nf4, matrix_shape};
 use runtime::precision;
 use runtime::random::Generator;
 use tch::Tensor;
@@ -24,7 +25,7 @@ pub const DEFAULT: &str = "default";
 
 /// y = x·Wᵀ + b + s·dropout(x)·Aᵀ·Bᵀ with frozen W and b; replaces a [`Linear`].
 ///
-/// W and b keep their dtype (fp32, bf16, fp16, f64, or [NF4](runtime::nf4) for W) and their names, so that checkpoints of the base can be loaded. A `[r, in]`
+/// W and b keep their dtype (fp32, bf16, fp16, f64, or [NF4](kernels::nf4) for W) and their names, so that checkpoints of the base can be loaded. A `[r, in]`
 /// and B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`; DoRA's
 /// magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype (any one over NF4), unless a policy of
 /// [`runtime::precision`] casts them. `function.rs` documents the mathematics, what is kept, and where it is rounded; `dora.rs`
@@ -279,11 +280,11 @@ impl LoraLinear {
         if self.switch.read(|setting| setting.disabled > 0) {
             // Offloading moves a merged layer to the device without its base weight.
             let base = self.base_weight().f_to_device(x.device())?;
-            return Ok(precision::linear(x, &base, self.bias.as_ref())?);
+            return Ok(linear(x, &base, self.bias.as_ref())?);
         }
         let active = if self.merged.lock().is_some() { Vec::new() } else { self.active() };
         if active.is_empty() {
-            return Ok(precision::linear(x, weight, self.bias.as_ref())?);
+            return Ok(linear(x, weight, self.bias.as_ref())?);
         }
         let x = precision::operand(x)?;
         let weight = precision::weight(weight)?;

@@ -15,7 +15,7 @@
 //!
 //! | device | dtype | rows of one document | packed documents |
 //! |---|---|---|---|
-//! | CPU | any | flash (Dao, arXiv:2307.08691), [this project's](runtime::fused::attention) | the same, one call per document |
+//! | CPU | any | flash (Dao, arXiv:2307.08691), [this project's](kernels::attention) | the same, one call per document |
 //! | CUDA | bf16, fp16 | flash (or cuDNN's, if libtorch prefers it) | flash, variable length |
 //! | CUDA | fp32 | memory-efficient (Rabe & Staats, arXiv:2112.05682) | the same, variable length |
 //! | any | f64 on CUDA; any on the CPU with dropout | libtorch's `math` kernel: all pairs | on the CPU one call per document |

@@ -10,7 +10,7 @@
 //! examples, is read only once ([`Generator::with_prefix`]).
 //!
 //! Reading one token multiplies every weight by one vector, so its time is the weights' bytes over the memory bandwidth. On the
-//! CPU those products use [`runtime::matmul::matvec`], which reads bf16 weights as bf16: half the time of fp32.
+//! CPU those products use [`kernels::matmul::matvec`], which reads bf16 weights as bf16: half the time of fp32.
 //!
 //! The generated tokens depend on the prompt and its number, not on the rest of the batch, up to the rounding of products with
 //! another number of rows.

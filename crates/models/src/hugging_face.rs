@@ -39,7 +39,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use files::atomic_write;
-use runtime::nf4::Scales;
+use kernels::nf4::Scales;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -164,7 +164,7 @@ impl Folder {
     }
 
     /// Returns the dtype of the weights' tensors; `torch_dtype` in `config.json` is ignored. For weights that bitsandbytes quantized it is
-    /// a dtype of [`runtime::nf4`], whatever the others have.
+    /// a dtype of [`kernels::nf4`], whatever the others have.
     ///
     /// # Errors
     /// Weights of several dtypes; the message counts each.
@@ -187,7 +187,7 @@ impl Folder {
     /// Loads the model in a dtype (`None`: the files') onto a device. Needs no memory beyond the model's own; on a GPU also
     /// what libtorch needs to convert one tensor.
     ///
-    /// With a dtype of [`runtime::nf4`] the projections of the blocks are quantized as they are read, from their values in bf16, and what
+    /// With a dtype of [`kernels::nf4`] the projections of the blocks are quantized as they are read, from their values in bf16, and what
     /// else there is gets bf16: that takes the memory of one matrix in bf16 beside the model's own. Files of bitsandbytes are read as they
     /// are; in a floating dtype they are dequantized.
     ///

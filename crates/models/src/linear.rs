@@ -1,6 +1,7 @@
 //! Linear projections.
 
-use runtime::nf4::{self, Scales, is_nf4, matrix_shape};
+use kernels::linear::linear;
+use kernels::nf4::{self, Scales, is_nf4, matrix_shape};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
@@ -11,7 +12,7 @@ use crate::module::{Context, Module, Projection, Visitor, VisitorMut};
 /// y = x·Wᵀ + b.
 #[derive(Debug)]
 pub struct Linear {
-    /// `[out, in]`, or the same in NF4 ([`runtime::nf4`]): frozen, for an x of any floating dtype.
+    /// `[out, in]`, or the same in NF4 ([`kernels::nf4`]): frozen, for an x of any floating dtype.
     pub weight: Tensor,
     /// `[out]`.
     pub bias: Option<Tensor>,
@@ -27,7 +28,7 @@ impl Linear {
         Self::with_init(in_features, out_features, bias.then_some(init), init, options)
     }
 
-    /// Creates a projection with the given initialisations; no bias for `None`. With a dtype of [`runtime::nf4`] the weight is quantized,
+    /// Creates a projection with the given initialisations; no bias for `None`. With a dtype of [`kernels::nf4`] the weight is quantized,
     /// and the bias is in bf16.
     ///
     /// # Errors
@@ -82,7 +83,7 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
             expected: format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
         });
     }
-    Ok(precision::linear(x, weight, bias)?)
+    Ok(linear(x, weight, bias)?)
 }
 
 /// Refuses sizes below 1.

@@ -79,7 +79,7 @@ pub struct Llama {
 
 impl Llama {
     /// Creates a model with the published initialisation: normal with `initializer_range`, biases 0, norms 1. With a dtype of
-    /// [`runtime::nf4`] the projections of the blocks are quantized, one after the other, and all else is in bf16.
+    /// [`kernels::nf4`] the projections of the blocks are quantized, one after the other, and all else is in bf16.
     ///
     /// # Errors
     /// An invalid configuration, with the field; too little memory.

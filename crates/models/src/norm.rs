@@ -1,6 +1,6 @@
 //! Normalisations of the last dimension.
 
-use runtime::fused::norm::{Keep, Options, layer_norm, rms_norm};
+use kernels::norm::{Keep, Options, layer_norm, rms_norm};
 use runtime::ops::TryScalar;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
@@ -13,7 +13,7 @@ use crate::module::{Module, Visitor, VisitorMut};
 /// The operator that computes a layer norm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum NormKernel {
-    /// The fused one ([`runtime::fused::norm`]), which keeps its output where the next product keeps it too.
+    /// The fused one ([`kernels::norm`]), which keeps its output where the next product keeps it too.
     #[default]
     Fused,
     /// libtorch's `layer_norm`, which keeps its input, in fp32 within mixed precision: the baseline.

@@ -1,6 +1,6 @@
 //! The gated MLPs: of Llama and most families, of Phi-3 with one projection for both products, and of Gemma with a GELU.
 
-use runtime::fused::swiglu::silu_mul;
+use kernels::swiglu::silu_mul;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;

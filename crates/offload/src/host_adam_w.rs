@@ -41,8 +41,8 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
+use kernels::stochastic_rounding::Stream;
 use parking_lot::Mutex;
-use runtime::fused::stochastic_rounding::Stream;
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 use training::clip::NonFinite;

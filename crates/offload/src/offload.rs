@@ -1,5 +1,6 @@
 //! Offloading the layers of a model to host memory or files.
 
+use kernels::nf4::Scales;
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{
@@ -8,7 +9,6 @@ use models::module::{
 use models::tensors_file::TensorLocation;
 use models::{DecoderConfig, Llama};
 use runtime::device;
-use runtime::nf4::Scales;
 use tch::{Device, Kind};
 
 use crate::blocks::{
@@ -70,7 +70,7 @@ impl Offload {
     /// model larger than the memory opens immediately, with frozen blocks. Otherwise blocks are read into host memory one after
     /// the other.
     ///
-    /// A model in NF4 ([`runtime::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder; so is
+    /// A model in NF4 ([`kernels::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder; so is
     /// one in another dtype than its files', and one whose layers are trained ([`OffloadConfig::train_files`]).
     ///
     /// # Errors

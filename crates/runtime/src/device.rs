@@ -43,12 +43,13 @@ use tch::{Device, Tensor};
 pub use bytes::{
     MemoryInfo, ResidentMemory, memory_info, product_workspaces, reset_resident_peak, resident_memory,
 };
-pub(crate) use choice::checked;
-pub use choice::{Choice, choose, cuda_count, flag, name, select};
+pub use choice::{Choice, checked, choose, cuda_count, flag, name, select};
 pub use control_group::{ControlGroup, control_group};
 pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty, pinned_fallback};
 pub use stream::{Stream, StreamGuard};
+
+pub use crate::sys::stream::{CudaStream, CudaStreamGuard};
 
 use crate::error::{Error, Result};
 use crate::sys::{device as sys, stream as sys_stream};

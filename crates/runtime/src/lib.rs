@@ -9,16 +9,14 @@
 //! | [`collectives`] | tensors between processes: gathers, ordered reductions, barriers; starting ranks |
 //! | [`memory`] | live and peak bytes of the allocators, the peak of a region of code |
 //! | [`profile`] | traces for Perfetto, named ranges, an exact count of FLOPs and bytes |
-//! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
+//! | [`measure`] | warm-up, repeats, phases, median and spread |
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
-//! | [`matmul`] | matrix products into a given output tensor, with accumulation in fp32 |
-//! | [`nf4`] | frozen weights in four bits: quantization, and products that dequantize tile by tile |
-//! | [`processor`] | the choice among CPU implementations |
-//! | [`fused`] | norms and elementwise chains as one pass over memory |
-//! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
 //! | [`precision`] | the interface through which models compute in mixed precision |
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
 //! | [`file_memory`] | tensors whose memory is an unnamed file |
+//! | [`tensor_memory`] | a tensor's identity, address range and version, for kernels that read and write memory themselves |
+//! | [`parallel`] | tasks on libtorch's own threads |
+//! | [`shared_library`] | libraries that are loaded at run time |
 //! | [`random`] | seeds and the state of the random generators |
 //! | [`signals`] | which signals this process ignores |
 //! | [`wait_policy`] | how libtorch's CPU threads wait for each other: what a program on a busy machine does |
@@ -30,7 +28,7 @@
 //! `CUDA_VISIBLE_DEVICES` prevents that, and saves the time and the memory. Shared by all of a process are also the default generators
 //! ([`random::seed`]), the allocators' counts and limits ([`memory`]), and the handlers of [`files::mapped::report_shortened_files`].
 //!
-//! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
+//! All `unsafe` code of the crate and the workspace's only C++ are behind these modules: `src/sys` and `cpp`. A failure of
 //! libtorch is an [`Error`] with libtorch's message and without its C++ stack; no argument causes a panic.
 //!
 //! ```
@@ -52,23 +50,20 @@ pub mod device;
 pub mod error;
 pub mod file;
 pub mod file_memory;
-pub mod fused;
-mod kernels;
-pub mod matmul;
 pub mod measure;
 pub mod memory;
-pub mod nf4;
-pub mod nvrtc;
 pub mod ops;
 pub mod precision;
-pub mod processor;
 pub mod profile;
 pub mod random;
+pub mod shared_library;
 pub mod signals;
 mod sys;
 pub mod wait_policy;
 
 pub use error::{Error, Result};
+pub use sys::parallel;
+pub use sys::tensor as tensor_memory;
 
 /// Returns the version of libtorch, such as `2.11.0`.
 pub fn torch_version() -> &'static str {

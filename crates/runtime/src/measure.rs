@@ -5,7 +5,6 @@
 //! idle when a repeat begins, so that repeats do not overlap.
 //!
 //! The figures are the median and half the interquartile range, which are robust against single disturbed repeats.
-//! [`physical`] measures the limits of the device, to compare rates with.
 //!
 //! ```
 //! use runtime::measure::{self, MeasurementPlan, Work};
@@ -26,7 +25,6 @@
 //! ```
 
 mod phase_timer;
-pub mod physical;
 mod samples;
 
 use std::time::Instant;

@@ -22,7 +22,6 @@
 pub mod amp;
 pub mod attention;
 pub mod foreach;
-pub(crate) mod matmul;
 pub mod norm;
 pub mod optimizer;
 mod scalar;

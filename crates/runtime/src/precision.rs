@@ -9,24 +9,25 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use runtime::precision::{self, Policy};
+//! use runtime::precision::{self, Policy, Product};
 //! use tch::{Kind, Tensor, kind};
 //!
 //! #[derive(Debug)]
 //! struct Doubled;
 //! impl Policy for Doubled {
-//!     fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+//!     fn linear(&self, x: &Tensor, w: &Tensor, b: Option<&Tensor>, product: Product<'_>) -> runtime::Result<Tensor> {
 //!         let wide = |t: &Tensor| t.to_kind(Kind::Double);
-//!         Ok(wide(x).f_linear(&wide(weight), bias.map(wide).as_ref())?)
+//!         product(&wide(x), &wide(w), b.map(wide).as_ref())
 //!     }
 //! }
 //!
+//! let product = |x: &Tensor, w: &Tensor, b: Option<&Tensor>| Ok(x.f_linear(w, b)?);
 //! let (x, w) = (Tensor::ones([2, 3], kind::FLOAT_CPU), Tensor::ones([4, 3], kind::FLOAT_CPU));
 //! {
 //!     let _within = precision::enter(Some(Arc::new(Doubled)));
-//!     assert_eq!(precision::linear(&x, &w, None)?.kind(), Kind::Double);
+//!     assert_eq!(precision::linear(&x, &w, None, &product)?.kind(), Kind::Double);
 //! }
-//! assert_eq!(precision::linear(&x, &w, None)?.kind(), Kind::Float);
+//! assert_eq!(precision::linear(&x, &w, None, &product)?.kind(), Kind::Float);
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
@@ -37,20 +38,28 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use crate::autograd::retain;
 use crate::error::Result;
 
 /// An attention of queries, keys and values, of any dtype.
 pub type Attention<'a> = &'a dyn Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
+
+/// A linear layer of x, W and b of any dtype.
+pub type Product<'a> = &'a dyn Fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
 
 /// Decides in which dtypes a model computes. The default methods compute as without a policy.
 pub trait Policy: Debug + Send + Sync {
     /// x·Wᵀ + b; see [`linear`].
     ///
     /// # Errors
-    /// Those of libtorch.
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        retain::linear(x, weight, bias)
+    /// Those of `product`.
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        product: Product<'_>,
+    ) -> Result<Tensor> {
+        product(x, weight, bias)
     }
 
     /// a·b; see [`matmul`].
@@ -144,14 +153,14 @@ impl Drop for PolicyGuard {
     }
 }
 
-/// Computes x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`.
+/// Computes x·Wᵀ + b over the last dimension, x `[…, in]`, W `[out, in]`, b `[out]`, by `product` in the policy's dtype.
 ///
 /// # Errors
-/// Those of the policy; of libtorch without one.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+/// Those of `product` and of the policy.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, product: Product<'_>) -> Result<Tensor> {
     match current() {
-        Some(policy) => policy.linear(x, weight, bias),
-        None => retain::linear(x, weight, bias),
+        Some(policy) => policy.linear(x, weight, bias, product),
+        None => product(x, weight, bias),
     }
 }
 
@@ -210,7 +219,7 @@ pub fn widened(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Returns the dtype in which an operation that needs full precision computes with a tensor of `kind`, for kernels that convert
-/// while reading ([`fused::norm`](crate::fused::norm)).
+/// while reading, as the fused norms do.
 pub fn widened_kind(kind: Kind) -> Kind {
     current().map_or(kind, |policy| policy.widened_kind(kind))
 }

@@ -1,4 +1,4 @@
-//! The bindings of the C++ shim, and the only `unsafe` code of the workspace.
+//! The bindings of the C++ shim, and the only `unsafe` code of the crate.
 //!
 //! Three layers: `extern "C"` declarations, their statuses as [`Result`], and safe functions over both. A module of
 //! this folder has all three for one subject; the public modules of the crate have none.
@@ -15,38 +15,23 @@ use crate::error::{Error, Result, strip_frames};
 /// The result of a function of the shim: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
-pub(crate) mod adam;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod amx;
-pub(crate) mod attention;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod collectives;
-pub(crate) mod cross_entropy;
-pub(crate) mod cuda;
 pub(crate) mod device;
 pub(crate) mod file;
-pub(crate) mod gemm;
-pub(crate) mod gradients;
 pub(crate) mod graph;
 pub(crate) mod heap;
 pub(crate) mod host_memory;
 pub(crate) mod kernel_caches;
-pub(crate) mod matvec;
 pub(crate) mod memory;
-pub(crate) mod nf4;
-pub(crate) mod norm;
 pub(crate) mod ops;
-pub(crate) mod parallel;
+pub mod parallel;
 pub(crate) mod profile;
 pub(crate) mod random;
-pub(crate) mod rope;
 pub(crate) mod signals;
-pub(crate) mod simd;
-pub(crate) mod stochastic_rounding;
 pub(crate) mod stream;
-pub(crate) mod swiglu;
-pub(crate) mod tensor;
+pub mod tensor;
 pub(crate) mod wait_policy;
 
 unsafe extern "C" {

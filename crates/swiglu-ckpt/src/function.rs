@@ -22,7 +22,7 @@
 //!
 //! There are nine products, three in forward and six in backward. The level decides which of the three are recomputed; never
 //! the down-projection, because no gradient needs its result y. z is never kept: the elementwise pass of backward recomputes it
-//! at no cost ([`runtime::fused::swiglu`]) and works in place. So on the CPU backward needs at most three `[n, f]` tensors,
+//! at no cost ([`kernels::swiglu`]) and works in place. So on the CPU backward needs at most three `[n, f]` tensors,
 //! including kept ones, plus SiLU if it was kept; on other devices one more.
 //!
 //! Low precision: on a processor without bf16 or fp16 products everything is computed in fp32 and rounded once at the end.
@@ -36,9 +36,9 @@
 
 mod tiles;
 
+use kernels::matmul::mm_into;
+use kernels::swiglu as fused;
 use runtime::autograd::{Backward, Forward, Function, apply};
-use runtime::fused::swiglu as fused;
-use runtime::matmul::mm_into;
 use runtime::precision;
 use tch::{Kind, Tensor};
 

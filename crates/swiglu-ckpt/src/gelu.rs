@@ -16,9 +16,9 @@
 //!
 //! A second derivative is an error. In low precision each product is computed in [`compute_kind`]'s dtype and rounded once.
 
+use kernels::matmul::compute_kind;
 use models::Activation;
 use runtime::autograd::{Backward, Forward, Function, apply};
-use runtime::matmul::compute_kind;
 use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 

@@ -16,11 +16,12 @@
 //! [`SaveOne`]: CheckpointLevel::SaveOne
 //! [`InputOnly`]: CheckpointLevel::InputOnly
 
+use kernels::linear::linear;
+use kernels::swiglu::silu_mul;
 use models::module::{
     Context, Mlp, MlpFunction, Module, ModuleMapper, Visitor, VisitorMut, map_modules, tensors,
 };
 use models::{Activation, Linear};
-use runtime::fused::swiglu::silu_mul;
 use runtime::precision;
 use tch::Tensor;
 
@@ -32,7 +33,7 @@ use crate::level::CheckpointLevel;
 
 impl CheckpointLevel {
     /// Replaces every MLP of `model` by one that keeps what this level says, and returns their number. If one cannot be replaced,
-    /// nothing is changed. SwiGLUs compute their products with [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's
+    /// nothing is changed. SwiGLUs compute their products with [`kernels::matmul`], whose last bits differ from libtorch's; GPT-2's
     /// MLPs give the same bits as before, but for the gradient of the second weight, whose bits MKL's small products for AVX2 change.
     ///
     /// Install adapters before this, and activation plans and offloading after it.
@@ -157,7 +158,7 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
             .name
             .split_once('.')
             .and_then(|(part, rest)| Some((names.iter().position(|name| *name == part)?, rest)));
-        if runtime::nf4::is_nf4(&tensor) {
+        if kernels::nf4::is_nf4(&tensor) {
             let reason = format!(
                 "has `{}` in NF4, which a recomputed MLP does not multiply. Leave the MLP as it is, and recompute it by an activation \
                  plan",
@@ -296,7 +297,7 @@ impl Mlp for RecomputedMlp {
 impl RecomputedMlp {
     /// Computes like the MLP that was replaced.
     fn plain(&self, x: &Tensor) -> models::Result<Tensor> {
-        let linear = |x: &Tensor, of: &Linear| precision::linear(x, &of.weight, of.bias.as_ref());
+        let linear = |x: &Tensor, of: &Linear| linear(x, &of.weight, of.bias.as_ref());
         Ok(match &self.parts {
             Parts::Swiglu { gate, up, down } => linear(&silu_mul(&linear(x, gate)?, &linear(x, up)?)?, down)?,
             Parts::JointSwiglu { gate_up, down } => {

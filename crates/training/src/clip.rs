@@ -7,8 +7,8 @@
 
 use std::borrow::Borrow;
 
+use kernels::gradients;
 use runtime::file_memory;
-use runtime::fused::gradients;
 use runtime::ops::TryScalar;
 use runtime::ops::foreach;
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! The implementations of CPU computations, and the tests that run once for each.
 //!
-//! Which one a processor takes is decided by `runtime::processor`, libtorch and the libraries below it, and each can be
+//! Which one a processor takes is decided by `kernels::processor`, libtorch and the libraries below it, and each can be
 //! overridden, so a machine of one vendor tests what a machine of another would run.
 
 /// Environment variables under which the tests run again.
@@ -87,7 +87,7 @@ pub(super) const CHOICES: [Choice; 3] = [
             ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
             ("ONEDNN_MAX_CPU_ISA", "AVX2"),
         ],
-        packages: &["runtime", "models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
+        packages: &["kernels", "models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
         parts: COMPOSED,
     },
     // A processor that multiplies bf16 faster than fp32: AMD's with AVX-512, Intel's with AMX.
@@ -107,7 +107,7 @@ pub(super) const CHOICES: [Choice; 3] = [
             ("FRUGAL_LOW_PRECISION", "fp32"),
             ("ATEN_CPU_CAPABILITY", "default"),
         ],
-        packages: &["runtime"],
+        packages: &["kernels"],
         parts: &[],
     },
 ];
@@ -125,7 +125,7 @@ impl Choice {
         Some(tests.iter().copied().chain(once).collect())
     }
 
-    /// Whether the processor takes it by itself, as `runtime::processor` decides: the machine's own run has it then.
+    /// Whether the processor takes it by itself, as `kernels::processor` decides: the machine's own run has it then.
     pub(super) fn is_own(&self, flags: &str) -> bool {
         let has = |wanted| flags.split_whitespace().any(|flag| flag == wanted);
         let multiplies_bf16 = has("amx_bf16") || has("avx512_bf16") && !has(INTEL);
@@ -154,10 +154,10 @@ mod tests {
     fn a_choice_runs_what_depends_on_it() {
         let [avx2, bf16, scalar] = &CHOICES;
         let first = |choice: &Choice, package: &str| choice.arguments(package, "it").map(|all| all[0]);
-        assert_eq!(first(avx2, "runtime"), Some("--skip"));
+        assert_eq!(first(avx2, "kernels"), Some("--skip"));
         assert_eq!(first(avx2, "frugal"), Some("every_pair_keeps_its_promises"));
         assert_eq!(
-            (first(bf16, "runtime"), first(scalar, "frugal"), first(avx2, "report")),
+            (first(bf16, "kernels"), first(scalar, "frugal"), first(avx2, "report")),
             (None, None, None)
         );
         assert_eq!(avx2.arguments("frugal", "frugal"), None, "its unit tests");

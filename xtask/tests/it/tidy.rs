@@ -59,14 +59,14 @@ fn a_technique_that_depends_on_a_technique_is_caught() {
             ("crates/lora/Cargo.toml", &format!("{MEMBER}amp.workspace = true\n")),
         ],
         expect![
-            "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
+            "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, kernels, models or training"
         ],
     );
     let as_development_dependency = format!("{MEMBER}[dev-dependencies]\namp = {{ path = \"../amp\" }}\n");
     check(
         &[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &as_development_dependency)],
         expect![
-            "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
+            "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, kernels, models or training"
         ],
     );
 }
@@ -209,9 +209,9 @@ fn unsafe_code_outside_its_place_is_caught() {
             ("crates/runtime/cpp/graph.cpp", "#include \"versions.h\"\n#if TORCH_VERSION_MINOR >= 13\n"),
         ],
         expect![[r#"
-            crates/amp/src/lib.rs:2: `unsafe` outside of crates/files/src/, crates/runtime/src/sys.rs, crates/runtime/src/sys/
+            crates/amp/src/lib.rs:2: `unsafe` outside of crates/files/src/, crates/kernels/src/, crates/runtime/src/sys.rs, crates/runtime/src/sys/
             crates/amp/src/lib.rs:3: allows `unsafe_code`; a crate that needs it states its own lints
-            crates/runtime/src/device.rs:3: `unsafe` outside of crates/files/src/, crates/runtime/src/sys.rs, crates/runtime/src/sys/
+            crates/runtime/src/device.rs:3: `unsafe` outside of crates/files/src/, crates/kernels/src/, crates/runtime/src/sys.rs, crates/runtime/src/sys/
             crates/amp/cpp/shim.cpp: C++ outside of crates/runtime/cpp
             crates/runtime/cpp/graph.cpp:2: asks for libtorch's version outside of crates/runtime/cpp/versions.h"#]],
     );

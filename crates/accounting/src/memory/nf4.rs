@@ -1,4 +1,4 @@
-//! Weights in NF4 (QLoRA, Dettmers et al., arXiv:2305.14314), as `runtime::nf4` stores and multiplies them.
+//! Weights in NF4 (QLoRA, Dettmers et al., arXiv:2305.14314), as `kernels::nf4` stores and multiplies them.
 //!
 //! A matrix of n weights has ⌈n/2⌉ bytes of codes, and with nested scales a byte for each block of 64, 4 for each 256 blocks, and 4:
 //! 4.13 bits per weight. A product has one dequantized tile at a time.
@@ -21,7 +21,7 @@ const BLOCK: u64 = 64;
 const NESTED: u64 = 256;
 /// Alignment of the codes.
 const ALIGNMENT: u64 = 64;
-/// `runtime::nf4::TILE_BYTES`.
+/// `kernels::nf4::TILE_BYTES`.
 const TILE: u64 = 8 << 20;
 /// The fewest rows of a tile.
 const LEAST: u64 = 128;

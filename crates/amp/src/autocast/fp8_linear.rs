@@ -16,8 +16,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
+use kernels::matmul::mm_into;
 use runtime::autograd::{self, Backward, Forward, Function, retain};
-use runtime::matmul::mm_into;
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 

@@ -4,9 +4,9 @@
 //! y = round(x·Wᵀ + b), and with the gradient d of y, ∂L/∂x = round(d·W), ∂L/∂W = round(dᵀ·x), ∂L/∂b = round(Σ d). The tensors
 //! saved for backward have the dtype too.
 
+use kernels::matmul::{mm, mm_into};
 use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function};
-use runtime::matmul::{mm, mm_into};
 use tch::Tensor;
 
 /// Returns round(x·Wᵀ + b) for x `[…, in]`, W `[out, in]` and b `[out]`, all of one low-precision dtype on the CPU.

@@ -29,8 +29,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use runtime::fused::gradients::Unscaled;
-use runtime::fused::loss_scale::Updated;
+use kernels::gradients::Unscaled;
+use kernels::loss_scale::Updated;
 use runtime::ops::TryScalar;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};

@@ -11,7 +11,7 @@
 //! the two agree to the bit, except that PyTorch has no `min_scale`. Hysteresis is Megatron-LM's: the scale falls only after
 //! that many overflows since it last grew, so that one bad batch does not cost a whole interval.
 
-use runtime::fused::loss_scale::{self, Dynamic, Updated};
+use kernels::loss_scale::{self, Dynamic, Updated};
 use runtime::ops::TryScalar;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -1,6 +1,7 @@
 //! Autocast: what is cast, what is not, where the policy applies, and what the cache holds.
 
 use amp::{Autocast, Error};
+use kernels::linear::linear;
 use models::module::{Context, Input, LanguageModel, Projection, tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig, LayerNorm, Linear, RmsNorm};
 use runtime::precision;
@@ -172,7 +173,7 @@ fn a_weight_with_other_memory_is_cast_again() {
         let _scope = autocast.enter();
         let x = Tensor::ones([1, 4], kind::FLOAT_CPU);
         let weight = Tensor::ones([2, 4], kind::FLOAT_CPU).set_requires_grad(requires_grad);
-        let product = || precision::linear(&x, &weight, None).unwrap().double_value(&[0, 0]);
+        let product = || linear(&x, &weight, None).unwrap().double_value(&[0, 0]);
         assert_eq!(product(), 4.0);
         for value in 2..6 {
             let other = Tensor::full([2, 4], f64::from(value), kind::FLOAT_CPU);
@@ -190,7 +191,7 @@ fn casts_of_tensors_made_for_one_use_do_not_pile_up() {
     let _scope = autocast.enter();
     let (x, weight) = (random(&[2, 8]), random(&[8, 8]));
     for _ in 0..2000 {
-        let product = |w: &Tensor| drop(precision::linear(&x, w, None).unwrap());
+        let product = |w: &Tensor| drop(linear(&x, w, None).unwrap());
         tch::no_grad(|| product(&(&weight * 2.0)));
         product(&weight.detach().set_requires_grad(true));
         product(&weight);
@@ -201,7 +202,7 @@ fn casts_of_tensors_made_for_one_use_do_not_pile_up() {
     let before = autocast.statistics();
     for _ in 0..3 {
         let _uncached = precision::uncached();
-        assert_eq!(precision::linear(&x, &weight, None).unwrap().kind(), Kind::BFloat16);
+        assert_eq!(linear(&x, &weight, None).unwrap().kind(), Kind::BFloat16);
     }
     assert_eq!(autocast.statistics(), before);
 }
@@ -212,7 +213,7 @@ fn a_weight_is_cast_once_per_version() {
     let weight = random(&[8, 8]).set_requires_grad(true);
     let frozen = random(&[8, 8]);
     let x = random(&[2, 8]);
-    let product = |w: &Tensor| precision::linear(&x, w, None).unwrap();
+    let product = |w: &Tensor| linear(&x, w, None).unwrap();
     {
         let _scope = autocast.enter();
         for _ in 0..3 {
@@ -261,7 +262,7 @@ fn a_weight_is_cast_once_per_version() {
         let w = weight.detach().copy().set_requires_grad(true);
         let product = |x: &Tensor| {
             let _scope = autocast.enter();
-            precision::linear(x, &w, None).unwrap()
+            linear(x, &w, None).unwrap()
         };
         let y = {
             // The cache is cleared at the end of the outermost scope.
@@ -292,7 +293,7 @@ fn recomputation_on_engine_threads_uses_the_policy_of_forward() {
                 let (weight, bias) =
                     (layer.weight.shallow_clone(), layer.bias.as_ref().map(Tensor::shallow_clone));
                 let run = move |[x]: [&Tensor; 1]| {
-                    let y = precision::linear(x, &weight, bias.as_ref())?;
+                    let y = linear(x, &weight, bias.as_ref())?;
                     assert_eq!(y.kind(), dtype);
                     Ok([y])
                 };

@@ -2,7 +2,7 @@
 
 use amp::Autocast;
 use amp::autocast::fp8_linear::{max_value, quantize};
-use runtime::precision;
+use kernels::linear::linear;
 use tch::{Device, Kind, Tensor, kind};
 
 const BOTH: [Kind; 2] = [Kind::Float8e4m3fn, Kind::Float8e5m2];
@@ -52,7 +52,7 @@ fn an_fp8_layer_multiplies_quantized_operands() {
         let b = bias.then(|| Tensor::randn([outer], kind::FLOAT_CPU).set_requires_grad(true));
         let y = {
             let _scope = Autocast::fp8().enter();
-            precision::linear(&x, &w, b.as_ref()).unwrap()
+            linear(&x, &w, b.as_ref()).unwrap()
         };
         assert_eq!(y.kind(), Kind::BFloat16);
         let upstream = Tensor::randn(y.size(), kind::FLOAT_CPU).to_kind(Kind::BFloat16);
@@ -101,8 +101,8 @@ fn results_with_and_without_native_fp8_agree() {
     };
     let (x, w) = (Tensor::randn([64, 128], kind::FLOAT_CPU), Tensor::randn([32, 128], kind::FLOAT_CPU));
     let _scope = Autocast::fp8().enter();
-    let here = precision::linear(&x, &w, None).unwrap().to_kind(Kind::Float);
-    let there = precision::linear(&x.to_device(device), &w.to_device(device), None).unwrap();
+    let here = linear(&x, &w, None).unwrap().to_kind(Kind::Float);
+    let there = linear(&x.to_device(device), &w.to_device(device), None).unwrap();
     let there = there.to_device(Device::Cpu).to_kind(Kind::Float);
     let off = ((&here - there).norm() / here.norm()).double_value(&[]);
     assert!(off < 5e-3, "{off}");

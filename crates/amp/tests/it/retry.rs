@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use amp::{Autocast, DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, StaticGradScaler};
 use models::module::{tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
-use runtime::precision::{Attention, Policy};
+use runtime::precision::{Attention, Policy, Product};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
@@ -120,8 +120,14 @@ struct Poison {
 }
 
 impl Policy for Poison {
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
-        let y = self.inner.linear(x, weight, bias)?;
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        product: Product<'_>,
+    ) -> runtime::Result<Tensor> {
+        let y = self.inner.linear(x, weight, bias, product)?;
         let pass = self.pass.load(Ordering::SeqCst);
         if (self.bad.0..=self.bad.1).contains(&pass) { Ok(y.f_mul_scalar(f64::NAN)?) } else { Ok(y) }
     }

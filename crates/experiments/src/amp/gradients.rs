@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use runtime::autograd::{self, Backward, Forward, Function};
-use runtime::precision::{Attention, Policy};
+use runtime::precision::{Attention, Policy, Product};
 use tch::{Kind, Tensor};
 
 /// The least exponent that is told apart; below fp32's own.
@@ -135,11 +135,17 @@ impl GradientRecorder {
 }
 
 impl Policy for GradientRecorder {
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        product: Product<'_>,
+    ) -> runtime::Result<Tensor> {
         let (x, weight) = (self.watched(x, Of::Activations)?, self.watched(weight, Of::Weights)?);
         let bias = bias.map(|bias| self.watched(bias, Of::Weights)).transpose()?;
         let y = match &self.inner {
-            Some(inner) => inner.linear(&x, &weight, bias.as_ref())?,
+            Some(inner) => inner.linear(&x, &weight, bias.as_ref(), product)?,
             None => x.f_linear(&weight, bias.as_ref())?,
         };
         self.watched(&y, Of::Activations)
@@ -260,7 +266,7 @@ mod tests {
             let (x, w, b) = (leaf(&[3, 4], 1.0), leaf(&[5, 4], 0.5), leaf(&[5], 2.0));
             let y = {
                 let _within = policy.map(|policy| runtime::precision::enter(Some(policy)));
-                runtime::precision::linear(&x, &w, Some(&b)).unwrap()
+                kernels::linear::linear(&x, &w, Some(&b)).unwrap()
             };
             autograd::backward(&[&y.square().sum(Kind::Double)]).unwrap();
             [y.detach(), x.grad(), w.grad(), b.grad()]

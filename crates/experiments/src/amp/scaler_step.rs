@@ -100,7 +100,7 @@ pub(crate) fn run(
             Ok(on_host.update().map(drop)?)
         })?;
         let unscale = timed(&mut || {
-            runtime::fused::gradients::unscale_(&optimizer.gradients()?, &one, false)?;
+            kernels::gradients::unscale_(&optimizer.gradients()?, &one, false)?;
             Ok(())
         })?;
         let decided_there = timed(&mut || {

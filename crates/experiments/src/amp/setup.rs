@@ -4,7 +4,7 @@ use std::fmt;
 
 use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use anyhow::Result;
-use runtime::matmul::compute_kind;
+use kernels::matmul::compute_kind;
 use tch::{Device, Kind};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::{GradScaler, NoScaler};

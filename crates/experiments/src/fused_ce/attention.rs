@@ -1,11 +1,12 @@
 //! `fused-ce attention`: time and memory of attention over the length of the sequence.
 
 use anyhow::Context;
+use kernels::physical;
 use models::attention::{AttentionPath, causal_attention};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::autograd::{self, Keep};
-use runtime::measure::{self, MeasurementPlan, physical};
+use runtime::measure::{self, MeasurementPlan};
 use runtime::memory::live_bytes;
 use tch::{Kind, Tensor};
 

@@ -202,5 +202,5 @@ pub(crate) fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
     let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];
     let [m, n, k] = size;
-    Ok(runtime::measure::physical::gemm_rate(device, kind, m, n, k)?.rate().unwrap_or(0.0))
+    Ok(kernels::physical::gemm_rate(device, kind, m, n, k)?.rate().unwrap_or(0.0))
 }

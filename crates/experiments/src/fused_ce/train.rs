@@ -1,8 +1,8 @@
 //! `fused-ce train`: the same training with each loss.
 
+use kernels::matmul::compute_kind;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::matmul::compute_kind;
 use runtime::measure::Samples;
 use tch::Kind;
 

@@ -4,12 +4,13 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
+use kernels::physical;
 use models::Llama;
 use models::generation::{GenerateOptions, generate};
 use models::module::{LanguageModel, parameters};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::measure::{Measurement, physical};
+use runtime::measure::Measurement;
 use tch::{Device, Kind, Tensor};
 
 use crate::dtype;

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use accounting::offload::{Condition, Direction, least_tokens};
 use anyhow::Context;
 use clap::Args;
+use kernels::physical;
 use offload::{Method, OffloadConfig, StreamKind, Tier};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
-use runtime::measure::{Samples, physical};
+use runtime::measure::Samples;
 use tch::Kind;
 
 use super::folder::scratch;

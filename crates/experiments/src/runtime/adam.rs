@@ -3,10 +3,10 @@
 use std::time::Instant;
 
 use anyhow::Context;
+use kernels::adam::{AdamStep, AdamTensors, adam, bytes_moved};
+use kernels::physical;
 use report::cli::Scale;
 use report::{Case, Metric};
-use runtime::fused::adam::{AdamStep, AdamTensors, adam, bytes_moved};
-use runtime::measure::physical;
 use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};

@@ -5,16 +5,17 @@
 mod gradients;
 mod nf4;
 
+use kernels::adam::{AdamStep, AdamTensors, adam, adam_many};
+use kernels::cross_entropy::{Coefficients, Statistics, Targets, Transform, Wanted, pass_for};
+use kernels::norm::{self, rms_norm};
+use kernels::physical;
+use kernels::rope::RotaryTable;
+use kernels::swiglu;
 use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
 use runtime::device::graph::CapturedStep;
-use runtime::fused::adam::{AdamStep, AdamTensors, adam, adam_many};
-use runtime::fused::cross_entropy::{Coefficients, Statistics, Targets, Transform, Wanted, pass_for};
-use runtime::fused::norm::{self, rms_norm};
-use runtime::fused::rope::RotaryTable;
-use runtime::fused::swiglu;
-use runtime::measure::{self, MeasurementPlan, Samples, physical};
+use runtime::measure::{self, MeasurementPlan, Samples};
 use runtime::ops::{self, foreach, optimizer};
 use tch::{Device, Kind, Tensor};
 

@@ -4,12 +4,12 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use anyhow::Context;
+use kernels::norm::{Keep, Options, layer_norm, rms_norm};
+use kernels::physical;
 use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, Backward, Forward, Function};
 use runtime::device::synchronize;
-use runtime::fused::norm::{Keep, Options, layer_norm, rms_norm};
-use runtime::measure::physical;
 use runtime::memory::{Region, live_bytes};
 use runtime::ops;
 use tch::{Device, Kind, Tensor};

@@ -5,13 +5,13 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::Context;
+use kernels::physical;
+use kernels::rope::RotaryTable;
+use kernels::swiglu::silu_mul;
 use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
 use runtime::device::synchronize;
-use runtime::fused::rope::RotaryTable;
-use runtime::fused::swiglu::silu_mul;
-use runtime::measure::physical;
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};

@@ -1,11 +1,11 @@
-//! Matrix products of training and generation: what `runtime::matmul` chooses on this processor, and what it could choose.
+//! Matrix products of training and generation: what `kernels::matmul` chooses on this processor, and what it could choose.
 
 use std::time::Instant;
 
+use kernels::matmul::mm_into;
 use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::device::synchronize;
-use runtime::matmul::mm_into;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
@@ -211,9 +211,9 @@ impl Pass {
     }
 }
 
-/// What `runtime::matmul` does.
+/// What `kernels::matmul` does.
 const CHOSEN: &str = "chosen";
-/// What `runtime::matmul` does for an output in fp32, as sums of gradients are.
+/// What `kernels::matmul` does for an output in fp32, as sums of gradients are.
 const INTO_FP32: &str = "into_fp32";
 
 /// One way of computing a product.

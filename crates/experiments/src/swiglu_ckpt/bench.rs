@@ -7,9 +7,10 @@
 use accounting::recompute::SwigluLevel;
 use accounting::swiglu::{Peak, SwigluStack, accumulating_peak, peak};
 use anyhow::ensure;
+use kernels::matmul::compute_kind;
+use kernels::physical;
 use runtime::autograd::{self, Keep};
-use runtime::matmul::compute_kind;
-use runtime::measure::{self, Measurement, MeasurementPlan, Work, physical};
+use runtime::measure::{self, Measurement, MeasurementPlan, Work};
 use runtime::memory::live_bytes;
 use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
 use tch::{Device, Kind, Tensor};

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use accounting::offload::Rates;
+use kernels::physical;
 use offload::Tier;
 use runtime::device::{memory_info, product_workspaces};
-use runtime::measure::physical;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
@@ -100,7 +100,7 @@ impl KnownRates {
         }
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = product_workspaces(device)?;
-        let compute = runtime::matmul::compute_kind(device, product_kind(kind));
+        let compute = kernels::matmul::compute_kind(device, product_kind(kind));
         let [m, n, k] = PRODUCT;
         let rate = |found: runtime::measure::Measurement| found.rate().ok_or(Error::NotMeasured);
         let flops = rate(physical::gemm_rate(device, compute, m, n, k)?)?;
@@ -159,7 +159,7 @@ fn cache_file() -> Option<PathBuf> {
 
 fn key(device: Device, kind: Kind) -> Result<String> {
     let name = runtime::device::name(device)?;
-    let compute = runtime::matmul::compute_kind(device, product_kind(kind));
+    let compute = kernels::matmul::compute_kind(device, product_kind(kind));
     let (threads, version) = (tch::get_num_threads(), runtime::torch_version());
     Ok(format!("{name}, {threads} threads, {compute:?}, libtorch {version}"))
 }

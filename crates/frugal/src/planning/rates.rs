@@ -7,6 +7,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use accounting::offload::Rates;
+use kernels::adam::{AdamStep, AdamTensors, adam};
+use kernels::physical;
 use models::DecoderConfig;
 use models::init::Init;
 use models::module::{Input, LanguageModel};
@@ -14,8 +16,7 @@ use offload::{Method, Offload, OffloadConfig, Tier, load_rate};
 use runtime::collectives::{Division, Group, GroupOptions, Launch, Store};
 use runtime::device;
 use runtime::file_memory;
-use runtime::fused::adam::{AdamStep, AdamTensors, adam};
-use runtime::measure::{Measurement, Samples, physical};
+use runtime::measure::{Measurement, Samples};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -54,7 +55,7 @@ impl MachineRates {
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = device::product_workspaces(device)?;
         // On a CPU products of low precision run in fp32.
-        let compute = runtime::matmul::compute_kind(device, product_kind(kind));
+        let compute = kernels::matmul::compute_kind(device, product_kind(kind));
         let [m, n, k] = product;
         let flops = rate(&physical::gemm_rate(device, compute, m, n, k)?)?;
         let bandwidth = rate(&physical::copy_bandwidth(device)?)?;
@@ -68,7 +69,7 @@ impl MachineRates {
 
 /// Returns the dtype of the operands of weights in `kind`: bf16 for those in NF4.
 pub(super) fn product_kind(kind: Kind) -> Kind {
-    if runtime::nf4::Scales::of(kind).is_some() { Kind::BFloat16 } else { kind }
+    if kernels::nf4::Scales::of(kind).is_some() { Kind::BFloat16 } else { kind }
 }
 
 fn rate(measurement: &Measurement) -> Result<f64> {

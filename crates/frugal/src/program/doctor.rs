@@ -49,7 +49,7 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
     tell("threads", threads_text(threads, environment.threads), json!(threads));
     let policy = WaitPolicy::of_process().to_string();
     tell("waiting threads", policy.clone(), json!(policy));
-    let implementations = runtime::processor::choices()?.to_string();
+    let implementations = kernels::processor::choices()?.to_string();
     tell("implementations", implementations.clone(), json!(implementations));
     for device in devices()? {
         let name = device::name(device)?;

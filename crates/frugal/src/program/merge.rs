@@ -13,12 +13,12 @@ use files::atomic_write;
 use frugal::companion_files::{self, CompanionFiles};
 use frugal::config::{Bytes, Dtype};
 use frugal::run_folder::RECORD;
+use kernels::nf4::Scales;
 use models::hugging_face::{self, Folder};
 use models::module::first_non_finite;
 use models::state_dict::{load_state_dict, state_dict};
 use models::tensors_file::TensorsFile;
 use models::{DecoderConfig, Llama};
-use runtime::nf4::Scales;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 

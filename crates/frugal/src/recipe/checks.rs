@@ -1,7 +1,7 @@
 //! Checks before a weight is read: values outside their ranges, and techniques that ranks or a model do not allow.
 
+use kernels::nf4::Scales;
 use models::hugging_face::Folder;
-use runtime::nf4::Scales;
 use tch::Kind;
 
 use crate::config::{

@@ -1,7 +1,7 @@
 //! One chunk of tokens: operands, products, targets and the weights of its rows.
 
-use runtime::fused::cross_entropy::{Statistics, Targets as TileTargets, Transform, Wanted};
-use runtime::matmul::mm_into;
+use kernels::cross_entropy::{Statistics, Targets as TileTargets, Transform, Wanted};
+use kernels::matmul::mm_into;
 use runtime::ops::TryScalar;
 use runtime::{Error as RuntimeError, Result};
 use tch::{Device, Kind, Tensor};

@@ -1,8 +1,8 @@
 //! Accumulation of gradients over chunks: weight gradients in fp32, overwritten by the first chunk, or on a GPU in their own dtype if it is
 //! the only one.
 
+use kernels::matmul::mm_into;
 use runtime::Result;
-use runtime::matmul::mm_into;
 use tch::{Device, Kind, Tensor};
 
 use super::chunk::Operands;

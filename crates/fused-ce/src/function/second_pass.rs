@@ -1,8 +1,8 @@
 //! Backward with recomputed logits, for gradients that need the upstream gradient first.
 
+use kernels::cross_entropy::Coefficients;
 use runtime::Result;
 use runtime::autograd::Backward;
-use runtime::fused::cross_entropy::Coefficients;
 use tch::Tensor;
 
 use super::gradient_sums::GradientSums;

@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, Barrier, Mutex};
 
-use runtime::fused::cross_entropy::Operators;
+use kernels::cross_entropy::Operators;
 use runtime::random::Generator;
 
 use super::*;

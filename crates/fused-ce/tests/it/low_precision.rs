@@ -129,7 +129,7 @@ fn results_with_a_rounded_gradient_of_the_logits_are_as_accurate_as_the_naive_im
                     share <= 1.0,
                     "{shape:?} {chunk} {name}: {share} of the naive implementation's error"
                 );
-                let rounds = place > 0 && runtime::processor::multiplies_into_fp32(Kind::BFloat16);
+                let rounds = place > 0 && kernels::processor::multiplies_into_fp32(Kind::BFloat16);
                 assert_eq!(ours[place] == precise[place], !rounds, "{shape:?} {chunk} {name}");
             }
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use runtime::nf4::matrix_shape;
+use kernels::nf4::matrix_shape;
 use tch::Tensor;
 
 use super::survey::{Found, Survey};

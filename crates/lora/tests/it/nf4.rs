@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, Mutex};
 
+use kernels::nf4::{self, Scales};
 use lora::{Adapters, Init, LoraConfig, LoraLinear, Options};
 use models::module::{Context, Input, LanguageModel, Projection, parameters, tensors};
 use models::{DecoderConfig, Linear, Llama};
 use runtime::autograd::{Checkpoint, backward, set_grad};
-use runtime::nf4::{self, Scales};
 use runtime::random::{Generator, RandomState};
 use tch::{Device, Kind, Tensor, kind};
 

@@ -1,7 +1,8 @@
 //! Attention of new tokens over a cache of earlier ones; a whole prompt takes the same kernel as in training.
 
-use runtime::autograd::retain;
-use runtime::fused::attention::{SingleQueryOptions, single_query_attention, takes};
+use kernels::attention::{
+    ScaledDotProductOptions, SingleQueryOptions, scaled_dot_product, single_query_attention, takes,
+};
 use tch::{Kind, Tensor};
 
 use super::AttentionOptions;
@@ -47,6 +48,6 @@ pub(crate) fn cached_attention(
         return flat(Tensor::f_scaled_dot_product_attention(&q, k, v, mask, 0.0, false, scale, false)?);
     }
     let q = q.f_transpose(1, 2)?;
-    let o = retain::attention(&q, k, v, retain::AttentionOptions { mask, dropout: 0.0, scale })?;
+    let o = scaled_dot_product(&q, k, v, ScaledDotProductOptions { mask, dropout: 0.0, scale })?;
     flat(o.f_transpose(1, 2)?)
 }

@@ -1,7 +1,7 @@
 //! Attention within a sliding window: by a kernel on the CPU, else in chunks of queries.
 
-use runtime::autograd::retain;
-use runtime::fused::attention::{self as fused, CausalOptions};
+use kernels::attention::{self as fused, CausalOptions};
+use kernels::attention::{ScaledDotProductOptions, scaled_dot_product};
 use tch::Tensor;
 
 use super::AttentionOptions;
@@ -65,7 +65,7 @@ fn of_chunk(
 ) -> runtime::Result<Tensor> {
     let &AttentionOptions { dropout, scale, softcap, .. } = options;
     if softcap.is_none() {
-        return retain::attention(q, k, v, retain::AttentionOptions { mask, dropout, scale });
+        return scaled_dot_product(q, k, v, ScaledDotProductOptions { mask, dropout, scale });
     }
     let visible = match mask {
         Some(mask) => mask.shallow_clone(),

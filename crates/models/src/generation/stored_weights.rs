@@ -1,9 +1,8 @@
 //! Matrix-vector products with weights in their stored dtype.
 
-use runtime::autograd::retain;
-use runtime::matmul::{FEW, matvec};
-use runtime::nf4::is_nf4;
-use runtime::precision::Policy;
+use kernels::matmul::{FEW, matvec};
+use kernels::nf4::is_nf4;
+use runtime::precision::{Policy, Product};
 use tch::Tensor;
 
 /// Uses [`matvec`] for projections of a few tokens where that is faster.
@@ -14,21 +13,27 @@ use tch::Tensor;
 pub(super) struct StoredWeights;
 
 impl Policy for StoredWeights {
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        product: Product<'_>,
+    ) -> runtime::Result<Tensor> {
         let mut shape = x.size();
-        let Some(width) = shape.pop() else { return retain::linear(x, weight, bias) };
+        let Some(width) = shape.pop() else { return product(x, weight, bias) };
         let vectors: i64 = shape.iter().product();
-        let product = if vectors <= FEW && (x.kind() == weight.kind() || is_nf4(weight)) {
+        let result = if vectors <= FEW && (x.kind() == weight.kind() || is_nf4(weight)) {
             matvec(&x.f_reshape([vectors, width])?, weight, bias)?
         } else {
             None
         };
-        match product {
-            Some(product) => {
-                shape.push(product.size()[1]);
-                Ok(product.f_view(shape.as_slice())?)
+        match result {
+            Some(result) => {
+                shape.push(result.size()[1]);
+                Ok(result.f_view(shape.as_slice())?)
             }
-            None => retain::linear(x, weight, bias),
+            None => product(x, weight, bias),
         }
     }
 }

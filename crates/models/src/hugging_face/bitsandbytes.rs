@@ -12,7 +12,7 @@
 
 use std::collections::BTreeMap;
 
-use runtime::nf4::{self, BLOCK, NESTED_BLOCK, Scales, TABLE, nested_map, sections};
+use kernels::nf4::{self, BLOCK, NESTED_BLOCK, Scales, TABLE, nested_map, sections};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use files::atomic_write;
-use runtime::nf4::{Scales, is_nf4, matrix_shape};
+use kernels::nf4::{Scales, is_nf4, matrix_shape};
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use files::atomic_write;
-use runtime::nf4::{self, Scales};
+use kernels::nf4::{self, Scales};
 use tch::{Device, Kind, Tensor};
 
 use super::bitsandbytes::{self, Locations, Quantized};

@@ -1,7 +1,7 @@
 //! The rotary embeddings of a model's layers.
 
 use decoder::rope::Frequencies;
-use runtime::fused::rope::RotaryTable;
+use kernels::rope::RotaryTable;
 use tch::{Device, Tensor};
 
 use super::DecoderConfig;

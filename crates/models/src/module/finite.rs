@@ -1,7 +1,7 @@
 //! Finds numbers that are not finite among the tensors of a module.
 
-use runtime::fused::gradients::found_non_finite;
-use runtime::nf4::{dequantize, is_nf4};
+use kernels::gradients::found_non_finite;
+use kernels::nf4::{dequantize, is_nf4};
 use tch::{Kind, Tensor};
 
 use super::{Module, tensors};
@@ -45,7 +45,7 @@ fn is_finite(tensor: &Tensor) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use runtime::nf4::{Scales, quantize};
+    use kernels::nf4::{Scales, quantize};
     use tch::kind;
 
     use super::*;

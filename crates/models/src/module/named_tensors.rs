@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use kernels::nf4::{is_nf4, matrix_shape};
 use regex::Regex;
-use runtime::nf4::{is_nf4, matrix_shape};
 use tch::Tensor;
 
 use super::{Module, Role, Visitor};

@@ -4,13 +4,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use kernels::nf4::{self, Scales, sections};
 use models::generation::{GenerateOptions, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, parameter_count, tensors};
 use models::state_dict::state_dict;
 use models::{DecoderConfig, Llama, tensors_file};
 use runtime::memory::{Region, live_bytes, track_cpu};
-use runtime::nf4::{self, Scales, sections};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 

@@ -3,11 +3,11 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use kernels::adam::{AdamStep, AdamTensors, adam};
+use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use parking_lot::Mutex;
 use runtime::device::Event;
 use runtime::file_memory;
-use runtime::fused::adam::{AdamStep, AdamTensors, adam};
-use runtime::fused::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
 use training::clip::{self, Findings};

@@ -8,20 +8,13 @@
 //!
 //! For y = f(x) with products P₁, P₂, … in f, a segment keeps x and every Pᵢ, and repeats the elementwise work of one forward.
 //! PyTorch's selective checkpointing (`create_selective_checkpoint_contexts`) does this in the dispatcher; here each product is a
-//! [`Function`](super::Function) whose forward computes inside [`kept`]. [`linear`] and [`attention`] are such functions
-//! within a segment, and libtorch's own operators outside.
-
-mod attention;
-mod linear;
+//! [`Function`](super::Function) whose forward computes inside [`kept`], as the linear layer and the attention of the crate `kernels` do.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
 
 use tch::Tensor;
-
-pub use attention::{Options as AttentionOptions, attention, causal_attention};
-pub use linear::linear;
 
 use crate::error::{Error, Result};
 

@@ -141,9 +141,12 @@ fn processor_name() -> Option<String> {
     Some(name.trim().to_owned())
 }
 
-/// Returns the index of an existing CUDA device; `None` for the CPU. The whole crate uses this function, because it
-/// loads libtorch's CUDA library first; with `tch::Cuda`, libtorch would decide permanently that there is no CUDA.
-pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
+/// Returns the index of an existing CUDA device; `None` for the CPU. It loads libtorch's CUDA library first: with `tch::Cuda`, libtorch
+/// would decide permanently that there is no CUDA.
+///
+/// # Errors
+/// A device that does not exist, or is of another kind.
+pub fn checked(device: Device) -> Result<Option<c_int>> {
     match device {
         Device::Cpu => Ok(None),
         Device::Cuda(index) => {

@@ -17,8 +17,11 @@ unsafe extern "C" {
     fn rt_free_message(message: Status);
 }
 
-/// The folder of the libtorch that this process has loaded.
-pub(crate) fn libtorch_folder() -> Result<PathBuf> {
+/// Returns the folder of the libtorch that this process has loaded.
+///
+/// # Errors
+/// A loader that does not know it.
+pub fn libtorch_folder() -> Result<PathBuf> {
     let mut text: *mut c_char = std::ptr::null_mut();
     // SAFETY: the out-parameter is valid during the call.
     unsafe { check(rt_libtorch_folder(&mut text)) }?;
@@ -31,14 +34,20 @@ pub(crate) fn libtorch_folder() -> Result<PathBuf> {
 
 /// Loads a shared library for the rest of the process, its symbols visible to all. The error is the loader's own.
 pub(crate) fn load_library(path: &str) -> std::result::Result<(), String> {
-    open_library(path).map(drop)
+    // SAFETY: libtorch_cuda may be loaded into a running process.
+    unsafe { open_library(path) }.map(drop)
 }
 
-/// The handle of a library that is never closed.
-pub(crate) fn open_library(path: &str) -> std::result::Result<*mut c_void, String> {
+/// Returns the handle of a library, which is never closed, so that no pointer into it dangles.
+///
+/// # Errors
+/// The loader's reason.
+///
+/// # Safety
+/// The library's constructors may run in a living process.
+pub unsafe fn open_library(path: &str) -> std::result::Result<*mut c_void, String> {
     let path = CString::new(path).map_err(|_| "the path holds a NUL byte".to_owned())?;
-    // SAFETY: the path is NUL-terminated. The constructors that run are those of libtorch_cuda or of the
-    // driver, which may be loaded into a running process; the library is never closed, so no pointer into it dangles.
+    // SAFETY: the path is NUL-terminated; the caller vouches for the constructors.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if !handle.is_null() {
         return Ok(handle);
@@ -95,7 +104,8 @@ pub(crate) fn cuda_memory(device: c_int) -> Result<(u64, u64)> {
 
 /// The GPU's name as the driver gives it. The ordinal obeys `CUDA_VISIBLE_DEVICES`, as libtorch's does.
 pub(crate) fn cuda_driver_name(device: c_int) -> Option<String> {
-    let driver = open_library("libcuda.so.1").ok()?;
+    // SAFETY: the driver may be loaded into a running process.
+    let driver = unsafe { open_library("libcuda.so.1") }.ok()?;
     let symbol = |name: &CStr| {
         // SAFETY: the handle is of a library that is never closed, the name is NUL-terminated.
         let address = unsafe { libc::dlsym(driver, name.as_ptr()) };

@@ -22,7 +22,7 @@ unsafe extern "C" {
 ///
 /// # Errors
 /// A panic of `work`, the first one; the tasks that have not begun by then are left out. It cannot unwind through libtorch's threads.
-pub(crate) fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()> {
+pub fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()> {
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).min(tasks);
     let shared = Shared { work, tasks, next: AtomicUsize::new(0), panic: Mutex::new(None) };
     if threads < 2 {
@@ -40,7 +40,10 @@ pub(crate) fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()>
 }
 
 /// Returns the results of `work` for each task below `tasks`, in their order; see [`for_each`].
-pub(crate) fn map<T: Send + Sync, W: Fn(usize) -> T + Sync>(tasks: usize, work: W) -> Result<Vec<T>> {
+///
+/// # Errors
+/// As [`for_each`].
+pub fn map<T: Send + Sync, W: Fn(usize) -> T + Sync>(tasks: usize, work: W) -> Result<Vec<T>> {
     let results: Vec<OnceLock<T>> = std::iter::repeat_with(OnceLock::new).take(tasks).collect();
     for_each(tasks, |task| {
         let _ = results[task].set(work(task));

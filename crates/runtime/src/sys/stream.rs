@@ -43,7 +43,7 @@ unsafe extern "C" {
 
 /// A CUDA stream of libtorch's pool: plain data, valid as long as the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct CudaStream {
+pub struct CudaStream {
     pub(crate) device: c_int,
     pub(crate) id: i64,
 }
@@ -57,15 +57,22 @@ impl CudaStream {
         Ok(Self { device, id })
     }
 
-    /// The stream on which this thread enqueues.
-    pub(crate) fn current(device: c_int) -> Result<Self> {
+    /// Returns the stream on which this thread enqueues.
+    ///
+    /// # Errors
+    /// A device that does not exist.
+    pub fn current(device: c_int) -> Result<Self> {
         let mut id = 0;
         // SAFETY: the out-parameter is valid during the call.
         unsafe { check(rt_stream_current(device, &mut id)) }?;
         Ok(Self { device, id })
     }
 
-    pub(crate) fn query(self) -> Result<bool> {
+    /// Returns whether the stream's work is done.
+    ///
+    /// # Errors
+    /// An error of its work.
+    pub fn query(self) -> Result<bool> {
         let mut done: c_int = 0;
         // SAFETY: the id came from libtorch; the out-parameter is valid during the call.
         unsafe { check(rt_stream_query(self.device, self.id, &mut done)) }?;
@@ -83,8 +90,11 @@ impl CudaStream {
         unsafe { check(rt_stream_keep(self.device, self.id, tensor.as_ptr())) }
     }
 
-    /// The stream's CUDA handle.
-    pub(crate) fn native(self) -> Result<*mut c_void> {
+    /// Returns the stream's CUDA handle.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn native(self) -> Result<*mut c_void> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the id came from libtorch; the out-parameter is valid during the call.
         unsafe { check(rt_stream_native(self.device, self.id, &mut handle)) }?;
@@ -92,7 +102,10 @@ impl CudaStream {
     }
 
     /// Makes the stream current on this thread.
-    pub(crate) fn enter(self) -> Result<CudaStreamGuard> {
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn enter(self) -> Result<CudaStreamGuard> {
         let mut guard = std::ptr::null_mut();
         // SAFETY: the id came from libtorch; the out-parameter is valid during the call.
         unsafe { check(rt_stream_enter(self.device, self.id, &mut guard)) }?;
@@ -109,7 +122,7 @@ pub(crate) fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
 
 /// Restores the thread's former stream when dropped.
 #[derive(Debug)]
-pub(crate) struct CudaStreamGuard {
+pub struct CudaStreamGuard {
     guard: *mut Opaque,
     /// Not `Send`: it restores the state of the thread that made it.
     _thread: PhantomData<*mut ()>,

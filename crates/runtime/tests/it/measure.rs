@@ -3,10 +3,10 @@
 use std::cell::Cell;
 
 use expect_test::{Expect, expect};
-use runtime::measure::{self, Measurement, MeasurementPlan, Samples, Work, physical};
+use runtime::measure::{self, Measurement, MeasurementPlan, Samples, Work};
 use runtime::memory::RegionUsage;
 use runtime::{Error, Result};
-use tch::{Device, Kind, Tensor, kind};
+use tch::{Device, Tensor, kind};
 
 const CPU: Device = Device::Cpu;
 
@@ -159,17 +159,4 @@ fn invalid_measurements_are_errors() {
         measure::run(&MeasurementPlan::new(Device::Vulkan), |_| Ok(())),
         expect!["vulkan is not available here: streams, events and memory figures exist for cpu and cuda"],
     );
-    check(
-        physical::gemm_rate(CPU, Kind::Float, 0, 1, 1),
-        expect!["gemm_rate: sizes m 0, n 1, k 1; expected each from 1 on"],
-    );
-    assert!(physical::gemm_rate(CPU, Kind::Bool, 2, 2, 2).is_err());
-    assert!(physical::gemm_rate(CPU, Kind::Float, i64::MAX, 2, 2).is_err());
-}
-
-#[test]
-fn device_limits_are_measured() {
-    let product = physical::gemm_rate(CPU, Kind::Float, 33, 17, 5).unwrap();
-    assert_eq!(product.work, Some(Work::flops(2.0 * 33.0 * 17.0 * 5.0)));
-    assert!(product.rate().unwrap() > 0.0);
 }

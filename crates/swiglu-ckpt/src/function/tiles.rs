@@ -1,6 +1,6 @@
 //! Tiles of tokens: their size, their temporaries, and sums over them.
 
-use runtime::matmul::{compute_kind, mm_into};
+use kernels::matmul::{compute_kind, mm_into};
 use tch::{Device, Kind, Tensor};
 
 use crate::arguments::Sizes;

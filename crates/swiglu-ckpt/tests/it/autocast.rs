@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use kernels::linear::linear;
 use runtime::autograd::{Keep, backward_with};
-use runtime::precision::{self, Policy};
+use runtime::precision::{self, Policy, Product};
 use runtime::random::Generator;
 use swiglu_ckpt::{CheckpointLevel, Error, SwigluMlp, swiglu};
 use tch::{Device, Kind, Tensor};
@@ -20,7 +21,13 @@ impl Rounded {
 }
 
 impl Policy for Rounded {
-    fn linear(&self, x: &Tensor, weight: &Tensor, _: Option<&Tensor>) -> runtime::Result<Tensor> {
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: Option<&Tensor>,
+        _: Product<'_>,
+    ) -> runtime::Result<Tensor> {
         let wide = |t: &Tensor| t.to_kind(self.0).to_kind(Kind::Float);
         Ok(wide(x).f_linear(&wide(weight), None::<Tensor>)?.f_to_kind(self.0)?)
     }
@@ -64,7 +71,7 @@ fn twins(arguments: &[Tensor; 4], kind: Kind) -> [Tensor; 4] {
 }
 
 fn composition([x, w, v, u]: &[Tensor; 4]) -> Tensor {
-    let linear = |x: &Tensor, w: &Tensor| precision::linear(x, &w.tr(), None).unwrap();
+    let linear = |x: &Tensor, w: &Tensor| linear(x, &w.tr(), None).unwrap();
     linear(&(linear(x, w).silu() * linear(x, v)), u)
 }
 

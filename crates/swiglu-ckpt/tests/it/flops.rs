@@ -146,7 +146,7 @@ fn a_decoders_step_has_exactly_the_predicted_flops() {
     // A product large enough for this project's own backend counts the same.
     let (a, b) = (Tensor::ones([300, 200], kind::FLOAT_CPU), Tensor::ones([200, 100], kind::FLOAT_CPU));
     let counter = Counter::on_this_thread().unwrap();
-    let product = runtime::matmul::mm(&a, &b).unwrap();
+    let product = kernels::matmul::mm(&a, &b).unwrap();
     assert_eq!(counter.finish().unwrap().total.flops.dense, 2 * 300 * 200 * 100);
     assert_eq!(product.double_value(&[0, 0]), 200.0);
     assert_eq!(product.kind(), Kind::Float);

@@ -81,7 +81,7 @@ const FROZEN: [Option<&str>; 4] =
 
 #[test]
 fn installing_keeps_a_llamas_losses_and_gradients() {
-    // Products are `runtime::matmul`'s, libtorch's in the plain model: sums in another order.
+    // Products are `kernels::matmul`'s, libtorch's in the plain model: sums in another order.
     for (kind, tolerance) in [(Kind::Float, 2e-5), (Kind::Double, 1e-12)] {
         for frozen in FROZEN {
             let model = || {

@@ -4,7 +4,7 @@
 //!
 //! The divisors correct the bias of m and v towards their initial zeros. Two slots.
 
-use runtime::fused::adam::{AdamTensors, adam_many};
+use kernels::adam::{AdamTensors, adam_many};
 use runtime::ops::{foreach, optimizer};
 use tch::{Kind, Tensor};
 

@@ -1,6 +1,6 @@
 //! A step over all parameters, in buckets of one group, device, dtype and step number, each of which takes one call.
 
-use runtime::fused::stochastic_rounding::{self, Rounding, StepNumber, Stream};
+use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::memory::is_out_of_memory;
 use tch::{Device, Kind, Tensor};
 

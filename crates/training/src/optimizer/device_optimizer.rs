@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use runtime::fused::stochastic_rounding::Stream;
+use kernels::stochastic_rounding::Stream;
 use runtime::ops::foreach;
 use runtime::precision::identity;
 use tch::Tensor;
@@ -96,7 +96,7 @@ impl DeviceOptimizer {
     }
 
     /// Rounds each updated bf16 or fp16 parameter stochastically
-    /// ([`runtime::fused::stochastic_rounding`]), so that updates smaller than its last digit have their effect on average instead of
+    /// ([`kernels::stochastic_rounding`]), so that updates smaller than its last digit have their effect on average instead of
     /// being rounded away; it takes no memory. The random numbers are a function of `seed`, the parameter's name, its step number and the
     /// element's index: the bits depend on neither threads nor [`Implementation`]'s order, and go on after
     /// [`DeviceOptimizer::load_state`]. A parameter with an fp32 copy is rounded to nearest.

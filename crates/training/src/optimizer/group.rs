@@ -2,7 +2,7 @@
 
 use std::borrow::Borrow;
 
-use runtime::fused::stochastic_rounding::Stream;
+use kernels::stochastic_rounding::Stream;
 use tch::{Kind, Tensor};
 
 use super::rule::{Rule, not_negative};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use models::module::{Context, Input, LanguageModel, ModuleMapper, freeze, map_modules, parameters, tensors};
 use models::{DecoderConfig, Documents, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama};
 use runtime::autograd::{GradMode, backward, set_grad};
-use runtime::precision::{self, Policy};
+use runtime::precision::{self, Policy, Product};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -88,9 +88,15 @@ fn plans() -> Vec<Vec<LayerPlan>> {
 struct Rounded;
 
 impl Policy for Rounded {
-    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+    fn linear(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        product: Product<'_>,
+    ) -> runtime::Result<Tensor> {
         let round = |t: &Tensor| t.to_kind(Kind::BFloat16).to_kind(Kind::Float);
-        runtime::autograd::retain::linear(&round(x), &round(weight), bias)
+        product(&round(x), &round(weight), bias)
     }
 }
 

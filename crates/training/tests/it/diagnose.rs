@@ -4,7 +4,7 @@
 
 use std::sync::{LazyLock, Mutex};
 
-use runtime::autograd::retain::linear;
+use kernels::linear::product;
 use runtime::ops::foreach;
 use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
 use runtime::profile::{Trace, range};
@@ -63,7 +63,7 @@ impl Model {
     fn forward(&self, x: &Tensor, injected: &Injected) -> Tensor {
         let [into, qkv, out, head] = &self.parameters[..] else { unreachable!() };
         let product = |x: &Tensor, weight: &Tensor| match injected.own_products {
-            true => linear(x, &weight.tr(), None).unwrap(),
+            true => product(x, &weight.tr(), None).unwrap(),
             false => x.matmul(weight),
         };
         let heads =

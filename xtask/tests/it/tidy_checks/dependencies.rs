@@ -9,15 +9,25 @@ const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// What every technique may build on; all other libraries are techniques.
-const LAYERS: [&str; 9] =
-    ["report", "files", "decoder", "accounting", "trace", "runtime", "models", "dataloading", "training"];
+const LAYERS: [&str; 10] = [
+    "report",
+    "files",
+    "decoder",
+    "accounting",
+    "trace",
+    "runtime",
+    "kernels",
+    "models",
+    "dataloading",
+    "training",
+];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
 /// Members that build in seconds on a machine without libtorch.
 const WITHOUT_TORCH: [&str; 9] =
     ["accounting", "decoder", "files", "fuzz", "gguf", "ptx", "report", "trace", "xtask"];
 /// Members with unsafe code, which state their lints by themselves.
-const WITH_UNSAFE: [&str; 2] = ["crates/files", "crates/runtime"];
+const WITH_UNSAFE: [&str; 3] = ["crates/files", "crates/kernels", "crates/runtime"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {
@@ -36,7 +46,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
             match (known && is_technique(dependency), is_technique(name)) {
                 (true, true) => found.push(format!(
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
-                     belongs into runtime, models or training"
+                     belongs into runtime, kernels, models or training"
                 )),
                 (true, false) if PROGRAMS.contains(name) => {}
                 (true, false) => found.push(format!(

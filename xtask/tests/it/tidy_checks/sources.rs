@@ -2,8 +2,9 @@
 
 use super::Tree;
 
-/// The only unsafe code of the project: mappings of files, and the bindings of the shim.
-const UNSAFE: [&str; 3] = ["crates/files/src/", "crates/runtime/src/sys.rs", "crates/runtime/src/sys/"];
+/// The only unsafe code of the project: mappings of files, kernels, and the bindings of the shim.
+const UNSAFE: [&str; 4] =
+    ["crates/files/src/", "crates/kernels/src/", "crates/runtime/src/sys.rs", "crates/runtime/src/sys/"];
 const CPP: &str = "crates/runtime/cpp/";
 /// Loaded into other programs by an experiment; linked to nothing.
 const PRELOADED: &str = "crates/experiments/src/robustness/faults.c";

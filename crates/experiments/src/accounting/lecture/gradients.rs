@@ -3,10 +3,10 @@
 use std::time::Instant;
 
 use accounting::hardware;
+use kernels::physical;
 use report::cli::Scale;
 use runtime::autograd::{self, Keep};
 use runtime::device::synchronize;
-use runtime::measure::physical;
 use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
 

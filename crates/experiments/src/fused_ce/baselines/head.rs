@@ -1,10 +1,10 @@
 //! The head of a model whose loss is computed by any of the implementations.
 
 use fused_ce::{Chunk, LinearCrossEntropy, Reduction};
+use kernels::linear::linear;
 use models::module::{
     Context, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut, map_modules, tensors,
 };
-use runtime::precision;
 use tch::Tensor;
 
 use super::Implementation;
@@ -60,7 +60,7 @@ impl Module for Head {
 
 impl LossHead for Head {
     fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
-        Ok(precision::linear(hidden_btd, &self.weight, None)?)
+        Ok(linear(hidden_btd, &self.weight, None)?)
     }
 
     fn loss(

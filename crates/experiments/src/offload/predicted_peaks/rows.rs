@@ -1,9 +1,9 @@
 //! The rows of the table.
 
+use kernels::nf4::Scales;
 use models::DecoderConfig;
 use models::llama::Family;
 use offload::Method;
-use runtime::nf4::Scales;
 use tch::{Device, Kind};
 
 use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};

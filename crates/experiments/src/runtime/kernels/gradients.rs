@@ -1,7 +1,7 @@
 //! Passes over all gradients of a step.
 
+use kernels::gradients::{norm_many, scale_many_, unscale_};
 use report::cli::Scale;
-use runtime::fused::gradients::{norm_many, scale_many_, unscale_};
 use runtime::ops::{self, foreach};
 use tch::{Device, Kind, Tensor};
 

@@ -1,7 +1,7 @@
 //! Dequantization of a weight in NF4.
 
+use kernels::nf4::{self, Scales};
 use report::cli::Scale;
-use runtime::nf4::{self, Scales};
 use tch::Device;
 
 use super::{Figures, KIND, Line, measure_line, random, sized};

@@ -2,8 +2,8 @@
 
 use frugal::Config;
 use frugal::models::hugging_face::Folder;
+use kernels::nf4::Scales;
 use lora::LoraConfig;
-use runtime::nf4::Scales;
 
 use crate::program::Common;
 use crate::program::flags::model::tell_own_head;

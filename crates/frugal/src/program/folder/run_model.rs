@@ -9,9 +9,9 @@ use frugal::companion_files::{CHAT_TEMPLATE, TOKENIZER};
 use frugal::config::{CONFIG_FILE, DataConfig, Dtype, Task};
 use frugal::models::hugging_face::Folder;
 use frugal::run_folder::{BEST, CHECKPOINTS};
+use kernels::nf4::Scales;
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE as ADAPTER_FILE;
-use runtime::nf4::Scales;
 
 use crate::program::Common;
 use crate::program::flags::hub::{HubArgs, same_folder};

@@ -41,9 +41,9 @@ impl StepArgs {
             let host = match (self.host_bandwidth, self.hardware) {
                 (Some(rate), _) => rate as f64,
                 (None, Some(_)) => GPU_HOST_BANDWIDTH,
-                (None, None) => runtime::measure::physical::copy_bandwidth(Device::Cpu)?
-                    .rate()
-                    .context("the rate of a copy")?,
+                (None, None) => {
+                    kernels::physical::copy_bandwidth(Device::Cpu)?.rate().context("the rate of a copy")?
+                }
             };
             rates.transfers = Rates::of_memory(link, host, rates.bandwidth);
         }

@@ -1,0 +1,225 @@
+//! Causal attention on the CPU without the matrix of its weights, forward and backward.
+//!
+//! For the queries, keys and values of one head of width e, with scores s_ij = c·q_i·k_j for j ≤ i:
+//!
+//! - p_ij = exp(s_ij − L_i) with L_i = ln Σ_j exp(s_ij), o_i = Σ_j p_ij·v_j
+//! - backward, from g_i, the gradient of o_i, with d_i = g_i·o_i: the gradient of s_ij is z_ij = p_ij·(g_i·v_j − d_i), and those of q_i, k_j
+//!   and v_j are c·Σ_j z_ij·k_j, c·Σ_i z_ij·q_i and Σ_i p_ij·g_i
+//!
+//! With a window w, scores exist for i − w < j ≤ i: blocks without one are skipped. With a cap c, s is replaced by s' = c·tanh(s/c), and the
+//! gradient of s is z times 1 − (s'/c)².
+//!
+//! As in FlashAttention-2 (Dao, arXiv:2307.08691), blocks of scores are computed while they are in the cache, with a running maximum and
+//! sum for each query; backward computes them again. Kept are q, k, v, o and one number L for each query and head. fp32, bf16 and fp16 are
+//! computed in fp32 and rounded once, f64 in f64.
+//!
+//! libtorch's kernel for the CPU has MKL multiply blocks, whose calls take as long as the work of small heads: its scores of heads of 64 run at
+//! a quarter of the rate of large products. Here a head of keys is one thread's work from the first block to the last, all products are
+//! this module's, and of blocks on the diagonal only the visible half is multiplied.
+//!
+//! [`single_query_attention`] is the step of generation: one query of each head over all keys, each of which is read once for the queries
+//! that share it.
+//!
+//! Results do not depend on the number of threads: sums have the same order however the work is divided.
+
+mod cpu;
+mod scaled_dot_product;
+
+use runtime::autograd::retain::kept;
+use runtime::autograd::{self, Backward, Forward, Function, GradMode};
+use runtime::profile::{Flops, kernel, record_external};
+use runtime::{Error, Result};
+pub use scaled_dot_product::{ScaledDotProductOptions, scaled_dot_product};
+use tch::{Device, Kind, Tensor};
+
+use cpu::{NAME, Scores, Single, Tensors, compute_kind, reads};
+
+/// Returns whether [`causal_attention`] takes tensors of this device and dtype.
+pub fn takes(device: Device, kind: Kind) -> bool {
+    device == Device::Cpu && compute_kind(kind).is_some()
+}
+
+/// Options of [`causal_attention`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CausalOptions {
+    /// What scores are multiplied by; 1/√head if absent.
+    pub scale: Option<f64>,
+    /// Number of tokens that a query attends to, itself included; all before it if absent.
+    pub window: Option<i64>,
+    /// c of c·tanh(s/c), which replaces a score s.
+    pub cap: Option<f64>,
+}
+
+/// Computes causal attention of q `[batch, heads, tokens, head]` over k and v `[batch, kv_heads, tokens, head]`, of one dtype, and returns the
+/// shape of q; the heads of k and v are each shared by a group of query heads. The last dimension should be dense; the memory of the
+/// result is that of `[batch, tokens, heads, head]`.
+///
+/// In a segment that keeps its products ([`retain`](runtime::autograd::retain)), the result and L are kept.
+///
+/// # Errors
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); a window below 1; a cap that is not positive. Without
+/// elements the result is empty.
+///
+/// ```
+/// use kernels::attention::{CausalOptions, causal_attention};
+/// use tch::{Tensor, kind};
+///
+/// let x = Tensor::randn([2, 4, 100, 16], kind::FLOAT_CPU).set_requires_grad(true);
+/// let o = causal_attention(&x, &x, &x, CausalOptions::default())?;
+/// let expected = Tensor::scaled_dot_product_attention(&x, &x, &x, None::<&Tensor>, 0.0, true, None, false);
+/// assert!((o - expected).abs().max().double_value(&[]) < 1e-5);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions) -> Result<Tensor> {
+    let CausalOptions { scale, window, cap } = options;
+    if let Some(window) = window.filter(|window| *window < 1) {
+        return Err(Error::invalid(NAME, format!("the window is {window} tokens; expected at least 1")));
+    }
+    if let Some(cap) = cap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+        return Err(Error::invalid(NAME, format!("the cap is {cap}; expected a finite number above 0")));
+    }
+    let scale = scale.unwrap_or_else(|| 1.0 / (q.size().last().copied().unwrap_or(1) as f64).sqrt());
+    let scores = Scores { scale, window: window.map(|window| window as usize), cap };
+    let [y] = autograd::apply(Causal { scores }, &[q, k, v])?;
+    Ok(y)
+}
+
+/// Options of [`single_query_attention`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SingleQueryOptions<'a> {
+    /// `[batch, keys]` or `[1, keys]`, bool: which keys are seen, in each row at least one; all if absent.
+    pub mask: Option<&'a Tensor>,
+    /// What scores are multiplied by; 1/√head if absent.
+    pub scale: Option<f64>,
+    /// c of c·tanh(s/c), which replaces a score s.
+    pub cap: Option<f64>,
+}
+
+/// Computes attention of one query of each head, q `[batch, heads, head]`, over all of k and v `[batch, kv_heads, keys, head]`, the step of
+/// generation, and returns the shape of q. No gradients. The last dimension of k and v should be dense.
+///
+/// # Errors
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); operands that require a gradient while gradients are
+/// recorded.
+///
+/// ```
+/// use kernels::attention::{SingleQueryOptions, single_query_attention};
+/// use tch::{Tensor, kind};
+///
+/// let (q, k) = (Tensor::randn([2, 4, 16], kind::FLOAT_CPU), Tensor::randn([2, 2, 100, 16], kind::FLOAT_CPU));
+/// let o = single_query_attention(&q, &k, &k, SingleQueryOptions::default())?;
+/// let grouped = q.view([2, 2, 2, 16]);
+/// let expected = Tensor::scaled_dot_product_attention(&grouped, &k, &k, None::<&Tensor>, 0.0, false, None, false);
+/// assert!((o - expected.view([2, 4, 16])).abs().max().double_value(&[]) < 1e-5);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn single_query_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: SingleQueryOptions<'_>,
+) -> Result<Tensor> {
+    if GradMode::enabled() && [q, k, v].into_iter().any(Tensor::requires_grad) {
+        let reason = "an operand of a single query's attention requires a gradient, which is not recorded";
+        return Err(Error::invalid(NAME, reason));
+    }
+    let (batch, heads, head) = q.size3()?;
+    let keys = k.size().get(2).copied().unwrap_or(0);
+    let mask = options.mask.map(|mask| {
+        let mask = mask.f_expand([batch, keys], false)?;
+        if keys < 2 || mask.stride()[1] == 1 { Ok(mask) } else { mask.f_contiguous() }
+    });
+    let mask = mask.transpose()?;
+    let [q, k, v] = [readable(q)?, readable(k)?, readable(v)?];
+    let o = Tensor::f_empty([batch, heads, head], (q.kind(), q.device()))?;
+    let scale = options.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
+    {
+        let _scope = kernel(SINGLE, [&q, &k, &v]);
+        let tensors = Single { q: &q, k: &k, v: &v, o: &o, mask: mask.as_ref() };
+        cpu::single(&tensors, scale, options.cap)?;
+    }
+    let flops = (4 * batch * heads * keys * head).unsigned_abs();
+    let bytes: usize = [&q, &k, &v, &o].iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
+    record_external(SINGLE, Flops::from(flops), bytes as u64)?;
+    Ok(o)
+}
+
+struct Causal {
+    scores: Scores,
+}
+
+impl Function for Causal {
+    fn name(&self) -> String {
+        "fused causal attention".to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let inputs: Vec<Tensor> = inputs.iter().map(|x| readable(x)).collect::<Result<_>>()?;
+        let [q, k, v] = &inputs[..] else { return Err(Error::invalid(NAME, "expected q, k and v")) };
+        let results = kept(|| {
+            let (batch, heads, tokens, _) = q.size4()?;
+            let o = heads_last(q)?;
+            let computed = compute_kind(q.kind()).unwrap_or(Kind::Float);
+            let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, q.device()))?;
+            {
+                let _scope = kernel(FORWARD, [q, k, v]);
+                cpu::forward(&Tensors { q, k, v, o: &o, log_sums: &log_sums }, self.scores)?;
+            }
+            record(FORWARD, q, (2, self.scores), &[q, k, v, &o, &log_sums])?;
+            Ok(vec![o, log_sums])
+        })?;
+        let [o, log_sums] = <[Tensor; 2]>::try_from(results)
+            .map_err(|_| Error::invalid(NAME, "what was kept is not an attention's result"))?;
+        for tensor in [q, k, v, &o, &log_sums] {
+            ctx.save(tensor);
+        }
+        Ok(vec![o])
+    }
+
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let Some(upstream) = grads.into_iter().next().flatten() else { return Ok(vec![None, None, None]) };
+        let saved = ctx.take_saved();
+        let [q, k, v, o, log_sums] = &saved[..] else {
+            return Err(Error::invalid(NAME, "what forward kept is gone"));
+        };
+        let upstream = readable(&upstream)?;
+        let gradients = [heads_last(q)?, heads_last(k)?, heads_last(v)?];
+        let [of_q, of_k, of_v] = &gradients;
+        {
+            let _scope = kernel(BACKWARD, [q, k, v]);
+            cpu::backward(&Tensors { q, k, v, o, log_sums }, &upstream, [of_q, of_k, of_v], self.scores)?;
+        }
+        record(BACKWARD, q, (5, self.scores), &[q, k, v, o, &upstream, log_sums, of_q, of_k, of_v])?;
+        Ok(gradients.into_iter().map(Some).collect())
+    }
+}
+
+const FORWARD: &str = "runtime::causal_attention";
+const BACKWARD: &str = "runtime::causal_attention_backward";
+const SINGLE: &str = "runtime::single_query_attention";
+
+/// The tensor, or a copy that the passes can read.
+fn readable(x: &Tensor) -> Result<Tensor> {
+    let x = x.f_resolve_neg()?;
+    if reads(&x) { Ok(x) } else { Ok(x.f_contiguous()?) }
+}
+
+/// A tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.
+///
+/// No view: libtorch refuses to change views that a function returns in place.
+fn heads_last(like: &Tensor) -> Result<Tensor> {
+    let (batch, heads, tokens, head) = like.size4()?;
+    let strides = [tokens * heads * head, head, heads * head, 1];
+    Ok(Tensor::f_empty_strided([batch, heads, tokens, head], strides, (like.kind(), like.device()))?)
+}
+
+/// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.
+fn record(name: &str, q: &Tensor, (products, scores): (u64, Scores), moved: &[&Tensor]) -> Result<()> {
+    let (batch, heads, tokens, head) = q.size4()?;
+    let of_pairs = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
+    let seen = scores.window.map_or(tokens, |window| tokens.min(window as i64));
+    let kept = seen * (seen + 1) / 2 + (tokens - seen) * seen;
+    let flops = Flops { dense: of_pairs(tokens * seen), causal: of_pairs(kept) };
+    let bytes = moved.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum::<usize>();
+    record_external(name, flops, bytes as u64)
+}

@@ -1,0 +1,293 @@
+//! Causal attention on the CPU, block by block: the checks that make the passes sound.
+//!
+//! A block is 64 queries by 64 keys. Scores are kept transposed, a row for each key and a lane for each query, so that the running maxima
+//! and sums of the softmax are vectors, and all five products of a pair of blocks multiply a broadcast element with dense rows: only the
+//! queries and the upstream gradient are transposed, once for all of their keys.
+
+mod backward;
+mod block;
+mod forward;
+mod product;
+mod single;
+
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use backward::{Gradients, Keys, Parts};
+use block::{BLOCK, Heads};
+use half::{bf16, f16};
+use runtime::parallel;
+use runtime::tensor_memory::{address, bump_version};
+use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+use crate::simd::{self, Element, Real};
+pub(crate) use single::{Single, single};
+
+pub(crate) const NAME: &str = "causal attention";
+
+/// Addresses and sizes of a pass.
+#[derive(Clone, Copy)]
+struct Pass {
+    tokens: usize,
+    head: usize,
+    /// Query heads of a head of keys.
+    group: usize,
+    heads: usize,
+    scale: f64,
+    /// Keys that a query sees, its own included.
+    window: usize,
+    /// c of c·tanh(s/c).
+    cap: Option<f64>,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    o: Heads,
+    /// `[batch, heads, tokens]` of the compute type, contiguous.
+    log_sums: usize,
+}
+
+impl Pass {
+    /// The first key of the first block that a query sees.
+    fn first_key(&self, query: usize) -> usize {
+        (query + 1).saturating_sub(self.window) / BLOCK * BLOCK
+    }
+
+    /// The end of the queries that see a key.
+    fn end_of_queries(&self, key: usize) -> usize {
+        key.saturating_add(self.window).min(self.tokens)
+    }
+
+    /// The log-sum-exp of a block of queries.
+    ///
+    /// # Safety
+    /// The tensor is of this type, and nothing else uses these elements meanwhile, or nothing writes them.
+    unsafe fn log_sums<'a, R>(&self, batch: usize, head: usize, first: usize, count: usize) -> &'a mut [R] {
+        let at = (batch * self.heads + head) * self.tokens + first;
+        // SAFETY: by this function's contract.
+        unsafe { std::slice::from_raw_parts_mut((self.log_sums as *mut R).add(at), count) }
+    }
+}
+
+/// The tensors of attention: q, o `[batch, heads, tokens, head]`, k, v `[batch, kv_heads, tokens, head]`, of one dtype.
+pub(crate) struct Tensors<'a> {
+    pub(crate) q: &'a Tensor,
+    pub(crate) k: &'a Tensor,
+    pub(crate) v: &'a Tensor,
+    pub(crate) o: &'a Tensor,
+    /// `[batch, heads, tokens]`, contiguous, of the dtype that is computed in.
+    pub(crate) log_sums: &'a Tensor,
+}
+
+/// How scores are computed from products.
+#[derive(Clone, Copy)]
+pub(crate) struct Scores {
+    pub(crate) scale: f64,
+    /// Keys that a query sees, its own included; all before it if absent.
+    pub(crate) window: Option<usize>,
+    /// c of c·tanh(s/c).
+    pub(crate) cap: Option<f64>,
+}
+
+/// The dtype that elements of `kind` are computed in; `None` for one that the passes do not take.
+pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
+    match kind {
+        Kind::Float | Kind::BFloat16 | Kind::Half => Some(Kind::Float),
+        Kind::Double => Some(Kind::Double),
+        _ => None,
+    }
+}
+
+/// Whether rows of heads can be read where they are. Libtorch calls any strides of a tensor without elements contiguous, and any stride of a
+/// dimension of 1.
+pub(crate) fn reads(tensor: &Tensor) -> bool {
+    tensor.numel() == 0
+        || !tensor.is_neg()
+            && (tensor.stride().last() == Some(&1) || tensor.size().last() == Some(&1))
+            && tensor.stride().iter().all(|stride| *stride >= 0)
+}
+
+/// Computes `o` and `log_sums`.
+///
+/// # Errors
+/// Shapes, dtypes or strides that do not fit.
+pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
+    let (pass, batch) = pass(tensors, scores)?;
+    if tensors.o.numel() == 0 {
+        return Ok(());
+    }
+    let run = match tensors.q.kind() {
+        Kind::Double => forward_of::<f64>,
+        Kind::BFloat16 => forward_of::<bf16>,
+        Kind::Half => forward_of::<f16>,
+        _ => forward_of::<f32>,
+    };
+    run(&pass, batch)?;
+    bump_version(tensors.o)?;
+    bump_version(tensors.log_sums)
+}
+
+fn forward_of<X: Element>(pass: &Pass, batch: usize) -> Result<()> {
+    let blocks = pass.tokens.div_ceil(BLOCK);
+    let units = batch * pass.heads * blocks;
+    workers(units, |_, next| {
+        let mut scratch = forward::scratch::<X>(pass.head);
+        while let Some(unit) = next() {
+            // The longest come first, so that no worker begins one when the others are done.
+            let (block, unit) = (blocks - 1 - unit / (batch * pass.heads), unit % (batch * pass.heads));
+            simd::arch().dispatch(forward::Block::<X> {
+                pass,
+                batch: unit / pass.heads,
+                head: unit % pass.heads,
+                first: block * BLOCK,
+                scratch: &mut scratch,
+                element: PhantomData,
+            });
+        }
+    })
+}
+
+/// Computes the gradients `[q, k, v]`, of the shapes of q, k and v, from that of the output.
+///
+/// # Errors
+/// As [`forward`].
+pub(crate) fn backward(
+    tensors: &Tensors<'_>,
+    upstream: &Tensor,
+    gradients: [&Tensor; 3],
+    scores: Scores,
+) -> Result<()> {
+    let (pass, batch) = pass(tensors, scores)?;
+    let heads_of = |tensor: &Tensor, like: &Tensor| checked(tensor, &like.size(), like.kind());
+    let of = Gradients {
+        o: heads_of(upstream, tensors.o)?,
+        q: heads_of(gradients[0], tensors.q)?,
+        k: heads_of(gradients[1], tensors.k)?,
+        v: heads_of(gradients[2], tensors.v)?,
+    };
+    if tensors.o.numel() == 0 {
+        // No query sees the keys, if there are any.
+        gradients.into_iter().try_for_each(|gradient| gradient.shallow_clone().f_zero_().map(drop))?;
+        return Ok(());
+    }
+    let run = match tensors.q.kind() {
+        Kind::Double => backward_of::<f64>,
+        Kind::BFloat16 => backward_of::<bf16>,
+        Kind::Half => backward_of::<f16>,
+        _ => backward_of::<f32>,
+    };
+    run(&pass, of, batch)?;
+    gradients.into_iter().try_for_each(bump_version)
+}
+
+fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> Result<()> {
+    let of_worker = backward::sums::<X>(pass.tokens, pass.head);
+    let workers_at_most = threads();
+    // Of the allocator that counts, because it grows with the rows.
+    let sums = Tensor::f_empty([(of_worker * workers_at_most) as i64], (X::Compute::KIND, Device::Cpu))?;
+    let sums_at = sums.data_ptr() as usize;
+    let kv_heads = pass.heads / pass.group;
+    let blocks = pass.tokens.div_ceil(BLOCK);
+    let run =
+        |units: usize, of_unit: &(dyn Fn(usize) -> (usize, usize, std::ops::Range<usize>, Parts) + Sync)| {
+            workers(units, |worker, next| {
+                let mut scratch = backward::scratch::<X>(pass.head);
+                while let Some(unit) = next() {
+                    let (batch, head, keys, parts) = of_unit(unit);
+                    simd::arch().dispatch(Keys::<X> {
+                        pass,
+                        gradients,
+                        batch,
+                        head,
+                        keys,
+                        parts,
+                        scratch: &mut scratch,
+                        sums: (sums_at as *mut X::Compute).wrapping_add(worker * of_worker),
+                        element: PhantomData,
+                    });
+                }
+            })
+        };
+    // Blocks as units take seven products where heads take five.
+    let units = batch * kv_heads;
+    let idle = units.next_multiple_of(workers_at_most) - units;
+    if 5 * (units + idle) <= 7 * units {
+        return run(batch * kv_heads, &|unit| (unit / kv_heads, unit % kv_heads, 0..pass.tokens, Parts::All));
+    }
+    // More units, which compute the scores twice; the sums are the same.
+    run(batch * pass.heads * blocks, &|unit| {
+        let (block, unit) = (blocks - 1 - unit / (batch * pass.heads), unit % (batch * pass.heads));
+        let (batch, head) = (unit / pass.heads, unit % pass.heads);
+        let parts = Parts::Queries { head, first: block * BLOCK };
+        (batch, head / pass.group, 0..pass.tokens, parts)
+    })?;
+    run(batch * kv_heads * blocks, &|unit| {
+        let (block, unit) = (unit / (batch * kv_heads), unit % (batch * kv_heads));
+        let keys = block * BLOCK..((block + 1) * BLOCK).min(pass.tokens);
+        (unit / kv_heads, unit % kv_heads, keys, Parts::KeysAndValues)
+    })
+}
+
+fn threads() -> usize {
+    usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1)
+}
+
+/// Runs `work(worker, next)` on as many threads as there are, or units; `next` returns the next unit.
+fn workers(units: usize, work: impl Fn(usize, &mut dyn FnMut() -> Option<usize>) + Sync) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    parallel::for_each(threads().min(units), |worker| {
+        work(worker, &mut || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|unit| *unit < units));
+    })
+}
+
+fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
+    let &Tensors { q, k, v, o, log_sums } = tensors;
+    let (batch, heads, tokens, head) = q.size4()?;
+    let kv_heads = k.size().get(1).copied().unwrap_or(0);
+    let of_keys = [batch, kv_heads, tokens, head];
+    let computed = compute_kind(q.kind());
+    let divides = if kv_heads > 0 { heads % kv_heads == 0 } else { heads == 0 };
+    let fits = divides
+        && computed.is_some()
+        && log_sums.size() == [batch, heads, tokens]
+        && Some(log_sums.kind()) == computed
+        && log_sums.device() == Device::Cpu
+        && log_sums.is_contiguous();
+    if !fits {
+        let reason =
+            format!("q is {:?} {:?}, k {:?}, the sums {:?}", q.kind(), q.size(), k.size(), log_sums.size());
+        return Err(Error::invalid(NAME, reason));
+    }
+    let pass = Pass {
+        tokens: tokens as usize,
+        head: head as usize,
+        group: (heads / kv_heads.max(1)) as usize,
+        heads: heads as usize,
+        scale: scores.scale,
+        window: scores.window.unwrap_or(usize::MAX),
+        cap: scores.cap,
+        q: checked(q, &q.size(), q.kind())?,
+        k: checked(k, &of_keys, q.kind())?,
+        v: checked(v, &of_keys, q.kind())?,
+        o: checked(o, &q.size(), q.kind())?,
+        log_sums: address(log_sums)?,
+    };
+    Ok((pass, batch as usize))
+}
+
+/// The heads of a tensor of this shape and dtype on the CPU.
+fn checked(tensor: &Tensor, size: &[i64], kind: Kind) -> Result<Heads> {
+    let fits = tensor.size() == size && tensor.kind() == kind && tensor.device() == Device::Cpu;
+    if !fits || tensor.is_sparse() || !reads(tensor) {
+        let reason = format!(
+            "a tensor is {:?} {:?} with strides {:?}; expected {kind:?} {size:?} on the CPU, dense in the last dimension",
+            tensor.kind(),
+            tensor.size(),
+            tensor.stride()
+        );
+        return Err(Error::invalid(NAME, reason));
+    }
+    let stride = tensor.stride();
+    let strides = std::array::from_fn(|dimension| stride[dimension] as usize);
+    Ok(Heads { at: address(tensor)?, strides })
+}

@@ -1,0 +1,44 @@
+//! Dropout as a CUDA kernel.
+
+use runtime::Result;
+use runtime::tensor_memory::bump_version;
+use tch::Tensor;
+
+use super::Mask;
+use crate::cuda::{Argument, Source, are_ready, expect, float, launch, optional, pointer, type_of, width};
+
+pub(crate) const SOURCE: Source = Source(include_str!("dropout.cuh"));
+
+const NAME: &str = "dropout";
+const THREADS: u32 = 256;
+/// Blocks: enough for every GPU, and few enough to start cheaply.
+const BLOCKS: i64 = 2112;
+
+/// Writes x·mask·scale to `out` of x's shape, or mask·scale without x; returns false if the kernel does not support the tensors.
+pub(crate) fn dropout(x: Option<&Tensor>, out: &Tensor, mask: Mask, scale: f64) -> Result<bool> {
+    let (size, kind, device) = (out.size(), out.kind(), out.device());
+    let Some(of_out) = type_of(kind).filter(|_| are_ready(device)) else { return Ok(false) };
+    if let Some(x) = x {
+        expect(NAME, "x", x, &size, (kind, device))?;
+    }
+    expect(NAME, "out", out, &size, (kind, device))?;
+    let numbers = out.numel() as i64;
+    if numbers == 0 {
+        return Ok(true);
+    }
+    let tensors: Vec<&Tensor> = x.into_iter().chain([out]).collect();
+    let width = width(&[kind], &tensors, &[numbers]);
+    let of_block = width * i64::from(THREADS);
+    let arguments = [
+        optional(x),
+        pointer(out),
+        Argument::I64(numbers),
+        Argument::I64(mask.seed.cast_signed()),
+        Argument::I64(mask.threshold().cast_signed()),
+        float(scale),
+    ];
+    let blocks = ((numbers + of_block - 1) / of_block).min(BLOCKS);
+    launch(SOURCE, &format!("dropout<{of_out}, {width}, {THREADS}>"), device, (blocks, THREADS), &arguments)?;
+    bump_version(out)?;
+    Ok(true)
+}

@@ -1,0 +1,52 @@
+//! Kernels: operations that libtorch lacks, or that are faster in one pass over memory.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`norm`] | layer norm and RMS norm, alone or with the residual sum before them |
+//! | [`rope`] | rotary position embedding |
+//! | [`attention`] | causal attention and the attention of one query |
+//! | [`swiglu`] | SiLU(gate)·up |
+//! | [`dropout`] | a mask that is a function of a seed |
+//! | [`cross_entropy`] | the passes over a tile of logits |
+//! | [`adam`] | one step of Adam |
+//! | [`stochastic_rounding`] | parameters in bf16 and fp16 without a copy in fp32 |
+//! | [`gradients`] | scaling, unscaling and the norm of many gradients |
+//! | [`loss_scale`] | the update of a loss scale on the device |
+//! | [`linear`](mod@linear) | a linear layer over a weight of any dtype |
+//! | [`matmul`] | matrix products into a given output tensor, with accumulation in fp32 |
+//! | [`nf4`] | frozen weights in four bits: quantization, and products that dequantize tile by tile |
+//! | [`processor`] | the choice among CPU implementations |
+//! | [`physical`] | the rates that a device reaches at best |
+//! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
+//!
+//! A module is one operation: its mathematics and its public functions, its autograd `function`, and up to three implementations: `cpu`
+//! in Rust, vectorized, on libtorch's own threads; `cuda`, with its source in CUDA C++ beside it, compiled at first use; and `reference`,
+//! the shortest chain of libtorch's operators, for every other dtype and device. `FRUGAL_CUDA_KERNELS=off` chooses the operators, and
+//! `FRUGAL_CUDA_CHECK=1` finds the launch that failed.
+//!
+//! [`norm`], [`rope`], [`swiglu::silu_mul`], [`attention`] and [`linear`](mod@linear) are nodes of the graph; the other functions record
+//! nothing, and are for use in a hand-written [`Function`](runtime::autograd::Function).
+
+pub mod adam;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+pub mod attention;
+pub mod cross_entropy;
+mod cuda;
+pub mod dropout;
+mod gemm;
+pub mod gradients;
+pub mod linear;
+pub mod loss_scale;
+pub mod matmul;
+mod matvec;
+pub mod nf4;
+pub mod norm;
+pub mod nvrtc;
+mod operands;
+pub mod physical;
+pub mod processor;
+pub mod rope;
+mod simd;
+pub mod stochastic_rounding;
+pub mod swiglu;

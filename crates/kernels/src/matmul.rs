@@ -1,0 +1,245 @@
+//! Matrix products into a given output, with accumulation in fp32.
+//!
+//! out[m, n] = a[m, k]·b[k, n], or out += a·b. Beyond libtorch's `mm`:
+//! - accumulation in fp32 of products of bf16 or fp16 operands, so that a gradient summed over tiles is rounded once;
+//! - on the CPU, products of bf16 into fp32 by the processor's own instructions where these are faster
+//!   ([`processor::multiplies_into_fp32`]), with bits that depend on k alone;
+//! - on the CPU, low-precision products at fp32 speed if the processor's own are slower ([`processor`] decides): tiles of the
+//!   operands are cast up while they are in the cache, multiplied in fp32, and rounded once. This allocates nothing either, and
+//!   operands and output may have different dtypes;
+//! - on the CPU, fp32 products by the `gemm` crate, divided among libtorch's threads here. One thread runs at 0.95–1.03 of MKL's
+//!   rate on an Intel Xeon with AVX-512, at up to 1.1 of it on an AMD Zen 4, and at twice it on a Zen 5, where MKL keeps to AVX2. MKL
+//!   uses one thread for a product of 512 rows, this two; MKL's bits depend on the number of threads, these do not;
+//! - on the CPU with AVX-512, x·Wᵀ of fewer than 1024 rows by kernels of this crate, which transpose the weight 16 × 16 elements at a
+//!   time: 0.8–1.1 of MKL's rate at 128 rows on the Intel Xeon, where the `gemm` crate runs at 0.53–0.87.
+//!
+//! A product whose output has fewer than 32 rows or columns, and whose operands have dense rows or columns, is libtorch's on every
+//! processor: MKL is up to twice as fast there. Such results may depend on the number of threads. No fp32 product on the CPU
+//! allocates memory.
+//!
+//! Nothing here is recorded by autograd: the caller is a hand-written function, or needs no gradients.
+
+mod operators;
+
+use runtime::autograd::GradMode;
+use runtime::ops::TryScalar;
+use runtime::profile::{Flops, kernel, record_external};
+use runtime::tensor_memory::memory_range;
+use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+use crate::gemm::gemm_f32;
+use crate::nf4;
+use crate::processor;
+
+pub use crate::gemm::MIN_DIMENSION;
+
+/// Maximum number of vectors of [`matvec`]: from about ten, arithmetic takes as long as reading the weights, unless AMX's tiles multiply.
+pub const FEW: i64 = 16;
+/// [`matvec`] leaves weights with fewer elements to libtorch, whose call is cheaper.
+const SMALL: i64 = 1 << 12;
+
+/// Computes `out = a·b`; with `accumulate`, `out += a·b`.
+///
+/// Shapes: `out [m, n]`, `a [m, k]`, `b [k, n]`, of any strides (`out` row- or column-major), all on one device. `a` and `b` have
+/// one dtype; `out` has the same, or is fp32 for bf16 and fp16 operands. On the CPU each of the three may be in fp32, bf16 or fp16: if
+/// they differ, products and sums are in fp32. With `k = 0` the product is zero.
+///
+/// # Errors
+/// Shapes, dtypes or devices that do not match; an output that shares memory with an operand; operands that require a
+/// gradient while gradients are recorded; a choice of [`processor`] that this machine does not support.
+pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    check(out, a, b)?;
+    let _ = processor::choices()?;
+    if out.numel() == 0 {
+        return Ok(());
+    }
+    if a.size()[1] == 0 {
+        if !accumulate {
+            let _ = out.f_zero_()?;
+        }
+        return Ok(());
+    }
+    let kind = a.kind();
+    if kind == out.kind() && kind == b.kind() && kind == compute_kind(out.device(), kind) {
+        return same_kind(out, a, b, accumulate);
+    }
+    if out.device().is_cuda() && out.kind() == Kind::Float {
+        return operators::mm_widened(out, a, b, accumulate);
+    }
+    in_fp32(out, a, b, accumulate)
+}
+
+/// Returns `a·b` in a new tensor of the operands' dtype. See [`mm_into`].
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (Some(&m), Some(&n)) = (a.size().first(), b.size().last()) else {
+        return Err(Error::invalid("matrix product", "a scalar is not a matrix"));
+    };
+    let mut out = Tensor::f_empty([m, n], (a.kind(), a.device()))?;
+    mm_into(&mut out, a, b, false)?;
+    Ok(out)
+}
+
+/// Returns `factor·a·b` in a new tensor of the operands' dtype: one launch on a GPU, a product and a pass over it on a CPU. See
+/// [`mm_into`].
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
+    let matrices = a.dim() == 2 && b.dim() == 2 && a.numel() > 0 && b.numel() > 0;
+    if factor != 1.0 && a.device().is_cuda() && matrices {
+        let out = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
+        check(&out, a, b)?;
+        operators::mm_scaled(&out, a, b, factor)?;
+        return Ok(out);
+    }
+    let product = mm(a, b)?;
+    Ok(if factor == 1.0 { product } else { product.try_mul_scalar_(factor)? })
+}
+
+/// Returns the dtype in which products of `kind` run on `device` at full speed: `kind` itself, or fp32 for bf16 and
+/// fp16 on a processor whose own instructions are slower ([`processor::multiplies_low_precision`]).
+pub fn compute_kind(device: Device, kind: Kind) -> Kind {
+    if device == Device::Cpu && !processor::multiplies_low_precision(kind) { Kind::Float } else { kind }
+}
+
+/// Computes `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` if
+/// libtorch's product is as fast.
+///
+/// A matrix that multiplies one vector is read once, so reading it takes all the time: weights are read in their stored dtype, fp32
+/// or bf16, and summed in fp32, rounded once. So weights in bf16 take half the time, and those in [`nf4`] an eighth. It is for the CPU,
+/// at most [`FEW`] vectors, `x` in fp32 or bf16, and weights of 4,096 elements or more.
+///
+/// # Errors
+/// Shapes that do not match; operands that require a gradient while gradients are recorded.
+pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let (&[vectors, width], Some([out, stored])) = (&x.size()[..], nf4::matrix_shape(weight)) else {
+        return Err(Error::invalid(
+            "matrix-vector product",
+            format!("x is {:?} and the weight {:?}; expected matrices", x.size(), weight.size()),
+        ));
+    };
+    if width != stored || bias.is_some_and(|bias| bias.size() != [out]) {
+        let reason = format!(
+            "x is {:?}, the weight {:?}, the bias {:?}; expected [vectors, in], [out, in], [out]",
+            x.size(),
+            [out, stored],
+            bias.map(Tensor::size)
+        );
+        return Err(Error::invalid("matrix-vector product", reason));
+    }
+    if GradMode::enabled() && [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::requires_grad) {
+        return Err(Error::invalid(
+            "matrix-vector product",
+            "an operand requires a gradient, which is not recorded here; use Tensor::linear",
+        ));
+    }
+    if nf4::is_nf4(weight) {
+        let Some(product) = nf4::few_vectors(x, weight, bias, x.kind())? else { return Ok(None) };
+        return Ok(Some(product.f_to_kind(x.kind())?));
+    }
+    let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
+    let dtypes = matches!(
+        (x.kind(), weight.kind()),
+        (Kind::Float | Kind::BFloat16, Kind::BFloat16) | (Kind::Float, Kind::Float)
+    );
+    if !on_cpu || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
+        return Ok(None);
+    }
+    let scope = kernel("runtime::matvec", [x, weight]);
+    let Some(product) = crate::matvec::matvec(x, weight, bias)? else { return Ok(None) };
+    drop(scope);
+    let bytes = weight.numel() * weight.kind().elt_size_in_bytes();
+    record_external("runtime::matvec", Flops::from((2 * vectors * out * width) as u64), bytes as u64)?;
+    Ok(Some(product))
+}
+
+fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    let fp32_on_cpu = out.device() == Device::Cpu && out.kind() == Kind::Float;
+    if fp32_on_cpu
+        && (out.size().into_iter().min() >= Some(MIN_DIMENSION) || ![a, b].into_iter().all(is_dense))
+    {
+        return in_fp32(out, a, b, accumulate);
+    }
+    if accumulate {
+        let _ = out.f_addmm_(a, b)?;
+    } else {
+        let _ = a.f_mm_out(out, b)?;
+    }
+    Ok(())
+}
+
+/// [`mm_into`] on the CPU in fp32, with operands and an output each in fp32, bf16 or fp16.
+fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
+    // A tensor may be a lazily negated view.
+    let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
+    let _scope = kernel("runtime::mm", [a, b]);
+    gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
+    let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
+    let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
+    let bytes = bytes(a) + bytes(b) + bytes(out) * if accumulate { 2 } else { 1 };
+    record_external("runtime::mm", Flops::from(flops), u64::try_from(bytes).unwrap_or(u64::MAX))
+}
+
+/// Returns whether rows or columns are dense, so that a BLAS reads them directly. libtorch copies other operands first, such as the
+/// expanded gradient of a sum.
+fn is_dense(matrix: &Tensor) -> bool {
+    let (&[rows, columns], &[row, column]) = (&matrix.size()[..], &matrix.stride()[..]) else { return false };
+    column == 1 && row >= columns.max(1) || row == 1 && column >= rows.max(1)
+}
+
+fn check(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    let refuse = |reason: String| Err(Error::invalid("matrix product", reason));
+    let (o, l, r) = (out.size(), a.size(), b.size());
+    let fits =
+        matches!((&o[..], &l[..], &r[..]), (&[m, n], &[m2, k], &[k2, n2]) if m == m2 && n == n2 && k == k2);
+    if !fits {
+        return refuse(format!("{l:?} times {r:?} into {o:?}; expected [m, k] times [k, n] into [m, n]"));
+    }
+    if a.device() != out.device() || b.device() != out.device() {
+        let devices = (a.device(), b.device(), out.device());
+        return refuse(format!(
+            "operands on {:?} and {:?}, output on {:?}; move them to one",
+            devices.0, devices.1, devices.2
+        ));
+    }
+    let kinds = (a.kind(), b.kind(), out.kind());
+    let low = |kind| matches!(kind, Kind::BFloat16 | Kind::Half);
+    let one_kind = kinds.0 == kinds.1 && (kinds.2 == kinds.0 || low(kinds.0) && kinds.2 == Kind::Float);
+    let supported = low(kinds.0) || matches!(kinds.0, Kind::Float | Kind::Double);
+    let mixes = [kinds.0, kinds.1, kinds.2].into_iter().all(|kind| kind == Kind::Float || low(kind));
+    if !(supported && one_kind || mixes && out.device() == Device::Cpu) {
+        return refuse(format!(
+            "{:?} times {:?} into {:?}; expected one floating dtype, or Float for products of BFloat16 or Half, or on the CPU \
+             each of these three",
+            kinds.0, kinds.1, kinds.2
+        ));
+    }
+    if out.is_neg() {
+        return refuse("the output is a lazily negated view; give it memory of its own".to_owned());
+    }
+    for (name, operand) in [("left", a), ("right", b)] {
+        if out.is_sparse() || operand.is_sparse() {
+            return refuse("an operand or the output is sparse; make it dense".to_owned());
+        }
+        let (read, written) = (memory_range(operand)?, memory_range(out)?);
+        if read.start < written.end && written.start < read.end {
+            return refuse(format!(
+                "the output shares memory with the {name} operand; give it memory of its own"
+            ));
+        }
+    }
+    if GradMode::enabled() && (a.requires_grad() || b.requires_grad() || out.requires_grad()) {
+        return refuse(
+            "an operand requires a gradient, which is not recorded here; use Tensor::matmul".to_owned(),
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

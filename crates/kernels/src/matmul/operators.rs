@@ -1,0 +1,29 @@
+//! Matrix products with fp32 accumulators.
+
+use runtime::Result;
+use runtime::ops::{Value, call};
+use tch::{Kind, Tensor};
+
+/// `out = a · b` (`out += a · b` with `accumulate`) in fp32 for operands of bf16 or fp16, accumulated in fp32 without rounding to
+/// their dtype. CUDA only.
+///
+/// # Errors
+/// Those of [`call`].
+pub(crate) fn mm_widened(out: &Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    let named = [("out", out.into())];
+    if accumulate {
+        let arguments = [out.into(), a.into(), b.into(), Kind::Float.into()];
+        return call("aten::addmm", "dtype_out", &arguments, &named).map(drop);
+    }
+    call("aten::mm", "dtype_out", &[a.into(), b.into(), Kind::Float.into()], &named).map(drop)
+}
+
+/// `out = factor · a · b` in one launch, for operands and an output of one dtype. CUDA only: on a CPU, [`crate::matmul`] chooses the kernel.
+///
+/// # Errors
+/// Those of [`call`].
+pub(crate) fn mm_scaled(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
+    // With beta = 0, `out` is not read.
+    let named = [("beta", Value::Int(0)), ("alpha", Value::Double(factor)), ("out", out.into())];
+    call("aten::addmm", "out", &[out.into(), a.into(), b.into()], &named).map(drop)
+}

@@ -1,0 +1,392 @@
+//! Layer norm and RMS norm, with one pass over memory for forward and one for backward.
+//!
+//! For a row x of width n, with optional weight w and bias b:
+//!
+//! - layer norm (Ba, Kiros & Hinton, arXiv:1607.06450): μ = mean(x), r = 1/√(mean((x − μ)²) + eps), x̂ = (x − μ)·r
+//! - RMS norm (Zhang & Sennrich, arXiv:1910.07467): r = 1/√(mean(x²) + eps), x̂ = x·r
+//! - y = x̂·w + b
+//!
+//! With an upstream gradient d of y, and g = d·w:
+//!
+//! - ∂L/∂x = r·(g − mean(g) − x̂·mean(g·x̂)), without mean(g) for the RMS norm
+//! - ∂L/∂w = Σ d·x̂ and ∂L/∂b = Σ d, over rows
+//!
+//! # What is saved
+//!
+//! One number r per row, and a matrix ([`Keep`]): the input x (with μ, for the layer norm), or the output y, from which backward
+//! recovers x̂ = (y − b)/w. A norm is usually followed by a product, which saves y in any case; then the input is freed, and the
+//! norm saves 4 bytes per row. This is Apex's `memory_efficient`. The weight must allow it: x̂ has the rounding error of y,
+//! multiplied by 1 + |b|/|w·x̂|, and with a weight of 0, x̂ is lost. Apex divides by a weight that is clamped away from 0, which
+//! silently gives a wrong gradient there; here forward checks the weights, and saves the input if one of them does not allow
+//! recovery ([`recoverable`]).
+//!
+//! # How it computes
+//!
+//! Statistics are fp32 (f64 for f64). The variance is computed from deviations from the mean, never from squares of x, with
+//! compensation for the mean's own rounding error, so that a mean of 10⁴ with a variance of 1 is exact. bf16 and fp16 are read
+//! directly, and the output may be fp32 ([`Options::output`]): in mixed precision a norm needs no fp32 copy of its input. The order
+//! of sums over rows depends on their number alone: the same bits in every run, with any number of threads.
+//!
+//! Forward reads x and writes y: 8 bytes per element in fp32. Backward reads the saved matrix and the upstream gradient, and writes
+//! ∂L/∂x into the upstream gradient's memory if nothing else uses it: 12 bytes per element and no allocation.
+//!
+//! # On CUDA
+//!
+//! A kernel forward and one backward (and one that adds up the parameters' gradients), for fp32, bf16 and fp16; libtorch's fused
+//! operators for f64, for rows of more than 32 768 numbers and without NVRTC. The input is always saved: checking the weights would
+//! wait for the device.
+//!
+//! # How it differs from PyTorch's
+//!
+//! `layer_norm` has one kernel on a CPU, which keeps the input; `rms_norm` is composed of five operators there, which keep the
+//! input and the normalized input. PyTorch's can be differentiated twice; these return an error for a second derivative.
+//!
+//! ```
+//! use kernels::norm::{self, Keep, Options};
+//! use tch::{Kind, Tensor, kind};
+//!
+//! let x = Tensor::from_slice(&[3.0f32, -4.0]).view([1, 2]).set_requires_grad(true);
+//! let options = Options { keep: Keep::Output, ..Options::default() };
+//! let y = norm::rms_norm(&x, None, options)?;
+//! // √((9 + 16)/2) = 3.5355…
+//! assert!((y.double_value(&[0, 0]) - 3.0 / 12.5f64.sqrt()).abs() < 1e-6);
+//! # Ok::<(), runtime::Error>(())
+//! ```
+
+mod cpu;
+pub(crate) mod cuda;
+mod function;
+mod reference;
+
+use function::FusedNorm;
+use runtime::autograd::{self, GradMode};
+use runtime::profile::{Flops, kernel, record_external};
+use runtime::tensor_memory::{dense, is_sole_owner};
+use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+const NAME: &str = "fused norm";
+
+/// The matrix that is saved for backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Keep {
+    /// The input (with a residual, the sum), and for the layer norm the means.
+    #[default]
+    Input,
+    /// The output if the weight allows it ([`recoverable`]), else the input. On the CPU only.
+    Output,
+}
+
+/// Options of a norm.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// Added to the variance, or to the mean square.
+    pub eps: f64,
+    /// What is saved for backward.
+    pub keep: Keep,
+    /// The dtype of the output: the input's (`None`), or [`Kind::Float`] from bf16 or fp16.
+    pub output: Option<Kind>,
+}
+
+impl Default for Options {
+    /// Returns eps 10⁻⁵, saving the input, and the input's dtype for the output.
+    fn default() -> Self {
+        Self { eps: 1e-5, keep: Keep::Input, output: None }
+    }
+}
+
+/// The kind of norm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norm {
+    /// Layer norm.
+    Layer,
+    /// RMS norm.
+    Rms,
+}
+
+/// Computes the layer norm of the last dimension. x `[…, width]`; weight and bias `[width]`, of any floating-point dtype, are
+/// converted to fp32 (f64 for an f64 input).
+///
+/// # Errors
+/// Shapes, dtypes or devices that do not fit; those of libtorch.
+pub fn layer_norm(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: Options,
+) -> Result<Tensor> {
+    let [y] = apply(Norm::Layer, x, None, weight, bias, options)?;
+    Ok(y)
+}
+
+/// Computes the RMS norm of the last dimension. See [`layer_norm`].
+///
+/// # Errors
+/// As [`layer_norm`].
+pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, options: Options) -> Result<Tensor> {
+    let [y] = apply(Norm::Rms, x, None, weight, None, options)?;
+    Ok(y)
+}
+
+/// Returns `(y, s)` with s = x + residual and y = norm(s), in one pass; backward adds the gradient of s in the same pass.
+/// `residual` has the shape, dtype and device of x.
+///
+/// # Errors
+/// As [`layer_norm`].
+pub fn add_norm(
+    norm: Norm,
+    x: &Tensor,
+    residual: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: Options,
+) -> Result<(Tensor, Tensor)> {
+    let [y, sum] = apply(norm, x, Some(residual), weight, bias, options)?;
+    Ok((y, sum))
+}
+
+fn apply<const OUTPUTS: usize>(
+    norm: Norm,
+    x: &Tensor,
+    residual: Option<&Tensor>,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: Options,
+) -> Result<[Tensor; OUTPUTS]> {
+    check(x, residual, weight, bias, options)?;
+    let function = FusedNorm::new(norm, options, x, residual.is_some(), weight.is_some(), bias.is_some());
+    let inputs: Vec<&Tensor> = [Some(x), residual, weight, bias].into_iter().flatten().collect();
+    autograd::apply(function, &inputs)
+}
+
+fn check(
+    x: &Tensor,
+    residual: Option<&Tensor>,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: Options,
+) -> Result<()> {
+    let invalid = |reason: String| Err(Error::invalid(NAME, reason));
+    let (size, kind, device) = (x.size(), x.kind(), x.device());
+    let Some(&width) = size.last().filter(|width| **width > 0) else {
+        return invalid(format!("x is {size:?}; expected […, width] of width from 1 on"));
+    };
+    let output = options.output.unwrap_or(kind);
+    if !cpu::takes(kind, output) {
+        return invalid(format!(
+            "from {kind:?} to {output:?}; expected Float, Double, BFloat16 or Half to itself, or BFloat16 or Half to Float"
+        ));
+    }
+    if !(options.eps >= 0.0 && options.eps.is_finite()) {
+        return invalid(format!("eps is {}; expected a finite number from 0 on", options.eps));
+    }
+    if let Some(residual) = residual
+        && (residual.size() != size || residual.kind() != kind || residual.device() != device)
+    {
+        let found = format!("{:?} {:?} on {:?}", residual.kind(), residual.size(), residual.device());
+        return invalid(format!("residual is {found}; expected x's {kind:?} {size:?} on {device:?}"));
+    }
+    for (name, vector) in [("weight", weight), ("bias", bias)] {
+        if let Some(vector) = vector
+            && (vector.size() != [width] || vector.device() != device || !vector.is_floating_point())
+        {
+            let found = format!("{:?} {:?} on {:?}", vector.kind(), vector.size(), vector.device());
+            return invalid(format!("{name} is {found}; expected floating-point [{width}] on {device:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether x̂ = (y − bias)/weight can be recovered from a y of dtype `output` with at most nine times its rounding
+/// error: every |bias| ≤ 8·|weight|, and no weight so small (2⁻⁶ for fp16, 2⁻⁶⁰ for others) that products with it leave the
+/// dtype's normal range. Always true without weight and bias.
+///
+/// Reads the weights, which waits for a device other than the CPU.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn recoverable(weight: Option<&Tensor>, bias: Option<&Tensor>, output: Kind) -> Result<bool> {
+    const MOST: f64 = 8.0;
+    let smallest = 2f64.powi(if output == Kind::Half { -6 } else { -60 });
+    let values = |vector: Option<&Tensor>| -> Result<Option<Vec<f64>>> {
+        let values = vector.map(|v| Ok(Vec::<f64>::try_from(v.f_detach()?.f_to_kind(Kind::Double)?)?));
+        values.transpose()
+    };
+    Ok(match (values(weight)?, values(bias)?) {
+        (None, None) => true,
+        (Some(weight), None) => weight.iter().all(|w| w.abs() >= smallest),
+        (None, Some(bias)) => bias.iter().all(|b| b.abs() <= MOST),
+        (Some(weight), Some(bias)) => {
+            weight.iter().zip(&bias).all(|(w, b)| w.abs() >= smallest && b.abs() <= MOST * w.abs())
+        }
+    })
+}
+
+/// The results of [`forward`].
+#[derive(Debug)]
+pub struct Normalized {
+    /// The output, in x's shape and the output dtype.
+    pub y: Tensor,
+    /// x + residual in x's dtype, if a residual was given.
+    pub sum: Option<Tensor>,
+    /// μ of each row, `[rows]` in fp32 (f64 for f64), if requested.
+    pub mean: Option<Tensor>,
+    /// r of each row, `[rows]` in the same dtype.
+    pub rstd: Tensor,
+}
+
+/// Runs the forward pass without a graph, on CPU tensors; `mean` requests the means (of the layer norm).
+///
+/// # Errors
+/// As [`layer_norm`]; a tensor on another device; one that requires a gradient while gradients are recorded.
+pub fn forward(
+    norm: Norm,
+    x: &Tensor,
+    residual: Option<&Tensor>,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: Options,
+    mean: bool,
+) -> Result<Normalized> {
+    check(x, residual, weight, bias, options)?;
+    not_recorded(&[Some(x), residual, weight, bias])?;
+    let (size, kind) = (x.size(), x.kind());
+    let compute = cpu::compute_kind(kind);
+    let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
+    let (weight, bias) = (parameter(weight, compute)?, parameter(bias, compute)?);
+    let rows = x.numel() as i64 / size.last().copied().unwrap_or(1);
+    let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, Device::Cpu));
+    let y = empty(&size, options.output.unwrap_or(kind))?;
+    let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
+    let mean = (mean && norm == Norm::Layer).then(|| empty(&[rows], compute)).transpose()?;
+    let rstd = empty(&[rows], compute)?;
+    let scope = kernel("runtime::norm", [&x]);
+    cpu::forward(cpu::Forward {
+        center: norm == Norm::Layer,
+        eps: options.eps,
+        x: &x,
+        residual: residual.as_ref().zip(sum.as_ref()),
+        weight: weight.as_ref(),
+        bias: bias.as_ref(),
+        y: &y,
+        mean: mean.as_ref(),
+        rstd: &rstd,
+    })?;
+    drop(scope);
+    record("runtime::norm", &[Some(&x), residual.as_ref(), Some(&y), sum.as_ref()])?;
+    Ok(Normalized { y, sum, mean, rstd })
+}
+
+/// The saved tensors for [`backward`].
+#[derive(Debug)]
+pub struct Saved<'a> {
+    /// The norm's input (with a residual, the sum), or its output, by [`keep`](Self::keep).
+    pub kept: &'a Tensor,
+    /// Which of the two was saved.
+    pub keep: Keep,
+    /// The dtype of the input.
+    pub kind: Kind,
+    /// The means; not needed with [`Keep::Output`].
+    pub mean: Option<&'a Tensor>,
+    /// 1/σ of each row.
+    pub rstd: &'a Tensor,
+    /// The weight.
+    pub weight: Option<&'a Tensor>,
+    /// The bias; needed with [`Keep::Output`] only.
+    pub bias: Option<&'a Tensor>,
+}
+
+/// Which gradients to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Of the input.
+    pub x: bool,
+    /// Of the weight.
+    pub weight: bool,
+    /// Of the bias.
+    pub bias: bool,
+}
+
+/// The requested gradients of [`backward`]: of the input in its dtype, of the parameters in fp32 (f64 for f64).
+#[derive(Debug)]
+pub struct Gradients {
+    /// Of the input, of the upstream gradient's shape.
+    pub x: Option<Tensor>,
+    /// `[width]`.
+    pub weight: Option<Tensor>,
+    /// `[width]`.
+    pub bias: Option<Tensor>,
+}
+
+/// Runs the backward pass without a graph. `upstream` is consumed: if nothing else uses its memory, it becomes the input's
+/// gradient. `added`, of the input's shape and dtype, is added to the input's gradient.
+///
+/// # Errors
+/// Shapes, dtypes or devices that do not fit; those of libtorch.
+pub fn backward(
+    norm: Norm,
+    saved: &Saved,
+    upstream: Tensor,
+    added: Option<&Tensor>,
+    wanted: Wanted,
+) -> Result<Gradients> {
+    not_recorded(&[Some(&upstream), added, Some(saved.kept), saved.weight, saved.bias])?;
+    let (size, compute) = (upstream.size(), cpu::compute_kind(saved.kind));
+    let upstream = if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+    let added = added.map(dense).transpose()?;
+    let kept = dense(saved.kept)?;
+    let output_kept = saved.keep == Keep::Output;
+    let (weight, bias) = (parameter(saved.weight, compute)?, parameter(saved.bias, compute)?);
+    let inverse = weight.as_ref().filter(|_| output_kept).map(Tensor::f_reciprocal).transpose()?;
+    let in_place = saved.kind == upstream.kind() && is_sole_owner(&upstream)?;
+    let grad = match wanted.x {
+        false => None,
+        true if in_place => Some(None),
+        true => Some(Some(Tensor::f_empty(&size, (saved.kind, Device::Cpu))?)),
+    };
+    let width = [size.last().copied().unwrap_or(0)];
+    let vector = |wanted: bool| wanted.then(|| Tensor::f_empty(width, (compute, Device::Cpu))).transpose();
+    let (of_weight, of_bias) = (vector(wanted.weight)?, vector(wanted.bias)?);
+    let scope = kernel("runtime::norm_backward", [&kept, &upstream]);
+    cpu::backward(cpu::Backward {
+        center: norm == Norm::Layer,
+        kind: saved.kind,
+        kept: &kept,
+        upstream: &upstream,
+        grad: grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream)),
+        added: added.as_ref(),
+        weight: weight.as_ref(),
+        bias: bias.as_ref().filter(|_| output_kept),
+        inverse: inverse.as_ref(),
+        output_kept,
+        mean: saved.mean.filter(|_| !output_kept),
+        rstd: saved.rstd,
+        of_weight: of_weight.as_ref(),
+        of_bias: of_bias.as_ref(),
+    })?;
+    drop(scope);
+    let written = grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream));
+    record("runtime::norm_backward", &[Some(&kept), Some(&upstream), added.as_ref(), written])?;
+    let x = grad.map(|grad| grad.unwrap_or(upstream));
+    Ok(Gradients { x, weight: of_weight, bias: of_bias })
+}
+
+/// Converts a parameter for the passes.
+fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Tensor>> {
+    parameter.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose()
+}
+
+/// Reports a pass over these matrices to running counters. Elementwise work counts no FLOPs.
+fn record(name: &str, matrices: &[Option<&Tensor>]) -> Result<()> {
+    let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
+    record_external(name, Flops::default(), matrices.iter().flatten().map(|m| bytes(m) as u64).sum())
+}
+
+fn not_recorded(tensors: &[Option<&Tensor>]) -> Result<()> {
+    if GradMode::enabled() && tensors.iter().flatten().any(|tensor| tensor.requires_grad()) {
+        let reason =
+            "a tensor requires a gradient, which is not recorded here; use `layer_norm` or `rms_norm`";
+        return Err(Error::invalid(NAME, reason));
+    }
+    Ok(())
+}

@@ -1,0 +1,169 @@
+//! The norms as autograd functions.
+
+use runtime::autograd::{Backward, Forward, Function};
+use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+use super::cpu::compute_kind;
+use super::cuda;
+use super::{Gradients, Keep, NAME, Norm, Options, Saved, Wanted, backward, forward, recoverable, reference};
+
+/// Inputs: x, then residual, weight and bias, if present. Outputs: y, and with a residual the sum.
+pub(super) struct FusedNorm {
+    norm: Norm,
+    options: Options,
+    device: Device,
+    kind: Kind,
+    residual: bool,
+    weight: bool,
+    bias: bool,
+    /// What forward saved, and whether that includes the means.
+    keep: Keep,
+    mean: bool,
+    /// The parameters' dtypes.
+    kinds: [Kind; 2],
+}
+
+impl FusedNorm {
+    pub(super) fn new(
+        norm: Norm,
+        options: Options,
+        x: &Tensor,
+        residual: bool,
+        weight: bool,
+        bias: bool,
+    ) -> Self {
+        let (device, kind) = (x.device(), x.kind());
+        let (keep, mean, kinds) = (Keep::Input, false, [kind; 2]);
+        Self { norm, options, device, kind, residual, weight, bias, keep, mean, kinds }
+    }
+
+    /// Returns the input index of the weight; the bias follows.
+    fn weight_index(&self) -> usize {
+        1 + usize::from(self.residual)
+    }
+
+    fn bias_index(&self) -> usize {
+        self.weight_index() + usize::from(self.weight)
+    }
+
+    fn wanted(&self, needs: impl Fn(usize) -> bool) -> Wanted {
+        Wanted {
+            x: needs(0) || self.residual && needs(1),
+            weight: self.weight && needs(self.weight_index()),
+            bias: self.bias && needs(self.bias_index()),
+        }
+    }
+}
+
+impl Function for FusedNorm {
+    fn name(&self) -> String {
+        match self.norm {
+            Norm::Layer => "fused layer norm".to_owned(),
+            Norm::Rms => "fused RMS norm".to_owned(),
+        }
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let x = inputs[0];
+        let residual = self.residual.then(|| inputs[1]);
+        let weight = self.weight.then(|| inputs[self.weight_index()]);
+        let bias = self.bias.then(|| inputs[self.bias_index()]);
+        self.kinds = [weight, bias].map(|parameter| parameter.map_or(self.kind, Tensor::kind));
+        let wanted = self.wanted(|index| ctx.needs_input_grad(index));
+        // The gradient of the bias needs only the upstream gradient.
+        let matrix = wanted.x || wanted.weight;
+        let output = self.options.output.unwrap_or(self.kind);
+        if matrix
+            && self.options.keep == Keep::Output
+            && self.device == Device::Cpu
+            && recoverable(weight, bias, output)?
+        {
+            self.keep = Keep::Output;
+        }
+        self.mean = matrix && self.norm == Norm::Layer && self.keep == Keep::Input;
+        let normalized = if self.device == Device::Cpu {
+            forward(self.norm, x, residual, weight, bias, self.options, self.mean)?
+        } else {
+            match cuda::forward(self.norm, x, residual, weight, bias, self.options)? {
+                Some(normalized) => normalized,
+                None => reference::forward(self.norm, x, residual, weight, bias, self.options)?,
+            }
+        };
+        if matrix {
+            ctx.save(match self.keep {
+                Keep::Output => &normalized.y,
+                Keep::Input => normalized.sum.as_ref().unwrap_or(x),
+            });
+            ctx.save(&normalized.rstd);
+            if let Some(mean) = normalized.mean.as_ref().filter(|_| self.mean) {
+                ctx.save(mean);
+            }
+            if let Some(weight) = weight {
+                ctx.save(weight);
+            }
+            if let Some(bias) = bias.filter(|_| self.keep == Keep::Output) {
+                ctx.save(bias);
+            }
+        }
+        Ok([Some(normalized.y), normalized.sum].into_iter().flatten().collect())
+    }
+
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let wanted = self.wanted(|index| ctx.needs_input_grad(index));
+        let mut grads = grads.into_iter();
+        let (upstream, of_sum) = (grads.next().flatten(), grads.next().flatten());
+        let mut gradients = Gradients { x: None, weight: None, bias: None };
+        match upstream {
+            None => gradients.x = of_sum.filter(|_| wanted.x),
+            Some(upstream) if !wanted.x && !wanted.weight => {
+                gradients.bias =
+                    wanted.bias.then(|| summed(&upstream, compute_kind(self.kind))).transpose()?;
+            }
+            Some(upstream) => {
+                let tensors = ctx.take_saved();
+                let mut rest = tensors.iter();
+                let mut next = |there: bool| if there { rest.next() } else { None };
+                let (kept, rstd) = (next(true), next(true));
+                let (mean, weight) = (next(self.mean), next(self.weight));
+                let bias = next(self.bias && self.keep == Keep::Output);
+                let (Some(kept), Some(rstd)) = (kept, rstd) else {
+                    return Err(Error::invalid(
+                        NAME,
+                        "forward kept nothing for a gradient that is asked for",
+                    ));
+                };
+                let (keep, kind) = (self.keep, self.kind);
+                let saved = Saved { kept, keep, kind, mean, rstd, weight, bias };
+                let added = of_sum.as_ref();
+                gradients = if self.device == Device::Cpu {
+                    backward(self.norm, &saved, upstream, added, wanted)?
+                } else {
+                    match cuda::backward(self.norm, &saved, upstream, added, wanted, self.kinds)? {
+                        Ok(gradients) => gradients,
+                        Err(upstream) => reference::backward(self.norm, &saved, upstream, added, wanted)?,
+                    }
+                };
+            }
+        }
+        let Gradients { x, weight, bias } = gradients;
+        let mut result = vec![x];
+        if self.residual {
+            result.push(result[0].as_ref().map(Tensor::shallow_clone));
+        }
+        for (there, gradient, kind) in
+            [(self.weight, weight, self.kinds[0]), (self.bias, bias, self.kinds[1])]
+        {
+            if there {
+                result.push(gradient.map(|gradient| gradient.f_to_kind(kind)).transpose()?);
+            }
+        }
+        Ok(result)
+    }
+}
+
+/// Returns the sum over all dimensions except the last.
+pub(super) fn summed(matrix: &Tensor, kind: Kind) -> Result<Tensor> {
+    let width = matrix.size().last().copied().unwrap_or(1);
+    Ok(matrix.f_reshape([-1, width])?.f_sum_dim_intlist(0i64, false, kind)?)
+}

@@ -1,0 +1,153 @@
+//! The norms by libtorch's fused operators, for devices other than the CPU.
+
+use runtime::Result;
+use runtime::ops::{self, Value};
+use tch::Tensor;
+
+use super::cpu::compute_kind;
+use super::{Gradients, Norm, Normalized, Options, Saved, Wanted};
+
+/// See [`super::forward`]; always returns the means of the layer norm.
+pub(super) fn forward(
+    norm: Norm,
+    x: &Tensor,
+    residual: Option<&Tensor>,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: Options,
+) -> Result<Normalized> {
+    let sum = residual.map(|residual| x.f_add(residual)).transpose()?;
+    let kind = options.output.unwrap_or(x.kind());
+    let x = sum.as_ref().unwrap_or(x).f_to_kind(kind)?;
+    // The kernels require parameters of the input's dtype; they compute in fp32.
+    let alike = |p: Option<&Tensor>| p.map(|p| p.f_to_kind(kind)).transpose();
+    let (weight, bias) = (alike(weight)?, alike(bias)?);
+    let width = vec![x.size().last().copied().unwrap_or(1)];
+    let (y, mean, rstd) = match norm {
+        Norm::Layer => {
+            let arguments = [
+                (&x).into(),
+                width.into(),
+                weight.as_ref().into(),
+                bias.as_ref().into(),
+                Value::Double(options.eps),
+            ];
+            let results = ops::call("aten::native_layer_norm", "", &arguments, &[])?;
+            let [y, mean, rstd] = ops::tensors(results)?;
+            (y, Some(mean), rstd)
+        }
+        Norm::Rms => {
+            let (y, rstd) = ops::norm::fused_rms_norm(&x, &width, weight.as_ref(), Some(options.eps))?;
+            let y = match bias {
+                Some(bias) => y.f_add(&bias)?,
+                None => y,
+            };
+            (y, None, rstd)
+        }
+    };
+    Ok(Normalized { y, sum, mean, rstd })
+}
+
+/// See [`super::backward`]; the input was saved.
+pub(super) fn backward(
+    norm: Norm,
+    saved: &Saved,
+    upstream: Tensor,
+    added: Option<&Tensor>,
+    wanted: Wanted,
+) -> Result<Gradients> {
+    let kind = upstream.kind();
+    let x = saved.kept.f_to_kind(kind)?;
+    let weight = saved.weight.map(|weight| weight.f_to_kind(kind)).transpose()?;
+    let width = vec![x.size().last().copied().unwrap_or(1)];
+    let of_bias =
+        wanted.bias.then(|| super::function::summed(&upstream, compute_kind(saved.kind))).transpose()?;
+    let results = match norm {
+        Norm::Layer => {
+            let arguments = [
+                (&upstream).into(),
+                (&x).into(),
+                width.into(),
+                saved.mean.into(),
+                saved.rstd.into(),
+                weight.as_ref().into(),
+                Value::None,
+                Value::BoolList(vec![wanted.x, wanted.weight && weight.is_some(), false]),
+            ];
+            ops::call("aten::native_layer_norm_backward", "", &arguments, &[])?
+        }
+        Norm::Rms => {
+            let arguments = [
+                (&upstream).into(),
+                (&x).into(),
+                width.into(),
+                saved.rstd.into(),
+                weight.as_ref().into(),
+                Value::BoolList(vec![wanted.x, wanted.weight && weight.is_some()]),
+            ];
+            ops::call("aten::_fused_rms_norm_backward", "", &arguments, &[])?
+        }
+    };
+    let mut results = results.into_iter().map(|value| match value {
+        Value::Tensor(tensor) if tensor.defined() => Some(tensor),
+        _ => None,
+    });
+    let of_x = match results.next().flatten().filter(|_| wanted.x) {
+        Some(grad) => {
+            let grad = grad.f_to_kind(saved.kind)?;
+            Some(added.map_or_else(|| Ok(grad.shallow_clone()), |added| grad.f_add(added))?)
+        }
+        None => None,
+    };
+    Ok(Gradients { x: of_x, weight: results.next().flatten().filter(|_| wanted.weight), bias: of_bias })
+}
+
+#[cfg(test)]
+mod tests {
+    use runtime::random::Generator;
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::norm::{self, Keep};
+
+    type Pass = fn(Norm, &Saved, Tensor, Option<&Tensor>, Wanted) -> Result<Gradients>;
+
+    /// The layer norm's operators have CPU kernels too, so this path is compared with the pass in Rust. (The RMS norm's backward
+    /// operator has none.)
+    #[test]
+    fn operators_of_the_layer_norm_match_the_pass() {
+        let mut generator = Generator::new(11).unwrap();
+        let mut normal = |shape: &[i64]| generator.normal(shape, (Kind::Double, Device::Cpu)).unwrap();
+        let (x, residual, upstream, added) =
+            (normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]));
+        let (weight, bias) = (normal(&[17]), normal(&[17]));
+        let options = Options::default();
+        let wanted = Wanted { x: true, weight: true, bias: true };
+        let ours = norm::forward(Norm::Layer, &x, Some(&residual), Some(&weight), Some(&bias), options, true)
+            .unwrap();
+        let theirs = forward(Norm::Layer, &x, Some(&residual), Some(&weight), Some(&bias), options).unwrap();
+        let close = |a: &Tensor, b: &Tensor| {
+            let worst = (a - b.view_as(a)).abs().max().double_value(&[]);
+            assert!(worst < 1e-12, "{worst}");
+        };
+        close(&ours.y, &theirs.y);
+        close(ours.sum.as_ref().unwrap(), theirs.sum.as_ref().unwrap());
+        close(&ours.rstd, &theirs.rstd);
+        let gradients = |normalized: &Normalized, backward: Pass| {
+            let saved = Saved {
+                kept: normalized.sum.as_ref().unwrap(),
+                keep: Keep::Input,
+                kind: Kind::Double,
+                mean: normalized.mean.as_ref(),
+                rstd: &normalized.rstd,
+                weight: Some(&weight),
+                bias: None,
+            };
+            let gradients = backward(Norm::Layer, &saved, upstream.copy(), Some(&added), wanted).unwrap();
+            [gradients.x.unwrap(), gradients.weight.unwrap(), gradients.bias.unwrap()]
+        };
+        for (ours, theirs) in gradients(&ours, norm::backward).iter().zip(&gradients(&theirs, backward)) {
+            close(ours, theirs);
+        }
+    }
+}
