@@ -29,20 +29,8 @@
 //!
 //! let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
 //! let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled: None };
-//! let job = Job {
-//!     model: presets::find("qwen2.5-0.5b")?,
-//!     lora: Some(LowRank::default()),
-//!     choices: Choices::default(),
-//!     largest: vec![batch],
-//!     mean: batch,
-//!     evaluation: None,
-//!     accumulation: 4,
-//!     clips: true,
-//!     rates,
-//!     file_load: 2e9,
-//!     file_optimizer: 1e8,
-//!     on_cpu: false,
-//! };
+//! let adapters = Some(LowRank::default());
+//! let job = Job::new(presets::find("qwen2.5-0.5b")?, adapters, Choices::default(), batch, rates);
 //! let found = job.search(&Allowed::default(), Budget { device: 4 << 30, host: None })?;
 //! let chosen = found.chosen().expect("a candidate that fits");
 //! assert!(chosen.peak.total <= 4 << 30);
@@ -102,6 +90,27 @@ pub struct Job {
     pub file_optimizer: f64,
     /// Whether the device is the host's processor.
     pub on_cpu: bool,
+}
+
+impl Job {
+    /// Creates a job on a GPU whose steps are one batch each, all of one size, with gradients that are clipped and files as fast as host
+    /// memory.
+    pub fn new(model: Decoder, lora: Option<LowRank>, choices: Choices, batch: Batch, rates: Rates) -> Self {
+        Self {
+            model,
+            lora,
+            choices,
+            largest: vec![batch],
+            mean: batch,
+            evaluation: None,
+            accumulation: 1,
+            clips: true,
+            rates,
+            file_load: rates.load,
+            file_optimizer: rates.host_optimizer,
+            on_cpu: false,
+        }
+    }
 }
 
 /// Where offloaded layers are.

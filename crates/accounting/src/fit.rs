@@ -1,15 +1,18 @@
-//! The inverse questions: the largest batch, the longest sequence and the largest model that fit a device.
+//! The inverse questions: the largest batch, the longest row and the largest model of which a step fits a budget.
 //!
-//! The peak of an [`estimate`] never falls when the batch, the sequence or the model grows, so a bisection finds the exact
-//! answer `n`: the peak at `n` fits, the peak at `n + 1` does not. A case whose bytes exceed 64 bits does not fit either.
+//! A case fits if one of its candidates does ([`candidates`](crate::candidates)). The least bytes of a candidate do not fall when the batch,
+//! the row or the model grows, so a bisection finds the exact answer `n`: a step at `n` fits, one at `n + 1` does not. A case whose bytes
+//! exceed 64 bits does not fit either.
 //!
 //! "The largest model" needs a rule for what grows. Here everything but the vocabulary, the context and the head size
 //! grows by the same factor `n / q` over a template, where `q` is its number of layers (or of key-value heads, if
 //! there are more): GPT-2 small (12 layers, 12 heads, 768 wide) at `n = 25` has 25 layers, 25 heads and is 1600 wide.
 
-use crate::estimate::{TrainingPlan, estimate};
+use crate::candidates::{Allowed, Batch, Candidate, Job};
+use crate::decoder_flops::Workload;
 use crate::exact::product;
 use crate::model::{Decoder, Family, Shape, Windows};
+use crate::offload::Budget;
 use crate::quantity::bytes_text;
 use crate::{Error, exact};
 
@@ -18,45 +21,102 @@ use crate::{Error, exact};
 pub enum Limit {
     /// It exceeds the memory.
     Memory,
-    /// It exceeds the model's position vectors.
+    /// It exceeds the model's positions.
     Positions,
+    /// It has more layers than are searched.
+    Layers,
 }
 
 /// The largest case that fits.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Fit<T> {
     /// The case.
     pub largest: T,
-    /// Its peak in bytes.
-    pub peak: u64,
+    /// The fastest way to run its step within the budget.
+    pub candidate: Candidate,
     /// The limit.
     pub limit: Limit,
 }
 
-/// Returns the largest batch of `plan`'s sequence length that fits `available` bytes.
-pub fn largest_batch(model: &Decoder, plan: &TrainingPlan, available: u64) -> Result<Fit<u64>, Error> {
-    search("batch", available, u64::MAX, |batch| {
-        let mut plan = *plan;
-        plan.work.batch = batch;
-        Ok(estimate(model, &plan)?.peak().total)
-    })
+/// Returns the largest batch whose rows, as long as those of `job`, go through the model at once.
+///
+/// # Errors
+/// Nothing fits; as [`Job::search`].
+pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u64>, Error> {
+    let Workload { sequence, .. } = job.widest().work;
+    let at_once = Allowed { splits: false, rows: None, ..allowed.clone() };
+    let sized = |batch| Ok(with_work(job, Workload { batch, sequence }));
+    search("batch", &at_once, budget, u64::MAX, sized)
 }
 
-/// Returns the longest sequence in batches of `plan`'s size that fits `available` bytes. Learned positions are a limit too.
-pub fn longest_sequence(model: &Decoder, plan: &TrainingPlan, available: u64) -> Result<Fit<u64>, Error> {
-    let positions = if model.family.has_learned_positions() { model.context } else { u64::MAX };
-    search("sequence", available, positions, |sequence| {
-        let mut plan = *plan;
-        plan.work.sequence = sequence;
-        Ok(estimate(model, &plan)?.peak().total)
-    })
+/// Returns the most positions of a row in batches of as many rows as `job` has. The model's positions are a limit too.
+///
+/// # Errors
+/// As [`largest_batch`].
+pub fn longest_row(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u64>, Error> {
+    let Workload { batch, .. } = job.widest().work;
+    let sized = |sequence| Ok(with_work(job, Workload { batch, sequence }));
+    search("row", allowed, budget, job.model.context, sized)
 }
 
-/// Returns the largest model of `template`'s proportions that fits `available` bytes.
-pub fn largest_model(template: &Decoder, plan: &TrainingPlan, available: u64) -> Result<Fit<Decoder>, Error> {
-    let found =
-        search("model", available, u64::MAX, |n| Ok(estimate(&scaled(template, n)?, plan)?.peak().total))?;
-    Ok(Fit { largest: scaled(template, found.largest)?, peak: found.peak, limit: found.limit })
+/// Returns the largest model of the proportions of `job`'s.
+///
+/// # Errors
+/// As [`largest_batch`].
+pub fn largest_model(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<Decoder>, Error> {
+    let template = &job.model;
+    let sized = |n| Ok(Job { model: scaled(template, n)?, ..job.clone() });
+    let highest = (MOST_LAYERS / template.layers).max(1).saturating_mul(template_size(template));
+    let fit = search("model", allowed, budget, highest, sized)?;
+    let limit = if fit.limit == Limit::Memory { Limit::Memory } else { Limit::Layers };
+    Ok(Fit { largest: scaled(template, fit.largest)?, candidate: fit.candidate, limit })
+}
+
+/// Layers beyond which no model is searched.
+const MOST_LAYERS: u64 = 512;
+
+fn with_work(job: &Job, work: Workload) -> Job {
+    let batch = Batch { work, labelled: None };
+    Job { largest: vec![batch], mean: batch, ..job.clone() }
+}
+
+/// Returns the largest `n` up to `highest` at which a step fits.
+fn search(
+    what: &'static str,
+    allowed: &Allowed,
+    budget: Budget,
+    highest: u64,
+    sized: impl Fn(u64) -> Result<Job, Error>,
+) -> Result<Fit<u64>, Error> {
+    let least = |n| -> Result<u64, Error> {
+        let candidates = sized(n)?.smallest(allowed)?.into_iter();
+        let on_host = |one: &Candidate| budget.host.is_none_or(|host| one.host_bytes <= host);
+        let bytes = candidates.filter(on_host).map(|one| one.device_bytes()).min();
+        bytes.ok_or_else(|| Error::NothingFits {
+            what,
+            needed: "more".into(),
+            available: budget
+                .host
+                .map_or_else(String::new, |host| format!("{} of host memory", bytes_text(host))),
+        })
+    };
+    let Largest { largest, limit, .. } = bisect(what, budget.device, highest, least)?;
+    let job = sized(largest)?;
+    let ways = job.search(allowed, budget)?;
+    // The smallest ways are among those that are searched.
+    let candidate = ways.chosen().or_else(|| ways.least()).cloned();
+    Ok(Fit { largest, candidate: candidate.ok_or(Error::Zero { what: "ways to run a step" })?, limit })
+}
+
+/// What [`bisect`] finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Largest {
+    /// The largest number that fits.
+    pub largest: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// The limit.
+    pub limit: Limit,
 }
 
 /// Returns the `q` of the family rule: the size at which [`scaled`] returns `template` itself.
@@ -99,19 +159,22 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
 }
 
 /// Returns the largest `n` in `1..=highest` with `cost(n) <= available`, where `cost` never decreases.
-fn search(
+///
+/// # Errors
+/// Not even 1 fits: [`Error::NothingFits`], with `what`; those of `cost`, except that what overflows does not fit.
+pub fn bisect(
     what: &'static str,
     available: u64,
     highest: u64,
     cost: impl Fn(u64) -> Result<u64, Error>,
-) -> Result<Fit<u64>, Error> {
+) -> Result<Largest, Error> {
     let cost_or_overflow = |n| match cost(n) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(Error::Overflow { .. }) => Ok(None),
         Err(error) => Err(error),
     };
     let fits = |n| Ok::<_, Error>(cost_or_overflow(n)?.filter(|bytes| *bytes <= available));
-    let Some(mut peak) = fits(1)? else {
+    let Some(mut bytes) = fits(1)? else {
         let needed = cost_or_overflow(1)?.map_or("more than 2^64 bytes".into(), bytes_text);
         return Err(Error::NothingFits { what, needed, available: bytes_text(available) });
     };
@@ -120,19 +183,19 @@ fn search(
     while high.is_none() && low < highest {
         let next = low.saturating_mul(2).min(highest);
         match fits(next)? {
-            Some(bytes) => (low, peak) = (next, bytes),
+            Some(fitting) => (low, bytes) = (next, fitting),
             None => high = Some(next),
         }
     }
-    let Some(mut high) = high else { return Ok(Fit { largest: low, peak, limit: Limit::Positions }) };
+    let Some(mut high) = high else { return Ok(Largest { largest: low, bytes, limit: Limit::Positions }) };
     while high - low > 1 {
         let middle = low + (high - low) / 2;
         match fits(middle)? {
-            Some(bytes) => (low, peak) = (middle, bytes),
+            Some(fitting) => (low, bytes) = (middle, fitting),
             None => high = middle,
         }
     }
-    Ok(Fit { largest: low, peak, limit: Limit::Memory })
+    Ok(Largest { largest: low, bytes, limit: Limit::Memory })
 }
 
 #[cfg(test)]
@@ -143,12 +206,12 @@ mod tests {
     #[test]
     fn the_search_finds_the_largest_that_fits() {
         for limit in [1, 2, 3, 7, 8, 9, 1000, 1 << 40] {
-            let fit = search("batch", limit * 10, u64::MAX, |n| product("cost", &[n, 10])).unwrap();
-            assert_eq!((fit.largest, fit.peak, fit.limit), (limit, limit * 10, Limit::Memory));
+            let fit = bisect("batch", limit * 10, u64::MAX, |n| product("cost", &[n, 10])).unwrap();
+            assert_eq!((fit.largest, fit.bytes, fit.limit), (limit, limit * 10, Limit::Memory));
         }
-        let capped = search("sequence", 1 << 40, 1000, Ok).unwrap();
+        let capped = bisect("sequence", 1 << 40, 1000, Ok).unwrap();
         assert_eq!((capped.largest, capped.limit), (1000, Limit::Positions));
-        let error = search("batch", 9, u64::MAX, |n| product("cost", &[n, 10])).unwrap_err().to_string();
+        let error = bisect("batch", 9, u64::MAX, |n| product("cost", &[n, 10])).unwrap_err().to_string();
         assert!(
             error.starts_with("no batch fits: the smallest needs 10 B and the device has 9 B;"),
             "{error}"

@@ -4,18 +4,24 @@
 //! answers questions before a GPU is rented:
 //!
 //! ```
-//! use accounting::estimate::{TrainingPlan, estimate};
+//! use accounting::candidates::{Allowed, Batch, Job};
 //! use accounting::decoder_flops::Workload;
+//! use accounting::offload::{Budget, Rates, sizes::Choices};
 //! use accounting::{fit, presets, quantity};
 //!
 //! let model = presets::find("qwen2.5-0.5b")?;
 //! assert_eq!(model.parameters()?, 494_032_768);
 //!
-//! let plan = TrainingPlan { work: Workload { batch: 8, sequence: 1024 }, ..TrainingPlan::default() };
-//! println!("peak: {}", quantity::bytes_text(estimate(&model, &plan)?.peak().total));
+//! // All weights, trained on a GPU with 24 GB.
+//! let batch = Batch { work: Workload { batch: 8, sequence: 1024 }, labelled: None };
+//! let job = Job::new(model, None, Choices::default(), batch, Rates::of_memory(25e9, 50e9, 1e12));
+//! let (allowed, budget) = (Allowed::default(), Budget { device: 24_000_000_000, host: None });
+//! let ways = job.search(&allowed, budget)?;
+//! let fastest = ways.chosen().expect("a way that fits");
+//! println!("{}: {} in the {}", fastest.name(), quantity::bytes_text(fastest.peak.total), fastest.peak.moment);
 //!
-//! let batch = fit::largest_batch(&model, &plan, 24_000_000_000)?;
-//! println!("largest batch on 24 GB: {}", batch.largest);
+//! let longest = fit::longest_row(&job, &allowed, budget)?;
+//! assert!(longest.largest > 1024);
 //! # Ok::<(), accounting::Error>(())
 //! ```
 //!
@@ -24,7 +30,9 @@
 //! | which values can a number format represent, how many bytes does a tensor take? | [`dtype`], [`float_format`] |
 //! | which tensors does a model have? | [`model`], [`parameters`], [`presets`], [`config`] |
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
-//! | how many bytes, where? | [`memory`], [`estimate`] |
+//! | how many bytes does a step of this project take, and which way to run it is the fastest that fits a budget? | [`candidates`] |
+//! | how many bytes are formats, state, logits and caches? | [`memory`] |
+//! | what does a step take by the formulas of the literature? | [`textbook`] |
 //! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
 //! | what does training adapters of a frozen base cost? | [`lora`] |
 //! | what fits? | [`fit`] |
@@ -32,7 +40,6 @@
 //! | which weights should be offloaded, and how long does a step take then? | [`offload`] |
 //! | what does each of several ranks hold and send? | [`sharding`] |
 //! | how long is a step on many GPUs, what bounds it, and what do failures cost? | [`scale`] |
-//! | which plan of a step is the fastest that fits a budget? | [`candidates`] |
 //! | how long does a training take? | [`hardware`], [`training_time`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
@@ -44,7 +51,6 @@ pub mod config;
 pub mod decoder_flops;
 pub mod dtype;
 mod error;
-pub mod estimate;
 mod exact;
 pub mod fit;
 pub mod float_format;
@@ -62,6 +68,7 @@ pub mod recompute;
 pub mod scale;
 pub mod sharding;
 pub mod swiglu;
+pub mod textbook;
 pub mod training_time;
 
 pub use dtype::Dtype;

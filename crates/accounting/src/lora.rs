@@ -40,8 +40,7 @@
 //!
 //! **FLOPs** are in [`flops`].
 //!
-//! Not modelled, and refused: families whose query, key and value are one projection, attention that keeps its probabilities,
-//! autocast, several devices, a host.
+//! Not modelled, and refused: families whose query, key and value are one projection, and attention that keeps its probabilities.
 
 pub mod flops;
 mod targets;
@@ -212,7 +211,7 @@ fn refusal(what: String, remedy: &str) -> Error {
 }
 
 /// Refuses adapters where they are not modelled.
-pub(crate) fn not_modelled(where_: &str, remedy: &str) -> Error {
+fn not_modelled(where_: &str, remedy: &str) -> Error {
     refusal(format!("adapters {where_} are not modelled"), remedy)
 }
 

@@ -1,31 +1,23 @@
-//! Memory of training and generation, part by part.
+//! The tensors of a step by subject: number formats, the optimizer's state, logits, the KV cache.
 //!
 //! | module | subject |
 //! |---|---|
 //! | [`recipe`] | number formats of parameters, master weights, gradients and activations |
-//! | [`optimizer`] | the optimizer's state, and the temporaries of its step |
-//! | [`zero`] | ZeRO's division of these three between devices |
-//! | [`activations`] | tensors that the forward keeps, by recomputation choice |
-//! | [`published`] | the formulas of Korthikanti et al. for these |
+//! | [`optimizer`] | the optimizer's state |
+//! | [`zero`] | the stages of ZeRO |
 //! | [`logits`] | logits and the temporaries of the loss |
 //! | [`vocabulary_parallel`] | the loss of ranks that share the vocabulary, and what they send |
-//! | [`working_set`] | temporaries of one block's backward, and of ZeRO's communication |
-//! | [`host`] | tensors on the host instead of the device |
 //! | [`kv_cache`] | keys and values of generation |
 //! | [`nf4`] | frozen weights of four bits |
 //!
-//! [`estimate`](crate::estimate) puts them together.
+//! A step as this project runs it is put together by [`candidates`](crate::candidates), one of a lecture by [`textbook`](crate::textbook).
 
-pub mod activations;
-pub mod host;
 pub mod kv_cache;
 pub mod logits;
 pub mod nf4;
 pub mod optimizer;
-pub mod published;
 pub mod recipe;
 pub mod vocabulary_parallel;
-pub mod working_set;
 pub mod zero;
 
 use crate::{Error, exact};

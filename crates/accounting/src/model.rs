@@ -206,23 +206,15 @@ impl Decoder {
         self.windows
     }
 
-    /// Refuses a model whose activations and peak are not modelled for rows of `sequence` tokens.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] with the family or the window.
-    pub fn check_activations(&self, sequence: u64) -> Result<(), Error> {
-        self.check_modelled(has_modelled_activations(self.family), sequence)
-    }
-
     /// Refuses a model the memory of whose passes is not modelled operation by operation for rows of `sequence` tokens.
     ///
     /// # Errors
-    /// As [`Decoder::check_activations`].
+    /// [`Error::Shape`] with the family or the window.
     pub fn check_passes(&self, sequence: u64) -> Result<(), Error> {
         self.check_modelled(has_modelled_passes(self.family), sequence)
     }
 
-    fn check_modelled(&self, is_modelled: bool, sequence: u64) -> Result<(), Error> {
+    pub(crate) fn check_modelled(&self, is_modelled: bool, sequence: u64) -> Result<(), Error> {
         let refuse = |what: String| {
             Err(Error::Shape {
                 what,
@@ -319,14 +311,6 @@ impl Decoder {
             _ => vec![Linear::new("lm_head", Part::Output, d, v, false)],
         }
     }
-}
-
-/// Returns whether the activations and the peak of a family's blocks are modelled, where no window is shorter than the sequence.
-pub const fn has_modelled_activations(family: Family) -> bool {
-    matches!(
-        family,
-        Family::Gpt2 | Family::Gpt2Like | Family::Qwen2 | Family::Llama | Family::Mistral | Family::SmolLm3
-    )
 }
 
 /// Returns whether the memory of the passes of a family's blocks is modelled operation by operation, as `models` runs them, where no window

@@ -62,7 +62,7 @@ pub use condition::{Condition, Direction, GEN3, GEN4, GEN5, GPUS, Gpu, gpu, leas
 pub use footprint::{Footprint, Moment};
 pub use plan::{Budget, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};
-pub use simulate::{SimulatedStep, simulate};
+pub use simulate::{SimulatedStep, moments, simulate};
 pub use step_costs::{ADAMW_STEP_BYTES, Fixed, Kept, Layer, Rates, StepCosts, WorkingMemory};
 pub use timeline::{Operation, Span, StreamKind};
 

@@ -27,9 +27,6 @@ pub enum NormKernel {
     /// `memory_efficient`; `runtime`'s norms on a CPU). Under autocast, where the product keeps its own copy, it equals
     /// [`NormKernel::Fused`].
     Output,
-    /// Composed of operations, as `rms_norm` is on a CPU in torch 2.11: the normalized input, before the weight, is
-    /// kept too.
-    Composed,
 }
 
 /// What is checkpointed.
@@ -70,20 +67,6 @@ impl AttentionKernel {
         match self {
             Self::Eager => "eager",
             Self::Flash => "flash",
-        }
-    }
-}
-
-impl NormKernel {
-    /// All kernels.
-    pub const ALL: [Self; 3] = [Self::Fused, Self::Output, Self::Composed];
-
-    /// Returns the name for [`FromStr`].
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Fused => "fused",
-            Self::Output => "fused-output",
-            Self::Composed => "composed",
         }
     }
 }
@@ -155,7 +138,6 @@ macro_rules! read_by_name {
 
 read_by_name!(
     AttentionKernel, "attention kernel";
-    NormKernel, "norm kernel";
     Recompute, "recomputation";
     SwigluLevel, "SwiGLU level"
 );

@@ -9,11 +9,21 @@ use crate::memory::Item;
 use crate::offload::sizes;
 use crate::offload::{
     Footprint, Layer, Method, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, StreamKind,
-    simulate,
+    moments, simulate,
 };
 
 /// A rate at which an update takes no time, for passes that none follows.
 const NO_UPDATE: f64 = 1e30;
+
+/// A pass as it is simulated.
+struct SimulatedPass {
+    costs: StepCosts,
+    step: SimulatedStep,
+    /// Bytes of gradients that are summed on the device.
+    summed: u64,
+    /// Bytes in host memory.
+    host_bytes: u64,
+}
 
 impl Job {
     /// Returns whether gradients of several passes are summed before an update: then those of all parameters exist during each.
@@ -22,7 +32,7 @@ impl Job {
     }
 
     /// The batch of the most positions.
-    pub(super) fn widest(&self) -> Batch {
+    pub(crate) fn widest(&self) -> Batch {
         let positions = |batch: &&Batch| batch.work.batch.saturating_mul(batch.work.sequence);
         self.largest.iter().max_by_key(positions).copied().unwrap_or(self.mean)
     }
@@ -90,21 +100,40 @@ impl Job {
     /// # Errors
     /// Those of [`simulate`]; a model whose activations are not modelled.
     pub fn evaluate(&self, placement: Placement, rows: Option<u64>) -> Result<Candidate, Error> {
-        let setup = placement.setup();
-        let rates = self.rates_of(&placement);
         let mut worst: Option<(Footprint, usize, u64)> = None;
         for (number, batch) in self.largest.iter().enumerate() {
-            let costs = self.costs_of(&placement, self.pass(*batch, rows))?;
-            let (peak, host) = self.peak(&placement, &setup, &rates, costs, self.is_accumulated(rows))?;
-            if worst.as_ref().is_none_or(|(found, ..)| peak.total > found.total) {
-                worst = Some((peak, number, host));
+            let pass = self.simulated(&placement, rows, *batch)?;
+            let peak = self.complete(pass.step.device.clone(), &pass)?;
+            if worst.as_ref().is_none_or(|(largest, ..)| peak.total > largest.total) {
+                worst = Some((peak, number, if self.on_cpu { 0 } else { pass.host_bytes }));
             }
         }
         let (peak, batch, host_bytes) = worst.ok_or(Error::Zero { what: "the number of batches" })?;
-        let seconds = self.seconds(&placement, &setup, &rates, rows)?;
+        let seconds = self.seconds(&placement, rows)?;
         let evaluation = self.evaluation.map(|batch| self.evaluation(&placement, batch)).transpose()?;
         let evaluation_bytes = evaluation.map_or(0, |peak| peak.total);
         Ok(Candidate { placement, rows, peak, batch, evaluation_bytes, host_bytes, seconds })
+    }
+
+    /// Returns what is on the device at every moment of a step, in their order; the largest is [`Candidate::peak`].
+    ///
+    /// # Errors
+    /// As [`Job::evaluate`].
+    pub fn moments(&self, candidate: &Candidate) -> Result<Vec<Footprint>, Error> {
+        let batch = self.largest.get(candidate.batch).copied().unwrap_or_else(|| self.widest());
+        let pass = self.simulated(&candidate.placement, candidate.rows, batch)?;
+        let footprints = moments(&pass.costs, &candidate.placement.setup(), &pass.step)?;
+        footprints.into_iter().map(|footprint| self.complete(footprint, &pass)).collect()
+    }
+
+    /// Returns the tensors that a layer keeps from its forward to its backward in the pass with the peak, if it keeps everything.
+    ///
+    /// # Errors
+    /// As [`Job::evaluate`].
+    pub fn kept_tensors(&self, candidate: &Candidate) -> Result<Vec<Item>, Error> {
+        let batch = self.largest.get(candidate.batch).copied().unwrap_or_else(|| self.widest());
+        let work = self.pass(batch, candidate.rows).work;
+        sizes::kept_tensors(&self.model, self.lora.as_ref(), work, &self.choices)
     }
 
     /// Predicts the peak of an evaluation between steps, on batches of this size: no gradient and no graph exist, the optimizer's
@@ -135,67 +164,79 @@ impl Job {
         Ok(peak)
     }
 
-    fn peak(
+    /// Simulates a pass over `batch`, the last of a step.
+    fn simulated(
         &self,
         placement: &Placement,
-        setup: &Setup,
-        rates: &Rates,
-        costs: StepCosts,
-        accumulated: bool,
-    ) -> Result<(Footprint, u64), Error> {
-        const WHAT: &str = "bytes of a step";
+        rows: Option<u64>,
+        batch: Batch,
+    ) -> Result<SimulatedPass, Error> {
+        let costs = self.costs_of(placement, self.pass(batch, rows))?;
+        let accumulated = self.is_accumulated(rows);
         let on_device = |layer: &usize| match placement {
             Placement::Resident(_) => true,
             Placement::Offloaded { resident, .. } => resident.contains(layer),
         };
         let (costs, summed) = if accumulated { with_sums(costs, &on_device)? } else { (costs, 0) };
-        let SimulatedStep { device: mut peak, mut host_bytes, .. } =
-            simulate(&costs, rates, setup, Start::Warm)?;
-        split_gradients(&mut peak, summed);
-        if let Placement::Offloaded { tier, resident, .. } = placement {
-            let streamed = costs.layers.iter().enumerate().filter(|(layer, _)| !resident.contains(layer));
-            let in_files = *tier == Tier::File;
-            let all_in_files = in_files && self.lora.is_none();
-            if all_in_files {
-                // All of them is pages of files, which the system writes and drops when memory is short.
-                let of = |layer: &Layer| sum(WHAT, [layer.slot_bytes, layer.state_bytes]);
-                let of_layers =
-                    streamed.clone().map(|(_, layer)| of(layer)).collect::<Result<Vec<_>, _>>()?;
-                host_bytes = host_bytes.saturating_sub(sum(WHAT, of_layers)?);
-            } else if in_files {
-                // The frozen weights are pages of files, which the system drops when memory is short.
-                let frozen = streamed.clone().map(|(_, layer)| layer.slot_bytes - layer.trainable_bytes);
-                host_bytes = host_bytes.saturating_sub(sum(WHAT, frozen)?);
+        let step = simulate(&costs, &self.rates_of(placement), &placement.setup(), Start::Warm)?;
+        let host_bytes = self.host_bytes(placement, &costs, step.host_bytes, accumulated)?;
+        Ok(SimulatedPass { costs, step, summed, host_bytes })
+    }
+
+    /// Bytes in host memory, `simulated` of them by the simulation: without pages of files, which the system drops when memory is short,
+    /// and with the gradients that wait for the norm of all, or are summed.
+    fn host_bytes(
+        &self,
+        placement: &Placement,
+        costs: &StepCosts,
+        simulated: u64,
+        accumulated: bool,
+    ) -> Result<u64, Error> {
+        const WHAT: &str = "bytes of a step";
+        let Placement::Offloaded { tier, resident, .. } = placement else { return Ok(simulated) };
+        let streamed = || {
+            let layers = costs.layers.iter().enumerate();
+            layers.filter(|(layer, _)| !resident.contains(layer)).map(|(_, layer)| layer)
+        };
+        let in_files = *tier == Tier::File;
+        let all_in_files = in_files && self.lora.is_none();
+        let files = match (in_files, all_in_files) {
+            (_, true) => {
+                let bytes = |layer: &Layer| sum(WHAT, [layer.slot_bytes, layer.state_bytes]);
+                sum(WHAT, streamed().map(bytes).collect::<Result<Vec<_>, _>>()?)?
             }
-            if costs.updates() && (accumulated || self.clips) && !all_in_files {
-                host_bytes =
-                    sum(WHAT, [host_bytes, sum(WHAT, streamed.map(|(_, layer)| layer.gradient_bytes))?])?;
-            }
+            // The frozen weights.
+            (true, false) => sum(WHAT, streamed().map(|layer| layer.slot_bytes - layer.trainable_bytes))?,
+            (false, false) => 0,
+        };
+        let gradients = match costs.updates() && (accumulated || self.clips) && !all_in_files {
+            true => sum(WHAT, streamed().map(|layer| layer.gradient_bytes))?,
+            false => 0,
+        };
+        sum(WHAT, [simulated.saturating_sub(files), gradients])
+    }
+
+    /// A footprint with the summed gradients apart from the optimizer's state, and on a CPU with what is in host memory.
+    fn complete(&self, mut footprint: Footprint, pass: &SimulatedPass) -> Result<Footprint, Error> {
+        split_gradients(&mut footprint, pass.summed);
+        if self.on_cpu && pass.host_bytes > 0 {
+            footprint.parts.push(Item { name: "offloaded layers", bytes: pass.host_bytes });
+            footprint.total = sum("bytes of a step", [footprint.total, pass.host_bytes])?;
         }
-        if self.on_cpu && host_bytes > 0 {
-            peak.parts.push(Item { name: "offloaded layers", bytes: host_bytes });
-            peak.total = sum(WHAT, [peak.total, host_bytes])?;
-            host_bytes = 0;
-        }
-        Ok((peak, host_bytes))
+        Ok(footprint)
     }
 
     /// Seconds of a step of mean batches.
-    fn seconds(
-        &self,
-        placement: &Placement,
-        setup: &Setup,
-        rates: &Rates,
-        rows: Option<u64>,
-    ) -> Result<f64, Error> {
+    fn seconds(&self, placement: &Placement, rows: Option<u64>) -> Result<f64, Error> {
+        let (setup, rates) = (placement.setup(), self.rates_of(placement));
         let costs = self.costs_of(placement, self.pass(self.mean, rows))?;
         let passes = self.passes(self.mean, rows);
-        let last = self.seconds_of(&simulate(&costs, rates, setup, Start::Warm)?);
+        let last = self.seconds_of(&simulate(&costs, &rates, &setup, Start::Warm)?);
         if passes == 1 {
             return Ok(last);
         }
-        let free = Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..*rates };
-        let pass = self.seconds_of(&simulate(&costs, &free, setup, Start::Warm)?);
+        let free = Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..rates };
+        let pass = self.seconds_of(&simulate(&costs, &free, &setup, Start::Warm)?);
         Ok((passes - 1) as f64 * pass + last)
     }
 }

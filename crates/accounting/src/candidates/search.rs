@@ -166,6 +166,31 @@ impl Job {
         Ok(Found { candidates: shown, chosen, budget })
     }
 
+    /// Returns the smallest candidate of each kind that is allowed, with the fewest rows: with all layers resident, and with as few as can
+    /// be in each tier.
+    pub(crate) fn smallest(&self, allowed: &Allowed) -> Result<Vec<Candidate>, Error> {
+        let rows = self.row_counts(allowed).pop().flatten();
+        let mut all = Vec::new();
+        match &allowed.layers {
+            None => {}
+            Some(Layers::Only(plan)) => all.push(self.evaluate(Placement::Resident(plan.clone()), rows)?),
+            Some(Layers::Any) => all.push(self.least_held(self.kept_options(), rows)?),
+        }
+        if let Some(OffloadedLayers { tiers, resident, keep, optimizer, .. }) = &allowed.offloaded {
+            for &tier in tiers {
+                let placement = Placement::Offloaded {
+                    tier,
+                    ring: 1,
+                    resident: resident.clone().unwrap_or_default(),
+                    keep: keep.clone().unwrap_or_default(),
+                    optimizer: *optimizer,
+                };
+                all.push(self.evaluate(placement, rows)?);
+            }
+        }
+        Ok(all)
+    }
+
     /// Returns the activation plans with the rows of `chosen` that take less and less memory, the fastest first, for a training whose memory is
     /// less than was planned for. No gradient's bit depends on which of them computes it.
     ///

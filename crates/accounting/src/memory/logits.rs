@@ -166,16 +166,6 @@ pub fn peak(
     Ok(items)
 }
 
-/// Lists what remains during the blocks' backward: logits that the caller still holds, or the gradient of the hidden states.
-pub fn held(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Result<Vec<Item>, Error> {
-    let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
-    let item = match loss.chunk() {
-        None => Item::new("logits", c, &[tokens, model.vocabulary])?,
-        Some(_) => Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?,
-    };
-    Ok(vec![item])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -42,18 +42,6 @@ pub enum Optimizer {
     Adam8bit,
 }
 
-/// The kernels of an optimizer's step. (Temporaries as in torch 2.11's `torch.optim`.)
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum StepKernel {
-    /// One kernel, in place.
-    Fused,
-    /// Operations over lists of all tensors (torch's default on a GPU): temporaries are as large as the model.
-    #[default]
-    Foreach,
-    /// Tensor by tensor: temporaries are as large as the largest tensor.
-    Loop,
-}
-
 impl Optimizer {
     /// All optimizers.
     pub const ALL: [Self; 7] =
@@ -118,42 +106,6 @@ impl Optimizer {
         }
         exact::sum(WHAT, bytes)
     }
-
-    /// Temporaries of a step, in copies of its tensors.
-    const fn step_copies(self) -> u64 {
-        match self {
-            Self::Sgd | Self::Momentum | Self::Adam8bit => 0,
-            // The square root of the second moment; AdaGrad's list form also allocates the scaled gradients.
-            Self::RmsProp | Self::Adam | Self::AdamW => 1,
-            Self::AdaGrad => 2,
-        }
-    }
-
-    /// Returns the temporary bytes of a step over `model`, with the state divided by `devices`.
-    pub fn step_bytes(
-        self,
-        model: &Decoder,
-        state: Dtype,
-        kernel: StepKernel,
-        devices: u64,
-    ) -> Result<u64, Error> {
-        let elements = match kernel {
-            StepKernel::Fused => 0,
-            StepKernel::Foreach => model.parameters()?.div_ceil(devices.max(1)),
-            StepKernel::Loop => {
-                let groups = model.tensor_groups()?;
-                let sizes: Result<Vec<u64>, Error> = groups.iter().map(|(_, t)| t.elements()).collect();
-                let share = model.parameters()?.div_ceil(devices.max(1));
-                sizes?.into_iter().max().unwrap_or(0).min(share)
-            }
-        };
-        self.step_bytes_of(elements, state)
-    }
-
-    /// Returns the temporary bytes of a step whose kernel works on `elements` elements at a time.
-    pub(crate) fn step_bytes_of(self, elements: u64, state: Dtype) -> Result<u64, Error> {
-        exact::product("bytes of the optimizer's step", &[self.step_copies(), state.bytes(elements)?])
-    }
 }
 
 impl FromStr for Optimizer {
@@ -164,31 +116,6 @@ impl FromStr for Optimizer {
             .into_iter()
             .find(|optimizer| optimizer.name().eq_ignore_ascii_case(text))
             .ok_or_else(|| Error::unknown("optimizer", text, Self::ALL.map(Self::name)))
-    }
-}
-
-impl StepKernel {
-    /// All kernels.
-    pub const ALL: [Self; 3] = [Self::Fused, Self::Foreach, Self::Loop];
-
-    /// Returns the name for [`FromStr`].
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Fused => "fused",
-            Self::Foreach => "foreach",
-            Self::Loop => "loop",
-        }
-    }
-}
-
-impl FromStr for StepKernel {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        Self::ALL
-            .into_iter()
-            .find(|kernel| kernel.name().eq_ignore_ascii_case(text))
-            .ok_or_else(|| Error::unknown("step kernel", text, Self::ALL.map(Self::name)))
     }
 }
 
@@ -213,18 +140,5 @@ mod tests {
         let large = n - small;
         // Every matrix is a multiple of 256 elements, the embedding's 50257 × 768 too.
         assert_eq!(state(Optimizer::Adam8bit), 2 * (large + large / 256 * 4) + 8 * small);
-    }
-
-    #[test]
-    fn temporaries_of_a_step() {
-        let model = presets::find("gpt2").unwrap();
-        let step = |optimizer: Optimizer, kernel, devices| {
-            optimizer.step_bytes(&model, Dtype::Fp32, kernel, devices).unwrap()
-        };
-        assert_eq!(step(Optimizer::AdamW, StepKernel::Fused, 1), 0);
-        assert_eq!(step(Optimizer::AdamW, StepKernel::Foreach, 1), 4 * 124_439_808);
-        assert_eq!(step(Optimizer::AdamW, StepKernel::Foreach, 8), 4 * 15_554_976);
-        assert_eq!(step(Optimizer::AdamW, StepKernel::Loop, 1), 4 * 50257 * 768);
-        assert_eq!(step(Optimizer::Sgd, StepKernel::Foreach, 1), 0);
     }
 }

@@ -123,12 +123,18 @@ fn base(costs: &StepCosts, setup: &Setup) -> Result<Vec<Item>, Error> {
     ])
 }
 
-pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Result<Footprint, Error> {
+/// Returns the largest of these footprints, the first of several.
+pub(super) fn peak(footprints: Vec<Footprint>) -> Footprint {
+    let larger = |peak: Footprint, other: Footprint| if other.total > peak.total { other } else { peak };
+    footprints.into_iter().fold(Footprint::default(), larger)
+}
+
+/// Returns what is on the device at every moment of a step, in their order.
+pub(super) fn footprints(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Result<Vec<Footprint>, Error> {
     let base = base(costs, setup)?;
     let kept = kept(costs, setup)?;
     let alive = gradients(costs, setup, spans);
-    let mut peak = Footprint::default();
-    for (moment, start) in moments(costs, setup, &kept, spans) {
+    let footprint = |(moment, start): (Moment, f64)| {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
         let (fixed, reducing) = match moment {
@@ -148,11 +154,9 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
         parts.extend(passing(costs, &kept, moment)?);
         parts.retain(|item| item.bytes > 0);
         let total = total(&parts)?;
-        if total > peak.total {
-            peak = Footprint { moment, parts, total };
-        }
-    }
-    Ok(peak)
+        Ok(Footprint { moment, parts, total })
+    };
+    moments(costs, setup, &kept, spans).into_iter().map(footprint).collect()
 }
 
 /// Returns what each layer keeps; `None` for its input.

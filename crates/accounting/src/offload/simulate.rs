@@ -1,6 +1,6 @@
 //! Simulates a step.
 
-use super::footprint::{Footprint, footprint, host_bytes};
+use super::footprint::{Footprint, footprints, host_bytes, peak};
 use super::schedule::run;
 use super::setup::{Setup, Start, check};
 use super::step_costs::{Rates, StepCosts};
@@ -91,7 +91,15 @@ pub fn simulate(
         host_bytes: 0,
     };
     step.idle_seconds = (step.seconds - step.busy(StreamKind::Compute)).max(0.0);
-    step.device = footprint(costs, setup, &step.spans)?;
+    step.device = peak(footprints(costs, setup, &step.spans)?);
     step.host_bytes = host_bytes(costs, setup, &step.spans)?;
     Ok(step)
+}
+
+/// Returns what is on the device at every moment of a simulated `step`, whose largest is [`SimulatedStep::device`].
+///
+/// # Errors
+/// As [`simulate`].
+pub fn moments(costs: &StepCosts, setup: &Setup, step: &SimulatedStep) -> Result<Vec<Footprint>, Error> {
+    footprints(costs, setup, &step.spans)
 }

@@ -18,7 +18,7 @@ use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
 use crate::memory::nf4;
 use crate::memory::recipe::Recipe;
-use crate::memory::{kv_cache, total};
+use crate::memory::{Item, kv_cache, total};
 use crate::model::{Decoder, Part};
 use crate::passes::block::{Block, BlockOptions, KeptPasses, Passes, Trained, kept_passes, passes};
 use crate::passes::head::{self, FIXED, HeadOptions, outside};
@@ -251,6 +251,20 @@ pub fn with_activation_plan(
         layer.kept = Some(LayerKept { bytes: held, forward_bytes: forward, backward_bytes: backward });
     }
     Ok(costs)
+}
+
+/// Returns the tensors that a layer in the middle of the model keeps from its forward to its backward, if it keeps everything.
+///
+/// # Errors
+/// As [`inference`].
+pub fn kept_tensors(
+    model: &Decoder,
+    lora: Option<&LowRank>,
+    work: Workload,
+    choices: &Choices,
+) -> Result<Vec<Item>, Error> {
+    let trained = lora.map_or(Trained::Everything, Trained::Adapters);
+    Ok(block_of(model, work, choices, trained)?.kept(true))
 }
 
 fn swiglu(model: &Decoder, work: Workload) -> Result<(), Error> {

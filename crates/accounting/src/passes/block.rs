@@ -36,7 +36,7 @@ use crate::model::{Decoder, Linear};
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
 
-pub(crate) use peaks::{KeptPasses, Passes, backward_bytes, kept_passes, passes, recomputed_bytes};
+pub(crate) use peaks::{KeptPasses, Passes, kept_passes, passes};
 
 /// What is trained in a block.
 #[derive(Clone, Copy, Debug)]

@@ -58,17 +58,6 @@ pub(crate) fn outside(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<
     Ok(items)
 }
 
-/// Returns the tensors of the loss over the labelled tokens without a gradient of the output matrix.
-pub(crate) fn frozen_loss(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
-    let HeadOptions { work, recipe, loss, .. } = *options;
-    if !matches!(loss, Loss::LinearCrossEntropy { .. }) {
-        let mut items = logits::peak(model, work, recipe, loss, options.labelled)?;
-        items.retain(|item| !item.name.ends_with("of the output matrix"));
-        return Ok(items);
-    }
-    chunked(model, options)
-}
-
 /// Returns the tensors of a loss over tiles of tokens, without those of the output matrix' gradient.
 fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
     let tokens = options.work.tokens()?;

@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use accounting::decoder_flops::{Recomputation, Workload, step};
-use accounting::estimate::{TrainingPlan, estimate};
-use accounting::memory::zero::{Sharding, ZeroStage};
+use accounting::memory::zero::ZeroStage;
 use accounting::model::{Family, Shape};
+use accounting::textbook::{self, OnHost};
 use accounting::{Decoder, config, presets};
 use expect_test::{Expect, expect};
 
@@ -179,10 +179,20 @@ fn invalid_workloads_are_refused() {
         flops(&llama, u64::MAX, 2),
         expect!["tokens of a step: 18446744073709551615 × 2 does not fit in 64 bits; give smaller sizes"],
     );
-    let plan = |batch| TrainingPlan { work: Workload { batch, sequence: 1024 }, ..TrainingPlan::default() };
+    let on_paper = |step: textbook::Step| textbook::memory(&llama, &step).unwrap_err();
+    let work = Workload { batch: 1 << 44, sequence: 1024 };
     check(
-        estimate(&llama, &plan(1 << 44)).unwrap_err(),
-        expect!["norm input: 18014398509481984 × 4096 does not fit in 64 bits; give smaller sizes"],
+        on_paper(textbook::Step { work, ..textbook::Step::default() }),
+        expect![
+            "bytes of a step on paper: 18014398509481984 × 4096 × 2 does not fit in 64 bits; give smaller sizes"
+        ],
+    );
+    let host = OnHost { block_inputs: true, ..OnHost::default() };
+    check(
+        on_paper(textbook::Step { host, ..textbook::Step::default() }),
+        expect![
+            "block inputs can be on the host only where blocks keep nothing else; recompute in full, or keep the activations on the device"
+        ],
     );
     check(
         ZeroStage::from_number(4).unwrap_err(),
@@ -191,7 +201,7 @@ fn invalid_workloads_are_refused() {
         ],
     );
     check(
-        Sharding::new(ZeroStage::Three, 0).unwrap_err(),
+        on_paper(textbook::Step { devices: 0, ..textbook::Step::default() }),
         expect!["the number of devices is 0; give a number of at least 1"],
     );
 }

@@ -214,3 +214,41 @@ fn a_plan_that_no_evaluation_fits_is_not_chosen() {
     assert!(matches!(offloaded.placement, Placement::Offloaded { .. }), "{offloaded:?}");
     assert!(offloaded.device_bytes() <= budget && found.fits(offloaded));
 }
+
+#[test]
+fn fewer_trained_weights_and_more_recomputation_reduce_bytes() {
+    let peak = |targets: Option<&str>, kept: LayerPlan, labelled| {
+        let lora = targets.map(|targets| LowRank { targets: targets.parse().unwrap(), ..LowRank::default() });
+        let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled };
+        let job = Job { lora, largest: vec![batch], mean: batch, accumulation: 1, ..job(false) };
+        let plan = vec![kept; job.model.layers as usize];
+        job.evaluate(Placement::Resident(plan), None).unwrap().peak.total
+    };
+    let (keep, recompute) = (LayerPlan::KeepAll, LayerPlan::RecomputeAll);
+    let peaks = [
+        peak(None, keep, None),
+        peak(Some("all"), keep, None),
+        peak(Some("q,k,v,o"), keep, None),
+        peak(Some("q,k,v,o"), keep, Some(1024)),
+        peak(Some("q,k,v,o"), recompute, Some(1024)),
+    ];
+    assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
+}
+
+/// The largest of a step's moments is the candidate's peak, wherever its layers are.
+#[test]
+fn the_peak_is_the_largest_moment() {
+    for (lora, bytes) in
+        [(true, ENOUGH), (true, 2 << 30), (true, 1 << 30), (false, 8 << 30), (false, 6 << 30)]
+    {
+        for candidate in search(&job(lora), &allowed(), bytes).candidates {
+            let moments = job(lora).moments(&candidate).unwrap();
+            let largest = moments.iter().max_by_key(|one| one.total).unwrap();
+            assert_eq!(largest.total, candidate.peak.total, "{}", candidate.name());
+            assert!(moments.contains(&candidate.peak), "{}", candidate.name());
+            for moment in &moments {
+                assert_eq!(moment.total, moment.parts.iter().map(|part| part.bytes).sum::<u64>());
+            }
+        }
+    }
+}

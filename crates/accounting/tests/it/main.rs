@@ -6,3 +6,4 @@ mod candidates;
 mod fixtures;
 mod offload;
 mod properties;
+mod textbook;

@@ -1,6 +1,5 @@
 //! `fused-ce memory`: the memory of a training step, part by part.
 
-use accounting::estimate::Part;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
@@ -34,12 +33,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
         let case = Case::new().with("loss", variant.to_string());
         let StepMemory { parameters, optimizer, gradients, activations, logits, peak, .. } = step;
         let predicted = predict(&sizes.model, variant, rows, device)?;
-        for (part, bytes, on_paper) in [
-            ("parameters", parameters, Part::Parameters),
-            ("optimizer state", optimizer, Part::OptimizerState),
-            ("gradients", gradients, Part::Gradients),
-            ("activations", activations, Part::Activations),
-            ("logits and loss", logits, Part::Logits),
+        for (part, bytes, predicted) in [
+            ("parameters", parameters, predicted.parameters),
+            ("optimizer state", optimizer, predicted.optimizer),
+            ("gradients", gradients, predicted.gradients),
+            ("activations", activations, predicted.activations),
+            ("logits and loss", logits, predicted.logits),
         ] {
             let case = case.clone().with("part", part);
             sink.put(
@@ -47,7 +46,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
                 &case,
                 vec![
                     Metric::exact("part_bytes", "B", bytes as f64),
-                    Metric::exact("predicted_bytes", "B", predicted.largest(on_paper) as f64),
+                    Metric::exact("predicted_bytes", "B", predicted as f64),
                 ],
             )?;
         }
@@ -56,7 +55,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
             &case,
             vec![
                 Metric::exact("peak_bytes", "B", peak as f64),
-                Metric::exact("predicted_peak_bytes", "B", predicted.peak().total as f64),
+                Metric::exact("predicted_peak_bytes", "B", predicted.peak as f64),
             ],
         )?;
         for (at, bytes) in thinned(&step.timeline, POINTS) {

@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, TrainingPlan, estimate};
+use accounting::activation_plan::LayerPlan;
+use accounting::candidates::{Batch, Job, Placement};
+use accounting::decoder_flops::Workload;
 use accounting::memory::recipe::Recipe;
-use accounting::recompute::{NormKernel, SwigluLevel};
+use accounting::offload::{Footprint, Moment, sizes::Choices};
+use accounting::recompute::NormKernel;
 use anyhow::Result;
+use frugal::planning::MachineRates;
 use models::DecoderConfig;
 use models::module::{Context, Input, LanguageModel, trainable};
 use runtime::autograd::Keep;
@@ -19,7 +22,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::training::{Variant, model};
 
-/// Bytes of a step's parts, as the allocator counted them.
+/// Bytes of a step's parts, as the allocator counted them or as they are predicted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct StepMemory {
     /// Of the parameters.
@@ -116,8 +119,7 @@ fn step(
     })
 }
 
-/// What `accounting` predicts of the same step, from the configuration and the chunks that the implementation takes. The loss of
-/// [`Variant::Original`] is that of a program that keeps its logits until the step ends, as one does that returns them.
+/// What `accounting` predicts of the same step, from the configuration and the chunks that the implementation takes.
 ///
 /// # Errors
 /// Sizes that it cannot count.
@@ -126,18 +128,36 @@ pub(crate) fn predict(
     variant: Variant,
     [rows, sequence]: [i64; 2],
     device: Device,
-) -> Result<Estimate> {
-    let decoder = accounting::Decoder::of(config)?;
-    let plan = TrainingPlan {
-        work: Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() },
+) -> Result<StepMemory> {
+    let model = accounting::Decoder::of(config)?;
+    let work = Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() };
+    let choices = Choices {
         recipe: Recipe::FP32,
-        recomputation: Recomputation { swiglu: SwigluLevel::SaveAll, ..Recomputation::default() },
         // On a CPU a norm keeps its output, which the next product keeps too.
         norm: if device.is_cuda() { NormKernel::Fused } else { NormKernel::Output },
         loss: variant.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?,
-        ..TrainingPlan::default()
+        ..Choices::default()
     };
-    Ok(estimate(&decoder, &plan)?)
+    let batch = Batch { work, labelled: None };
+    let rates = MachineRates::NOMINAL.transfers;
+    let job = Job { on_cpu: device == Device::Cpu, ..Job::new(model, None, choices, batch, rates) };
+    let plan = vec![LayerPlan::KeepAll; usize::try_from(config.num_hidden_layers)?];
+    let candidate = job.evaluate(Placement::Resident(plan), None)?;
+    let moments = job.moments(&candidate)?;
+    let at = |moment| moments.iter().find(|one| one.moment == moment).cloned().unwrap_or_default();
+    let (head, embedding) = (at(Moment::Head), at(Moment::Embedding));
+    let matrix = Recipe::FP32.gradients.bytes((config.vocab_size * config.hidden_size).unsigned_abs())?;
+    let sum = |one: &Footprint, parts: [&str; 2]| parts.map(|part| one.bytes(part)).iter().sum();
+    Ok(StepMemory {
+        parameters: sum(&head, ["fixed weights", "resident layers"]),
+        optimizer: head.bytes("optimizer state"),
+        gradients: sum(&embedding, ["fixed gradients", "layer gradients"]),
+        activations: head.bytes("kept activations"),
+        // The gradient of the head's weight is among the gradients.
+        logits: head.bytes("working memory").saturating_sub(matrix),
+        peak: candidate.peak.total,
+        ..StepMemory::default()
+    })
 }
 
 /// Looks at the allocator's count again and again from a thread of its own.

@@ -1,11 +1,11 @@
 //! `lora step`: a training step on a real model's shape, of adapters or of all weights, measured and predicted.
 
-use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{TrainingPlan as Budget, estimate};
+use accounting::candidates::{Batch, Job, Placement};
+use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
-use accounting::memory::optimizer::StepKernel;
-use accounting::recompute::{NormKernel, Recompute};
+use accounting::offload::sizes::Choices;
+use accounting::recompute::NormKernel;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use fused_ce::{Chunk, LinearCrossEntropy};
@@ -155,26 +155,29 @@ fn predict(
 ) -> anyhow::Result<u64> {
     let on_cpu = device == Device::Cpu;
     let size = |n: i64| u64::try_from(n).context("a size below 0");
-    let checkpoint = match method {
-        Method::Keep => Recompute::None,
-        Method::Recompute => Recompute::Full,
+    let kept = match method {
+        Method::Keep => LayerPlan::KeepAll,
+        Method::Recompute => LayerPlan::RecomputeAll,
     };
-    let budget = Budget {
-        work: Workload { batch: size(arguments.batch)?, sequence: size(arguments.sequence)? },
+    let choices = Choices {
         recipe: frugal::planning::recipe(kind),
-        recomputation: Recomputation { checkpoint, ..Recomputation::default() },
         norm: NormKernel::Output,
-        step: StepKernel::Fused,
         loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))?, whole: 0 },
-        labelled: Some(size(labelled)?),
-        lora: match train {
-            Trained::Adapters => Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
-            Trained::All => None,
-        },
         product_workspaces: runtime::device::product_workspaces(device)?,
-        ..Budget::default()
+        ..Choices::default()
     };
-    Ok(estimate(&accounting::Decoder::of(&shape.config()?)?, &budget)?.peak().total)
+    let lora = match train {
+        Trained::Adapters => Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
+        Trained::All => None,
+    };
+    let work = Workload { batch: size(arguments.batch)?, sequence: size(arguments.sequence)? };
+    let batch = Batch { work, labelled: Some(size(labelled)?) };
+    let model = accounting::Decoder::of(&shape.config()?)?;
+    let layers = size(shape.config()?.num_hidden_layers)?;
+    let rates = frugal::planning::MachineRates::NOMINAL.transfers;
+    let job = Job { on_cpu, ..Job::new(model, lora, choices, batch, rates) };
+    let plan = vec![kept; usize::try_from(layers)?];
+    Ok(job.evaluate(Placement::Resident(plan), None)?.peak.total)
 }
 
 fn name(method: Method) -> &'static str {

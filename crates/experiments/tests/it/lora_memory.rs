@@ -1,14 +1,14 @@
 //! What `accounting` says of a step that trains adapters is what the allocator counts. The counts are the
 //! whole process's, so no other test may run at the same time.
 
-use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, TrainingPlan, estimate};
+use accounting::candidates::{Batch, Candidate, Job, Placement};
+use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
 use accounting::memory::logits::Loss;
-use accounting::memory::optimizer::StepKernel;
 use accounting::memory::recipe::Recipe;
 use accounting::model::{Decoder, Family, Shape};
-use accounting::recompute::{NormKernel, Recompute};
+use accounting::offload::{Rates, sizes::Choices};
+use accounting::recompute::NormKernel;
 use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::LoraConfig;
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
@@ -111,21 +111,20 @@ fn packing(kind: Kind) -> u64 {
     if took > 0 { 3 * SHAPE.vocabulary * SHAPE.hidden * kind.elt_size_in_bytes() as u64 } else { 0 }
 }
 
-fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimate {
-    let checkpoint = if full { Recompute::Full } else { Recompute::None };
-    let tokens = (BATCH * SEQUENCE) as u64;
-    let plan = TrainingPlan {
-        work: Workload { batch: BATCH as u64, sequence: SEQUENCE as u64 },
-        recipe: if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 },
-        recomputation: Recomputation { checkpoint, ..Recomputation::default() },
+fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Candidate {
+    let work = Workload { batch: BATCH as u64, sequence: SEQUENCE as u64 };
+    let choices = Choices {
+        recipe: if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16_FP32_STATE },
         norm: NormKernel::Output,
-        step: StepKernel::Fused,
         loss: Loss::LinearCrossEntropy { tokens: CHUNK as u64, whole: 0 },
-        labelled: Some(tokens / 2),
-        lora: Some(LowRank { rank: RANK as u64, targets, dropout, on_cpu: true, ..LowRank::default() }),
-        ..TrainingPlan::default()
+        ..Choices::default()
     };
-    estimate(&Decoder::new(SHAPE).unwrap(), &plan).unwrap()
+    let lora = LowRank { rank: RANK as u64, targets, dropout, on_cpu: true, ..LowRank::default() };
+    let batch = Batch { work, labelled: Some((BATCH * SEQUENCE) as u64 / 2) };
+    let rates = Rates::of_memory(1e9, 1e9, 1e9);
+    let job = Job::new(Decoder::new(SHAPE).unwrap(), Some(lora), choices, batch, rates);
+    let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
+    job.evaluate(Placement::Resident(vec![plan; SHAPE.layers as usize]), None).unwrap()
 }
 
 #[test]
@@ -145,15 +144,16 @@ fn the_peak_of_a_step_is_the_one_predicted() {
         for (kind, full) in others {
             let case = format!("{names:?}, dropout {dropout}, {kind:?}, recomputed {full}");
             let [peak, states] = measured(names, dropout, kind, full);
-            let estimate = predicted(targets, dropout > 0.0, kind, full);
-            let expected = estimate.peak();
+            let expected = predicted(targets, dropout > 0.0, kind, full).peak;
             let packing = packing(kind);
             let share = |found: u64, expected: u64| found as f64 / expected as f64 - 1.0;
             let within = share(peak, expected.total) > -0.05 && share(peak, expected.total + packing) < 0.05;
             assert!(within, "{case}: {peak} of {expected:?}");
             // The base is as large as the rest: what comes and goes is to be right by itself. A block that runs again has
             // three or four more [n, d] at hand than the prediction counts (its output, and what hands gradients over).
-            let stay = estimate.states.parameters + estimate.states.optimizer;
+            let stay =
+                ["fixed weights", "resident layers", "optimizer state"].map(|part| expected.bytes(part));
+            let stay: u64 = stay.into_iter().sum();
             let moving = |packing: u64| share(peak - states, expected.total - stay + packing);
             let allowed = if full { 0.2 } else { 0.1 };
             let within = moving(0) > -allowed && moving(packing) < allowed;

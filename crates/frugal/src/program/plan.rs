@@ -28,8 +28,8 @@ Examples:
   frugal plan --model qwen2.5-7b --budget 10GiB
   frugal plan --model qwen2.5-7b --budget 10GiB --hardware rtx4090 --length 2048
   frugal plan --model qwen2.5-7b --method full --hardware h100 --ranks 32 --nodes 4 --network 368GB
-  frugal plan fit --model path/to/config.json --activations recompute --budget 24GiB
-  frugal plan memory --model gpt2 --batch-size 8 --hardware rtx4090
+  frugal plan fit --model path/to/config.json --budget 24GiB
+  frugal plan memory --model qwen2.5-0.5b --method full --batch-size 8 --hardware rtx4090
   frugal plan flops --model llama-3-8b --length 8192
   frugal plan time --parameters 70B --tokens 15T --hardware h100 --ranks 1024"
 )]
@@ -45,7 +45,7 @@ pub(crate) struct Plan {
 enum Question {
     /// The largest batch, the longest row and the largest model that fit a device
     Fit(fit::Fit),
-    /// The memory of a training step on one device, part by part
+    /// The memory of the chosen way to run a step, part by part
     Memory(memory::Memory),
     /// The FLOPs of a training step, product by product, and the error of 6·N·D
     Flops(flops::FlopsArgs),
@@ -66,8 +66,8 @@ struct Answer {
 pub(crate) fn run(common: &Common, arguments: &Plan) -> anyhow::Result<()> {
     let answer = match &arguments.question {
         None => return step::run(common, &arguments.step),
-        Some(Question::Fit(arguments)) => arguments.answer()?,
-        Some(Question::Memory(arguments)) => arguments.answer()?,
+        Some(Question::Fit(arguments)) => arguments.answer(common)?,
+        Some(Question::Memory(arguments)) => arguments.answer(common)?,
         Some(Question::Flops(arguments)) => arguments.answer()?,
         Some(Question::KvCache(arguments)) => arguments.answer()?,
         Some(Question::Time(arguments)) => arguments.answer()?,

@@ -1,10 +1,10 @@
 use super::*;
-use crate::estimate::{TrainingPlan, estimate};
+use crate::lora::Targets;
 use crate::memory::logits::Loss;
-use crate::memory::optimizer::StepKernel;
 use crate::offload::{self, Method, OptimizerPlace, Rates, Setup, Start, simulate};
 use crate::presets;
 use crate::recompute::SwigluLevel;
+use crate::textbook;
 
 const RATES: Rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
 
@@ -47,14 +47,14 @@ fn generation_is_bound_by_the_link() {
     assert!((all - (13.05e9 + 1.09e9) / 1e12).abs() < 1e-4, "{all}");
 }
 
-/// All-resident training compared with [`estimate`], which assumes a framework's kernels and that a block's gradients exist
+/// All-resident training compared with [`textbook`], which assumes a framework's kernels and that a block's gradients exist
 /// from the beginning: with recomputation it is the larger one, at the backward of the first block.
 #[test]
-fn a_resident_step_matches_the_estimate() {
+fn a_resident_step_matches_the_textbook() {
     let model = presets::find("qwen2.5-0.5b").unwrap();
     let choices = Choices {
         loss: Loss::LinearCrossEntropy { tokens: 64, whole: 0 },
-        norm: NormKernel::Output,
+        norm: NormKernel::Fused,
         ..Choices::default()
     };
     for (recompute, sequence) in [(true, 256), (false, 2048)] {
@@ -64,7 +64,7 @@ fn a_resident_step_matches_the_estimate() {
         let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Device };
         let step = simulate(&costs, &RATES, &setup, Start::Warm).unwrap();
         let checkpoint = if recompute { Recompute::Full } else { Recompute::None };
-        let plan = TrainingPlan {
+        let on_paper = textbook::Step {
             work,
             recipe: choices.recipe,
             optimizer: choices.optimizer,
@@ -74,12 +74,11 @@ fn a_resident_step_matches_the_estimate() {
                 swiglu: SwigluLevel::SaveAll,
                 ..Recomputation::default()
             },
-            norm: choices.norm,
             loss: choices.loss,
-            step: StepKernel::Fused,
-            ..TrainingPlan::default()
+            fused_optimizer: true,
+            ..textbook::Step::default()
         };
-        let wanted = estimate(&model, &plan).unwrap();
+        let wanted = textbook::memory(&model, &on_paper).unwrap();
         let ratio = step.device.total as f64 / wanted.peak().total as f64;
         assert!((0.95..=1.005).contains(&ratio), "{ratio}: {:?} of {:?}", step.device, wanted.peak());
     }
@@ -102,4 +101,36 @@ fn adapter_bytes_match_a_manual_count() {
     let ratio = layer.backward_seconds / layer.forward_seconds;
     assert!((1.95..2.15).contains(&ratio), "{ratio}");
     assert!(inference(&presets::find("gpt2").unwrap(), work, &choices).is_err());
+}
+
+#[test]
+fn adapters_that_are_not_modelled_are_refused_by_name() {
+    let message = |model: &str, lora: LowRank, labelled| {
+        let (model, work) = (presets::find(model).unwrap(), Workload { batch: 1, sequence: 1024 });
+        adapters(&model, &lora, work, labelled, &Choices::default()).unwrap_err().to_string()
+    };
+    let qwen = "qwen2.5-0.5b";
+    let lora = LowRank::default();
+    assert!(message("gpt2", lora, None).starts_with("gpt2 has no projections q, k, v, o"));
+    assert!(message(qwen, LowRank { rank: 0, ..lora }, None).contains("rank of the adapters is 0"));
+    assert!(message(qwen, LowRank { targets: Targets::NONE, ..lora }, None).contains("no projection"));
+    assert!(message(qwen, lora, Some(1025)).contains("1025 labelled tokens"));
+}
+
+/// Qwen2.5-0.5B in bf16, q, k, v and o with rank 8, counted manually per token of a block: two norms' outputs, queries and
+/// output of 896, keys and values of 128, gate and up of 4864 in 2 bytes; a log-sum-exp for each of 14 heads, two statistics
+/// and four u of 8 in 4 bytes.
+#[test]
+fn kept_bytes_of_adapters_match_a_manual_count() {
+    let model = presets::find("qwen2.5-0.5b").unwrap();
+    let choices = Choices { recipe: Recipe::BF16, norm: NormKernel::Output, ..Choices::default() };
+    let work = Workload { batch: 2, sequence: 256 };
+    let block = 2 * (2 * 896 + 2 * 896 + 2 * 128 + 2 * 4864) + 4 * (14 + 2 + 4 * 8);
+    let lora = LowRank::default();
+    let costs = adapters(&model, &lora, work, None, &choices).unwrap();
+    assert_eq!(costs.working.kept.unwrap().bytes, 512 * block);
+    let kept = kept_tensors(&model, Some(&lora), work, &choices).unwrap();
+    assert_eq!(total(&kept).unwrap(), 512 * block);
+    // Tokens and labels, and the rotary table.
+    assert_eq!(costs.working.constant_bytes, 512 * 16 + 32768 * 64 * 4);
 }

@@ -7,7 +7,7 @@ use crate::passes::PeakTracker;
 use crate::{Error, exact};
 
 /// Returns the peak of a block's backward beyond what is kept, with the gradient of the output.
-pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
+fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     let kept = exact::sum("bytes of a block", block.kept(input).iter().map(|item| item.bytes))?;
     tracker.make(kept);
@@ -17,7 +17,7 @@ pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
 }
 
 /// Returns the same for a recomputed block, which keeps only its input.
-pub(crate) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
+fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     // The gradient of the output is there first; the second output is live until the backward is done.
     tracker.make(block.narrow);

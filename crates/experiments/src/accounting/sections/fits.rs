@@ -1,12 +1,11 @@
 //! The inverse questions on known devices.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::TrainingPlan;
-use accounting::fit::{largest_batch, largest_model, longest_sequence};
+use accounting::fit::{bisect, scaled};
 use accounting::memory::logits::Loss;
-use accounting::memory::optimizer::StepKernel;
 use accounting::recompute::{Recompute, SwigluLevel};
-use accounting::{Error, hardware, presets};
+use accounting::textbook::{Step, memory};
+use accounting::{Decoder, Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
@@ -18,29 +17,29 @@ pub(crate) fn fits(
     devices: &[&str],
     environment: &Environment,
 ) -> Result<Vec<Record>, Error> {
-    let plain = TrainingPlan { work: Workload { batch: 1, sequence: 1024 }, ..TrainingPlan::default() };
+    let plain = Step { work: Workload { batch: 1, sequence: 1024 }, ..Step::default() };
     let recomputation = Recomputation {
         checkpoint: Recompute::Full,
         swiglu: SwigluLevel::InputOnly,
         ..Recomputation::default()
     };
-    let frugal = TrainingPlan {
+    let frugal = Step {
         recomputation,
         loss: Loss::LinearCrossEntropy { tokens: 1024, whole: 0 },
-        step: StepKernel::Fused,
+        fused_optimizer: true,
         ..plain
     };
     let mut records = Vec::new();
     for device in devices {
-        let memory = hardware::find(device)?.memory;
+        let available = hardware::find(device)?.memory;
         for name in models {
             let model = presets::find(name)?;
             for (label, plan) in [("keep everything", plain), ("frugal", frugal)] {
                 let case = Case::new().with("device", *device).with("model", *name).with("plan", label);
-                let batch = largest_batch(&model, &plan, memory).map(|fit| fit.largest as f64);
-                let sequence = longest_sequence(&model, &plan, memory).map(|fit| fit.largest as f64);
+                let batch = largest_batch(&model, &plan, available).map(|batch| batch as f64);
+                let sequence = longest_sequence(&model, &plan, available).map(|tokens| tokens as f64);
                 let parameters =
-                    largest_model(&model, &plan, memory).and_then(|fit| Ok(fit.largest.parameters()? as f64));
+                    largest_model(&model, &plan, available).and_then(|model| Ok(model.parameters()? as f64));
                 let answers = [
                     ("largest_batch", "count", batch),
                     ("longest_sequence", "count", sequence),
@@ -60,4 +59,26 @@ pub(crate) fn fits(
         }
     }
     Ok(records)
+}
+
+/// Bytes at the peak.
+fn peak(model: &Decoder, step: &Step) -> Result<u64, Error> {
+    Ok(memory(model, step)?.peak().total)
+}
+
+fn largest_batch(model: &Decoder, step: &Step, available: u64) -> Result<u64, Error> {
+    let sized = |batch| Step { work: Workload { batch, ..step.work }, ..*step };
+    Ok(bisect("batch", available, u64::MAX, |batch| peak(model, &sized(batch)))?.largest)
+}
+
+/// The longest sequence of a step of `model` in `available` bytes. Learned positions are a limit too.
+pub(super) fn longest_sequence(model: &Decoder, step: &Step, available: u64) -> Result<u64, Error> {
+    let positions = if model.family.has_learned_positions() { model.context } else { u64::MAX };
+    let sized = |sequence| Step { work: Workload { sequence, ..step.work }, ..*step };
+    Ok(bisect("sequence", available, positions, |sequence| peak(model, &sized(sequence)))?.largest)
+}
+
+fn largest_model(template: &Decoder, step: &Step, available: u64) -> Result<Decoder, Error> {
+    let found = bisect("model", available, u64::MAX, |n| peak(&scaled(template, n)?, step))?;
+    scaled(template, found.largest)
 }

@@ -1,21 +1,19 @@
 //! Long sequences on one card, on paper: which terms remain as techniques come together, and how long a sequence fits.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, Moment, Part, TrainingPlan, estimate};
-use accounting::fit::longest_sequence;
-use accounting::memory::host::OnHost;
 use accounting::memory::logits::{self, Loss};
-use accounting::memory::optimizer::StepKernel;
 use accounting::memory::recipe::Recipe;
 use accounting::memory::total;
 use accounting::memory::vocabulary_parallel::{rank_bytes, ring_sends};
-use accounting::memory::working_set::block_backward;
-use accounting::memory::zero::{Sharding, ZeroStage};
+use accounting::memory::zero::ZeroStage;
 use accounting::model::Decoder;
+use accounting::offload::Moment;
 use accounting::recompute::{Recompute, SwigluLevel};
+use accounting::textbook::{Memory, OnHost, Step, memory};
 use accounting::{Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
 
+use super::fits::longest_sequence;
 use super::record;
 
 const MODEL: &str = "llama-3-8b";
@@ -46,8 +44,8 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
     }
     for (sequence, is_fused, published) in PUBLISHED {
         let loss = if is_fused { FUSED } else { Loss::Eager };
-        let plan = TrainingPlan { loss, ..assignment(sequence) };
-        let ours = estimate(&model, &plan)?.peak().total as f64;
+        let plan = Step { loss, ..assignment(sequence) };
+        let ours = memory(&model, &plan)?.peak().total as f64;
         let label = SEQUENCES.iter().find(|(tokens, _)| *tokens == sequence).map_or("", |(_, label)| label);
         let case = Case::new()
             .with("shows", "published")
@@ -65,10 +63,10 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
     for (case, metrics) in two_gpus(&model)? {
         metrics.into_iter().for_each(|metric| put(&case, metric));
     }
-    let memory = hardware::find(CARD)?.memory;
+    let available = hardware::find(CARD)?.memory;
     for (case, plan) in combinations()? {
-        let metric = match longest_sequence(&model, &plan, memory) {
-            Ok(fit) => Metric::exact("longest_sequence", "count", fit.largest as f64),
+        let metric = match longest_sequence(&model, &plan, available) {
+            Ok(tokens) => Metric::exact("longest_sequence", "count", tokens as f64),
             Err(Error::NothingFits { needed, .. }) => {
                 Metric::not_measured("longest_sequence", "count", &format!("one token needs {needed}"))
             }
@@ -80,22 +78,22 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
 }
 
 /// bf16 with fp32 master weights, AdamW, model states on the host, flash attention; what the assignment profiles.
-fn assignment(sequence: u64) -> TrainingPlan {
-    TrainingPlan {
+fn assignment(sequence: u64) -> Step {
+    Step {
         work: Workload { batch: 1, sequence },
         recomputation: Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() },
         host: OnHost { block_inputs: true, ..ALL_STATES },
-        ..TrainingPlan::default()
+        ..Step::default()
     }
 }
 
 /// From nothing but a flash kernel to everything, one technique more at each step.
-fn series(sequence: u64) -> Vec<(&'static str, TrainingPlan)> {
-    let device = TrainingPlan { work: Workload { batch: 1, sequence }, ..TrainingPlan::default() };
-    let states = TrainingPlan { host: ALL_STATES, ..device };
-    let recompute = TrainingPlan { recomputation: assignment(sequence).recomputation, ..states };
+fn series(sequence: u64) -> Vec<(&'static str, Step)> {
+    let device = Step { work: Workload { batch: 1, sequence }, ..Step::default() };
+    let states = Step { host: ALL_STATES, ..device };
+    let recompute = Step { recomputation: assignment(sequence).recomputation, ..states };
     let inputs = assignment(sequence);
-    let fused = TrainingPlan { loss: FUSED, ..inputs };
+    let fused = Step { loss: FUSED, ..inputs };
     let recomputation = Recomputation { swiglu: SwigluLevel::InputOnly, ..inputs.recomputation };
     vec![
         ("1 all on the device", device),
@@ -103,53 +101,48 @@ fn series(sequence: u64) -> Vec<(&'static str, TrainingPlan)> {
         ("3 + full recomputation", recompute),
         ("4 + block inputs on the host", inputs),
         ("5 + fused loss", fused),
-        ("6 + SwiGLU input-only", TrainingPlan { recomputation, ..fused }),
+        ("6 + SwiGLU input-only", Step { recomputation, ..fused }),
     ]
 }
 
 /// The parts of the peak, the temporaries split by what they are; and the largest that logits, activations and the
 /// optimizer each take at any moment.
-fn terms(model: &Decoder, plan: &TrainingPlan) -> Result<Vec<Metric>, Error> {
-    let found = estimate(model, plan)?;
+fn terms(model: &Decoder, plan: &Step) -> Result<Vec<Metric>, Error> {
+    let found = memory(model, plan)?;
     let peak = found.peak();
-    let one_block = match peak.moment {
-        Moment::LastBlock | Moment::FirstBlock => {
-            total(&block_backward(model, plan.work, &plan.activation_choices())?)?
-        }
-        _ => 0,
-    };
-    let states = [Part::Parameters, Part::MasterWeights, Part::OptimizerState, Part::Gradients];
+    let one_block = if matches!(peak.moment, Moment::Backward(_)) { found.block_backward } else { 0 };
+    let states = ["parameters", "master weights", "optimizer state", "gradients"];
     let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
     let mut total = bytes("peak_bytes", peak.total);
-    total.note = Some(format!("at the {}", peak.moment.name()));
+    total.note = Some(format!("at the {}", peak.moment));
     Ok(vec![
         bytes("model_states_bytes", states.map(|part| peak.bytes(part)).into_iter().sum()),
-        bytes("in_transfer_bytes", peak.bytes(Part::Temporaries) - one_block),
-        bytes("activations_bytes", peak.bytes(Part::Activations)),
-        bytes("logits_and_loss_bytes", peak.bytes(Part::Logits)),
+        bytes("in_transfer_bytes", peak.bytes("temporaries") - one_block),
+        bytes("activations_bytes", peak.bytes("activations")),
+        bytes("logits_and_loss_bytes", peak.bytes("logits and loss")),
         bytes("one_block_bytes", one_block),
         total,
         bytes("host_bytes", found.host_bytes),
-        bytes("largest_logits_bytes", found.largest(Part::Logits)),
+        bytes("largest_logits_bytes", found.largest("logits and loss")),
         bytes("largest_activations_bytes", largest_of_the_blocks(&found)),
         bytes("largest_optimizer_bytes", optimizer(&found)),
     ])
 }
 
 /// Activations with what exists for a moment in a block's backward, at the moment when they are largest together.
-fn largest_of_the_blocks(estimate: &Estimate) -> u64 {
-    let moments = [Moment::Loss, Moment::LastBlock, Moment::FirstBlock, Moment::Embedding];
-    let bytes = |moment| {
-        let budget = estimate.at(moment);
-        budget.bytes(Part::Activations) + budget.bytes(Part::Temporaries)
-    };
-    moments.map(bytes).into_iter().max().unwrap_or(0)
+fn largest_of_the_blocks(memory: &Memory) -> u64 {
+    let before_the_step = &memory.moments[..4];
+    let bytes =
+        before_the_step.iter().map(|moment| moment.bytes("activations") + moment.bytes("temporaries"));
+    bytes.max().unwrap_or(0)
 }
 
 /// Master weights, state, and the step's own.
-fn optimizer(estimate: &Estimate) -> u64 {
-    let step = estimate.at(Moment::Step);
-    [Part::MasterWeights, Part::OptimizerState, Part::Temporaries].map(|part| step.bytes(part)).iter().sum()
+fn optimizer(memory: &Memory) -> u64 {
+    ["master weights", "optimizer state", "temporaries"]
+        .map(|part| memory.moments[4].bytes(part))
+        .iter()
+        .sum()
 }
 
 /// The assignment's second profile: four sequences of 20480 tokens on two GPUs, by what each rank has of them.
@@ -165,20 +158,21 @@ fn two_gpus(model: &Decoder) -> Result<Vec<(Case, Vec<Metric>)>, Error> {
     let [whole, half] = [1, RANKS].map(|ranks| rank_bytes(model, all, &recipe, TILE, ranks));
     let (whole, half) = (whole?, half?);
     let mut rows = Vec::new();
-    for (ranks, work, sharding) in [
-        ("one rank: all sequences", all, Sharding::default()),
+    for (ranks, work, stage, devices) in [
+        ("one rank: all sequences", all, ZeroStage::Zero, 1),
         (
             "data parallel: half of the sequences",
             Workload { batch: all.batch / RANKS, ..all },
-            Sharding::new(ZeroStage::Three, RANKS)?,
+            ZeroStage::Three,
+            RANKS,
         ),
     ] {
         for loss in [Loss::Eager, FUSED] {
-            let plan = TrainingPlan { work, loss, sharding, ..assignment(all.sequence) };
-            let found = estimate(model, &plan)?;
+            let plan = Step { work, loss, stage, devices, ..assignment(all.sequence) };
+            let found = memory(model, &plan)?;
             let metrics = vec![
                 bytes("logits_and_loss_bytes", total(&logits::peak(model, work, &recipe, loss, None)?)?),
-                bytes("sent_for_the_loss_bytes", ring_sends(whole.matrix_gradient, sharding.devices)?),
+                bytes("sent_for_the_loss_bytes", ring_sends(whole.matrix_gradient, devices)?),
                 bytes("peak_bytes", found.peak().total),
             ];
             rows.push((case(ranks, if loss == Loss::Eager { "eager" } else { "fused" }), metrics));
@@ -204,7 +198,7 @@ const STATES: [(&str, Recipe, OnHost); 4] = [
 ];
 
 /// One combination of the techniques: its names, and the plan for one token.
-fn combinations() -> Result<Vec<(Case, TrainingPlan)>, Error> {
+fn combinations() -> Result<Vec<(Case, Step)>, Error> {
     let mut all = Vec::new();
     for (states, recipe, host) in STATES {
         for (checkpointing, checkpoint, block_inputs) in [
@@ -220,15 +214,15 @@ fn combinations() -> Result<Vec<(Case, TrainingPlan)>, Error> {
                         .with("checkpointing", checkpointing)
                         .with("loss", loss)
                         .with("swiglu", swiglu.name());
-                    let plan = TrainingPlan {
+                    let plan = Step {
                         work: Workload { batch: 1, sequence: 1 },
                         recipe,
                         // A list of tensors at once would need another 16 GB of the device.
-                        step: StepKernel::Fused,
+                        fused_optimizer: true,
                         recomputation: Recomputation { checkpoint, swiglu, ..Recomputation::default() },
                         loss: Loss::from_name(loss, 1024)?,
                         host: OnHost { block_inputs, ..host },
-                        ..TrainingPlan::default()
+                        ..Step::default()
                     };
                     all.push((case, plan));
                 }

@@ -4,10 +4,11 @@
 //! the last one. `error_in_half_units` is the difference in such halves; for an exact integer it is 0 or it is wrong.
 
 use accounting::decoder_flops::{Recomputation, Workload, step};
+use accounting::memory::kv_cache;
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
-use accounting::memory::{kv_cache, published as korthikanti};
 use accounting::recompute::Recompute;
+use accounting::textbook::korthikanti;
 use accounting::training_time::{Run, SECONDS_PER_DAY, naive_largest_model, promised_flops, six_n_d};
 use accounting::{Dtype, Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
@@ -172,7 +173,7 @@ fn numbers() -> Result<Vec<Figure>, Error> {
     const KORTHIKANTI: &str = "Korthikanti et al. 2022";
     let core = |heads, hidden| -> Result<f64, Error> {
         let work = Workload { batch: 1, sequence: 2048 };
-        let block = |choice| korthikanti::block_bytes(work, hidden, heads, choice);
+        let block = |choice| korthikanti(work, hidden, heads, choice);
         Ok(100.0 * (1.0 - block(Recompute::Selective)? as f64 / block(Recompute::None)? as f64))
     };
     let limit = |dtype: Dtype| dtype.limits().max;

@@ -1,71 +1,70 @@
 //! `frugal plan fit`
 
-use accounting::fit::{Limit, largest_batch, largest_model, longest_sequence};
+use accounting::fit::{Fit as Fitting, Limit, largest_batch, largest_model, longest_row};
 use accounting::quantity::{bytes_text, count_text, grouped};
 use accounting::{Decoder, Error};
 use serde_json::{Value, json};
 
 use super::Answer;
-use super::model_args::ModelArgs;
-use super::step_args::{DeviceMemoryArgs, TrainingArgs, plan_text};
+use super::step::{StepArgs, Ways, training_ways};
 use super::table::table;
+use crate::program::Common;
 
 #[derive(clap::Args)]
 pub(crate) struct Fit {
     #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    training: TrainingArgs,
-    #[command(flatten)]
-    device: DeviceMemoryArgs,
+    step: StepArgs,
 }
 
 /// A question and its answer.
 struct Row {
     question: &'static str,
     name: &'static str,
-    found: Result<Found, String>,
+    answer: Result<Largest, String>,
 }
 
-struct Found {
+struct Largest {
     text: String,
     value: u64,
     peak: u64,
+    way: String,
     limit: Limit,
     details: Value,
 }
 
+impl Largest {
+    fn new<T>(fit: &Fitting<T>, text: String, value: u64, details: Value) -> Self {
+        let Fitting { candidate, limit, .. } = fit;
+        Self { text, value, peak: candidate.device_bytes(), way: candidate.name(), limit: *limit, details }
+    }
+}
+
 impl Fit {
-    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
-        let model = self.model.decoder()?;
-        let plan = self.training.plan(&model)?;
-        let Some(available) = self.device.bytes() else {
-            anyhow::bail!("there is no memory limit; give --budget, for example 24GiB, or --hardware");
-        };
-        let number = |fit: accounting::fit::Fit<u64>| Found {
-            text: grouped(fit.largest.into()),
-            value: fit.largest,
-            peak: fit.peak,
-            limit: fit.limit,
-            details: Value::Null,
+    pub(crate) fn answer(&self, common: &Common) -> anyhow::Result<Answer> {
+        let (planned, Ways { job, allowed, found, .. }) = training_ways(common, &self.step)?;
+        let (model, budget) = (&planned.model, found.budget);
+        // Of a row's tokens, the last is only predicted where the data say so.
+        let unread = planned.work.sequence.saturating_sub(job.mean.work.sequence);
+        let number = |fit: Fitting<u64>, more: u64| {
+            let value = fit.largest + more;
+            Largest::new(&fit, grouped(value.into()), value, Value::Null)
         };
         let rows = [
             Row {
-                question: "largest batch",
+                question: "largest batch, its rows at once",
                 name: "largest_batch",
-                found: possible(largest_batch(&model, &plan, available).map(number))?,
+                answer: possible(largest_batch(&job, &allowed, budget).map(|fit| number(fit, 0)))?,
             },
             Row {
                 question: "longest row",
                 name: "longest_row",
-                found: possible(longest_sequence(&model, &plan, available).map(number))?,
+                answer: possible(longest_row(&job, &allowed, budget).map(|fit| number(fit, unread)))?,
             },
             Row {
                 question: "largest model of the family",
                 name: "largest_model_parameters",
-                found: possible(largest_model(&model, &plan, available).and_then(|fit| {
+                answer: possible(largest_model(&job, &allowed, budget).and_then(|fit| {
                     let value = fit.largest.parameters()?;
-                    let text = describe(&fit.largest, value);
                     let details = json!({
                         "hidden": fit.largest.hidden,
                         "layers": fit.largest.layers,
@@ -73,27 +72,31 @@ impl Fit {
                         "kv_heads": fit.largest.kv_heads,
                         "feed_forward": fit.largest.feed_forward,
                     });
-                    Ok(Found { text, value, peak: fit.peak, limit: fit.limit, details })
+                    Ok(Largest::new(&fit, describe(&fit.largest, value), value, details))
                 }))?,
             },
         ];
 
         let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
-        let mut text = format!("{}, {} parameters\n", self.model.name(), grouped(model.parameters()?.into()));
-        text += &format!("{}; {} available\n\n", plan_text(&plan), bytes_text(available));
-        text += &table(&["question", "answer", "peak", "the next one"], &cells);
+        let (batch, length) = (planned.work.batch, grouped(planned.work.sequence.into()));
+        let mut text =
+            format!("{}, {} parameters\n", self.step.model.name(), grouped(model.parameters()?.into()));
+        text += &format!("{}, batch {batch} × {length} tokens; ", planned.trains);
+        text += &format!("{} for tensors\n\n", bytes_text(budget.device));
+        text += &table(&["question", "answer", "peak", "the next one", "plan"], &cells);
         text += "\nEach question varies one thing and keeps the others. The largest model keeps the vocabulary, the \
                  head size\nand the ratios of widths and depth.\n";
 
         let json: Vec<Value> = rows
             .iter()
-            .map(|row| match &row.found {
-                Ok(found) => json!({
+            .map(|row| match &row.answer {
+                Ok(largest) => json!({
                     "question": row.name,
-                    "answer": found.value,
-                    "peak_bytes": found.peak,
-                    "limit": limit_text(found.limit),
-                    "model": found.details,
+                    "answer": largest.value,
+                    "peak_bytes": largest.peak,
+                    "plan": largest.way,
+                    "limit": limit_text(largest.limit),
+                    "model": largest.details,
                 }),
                 Err(why) => json!({"question": row.name, "answer": null, "why": why}),
             })
@@ -103,9 +106,9 @@ impl Fit {
 }
 
 /// Takes "nothing fits" as an answer; any other error ends the command.
-fn possible(found: Result<Found, Error>) -> Result<Result<Found, String>, Error> {
-    match found {
-        Ok(found) => Ok(Ok(found)),
+fn possible(answer: Result<Largest, Error>) -> Result<Result<Largest, String>, Error> {
+    match answer {
+        Ok(largest) => Ok(Ok(largest)),
         Err(Error::NothingFits { needed, .. }) => Ok(Err(format!("the smallest needs {needed}"))),
         Err(error) => Err(error),
     }
@@ -114,11 +117,11 @@ fn possible(found: Result<Found, Error>) -> Result<Result<Found, String>, Error>
 impl Row {
     fn cells(&self) -> Vec<String> {
         let question = self.question.to_owned();
-        match &self.found {
-            Ok(found) => {
-                vec![question, found.text.clone(), bytes_text(found.peak), limit_text(found.limit).to_owned()]
+        match &self.answer {
+            Ok(Largest { text, peak, limit, way, .. }) => {
+                vec![question, text.clone(), bytes_text(*peak), limit_text(*limit).to_owned(), way.clone()]
             }
-            Err(why) => vec![question, "none".into(), "–".into(), why.clone()],
+            Err(why) => vec![question, "none".into(), "–".into(), why.clone(), "–".into()],
         }
     }
 }
@@ -126,7 +129,8 @@ impl Row {
 fn limit_text(limit: Limit) -> &'static str {
     match limit {
         Limit::Memory => "does not fit",
-        Limit::Positions => "has no position vectors",
+        Limit::Positions => "too long for the model",
+        Limit::Layers => "is not searched",
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::Answer;
 use super::model_args::ModelArgs;
-use super::step_args::{LoraArgs, RecomputeArgs, Trained, WorkArgs};
+use super::step_args::{LoraArgs, RecomputeArgs, WorkArgs};
 use super::table::{flops_json, flops_text, rule, table};
 
 #[derive(clap::Args)]
@@ -27,7 +27,7 @@ impl FlopsArgs {
         let model = self.model.decoder()?;
         let work = self.work.workload(&model);
         let recomputation = self.recompute.recomputation();
-        let exact = match self.lora.low_rank(Trained::Full)? {
+        let exact = match self.lora.low_rank()? {
             Some(lora) => lora::flops::step(&model, &lora, work, None, &recomputation)?,
             None => step(&model, work, &recomputation)?,
         };

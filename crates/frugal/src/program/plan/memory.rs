@@ -1,140 +1,158 @@
-//! `frugal plan memory`
+//! `frugal plan memory`: the parts of the way to run a step that `frugal plan` chooses.
 
-use accounting::bar;
-use accounting::estimate::{Estimate, Part, estimate};
 use accounting::memory::Item;
+use accounting::offload::{Footprint, Moment};
 use accounting::quantity::{bytes_text, count_text, grouped};
 use serde_json::{Map, Value, json};
 
 use super::Answer;
-use super::model_args::ModelArgs;
-use super::step_args::{DeviceMemoryArgs, TrainingArgs, plan_text};
+use super::step::{StepArgs, Ways, training_ways};
 use super::table::{rule, table};
+use crate::program::Common;
 
 #[derive(clap::Args)]
 pub(crate) struct Memory {
     #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    training: TrainingArgs,
-    #[command(flatten)]
-    device: DeviceMemoryArgs,
-    /// List the saved tensors too
+    step: StepArgs,
+    /// List the tensors that a layer keeps too
     #[arg(long)]
     list: bool,
 }
 
-/// The letter of each part in the bar.
-const LETTERS: [char; 8] = ['P', 'C', 'M', 'O', 'G', 'A', 'L', 'T'];
 const BAR_WIDTH: usize = 80;
 
 impl Memory {
-    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
-        let model = self.model.decoder()?;
-        let plan = self.training.plan(&model)?;
-        let estimate = estimate(&model, &plan)?;
-        let available = self.device.bytes();
+    pub(crate) fn answer(&self, common: &Common) -> anyhow::Result<Answer> {
+        let (planned, ways) = training_ways(common, &self.step)?;
+        let Ways { job, found, .. } = &ways;
+        // Where nothing fits, what takes the least.
+        let Some(candidate) = found.chosen().or_else(|| found.least()) else {
+            anyhow::bail!("there is no way to run this step; leave out a flag that forbids one");
+        };
+        let parameters = planned.model.parameters()?;
+        let available = found.budget.device;
+        let moments = largest_of_each(job.moments(candidate)?);
+        let kept = job.kept_tensors(candidate)?;
+        let name = self.step.model.name();
+        let (batch, length) = (planned.work.batch, grouped(planned.work.sequence.into()));
+        let plan = format!("{}, batch {batch} × {length} tokens: {}", planned.trains, candidate.name());
 
-        let mut text = format!("{}, {} parameters", self.model.name(), grouped(estimate.parameters.into()));
-        text += &format!(" ({})\n{}\n\n", count_text(estimate.parameters), plan_text(&plan));
-        text += &moments(&estimate);
-        text += &peak(&estimate, available);
-        if self.list {
-            text += &lists(&estimate, model.layers);
+        let mut text =
+            format!("{name}, {} parameters ({})\n", grouped(parameters.into()), count_text(parameters));
+        text += &format!("{plan}\n\n{}", parts_table(&moments, candidate.peak.moment));
+        text += &format!("\n{}\n{}", bar(&candidate.peak, available), verdict(&candidate.peak, available));
+        if candidate.host_bytes > 0 {
+            text += &format!("in host memory: {}\n", bytes_text(candidate.host_bytes));
         }
-        text += "\nNot counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, the allocator's \
+        if self.list {
+            let rows: Vec<Vec<String>> =
+                kept.iter().map(|item| vec![item.name.to_owned(), bytes_text(item.bytes)]).collect();
+            text += &format!("\n{}", table(&["kept by a layer that keeps everything", "bytes"], &rows));
+        }
+        text += "\nNot counted: the program and its libraries (on a GPU the CUDA context), and the allocator's \
                  fragmentation.\n";
 
-        let mut json = json(&estimate);
-        json["model"] = self.model.name().into();
-        json["plan"] = plan_text(&plan).into();
-        if let Some(available) = available {
-            json["available_bytes"] = available.into();
-            json["fits"] = (estimate.peak().total <= available).into();
-        }
+        let bytes_of = |items: &[Item]| -> Map<String, Value> {
+            items.iter().map(|item| (item.name.to_owned(), item.bytes.into())).collect()
+        };
+        let moments = moments.iter().map(|one| {
+            json!({
+                "moment": one.moment.to_string(), "parts": bytes_of(&one.parts), "total_bytes": one.total,
+            })
+        });
+        let json = json!({
+            "model": name,
+            "plan": plan,
+            "parameters": parameters,
+            "peak_bytes": candidate.peak.total,
+            "peak_moment": candidate.peak.moment.to_string(),
+            "host_bytes": candidate.host_bytes,
+            "available_bytes": available,
+            "fits": candidate.peak.total <= available,
+            "moments": moments.collect::<Vec<_>>(),
+            "kept_by_a_layer": kept.iter()
+                .map(|item| json!({"name": item.name, "bytes": item.bytes})).collect::<Vec<_>>(),
+        });
         Ok(Answer { text, json })
     }
 }
 
-fn moments(estimate: &Estimate) -> String {
-    let peak = estimate.peak().moment;
-    let heads: Vec<String> = estimate
-        .moments
-        .iter()
-        .map(|budget| {
-            let name = budget.moment.name().replace("'s backward", "");
-            if budget.moment == peak { format!("{name} *") } else { name }
-        })
-        .collect();
-    let mut header = vec!["part"];
-    header.extend(heads.iter().map(String::as_str));
-    let shown = |bytes: u64| if bytes == 0 { "–".into() } else { bytes_text(bytes) };
-    let mut rows: Vec<Vec<String>> = Part::ALL
-        .iter()
-        .zip(LETTERS)
-        .filter(|(part, _)| estimate.moments.iter().any(|budget| budget.bytes(**part) > 0))
-        .map(|(part, letter)| {
-            let cells = estimate.moments.iter().map(|budget| shown(budget.bytes(*part)));
-            std::iter::once(format!("{letter} {}", part.name())).chain(cells).collect()
-        })
-        .collect();
-    rows.push(rule());
-    let totals = estimate.moments.iter().map(|budget| bytes_text(budget.total));
-    rows.push(std::iter::once("  total".to_owned()).chain(totals).collect());
-    table(&header, &rows)
+/// A kind of moment, for the head of a column.
+fn kind(moment: Moment) -> &'static str {
+    match moment {
+        Moment::Forward(_) => "forward",
+        Moment::Head => "head",
+        Moment::Recomputation(_) => "recomputation",
+        Moment::Backward(_) => "backward",
+        Moment::Embedding => "embedding",
+        Moment::Update => "optimizer step",
+    }
 }
 
-fn peak(estimate: &Estimate, available: Option<u64>) -> String {
-    let peak = estimate.peak();
-    let parts: Vec<(char, u64)> = LETTERS.into_iter().zip(peak.parts).collect();
-    let whole = available.unwrap_or(peak.total);
-    let mut text =
-        format!("\n{}\n* peak: {}", bar::stacked(&parts, whole, BAR_WIDTH), bytes_text(peak.total));
-    text += &match available {
-        None => format!(" at the {}\n", peak.moment.name()),
-        Some(available) => {
-            let share = 100.0 * peak.total as f64 / available.max(1) as f64;
-            let verdict = if peak.total <= available { "fits" } else { "does NOT fit" };
-            format!(" at the {}, {share:.1} % of {}: {verdict}\n", peak.moment.name(), bytes_text(available))
+/// The first of the largest moments of each kind, in the order of the step.
+fn largest_of_each(moments: Vec<Footprint>) -> Vec<Footprint> {
+    let mut largest: Vec<Footprint> = Vec::new();
+    for moment in moments {
+        match largest.iter_mut().find(|one| kind(one.moment) == kind(moment.moment)) {
+            Some(one) if moment.total > one.total => *one = moment,
+            Some(_) => {}
+            None => largest.push(moment),
         }
-    };
-    text
+    }
+    largest
 }
 
-fn lists(estimate: &Estimate, layers: u64) -> String {
-    let rows = |items: &[Item]| -> Vec<Vec<String>> {
-        items.iter().map(|item| vec![item.name.to_owned(), bytes_text(item.bytes)]).collect()
+/// The names of all parts, in the order in which they appear.
+fn part_names(moments: &[Footprint]) -> Vec<&'static str> {
+    let mut names = Vec::new();
+    for item in moments.iter().flat_map(|moment| &moment.parts) {
+        if !names.contains(&item.name) {
+            names.push(item.name);
+        }
+    }
+    names
+}
+
+fn parts_table(moments: &[Footprint], peak: Moment) -> String {
+    let heads = moments.iter().map(|one| {
+        let mark = if one.moment == peak { " *" } else { "" };
+        kind(one.moment).to_owned() + mark
+    });
+    let heads: Vec<String> = std::iter::once("part".to_owned()).chain(heads).collect();
+    let shown = |bytes: u64| if bytes == 0 { "–".into() } else { bytes_text(bytes) };
+    let row = |name: &'static str| {
+        let cells = moments.iter().map(|one| shown(one.bytes(name)));
+        std::iter::once(name.to_owned()).chain(cells).collect()
     };
+    let mut rows: Vec<Vec<String>> = part_names(moments).into_iter().map(row).collect();
+    rows.push(rule());
+    let totals = moments.iter().map(|one| bytes_text(one.total));
+    rows.push(std::iter::once("total".to_owned()).chain(totals).collect());
+    table(&heads.iter().map(String::as_str).collect::<Vec<_>>(), &rows)
+}
+
+/// A bar of the parts at the peak, each by its first letter, as long as the budget or the peak.
+fn bar(peak: &Footprint, available: u64) -> String {
+    let all = u128::from(available.max(peak.total).max(1));
+    let (mut filled, mut bytes, mut text) = (0, 0u128, String::new());
+    for part in &peak.parts {
+        bytes += u128::from(part.bytes);
+        let end = ((bytes * BAR_WIDTH as u128 + all / 2) / all) as usize;
+        let letter = part.name.chars().next().unwrap_or(' ');
+        text.extend(std::iter::repeat_n(letter, end - filled));
+        filled = end;
+    }
+    text.extend(std::iter::repeat_n('·', BAR_WIDTH - filled));
+    format!("[{text}]")
+}
+
+fn verdict(peak: &Footprint, available: u64) -> String {
+    let share = 100.0 * peak.total as f64 / available.max(1) as f64;
+    let fits = if peak.total <= available { "fits" } else { "does NOT fit" };
     format!(
-        "\n{}\n{}",
-        table(&[&format!("kept by each of {layers} blocks"), "bytes"], &rows(&estimate.block)),
-        table(&["kept outside the blocks", "bytes"], &rows(&estimate.outside_blocks))
+        "* peak: {} in the {}, {share:.1} % of the {} for tensors: {fits}\n",
+        bytes_text(peak.total),
+        peak.moment,
+        bytes_text(available)
     )
-}
-
-fn json(estimate: &Estimate) -> Value {
-    let items = |items: &[Item]| -> Vec<Value> {
-        items.iter().map(|item| json!({"name": item.name, "bytes": item.bytes})).collect()
-    };
-    let moments: Vec<Value> = estimate
-        .moments
-        .iter()
-        .map(|budget| {
-            let mut parts = Map::new();
-            for part in Part::ALL {
-                parts.insert(part.name().into(), budget.bytes(part).into());
-            }
-            json!({"moment": budget.moment.name(), "parts": parts, "total_bytes": budget.total})
-        })
-        .collect();
-    json!({
-        "model": "",
-        "plan": "",
-        "parameters": estimate.parameters,
-        "peak_bytes": estimate.peak().total,
-        "peak_moment": estimate.peak().moment.name(),
-        "moments": moments,
-        "kept_by_each_block": items(&estimate.block),
-        "kept_outside_blocks": items(&estimate.outside_blocks),
-    })
 }

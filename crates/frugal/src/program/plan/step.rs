@@ -33,6 +33,7 @@ use crate::program::flags::values::budget;
 use crate::program::folder::run_record::shell_word;
 use crate::program::run::plan::{NOTHING_FITS, tensor_budget};
 use ranks::RanksArgs;
+pub(crate) use search::Ways;
 use variants::{Variant, streaming, variants};
 
 /// What a step does.
@@ -51,7 +52,7 @@ enum Work {
 #[derive(Args)]
 pub(crate) struct StepArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    pub(crate) model: ModelArgs,
     /// As of finetune; said in another way here
     #[arg(long, hide = true)]
     data: Option<String>,
@@ -112,9 +113,9 @@ const ON_GPUS: &str = "another program: the ranks of this one are connected over
     is a prediction of the method";
 
 /// The step that is planned.
-struct PlannedStep {
-    model: Decoder,
-    work: Workload,
+pub(crate) struct PlannedStep {
+    pub(crate) model: Decoder,
+    pub(crate) work: Workload,
     /// Dtype of the weights.
     kind: Kind,
     device: Device,
@@ -123,10 +124,35 @@ struct PlannedStep {
     /// Bytes of the weights.
     weights: u64,
     /// What is trained, in words.
-    trains: String,
+    pub(crate) trains: String,
 }
 
-pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
+/// What is planned, at which rates, within which budget.
+struct Asked {
+    planned: PlannedStep,
+    machine: MachineRates,
+    budget: Budget,
+    on_cpu: bool,
+    /// Ranks that share the machine.
+    sharing: u64,
+}
+
+/// The ways to run a training step in one process: what `frugal plan` compares, and `plan memory` and `plan fit` look into.
+///
+/// # Errors
+/// Inference, and several ranks; those of the plan.
+pub(crate) fn training_ways(common: &Common, arguments: &StepArgs) -> anyhow::Result<(PlannedStep, Ways)> {
+    if arguments.method == Work::Inference || arguments.ranks.ranks > 1 {
+        bail!(
+            "this is answered for a training in one process; `frugal plan` with the same flags shows the peak's parts"
+        );
+    }
+    let Asked { planned, machine, budget, .. } = asked(common, arguments)?;
+    let ways = search::ways(arguments, &planned, &machine, budget)?;
+    Ok((planned, ways))
+}
+
+fn asked(common: &Common, arguments: &StepArgs) -> anyhow::Result<Asked> {
     if let Some(data) = &arguments.data {
         let (model, data) = (shell_word(&arguments.model.name()), shell_word(data));
         bail!("the plan for data is `frugal finetune --model {model} --data {data} --dry-run`");
@@ -170,11 +196,16 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         Work::Inference => "forward only".to_owned(),
     };
     let planned = PlannedStep { model, work, kind, device, tier, weights, trains };
-    let ranks = arguments.ranks.ranks;
     let sharing = arguments.ranks.sharing(on_cpu);
     let machine = shared(arguments.rates(&planned)?, sharing);
     let budget = arguments.budget(device)?;
     let budget = Budget { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
+    Ok(Asked { planned, machine, budget, on_cpu, sharing })
+}
+
+pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
+    let Asked { planned, machine, budget, on_cpu, sharing } = asked(common, arguments)?;
+    let (kind, tier, weights, ranks) = (planned.kind, planned.tier, planned.weights, arguments.ranks.ranks);
     if arguments.method != Work::Inference && ranks == 1 {
         return search::run(common, arguments, &planned, &machine, budget);
     }

@@ -1,17 +1,10 @@
-//! The flags of a training step on paper.
+//! The flags of the FLOPs of a step, of a KV cache, and of a device's memory.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::TrainingPlan;
 use accounting::hardware::{self, Hardware};
 use accounting::lora::{LowRank, Targets};
-use accounting::memory::host::OnHost;
-use accounting::memory::logits::Loss;
-use accounting::memory::optimizer::{Optimizer, StepKernel};
-use accounting::memory::recipe::Recipe;
-use accounting::memory::zero::{Sharding, ZeroStage};
-use accounting::model::Family;
 use accounting::quantity::{parse_bytes, parse_count};
-use accounting::recompute::{AttentionKernel, NormKernel, Recompute, SwigluLevel};
+use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use accounting::{Decoder, Error};
 
 const TRAINING: &str = "Training";
@@ -68,57 +61,11 @@ impl RecomputeArgs {
     }
 }
 
-#[derive(clap::Args)]
-pub(crate) struct TrainingArgs {
-    #[command(flatten)]
-    pub(crate) work: WorkArgs,
-    /// Number formats: fp32, amp-fp16, amp-bf16, fp16-master, bf16-master, bf16-master-fp32-grads or bf16
-    #[arg(long, default_value = "bf16-master", value_name = "RECIPE", help_heading = TRAINING)]
-    recipe: Recipe,
-    /// sgd, momentum, adagrad, rmsprop, adam, adamw or adam-8bit
-    #[arg(long, default_value = "adamw", value_name = "NAME", help_heading = TRAINING)]
-    optimizer: Optimizer,
-    /// Implementation of the optimizer's step, as PyTorch names them: fused, foreach or loop (one operator and tensor at a time)
-    #[arg(long, default_value = "foreach", value_name = "KERNEL", help_heading = TRAINING)]
-    step: StepKernel,
-    #[command(flatten)]
-    recompute: RecomputeArgs,
-    /// RMSNorm: fused (saves its input), fused-output (saves its output), or composed (separate operators, as in torch on a CPU)
-    #[arg(long, default_value = "fused", value_name = "KERNEL", help_heading = TRAINING)]
-    norm: NormKernel,
-    /// Count the masks of dropout
-    #[arg(long, help_heading = TRAINING)]
-    dropout: bool,
-    /// Loss: plain, fused, chunked-recompute or grad-in-forward [default: plain, or fused with --loss-chunk]
-    #[arg(long, value_parser = loss_name, value_name = "NAME", help_heading = TRAINING)]
-    loss: Option<&'static str>,
-    /// Tokens whose logits exist at a time [default: 1024 if the loss has chunks]
-    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    loss_chunk: Option<u64>,
-    /// Parts in host memory: parameters, gradients, optimizer, block-inputs
-    #[arg(long, value_delimiter = ',', value_name = "NAME,…", help_heading = TRAINING)]
-    on_host: Vec<String>,
-    /// Gradient accumulation steps
-    #[arg(long, default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    accumulation: u64,
-    /// ZeRO stage: 0, 1, 2 or 3
-    #[arg(long, alias = "zero", default_value = "0", value_parser = zero_stage, allow_negative_numbers = true, value_name = "STAGE", help_heading = TRAINING)]
-    zero_stage: ZeroStage,
-    /// Data-parallel ranks
-    #[arg(long, alias = "devices", default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    ranks: u64,
-    /// Tokens of the step that have a label [default: all]
-    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    labelled: Option<u64>,
-    #[command(flatten)]
-    lora: LoraArgs,
-}
-
 const ADAPTERS: &str = "Low-rank adapters (the base is frozen)";
 
 /// What is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Trained {
+enum Trained {
     /// Low-rank adapters
     Lora,
     /// All weights
@@ -131,7 +78,7 @@ const RANK: u64 = 8;
 /// Adapters, and what trains them.
 #[derive(clap::Args)]
 pub(crate) struct LoraArgs {
-    /// What is trained [default: lora; full for gpt2, gpt2-like and `plan flops`]
+    /// What is trained [default: full; lora with a flag of adapters]
     #[arg(long, value_enum, value_name = "METHOD", help_heading = TRAINING)]
     method: Option<Trained>,
     /// Rank of the adapters [default: 8]
@@ -140,12 +87,6 @@ pub(crate) struct LoraArgs {
     /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
     #[arg(long, alias = "lora-targets", value_name = "NAME,…", help_heading = ADAPTERS)]
     targets: Option<Targets>,
-    /// Count the masks of the adapters' dropout
-    #[arg(long, help_heading = ADAPTERS)]
-    lora_dropout: bool,
-    /// Let the loss round the gradient of 16-bit logits in place, as on a CPU
-    #[arg(long, help_heading = ADAPTERS)]
-    lora_on_cpu: bool,
 }
 
 impl LoraArgs {
@@ -153,13 +94,8 @@ impl LoraArgs {
     ///
     /// # Errors
     /// Flags of adapters, and all weights are to be trained.
-    pub(crate) fn low_rank(&self, default: Trained) -> Result<Option<LowRank>, Error> {
-        let given = [
-            ("--r", self.r.is_some()),
-            ("--targets", self.targets.is_some()),
-            ("--lora-dropout", self.lora_dropout),
-            ("--lora-on-cpu", self.lora_on_cpu),
-        ];
+    pub(crate) fn low_rank(&self) -> Result<Option<LowRank>, Error> {
+        let given = [("--r", self.r.is_some()), ("--targets", self.targets.is_some())];
         let given = given.into_iter().find(|(_, given)| *given);
         match (self.method, given) {
             (Some(Trained::Full), Some((flag, _))) => {
@@ -168,81 +104,15 @@ impl LoraArgs {
                     remedy: "leave one of them out".into(),
                 });
             }
-            (Some(Trained::Full), None) => return Ok(None),
-            (None, None) if default == Trained::Full => return Ok(None),
+            (Some(Trained::Full) | None, None) => return Ok(None),
             _ => {}
         }
         Ok(Some(LowRank {
             rank: self.r.unwrap_or(RANK),
             targets: self.targets.unwrap_or(Targets::ATTENTION),
-            dropout: self.lora_dropout,
-            on_cpu: self.lora_on_cpu,
             ..LowRank::default()
         }))
     }
-}
-
-/// What is trained of a model unless a flag says it: adapters, or all weights of one that is trained from scratch.
-fn trained_by_default(model: &Decoder) -> Trained {
-    match model.family {
-        Family::Gpt2 | Family::Gpt2Like => Trained::Full,
-        _ => Trained::Lora,
-    }
-}
-
-/// What a plan trains and how, in a line.
-pub(crate) fn plan_text(plan: &TrainingPlan) -> String {
-    let summary = plan.summary();
-    match plan.lora {
-        Some(_) => summary,
-        None => format!("{summary}, all weights are trained"),
-    }
-}
-
-impl TrainingArgs {
-    pub(crate) fn plan(&self, model: &Decoder) -> Result<TrainingPlan, Error> {
-        Ok(TrainingPlan {
-            work: self.work.workload(model),
-            recipe: self.recipe,
-            optimizer: self.optimizer,
-            step: self.step,
-            recomputation: self.recompute.recomputation(),
-            norm: self.norm,
-            dropout: self.dropout,
-            loss: self.loss()?,
-            sharding: Sharding::new(self.zero_stage, self.ranks)?,
-            accumulate: self.accumulation > 1,
-            host: self.on_host.iter().try_fold(OnHost::default(), |host, name| host.with(name))?,
-            labelled: self.labelled,
-            lora: self.lora.low_rank(trained_by_default(model))?,
-            product_workspaces: 0,
-        })
-    }
-
-    fn loss(&self) -> Result<Loss, Error> {
-        match (self.loss, self.loss_chunk) {
-            (Some(name), Some(_)) if name == Loss::Eager.name() => Err(Error::Shape {
-                what: "the plain loss has no chunks".into(),
-                remedy: "leave out --loss-chunk, or name another --loss".into(),
-            }),
-            (Some(name), tokens) => Loss::from_name(name, tokens.unwrap_or(1024)),
-            (None, Some(tokens)) => Ok(Loss::LinearCrossEntropy { tokens, whole: 0 }),
-            (None, None) => Ok(Loss::Eager),
-        }
-    }
-}
-
-fn loss_name(text: &str) -> Result<&'static str, Error> {
-    Ok(match text {
-        "plain" => Loss::Eager.name(),
-        "fused" => Loss::LinearCrossEntropy { tokens: 1, whole: 0 }.name(),
-        other => other.parse::<Loss>()?.name(),
-    })
-}
-
-fn zero_stage(text: &str) -> Result<ZeroStage, String> {
-    let number: u64 = text.parse().map_err(|_| "give 0, 1, 2 or 3".to_owned())?;
-    ZeroStage::from_number(number).map_err(|error| error.to_string())
 }
 
 /// A help text that lists the devices of `--hardware`.

@@ -1,7 +1,9 @@
 //! The ways to run a training step of one process, and the fastest that fits.
 
 use accounting::activation_plan::LayerPlan;
-use accounting::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
+use accounting::candidates::{
+    Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Placement, Tier,
+};
 use accounting::lora::{LowRank, Projection, Targets};
 use accounting::offload::sizes::Choices;
 use accounting::offload::{Budget, Condition, Direction, MOST_PLANNED_SLOTS, OptimizerPlace, least_tokens};
@@ -23,18 +25,26 @@ use super::super::super::output::{print_line, print_lines, print_text};
 use super::{PlannedStep, StepArgs, Work, blank, head, nothing_fits};
 use crate::program::run::plan::{Columns, candidates_json, candidates_table};
 
-/// Prints the ways to run the step.
+/// The ways to run a training step, and the search that found them.
+pub(crate) struct Ways {
+    pub(crate) job: Job,
+    pub(crate) allowed: Allowed,
+    pub(crate) found: Found,
+    /// How weights of 16 bits that are trained take small updates.
+    half: Option<MasterWeights>,
+}
+
+/// Finds the ways to run the step.
 ///
 /// # Errors
-/// A model whose activations are not predicted; nothing that fits.
-pub(super) fn run(
-    common: &Common,
+/// A model whose activations are not predicted.
+pub(super) fn ways(
     arguments: &StepArgs,
     planned: &PlannedStep,
     machine: &MachineRates,
     budget: Budget,
-) -> anyhow::Result<()> {
-    let &PlannedStep { ref model, kind, device, tier, weights, .. } = planned;
+) -> anyhow::Result<Ways> {
+    let &PlannedStep { ref model, kind, device, tier, .. } = planned;
     let full = arguments.method == Work::Full;
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
     let as_finetune = arguments.as_finetune(planned)?;
@@ -66,6 +76,23 @@ pub(super) fn run(
     };
     let Searched { master_weights, job, found } = planning::choose_master_weights(&config, kind, search)?;
     let half = planning::trains_half(&config, kind).then_some(master_weights);
+    Ok(Ways { job, allowed, found, half })
+}
+
+/// Prints the ways to run the step.
+///
+/// # Errors
+/// A model whose activations are not predicted; nothing that fits.
+pub(super) fn run(
+    common: &Common,
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    machine: &MachineRates,
+    budget: Budget,
+) -> anyhow::Result<()> {
+    let &PlannedStep { ref model, weights, .. } = planned;
+    let full = arguments.method == Work::Full;
+    let Ways { job, found, half, .. } = ways(arguments, planned, machine, budget)?;
     let flags = |shown: &Candidate| {
         let flags = flags(arguments, planned, shown, job.model.layers as usize, budget);
         // Without the budget, another decision could be made.
