@@ -2,25 +2,22 @@
 //!
 //! [`accounting`] predicts steps from sizes and rates. [`KnownRates`] has the rates, which are measured once; [`Job`](accounting::candidates::Job)s
 //! come from a configuration by [`job`], and [`allowed`] says which ways to run a step the configuration leaves open.
-//! [`default_budget`] is the budget of a training without one, [`tensor_budget`] what remains of a budget beside the program itself, and
-//! [`PeakUsage`] what was held in the end.
+//! [`Budget`] has the arithmetic of what tensors may take beside the program itself, and [`PeakUsage`] what was held in the end.
 
 mod budget;
 mod data_shape;
 mod job;
 mod known_rates;
 mod master_weights;
+mod peak_usage;
 mod rates;
 
-pub use budget::{
-    FREE_SHARE, LEAST_RESERVE, MemorySamples, PeakMeter, PeakUsage, RESERVE, default_budget, enforce,
-    least_budget, least_of_preparation, note_preparation, prepared, reserve, taken, tensor_budget,
-    with_reserve,
-};
+pub use budget::{Budget, FREE_SHARE, LEAST_RESERVE, RESERVE, default_budget, enforce};
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};
 pub use known_rates::KnownRates;
 pub use master_weights::{SLOWER, Searched, choose_master_weights, states_fit, trains_half};
+pub use peak_usage::{MemorySamples, PeakMeter, PeakUsage, note_preparation};
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 
 use accounting::memory::logits::Loss;

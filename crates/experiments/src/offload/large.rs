@@ -70,7 +70,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     progress.step();
 
     // One plan for both: that of the step which needs more.
-    let for_tensors = planning::tensor_budget(allowed, planning::reserve(allowed), device)?;
+    let for_tensors = planning::Budget::new(allowed, device)?.free()?;
     let of = |step| predicted::costs(&config, (KIND, device), tokens, step, &measured);
     let costs = [of(Planned::Inference)?, of(Planned::Lora(RANK.unsigned_abs()))?];
     let parameters = accounting::Decoder::of(&config)?.parameters()?;

@@ -16,7 +16,7 @@ use frugal::companion_files::CompanionFiles;
 use frugal::config::{Bytes, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
-use frugal::planning::{self, MachineRates, PeakMeter};
+use frugal::planning::{self, Budget, MachineRates, PeakMeter};
 use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator};
 use models::tensors_file::dtype_name;
@@ -29,7 +29,7 @@ use crate::program::flags::WITHOUT_OFFLOAD;
 use crate::program::flags::model::{Found, ModelArgs, with_adapter};
 use crate::program::flags::sampling::SamplingArgs;
 use crate::program::flags::values::budget;
-use crate::program::run::plan::{MEASURING, NOTHING_FITS, tensor_budget};
+use crate::program::run::plan::{MEASURING, NOTHING_FITS, fitting};
 use frugal::text_stream::TextStream;
 
 #[derive(Args)]
@@ -112,7 +112,8 @@ impl Generate {
             );
         }
         // A budget that is too small is known before anything is measured.
-        tensor_budget(budget.0, device)?;
+        let free = || fitting(Budget::new(budget.0, device)?.free());
+        free()?;
         let scratch = tempfile::tempdir()?;
         let tier = match config.tier {
             OffloadTier::Host => Tier::Host,
@@ -122,7 +123,7 @@ impl Generate {
         // One token of each row is what a step computes.
         let product = [prompts.len() as i64, shape.intermediate_size.min(4096), shape.hidden_size.min(4096)];
         // On a CPU measuring takes memory of the budget.
-        let rates = match device == Device::Cpu && tensor_budget(budget.0, device)? < MEASURING {
+        let rates = match device == Device::Cpu && free()? < MEASURING {
             true => MachineRates::NOMINAL,
             false => MachineRates::measure(product, (kind, device), &tier)?,
         };
@@ -138,12 +139,13 @@ impl Generate {
             (Device::Cpu, OffloadTier::Host) => costs.layer_bytes()?,
             _ => 0,
         };
-        let free = tensor_budget(budget.0, device)?.saturating_sub(on_host + adapter);
-        let on_device = on_paper::Budget { device: free, host: None };
+        let left = free()?.saturating_sub(on_host + adapter);
+        let on_device = on_paper::Budget { device: left, host: None };
         let plan = match on_paper::plan(&costs, &rates.transfers, on_device) {
             Err(accounting::Error::NoOffloadFits { needed, .. }) => {
                 let tensors = needed + on_host + adapter;
-                let least = planning::least_budget(planning::taken(device)?, tensors) >> 20;
+                let now = Budget::new(budget.0, device)?;
+                let least = now.for_tensors(now.live + tensors) >> 20;
                 let message = format!(
                     "nothing fits a budget of {budget}; with all layers offloaded it takes {least} MiB: give --budget {least}MiB"
                 );

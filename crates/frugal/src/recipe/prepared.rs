@@ -21,7 +21,7 @@ use training::trainer::{FailedCheckpoint, Frozen, Options};
 
 use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
-use crate::planning;
+use crate::planning::Budget;
 use crate::recipe::Recipe;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
@@ -77,10 +77,10 @@ impl Prepared {
         let budget = match (own.budget, self.config.training.budget) {
             (Some(budget), _) => budget,
             // Tensors may take what the program itself leaves of it.
-            (None, Some(budget)) => Bytes(
-                memory::live_bytes(device)?
-                    + planning::tensor_budget(budget.0, planning::reserve(budget.0), device)?,
-            ),
+            (None, Some(budget)) => {
+                let budget = Budget::new(budget.0, device)?;
+                Bytes(budget.live + budget.free()?)
+            }
             (None, None) => return Ok(None),
         };
         let documents = training::accumulation::documents(batch)?;

@@ -31,7 +31,7 @@ use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
 use crate::program::flags::values::budget;
 use crate::program::folder::run_record::shell_word;
-use crate::program::run::plan::{NOTHING_FITS, tensor_budget};
+use crate::program::run::plan::{NOTHING_FITS, fitting};
 use ranks::RanksArgs;
 pub(crate) use search::Ways;
 use variants::{Variant, streaming, variants};
@@ -374,8 +374,10 @@ impl StepArgs {
         let budget = match (self.budget, self.hardware) {
             (Some(budget), Some(_)) => budget.0,
             (None, Some(gpu)) => gpu.data_sheet()?.memory,
-            (Some(budget), None) => tensor_budget(budget.0, device)?,
-            (None, None) => tensor_budget(planning::default_budget(device)?, device)?,
+            (given, None) => {
+                let budget = planning::Budget::given_or_default(given.map(|budget| budget.0), device)?;
+                fitting(budget.free())?
+            }
         };
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }

@@ -5,12 +5,12 @@ mod changes;
 mod table;
 
 use accounting::candidates::{Candidate, Found, Job, Placement};
-use accounting::offload::{Budget, Footprint};
+use accounting::offload::{self as on_paper, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
-use frugal::config::{ActivationPlan, Bytes, MasterWeights};
+use frugal::config::{ActivationPlan, MasterWeights};
 use frugal::models::DecoderConfig;
-use frugal::planning::{self, DataShape, KnownRates, NotPredicted, Searched};
+use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, Searched};
 use frugal::recipe::Handles;
 use frugal::training::trainer::{CheaperPlan, CheaperPlans};
 use report::cli::Failure;
@@ -33,9 +33,6 @@ const WORTH_MEASURING: f64 = 60.0;
 /// Bytes that measuring a CPU's memory and products takes.
 pub(crate) const MEASURING: u64 = 768 << 20;
 
-/// Bytes that a program may take more when it resumes a training than when it began it.
-const RESUMED: u64 = 8 << 20;
-
 /// Per cent of the peak by which freed blocks that are kept for reuse may exceed it, where the budget has room: a step of all weights of 135
 /// million parameters takes three quarters of the time with it.
 const CACHE_SLACK: u8 = 25;
@@ -53,92 +50,18 @@ pub(crate) struct PlannedTraining<'a> {
     pub(crate) resumes: bool,
 }
 
-/// The bytes of a budget that tensors may take.
-///
-/// # Errors
-/// One below what the process takes already: a [`Failure`].
-pub(crate) fn tensor_budget(budget: u64, device: Device) -> anyhow::Result<u64> {
-    planning::tensor_budget(budget, planning::reserve(budget), device).map_err(|error| match error {
-        frugal::Error::Budget { .. } => nothing_fits(&error).into(),
+/// The value; a budget below what the process takes already is a [`Failure`].
+pub(crate) fn fitting<T>(result: frugal::Result<T>) -> anyhow::Result<T> {
+    result.map_err(|error| match error {
+        frugal::Error::Budget { .. } => Failure { status: NOTHING_FITS, message: error.to_string() }.into(),
         error => error.into(),
     })
 }
 
-fn nothing_fits(error: &frugal::Error) -> Failure {
-    Failure { status: NOTHING_FITS, message: error.to_string() }
-}
-
-/// By how much of it a step's tensors may exceed their prediction, as `tests/it/predicted_peaks.rs` allows.
-const PREDICTION_TOLERANCE: f64 = 0.05;
-
-/// A budget of the process, or of a GPU.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PlannedBudget {
-    pub(crate) bytes: u64,
-    /// What tensors may take of it.
-    pub(crate) tensors: u64,
-    /// What stays free.
-    reserve: u64,
-    /// How much less that is than where nothing is resumed.
-    resumed: u64,
-    /// Whether it is the share of the free memory.
-    pub(crate) is_default: bool,
-}
-
-impl PlannedBudget {
-    /// The budget of a configuration, or the default one.
-    ///
-    /// # Errors
-    /// One below what the process takes already: a [`Failure`].
-    pub(crate) fn of(given: Option<Bytes>, device: Device) -> anyhow::Result<Self> {
-        match Self::or_too_small(given, device, false)? {
-            (budget, None) => Ok(budget),
-            (_, Some(too_small)) => Err(too_small.into()),
-        }
-    }
-
-    /// The same; one below what the process takes already leaves tensors nothing, and has an error. A training that is resumed has
-    /// [`RESUMED`] less in reserve: what fitted must fit again where the program takes some mebibytes more.
-    fn or_too_small(
-        given: Option<Bytes>,
-        device: Device,
-        resumes: bool,
-    ) -> anyhow::Result<(Self, Option<Failure>)> {
-        let bytes = match given {
-            Some(bytes) => bytes.0,
-            None => planning::default_budget(device)?,
-        };
-        let resumed = if resumes { RESUMED } else { 0 };
-        let reserve = planning::reserve(bytes) - resumed;
-        let (free, too_small) = match planning::tensor_budget(bytes, reserve, device) {
-            Ok(free) => (free, None),
-            Err(error @ frugal::Error::Budget { .. }) => (0, Some(nothing_fits(&error))),
-            Err(error) => return Err(error.into()),
-        };
-        let tensors = runtime::memory::live_bytes(device)? + free;
-        Ok((Self { bytes, tensors, reserve, resumed, is_default: given.is_none() }, too_small))
-    }
-
-    /// What tensors may take before the allocator refuses: a prediction may be wrong by some percent, for which the reserve has room.
-    fn enforced(&self) -> u64 {
-        self.tensors + ((self.tensors as f64 * PREDICTION_TOLERANCE) as u64).min(self.reserve / 2)
-    }
-
-    /// What the program holds beside tensors.
-    pub(crate) fn program(&self) -> u64 {
-        self.bytes.saturating_sub(self.tensors).saturating_sub(self.reserve)
-    }
-
-    /// The smallest budget that fits so many bytes of tensors.
-    pub(crate) fn held(&self, tensors: u64) -> u64 {
-        planning::with_reserve(tensors + self.program()) - self.resumed
-    }
-
-    /// `3.00 GiB (80 % of the free memory)`.
-    pub(crate) fn text(&self) -> String {
-        let source = format!(" ({} % of the free memory)", (planning::FREE_SHARE * 100.0).round());
-        bytes_text(self.bytes) + if self.is_default { &source } else { "" }
-    }
+/// `3.00 GiB (80 % of the free memory)`.
+fn budget_text(budget: &Budget) -> String {
+    let source = format!(" ({} % of the free memory)", (planning::FREE_SHARE * 100.0).round());
+    bytes_text(budget.total) + if budget.is_default { &source } else { "" }
 }
 
 /// What was predicted.
@@ -156,7 +79,7 @@ pub(crate) struct Prediction {
 pub(crate) struct RunPlan {
     device: Device,
     /// `None` for ranks without one.
-    budget: Option<PlannedBudget>,
+    budget: Option<Budget>,
     /// Or why there is none.
     prediction: Result<Prediction, NotPredicted>,
     plan: ActivationPlan,
@@ -174,21 +97,22 @@ impl RunPlan {
         let plan = config.activations.plan;
         if common.ranks.is_some() {
             let given = config.training.budget;
-            let budget = given.map(|_| PlannedBudget::of(given, device)).transpose()?;
+            let budget = given.map(|given| Budget::new(given.0, device)).transpose()?;
+            budget.map_or(Ok(0), |budget| fitting(budget.free()))?;
             let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
             // All ranks have the same budget, and must decide alike: what each has free may differ.
             let half = unpredicted(config, &planned, common, given.map(|given| given.0));
             return Ok(Self { device, budget, prediction, plan, half });
         }
-        let (budget, too_small) =
-            PlannedBudget::or_too_small(config.training.budget, device, planned.resumes)?;
+        let given = config.training.budget.map(|given| given.0);
+        let budget = Budget { resumes: planned.resumes, ..Budget::given_or_default(given, device)? };
         let predicted = match planned.shape {
             None => Err(NotPredicted("this architecture".to_owned())),
             Some(shape) => predict(config, shape, &planned, budget),
         };
         let (predicted, half) = match predicted {
             Ok((prediction, half)) => (Ok(prediction), half),
-            Err(why) => (Err(why), unpredicted(config, &planned, common, Some(budget.tensors))),
+            Err(why) => (Err(why), unpredicted(config, &planned, common, Some(budget.tensors()))),
         };
         let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan, half };
         if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
@@ -200,16 +124,13 @@ impl RunPlan {
                 kind: planned.kind,
                 device,
                 data: &prediction.data,
-                total: budget.bytes,
-                tensors: budget.tensors,
-                live: runtime::memory::live_bytes(device)?,
-                taken: planning::taken(device)?,
-                resumes: planned.resumes,
+                budget,
             };
-            let message = question.nothing_fits(&budget.text(), &prediction.found);
+            let message = question.nothing_fits(&budget_text(&budget), &prediction.found);
             return Err(Failure { status: NOTHING_FITS, message }.into());
         }
-        too_small.map_or(Ok(run_plan), |error| Err(error.into()))
+        fitting(budget.free())?;
+        Ok(run_plan)
     }
 
     /// Whether the step's memory was predicted.
@@ -242,7 +163,7 @@ impl RunPlan {
                 common,
                 &format!(
                     "budget {}; the memory of a step is not predicted for {why}: layers are recomputed if it does not suffice",
-                    budget.text()
+                    budget_text(&budget)
                 ),
             ),
             _ => {}
@@ -383,12 +304,12 @@ fn predict(
     config: &Config,
     shape: &DecoderConfig,
     planned: &PlannedTraining<'_>,
-    budget: PlannedBudget,
+    budget: Budget,
 ) -> Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted> {
     let PlannedTraining { kind, device, ref data, steps, resumes, .. } = *planned;
     let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
     allowed.splits &= !resumes;
-    let bytes = Budget { device: budget.tensors, host: None };
+    let bytes = on_paper::Budget { device: budget.tensors(), host: None };
     let with = |rates: &KnownRates| -> Result<Searched, NotPredicted> {
         planning::choose_master_weights(config, kind, |master_weights| {
             let mut config = config.clone();
@@ -407,7 +328,7 @@ fn predict(
     let mut searched = with(&rates)?;
     let seconds = searched.found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
     // On a CPU measuring takes memory of the budget.
-    let has_room = device != Device::Cpu || budget.tensors >= MEASURING;
+    let has_room = device != Device::Cpu || budget.tensors() >= MEASURING;
     if !is_timed && seconds > WORTH_MEASURING && has_room {
         searched = with(&KnownRates::measure(device, kind)?)?;
         is_timed = true;
@@ -418,7 +339,7 @@ fn predict(
     if let Some(chosen) = found.chosen() {
         for &(rows, batch) in &data.evaluations {
             let peak = job.evaluation(&chosen.placement, batch)?;
-            let fits = peak.total <= budget.tensors;
+            let fits = peak.total <= budget.tensors();
             evaluation = Some((rows, peak));
             if fits {
                 break;

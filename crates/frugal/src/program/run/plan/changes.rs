@@ -1,7 +1,7 @@
 //! What to change where nothing fits.
 
 use accounting::candidates::{Allowed, Candidate, Found};
-use accounting::offload::Budget;
+use accounting::offload::Budget as Available;
 use accounting::quantity::bytes_text;
 use frugal::Config;
 use frugal::config::{
@@ -9,7 +9,7 @@ use frugal::config::{
 };
 use frugal::lora::LoraConfig;
 use frugal::models::DecoderConfig;
-use frugal::planning::{self, DataShape, KnownRates, NotPredicted};
+use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted};
 use tch::{Device, Kind};
 
 /// Changes that are shown.
@@ -24,16 +24,8 @@ pub(crate) struct Question<'a> {
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) data: &'a DataShape,
-    /// The budget.
-    pub(crate) total: u64,
-    /// What tensors may take of it.
-    pub(crate) tensors: u64,
-    /// What they take already.
-    pub(crate) live: u64,
-    /// What the process takes already.
-    pub(crate) taken: u64,
-    /// Whether an earlier training is resumed: then only the budget and the micro-batch can change.
-    pub(crate) resumes: bool,
+    /// The budget. Of a training that is resumed, only it and the micro-batch can change.
+    pub(crate) budget: Budget,
 }
 
 /// A change, what is trained after it, and the bytes of the least way to run a step of that.
@@ -53,7 +45,7 @@ impl Question<'_> {
         let mut text =
             format!(
                 "nothing fits a budget of {budget}; the least is {} ({}; {} in the {})",
-                bytes_text(self.budget(needed)),
+                bytes_text(self.budget.for_tensors(needed)),
                 least.name(),
                 least.peak.parts.iter().max_by_key(|part| part.bytes).map_or_else(String::new, |part| {
                     format!("{} are {}", bytes_text(part.bytes), part.name)
@@ -64,27 +56,29 @@ impl Question<'_> {
             text = format!(
                 "nothing fits a budget of {budget}: an evaluation of the longest validation row takes {} ({}), a training step {}; \
                  leave out long rows or give --held-out 0 without --validation",
-                bytes_text(self.budget(least.evaluation_bytes)),
+                bytes_text(self.budget.for_tensors(least.evaluation_bytes)),
                 least.name(),
-                bytes_text(self.budget(least.peak.total)),
+                bytes_text(self.budget.for_tensors(least.peak.total)),
             );
         }
         let remedy = self.remedy(needed);
         let or = remedy.map_or_else(String::new, |remedy| format!("{remedy}; or "));
-        format!("{text}; {or}give --budget {}MiB", self.budget(needed) >> 20)
+        format!("{text}; {or}give --budget {}MiB", self.budget.for_tensors(needed) >> 20)
     }
 
     /// The changes that cost the training the least: those that suffice alone, or else what they save together.
     fn remedy(&self, needed: u64) -> Option<String> {
         let shown = |flags: &str, least: u64| {
-            format!("{} ({})", flags.trim_end_matches(','), bytes_text(self.budget(least)))
+            format!("{} ({})", flags.trim_end_matches(','), bytes_text(self.budget.for_tensors(least)))
         };
-        let worth = (self.budget(needed) as f64 * (1.0 - WORTH)) as u64;
+        let worth = (self.budget.for_tensors(needed) as f64 * (1.0 - WORTH)) as u64;
         // In the order of what they change in the result.
         let mut all = self.changes();
-        let suffices = |change: &Change| self.budget(change.least) <= self.total;
+        let suffices = |change: &Change| self.budget.for_tensors(change.least) <= self.budget.total;
         let some_suffice = all.iter().any(suffices);
-        all.retain(|change| if some_suffice { suffices(change) } else { self.budget(change.least) <= worth });
+        all.retain(|change| {
+            if some_suffice { suffices(change) } else { self.budget.for_tensors(change.least) <= worth }
+        });
         let listed: Vec<String> =
             all.iter().take(SHOWN).map(|change| shown(&change.flags, change.least)).collect();
         let listed = listed.join(", or ");
@@ -98,8 +92,11 @@ impl Question<'_> {
             [] | [_] => String::new(),
             _ => format!("; together: {}", shown(&flags.join(" "), least)),
         };
-        let verdict =
-            if self.budget(least) <= self.total { "not little enough alone" } else { "still too much" };
+        let verdict = if self.budget.for_tensors(least) <= self.budget.total {
+            "not little enough alone"
+        } else {
+            "still too much"
+        };
         Some(format!("less would take, but {verdict}: {listed}{together}"))
     }
 
@@ -111,7 +108,9 @@ impl Question<'_> {
             return (Vec::new(), needed);
         };
         let (mut best, mut least) = (best, needed);
-        while self.budget(best.least) as f64 <= self.budget(least) as f64 * (1.0 - WORTH) {
+        while self.budget.for_tensors(best.least) as f64
+            <= self.budget.for_tensors(least) as f64 * (1.0 - WORTH)
+        {
             // The later of two values of a flag counts.
             let name = best.flags.split(' ').next().unwrap_or_default().to_owned();
             flags.retain(|own| own.split(' ').next() != Some(&name));
@@ -119,20 +118,13 @@ impl Question<'_> {
             least = best.least;
             let next = Question { config: &best.config, kind: best.kind, data: &best.data, ..*self };
             match next.changes().into_iter().min_by_key(|change| change.least) {
-                Some(next) if self.budget(least) > self.total => best = next,
+                Some(next) if self.budget.for_tensors(least) > self.budget.total => best = next,
                 _ => break,
             }
         }
         // One is not a flag.
         flags.sort_by_key(|flags| flags.starts_with("--"));
         (flags, least)
-    }
-
-    /// The least budget in which tensors may take so many bytes.
-    fn budget(&self, tensors: u64) -> u64 {
-        let resumed = if self.resumes { super::RESUMED } else { 0 };
-        let least = planning::least_budget(self.taken, tensors.saturating_sub(self.live)) - resumed;
-        least.max(planning::least_of_preparation(self.device))
     }
 
     /// Changes in the order in which they change the result.
@@ -144,7 +136,7 @@ impl Question<'_> {
                 all.push(Change { flags, config, kind, data, least });
             }
         };
-        if self.resumes {
+        if self.budget.resumes {
             let mut rows = config.clone();
             rows.training.micro_batch_size = Some(1);
             add("--set training.micro_batch_size=1".to_owned(), rows, self.kind, self.data.clone());
@@ -233,7 +225,7 @@ impl Question<'_> {
         let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;
-        let found = job.search(&allowed, Budget { device: self.tensors, host: None })?;
+        let found = job.search(&allowed, Available { device: self.budget.tensors(), host: None })?;
         found.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
     }
 }
@@ -251,17 +243,11 @@ mod tests {
             DecoderConfig { tie_word_embeddings: true, ..DecoderConfig::qwen2(32_768, 512, 1536, 4, 8) };
         let config = Config::defaults(Task::Finetune, Method::Lora);
         let data = DataShape::uniform(4, 1024, false);
-        let question = |tensors: u64, resumes: bool| Question {
-            config: &config,
-            shape: &shape,
-            kind: Kind::Float,
-            device: Device::Cpu,
-            data: &data,
-            total: planning::least_budget(0, tensors),
-            tensors,
-            live: 0,
-            taken: 0,
-            resumes,
+        let none = Budget { total: 0, taken: 0, live: 0, prepared: 0, resumes: false, is_default: false };
+        let question = |tensors: u64, resumes: bool| {
+            let budget = Budget { total: none.for_tensors(tensors), resumes, ..none };
+            let (config, shape, data) = (&config, &shape, &data);
+            Question { config, shape, kind: Kind::Float, device: Device::Cpu, data, budget }
         };
         let of_one =
             |tensors| question(tensors, false).changes().iter().map(|change| change.least).min().unwrap();
@@ -272,17 +258,14 @@ mod tests {
         let (flags, least) = question(enough - (4 << 20), false).together(needed);
         assert!(flags.len() > 1 && least < enough, "{flags:?} {least}");
         let together = question(enough - (4 << 20), false).remedy(needed).unwrap();
-        let end =
-            format!("; together: {} ({})", flags.join(" "), bytes_text(planning::least_budget(0, least)));
+        let end = format!("; together: {} ({})", flags.join(" "), bytes_text(none.for_tensors(least)));
         assert!(together.starts_with("less would take, but not little enough alone: "), "{together}");
         assert!(together.ends_with(&end), "{together}");
         let still = question(1, false).remedy(needed).unwrap();
         assert!(still.starts_with("less would take, but still too much: "), "{still}");
-        // Of a training that is resumed only the budget and the rows at a time can be changed, and 8 MiB less stay free.
+        // Of a training that is resumed only the budget and the rows at a time can be changed.
         let resumed: Vec<String> =
             question(1, true).changes().into_iter().map(|change| change.flags).collect();
         assert_eq!(resumed, ["--set training.micro_batch_size=1"]);
-        let (fresh, resumed) = (question(1, false).budget(needed), question(1, true).budget(needed));
-        assert_eq!(fresh - resumed, super::super::RESUMED);
     }
 }

@@ -2,10 +2,10 @@
 
 use accounting::candidates::{Candidate, Found};
 use accounting::quantity::{bytes_text, grouped};
-use frugal::planning;
+use frugal::planning::{self, Budget};
 use serde_json::{Value, json};
 
-use super::{PlannedBudget, Prediction};
+use super::{Prediction, budget_text};
 use crate::program::output::figures::{counted, duration};
 
 /// What a table of candidates shows.
@@ -89,11 +89,11 @@ impl Prediction {
     }
 
     /// The plan for people.
-    pub(super) fn text(&self, budget: PlannedBudget) -> String {
-        let held = |tensors: u64| budget.held(tensors);
+    pub(super) fn text(&self, budget: Budget) -> String {
+        let held = |tensors: u64| budget.held_with(tensors);
         let mut text = format!(
             "budget {}; peaks include {} for the program and a reserve of {} %, at least {}, for short-lived allocations\n",
-            budget.text(),
+            budget_text(&budget),
             bytes_text(budget.program()),
             100.0 * planning::RESERVE,
             bytes_text(planning::LEAST_RESERVE)
@@ -138,7 +138,7 @@ impl Prediction {
         if let Some(cheaper) = self.found.cheaper() {
             let bytes = held(cheaper.peak.total);
             let least = bytes.div_ceil(1 << 20);
-            let flag = match least << 20 < budget.bytes {
+            let flag = match least << 20 < budget.total {
                 true => format!("; --budget {least}MiB takes it"),
                 false => String::new(),
             };
@@ -148,13 +148,13 @@ impl Prediction {
     }
 
     /// The plan for programs.
-    pub(super) fn json(&self, budget: PlannedBudget) -> Value {
+    pub(super) fn json(&self, budget: Budget) -> Value {
         let chosen = self.found.chosen();
         let batch = chosen.and_then(|chosen| self.data.largest.get(chosen.batch));
         json!({
-            "budget_bytes": budget.bytes,
+            "budget_bytes": budget.total,
             "budget_is_default": budget.is_default,
-            "tensor_bytes": budget.tensors,
+            "tensor_bytes": budget.tensors(),
             "variants": candidates_json(&self.found, self.columns()),
             "chosen": chosen.map(Candidate::name),
             "peak_bytes": chosen.map(|chosen| chosen.peak.total),
