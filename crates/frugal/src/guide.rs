@@ -6,9 +6,11 @@
 //! | [`your_own_data`] | Which records can it read, what is learned of each, and how do I check that? |
 //! | [`how_a_plan_is_chosen`] | What fits into a budget, what does it cost, and what if memory runs out? |
 //! | [`larger_than_memory`] | How do I run and fine-tune a model that is larger than the memory? |
+//! | [`from_scratch`] | How do I train a model of random weights, and what takes the time? |
 //! | [`several_ranks`] | How do several processes train one model, and what does each hold? |
 //! | [`one_technique`] | How do I take one technique into my own program? |
 //! | [`where_every_byte_goes`] | What is in memory during a training step, and what makes each part smaller? |
+//! | [`measurements`] | How do I run the experiments and tests, and what decides the kernels? |
 //!
 //! Every command and every block of code is run by a test, over a tiny model under the name that the command says. `frugal` is the
 //! program that `cargo install --path crates/frugal` installs, or `cargo run -p frugal --release --`.
@@ -25,6 +27,9 @@ pub mod how_a_plan_is_chosen {}
 #[doc = include_str!("guide/larger_than_memory.md")]
 pub mod larger_than_memory {}
 
+#[doc = include_str!("guide/from_scratch.md")]
+pub mod from_scratch {}
+
 #[doc = include_str!("guide/several_ranks.md")]
 pub mod several_ranks {}
 
@@ -33,3 +38,6 @@ pub mod one_technique {}
 
 #[doc = include_str!("guide/where_every_byte_goes.md")]
 pub mod where_every_byte_goes {}
+
+#[doc = include_str!("guide/measurements.md")]
+pub mod measurements {}

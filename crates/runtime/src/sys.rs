@@ -2,6 +2,21 @@
 //!
 //! Three layers: `extern "C"` declarations, their statuses as [`Result`], and safe functions over both. A module of
 //! this folder has all three for one subject; the public modules of the crate have none.
+//!
+//! # Sanitizers
+//!
+//! They run by hand. The tests, with the C++ of this crate, under AddressSanitizer (libtorch's own code is not instrumented):
+//!
+//! ```sh
+//! CXXFLAGS="-fsanitize=address -fno-omit-frame-pointer" RUSTC_BOOTSTRAP=1 ASAN_OPTIONS=detect_leaks=0 \
+//!   RUSTFLAGS="-Zsanitizer=address -Cunsafe-allow-abi-mismatch=sanitizer" LD_LIBRARY_PATH=$PWD/.libtorch/lib \
+//!   cargo test -p runtime --test it --target x86_64-unknown-linux-gnu --target-dir target/asan
+//! ```
+//!
+//! It finds nothing. The test `memory_region`, which reads the process's resident memory, fails under it, because freed memory is kept.
+//! ThreadSanitizer needs an instrumented standard library (`-Zbuild-std` and its sources); with the toolchain's own it reports every message
+//! and lock of the standard library, those of the test harness first. Valgrind's processor has AVX2 and no AVX-512; in `memory_limit` and
+//! `counter` it reports only values that libtorch's `dense_to_sparse` uses uninitialised.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char};

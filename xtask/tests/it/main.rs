@@ -2,6 +2,8 @@
 
 mod bundle;
 mod compare;
+mod floors;
+mod front_pages;
 mod run_all;
 mod setup;
 mod tidy;

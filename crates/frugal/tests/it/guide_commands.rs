@@ -9,29 +9,15 @@ pub(crate) fn commands(page: &str) -> Vec<Vec<&str>> {
     lines(page).into_iter().map(words).collect()
 }
 
-/// The commands of each of the README's tasks, with fewer steps.
-pub(crate) fn tasks() -> Vec<Vec<String>> {
+/// The README's commands, in its order.
+pub(crate) fn readme() -> Vec<String> {
     let readme = include_str!("../../../../README.md");
-    let tasks: Vec<Vec<String>> = readme
-        .split("\n**")
-        .skip(1)
-        .map(|task| {
-            let commands = task
-                .lines()
-                .filter_map(|line| line.strip_prefix("    "))
-                .filter(|line| line.starts_with("frugal "));
-            let short = |line: &str| {
-                let command = line.split(" #").next().unwrap_or(line).trim_end();
-                command
-                    .replace("--steps 1000", "--steps 6")
-                    .replace("--checkpoint-every 100", "--checkpoint-every 3")
-            };
-            commands.map(short).collect()
-        })
-        .collect();
-    let count: usize = tasks.iter().map(Vec::len).sum();
-    assert!(tasks.len() == 5 && count > 15, "{tasks:?}");
-    tasks
+    let indented = readme.lines().filter_map(|line| line.strip_prefix("    "));
+    let commands = indented.filter(|line| line.starts_with("frugal "));
+    let commands: Vec<String> =
+        commands.map(|line| line.split(" #").next().unwrap_or(line).trim_end().to_owned()).collect();
+    assert_eq!(commands.len(), 6, "{commands:?}");
+    commands
 }
 
 /// The lines of the blocks of shell commands.

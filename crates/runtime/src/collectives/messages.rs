@@ -1,4 +1,7 @@
 //! The messages of operations: their numbers, tags, counts and failures.
+//!
+//! A message's tag has its number and a hash of its size, so that ranks that disagree time out, where Gloo would abort the process. A
+//! failed operation makes its group unusable, and the ranks write to the store what they were doing.
 
 use std::fmt::Display;
 use std::sync::atomic::Ordering;
