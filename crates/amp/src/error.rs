@@ -92,7 +92,7 @@ pub enum Error {
         found: String,
         /// The scaler.
         expected: &'static str,
-        /// What does not fit.
+        /// The part that does not fit.
         reason: String,
     },
     /// A dtype that autocast does not support.

@@ -124,7 +124,7 @@ impl<R: ScaleRule> Scaler<R> {
     /// scale: only [`Scaler::update`] changes it.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         Ok(loss.try_mul_scalar(f64::from(self.rule.scale()))?)
     }

@@ -5,7 +5,7 @@
 //!
 //! The samples are sorted by length once, by counting sort: `O(n + longest)`. Each epoch divides the range of lengths into
 //! *windows* of `k + 1` consecutive lengths, at a random offset that differs from epoch to epoch. The samples of each
-//! window are permuted and cut into batches, the last of which may be short, and the batches of the epoch are permuted. So
+//! window are permuted and cut into batches (the last may be short), and the batches of the epoch are permuted. So
 //!
 //! - longest − shortest ≤ `k` in every batch;
 //! - every sample is in exactly one batch of an epoch;

@@ -22,7 +22,7 @@ pub enum Error {
     Empty {
         /// The file or data set.
         from: String,
-        /// What is missing, and the remedy.
+        /// The missing part, and the remedy.
         reason: String,
     },
     /// An invalid record.
@@ -95,7 +95,7 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// What the operating system said, in words for what happens most.
+/// Returns the operating system's message, in plain words for the common errors.
 fn said(cause: &std::io::Error) -> String {
     match cause.kind() {
         std::io::ErrorKind::NotFound => "there is no such file or folder".to_owned(),

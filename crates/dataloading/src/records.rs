@@ -55,7 +55,7 @@ pub use splits::Splits;
 pub struct RecordLocation {
     /// The file.
     pub path: Arc<Path>,
-    /// What is counted: `line`, `row` in a file without lines, or `record` in one whose records may have several lines or share one.
+    /// The unit that is counted: `line`, `row` in a file without lines, or `record` in one whose records may have several lines or share one.
     pub unit: &'static str,
     /// The number of the line, row or record, from 1.
     pub number: u64,

@@ -108,7 +108,7 @@ impl Tokenizer {
     /// Trains a byte-level BPE on texts; see [`train_json`](Self::train_json).
     ///
     /// # Errors
-    /// Those of [`train_json`](Self::train_json).
+    /// Errors of [`train_json`](Self::train_json).
     pub fn train(texts: impl IntoIterator<Item = Result<String>>, options: &TrainOptions) -> Result<Self> {
         Self::from_bytes(Self::train_json(texts, options)?.as_bytes())
     }
@@ -234,7 +234,7 @@ impl Tokenizer {
         guarded(|| self.inner.decode(ids, false))
     }
 
-    /// Returns the special token that the tokenizer puts before every text, if any. A token that it puts after every text is none.
+    /// Returns the special token that the tokenizer puts before every text, if any. A token that it puts after every text does not count.
     ///
     /// # Errors
     /// The tokenizer fails on a text.

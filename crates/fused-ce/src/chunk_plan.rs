@@ -27,7 +27,7 @@ pub(crate) struct ChunkPlan {
     pub(crate) tokens: i64,
 }
 
-/// What a plan is for, besides the options.
+/// The inputs of a plan besides the options.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planned {
     pub(crate) sizes: Sizes,

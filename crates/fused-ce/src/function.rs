@@ -59,7 +59,7 @@ pub(crate) struct Fused {
     pub(crate) state: State,
 }
 
-/// What backward needs from forward besides saved tensors.
+/// State that backward needs from forward besides saved tensors.
 #[derive(Default)]
 pub(crate) struct State {
     /// The gradients computed in forward.

@@ -19,7 +19,7 @@ pub struct LinearCrossEntropyHead {
     weight: Tensor,
     bias: Option<Tensor>,
     loss: LinearCrossEntropy,
-    /// What the model itself does with the products, without the options.
+    /// The model's own operations on the products, without the options.
     own: LogitTransform,
 }
 

@@ -163,7 +163,7 @@ impl Tensors {
     /// Whether a tensor is absent, or has the dtype, the shape and the bytes of another one.
     ///
     /// # Errors
-    /// Those of the files.
+    /// Errors of the files.
     pub(crate) fn is_copy(&self, name: &str, of: &str) -> Result<bool> {
         const PIECE: u64 = 1 << 20;
         let Some(copy) = self.get(name) else { return Ok(true) };
@@ -183,7 +183,7 @@ impl Tensors {
     /// Reads a range of a tensor's values, in their order in memory.
     ///
     /// # Errors
-    /// Those of the file.
+    /// Errors of the file.
     pub(crate) fn values(&self, location: &Location, range: Range<u64>) -> Result<Vec<f32>> {
         let bytes = self.bytes(location, range)?;
         Ok(match location.dtype {

@@ -39,7 +39,7 @@ impl Adapters {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Adapters::config`].
+    /// Errors of [`Adapters::config`].
     pub fn wrap(&self, model: Box<dyn LanguageModel>) -> Result<Adapted> {
         let mut fields = match model.config() {
             Value::Object(fields) => fields,

@@ -43,7 +43,7 @@ impl LoraConfig {
             }
             for one in &group.alternatives {
                 let alone = alone(pattern, &groups, group, one);
-                // A part of a pattern that is none by itself says nothing.
+                // A part of a pattern that is no pattern by itself is ignored.
                 let is_without = compile(&alone, &format!("^(?:{alone})$"))
                     .is_ok_and(|alone| !names.iter().any(|name| alone.is_match(name)));
                 if is_without {

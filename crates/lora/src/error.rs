@@ -43,7 +43,7 @@ pub enum Error {
         field: &'static str,
         /// The entry.
         entry: String,
-        /// What it is matched with.
+        /// The names that it is matched with.
         among: &'static str,
         /// The nearest name, if one is near.
         nearest: Option<String>,
@@ -92,7 +92,7 @@ pub enum Error {
     Pattern {
         /// The pattern.
         pattern: String,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// An unsupported setting that would change the computation.
@@ -152,7 +152,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// An error of the model.

@@ -212,7 +212,7 @@ impl LoraConfig {
     /// saved whole and biases are not counted.
     ///
     /// # Errors
-    /// Those of [`LoraConfig::options`]; [`Error::NoTarget`].
+    /// Errors of [`LoraConfig::options`]; [`Error::NoTarget`].
     pub fn trainable_parameters(&self, model: &DecoderConfig) -> Result<u64> {
         self.check()?;
         let targets = Targets::new(self)?;

@@ -19,7 +19,7 @@ impl Activation {
     /// Computes f(x), element by element.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn apply(self, x: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Relu => x.f_relu()?,

@@ -113,7 +113,7 @@ pub fn attention(
 ) -> Result<Tensor> {
     check(q, k, v, documents, options)?;
     let (batch, sequence, heads, head) = q.size4()?;
-    // A window of at least the longest document is none.
+    // A window of at least the longest document has no effect.
     let longest = documents.map_or(sequence, Documents::longest);
     let options = AttentionOptions { window: options.window.filter(|&window| window < longest), ..*options };
     // A mixed-precision policy, if there is one, decides the dtype.

@@ -28,7 +28,7 @@ pub enum Error {
     Config {
         /// The model or part.
         what: &'static str,
-        /// What is wrong, and the remedy.
+        /// The problem, and the remedy.
         reason: String,
     },
     /// A token outside the model's vocabulary.
@@ -83,7 +83,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// A repository of the hub that cannot be fetched.
@@ -105,7 +105,7 @@ pub enum Error {
         found_kind: Kind,
         /// Its device.
         found_device: Device,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
     /// An error of the runtime.

@@ -112,7 +112,7 @@ pub struct Generated {
 /// Generates for all prompts in one batch; see [`Generator`].
 ///
 /// # Errors
-/// Those of [`Generator::new`] and [`Generator::generate`].
+/// Errors of [`Generator::new`] and [`Generator::generate`].
 pub fn generate(
     model: &dyn LanguageModel,
     prompts: &[Vec<i64>],

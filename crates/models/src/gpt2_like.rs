@@ -39,7 +39,7 @@ pub struct Gpt2LikeConfig {
     /// How attention is computed.
     #[serde(skip)]
     pub attention: AttentionPath,
-    /// What computes the norms.
+    /// The implementation of the norms.
     #[serde(skip)]
     pub norms: NormKernel,
 }

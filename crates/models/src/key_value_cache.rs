@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 const WHAT: &str = "key-value cache";
 
-/// What a model's layers cache of a token.
+/// The numbers that a model's layers cache for a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
     /// Number of layers with attention.
@@ -249,7 +249,7 @@ pub struct Extension<'c> {
     written: Cell<usize>,
 }
 
-/// What the new tokens attend to.
+/// The keys and values that the new tokens attend to.
 #[derive(Debug)]
 struct Mask {
     window: Option<i64>,

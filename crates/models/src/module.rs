@@ -65,7 +65,7 @@ pub trait Module: Debug + Send {
     /// Visits every tensor and replaceable part mutably, under the names of [`Module::visit`].
     ///
     /// # Errors
-    /// Those of the mapper.
+    /// Errors of the mapper.
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()>;
 }
 
@@ -154,7 +154,7 @@ pub trait LossHead: Module {
     /// Shapes that do not match, another dtype or device.
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput>;
 
-    /// What follows the output projection, for techniques that compute the same in another way.
+    /// The operations after the output projection, for techniques that compute the same in another way.
     fn transform(&self) -> LogitTransform {
         LogitTransform::default()
     }
@@ -180,7 +180,7 @@ impl LogitTransform {
     /// Transforms the output projection's results, of any shape.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn apply(&self, products: Tensor) -> Result<Tensor> {
         let scaled = if self.scale == 1.0 { products } else { products.try_mul_scalar(self.scale)? };
         Ok(match self.softcap {
@@ -213,7 +213,7 @@ impl LossOutput {
             let reason = "no position has a label, so there is no mean; leave such batches out".to_owned();
             return Err(Error::Config { what: "loss", reason });
         }
-        Ok(self.sum.f_div_scalar(labels as f64)?)
+        Ok(self.sum.try_div_scalar(labels as f64)?)
     }
 }
 

@@ -29,7 +29,7 @@ pub struct LayerNorm {
     pub bias: Tensor,
     /// Added to the variance.
     pub eps: f64,
-    /// What computes it.
+    /// The implementation.
     pub kernel: NormKernel,
 }
 

@@ -64,7 +64,7 @@ pub(crate) fn check_fit(
 /// Writes a module's state as safetensors, atomically.
 ///
 /// # Errors
-/// Those of [`tensors_file::write`].
+/// Errors of [`tensors_file::write`].
 pub fn save(module: &(impl Module + ?Sized), path: &Path) -> Result<()> {
     tensors_file::write(path, &state_dict(module))
 }
@@ -72,7 +72,7 @@ pub fn save(module: &(impl Module + ?Sized), path: &Path) -> Result<()> {
 /// Reads a module's state from safetensors.
 ///
 /// # Errors
-/// Those of [`tensors_file::read`] and of [`load_state_dict`].
+/// Errors of [`tensors_file::read`] and of [`load_state_dict`].
 pub fn load(module: &(impl Module + ?Sized), path: &Path) -> Result<()> {
     let state = tensors_file::read(path, tch::Device::Cpu)?;
     load_state_dict(module, &state, &path.display().to_string())

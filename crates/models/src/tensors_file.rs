@@ -47,7 +47,7 @@ pub fn write_with(
 /// Writes a file atomically.
 ///
 /// # Errors
-/// Those of [`write_to`], with the path; a folder that does not exist or is full.
+/// Errors of [`write_to`], with the path; a folder that does not exist or is full.
 pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_content(path, &mut Content::new(LazyTensor::of_each(tensors), &[]))
 }

@@ -14,7 +14,7 @@ pub enum Error {
     Config {
         /// The part concerned.
         what: &'static str,
-        /// What is wrong, and the remedy.
+        /// The problem, and the remedy.
         reason: String,
     },
     /// A failed transfer of a layer or its gradients. The model on the host is unchanged.
@@ -32,7 +32,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and the remedy.
+        /// The problem, and the remedy.
         reason: String,
     },
     /// An error of the model.

@@ -95,7 +95,7 @@ pub(crate) struct OffloadFunction {
     kept: Option<Kept>,
 }
 
-/// What a forward saves for its backward besides the input.
+/// State that a forward saves for its backward besides the input.
 struct Kept {
     state: ThreadLocalState,
     /// The settings of the block's forward; `None` until it has run.

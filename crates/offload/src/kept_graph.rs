@@ -25,7 +25,7 @@ pub(crate) struct KeepingOffloadFunction {
     recorded: Option<Recorded>,
 }
 
-/// What a forward saves for its backward.
+/// State that a forward saves for its backward.
 struct Recorded {
     /// The layer's values at the forward.
     versions_at_forward: TensorVersions,

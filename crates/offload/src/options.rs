@@ -87,7 +87,7 @@ pub struct OffloadConfig {
     pub keep: Vec<usize>,
     /// Whether to page-lock host memory if the device is a GPU; transfers from other memory do not overlap.
     pub pinned: bool,
-    /// What holds layers instead of the tier, as far as it takes them: such as `sharding::Shards`, with a part of each on every rank.
+    /// The source that holds layers instead of the tier, as far as it takes them, such as `sharding::Shards`, with a part of each on every rank.
     /// Layers on the CPU, and [`Method::Overlap`].
     pub source: Option<Arc<dyn LayerSource>>,
     /// For tests.

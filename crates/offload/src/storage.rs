@@ -131,7 +131,7 @@ pub(crate) struct Placement {
     pub(crate) pinned_for: Device,
     /// The folder for tensors in files; `None` to keep them in host memory.
     pub(crate) folder: Option<PathBuf>,
-    /// What holds regions instead, as far as it takes them.
+    /// The source that holds regions instead, as far as it takes them.
     pub(crate) source: Option<Arc<dyn LayerSource>>,
 }
 

@@ -1,4 +1,4 @@
-//! What all ranks must have in common.
+//! Checks that all ranks have the same model and settings.
 
 use tch::{Kind, Tensor};
 use training::optimizer::{Group, Rule};

@@ -97,7 +97,7 @@ pub(crate) struct Terms {
     /// `[elements]`; for [`Reduction::Native`] as many as equal shards have.
     pub(crate) gradients: Tensor,
     pub(crate) division: Division,
-    /// What the sums of this rank's shard are added to, `[elements of the shard]`.
+    /// The tensor that the sums of this rank's shard are added to, `[elements of the shard]`.
     pub(crate) sums: Tensor,
     /// Whether this is the first round of the step, which replaces the sums.
     pub(crate) first: bool,

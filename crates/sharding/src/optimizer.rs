@@ -30,7 +30,7 @@ use crate::{Result, refused};
 use part::{Part, inner_groups, parts};
 pub use settings::{Options, Stage};
 
-/// What a rank sends instead of whether it has a gradient, if one is not finite.
+/// The value that a rank sends in place of its count of gradients if one is not finite.
 const NON_FINITE: i64 = 2;
 
 /// A rule over parameters whose state is divided among ranks. See the [crate's front page](crate).
@@ -56,7 +56,7 @@ impl ShardedOptimizer {
     /// Divides the parameters of `groups` among `ranks`. They get new memory, with their values.
     ///
     /// # Errors
-    /// Those of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that are not on the CPU; a group with a rule of its
+    /// Errors of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that are not on the CPU; a group with a rule of its
     /// own; ranks with other parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,

@@ -20,10 +20,10 @@ const MAX_IN_FLIGHT: usize = 1;
 /// The gradients of a bucket that have arrived in this round.
 #[derive(Debug)]
 enum Arrived {
-    /// Those of its parameters, in their `grad`. How often a backward adds to them is learned from this rank's first round, which is
+    /// Gradients of its parameters, in their `grad`. How often a backward adds to them is learned from this rank's first round, which is
     /// reduced at its end: it adds once for each recomputed segment that uses a parameter.
     Parameters { additions: usize, expected: Option<usize> },
-    /// Those of a layer's region, which says itself when they are complete.
+    /// Gradients of a layer's region, which says itself when they are complete.
     Layer { gradients: OfLayer, complete: bool },
 }
 

@@ -133,7 +133,7 @@ impl Shards {
         Ok(None)
     }
 
-    /// What all ranks must agree on: each tensor's name, shape and sum.
+    /// The description that all ranks must agree on: each tensor's name, shape and sum.
     pub(crate) fn descriptions(&self) -> Vec<(String, String)> {
         let state = self.0.state.lock();
         let all = state.regions.iter().flat_map(|region| &region.members);

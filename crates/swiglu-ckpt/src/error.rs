@@ -34,7 +34,7 @@ pub enum Error {
         name: &'static str,
         /// Its dtype.
         found: Kind,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
     /// A tensor on another device than the others.

@@ -40,7 +40,7 @@ pub struct Layer<'a> {
 /// first product; other levels are not supported.
 ///
 /// # Errors
-/// Those of libtorch: shapes, dtypes or devices that do not match.
+/// Errors of libtorch: shapes, dtypes or devices that do not match.
 pub fn feed_forward(
     x: &Tensor,
     [up, down]: [Layer<'_>; 2],

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::error::Error;
 
-/// What is kept for backward; the rest is recomputed. H is the hidden size, F the feed-forward size.
+/// The activations that are kept for backward; the rest is recomputed. H is the hidden size, F the feed-forward size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum CheckpointLevel {
     /// x, x·W, SiLU(x·W), x·V: H + 3F elements per token, nothing recomputed. The assignment's level 0.

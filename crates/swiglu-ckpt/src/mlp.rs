@@ -25,7 +25,7 @@ pub struct SwigluConfig {
     pub hidden: i64,
     /// Inner width; usually 8/3 of `hidden`, or 3 to 4 times it.
     pub intermediate: i64,
-    /// What is kept for backward.
+    /// The activations that are kept for backward.
     pub level: CheckpointLevel,
     /// How W and V are stored.
     pub storage: GateUpStorage,

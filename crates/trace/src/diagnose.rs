@@ -65,7 +65,7 @@ pub struct Finding {
 /// An entry of the table of detectors.
 struct Detector {
     name: &'static str,
-    /// What it looks at, for the message that nothing was found.
+    /// The part of a trace that it looks at, for the message that nothing was found.
     looks_at: &'static str,
     detect: fn(&View<'_>) -> Option<Evidence>,
 }

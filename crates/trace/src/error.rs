@@ -33,7 +33,7 @@ pub enum ProfileError {
     Foreign {
         /// The path.
         path: PathBuf,
-        /// What was found.
+        /// The value that was there.
         reason: String,
     },
     /// No range of the trace is a complete step.

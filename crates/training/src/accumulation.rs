@@ -37,7 +37,7 @@ impl MicroBatches {
     /// gradients are the same up to the order of their sums; dropout draws other numbers.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn split(self, rows: usize) -> Result<Self> {
         let mut batches = Vec::new();
         for batch in self.batches {
@@ -84,7 +84,7 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
 /// Fetches `count` micro-batches, or fewer at the end of the data; `None` if there are none left.
 ///
 /// # Errors
-/// Those of the source.
+/// Errors of the source.
 pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Option<MicroBatches>> {
     let mut all = MicroBatches { batches: Vec::new(), targets: 0, tokens: 0, padding: 0 };
     while all.batches.len() < count {
@@ -100,7 +100,7 @@ pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Optio
 /// Returns the document boundaries of a packed batch; `None` if each row is one document.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn documents(batch: &Batch) -> Result<Option<Documents>> {
     let documents = batch.packing.as_ref().map(|packing| {
         let (ids, cu_seqlens) = (packing.document_ids.shallow_clone(), packing.cu_seqlens.shallow_clone());
@@ -112,7 +112,7 @@ pub fn documents(batch: &Batch) -> Result<Option<Documents>> {
 /// Computes the summed loss of a batch; with `accuracy` also the number of correct predictions.
 ///
 /// # Errors
-/// Those of the model.
+/// Errors of the model.
 pub fn forward(
     model: &(impl LanguageModel + ?Sized),
     batch: &Batch,

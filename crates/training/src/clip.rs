@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// Keeps the quotient finite for zero gradients, as PyTorch does.
 const EPS: f64 = 1e-6;
 
-/// What to do with a step whose loss or gradients are not finite, with or without clipping.
+/// The reaction to a step whose loss or gradients are not finite, with or without clipping.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NonFinite {
@@ -32,7 +32,7 @@ pub enum NonFinite {
     Ignore,
 }
 
-/// What the host knows of a step before its update.
+/// The host's figures of a step before its update.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Findings {
     /// The loss, up to a factor; `None` where it is not known.
@@ -69,7 +69,7 @@ impl Findings {
 /// synchronising.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn found_non_finite(grads: &[impl Borrow<Tensor>]) -> Result<Tensor> {
     let mut found = Vec::new();
     let (in_files, others): (Vec<&Tensor>, Vec<&Tensor>) =
@@ -90,7 +90,7 @@ pub fn found_non_finite(grads: &[impl Borrow<Tensor>]) -> Result<Tensor> {
 /// Returns the first of the named tensors that has an infinity or a NaN; waits for the device.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn first_non_finite<'a>(named: impl IntoIterator<Item = (&'a str, Tensor)>) -> Result<Option<&'a str>> {
     for (name, tensor) in named {
         if found_non_finite(&[tensor])?.f_double_value(&[0])? != 0.0 {
@@ -131,7 +131,7 @@ impl Norm {
 /// ([`gradients::norm_many`]).
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
     let _no_grad = tch::no_grad_guard();
     let Some(first) = grads.first().map(Borrow::borrow) else {
@@ -208,7 +208,7 @@ pub fn factor(norm: f64, limit: f64) -> Option<f64> {
 /// [`scale_to_`] with a norm that the host knows: does nothing within the limit.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> Result<()> {
     let Some(factor) = factor(norm, limit) else { return Ok(()) };
     let _no_grad = tch::no_grad_guard();

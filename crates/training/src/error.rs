@@ -24,7 +24,7 @@ pub enum Error {
         operation: &'static str,
         /// The tensor's name.
         name: String,
-        /// What is wrong, and what was expected.
+        /// The problem, and the expected value.
         reason: String,
     },
     /// Named tensors that do not match their targets.
@@ -46,7 +46,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// No usable checkpoint in a folder.

@@ -70,7 +70,7 @@ pub trait LayerSource: Debug + Send + Sync {
 /// refuses to write them. A tensor of one element, or none, keeps its own.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn set_placeholder(tensor: &Tensor) -> runtime::Result<()> {
     if tensor.numel() > 1 {
         let _no_grad = tch::no_grad_guard();

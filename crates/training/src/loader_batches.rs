@@ -29,7 +29,7 @@ impl LoaderBatches {
     /// Starts at the first batch.
     ///
     /// # Errors
-    /// Those of [`Loader::new`].
+    /// Errors of [`Loader::new`].
     pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
         let loader = Loader::new(source.clone(), options)?;
         Ok(Self { source: Source(source), options: *options, loader })

@@ -141,7 +141,7 @@ pub fn perplexity(mean_loss: f64) -> f64 {
     mean_loss.exp()
 }
 
-/// Returns the labels of rows of `tokens_bt` `[b, t]`, the first `lengths_b` `[b]` of which count: the next token, or
+/// Returns the labels of rows of `tokens_bt` `[b, t]`, whose first `lengths_b` `[b]` tokens count: the next token, or
 /// `ignore_index` at the end. All are int64.
 ///
 /// # Errors

@@ -112,7 +112,7 @@ impl MaskedBatches {
     /// Creates a source at the first batch over rows in memory. Rows without a label are left out.
     ///
     /// # Errors
-    /// Those of [`MaskedRowsWriter::push`] and of [`over`](Self::over).
+    /// Errors of [`MaskedRowsWriter::push`] and of [`over`](Self::over).
     pub fn new(rows: Vec<MaskedRow>, layout: Layout, device: Device) -> Result<Self> {
         Self::over(&MaskedRows::of(&rows)?, layout, device)
     }
@@ -199,7 +199,7 @@ impl MaskedBatches {
     /// Returns the batch with the most tokens possible: that of the longest rows.
     ///
     /// # Errors
-    /// Those of libtorch; a file that cannot be read.
+    /// Errors of libtorch; a file that cannot be read.
     pub fn largest(&self) -> Result<Batch> {
         let mut widest = Greatest::new(self.layout.batch);
         for number in 0..self.units() {

@@ -120,14 +120,14 @@ pub trait Optimizer: Debug + Send {
     /// Clears all gradients, also after a skipped step.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn zero_grad(&mut self, how: ZeroGrad) -> Result<()>;
 
     /// Ends a step that failed, at whatever point, without an update: clears all gradients. Returns whether weights and state are as they
     /// were before [`Optimizer::begin`]; false if that is not known. After false they have to be loaded before the next step.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
         self.zero_grad(how).map(|()| false)
     }
@@ -150,7 +150,7 @@ pub trait Optimizer: Debug + Send {
     /// Returns whether a parameter has got a gradient since [`Optimizer::begin`], also if `reduce` has moved it on.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn has_gradient(&self, tensor: &Tensor) -> Result<bool> {
         Ok(tensor.f_grad()?.defined())
     }
@@ -182,7 +182,7 @@ pub trait Optimizer: Debug + Send {
     /// Writes the values of one of the model's tensors, which are the same on all ranks.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn set_weight(&self, tensor: &Tensor, values: &Tensor) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         Ok(tensor.f_detach()?.f_copy_(values)?)
@@ -219,7 +219,7 @@ pub trait Optimizer: Debug + Send {
     fn state(&self) -> Result<Vec<(String, Tensor)>>;
 
     /// [`Optimizer::state`], with values that are read when they are written. With [`Optimizer::ranks`], every rank gets the same tensors, and rank 0
-    /// the values of those of which others have parts.
+    /// the values of weights that are sharded over ranks.
     ///
     /// # Errors
     /// A failure of an earlier step.
@@ -246,7 +246,7 @@ pub struct StepSettings {
     pub factor: f64,
     /// Maximum gradient norm.
     pub clip: Option<f64>,
-    /// What to do if the loss or a gradient is not finite.
+    /// The reaction to a loss or gradient that is not finite.
     pub non_finite: NonFinite,
 }
 

@@ -30,7 +30,7 @@ impl StepProbe {
     /// ranks call it.
     ///
     /// # Errors
-    /// Those of the data and of the model.
+    /// Errors of the data and of the model.
     pub fn run(trainer: &mut Trainer, train: &mut dyn Batches) -> Result<Option<Self>> {
         let (data, random) = (train.state(), RandomState::capture_all()?);
         let probed = Self::of_next_batch(trainer, train);

@@ -24,14 +24,14 @@ pub trait GradScaler: Debug + Send {
     /// Returns the loss times the scale.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn scale(&self, loss: &Tensor) -> Result<Tensor>;
 
     /// Divides the gradients by the scale in place, once per optimizer step. If `norm` is set, a scaler that reads the
     /// gradients anyway may return their norm. Does not synchronise.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> Result<UnscaleResult>;
 
     /// Updates the scale; `overflow` is whether a gradient was infinite or NaN, and the step therefore skipped.
@@ -68,7 +68,7 @@ pub trait DeviceGradScaler {
     /// [`GradScaler::update`] by the flag from [`GradScaler::unscale_`]. Does not synchronise.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn update(&mut self, found_inf: &Tensor) -> Result<()>;
 
     /// Returns its state: fp64 `[1 or more]`, on its device, the scale first. Later updates do not change this tensor.

@@ -35,7 +35,7 @@ pub struct TracedSteps {
 /// ended before. The training continues as if nothing had been recorded.
 ///
 /// # Errors
-/// Those of the loop and of the profiler; a file that cannot be written.
+/// Errors of the loop and of the profiler; a file that cannot be written.
 pub fn trace(
     trainer: &mut Trainer,
     train: &mut dyn Batches,
@@ -75,7 +75,7 @@ fn record(
 /// Collects what a trace of the steps `records` cannot show. Runs a [`StepProbe`].
 ///
 /// # Errors
-/// Those of the probe.
+/// Errors of the probe.
 pub fn facts(
     trainer: &mut Trainer,
     train: &mut dyn Batches,

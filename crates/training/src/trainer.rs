@@ -198,7 +198,7 @@ impl Trainer {
     /// Trains until step `until`, like [`Trainer::run`], without saving at the end.
     ///
     /// # Errors
-    /// Those of [`Trainer::run`].
+    /// Errors of [`Trainer::run`].
     pub fn advance(
         &mut self,
         until: u64,
@@ -247,7 +247,7 @@ impl Trainer {
     /// Sends the observers a line that the user asked for.
     ///
     /// # Errors
-    /// Those of the observers.
+    /// Errors of the observers.
     pub fn note(&mut self, text: &str) -> Result<()> {
         self.tell(|observer| observer.on_note(text))
     }
@@ -255,7 +255,7 @@ impl Trainer {
     /// Sends the observers a warning.
     ///
     /// # Errors
-    /// Those of the observers.
+    /// Errors of the observers.
     pub fn warn(&mut self, warning: &str) -> Result<()> {
         self.tell(|observer| observer.on_warning(warning))
     }

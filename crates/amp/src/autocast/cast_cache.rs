@@ -6,7 +6,7 @@
 //! weights are cached as well; PyTorch caches only leaves that require a gradient, and so casts a frozen base model at each use.
 //! Activations are used once and are not cached.
 //!
-//! What is made for one use is not cached either: offloaded and sharded layers run with leaves of their own for each use, under
+//! Tensors that are made for one use are not cached either: offloaded and sharded layers run with leaves of their own for each use, under
 //! [`uncached`](runtime::precision::uncached); and without a graph every tensor is a leaf, such as a weight that was just computed, so
 //! casts of tensors that nobody else has any more are dropped whenever the number of entries has doubled.
 //!

@@ -42,7 +42,7 @@ pub struct Quantized {
 /// device. If the tensor has an infinity or a NaN, every product with the result is NaN.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
     let max = max_value(dtype);
     let fp32 = tensor.f_to_kind(Kind::Float)?;

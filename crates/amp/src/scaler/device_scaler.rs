@@ -51,14 +51,14 @@ pub trait DeviceRule: ScaleRule + Clone {
     /// (scalar bool). Same results as [`ScaleRule::update`], but never fails because of skipped steps.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor>;
 
     /// As [`DeviceRule::update_on_device`] in one launch on a GPU, from a float `[1]` that is not 0 after an overflow; `None` if there is
     /// no such kernel.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     fn update_by_kernel(&self, _state: &Tensor, _found_inf: &Tensor) -> Result<Option<Updated>> {
         Ok(None)
     }
@@ -66,7 +66,7 @@ pub trait DeviceRule: ScaleRule + Clone {
     /// Sets the state to numbers read from the device.
     ///
     /// # Errors
-    /// Those of [`ScaleRule::update`]: too many steps in a row overflowed.
+    /// Errors of [`ScaleRule::update`]: too many steps in a row overflowed.
     fn set_state_vector(&mut self, state: &[f64]) -> Result<()>;
 }
 
@@ -106,7 +106,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// Returns the loss times the scale; see [`Scaler::scale`].
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         let scale = match &self.factors {
             Some(factors) => factors.f_select(0, 0)?,
@@ -164,7 +164,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// Waits for the device and returns the state for a checkpoint, which a [`Scaler`] loads as well.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     pub fn state(&self) -> Result<Value> {
         let mut rule = self.rule.clone();
         // Too many skipped steps are an error of `read`, not of a checkpoint.

@@ -151,7 +151,7 @@ pub struct DynamicRule {
     current: DynamicScale,
     /// Steps skipped in a row.
     skipped: u32,
-    /// Those of them at the minimum scale.
+    /// Overflows at the minimum scale.
     at_min_scale: u32,
 }
 

@@ -19,7 +19,7 @@ impl Message {
         Self { fields: fields.into_iter().collect(), is_trained: true }
     }
 
-    /// Returns the role; empty if there is none.
+    /// Returns the role; empty for a message without one.
     pub fn role(&self) -> &str {
         self.fields.get("role").and_then(Value::as_str).unwrap_or_default()
     }

@@ -88,7 +88,7 @@ impl Date {
     /// Formats as Python's `datetime.strftime` does; the time is midnight.
     ///
     /// # Errors
-    /// A code that is none of `%a %A %b %B %d %D %e %F %H %I %j %m %M %p %S %T %u %w %y %Y %%`, with or without `-`.
+    /// A code other than `%a %A %b %B %d %D %e %F %H %I %j %m %M %p %S %T %u %w %y %Y %%`, with or without `-`.
     pub fn strftime(self, format: &str) -> Result<String, String> {
         let Self { year, month, day } = self;
         let (month_name, weekday) = (MONTHS[month as usize - 1], self.weekday());

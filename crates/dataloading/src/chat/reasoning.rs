@@ -25,7 +25,7 @@ const FIELDS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 pub enum TrainingVariant {
     /// The prompt opens the reasoning, and the template's answers have none: the rows have it.
     OpenedReasoning {
-        /// What the prompt ends with, without blanks: `<think>`.
+        /// The prompt's end, without blanks: `<think>`.
         tag: String,
     },
     /// Earlier answers have no reasoning, so each answer is a row of its own.
@@ -48,7 +48,7 @@ impl fmt::Display for TrainingVariant {
     }
 }
 
-/// What a prompt ends with to open the reasoning, and what ends the reasoning.
+/// The texts that open the reasoning, at the end of a prompt, and end it.
 struct Opening<'a> {
     text: &'a str,
     tag: &'a str,

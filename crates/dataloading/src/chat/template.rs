@@ -17,7 +17,7 @@ use super::python_json::{python_float, tojson};
 use super::{python_filters, python_format, python_methods};
 use crate::error::{Error, Result};
 
-/// What a rendering may use up: one for an instruction, and one for each 64 bytes that the template makes, so at most 256 MiB. A
+/// The budget of a rendering: one for an instruction, and one for each 64 bytes that the template makes, so at most 256 MiB. A
 /// conversation of a thousand messages takes about a hundred thousand.
 const FUEL: u64 = 4_000_000;
 /// Bytes of a template.
@@ -25,7 +25,7 @@ const LONGEST_TEMPLATE: usize = 1 << 20;
 /// Name of the template within its environment. It has no extension, so that nothing is escaped.
 const NAME: &str = "chat_template";
 
-/// What a template reads beside the conversation.
+/// The variables of a template beside the conversation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TemplateOptions {
     /// `bos_token`, `eos_token` and others, by their name.
@@ -47,7 +47,7 @@ impl Default for TemplateOptions {
 pub struct Rendered {
     /// The text, special tokens included.
     pub text: String,
-    /// What `{% generation %}` marks, in bytes of the text.
+    /// The ranges that `{% generation %}` marks, in bytes of the text.
     pub spans: Vec<Range<usize>>,
 }
 
@@ -55,12 +55,12 @@ pub struct Rendered {
 #[derive(Clone)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    /// What messages call it: a file's name.
+    /// Its name in messages: a file's name.
     from: String,
     source: String,
     marks_generation: bool,
     options: TemplateOptions,
-    /// What renders conversations with tools instead.
+    /// The template that renders conversations with tools instead.
     for_tools: Option<Box<ChatTemplate>>,
 }
 

@@ -1,4 +1,4 @@
-//! What of a conversation a template leaves out.
+//! The parts of a conversation that a template leaves out.
 //!
 //! A template reads the fields that its author knew. Others (calls of tools under a template without them, reasoning under another
 //! name, messages of a role that it passes over) change nothing in the text, so nothing of them is learned, and nothing says so. Here
@@ -29,7 +29,7 @@ enum Part {
 }
 
 impl Part {
-    /// What a note calls it.
+    /// Its name in a note.
     fn name(&self) -> String {
         match self {
             Self::Tools => "`tools`".to_owned(),

@@ -1,4 +1,4 @@
-//! What a record holds, in each format.
+//! The content of a record, in each format.
 
 use serde_json::{Map, Value};
 
@@ -9,7 +9,7 @@ use crate::batch::IGNORE_INDEX;
 use crate::chat::{Conversation, Message};
 use crate::text::json_lines::kind;
 
-/// What a record holds.
+/// The content of a record.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Content {
     /// Messages.
@@ -30,7 +30,7 @@ pub enum Content {
         /// Learned.
         completion: String,
     },
-    /// A text, all of which is learned.
+    /// A text that is learned as a whole.
     Text(String),
     /// Tokens.
     Tokens {

@@ -50,7 +50,7 @@ enum State {
     After,
 }
 
-/// What ended an element.
+/// The byte that ended an element.
 enum End {
     Comma,
     Bracket,

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::chat::{Conversation, Message};
 use crate::text::json_lines::kind;
 
-/// What ShareGPT calls the roles.
+/// ShareGPT's names of the roles.
 const ROLES: [(&str, &str); 16] = [
     ("human", "user"),
     ("user", "user"),

@@ -19,7 +19,7 @@ use crate::text::LONGEST_RECORD;
 
 /// The key of an object that stands for bytes that are no text, with their number.
 pub(super) const NOT_TEXT: &str = "bytes that are not UTF-8";
-/// What the library says of a compression that it was compiled without.
+/// The library's message about a compression that it was compiled without.
 const DISABLED: &str = "Disabled feature at compile time: ";
 /// The key that may be null within a column.
 const CONTENT: &str = "content";

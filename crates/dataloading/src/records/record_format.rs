@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Records that are read to find the format of a file.
 pub const DETECTED_ROWS: usize = 100;
 
-/// What a record's fields mean.
+/// The meaning of a record's fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RecordFormat {
     /// `messages`: a list of `{"role": …, "content": …}`; with `tools` if there are any.

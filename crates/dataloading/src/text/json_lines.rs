@@ -36,7 +36,7 @@ pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Recor
 /// Parses a line that is an object.
 ///
 /// # Errors
-/// What it is instead.
+/// The type of the value that is there instead.
 pub(crate) fn parse_object(line: &str) -> Result<Map<String, Value>, String> {
     match serde_json::from_str(line) {
         Ok(Value::Object(object)) => Ok(object),

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// compressed one of a large text; a record is held several times while it is parsed and encoded.
 pub const LONGEST_RECORD: u64 = 32 << 20;
 
-/// What to do with a file in UTF-16.
+/// The remedy for a file in UTF-16.
 pub(crate) const UTF16: &str = "the file is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)";
 
 /// Returns whether a file begins with a byte order mark of UTF-16.

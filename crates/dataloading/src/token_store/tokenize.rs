@@ -92,7 +92,7 @@ pub fn tokenize(
 /// Encodes a corpus into a new store; see [`tokenize`]. An error leaves no files behind.
 ///
 /// # Errors
-/// Those of [`tokenize`] and [`Writer`]; all records are empty or dropped.
+/// Errors of [`tokenize`] and [`Writer`]; all records are empty or dropped.
 pub fn tokenize_to_store(
     corpus: &Corpus,
     tokenizer: &Tokenizer,

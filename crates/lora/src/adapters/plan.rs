@@ -85,7 +85,7 @@ impl AdapterPlan {
     }
 
     /// Returns every tensor of the adapter in a file, without PEFT's prefix, with its shape. A tied tensor has several names,
-    /// of which a file has at least one.
+    /// and a file has at least one of them.
     pub(crate) fn expected(&self) -> Vec<(Vec<String>, Vec<i64>)> {
         let mut expected = Vec::new();
         for PlannedSite { name, weight, options, .. } in &self.sites {

@@ -26,7 +26,7 @@ impl Adapters {
     /// trained.
     ///
     /// # Errors
-    /// Those of [`LoraConfig::read`] and [`LoraConfig::install`]; a missing, truncated or invalid tensors file;
+    /// Errors of [`LoraConfig::read`] and [`LoraConfig::install`]; a missing, truncated or invalid tensors file;
     /// [`Error::Adapter`] for an adapter of another base. Then nothing is changed.
     pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
         let survey = Survey::of(model)?;

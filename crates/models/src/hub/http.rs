@@ -33,7 +33,7 @@ impl Http {
         let endpoint = endpoint.as_deref().unwrap_or(HUB).trim_end_matches('/').to_owned();
         let agent = Agent::config_builder()
             .max_redirects(0)
-            // Applies to every redirect, each of which is a request.
+            // Applies to every redirect, because each is a request.
             .https_only(!endpoint.to_ascii_lowercase().starts_with("http://"))
             .user_agent(concat!("frugal/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(TIMEOUT))

@@ -114,7 +114,7 @@ impl Weights {
     /// the embedding.
     ///
     /// # Errors
-    /// Those of releasing pages.
+    /// Errors of releasing pages.
     pub(super) fn ties(&mut self, by_config: bool) -> Result<bool> {
         let Some(head) = self.locations.get(LM_HEAD).copied().filter(|_| by_config) else {
             return Ok(by_config);

@@ -11,7 +11,7 @@ use crate::error::Result;
 /// dequantized, one at a time.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn first_non_finite(module: &(impl Module + ?Sized)) -> Result<Option<String>> {
     first_non_finite_of(module, |tensor| Ok(Some(tensor.shallow_clone())))
 }
@@ -19,7 +19,7 @@ pub fn first_non_finite(module: &(impl Module + ?Sized)) -> Result<Option<String
 /// [`first_non_finite`] of what `values` returns for each tensor, for values that are elsewhere; `None` leaves a tensor out.
 ///
 /// # Errors
-/// Those of `values` and of libtorch.
+/// Errors of `values` and of libtorch.
 pub fn first_non_finite_of<E: From<crate::Error>>(
     module: &(impl Module + ?Sized),
     values: impl Fn(&Tensor) -> std::result::Result<Option<Tensor>, E>,

@@ -48,7 +48,7 @@ pub fn trainable(module: &(impl Module + ?Sized)) -> Vec<(String, &Tensor)> {
 pub struct ParameterCount {
     /// All of them.
     pub total: u64,
-    /// Those that require a gradient.
+    /// Parameters that require a gradient.
     pub trainable: u64,
 }
 

@@ -38,7 +38,7 @@ pub fn replace<P: Replaceable + ?Sized>(slot: &mut Box<P>, wrap: impl FnOnce(Box
 /// the model keeps working.
 ///
 /// # Errors
-/// Those of `wrap`.
+/// Errors of `wrap`.
 pub fn try_replace<P: Replaceable + ?Sized, E>(
     slot: &mut Box<P>,
     wrap: impl FnOnce(Box<P>) -> std::result::Result<Box<P>, (Box<P>, E)>,

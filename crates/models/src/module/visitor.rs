@@ -117,7 +117,7 @@ macro_rules! slots {
         $(#[$doc])*
         ///
         /// # Errors
-        /// Those of the mapper.
+        /// Errors of the mapper.
         pub fn $name(&mut self, name: &str, slot: &mut Box<dyn $part>) -> Result<()> {
             let length = enter(&mut self.path, name);
             let result = self.mapper.$name(&self.path, slot).and_then(|()| slot.visit_mut(self));
@@ -144,7 +144,7 @@ impl VisitorMut<'_> {
     /// Visits a parameter.
     ///
     /// # Errors
-    /// Those of the mapper.
+    /// Errors of the mapper.
     pub fn parameter(&mut self, name: &str, tensor: &mut Tensor) -> Result<()> {
         self.tensor(name, tensor, Role::Parameter)
     }
@@ -152,7 +152,7 @@ impl VisitorMut<'_> {
     /// Visits an optional parameter.
     ///
     /// # Errors
-    /// Those of the mapper.
+    /// Errors of the mapper.
     pub fn optional_parameter(&mut self, name: &str, tensor: Option<&mut Tensor>) -> Result<()> {
         tensor.map_or(Ok(()), |tensor| self.parameter(name, tensor))
     }
@@ -160,7 +160,7 @@ impl VisitorMut<'_> {
     /// Visits a buffer.
     ///
     /// # Errors
-    /// Those of the mapper.
+    /// Errors of the mapper.
     pub fn buffer(&mut self, name: &str, tensor: &mut Tensor) -> Result<()> {
         self.tensor(name, tensor, Role::Buffer)
     }
@@ -168,7 +168,7 @@ impl VisitorMut<'_> {
     /// Visits a part that cannot be replaced.
     ///
     /// # Errors
-    /// Those of the mapper.
+    /// Errors of the mapper.
     pub fn part(&mut self, name: &str, part: &mut (impl Module + ?Sized)) -> Result<()> {
         let length = enter(&mut self.path, name);
         let result = part.visit_mut(self);
@@ -197,7 +197,7 @@ fn enter(path: &mut String, name: &str) -> usize {
 /// Applies `mapper` to every tensor and replaceable part of `module`.
 ///
 /// # Errors
-/// Those of the mapper.
+/// Errors of the mapper.
 pub fn map_modules(module: &mut (impl Module + ?Sized), mapper: &mut dyn ModuleMapper) -> Result<()> {
     module.visit_mut(&mut VisitorMut { path: String::new(), mapper })
 }

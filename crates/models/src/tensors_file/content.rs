@@ -1,4 +1,4 @@
-//! What is written to a file: tensors whose values are brought piece by piece.
+//! The content of a file: tensors whose values are produced piece by piece.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -100,7 +100,7 @@ impl<'a> LazyTensor<'a> {
     /// Brings a range of elements: see [`LazyTensor::new`].
     ///
     /// # Errors
-    /// Those of the values.
+    /// Errors of the values.
     pub fn piece(&self, range: Range<i64>) -> runtime::Result<Option<Tensor>> {
         (self.values)(range)
     }
@@ -108,7 +108,7 @@ impl<'a> LazyTensor<'a> {
     /// Brings the whole tensor; `None` on a process that only gives its part.
     ///
     /// # Errors
-    /// Those of the values.
+    /// Errors of the values.
     pub fn whole(&self) -> runtime::Result<Option<Tensor>> {
         let (elements, mut start, mut pieces) = (elements(&self.shape), 0, Vec::new());
         // All of them on every process.
@@ -159,7 +159,7 @@ impl<'a> Content<'a> {
     /// processes have parts, [`Content::give`] brings what is left, so that they do not wait for this one.
     ///
     /// # Errors
-    /// Those of `out`. As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a duplicate or
+    /// Errors of `out`. As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a duplicate or
     /// reserved name. A [`runtime::Error`] of the values, to which [`io::Error::downcast`] leads.
     pub fn write_to(&mut self, out: &mut dyn Write) -> io::Result<()> {
         let header = self.header()?;
@@ -184,7 +184,7 @@ impl<'a> Content<'a> {
     /// Brings all values that were not brought yet, and discards them. This is all that a process does whose part another one writes.
     ///
     /// # Errors
-    /// Those of the values.
+    /// Errors of the values.
     pub fn give(&mut self) -> runtime::Result<()> {
         while let Some((index, range)) = self.advance() {
             self.tensors[index].piece(range)?;

@@ -1,4 +1,4 @@
-//! What a graph records about the layers that its backward uses.
+//! A graph's record of the layers that its backward uses.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

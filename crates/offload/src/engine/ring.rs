@@ -294,7 +294,7 @@ pub(crate) struct Lease {
     /// The identity of the ring of the slot: a lease may end after its ring.
     ring: Arc<()>,
     slot: usize,
-    /// The slot's bytes, the first of which are the layer's, or the layer's own where it stays.
+    /// The slot's bytes, beginning with the layer's, or the layer's own where it stays.
     memory: Tensor,
     pub(crate) leaves: Vec<Tensor>,
     inside: Option<OccupancyGuard>,

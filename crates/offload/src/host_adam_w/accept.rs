@@ -1,4 +1,4 @@
-//! What happens to a layer's gradients when its backward delivers them: they are accumulated, or the layer is updated.
+//! Accepts a layer's gradients when its backward delivers them: accumulates them, or updates the layer.
 
 use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! What this rank steps: its parts of the parameters, as parameters of a [`DeviceOptimizer`](training::optimizer::DeviceOptimizer).
+//! This rank's parts of the parameters, as parameters of a [`DeviceOptimizer`](training::optimizer::DeviceOptimizer).
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ pub(super) struct Part {
     range: Range<i64>,
     /// The index of its first element in the whole parameter.
     pub(super) first: i64,
-    /// What the inner optimizer steps: the weights themselves, or their fp32 master copy.
+    /// The tensors that the inner optimizer steps: the weights themselves, or their fp32 master copy.
     pub(super) stepped: Tensor,
     /// The weights that a master copy is rounded into.
     pub(super) rounded: Option<Tensor>,

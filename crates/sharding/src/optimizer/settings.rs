@@ -10,7 +10,7 @@ use crate::mesh::{Mesh, Reduction};
 use crate::shards::Shards;
 use crate::{Result, refused};
 
-/// What is divided among ranks, and when gradients are reduced.
+/// The parts that are divided among ranks, and when gradients are reduced.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Stage {
     /// Optimizer state; gradients are reduced after backward (ZeRO-1).
@@ -25,7 +25,7 @@ pub enum Stage {
 /// Options of [`ShardedOptimizer`](super::ShardedOptimizer).
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// What is divided.
+    /// The parts that are divided.
     pub stage: Stage,
     /// How gradients are summed over ranks.
     pub reduction: Reduction,

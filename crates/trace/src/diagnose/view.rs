@@ -24,7 +24,7 @@ pub(super) struct Seen<'a> {
 }
 
 impl<'a> Seen<'a> {
-    /// The shape of an input; empty if there is none.
+    /// The shape of an input; empty without one.
     pub(super) fn shape(&self, input: usize) -> &'a [i64] {
         self.operator.inputs.get(input).map_or(&[], |input| input.dims.shape())
     }

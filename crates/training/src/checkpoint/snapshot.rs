@@ -1,4 +1,4 @@
-//! What a checkpoint contains, before it is written.
+//! The content of a checkpoint, before it is written.
 
 use models::tensors_file::{Content, LazyTensor};
 use runtime::random::RandomState;

@@ -159,7 +159,7 @@ impl MaskedRows {
     /// Stores rows in memory.
     ///
     /// # Errors
-    /// Those of [`MaskedRowsWriter::push`].
+    /// Errors of [`MaskedRowsWriter::push`].
     pub fn of(rows: &[MaskedRow]) -> Result<Self> {
         let mut writer = MaskedRowsWriter::in_memory();
         rows.iter().try_for_each(|row| writer.push(row))?;

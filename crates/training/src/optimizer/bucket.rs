@@ -1,4 +1,4 @@
-//! A step over all parameters, in buckets of one group, device, dtype and step number, each of which takes one call.
+//! A step over all parameters, in buckets of one group, device, dtype and step number; a bucket takes one call.
 
 use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::memory::is_out_of_memory;

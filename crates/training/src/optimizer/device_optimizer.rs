@@ -166,7 +166,7 @@ impl DeviceOptimizer {
     /// unscaling can change them in place.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn gradients(&self) -> Result<Vec<Tensor>> {
         let live = self.parameter.iter().filter(|parameter| !self.groups[parameter.group].frozen);
         let grads = live.map(|parameter| Ok(parameter.tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
@@ -191,7 +191,7 @@ impl DeviceOptimizer {
     /// Clears all gradients.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn zero_grad(&self, how: ZeroGrad) -> Result<()> {
         let mut grads = Vec::new();
         for parameter in &self.parameter {

@@ -33,7 +33,7 @@ impl Tensors<'_> {
     /// Returns the gradients plus that of the L2 penalty λ/2·‖θ‖²; the gradients themselves if λ is 0.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn decayed(&self, weight_decay: f64) -> Result<Vec<Tensor>> {
         if weight_decay == 0.0 {
             return Ok(self.grads.iter().map(Tensor::shallow_clone).collect());
@@ -93,7 +93,7 @@ pub trait Rule: Debug + Send + Sync {
     /// Updates the parameters and slots in place.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()>;
 
     /// Runs a step with a fused kernel, and writes [`FusedStep::weights`]. `None`, with nothing changed, without such a kernel.

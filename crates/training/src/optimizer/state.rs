@@ -41,7 +41,7 @@ impl WeightVersion {
     /// Returns the version of a weight's current values.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn of(weight: &Tensor) -> Result<Self> {
         Ok(Self { memory: weight.data_ptr() as usize, version: weight.f_internal_version()? })
     }
@@ -51,7 +51,7 @@ impl WeightVersion {
 /// for example by loading weights. Elements that do round to it keep their digits.
 ///
 /// # Errors
-/// Those of libtorch; then nothing is changed.
+/// Errors of libtorch; then nothing is changed.
 pub fn follow_weight(master: &Tensor, weight: &Tensor) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let (mut master, weight) = (master.f_detach()?, weight.f_detach()?);

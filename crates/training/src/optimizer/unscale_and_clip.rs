@@ -115,7 +115,7 @@ impl Optimizer for DeviceOptimizer {
     }
 }
 
-/// What is known of a step on the device.
+/// The figures of a step on the device.
 struct Found {
     /// A scaler's flag.
     found_inf: Option<Tensor>,

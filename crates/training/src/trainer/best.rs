@@ -22,12 +22,12 @@ pub struct Best {
     pub loss: f64,
     /// Completed steps at the time.
     pub step: u64,
-    /// Evaluations since then, none of which was better.
+    /// Number of evaluations since then; no one was better.
     pub evaluations_since: u64,
 }
 
 impl Best {
-    /// Returns whether `patience` evaluations in a row were not better. One that is none never is exhausted.
+    /// Returns whether `patience` evaluations in a row were not better. Without a patience it never is.
     pub fn exhausts(&self, patience: Option<u64>) -> bool {
         patience.is_some_and(|patience| self.evaluations_since >= patience)
     }

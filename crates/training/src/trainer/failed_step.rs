@@ -14,7 +14,7 @@ use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::scaler::GradScaler;
 
-/// What a step changes before the optimizer updates weights.
+/// The state that a step changes before the optimizer updates weights.
 pub(super) struct BeforeStep {
     /// The position of its first batch.
     data: Value,

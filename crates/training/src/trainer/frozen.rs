@@ -13,7 +13,7 @@ use tch::{Device, Tensor};
 use super::Trainer;
 use crate::error::Result;
 
-/// What a checkpoint contains of parameters that require no gradient.
+/// Which parameters without a gradient a checkpoint contains.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Frozen {
     /// Their values.

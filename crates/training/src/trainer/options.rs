@@ -11,7 +11,7 @@ use crate::optimizer::ZeroGrad;
 #[cfg(doc)]
 use crate::accumulation::MicroBatches;
 
-/// What to do if a checkpoint cannot be written.
+/// The reaction to a checkpoint that cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FailedCheckpoint {
     /// End with the error.
@@ -32,9 +32,9 @@ pub struct Options {
     pub rows: Option<usize>,
     /// Maximum gradient norm.
     pub clip: Option<f64>,
-    /// What to do if the loss or a gradient is not finite.
+    /// The reaction to a loss or gradient that is not finite.
     pub non_finite: NonFinite,
-    /// What to do if gradients overflow under a scaler.
+    /// The reaction to gradients that overflow under a scaler.
     pub overflow: Overflow,
     /// How gradients are cleared.
     pub zero_grad: ZeroGrad,
@@ -52,9 +52,9 @@ pub struct Options {
     /// Time after which a checkpoint is written, counted from the last one or from the start: at the end of the first step that begins
     /// after it. Over ranks, rank 0's clock decides.
     pub checkpoint_interval: Option<Duration>,
-    /// What to do if a checkpoint cannot be written.
+    /// The reaction to a checkpoint that cannot be written.
     pub failed_checkpoint: FailedCheckpoint,
-    /// What checkpoints contain of frozen parameters.
+    /// Which frozen parameters checkpoints contain.
     pub frozen: Frozen,
     /// When to stop a diverging run.
     pub divergence: Divergence,

@@ -40,7 +40,7 @@ pub(super) enum Owner {
     Other,
 }
 
-/// What is asked of a training before a step, the same on every rank.
+/// The requests to a training before a step, the same on every rank.
 pub(super) struct Requests {
     /// To end.
     pub(super) stop: bool,

@@ -1,6 +1,6 @@
 //! Repeats a step with another activation plan when memory is short.
 //!
-//! What layers keep changes no bit of a gradient, so a step whose allocation is refused can be computed again by a plan that needs
+//! The activations that layers keep change no bit of a gradient, so a step whose allocation is refused can be computed again by a plan that needs
 //! less: its gradients so far are dropped, the random generators are set back, and the same micro-batches run again. The training
 //! ends with the bits of one whose memory was never short. It does not go back to a plan that needs more.
 //!
@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 pub struct CheaperPlan {
     /// Its name in a note.
     pub name: String,
-    /// What each layer does.
+    /// The plan of each layer.
     pub layers: Vec<LayerPlan>,
     /// Predicted bytes of tensors on the device at the peak of a step, if known.
     pub peak_bytes: Option<u64>,
@@ -58,7 +58,7 @@ impl CheaperPlans {
         plans
     }
 
-    /// Changes to the next plan whose peak is at most `most`, or else the last one. Returns its name; `None` if there is none left.
+    /// Changes to the next plan whose peak is at most `most`, or else the last one. Returns its name; `None` if no plan is left.
     fn change(&mut self, most: u64) -> Result<Option<String>> {
         while let Some(plan) = self.plans.pop_front() {
             if !self.plans.is_empty() && plan.peak_bytes.is_some_and(|peak| peak > most) {

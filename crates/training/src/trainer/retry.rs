@@ -15,7 +15,7 @@ use super::Trainer;
 use crate::error::{Error, Result};
 use crate::optimizer::StepDecision;
 
-/// What to do with a step whose gradients overflowed under a scaler.
+/// The reaction to a step whose gradients overflowed under a scaler.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Overflow {
     /// Skips it.

@@ -152,7 +152,7 @@ impl Trainer {
     /// used on a machine with fewer devices.
     ///
     /// # Errors
-    /// Checkpoints, none of which is valid; one of another model; one that does not match the optimizer, the scaler or the data.
+    /// No valid checkpoint among several; one of another model; one that does not match the optimizer, the scaler or the data.
     /// Then the training is unchanged. [`Error::Interrupted`] for a weight that cannot be set: the training is refused until it has resumed.
     pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };

@@ -39,7 +39,7 @@ impl fmt::Display for StepFigures {
     }
 }
 
-/// What is known of a training that goes wrong.
+/// The signs of a training that goes wrong.
 #[derive(Debug, Default)]
 pub(super) struct Trouble {
     /// The first step since the last finite loss whose loss is not finite.

@@ -36,7 +36,7 @@ pub(super) enum Machine {
     GpuFromFiles,
 }
 
-/// What is left out of the engine, for the checker to find.
+/// A wait that is left out of the engine, for the checker to find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     None,
