@@ -18,7 +18,9 @@ mod training;
 mod underflow;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::corpus::DataArgs;
+use crate::driver::Driver;
 
 /// What is measured.
 #[derive(Subcommand)]
@@ -28,9 +30,9 @@ pub(crate) enum Verb {
     /// Measure one gradient in each precision, on a wider model
     Gradient(gradient::GradientArgs),
     /// Train with static scales, and with the dynamic scaler from very small and very large initial scales
-    Sweep(sweep::Sweep),
+    Sweep(DataArgs),
     /// Count the gradients that underflow in fp16, by exponent and by scale
-    Underflow(underflow::Underflow),
+    Underflow(DataArgs),
     /// Show the rounding of small numbers and long sums in each number format
     Formats,
     /// Measure the overhead of a loss scaler in an optimizer step
@@ -39,14 +41,20 @@ pub(crate) enum Verb {
     Numerics(numerics::Numerics),
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Train(arguments) => train::run(common, arguments),
-        Verb::Gradient(arguments) => gradient::run(common, arguments),
-        Verb::Sweep(arguments) => sweep::run(common, arguments),
-        Verb::Underflow(arguments) => underflow::run(common, arguments),
-        Verb::Formats => formats::run(common),
-        Verb::Overhead(arguments) => overhead::run(common, arguments),
-        Verb::Numerics(arguments) => numerics::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Train(arguments) => driver.run("amp-training", |bench| train::run(bench, arguments)),
+            Self::Gradient(arguments) => driver.run("amp-gradient", |bench| gradient::run(bench, arguments)),
+            Self::Sweep(data) => driver.run("amp-sweep", |bench| sweep::run(bench, data)),
+            Self::Underflow(data) => driver.run("amp-underflow", |bench| underflow::run(bench, data)),
+            Self::Formats => driver.one_size().on_cpu().run("amp-formats", formats::run),
+            Self::Overhead(arguments) => {
+                driver.one_size().run("amp-overhead", |bench| overhead::run(bench, arguments))
+            }
+            Self::Numerics(arguments) => {
+                driver.one_size().on_cpu().run("amp-numerics", |bench| numerics::run(bench, arguments))
+            }
+        }
     }
 }

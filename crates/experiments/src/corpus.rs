@@ -13,10 +13,12 @@ use dataloading::text::{Corpus as Files, Format};
 use dataloading::token_store::{TokenStore, Writer, WriterOptions};
 use dataloading::tokenizer::{Tokenizer, TrainOptions};
 use report::cli::Scale;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use serde_json::Value;
 use tempfile::TempDir;
 use training::Error;
+
+use crate::driver::Bench;
 
 pub use source::{Data, Network, Texts, VARIABLE};
 
@@ -147,8 +149,8 @@ impl Corpus {
     /// Records what is trained on, and a row for each data set that is larger and not on this machine, with the reason.
     ///
     /// # Errors
-    /// Those of the corpus and of the sink.
-    pub fn put(&self, sink: &mut Sink, experiment: &str, scale: Scale) -> Result<()> {
+    /// Those of the corpus and of the records.
+    pub(crate) fn put(&self, bench: &mut Bench) -> Result<()> {
         let case = |name: &str, used: &str| Case::new().with("data", name).with("used", used);
         let metrics = vec![
             Metric::exact("lines", "count", self.train.len() as f64),
@@ -157,20 +159,20 @@ impl Corpus {
             Metric::exact("vocabulary", "token", self.vocabulary() as f64),
             Metric::exact("unigram_loss", "nat", self.unigram_loss()?),
         ];
-        sink.put(experiment, &case(&self.name, "yes"), metrics)?;
+        bench.put(&case(&self.name, "yes"), metrics)?;
         for data in Data::NAMED {
             if self.name.starts_with(&data.title()) {
                 break;
             }
             let why = match data.texts(Network::Never)? {
-                Ok(_) if scale == Scale::Smoke => "the scale smoke takes the embedded texts".to_owned(),
+                Ok(_) if bench.scale == Scale::Smoke => "the scale smoke takes the embedded texts".to_owned(),
                 Ok(_) => format!("not chosen at this scale; `--data {data}` of the program takes it"),
                 Err(why) => format!(
                     "{why}; with it there, or with `--data {data}` of the program, which fetches it, this experiment trains on it"
                 ),
             };
             let missing = Metric::not_measured("train_tokens", "token", &why);
-            sink.put(experiment, &case(&data.title(), "no"), vec![missing])?;
+            bench.put(&case(&data.title(), "no"), vec![missing])?;
         }
         Ok(())
     }

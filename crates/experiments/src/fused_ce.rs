@@ -13,29 +13,34 @@ mod train;
 mod training;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::driver::Driver;
 
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure time and memory of one forward and backward, implementation by implementation
-    Bench(bench::Bench),
+    Bench(bench::BenchArgs),
     /// Measure the error of each implementation's loss and gradients
     Numerics(numerics::Numerics),
     /// Train the same model with each loss
     Train(train::Train),
     /// Measure time and memory of attention over the length
-    Attention(attention::Attention),
+    Attention,
     /// Show the memory of a training step, part by part
-    Memory(memory::Memory),
+    Memory,
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Bench(arguments) => bench::run(common, arguments),
-        Verb::Numerics(arguments) => numerics::run(common, arguments),
-        Verb::Train(arguments) => train::run(common, arguments),
-        Verb::Attention(arguments) => attention::run(common, arguments),
-        Verb::Memory(arguments) => memory::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Bench(arguments) => driver.run("fused-ce", |bench| bench::run(bench, arguments)),
+            Self::Numerics(arguments) => {
+                driver.run("fused-ce-numerics", |bench| numerics::run(bench, arguments))
+            }
+            Self::Train(arguments) => driver.run("fused-ce-training", |bench| train::run(bench, arguments)),
+            Self::Attention => driver.run("attention-length", attention::run),
+            Self::Memory => driver.run("fused-ce-memory", memory::run),
+        }
     }
 }

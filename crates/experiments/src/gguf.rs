@@ -14,12 +14,10 @@ use clap::{Args, Subcommand};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
 use models::{DecoderConfig, Llama, hugging_face};
-use report::cli::CommonArgs;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use tch::{Device, Kind};
 
-/// The comparison that the records belong to.
-const NAME: &str = "gguf-llama-cpp";
+use crate::driver::{Bench, Driver};
 
 /// What is measured.
 #[derive(Subcommand)]
@@ -35,15 +33,17 @@ pub(crate) struct Convert {
     folder: Option<PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    let Verb::Convert(Convert { folder }) = verb;
-    let Some(root) = folder else { return speed(common) };
-    let entries = std::fs::read_dir(root).with_context(|| format!("cannot read {}", root.display()))?;
-    for entry in entries {
-        let folder = entry?.path();
-        converted(&folder).with_context(|| folder.display().to_string())?;
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        let Self::Convert(Convert { folder }) = self;
+        let Some(root) = folder else { return driver.one_size().on_cpu().run("gguf-llama-cpp", speed) };
+        let entries = std::fs::read_dir(root).with_context(|| format!("cannot read {}", root.display()))?;
+        for entry in entries {
+            let folder = entry?.path();
+            converted(&folder).with_context(|| folder.display().to_string())?;
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Converts `model` to each type, and `adapter`, if there is one.
@@ -72,29 +72,23 @@ fn write(conversion: &Conversion<'_>, path: &Path) -> anyhow::Result<()> {
 }
 
 /// Measures the conversion of a model with 29 million parameters in bf16, from files to a file, and reading that again.
-fn speed(common: &CommonArgs) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, None)?;
+fn speed(bench: &mut Bench) -> anyhow::Result<()> {
     let place = tempfile::tempdir()?;
     let folder = place.path().join("model");
     let config = DecoderConfig::llama(4096, 512, 1536, 8, 8);
-    hugging_face::save(
-        &Llama::new(&config, (Kind::BFloat16, Device::Cpu))?,
-        &folder,
-        hugging_face::SHARD_BYTES,
-    )?;
+    let weights = Llama::new(&config, (Kind::BFloat16, Device::Cpu))?;
+    hugging_face::save(&weights, &folder, hugging_face::SHARD_BYTES)?;
     std::fs::copy(dataloading::embedded::folder()?.join("tokenizer.json"), folder.join("tokenizer.json"))?;
     let bytes = std::fs::metadata(folder.join("model.safetensors"))?.len() as f64;
-    for kind in TensorType::ALL {
+    bench.each(TensorType::ALL, TensorType::to_string, |bench, kind| {
         let start = Instant::now();
         let model = Model::open(&folder)?;
         write(&model.convert(kind)?, &place.path().join("out.gguf"))?;
         let seconds = start.elapsed().as_secs_f64();
-        let case = Case::new().with("type", kind.to_string());
         let metrics = vec![
             Metric::exact("conversion_seconds", "s", seconds),
             Metric::exact("source_bytes_per_second", "bytes/s", bytes / seconds),
         ];
-        sink.put(NAME, &case, metrics)?;
-    }
-    Ok(())
+        bench.put(&Case::new().with("type", kind.to_string()), metrics)
+    })
 }

@@ -9,12 +9,12 @@ use frugal::environment;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use report::cli::CommonArgs;
 
 mod accounting;
 mod amp;
 pub mod corpus;
 pub mod dataloading;
+mod driver;
 mod dtype;
 pub mod fused_ce;
 mod gguf;
@@ -39,7 +39,7 @@ struct Cli {
     #[command(subcommand)]
     measured: Measured,
     #[command(flatten)]
-    common: CommonArgs,
+    driver: driver::Driver,
 }
 
 /// The crate that is measured.
@@ -88,24 +88,24 @@ enum Measured {
 
 /// Runs the program.
 pub fn run() -> ExitCode {
-    let Cli { measured, common } = Cli::parse();
+    let Cli { measured, driver } = Cli::parse();
     report::cli::run(|| {
         // As in the programs that are measured.
         ::runtime::memory::set_block_cache(true)?;
         match &measured {
-            Measured::Accounting(verb) => crate::accounting::run(&common, verb),
-            Measured::Amp(verb) => crate::amp::run(&common, verb),
-            Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
-            Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
-            Measured::Gguf(verb) => crate::gguf::run(&common, verb),
-            Measured::Lora(verb) => crate::lora::run(&common, verb),
-            Measured::Offload(verb) => crate::offload::run(&common, verb),
-            Measured::Planning(verb) => crate::planning::run(&common, verb),
-            Measured::Robustness(verb) => crate::robustness::run(&common, verb),
-            Measured::Runtime(verb) => crate::runtime::run(&common, verb),
-            Measured::Sharding(verb) => crate::sharding::run(&common, verb),
-            Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
-            Measured::Training(verb) => crate::training::run(&common, verb),
+            Measured::Accounting(verb) => crate::accounting::run(&driver.common, verb),
+            Measured::Amp(verb) => verb.run(&driver),
+            Measured::Dataloading(verb) => verb.run(&driver),
+            Measured::FusedCe(verb) => verb.run(&driver),
+            Measured::Gguf(verb) => verb.run(&driver),
+            Measured::Lora(verb) => verb.run(&driver),
+            Measured::Offload(verb) => verb.run(&driver),
+            Measured::Planning(verb) => crate::planning::run(&driver.common, verb),
+            Measured::Robustness(verb) => verb.run(&driver),
+            Measured::Runtime(verb) => verb.run(&driver),
+            Measured::Sharding(verb) => verb.run(&driver),
+            Measured::SwigluCkpt(verb) => verb.run(&driver),
+            Measured::Training(verb) => verb.run(&driver),
         }
     })
 }

@@ -7,8 +7,12 @@ mod interchange;
 mod parameters;
 mod step;
 
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::driver::Driver;
 
 /// What is measured.
 #[derive(Subcommand)]
@@ -20,7 +24,7 @@ pub(crate) enum Verb {
     /// Count the parameters of Qwen2.5-0.5B with the assignment's adapters
     Parameters,
     /// Pretrain a small model on embedded data, adapt it, and grade its answers
-    Embedded(embedded::Embedded),
+    Embedded(embedded::EmbeddedArgs),
     /// Exchange adapter files with PEFT
     #[command(hide = true)]
     Interchange(interchange::Interchange),
@@ -29,13 +33,29 @@ pub(crate) enum Verb {
     Families(families::Families),
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Step(arguments) => step::run(common, arguments),
-        Verb::Decode(arguments) => decode::run(common, arguments),
-        Verb::Parameters => parameters::run(common),
-        Verb::Embedded(arguments) => embedded::run(common, arguments),
-        Verb::Interchange(arguments) => interchange::run(common, arguments),
-        Verb::Families(arguments) => families::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Step(arguments) => driver.run("lora-step", |bench| step::run(bench, arguments)),
+            Self::Decode(arguments) => driver.run("lora-decode", |bench| decode::run(bench, arguments)),
+            Self::Parameters => driver.one_size().run("lora-parameters", parameters::run),
+            Self::Embedded(arguments) => driver.run("lora-embedded", |bench| embedded::run(bench, arguments)),
+            Self::Interchange(arguments) => match &arguments.folder {
+                Some(folder) => interchange::exchange(folder),
+                None => driver.one_size().on_cpu().run("peft-interchange", interchange::run),
+            },
+            Self::Families(arguments) => match &arguments.folder {
+                Some(folder) => families::exchange(folder),
+                None => driver.one_size().on_cpu().run("model-families", families::run),
+            },
+        }
     }
+}
+
+/// Returns the folders in a folder, by name.
+fn folders(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(root).with_context(|| format!("cannot read {}", root.display()))?;
+    let mut folders = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    folders.sort();
+    Ok(folders)
 }

@@ -16,35 +16,45 @@ mod timeline;
 mod tokens;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::driver::Driver;
 
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure every method against the resident model
-    Methods(methods::Methods),
+    Methods(methods::MethodsArgs),
     /// Show the streams during a step
     Timeline(timeline::Timeline),
     /// Measure the tokens of a step at which loads hide behind compute
     Tokens(tokens::Tokens),
-    /// Run a model larger than its memory budget, which is enforced
+    /// Run a model larger than its memory budget, which is enforced; at scale paper all of Qwen2.5-7B, 13 GB on the disk
     Large(large::Large),
     /// Compare losses, gradients and weights of every method with the model's own
     Equality(equality::Equality),
     /// Train with the optimizer state on the host, and on the device
     Optimizer(optimizer::OptimizerArgs),
-    /// Compare the predicted peak of a step with the measured one, over a table of combinations
-    Peaks(peaks::Peaks),
+    /// Compare the predicted peak of a step with the measured one, over a table of combinations; at scale smoke, every tenth row
+    Peaks,
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Methods(arguments) => methods::run(common, arguments),
-        Verb::Timeline(arguments) => timeline::run(common, arguments),
-        Verb::Tokens(arguments) => tokens::run(common, arguments),
-        Verb::Large(arguments) => large::run(common, arguments),
-        Verb::Equality(arguments) => equality::run(common, arguments),
-        Verb::Optimizer(arguments) => optimizer::run(common, arguments),
-        Verb::Peaks(arguments) => peaks::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Methods(arguments) => driver.run("offload-methods", |bench| methods::run(bench, arguments)),
+            Self::Timeline(arguments) => {
+                driver.run("offload-timeline", |bench| timeline::run(bench, arguments))
+            }
+            Self::Tokens(arguments) => driver.run("offload-tokens", |bench| tokens::run(bench, arguments)),
+            Self::Large(arguments) => driver.run("offload-large", |bench| large::run(bench, arguments)),
+            Self::Equality(arguments) => {
+                driver.run("offload-equality", |bench| equality::run(bench, arguments))
+            }
+            Self::Optimizer(arguments) => {
+                driver.run("offload-optimizer", |bench| optimizer::run(bench, arguments))
+            }
+            // The allocator of the CPU counts in exact bytes, whatever device the other experiments take.
+            Self::Peaks => driver.on_cpu().run("offload-peaks", peaks::run),
+        }
     }
 }

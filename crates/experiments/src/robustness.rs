@@ -10,7 +10,8 @@ mod soak;
 mod work;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::driver::Driver;
 
 /// What is tried.
 #[derive(Subcommand)]
@@ -20,16 +21,19 @@ pub(crate) enum Verb {
     /// Make system calls of commands fail one after the other, and run them again
     Faults(faults::Faults),
     /// Refuse each allocation of a training step in turn
-    Allocations(allocations::Allocations),
+    Allocations,
     /// Run many steps and watch what the process holds
-    Soak(soak::Soak),
+    Soak,
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Kills(arguments) => kills::run(common, arguments),
-        Verb::Faults(arguments) => faults::run(common, arguments),
-        Verb::Allocations(arguments) => allocations::run(common, arguments),
-        Verb::Soak(arguments) => soak::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        let driver = driver.on_cpu();
+        match self {
+            Self::Kills(arguments) => driver.run("kills", |bench| kills::run(bench, arguments)),
+            Self::Faults(arguments) => driver.run("faults", |bench| faults::run(bench, arguments)),
+            Self::Allocations => driver.run("allocations", allocations::run),
+            Self::Soak => driver.run("soak", soak::run),
+        }
     }
 }

@@ -7,24 +7,29 @@ mod rank;
 mod timeline;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::driver::Driver;
 
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Memory, transfers and time of one, two and four ranks, by ZeRO stage, and a timeline
-    Cost(cost::Cost),
+    Cost(cost::CostArgs),
     /// Steps over two ranks, and their losses, for a comparison with another program
-    Bench(bench::Bench),
+    Bench(bench::BenchArgs),
     /// One of the ranks of `cost` and `bench`
     #[command(hide = true)]
     Rank(rank::Rank),
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Cost(arguments) => cost::run(common, arguments),
-        Verb::Bench(arguments) => bench::run(common, arguments),
-        Verb::Rank(arguments) => rank::run(arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Cost(arguments) => driver.run("sharding", |bench| cost::run(bench, arguments)),
+            Self::Bench(arguments) => {
+                driver.one_size().run("sharding-bench", |bench| bench::run(bench, arguments))
+            }
+            Self::Rank(arguments) => rank::run(arguments),
+        }
     }
 }

@@ -5,33 +5,26 @@ pub mod bench;
 
 use anyhow::{Context, bail};
 use clap::Subcommand;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use runtime::measure::{MeasurementPlan, Samples};
 use tch::{Device, Kind};
 
 use bench::{Configuration, Gradients, Outcome, Variant};
 
+use crate::driver::{Bench, Driver};
 use crate::dtype;
 
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure time and memory of training steps, level by level
-    Bench(Bench),
+    Bench(BenchArgs),
     /// Measure the assignment's five shapes at checkpoint levels 0 and 1
-    Assignment {
-        /// How many of the shapes to measure, and how many steps of each
-        #[arg(long, value_enum, default_value_t)]
-        scale: Scale,
-    },
+    Assignment,
 }
 
 #[derive(clap::Args)]
-pub(crate) struct Bench {
-    /// Which configurations to measure
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
+pub(crate) struct BenchArgs {
     /// Measure this configuration instead: BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS (may be repeated)
     #[arg(long, value_name = "SIZES", value_parser = configuration)]
     config: Vec<Configuration>,
@@ -63,17 +56,18 @@ fn configuration(text: &str) -> Result<Configuration, String> {
     }
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Bench(arguments) => measure(common, arguments),
-        Verb::Assignment { scale } => assignment::run(common, *scale),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Bench(arguments) => driver.run("swiglu", |bench| measure(bench, arguments)),
+            Self::Assignment => driver.run("swiglu-assignment", assignment::run),
+        }
     }
 }
 
-fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+fn measure(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()> {
+    let (device, dtype) = (bench.device, arguments.dtype);
     runtime::memory::track_cpu()?;
-    runtime::random::seed(common.seed)?;
     if !(arguments.budget.is_finite() && arguments.budget > 0.0) {
         bail!("--budget is {}; expected a positive number of seconds", arguments.budget);
     }
@@ -81,65 +75,43 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         Some(gib) => (gib * f64::from(1 << 30)) as u64,
         None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
     };
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let configurations = match (&arguments.config[..], arguments.scale) {
-        ([], Scale::Smoke) => bench::SMOKE,
-        ([], Scale::Laptop) => bench::LAPTOP,
-        ([], Scale::Full) => bench::FULL,
-        ([], Scale::Paper) => bench::PAPER,
-        (given, _) => given,
-    };
+    let usual = bench.sized([bench::SMOKE, bench::LAPTOP, bench::FULL, bench::PAPER]);
+    let configurations = if arguments.config.is_empty() { usual } else { &arguments.config };
     let variants: Vec<Variant> =
         if arguments.levels.is_empty() { Variant::all().collect() } else { arguments.levels.clone() };
-
-    let mut progress = Progress::new((configurations.len() * variants.len()) as u64);
-    for config in configurations {
-        progress.message(&format!("{}: the machine's limit", config.name()));
+    let levels = |config| variants.iter().map(move |variant| (config, *variant));
+    let label = |(config, variant): &(&Configuration, Variant)| format!("{} {variant}", config.name());
+    // The machine's rate for the products of a configuration, measured once for each that fits.
+    let mut rate: Option<(&Configuration, f64)> = None;
+    bench.each(configurations.iter().flat_map(levels), label, |bench, (config, variant)| {
         // What is cast up takes the bytes of fp32.
-        let counted = |variant| {
-            if bench::is_predicted(variant, arguments.dtype, device) { arguments.dtype } else { Kind::Float }
-        };
-        let fits =
-            |variant| anyhow::Ok(config.predict(variant, counted(variant), Gradients::Freed)?.bytes <= limit);
-        let mut limit_rate = None;
-        for &variant in &variants {
-            progress.message(&format!("{} {variant}", config.name()));
-            let metrics = if fits(variant)? {
-                let rate = match limit_rate {
-                    Some(rate) => rate,
-                    None => *limit_rate.insert(bench::product_rate(config, arguments.dtype, device)?),
-                };
-                let plan = plan(device, arguments);
-                let outcome = bench::measure(config, variant, arguments.dtype, Gradients::Freed, &plan)
-                    .with_context(|| format!("measuring {} {variant}", config.name()))?;
-                metrics(config, variant, arguments.dtype, device, &outcome, rate)
-            } else {
-                let needed = config.predict(variant, counted(variant), Gradients::Freed)?.bytes as f64
-                    / f64::from(1 << 30);
-                let why = format!(
-                    "needs {needed:.1} GiB of the {:.1} that may be used",
-                    limit as f64 / f64::from(1 << 30)
-                );
-                vec![
-                    Metric::not_measured("step_seconds", "s", &why),
-                    Metric::not_measured("peak_bytes", "B", &why),
-                ]
+        let counted = if bench::is_predicted(variant, dtype, device) { dtype } else { Kind::Float };
+        let needed = config.predict(variant, counted, Gradients::Freed)?.bytes;
+        let metrics = if needed <= limit {
+            let rate = match rate.filter(|(measured, _)| *measured == config) {
+                Some((_, rate)) => rate,
+                None => rate.insert((config, bench::product_rate(config, dtype, device)?)).1,
             };
-            sink.put("swiglu", &case(config, variant, &common.device, arguments.dtype), metrics)?;
-            progress.step();
-        }
-    }
-    Ok(())
-}
-
-fn plan(device: Device, arguments: &Bench) -> MeasurementPlan {
-    MeasurementPlan {
-        warmup: 1,
-        repeats: arguments.repeats as usize,
-        min_repeats: 2,
-        budget: Some(arguments.budget),
-        ..MeasurementPlan::new(device)
-    }
+            let plan = MeasurementPlan {
+                warmup: 1,
+                repeats: arguments.repeats as usize,
+                min_repeats: 2,
+                budget: Some(arguments.budget),
+                ..MeasurementPlan::new(device)
+            };
+            let outcome = bench::measure(config, variant, dtype, Gradients::Freed, &plan)
+                .with_context(|| format!("measuring {} {variant}", config.name()))?;
+            metrics(config, variant, dtype, device, &outcome, rate)
+        } else {
+            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+            let why = format!("needs {:.1} GiB of the {:.1} that may be used", gib(needed), gib(limit));
+            vec![
+                Metric::not_measured("step_seconds", "s", &why),
+                Metric::not_measured("peak_bytes", "B", &why),
+            ]
+        };
+        bench.put(&case(config, variant, bench.device_flag(), dtype), metrics)
+    })
 }
 
 fn case(config: &Configuration, variant: Variant, device: &str, dtype: Kind) -> Case {

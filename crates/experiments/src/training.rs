@@ -17,7 +17,9 @@ mod trace_spans;
 mod whole_training;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::corpus::DataArgs;
+use crate::driver::Driver;
 
 /// What is measured.
 #[derive(Subcommand)]
@@ -27,28 +29,32 @@ pub(crate) enum Verb {
     /// Measure steps with injected slowdowns on and off, and profile them
     Profile(profile::ProfileArgs),
     /// Measure one setup stage by stage: packed data, mixed precision, each repair, fused norms and loss
-    Stages(stages::StagesArgs),
+    Stages(DataArgs),
     /// Compare predicted and measured steps under activation plans
-    Activations(activations::ActivationsArgs),
+    Activations,
     /// Measure from which size on offloading the layers' inputs pays
-    ActivationOffload(activation_offload::ActivationOffload),
+    ActivationOffload,
     /// Measure steps of the GPT-2-like model on given sizes
-    Bench(bench::Bench),
+    Bench(bench::BenchArgs),
     /// Measure how time and memory of a step grow with what it works on
-    Growth(growth::Growth),
+    Growth,
     /// Measure forward and backward through decoder layers of a Llama
     Layers(layers::Layers),
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Loading(arguments) => loading::run(common, arguments),
-        Verb::Profile(arguments) => profile::run(common, arguments),
-        Verb::Stages(arguments) => stages::run(common, arguments),
-        Verb::Activations(arguments) => activations::run(common, arguments),
-        Verb::ActivationOffload(arguments) => activation_offload::run(common, arguments),
-        Verb::Bench(arguments) => bench::run(common, arguments),
-        Verb::Growth(arguments) => growth::run(common, arguments),
-        Verb::Layers(arguments) => layers::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Loading(arguments) => driver.run("loading", |bench| loading::run(bench, arguments)),
+            Self::Profile(arguments) => driver.run("profile", |bench| profile::run(bench, arguments)),
+            Self::Stages(data) => driver.run("stages", |bench| stages::run(bench, data)),
+            Self::Activations => driver.run("activation-plan", activations::run),
+            Self::ActivationOffload => driver.run("activation-offload", activation_offload::run),
+            Self::Bench(arguments) => {
+                driver.one_size().run("training-bench", |bench| bench::run(bench, arguments))
+            }
+            Self::Growth => driver.run("growth", growth::run),
+            Self::Layers(arguments) => driver.one_size().run("layers", |bench| layers::run(bench, arguments)),
+        }
     }
 }

@@ -1,12 +1,11 @@
 //! `amp formats`: rounding of small numbers and long sums in each number format.
 
-use report::cli::CommonArgs;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 
 use super::demonstration::{Format, repeated_sum};
+use crate::driver::Bench;
 
-pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, None)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     for format in Format::ALL {
         let case = Case::new().with("number", 1e-8).with("format", format.name());
         let held = format.round(1e-8);
@@ -14,7 +13,7 @@ pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
             Metric::exact("stored", "exact", held),
             Metric::exact("relative_error", "exact", (held / 1e-8 - 1.0).abs()),
         ];
-        sink.put("amp-formats", &case, metrics)?;
+        bench.put(&case, metrics)?;
     }
     for operand in Format::ALL {
         for accumulator in Format::ALL {
@@ -24,7 +23,7 @@ pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
                 Metric::exact("sum", "exact", sum),
                 Metric::exact("relative_error", "exact", (sum / 10.0 - 1.0).abs()),
             ];
-            sink.put("amp-formats", &case, metrics)?;
+            bench.put(&case, metrics)?;
         }
     }
     Ok(())

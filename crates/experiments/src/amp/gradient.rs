@@ -1,11 +1,11 @@
 //! `amp gradient`: the time and memory of one gradient in each precision.
 
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::gradient_time::{Cost, Gradient};
 use super::setup::Setup;
 use super::sizes::{Sizes, wide};
+use crate::driver::Bench;
 
 const SETUPS: [Setup; 8] = [
     Setup::Fp32,
@@ -20,39 +20,25 @@ const SETUPS: [Setup; 8] = [
 
 #[derive(clap::Args)]
 pub(crate) struct GradientArgs {
-    /// How large
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Gradients in each set-up, in turns [default: 3 at smoke and laptop, else 11]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     repeats: Option<u64>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &GradientArgs) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let scales = Sizes::of(arguments.scale, device, common.seed).training.scales;
-    let sizes = wide(arguments.scale, device, common.seed);
+    let scales = Sizes::of(bench.scale, device, bench.seed).training.scales;
+    let sizes = wide(bench.scale, device, bench.seed);
     let mut gradients: Vec<Gradient> =
         SETUPS.iter().map(|setup| Gradient::new(*setup, &sizes, &scales)).collect::<Result<_, _>>()?;
-    let mut costs: Vec<Vec<Cost>> = vec![Vec::new(); SETUPS.len()];
-    let repeats = arguments.repeats.unwrap_or(match arguments.scale {
-        Scale::Smoke | Scale::Laptop => 3,
-        _ => 11,
-    });
-    let mut progress = Progress::new((repeats + 1) * SETUPS.len() as u64);
-    for repeat in 0..=repeats {
-        for turn in 0..SETUPS.len() {
-            let index = (turn + repeat as usize) % SETUPS.len();
-            progress.message(&format!("one gradient, {}", SETUPS[index]));
-            let cost = gradients[index].compute()?;
-            // The first of each sets libtorch up and lets the allocator grow.
-            if repeat > 0 {
-                costs[index].push(cost);
-            }
-            progress.step();
-        }
+    let rounds = arguments.repeats.unwrap_or(bench.sized([3, 3, 11, 11])) as usize;
+    let all: [usize; SETUPS.len()] = std::array::from_fn(|index| index);
+    let label = |index: &usize| format!("one gradient, {}", SETUPS[*index]);
+    let mut costs = bench.in_turns(rounds + 1, &all, label, |_, index| gradients[*index].compute())?;
+    // The first of each sets libtorch up and lets the allocator grow.
+    for costs in &mut costs {
+        costs.remove(0);
     }
     let scratch = tempfile::tempdir()?;
     let total = |cost: &Cost| cost.forward + cost.backward + cost.unscale;
@@ -81,7 +67,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Resu
             metrics.push(Metric::exact("copy_seconds", "s", parts.copies));
             metrics.push(Metric::exact("other_seconds", "s", parts.rest));
         }
-        sink.put("amp-gradient", &Case::new().with("setup", setup.to_string()), metrics)?;
+        bench.put(&Case::new().with("setup", setup.to_string()), metrics)?;
     }
     Ok(())
 }

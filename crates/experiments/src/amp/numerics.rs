@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use report::cli::CommonArgs;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::exact;
+use crate::driver::Bench;
 
 #[derive(clap::Args)]
 pub(crate) struct Numerics {
@@ -15,15 +15,14 @@ pub(crate) struct Numerics {
     fixture: PathBuf,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, None)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Numerics) -> anyhow::Result<()> {
     for (tensor, error) in exact::run(&arguments.fixture, Kind::BFloat16)? {
         let metrics = vec![
             Metric::exact("error", "ratio", error),
             // What is held against the peer's error and the tolerance.
             Metric::exact("allowed_error", "ratio", error),
         ];
-        sink.put("amp-numerics", &Case::new().with("tensor", tensor), metrics)?;
+        bench.put(&Case::new().with("tensor", tensor), metrics)?;
     }
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! `amp overhead`: the overhead of a loss scaler in an optimizer step.
 
-use report::cli::CommonArgs;
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
-use super::scaler_step::{self, SIZES};
+use super::scaler_step::{self, SIZES, Size};
+use crate::driver::Bench;
 
 #[derive(clap::Args)]
 pub(crate) struct Overhead {
@@ -12,14 +12,12 @@ pub(crate) struct Overhead {
     rounds: u32,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Overhead) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
-    let mut progress = Progress::new(SIZES.len() as u64 * u64::from(arguments.rounds));
-    for size in SIZES {
+pub(crate) fn run(bench: &mut Bench, arguments: &Overhead) -> anyhow::Result<()> {
+    let device = bench.device;
+    let label = |size: &Size| format!("AdamW of {} tensors, with and without a scaler", size.tensors);
+    bench.each(SIZES, label, |bench, size| {
         let case = Case::new().with("tensors", size.tensors).with("parameters", size.parameters());
-        progress.message(&format!("AdamW of {} tensors, with and without a scaler", size.tensors));
-        let seconds = scaler_step::run(size, arguments.rounds as usize, device, |_| progress.step())?;
+        let seconds = scaler_step::run(size, arguments.rounds as usize, device)?;
         let scaler_step::Overhead { plain, host, device, unscale } = &seconds;
         for (decides, scaled) in [("host", host), ("device", device)] {
             let metrics = vec![
@@ -28,8 +26,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Overhead) -> anyhow::Result<(
                 Metric::of_samples("overhead_seconds", "s", &seconds.beyond_plain(scaled)),
                 Metric::of_samples("unscale_seconds", "s", unscale),
             ];
-            sink.put("amp-overhead", &case.clone().with("decides", decides), metrics)?;
+            bench.put(&case.clone().with("decides", decides), metrics)?;
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }

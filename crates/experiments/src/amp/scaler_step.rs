@@ -69,16 +69,11 @@ impl Overhead {
     }
 }
 
-/// Measures `rounds` rounds of all ways in turns, after two that are not counted. `progress` is told of each.
+/// Measures `rounds` rounds of all ways in turns, after two that are not counted.
 ///
 /// # Errors
 /// Those of libtorch.
-pub(crate) fn run(
-    size: Size,
-    rounds: usize,
-    device: Device,
-    mut progress: impl FnMut(usize),
-) -> Result<Overhead> {
+pub(crate) fn run(size: Size, rounds: usize, device: Device) -> Result<Overhead> {
     const WARMUP: usize = 2;
     let mut optimizer = size.optimizer(device)?;
     let options = DynamicOptions { init_scale: 1.0, growth_interval: u32::MAX, ..DynamicOptions::default() };
@@ -115,7 +110,6 @@ pub(crate) fn run(
             overhead.host.push(host);
             overhead.device.push(decided_there);
             overhead.unscale.push(unscale);
-            progress(round - WARMUP);
         }
     }
     Ok(overhead)

@@ -1,70 +1,54 @@
 //! `amp sweep`: static scales, and the dynamic scaler from very small and very large initial scales.
 
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::setup::{Scales, Setup};
 use super::sizes::Sizes;
 use super::training::{Outcome, Training, train};
 use crate::corpus::DataArgs;
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "amp-sweep";
 /// Exponents of the static scales.
 const STATIC: [i32; 8] = [-8, -4, 0, 4, 8, 16, 20, 24];
 /// Exponents from which the dynamic scale begins, and the steps after which it grows.
 const DYNAMIC: [(i32, u32); 2] = [(-8, 1), (40, 10)];
 
-#[derive(clap::Args)]
-pub(crate) struct Sweep {
-    /// How large
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-    #[command(flatten)]
-    data: DataArgs,
-}
-
-pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let sizes = Sizes::of(arguments.scale, device, common.seed);
-    let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
-    corpus.put(&mut sink, EXPERIMENT, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
+    let device = bench.device;
+    let sizes = Sizes::of(bench.scale, device, bench.seed);
+    let corpus = sizes.corpus(&data.data, bench.scale)?;
+    corpus.put(bench)?;
     let training = Training {
         steps: sizes.sweep_steps,
         evaluate_every: u64::MAX,
         scales: Scales::fitting(sizes.sweep_steps),
         ..sizes.training.clone()
     };
-    let mut progress = Progress::new((STATIC.len() + DYNAMIC.len() + 1) as u64);
-    progress.message("fp32");
+    bench.message("fp32");
     let full = train(&corpus, Setup::Fp32, &training)?;
     let Some(full) = full.last().map(|point| point.loss) else {
         anyhow::bail!("the training in fp32 diverged")
     };
-    progress.step();
     // The losses with static scales.
-    let mut of_static = Vec::new();
-    for exponent in STATIC {
-        progress.message(&format!("static, 2^{exponent}"));
+    let mut fixed = Vec::new();
+    let label = |exponent: &i32| format!("static, 2^{exponent}");
+    bench.each(STATIC, label, |bench, exponent| {
         let scales = at(exponent, training.scales);
         let outcome = train(&corpus, Setup::Static, &Training { scales, ..training.clone() })?;
-        of_static.extend(outcome.last().map(|last| (exponent, last.loss)));
-        sink.put(EXPERIMENT, &case("static", exponent), metrics(&outcome, full))?;
-        progress.step();
-    }
-    for (exponent, interval) in DYNAMIC {
-        progress.message(&format!("dynamic, from 2^{exponent}"));
+        fixed.extend(outcome.last().map(|last| (exponent, last.loss)));
+        bench.put(&case("static", exponent), metrics(&outcome, full))
+    })?;
+    let label = |(exponent, _): &(i32, u32)| format!("dynamic, from 2^{exponent}");
+    bench.each(DYNAMIC, label, |bench, (exponent, interval)| {
         let scales = Scales { short_interval: interval, ..at(exponent, training.scales) };
         let outcome = train(&corpus, Setup::Retry, &Training { scales, ..training.clone() })?;
         let mut metrics = metrics(&outcome, full);
-        let same = of_static.iter().find(|(of, _)| *of == exponent);
+        let same = fixed.iter().find(|(other, _)| *other == exponent);
         if let (Some(last), Some((_, loss))) = (outcome.last(), same) {
             metrics.push(Metric::exact("loss_vs_static", "ratio", last.loss / loss));
         }
-        sink.put(EXPERIMENT, &case("dynamic, from here", exponent), metrics)?;
-        progress.step();
-    }
-    Ok(())
+        bench.put(&case("dynamic, from here", exponent), metrics)
+    })
 }
 
 fn case(scaler: &str, exponent: i32) -> Case {

@@ -1,22 +1,18 @@
 //! `amp train`: whole trainings, one in each precision.
 
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::setup::Setup;
 use super::sizes::Sizes;
 use super::training::{Outcome, Training, train};
 use crate::corpus::DataArgs;
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "amp-training";
 /// Points of a training curve.
 const POINTS: usize = 50;
 
 #[derive(clap::Args)]
 pub(crate) struct Train {
-    /// How large
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     #[command(flatten)]
     data: DataArgs,
     /// These set-ups only; fp32, which they are compared with, is trained in any case
@@ -27,44 +23,34 @@ pub(crate) struct Train {
     rounds: Option<u64>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Train) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let sizes = Sizes::of(arguments.scale, device, common.seed);
-    let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
-    corpus.put(&mut sink, EXPERIMENT, arguments.scale)?;
+    let sizes = Sizes::of(bench.scale, device, bench.seed);
+    let corpus = sizes.corpus(&arguments.data.data, bench.scale)?;
+    corpus.put(bench)?;
     let unigram = corpus.unigram_loss()?;
     let mut setups = vec![Setup::Fp32];
-    let wanted = if arguments.setups.is_empty() { &Setup::ALL[..] } else { &arguments.setups };
-    setups.extend(wanted.iter().filter(|setup| **setup != Setup::Fp32));
-    let rounds = arguments.rounds.unwrap_or(sizes.rounds);
-    let mut progress = Progress::new(rounds * setups.len() as u64 + 1);
-    progress.message("warm-up");
+    let chosen = if arguments.setups.is_empty() { &Setup::ALL[..] } else { &arguments.setups };
+    setups.extend(chosen.iter().filter(|setup| **setup != Setup::Fp32));
+    let rounds = arguments.rounds.unwrap_or(sizes.rounds) as usize;
+    bench.message("warm-up");
     // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.
     train(&corpus, Setup::Fp32, &Training { steps: 10, ..sizes.training.clone() })?;
-    progress.step();
-    let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); setups.len()];
-    for round in 0..rounds {
-        let training = Training { seed: common.seed + round, ..sizes.training.clone() };
-        for turn in 0..setups.len() {
-            // Each round begins with another set-up, so that none is always the first or the last.
-            let index = (turn + round as usize * setups.len() / rounds as usize) % setups.len();
-            progress.message(&format!("{}, round {}", setups[index], round + 1));
-            outcomes[index].push(train(&corpus, setups[index], &training)?);
-            progress.step();
-        }
-    }
-    for (&setup, of_setup) in setups.iter().zip(&outcomes) {
+    let seed = bench.seed;
+    let outcomes = bench.in_turns(rounds, &setups, Setup::to_string, |round, setup| {
+        train(&corpus, *setup, &Training { seed: seed + round as u64, ..sizes.training.clone() })
+    })?;
+    for (&setup, own) in setups.iter().zip(&outcomes) {
         let case = Case::new().with("setup", setup.to_string());
-        let mut metrics = totals(of_setup, &outcomes[0], unigram);
+        let mut metrics = totals(own, &outcomes[0], unigram);
         if let Some(seconds) = metrics.iter_mut().find(|metric| metric.name == "gradient_seconds") {
             seconds.note = Some(format!("products: {}", setup.products(device)));
         }
-        sink.put(EXPERIMENT, &case, metrics)?;
-        curves(&mut sink, &case, &of_setup[0])?;
+        bench.put(&case, metrics)?;
+        curves(bench, &case, &own[0])?;
     }
-    against_static(&mut sink, &setups, &outcomes)
+    against_static(bench, &setups, &outcomes)
 }
 
 /// The figures of one set-up over all rounds.
@@ -118,14 +104,14 @@ fn totals(outcomes: &[Outcome], full: &[Outcome], unigram: f64) -> Vec<Metric> {
 }
 
 /// What one training did, step by step.
-fn curves(sink: &mut Sink, case: &Case, outcome: &Outcome) -> anyhow::Result<()> {
+fn curves(bench: &mut Bench, case: &Case, outcome: &Outcome) -> anyhow::Result<()> {
     for point in &outcome.curve {
         let metrics = vec![
             Metric::exact("validation_loss", "nat", point.loss),
             Metric::exact("validation_accuracy", "ratio", point.accuracy),
         ];
         if point.loss.is_finite() {
-            sink.put(EXPERIMENT, &case.clone().with("step", point.step), metrics)?;
+            bench.put(&case.clone().with("step", point.step), metrics)?;
         }
     }
     // A curve has as many points as can be told apart.
@@ -137,13 +123,13 @@ fn curves(sink: &mut Sink, case: &Case, outcome: &Outcome) -> anyhow::Result<()>
         if loss.is_finite() {
             metrics.push(Metric::exact("training_loss", "nat", loss));
         }
-        sink.put(EXPERIMENT, &case.clone().with("step", last.step), metrics)?;
+        bench.put(&case.clone().with("step", last.step), metrics)?;
     }
     Ok(())
 }
 
 /// The dynamic scalers' losses over that of the static scaler with the same initial scale, seed by seed.
-fn against_static(sink: &mut Sink, setups: &[Setup], outcomes: &[Vec<Outcome>]) -> anyhow::Result<()> {
+fn against_static(bench: &mut Bench, setups: &[Setup], outcomes: &[Vec<Outcome>]) -> anyhow::Result<()> {
     let of = |wanted| setups.iter().position(|setup| *setup == wanted).map(|index| &outcomes[index]);
     for (setup, fixed) in Setup::DYNAMIC {
         let (Some(dynamic), Some(fixed)) = (of(setup), of(fixed)) else { continue };
@@ -154,7 +140,7 @@ fn against_static(sink: &mut Sink, setups: &[Setup], outcomes: &[Vec<Outcome>]) 
             Some(ratios) => Metric::of_samples("loss_vs_static", "ratio", &ratios),
             None => Metric::not_measured("loss_vs_static", "ratio", "one of the two diverged"),
         };
-        sink.put(EXPERIMENT, &Case::new().with("setup", setup.to_string()), vec![metric])?;
+        bench.put(&Case::new().with("setup", setup.to_string()), vec![metric])?;
     }
     Ok(())
 }

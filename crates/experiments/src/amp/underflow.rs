@@ -3,49 +3,35 @@
 use std::sync::Arc;
 
 use amp::Autocast;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::gradients::{GradientRecorder, Histogram, Of};
 use super::sizes::Sizes;
 use super::training::{Trained, Training};
 use crate::corpus::DataArgs;
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "amp-underflow";
 /// Exponents of scales at which the shares are given.
 const SCALES: std::ops::RangeInclusive<i64> = -8..=40;
 /// Exponents of scales at which a backward pass in fp16 is counted as well.
 const COUNTED: [i64; 4] = [0, 8, 16, 24];
 
-#[derive(clap::Args)]
-pub(crate) struct Underflow {
-    /// How large
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-    #[command(flatten)]
-    data: DataArgs,
-}
-
-pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let sizes = Sizes::of(arguments.scale, device, common.seed);
-    let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
+    let device = bench.device;
+    let sizes = Sizes::of(bench.scale, device, bench.seed);
+    let corpus = sizes.corpus(&data.data, bench.scale)?;
     let training = Training { steps: sizes.sweep_steps, ..sizes.training.clone() };
-    let mut progress = Progress::new(2 + COUNTED.len() as u64);
-    progress.message("training in fp32");
+    bench.message("training in fp32");
     let trained = Trained::in_fp32(&corpus, &training)?;
-    progress.step();
-    progress.message("gradients in fp32");
+    bench.message("gradients in fp32");
     let exact = Arc::new(GradientRecorder::new(None));
     trained.backward(exact.clone(), 1.0)?;
-    progress.step();
     for of in Of::ALL {
-        put_exact(&mut sink, of, &exact.histogram(of))?;
+        put_exact(bench, of, &exact.histogram(of))?;
     }
-    for log2 in COUNTED {
-        progress.message(&format!("gradients in fp16, scale 2^{log2}"));
+    let label = |log2: &i64| format!("gradients in fp16, scale 2^{log2}");
+    bench.each(COUNTED, label, |bench, log2| {
         let rounded = Arc::new(GradientRecorder::new(Some(Autocast::new(Kind::Half)?.policy())));
         trained.backward(rounded.clone(), 2f64.powi(i32::try_from(log2)?))?;
         for of in Of::ALL {
@@ -54,23 +40,18 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<
             // What is zero in fp32 too (a unit that is off, a token that did not occur) is no underflow.
             let lost =
                 low.zeros.saturating_sub(full.zeros) as f64 / (full.total() - full.zeros).max(1) as f64;
-            sink.put(EXPERIMENT, &case, vec![Metric::exact("counted_underflow", "ratio", lost)])?;
+            bench.put(&case, vec![Metric::exact("counted_underflow", "ratio", lost)])?;
         }
-        progress.step();
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
-fn put_exact(sink: &mut Sink, of: Of, histogram: &Histogram) -> anyhow::Result<()> {
+fn put_exact(bench: &mut Bench, of: Of, histogram: &Histogram) -> anyhow::Result<()> {
     let case = || Case::new().with("gradients", of.name());
     let total = histogram.total().max(1) as f64;
     for (exponent, count) in &histogram.exponents {
         let case = case().with("exponent", *exponent);
-        sink.put(
-            EXPERIMENT,
-            &case,
-            vec![Metric::exact("share_of_gradients", "ratio", *count as f64 / total)],
-        )?;
+        bench.put(&case, vec![Metric::exact("share_of_gradients", "ratio", *count as f64 / total)])?;
     }
     for log2 in SCALES {
         let metrics = vec![
@@ -78,11 +59,11 @@ fn put_exact(sink: &mut Sink, of: Of, histogram: &Histogram) -> anyhow::Result<(
             Metric::exact("subnormal", "ratio", histogram.subnormal(log2)),
             Metric::exact("overflow", "ratio", histogram.overflow(log2)),
         ];
-        sink.put(EXPERIMENT, &case().with("log2_scale", log2), metrics)?;
+        bench.put(&case().with("log2_scale", log2), metrics)?;
     }
     let metrics = vec![
         Metric::exact("zero_share", "ratio", histogram.zeros as f64 / total),
         Metric::exact("numbers", "count", total),
     ];
-    sink.put(EXPERIMENT, &case(), metrics)
+    bench.put(&case(), metrics)
 }

@@ -12,12 +12,11 @@ use dataloading::length_statistics::{LengthStatistics, Waste};
 use dataloading::packing::PackingOptions;
 use dataloading::random_batch_sampler::BatchOptions;
 use dataloading::samples::Samples;
-use report::cli::Scale;
 use report::{Case, Metric};
 
-use super::Figures;
 use super::texts::Text;
 use super::throughput::{BATCH, LENGTH};
+use crate::driver::Bench;
 
 /// Tokens of a bin of the histogram.
 const BIN: usize = 16;
@@ -129,42 +128,43 @@ impl Batching {
     }
 }
 
-/// Lengths of one text's lines, and the padding of every strategy.
-///
-/// # Errors
-/// Data that is there and cannot be read.
-pub fn measure(text: Text, seed: u64, scale: Scale) -> Result<Vec<Figures>> {
-    let of_text = || Case::new().with("text", text.name());
-    let figures = |case, metrics| Figures { experiment: "lengths", case, metrics };
-    let lines = match text.lines()? {
-        Ok(lines) => Arc::new(lines),
-        Err(why) => {
-            let missing = [("lines", "count"), ("tokens", "count"), ("mean_length", "tokens")];
-            let missing = missing.map(|(name, unit)| Metric::not_measured(name, unit, &why));
-            return Ok(vec![figures(of_text(), missing.to_vec())]);
-        }
-    };
-    let statistics = LengthStatistics::of(&*lines)?;
-    let mut all = vec![figures(of_text(), described(&statistics))];
-    for bin in statistics.histogram(BIN) {
-        let share = bin.samples as f64 / statistics.samples() as f64;
-        let case = of_text().with("length", bin.from);
-        all.push(figures(case, vec![Metric::exact("share_of_lines", "ratio", share)]));
-    }
-    let epochs = if scale == Scale::Smoke { 1 } else { 5 };
-    for batching in BATCHINGS {
-        let counted = batching.count(lines.clone(), epochs, seed)?;
-        let mut metrics = vec![
-            Metric::of_samples("positions", "count", &counted.positions),
-            Metric::of_samples("padding", "ratio", &counted.padding),
-            Metric::of_samples("dropped_tokens", "count", &counted.dropped),
-        ];
-        if let Some(waste) = batching.computed(&statistics) {
-            metrics.push(Metric::exact("expected_padding", "ratio", waste.share()));
-        }
-        all.push(figures(of_text().with("batches", batching.name()), metrics));
-    }
-    Ok(all)
+/// Measures the lengths of texts' lines, and the padding of every strategy.
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    bench.each(
+        Text::ALL,
+        |text| text.name().to_owned(),
+        |bench, text| {
+            let case = || Case::new().with("text", text.name());
+            let lines = match text.lines()? {
+                Ok(lines) => Arc::new(lines),
+                Err(why) => {
+                    let missing = [("lines", "count"), ("tokens", "count"), ("mean_length", "tokens")];
+                    let missing = missing.map(|(name, unit)| Metric::not_measured(name, unit, &why));
+                    return bench.put(&case(), missing.to_vec());
+                }
+            };
+            let statistics = LengthStatistics::of(&*lines)?;
+            bench.put(&case(), described(&statistics))?;
+            for bin in statistics.histogram(BIN) {
+                let share = bin.samples as f64 / statistics.samples() as f64;
+                let metric = Metric::exact("share_of_lines", "ratio", share);
+                bench.put(&case().with("length", bin.from), vec![metric])?;
+            }
+            for batching in BATCHINGS {
+                let counted = batching.count(lines.clone(), bench.sized([1, 5, 5, 5]), bench.seed)?;
+                let mut metrics = vec![
+                    Metric::of_samples("positions", "count", &counted.positions),
+                    Metric::of_samples("padding", "ratio", &counted.padding),
+                    Metric::of_samples("dropped_tokens", "count", &counted.dropped),
+                ];
+                if let Some(waste) = batching.computed(&statistics) {
+                    metrics.push(Metric::exact("expected_padding", "ratio", waste.share()));
+                }
+                bench.put(&case().with("batches", batching.name()), metrics)?;
+            }
+            Ok(())
+        },
+    )
 }
 
 fn described(statistics: &LengthStatistics) -> Vec<Metric> {

@@ -4,11 +4,11 @@ use dataloading::Result;
 use dataloading::packing::{
     Algorithm, PackingOptions, PackingPlan, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
 };
-use report::cli::Scale;
 use report::{Case, Metric};
 
 use super::synthetic::uniform_lengths;
-use super::{Figures, repeats, seconds};
+use super::{repeats, seconds};
+use crate::driver::Bench;
 
 /// Tokens of a row, and the longest document.
 pub(crate) const CAPACITY: u32 = 512;
@@ -17,14 +17,35 @@ pub(crate) const CAPACITY: u32 = 512;
 /// tokens have rows of their own, and some dozens more of them than of the others leave rows half empty.
 const BAR: f64 = 0.997;
 
-/// How many documents.
-pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
-    match scale {
-        Scale::Smoke => &[10_000],
-        Scale::Laptop => &[10_000, 1_000_000],
-        Scale::Full => &[10_000, 1_000_000, 10_000_000],
-        Scale::Paper => &[10_000, 1_000_000, 10_000_000, 100_000_000],
+/// How much is packed, or sampled from.
+#[derive(clap::Args)]
+pub(crate) struct Sizes {
+    /// Measure these numbers of documents or samples instead of the scale's
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(100..))]
+    sizes: Vec<u32>,
+}
+
+impl Sizes {
+    /// The given sizes, or else those of the scale.
+    pub(crate) fn or(&self, usual: &[usize]) -> Vec<usize> {
+        if self.sizes.is_empty() {
+            usual.to_vec()
+        } else {
+            self.sizes.iter().map(|&size| size as usize).collect()
+        }
     }
+}
+
+/// Measures every packer on every number of documents.
+pub(crate) fn run(bench: &mut Bench, sizes: &Sizes) -> anyhow::Result<()> {
+    const ALL: [usize; 4] = [10_000, 1_000_000, 10_000_000, 100_000_000];
+    let sizes = sizes.or(bench.sized([&ALL[..1], &ALL[..2], &ALL[..3], &ALL]));
+    let cases = sizes.into_iter().flat_map(|size| PACKERS.map(|packer| (size, packer)));
+    let label = |(size, packer): &(usize, Packer)| format!("{size} documents, {}", packer.name());
+    bench.each(cases, label, |bench, (size, packer)| {
+        let metrics = measure(packer, size, bench)?;
+        bench.put(&Case::new().with("documents", size).with("packer", packer.name()), metrics)
+    })
 }
 
 /// A packer.
@@ -86,11 +107,9 @@ impl Packer {
 }
 
 /// One packer on `n` lengths uniform in `1..=512`: fill over several seeds, time on the first.
-///
-/// # Errors
-/// None on these lengths.
-pub(crate) fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figures> {
-    let (draws, runs) = if n > 100_000 { (1, 3) } else { (201, repeats(scale)) };
+fn measure(packer: Packer, n: usize, bench: &Bench) -> Result<Vec<Metric>> {
+    let seed = bench.seed;
+    let (draws, runs) = if n > 100_000 { (1, 3) } else { (201, repeats(bench)) };
     let (mut fills, mut possible, mut where_possible) = (Vec::new(), Vec::new(), Vec::new());
     let (mut excess, mut over) = (Vec::new(), Vec::new());
     for draw in 0..draws {
@@ -110,7 +129,7 @@ pub(crate) fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Resu
     let lengths = uniform_lengths(n, CAPACITY, seed);
     let times = seconds(runs, || packer.pack(&lengths));
     let rates: Vec<f64> = times.iter().map(|seconds| n as f64 / seconds).collect();
-    let metrics = vec![
+    Ok(vec![
         Metric::of_samples("fill", "ratio", &fills),
         Metric::of_samples("possible_fill", "ratio", &possible),
         Metric::exact("attainable", "ratio", where_possible.len() as f64 / draws as f64),
@@ -119,7 +138,5 @@ pub(crate) fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Resu
         Metric::of_samples("rows_above_bound", "count", &excess),
         Metric::of_samples("pack_seconds", "s", &times),
         Metric::of_samples("documents_per_second", "documents/s", &rates),
-    ];
-    let case = Case::new().with("documents", n).with("packer", packer.name());
-    Ok(Figures { experiment: "packing", case, metrics })
+    ])
 }

@@ -5,23 +5,15 @@ use dataloading::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions,
 use dataloading::permutation::Permutation;
 use dataloading::random_batch_sampler::BatchSampler;
 use dataloading::samples::Samples;
-use report::cli::Scale;
 use report::{Case, Metric};
 
+use super::packing::Sizes;
 use super::synthetic::text_lengths;
-use super::{Figures, repeats, seconds};
-
-/// How many samples.
-pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
-    match scale {
-        Scale::Smoke => &[1_000, 10_000, 100_000],
-        Scale::Laptop => &[100_000, 1_000_000],
-        Scale::Full | Scale::Paper => &[100_000, 1_000_000, 10_000_000],
-    }
-}
+use super::{repeats, seconds};
+use crate::driver::Bench;
 
 /// Largest differences in length.
-pub(crate) const GAPS: [usize; 3] = [0, 20, 640];
+const GAPS: [usize; 3] = [0, 20, 640];
 
 /// Lengths alone.
 struct Lengths(Vec<u32>);
@@ -41,15 +33,32 @@ impl Samples for Lengths {
     }
 }
 
+/// Measures the permutation and every gap on every number of samples.
+pub(crate) fn run(bench: &mut Bench, sizes: &Sizes) -> anyhow::Result<()> {
+    const ALL: [usize; 5] = [1_000, 10_000, 100_000, 1_000_000, 10_000_000];
+    let sizes = sizes.or(bench.sized([&ALL[..3], &ALL[2..4], &ALL[2..], &ALL[2..]]));
+    bench.each(
+        sizes,
+        |size| format!("{size} samples"),
+        |bench, size| {
+            let case = Case::new().with("samples", size);
+            bench.put(&case, vec![permutation(size, bench)])?;
+            for k in GAPS {
+                let metrics = measure(size, k, bench)?;
+                bench.put(&case.clone().with("k", k), metrics)?;
+            }
+            Ok(())
+        },
+    )
+}
+
 /// One size and one `k`, batches of 32, lengths of text.
-///
-/// # Errors
-/// None on these lengths.
-pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
+fn measure(n: usize, k: usize, bench: &Bench) -> Result<Vec<Metric>> {
+    let seed = bench.seed;
     const BATCHES: usize = 1000;
     let lengths = Lengths(text_lengths(n, seed));
     let options = BalancedOptions { k, seed, ..BalancedOptions::default() };
-    let construction = seconds(repeats(scale).min(5), || BalancedBatchSampler::new(&lengths, &options));
+    let construction = seconds(repeats(bench).min(5), || BalancedBatchSampler::new(&lengths, &options));
     let sampler = BalancedBatchSampler::new(&lengths, &options)?;
     let batches = sampler.batches(0);
     // Batches of 32 alone: short ones do less.
@@ -67,7 +76,7 @@ pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Fig
             done.passes += of_batch.passes;
         }
     }
-    let choosing = seconds(repeats(scale), || {
+    let choosing = seconds(repeats(bench), || {
         for index in (0..batches).step_by((batches / BATCHES).max(1)) {
             sampler.choose(0, index, &mut chosen)?;
         }
@@ -77,7 +86,7 @@ pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Fig
     let per_batch: Vec<f64> = choosing.iter().map(|seconds| seconds / measured).collect();
     // Without a full batch nothing was done.
     let full = f64::from(full).max(1.0);
-    let metrics = vec![
+    Ok(vec![
         Metric::of_samples("construction_seconds", "s", &construction),
         Metric::of_samples("batch_seconds", "s", &per_batch),
         Metric::exact("comparisons_per_batch", "", done.comparisons as f64 / full),
@@ -85,20 +94,17 @@ pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Fig
         Metric::exact("passes_per_batch", "", done.passes as f64 / full),
         Metric::exact("largest_gap", "count", gap as f64),
         Metric::exact("gap_beyond_k", "count", gap.saturating_sub(k) as f64),
-    ];
-    let case = Case::new().with("samples", n).with("k", k);
-    Ok(Figures { experiment: "sampler", case, metrics })
+    ])
 }
 
 /// One element of a shuffled order of `n`, at scattered indices.
-pub(crate) fn permutation(n: usize, seed: u64, scale: Scale) -> Figures {
+fn permutation(n: usize, bench: &Bench) -> Metric {
     const CALLS: u64 = 1 << 20;
-    let (len, order) = (n as u64, Permutation::new(n as u64, seed, 0, 0));
-    let times = seconds(repeats(scale), || {
+    let (len, order) = (n as u64, Permutation::new(n as u64, bench.seed, 0, 0));
+    let times = seconds(repeats(bench), || {
         // A stride without a common factor with powers of ten: no index repeats before all were used.
         (0..CALLS).map(|call| order.at(call * 7919 % len)).fold(0, u64::wrapping_add)
     });
     let per_call: Vec<f64> = times.iter().map(|seconds| seconds / CALLS as f64).collect();
-    let metrics = vec![Metric::of_samples("permutation_seconds", "s", &per_call)];
-    Figures { experiment: "sampler", case: Case::new().with("samples", n), metrics }
+    Metric::of_samples("permutation_seconds", "s", &per_call)
 }

@@ -1,5 +1,6 @@
 //! Tokens per second of a whole loader whose batches are taken at once.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -12,12 +13,12 @@ use dataloading::loader::{Loader, LoaderOptions};
 use dataloading::packing::PackingOptions;
 use dataloading::random_batch_sampler::BatchOptions;
 use dataloading::samples::Samples;
-use report::cli::Scale;
+use dataloading::token_store::TokenStore;
 use report::{Case, Metric};
-use tch::Device;
 
-use super::Figures;
 use super::synthetic::{Synthetic, text_lengths};
+use super::texts;
+use crate::driver::Bench;
 
 /// Samples of a batch.
 pub(crate) const BATCH: usize = 32;
@@ -40,12 +41,12 @@ pub(crate) enum Strategy {
 }
 
 /// All of them.
-pub(crate) const STRATEGIES: [Strategy; 5] =
+const STRATEGIES: [Strategy; 5] =
     [Strategy::Base, Strategy::Standard, Strategy::Balanced, Strategy::Sequenced, Strategy::Packed];
 
 impl Strategy {
     /// As records call it.
-    pub(crate) fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Self::Base => "base",
             Self::Standard => "standard",
@@ -59,7 +60,7 @@ impl Strategy {
     ///
     /// # Errors
     /// Samples that make no batch.
-    pub(crate) fn over<S: Samples + 'static>(self, samples: S, seed: u64) -> Result<Arc<dyn BatchSource>> {
+    fn over(self, samples: Arc<dyn Samples>, seed: u64) -> Result<Arc<dyn BatchSource>> {
         let options = BatchOptions { batch_size: BATCH, max_length: LENGTH, seed, ..BatchOptions::default() };
         let balanced = BalancedOptions {
             batch_size: BatchSize::Samples(BATCH),
@@ -82,52 +83,92 @@ impl Strategy {
     }
 }
 
-/// Where samples are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Origin {
-    /// In memory.
-    Memory,
-    /// In a token store, whose files are mapped and, after the first epoch, in the system's cache.
-    Store,
+fn strategy(text: &str) -> std::result::Result<Strategy, String> {
+    let known = || STRATEGIES.iter().map(|strategy| strategy.name());
+    STRATEGIES
+        .into_iter()
+        .find(|strategy| strategy.name() == text)
+        .ok_or_else(|| format!("expected one of {}", known().collect::<Vec<_>>().join(", ")))
 }
 
-/// How many samples.
-pub(crate) fn size(scale: Scale) -> usize {
-    match scale {
-        Scale::Smoke => 5_000,
-        Scale::Laptop | Scale::Full => 200_000,
-        Scale::Paper => 1_000_000,
+#[derive(clap::Args)]
+pub(crate) struct ThroughputArgs {
+    /// Number of samples, instead of the scale's
+    #[arg(long, value_parser = clap::value_parser!(u32).range(100..))]
+    samples: Option<u32>,
+    /// A token store to read documents from, instead of generated samples
+    #[arg(long, value_name = "FOLDER", conflicts_with = "samples")]
+    data: Option<PathBuf>,
+    /// These only: base, standard, balanced, sequenced, packed
+    #[arg(long, value_delimiter = ',', value_parser = strategy)]
+    strategies: Vec<Strategy>,
+    /// Numbers of workers
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2")]
+    workers: Vec<usize>,
+    /// Measured epochs of each case, after one to warm up
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    epochs: u64,
+}
+
+/// Strategies over the same samples.
+struct Table {
+    samples: Arc<dyn Samples>,
+    /// What records add to the name of a strategy.
+    suffix: &'static str,
+    strategies: Vec<Strategy>,
+}
+
+/// The suffix of strategies over a token store, whose files are mapped and, after the first epoch, in the system's cache.
+const FROM_STORE: &str = " from a store";
+
+/// Measures strategies over the given store or number of samples; if neither is given, and no strategy chosen, over samples in memory
+/// and in a store.
+pub(crate) fn run(bench: &mut Bench, arguments: &ThroughputArgs) -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let table = |samples: Arc<dyn Samples>, suffix, usual: &[Strategy]| {
+        let chosen = &arguments.strategies[..];
+        Table { samples, suffix, strategies: if chosen.is_empty() { usual } else { chosen }.to_vec() }
+    };
+    let mut tables = Vec::new();
+    if let Some(store) = &arguments.data {
+        tables.push(table(Arc::new(TokenStore::open(store)?), FROM_STORE, &STRATEGIES));
+    } else {
+        let usual = bench.sized([5_000, 200_000, 200_000, 1_000_000]);
+        let count = arguments.samples.map_or(usual, |samples| samples as usize);
+        let samples = Synthetic::new(&text_lengths(count, bench.seed));
+        tables.push(table(Arc::new(samples), "", &STRATEGIES));
+        if arguments.strategies.is_empty() && arguments.samples.is_none() {
+            let tokens = bench.sized([500_000, 8_000_000, 8_000_000, 64_000_000]);
+            let store = texts::repeated(&folder.path().join("store"), tokens)?;
+            tables.push(table(Arc::new(store), FROM_STORE, &[Strategy::Standard, Strategy::Packed]));
+        }
     }
-}
-
-/// How many tokens a store gets.
-pub(crate) fn store_tokens(scale: Scale) -> u64 {
-    match scale {
-        Scale::Smoke => 500_000,
-        Scale::Laptop | Scale::Full => 8_000_000,
-        Scale::Paper => 64_000_000,
+    let mut cases = Vec::new();
+    for table in &tables {
+        for &strategy in &table.strategies {
+            cases.extend(arguments.workers.iter().map(|&workers| (table, strategy, workers)));
+        }
     }
-}
-
-/// Lengths of text, and their tokens.
-pub(crate) fn synthetic(n: usize, seed: u64) -> Arc<Synthetic> {
-    Arc::new(Synthetic::new(&text_lengths(n, seed)))
+    let label = |(_, strategy, workers): &(&Table, Strategy, usize)| {
+        format!("{}, {workers} workers", strategy.name())
+    };
+    bench.each(cases, label, |bench, (Table { samples, suffix, .. }, strategy, workers)| {
+        let metrics = measure(samples, strategy, workers, arguments.epochs, bench)?;
+        let name = format!("{}{suffix}", strategy.name());
+        bench.put(&Case::new().with("strategy", name).with("workers", workers), metrics)
+    })
 }
 
 /// One strategy with so many workers: whole epochs, one to warm up.
-///
-/// # Errors
-/// Samples that make no batch; a device that is not there.
-pub(crate) fn measure<S: Samples + 'static>(
-    samples: S,
-    origin: Origin,
+fn measure(
+    samples: &Arc<dyn Samples>,
     strategy: Strategy,
     workers: usize,
-    device: Device,
     epochs: u64,
-    seed: u64,
-) -> Result<Figures> {
-    let source = strategy.over(samples, seed)?;
+    bench: &Bench,
+) -> Result<Vec<Metric>> {
+    let device = bench.device;
+    let source = strategy.over(samples.clone(), bench.seed)?;
     let (mut rates, mut positions, mut per_token) = (Vec::new(), Vec::new(), Vec::new());
     let mut sum = Counts::default();
     for epoch in 0..=epochs {
@@ -159,16 +200,10 @@ pub(crate) fn measure<S: Samples + 'static>(
         sum.tokens += counts.tokens;
         sum.padding += counts.padding;
     }
-    let metrics = vec![
+    Ok(vec![
         Metric::of_samples("tokens_per_second", "tokens/s", &rates),
         Metric::of_samples("positions_per_second", "positions/s", &positions),
         Metric::of_samples("work_per_token_seconds", "s", &per_token),
         Metric::exact("padding", "ratio", sum.padding as f64 / (sum.tokens + sum.padding) as f64),
-    ];
-    let from = match origin {
-        Origin::Memory => "",
-        Origin::Store => " from a store",
-    };
-    let case = Case::new().with("strategy", format!("{}{from}", strategy.name())).with("workers", workers);
-    Ok(Figures { experiment: "loader", case, metrics })
+    ])
 }

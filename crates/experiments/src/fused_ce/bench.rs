@@ -2,20 +2,18 @@
 
 use anyhow::{Context, bail};
 use fused_ce::Chunk;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::measure::{MeasurementPlan, Samples};
 use tch::Device;
 
 use super::baselines::Implementation;
 use super::shapes::{self, Outcome, Shape};
+use crate::driver::Bench;
 use crate::dtype;
 
 #[derive(clap::Args)]
-pub(crate) struct Bench {
-    /// Which shapes to measure
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
+pub(crate) struct BenchArgs {
     /// Measure this shape instead: TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORE_INDEX]] (may be repeated)
     #[arg(long, value_name = "SHAPE")]
     case: Vec<Shape>,
@@ -38,19 +36,15 @@ pub(crate) struct Bench {
     /// Seconds after which no further step of a case begins (one is measured in any case)
     #[arg(long, default_value_t = 2.0)]
     budget: f64,
-    /// The experiment that the records are of
-    #[arg(long, default_value = "fused-ce")]
-    experiment: String,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
     if !(arguments.budget.is_finite() && arguments.budget > 0.0) {
         bail!("--budget is {}; expected a positive number of seconds", arguments.budget);
     }
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let shapes = match (&arguments.case[..], arguments.scale) {
+    let shapes = match (&arguments.case[..], bench.scale) {
         ([], Scale::Smoke) if arguments.long => shapes::LONG_SMOKE,
         ([], _) if arguments.long => shapes::LONG,
         ([], Scale::Smoke) => shapes::SMOKE,
@@ -66,45 +60,41 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     }
     let chunk = arguments.chunk_bytes.map(Chunk::Budget);
     let mut first = vec![None; implementations.len()];
-    let mut progress = Progress::new((shapes.len() * implementations.len()) as u64);
-    for shape in shapes {
-        progress.message(&format!("{shape}: the machine's limit"));
-        let limit = shapes::product_rate(shape, device)?;
-        for (&implementation, first) in implementations.iter().zip(&mut first) {
-            progress.message(&format!("{shape} {implementation}"));
-            let free = runtime::device::memory_info(device)?.free;
-            let metrics = if implementation == Implementation::Naive
-                && shape.naive_bytes() as f64 > 0.9 * free as f64
-            {
-                let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-                let why = format!(
-                    "needs {:.1} GiB of the {:.1} that are free",
-                    gib(shape.naive_bytes()),
-                    gib(free)
-                );
-                vec![
-                    Metric::not_measured("step_seconds", "s", &why),
-                    Metric::not_measured("peak_above_bytes", "B", &why),
-                ]
-            } else {
-                let plan = MeasurementPlan {
-                    warmup: arguments.warmup as usize,
-                    repeats: arguments.repeats as usize,
-                    min_repeats: 1,
-                    budget: Some(arguments.budget),
-                    ..MeasurementPlan::new(device)
-                };
-                let outcome = shapes::measure(shape, implementation, chunk, common.seed, &plan)
-                    .with_context(|| format!("measuring {shape} {implementation}"))?;
-                let mut metrics = metrics(shape, implementation, &outcome, limit);
-                metrics.extend(against_first(shape, &outcome, first));
-                metrics
-            };
-            sink.put(&arguments.experiment, &case(shape, implementation, device), metrics)?;
-            progress.step();
+    let numbers = 0..implementations.len();
+    let cases = shapes.iter().flat_map(|shape| numbers.clone().map(move |number| (shape, number)));
+    let label = |(shape, number): &(&Shape, usize)| format!("{shape} {}", implementations[*number]);
+    let mut limit = 0.0;
+    bench.each(cases, label, |bench, (shape, number)| {
+        let implementation = implementations[number];
+        if number == 0 {
+            limit = shapes::product_rate(shape, device)?;
         }
-    }
-    Ok(())
+        let free = runtime::device::memory_info(device)?.free;
+        let naive = implementation == Implementation::Naive;
+        let metrics = if naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
+            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+            let why =
+                format!("needs {:.1} GiB of the {:.1} that are free", gib(shape.naive_bytes()), gib(free));
+            vec![
+                Metric::not_measured("step_seconds", "s", &why),
+                Metric::not_measured("peak_above_bytes", "B", &why),
+            ]
+        } else {
+            let plan = MeasurementPlan {
+                warmup: arguments.warmup as usize,
+                repeats: arguments.repeats as usize,
+                min_repeats: 1,
+                budget: Some(arguments.budget),
+                ..MeasurementPlan::new(device)
+            };
+            let outcome = shapes::measure(shape, implementation, chunk, bench.seed, &plan)
+                .with_context(|| format!("measuring {shape} {implementation}"))?;
+            let mut metrics = metrics(shape, implementation, &outcome, limit);
+            metrics.extend(against_first(shape, &outcome, &mut first[number]));
+            metrics
+        };
+        bench.put(&case(shape, implementation, device), metrics)
+    })
 }
 
 fn case(shape: &Shape, implementation: Implementation, device: Device) -> Case {

@@ -8,20 +8,18 @@ use kernels::physical;
 use models::Llama;
 use models::generation::{GenerateOptions, generate};
 use models::module::{LanguageModel, parameters};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::measure::Measurement;
 use tch::{Device, Kind, Tensor};
 
+use crate::driver::Bench;
 use crate::dtype;
 use crate::shape::Shape;
 
 #[derive(Args)]
 pub(crate) struct Decode {
-    /// Size of the experiment; --shape overrides its shapes
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or a config.json
+    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, or a config.json [default: by scale]
     #[arg(long, value_delimiter = ',')]
     shape: Vec<Shape>,
     /// Dtypes of the weights: fp32, bf16, fp16, nf4
@@ -39,37 +37,34 @@ pub(crate) struct Decode {
     /// Measured repeats [default: 1, at scale full 3]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: Option<u32>,
-    /// The experiment that the records are of
-    #[arg(long, default_value = "lora-decode")]
-    experiment: String,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let shapes = match arguments.scale {
-        _ if !arguments.shape.is_empty() => arguments.shape.clone(),
-        Scale::Smoke | Scale::Laptop => vec![Shape::of(arguments.scale)],
-        Scale::Full | Scale::Paper => vec![Shape::Small, Shape::Medium],
+pub(crate) fn run(bench: &mut Bench, arguments: &Decode) -> anyhow::Result<()> {
+    let device = bench.device;
+    let (usual, repeats) = match bench.scale {
+        Scale::Smoke | Scale::Laptop => (vec![Shape::of(bench.scale)], 1),
+        Scale::Full | Scale::Paper => (vec![Shape::Small, Shape::Medium], 3),
     };
+    let shapes = if arguments.shape.is_empty() { &usual } else { &arguments.shape };
+    let repeats = arguments.repeats.unwrap_or(repeats);
     let steps = arguments.dtype.len() + arguments.batch.len();
-    let mut progress = Progress::new((shapes.len() * steps) as u64);
-    for shape in &shapes {
+    bench.expect(shapes.len() * steps);
+    for shape in shapes {
         let mut models = Vec::new();
         for &kind in &arguments.dtype {
-            progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
-            runtime::random::seed(common.seed)?;
+            bench.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
+            runtime::random::seed(bench.seed)?;
             let model = shape.model(kind, device)?;
             // The embedding's: what is beside NF4 has another one.
             let computed = parameters(&model).first().map_or(kind, |(_, tensor)| tensor.kind());
             let product = physical::gemm_rate(device, computed, 1024, 1024, 1024)?;
             models.push((model, product.rate().context("the rate of a product")?));
-            progress.step();
+            bench.step();
         }
         for &batch in &arguments.batch {
-            progress.message(&format!("{}, {batch} at a time", shape.name()));
+            bench.message(&format!("{}, {batch} at a time", shape.name()));
             let multiplied = 2.0 * shape.config()?.parameter_count() as f64 * batch as f64;
-            let measured = measure(&models, device, batch, multiplied, arguments)?;
+            let measured = measure(&models, device, (batch, repeats), multiplied, arguments)?;
             let bf16 = arguments.dtype.iter().position(|kind| *kind == Kind::BFloat16);
             for (&kind, of) in arguments.dtype.iter().zip(&measured) {
                 let case = Case::new()
@@ -83,9 +78,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()>
                     let speeds: Vec<f64> = pairs.map(|(bf16, seconds)| bf16 / seconds).collect();
                     metrics.push(Metric::of_samples("speed_over_bf16", "ratio", &speeds));
                 }
-                sink.put(&arguments.experiment, &case, metrics)?;
+                bench.put(&case, metrics)?;
             }
-            progress.step();
+            bench.step();
         }
     }
     Ok(())
@@ -111,7 +106,7 @@ struct Decoding {
 fn measure(
     models: &[(Llama, f64)],
     device: Device,
-    batch: i64,
+    (batch, repeats): (i64, u32),
     flops: f64,
     arguments: &Decode,
 ) -> anyhow::Result<Vec<Decoding>> {
@@ -129,10 +124,6 @@ fn measure(
         let rate = |of: runtime::Result<Measurement>| of?.rate().context("the rate of the memory");
         Ok([rate(physical::copy_bandwidth(device))?, rate(physical::read_bandwidth(device))?])
     };
-    let repeats = arguments.repeats.unwrap_or(match arguments.scale {
-        Scale::Smoke | Scale::Laptop => 1,
-        Scale::Full | Scale::Paper => 3,
-    });
     // The first time fills caches.
     for (model, _) in models {
         decode(model, batch, arguments)?;

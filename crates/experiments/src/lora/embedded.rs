@@ -14,18 +14,17 @@ use lora::LoraConfig;
 use models::module::{LanguageModel, parameter_count};
 use models::state_dict::{load_state_dict, state_dict};
 use models::{DecoderConfig, Llama};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::schedule::{LrSchedule, Shape};
 
+use crate::driver::Bench;
 use crate::step_peak::StepPeak;
 use grading::grade;
 use learning::{Learner, loss_of};
 use world::{Reading, World, permutation};
-
-const EXPERIMENT: &str = "lora-embedded";
 
 /// Positions of a row, more than three solved examples and a question with its answer take.
 const CONTEXT: i64 = 384;
@@ -34,10 +33,7 @@ const CONTEXT: i64 = 384;
 const FOLLOWED: usize = 32;
 
 #[derive(Args)]
-pub(crate) struct Embedded {
-    /// Size of the experiment
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
+pub(crate) struct EmbeddedArgs {
     /// Show this many answers of each model beside their questions
     #[arg(long, default_value_t = 0)]
     show: usize,
@@ -79,22 +75,18 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(scale: Scale, recipe: &Recipe) -> Self {
-        let (pretraining, adaptation, held_out) = match scale {
-            Scale::Smoke => ((12, 2, 64), (4, 4), 2),
-            Scale::Laptop => ((1600, 2, 128), (200, 16), 50),
-            Scale::Full => ((2400, 2, 128), (300, 16), 200),
-            Scale::Paper => ((6000, 8, 128), (600, 32), 200),
-        };
+    fn of(bench: &Bench, recipe: &Recipe) -> Self {
+        let (pretraining, adaptation, held_out) = bench.sized([
+            ((12, 2, 64), (4, 4), 2),
+            ((1600, 2, 128), (200, 16), 50),
+            ((2400, 2, 128), (300, 16), 200),
+            ((6000, 8, 128), (600, 32), 200),
+        ]);
         Self {
             pretraining: (recipe.pretraining_steps.unwrap_or(pretraining.0), pretraining.1, pretraining.2),
             adaptation: (recipe.adaptation_steps.unwrap_or(adaptation.0), adaptation.1),
             held_out,
         }
-    }
-
-    fn steps(&self) -> u64 {
-        self.pretraining.0 + 2 * self.adaptation.0 + 3
     }
 }
 
@@ -114,30 +106,6 @@ impl Method {
     }
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Embedded) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    runtime::memory::track_cpu()?;
-    let sizes = Sizes::of(arguments.scale, &arguments.recipe);
-    let mut experiment = Experiment {
-        world: World::read(CONTEXT as usize, sizes.held_out)?,
-        sink: Sink::new(common, crate::environment::of(device)?, arguments.scale)?,
-        progress: Progress::new(sizes.steps()),
-        sizes,
-        arguments,
-        device,
-        seed: common.seed,
-    };
-    let base = experiment.pretrain()?;
-    let lora = experiment.adapt(&base, Method::Lora)?;
-    let full = experiment.adapt(&base, Method::Full)?;
-    let ratios = vec![
-        Metric::exact("peak_vs_full", "ratio", lora.peak / full.peak),
-        Metric::exact("state_vs_full", "ratio", lora.state / full.state),
-        Metric::exact("step_time_vs_full", "ratio", lora.step_seconds / full.step_seconds),
-    ];
-    experiment.sink.put(EXPERIMENT, &case(Method::Lora.name()), ratios)
-}
-
 fn case(method: &str) -> Case {
     Case::new().with("method", method)
 }
@@ -149,17 +117,34 @@ struct Cost {
     step_seconds: f64,
 }
 
-struct Experiment<'a> {
+/// A small model, and what it reads.
+struct Embedded<'a> {
     world: World,
-    sink: Sink,
-    progress: Progress,
     sizes: Sizes,
-    arguments: &'a Embedded,
+    arguments: &'a EmbeddedArgs,
     device: Device,
     seed: u64,
 }
 
-impl Experiment<'_> {
+pub(crate) fn run(bench: &mut Bench, arguments: &EmbeddedArgs) -> anyhow::Result<()> {
+    runtime::memory::track_cpu()?;
+    let sizes = Sizes::of(bench, &arguments.recipe);
+    bench.expect((sizes.pretraining.0 + 2 * sizes.adaptation.0 + 3) as usize);
+    let (device, seed) = (bench.device, bench.seed);
+    let world = World::read(CONTEXT as usize, sizes.held_out)?;
+    let embedded = Embedded { world, sizes, arguments, device, seed };
+    let base = embedded.pretrain(bench)?;
+    let lora = embedded.adapt(&base, Method::Lora, bench)?;
+    let full = embedded.adapt(&base, Method::Full, bench)?;
+    let ratios = vec![
+        Metric::exact("peak_vs_full", "ratio", lora.peak / full.peak),
+        Metric::exact("state_vs_full", "ratio", lora.state / full.state),
+        Metric::exact("step_time_vs_full", "ratio", lora.step_seconds / full.step_seconds),
+    ];
+    bench.put(&case(Method::Lora.name()), ratios)
+}
+
+impl Embedded<'_> {
     fn model(&self) -> anyhow::Result<Llama> {
         let vocabulary = self.world.encoder.options().vocabulary as i64;
         let config = DecoderConfig {
@@ -174,18 +159,18 @@ impl Experiment<'_> {
     }
 
     /// The weights of a model that was pretrained on stories, calculations and the encyclopedia.
-    fn pretrain(&mut self) -> anyhow::Result<Vec<(String, Tensor)>> {
+    fn pretrain(&self, bench: &mut Bench) -> anyhow::Result<Vec<(String, Tensor)>> {
         let (steps, rows, length) = self.sizes.pretraining;
         runtime::random::seed(self.seed)?;
         let model = self.model()?;
-        self.progress.message("pretraining");
+        bench.message("pretraining");
         let start = Instant::now();
         let mut learner = Learner::new(&model, self.arguments.recipe.pretraining_rate, 0.05)?;
         let mut reading = Reading::new(&self.world, self.seed)?;
         for step in 0..steps {
             let batch = reading.next(rows, length, self.device)?;
             learner.step(&batch, pace(step, steps))?;
-            self.progress.step();
+            bench.step();
         }
         let seconds = start.elapsed().as_secs_f64();
         let pretraining = case("pretraining");
@@ -200,15 +185,15 @@ impl Experiment<'_> {
             Metric::exact("training_seconds", "s", seconds),
             Metric::of_samples("step_seconds", "s", &learner.seconds),
         ];
-        curve(&mut self.sink, &pretraining, &learner.losses)?;
-        self.sink.put(EXPERIMENT, &pretraining, metrics)?;
+        curve(bench, &pretraining, &learner.losses)?;
+        bench.put(&pretraining, metrics)?;
         drop(learner);
-        self.judge("base", &model)?;
+        self.judge("base", &model, bench)?;
         state_dict(&model).into_iter().map(|(name, tensor)| Ok((name, tensor.f_detach_copy()?))).collect()
     }
 
     /// Trains a model with these weights to answer questions, and grades it.
-    fn adapt(&mut self, base: &[(String, Tensor)], method: Method) -> anyhow::Result<Cost> {
+    fn adapt(&self, base: &[(String, Tensor)], method: Method, bench: &mut Bench) -> anyhow::Result<Cost> {
         let recipe = &self.arguments.recipe;
         let (steps, problems) = self.sizes.adaptation;
         let before = runtime::memory::live_bytes(self.device)?;
@@ -228,7 +213,7 @@ impl Experiment<'_> {
                 recipe.lora_rate
             }
         };
-        self.progress.message(method.name());
+        bench.message(method.name());
         let schedule = LrSchedule { shape: Shape::Cosine, warmup: 20.min(steps / 2), steps, floor: 0.05 };
         let mut learner = Learner::new(&model, rate, 0.0)?;
         let followed: Vec<usize> = (0..self.world.test_rows.len().min(FOLLOWED)).collect();
@@ -248,10 +233,10 @@ impl Experiment<'_> {
             if (step + 1).is_multiple_of((steps / 10).max(1)) {
                 let loss = loss_of(&model, &followed)?;
                 let case = case(method.name()).with("step", step + 1);
-                self.sink.put(EXPERIMENT, &case, vec![Metric::exact("held_out_loss", "nat", loss)])?;
+                bench.put(&case, vec![Metric::exact("held_out_loss", "nat", loss)])?;
                 peak.after_evaluation()?;
             }
-            self.progress.step();
+            bench.step();
             loading = Instant::now();
         }
         let count = parameter_count(&model);
@@ -269,62 +254,62 @@ impl Experiment<'_> {
             step_seconds,
             Metric::exact("training_seconds", "s", seconds),
         ];
-        curve(&mut self.sink, &case(method.name()), &learner.losses)?;
-        self.sink.put(EXPERIMENT, &case(method.name()), metrics)?;
+        curve(bench, &case(method.name()), &learner.losses)?;
+        bench.put(&case(method.name()), metrics)?;
         drop(learner);
-        self.judge(method.name(), &model)?;
+        self.judge(method.name(), &model, bench)?;
         Ok(cost)
     }
 
     /// Grades the model's answers to the held-out problems, and measures its loss on the encyclopedia.
-    fn judge(&mut self, name: &str, model: &dyn LanguageModel) -> anyhow::Result<()> {
-        self.progress.message(&format!("{name}: answers to held-out problems"));
+    fn judge(&self, name: &str, model: &dyn LanguageModel, bench: &mut Bench) -> anyhow::Result<()> {
+        bench.message(&format!("{name}: answers to held-out problems"));
         let start = Instant::now();
         let evaluation = grade(model, &self.world, &self.world.prompts)?;
         let seconds = start.elapsed().as_secs_f64();
-        self.show(name, &evaluation);
+        self.show(name, &evaluation, bench);
         let three_shot = grade(model, &self.world, &self.world.three_shot)?;
-        self.show(&format!("{name}, three examples"), &three_shot);
+        self.show(&format!("{name}, three examples"), &three_shot, bench);
         let (_, _, length) = self.sizes.pretraining;
         let encyclopedia = loss_of(model, &self.world.validation(16, length, self.device)?)?;
         let mut metrics = Vec::new();
         for grader in Grader::ALL {
             let wanted = if grader == Grader::Strict { 3 } else { 1 };
-            let figures = self.accuracy(&grader.to_string(), evaluation.accuracy(grader));
+            let figures = accuracy(bench.scale, &grader.to_string(), evaluation.accuracy(grader));
             metrics.extend(figures.into_iter().take(wanted));
         }
-        metrics.extend(self.accuracy("three_shot", three_shot.accuracy(Grader::Strict)));
+        metrics.extend(accuracy(bench.scale, "three_shot", three_shot.accuracy(Grader::Strict)));
         let longest = three_shot.graded.iter().map(|graded| graded.prompt_tokens).max().unwrap_or(0);
         metrics.push(Metric::exact("three_shot_prompt_tokens", "tokens", longest as f64));
         metrics.push(Metric::exact("encyclopedia_loss", "nat", encyclopedia));
         metrics.push(Metric::exact("answering_seconds", "s", seconds));
-        self.progress.step();
-        self.sink.put(EXPERIMENT, &case(name), metrics)
+        bench.step();
+        bench.put(&case(name), metrics)
     }
 
-    /// The share of right answers, and its interval.
-    fn accuracy(&self, graded: &str, accuracy: Accuracy) -> Vec<Metric> {
-        let (low, high) = accuracy.interval();
-        let figures = [("accuracy", accuracy.share()), ("accuracy_from", low), ("accuracy_to", high)];
-        let metric = |(what, value): (&str, f64)| {
-            let name = format!("{graded}_{what}");
-            match self.arguments.scale {
-                Scale::Smoke => {
-                    Metric::not_measured(&name, "ratio", "at the smoke scale nothing is trained to its end")
-                }
-                Scale::Laptop | Scale::Full | Scale::Paper => Metric::exact(&name, "ratio", value),
-            }
-        };
-        figures.into_iter().map(metric).collect()
-    }
-
-    fn show(&self, name: &str, evaluation: &Evaluation) {
+    fn show(&self, name: &str, evaluation: &Evaluation, bench: &Bench) {
         for graded in evaluation.graded.iter().take(self.arguments.show) {
             let question = &self.world.test[graded.number].question;
             let text = format!("{name}: {question}\n{}\n(gold: {})\n\n", graded.text, graded.gold);
-            self.progress.print(&text);
+            bench.print(&text);
         }
     }
+}
+
+/// The share of right answers, and its interval.
+fn accuracy(scale: Scale, graded: &str, accuracy: Accuracy) -> Vec<Metric> {
+    let (low, high) = accuracy.interval();
+    let figures = [("accuracy", accuracy.share()), ("accuracy_from", low), ("accuracy_to", high)];
+    let metric = |(what, value): (&str, f64)| {
+        let name = format!("{graded}_{what}");
+        match scale {
+            Scale::Smoke => {
+                Metric::not_measured(&name, "ratio", "at the smoke scale nothing is trained to its end")
+            }
+            Scale::Laptop | Scale::Full | Scale::Paper => Metric::exact(&name, "ratio", value),
+        }
+    };
+    figures.into_iter().map(metric).collect()
 }
 
 /// The factor of the learning rate in pretraining: up within 50 steps, then 1, then down to 0 over the last two fifths, as
@@ -339,12 +324,12 @@ fn pace(step: u64, steps: u64) -> f64 {
 const POINTS: usize = 60;
 
 /// The training loss by step, each point the mean of the steps since the one before.
-fn curve(sink: &mut Sink, case: &Case, losses: &[f64]) -> anyhow::Result<()> {
+fn curve(bench: &mut Bench, case: &Case, losses: &[f64]) -> anyhow::Result<()> {
     let stretch = losses.len().div_ceil(POINTS).max(1);
     for (number, losses) in losses.chunks(stretch).enumerate() {
         let case = case.clone().with("step", number * stretch + losses.len());
         let mean = losses.iter().sum::<f64>() / losses.len() as f64;
-        sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nat", mean)])?;
+        bench.put(&case, vec![Metric::exact("training_loss", "nat", mean)])?;
     }
     Ok(())
 }

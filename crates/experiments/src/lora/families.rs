@@ -14,45 +14,45 @@ use models::generation::{GenerateOptions, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
 use models::{Documents, Llama, tensors_file};
-use report::cli::CommonArgs;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
+
+use crate::driver::Bench;
 
 #[derive(Args)]
 pub(crate) struct Families {
     /// Folders that transformers wrote, one for each case
     #[arg(long, value_name = "FOLDER")]
-    folder: Option<PathBuf>,
+    pub(crate) folder: Option<PathBuf>,
 }
 
 /// The cases of the tests.
 const CASES: &str = "crates/models/tests/fixtures/families";
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Families) -> anyhow::Result<()> {
-    let root = arguments.folder.as_deref().unwrap_or(Path::new(CASES));
-    let entries = std::fs::read_dir(root).with_context(|| format!("cannot read {}", root.display()))?;
-    let mut folders = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
-    folders.sort();
-    if arguments.folder.is_some() {
-        return folders.iter().try_for_each(|folder| {
-            let differences =
-                serde_json::to_string(&beside(folder, true).with_context(|| folder.display().to_string())?)?;
-            Ok(std::fs::write(folder.join("ours.json"), differences)?)
-        });
+/// Reads and compares each model in `root`, and writes beside it what we read, an adapter of our own, and the differences.
+pub(crate) fn exchange(root: &Path) -> anyhow::Result<()> {
+    for folder in super::folders(root)? {
+        let differences = beside(&folder, true).with_context(|| folder.display().to_string())?;
+        std::fs::write(folder.join("ours.json"), serde_json::to_string(&differences)?)?;
     }
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, None)?;
-    for folder in folders {
+    Ok(())
+}
+
+/// The cases of the tests.
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    let label = |folder: &PathBuf| folder.display().to_string();
+    bench.each(super::folders(Path::new(CASES))?, label, |bench, folder| {
         let differences = beside(&folder, false).with_context(|| folder.display().to_string())?;
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         for (comparison, difference) in differences {
             let case =
                 Case::new().with("family", format!("{name} of the tests")).with("comparison", comparison);
-            sink.put("model-families", &case, vec![Metric::exact("largest_difference", "", difference)])?;
+            bench.put(&case, vec![Metric::exact("largest_difference", "", difference)])?;
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 type Cases = BTreeMap<String, Tensor>;

@@ -13,33 +13,31 @@ use lora::{Adapters, LoraConfig};
 use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
 use models::{Llama, tensors_file};
-use report::cli::CommonArgs;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
+
+use crate::driver::Bench;
 
 #[derive(Args)]
 pub(crate) struct Interchange {
     /// Folders that PEFT wrote, one for each case
     #[arg(long, value_name = "FOLDER")]
-    folder: Option<PathBuf>,
+    pub(crate) folder: Option<PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Interchange) -> anyhow::Result<()> {
-    let Some(root) = &arguments.folder else { return fixtures(common) };
-    let entries = std::fs::read_dir(root).with_context(|| format!("cannot read {}", root.display()))?;
-    let mut folders = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
-    folders.sort();
-    for folder in folders {
+/// Reads and compares each adapter that PEFT wrote in `root`, and writes one of our own beside it.
+pub(crate) fn exchange(root: &Path) -> anyhow::Result<()> {
+    for folder in super::folders(root)? {
         beside(&folder).with_context(|| folder.display().to_string())?;
     }
     Ok(())
 }
 
 /// The committed adapters.
-fn fixtures(common: &CommonArgs) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, None)?;
-    for name in ["qwen2", "llama"] {
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    let label = |name: &&str| format!("adapter of {name}");
+    bench.each(["qwen2", "llama"], label, |bench, name| {
         let folder = Path::new("data/fixtures").join(name);
         let tensors = |file: &str| -> anyhow::Result<BTreeMap<String, Tensor>> {
             Ok(tensors_file::read(&folder.join(file), Device::Cpu)?.into_iter().collect())
@@ -57,9 +55,8 @@ fn fixtures(common: &CommonArgs) -> anyhow::Result<()> {
         same_files(&folder.join("adapter"), again.path())?;
         let case =
             Case::new().with("adapter", format!("{name} fixture")).with("direction", "PEFT writes, we read");
-        sink.put("peft-interchange", &case, vec![Metric::exact("largest_logit_difference", "", difference)])?;
-    }
-    Ok(())
+        bench.put(&case, vec![Metric::exact("largest_logit_difference", "", difference)])
+    })
 }
 
 fn same_files(theirs: &Path, again: &Path) -> anyhow::Result<()> {

@@ -2,28 +2,25 @@
 
 use lora::LoraConfig;
 use models::module::parameter_count;
-use report::cli::CommonArgs;
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use tch::Kind;
 
+use crate::driver::Bench;
 use crate::shape::Shape;
 
-const EXPERIMENT: &str = "lora-parameters";
-
 /// Builds the model with random weights in bf16, installs the assignment's adapters, and counts.
-pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
-    let mut model = Shape::Small.model(Kind::BFloat16, device)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    let mut model = Shape::Small.model(Kind::BFloat16, bench.device)?;
     let base = parameter_count(&model).total;
     let adapters = LoraConfig {
+        seed: bench.seed,
         r: 8,
         lora_alpha: 16.0,
         lora_dropout: 0.05,
         target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
         ..LoraConfig::default()
     };
-    let _adapters = LoraConfig { seed: common.seed, ..adapters.clone() }.install(&mut model)?;
+    let _adapters = adapters.install(&mut model)?;
     let count = parameter_count(&model);
     let rows = [
         ("base model", base, 494_032_768),
@@ -36,9 +33,9 @@ pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
             Metric::exact("expected_parameters", "count", f64::from(expected)),
             Metric::exact("difference", "count", found as f64 - f64::from(expected)),
         ];
-        sink.put(EXPERIMENT, &Case::new().with("parameters_of", what), metrics)?;
+        bench.put(&Case::new().with("parameters_of", what), metrics)?;
     }
     let share = 100.0 * count.trainable as f64 / count.total as f64;
     let metric = Metric::exact("trainable_share", "%", (share * 100.0).round() / 100.0);
-    sink.put(EXPERIMENT, &Case::new().with("parameters_of", "share"), vec![metric])
+    bench.put(&Case::new().with("parameters_of", "share"), vec![metric])
 }

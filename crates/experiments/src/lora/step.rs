@@ -12,8 +12,7 @@ use fused_ce::{Chunk, LinearCrossEntropy};
 use kernels::physical;
 use lora::LoraConfig;
 use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use runtime::device::{reset_resident_peak, resident_memory};
 use runtime::measure::{Measurement, MeasurementPlan, Work, run as measure};
 use runtime::profile::Counter;
@@ -22,6 +21,7 @@ use tch::{Device, Kind, Tensor};
 use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
+use crate::driver::Bench;
 use crate::dtype;
 use crate::shape::Shape;
 
@@ -54,10 +54,8 @@ impl Trained {
 
 #[derive(Args)]
 pub(crate) struct Step {
-    /// Size of the experiment; --shape overrides its shape
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow (24 layers of width 32), or a config.json
+    /// [default: by scale]
     #[arg(long)]
     shape: Option<Shape>,
     /// Rows of a batch
@@ -84,20 +82,16 @@ pub(crate) struct Step {
     /// Measured steps
     #[arg(long, default_value_t = 2)]
     repeats: usize,
-    /// The experiment that the records are of
-    #[arg(long, default_value = "lora-step")]
-    experiment: String,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
+pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
     let fp32 = arguments.dtype.iter().all(|&kind| kind == Kind::Float);
     anyhow::ensure!(!arguments.train.contains(&Trained::All) || fp32, "--train all takes --dtype fp32 only");
-    let device = runtime::device::select(&common.device)?;
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     // Before the first product, when they are distinguishable from other memory.
     runtime::device::product_workspaces(device)?;
-    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
+    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(bench.scale));
     let rows = arguments.batch * arguments.sequence;
     let config = shape.config()?;
     let limit = physical::gemm_rate(device, Kind::Float, rows, config.intermediate_size, config.hidden_size)?
@@ -105,25 +99,21 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
         .context("the rate of a product")?;
     let models =
         || arguments.train.iter().flat_map(|&train| arguments.dtype.iter().map(move |&kind| (train, kind)));
-    let mut progress = Progress::new((models().count() * arguments.methods.len()) as u64);
+    bench.expect(models().count() * arguments.methods.len());
     for (train, kind) in models() {
-        progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
-        runtime::random::seed(common.seed)?;
-        let mut prepared = Prepared::new(&shape, arguments, train, common.seed, (kind, device))?;
+        bench.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
+        runtime::random::seed(bench.seed)?;
+        let mut prepared = Prepared::new(&shape, arguments, train, bench.seed, (kind, device))?;
         for &method in &arguments.methods {
-            progress.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
+            bench.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
             let mut figures = prepared.measure(method, arguments, limit)?;
-            let predicted = predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))?;
-            figures.push(Metric::exact("predicted_peak_bytes", "B", predicted as f64));
-            if let Some(peak) =
-                figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value)
-            {
-                figures.push(Metric::exact(
-                    "prediction_error",
-                    "ratio",
-                    (predicted as f64 / peak - 1.0).abs(),
-                ));
-            }
+            let predicted =
+                predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))? as f64;
+            let peak = figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value);
+            figures.push(Metric::exact("predicted_peak_bytes", "B", predicted));
+            figures.extend(
+                peak.map(|peak| Metric::exact("prediction_error", "ratio", (predicted / peak - 1.0).abs())),
+            );
             let mut case = Case::new()
                 .with("shape", shape.name())
                 .with("method", name(method))
@@ -133,8 +123,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
             if arguments.train.len() > 1 {
                 case = case.with("trained", train.name());
             }
-            sink.put(&arguments.experiment, &case, figures)?;
-            progress.step();
+            bench.put(&case, figures)?;
+            bench.step();
         }
     }
     Ok(())

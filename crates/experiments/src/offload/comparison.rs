@@ -22,6 +22,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use super::measured_model::{MeasuredModel, Passes};
 use super::predicted::{Step, costs, peak};
 use super::spans;
+use crate::driver::Bench;
 use rounds::{Moved, Sample, moved, ratios, samples, unexplained};
 
 /// Where a model's layers are.
@@ -127,21 +128,21 @@ struct Runner {
 pub(crate) fn run(
     conditions: &Conditions,
     variants: &[Variant],
-    progress: &mut report::Progress,
+    bench: &mut Bench,
 ) -> anyhow::Result<Vec<(Case, Vec<Metric>)>> {
     // Their bytes belong to no method.
     runtime::device::product_workspaces(conditions.device)?;
     let mut runners = Vec::new();
     for variant in variants {
-        progress.message(&format!("{}, {}: setting up", variant.method, variant.tier));
+        bench.message(&format!("{}, {}: setting up", variant.method, variant.tier));
         runners.push(Runner::new(conditions, variant)?);
-        progress.step();
+        bench.step();
     }
     for round in 0..conditions.rounds {
         for (variant, runner) in variants.iter().zip(&mut runners) {
-            progress.message(&format!("round {}: {}, {}", round + 1, variant.method, variant.tier));
+            bench.message(&format!("round {}: {}, {}", round + 1, variant.method, variant.tier));
             runner.measure(variant)?;
-            progress.step();
+            bench.step();
         }
     }
     let mut results = Vec::new();

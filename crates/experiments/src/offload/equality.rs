@@ -7,18 +7,17 @@ use models::DecoderConfig;
 use models::Llama;
 use models::module::{Context, Input, LanguageModel, parameters, trainable};
 use offload::{Method, OffloadConfig};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::autograd::{backward, set_grad};
-use runtime::device;
 use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::difference::largest;
+use crate::driver::Bench;
 use crate::shape::Shape;
 
-const EXPERIMENT: &str = "offload-equality";
 /// "Hello, world!" by Qwen2's tokenizer.
 const TOKENS: [i64; 4] = [9707, 11, 1879, 0];
 /// Those that can train.
@@ -26,9 +25,6 @@ const METHODS: [Method; 3] = [Method::Checkpointing, Method::Function, Method::O
 
 #[derive(Args)]
 pub(crate) struct Equality {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Layers of Qwen2.5-0.5B that are trained
     #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
     layers: Option<i64>,
@@ -45,51 +41,42 @@ struct Left {
     weights: Vec<Tensor>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<()> {
-    let device = device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Equality) -> anyhow::Result<()> {
+    let device = bench.device;
     // Some of CUDA's kernels add in an order that changes from run to run.
     set_determinism(Determinism::Warn)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (shape, layers, vocabulary) = match arguments.scale {
-        Scale::Smoke => (Shape::Tiny, 4, 512),
-        Scale::Laptop => (Shape::Small, 4, 8192),
-        Scale::Full => (Shape::Small, 5, 151_936),
-        Scale::Paper => (Shape::Small, 24, 151_936),
-    };
+    let (shape, layers, vocabulary) = bench.sized([
+        (Shape::Tiny, 4, 512),
+        (Shape::Small, 4, 8192),
+        (Shape::Small, 5, 151_936),
+        (Shape::Small, 24, 151_936),
+    ]);
     let layers = arguments.layers.unwrap_or(layers);
     let config = shape.resized(layers, vocabulary, 4096)?;
-    let mut progress = report::Progress::new(2 + (Method::ALL.len() + METHODS.len()) as u64);
     // Inference holds the weights alone, so all layers fit.
-    let all =
-        if arguments.scale == Scale::Full { shape.resized(24, vocabulary, 4096)? } else { config.clone() };
-    progress.message("logits without offload");
-    let expected = logits(&all, None, common.seed, device)?;
-    progress.step();
-    for method in Method::ALL {
-        progress.message(method.name());
+    let all = if bench.scale == Scale::Full { shape.resized(24, vocabulary, 4096)? } else { config.clone() };
+    bench.message("logits without offload");
+    let expected = logits(&all, None, bench.seed, device)?;
+    let label = |method: &Method| method.name().to_owned();
+    bench.each(Method::ALL, label, |bench, method| {
         let options = OffloadConfig { device, method, ..OffloadConfig::default() };
-        let found = logits(&all, Some(&options), common.seed, device)?;
+        let actual = logits(&all, Some(&options), bench.seed, device)?;
         let case = Case::new().with("inference_layers", all.num_hidden_layers).with("method", method.name());
         let metrics = vec![
-            Metric::exact("logits_difference", "", largest(slice::from_ref(&expected), &[found])?),
+            Metric::exact("logits_difference", "", largest(slice::from_ref(&expected), &[actual])?),
             Metric::exact("largest_logit", "", expected.f_abs()?.f_max()?.f_double_value(&[])?),
             Metric::exact("compared_logits", "count", expected.numel() as f64),
         ];
-        sink.put(EXPERIMENT, &case, metrics)?;
-        progress.step();
-    }
-    progress.message("without offload");
-    let reference = train(&config, None, common.seed, arguments.steps, device)?.into_host()?;
-    progress.step();
-    for method in METHODS {
-        progress.message(method.name());
+        bench.put(&case, metrics)
+    })?;
+    bench.message("training without offload");
+    let reference = train(&config, None, bench.seed, arguments.steps, device)?.into_host()?;
+    bench.each(METHODS, label, |bench, method| {
         let options = OffloadConfig { device, method, ..OffloadConfig::default() };
-        let left = train(&config, Some(&options), common.seed, arguments.steps, device)?;
+        let left = train(&config, Some(&options), bench.seed, arguments.steps, device)?;
         let case = Case::new().with("layers", layers).with("method", method.name());
-        sink.put(EXPERIMENT, &case, reference.against(&left)?)?;
-        progress.step();
-    }
-    Ok(())
+        bench.put(&case, reference.against(&left)?)
+    })
 }
 
 /// The logits of every token, on the host.

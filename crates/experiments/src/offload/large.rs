@@ -3,35 +3,32 @@
 mod calibration;
 mod passes;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use accounting::offload::{Budget, Start, plan, simulate};
+use accounting::offload::{Budget, OffloadPlan, Rates, SimulatedStep, Start, StepCosts, plan, simulate};
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::bail;
 use clap::Args;
 use frugal::planning::{self, MachineRates, PeakMeter};
 use models::DecoderConfig;
 use offload::{Method, OffloadConfig, Tier};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Sink};
-use runtime::device;
-use tch::Kind;
+use report::cli::Scale;
+use report::{Case, Metric};
+use tch::{Device, Kind};
+use tempfile::TempDir;
 
 use super::folder::scratch;
 use super::measured_model::MeasuredModel;
-use super::predicted::{self, Step as Planned};
+use super::predicted::{self, Step};
+use crate::driver::Bench;
 use crate::shape::Shape;
 use calibration::PartTimes;
 use passes::{Measured, Passes, RANK};
 
-const EXPERIMENT: &str = "offload-large";
 const KIND: Kind = Kind::BFloat16;
 
 #[derive(Args)]
 pub(crate) struct Large {
-    /// How large it is: paper is all of Qwen2.5-7B, and 13 GB on the disk
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Bytes that the process (on a GPU, its tensors there) may hold
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     budget: Option<u64>,
@@ -46,134 +43,183 @@ pub(crate) struct Large {
     folder: Option<PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> {
-    let device = device::select(&common.device)?;
-    runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (name, layers, vocabulary, tokens, allowed) = match arguments.scale {
-        Scale::Smoke => ("tiny", 6, 512, 16, 1 << 30),
-        Scale::Laptop => ("Qwen2.5-7B's blocks", 3, 8192, 16, 11 << 27),
-        Scale::Full => ("Qwen2.5-7B's blocks", 4, 32_768, 64, 2 << 30),
-        Scale::Paper => ("Qwen2.5-7B", 28, 152_064, 256, 10 << 30),
-    };
-    let allowed = arguments.budget.unwrap_or(allowed);
-    let tokens = arguments.tokens.unwrap_or(tokens);
-    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Large };
-    let config = shape.resized(layers, vocabulary, tokens)?;
-    let scratch = scratch(arguments.folder.as_deref())?;
-    let tier = Tier::File(scratch.path().to_owned());
-    let mut progress = report::Progress::new(3 + 2 * u64::from(arguments.repeats));
-    progress.message("measuring this machine");
-    let product = [tokens, config.intermediate_size, config.hidden_size];
-    let measured = MachineRates::measure(product, (KIND, device), &tier)?;
-    runtime::memory::empty_cache(device)?;
-    progress.step();
+/// A model with its plan, and what its passes were predicted to take.
+struct Planned {
+    name: &'static str,
+    config: DecoderConfig,
+    tokens: i64,
+    /// Bytes that may be held.
+    budget: u64,
+    /// Bytes of the weights.
+    weights: u64,
+    plan: OffloadPlan,
+    /// Inference and a LoRA step.
+    predicted: [Predicted; 2],
+    folder: TempDir,
+}
 
-    // One plan for both: that of the step which needs more.
-    let for_tensors = planning::Budget::new(allowed, device)?.free()?;
-    let of = |step| predicted::costs(&config, (KIND, device), tokens, step, &measured);
-    let costs = [of(Planned::Inference)?, of(Planned::Lora(RANK.unsigned_abs()))?];
-    let parameters = accounting::Decoder::of(&config)?.parameters()?;
-    let whole = planning::recipe(KIND).parameters.bytes(parameters)?;
-    // Beside the program itself the smallest model is nothing: its plan gets less than it has, too.
-    let for_tensors = match arguments.scale {
-        Scale::Smoke => {
-            for_tensors.min(whole / 2 + costs[1].working.head_bytes + costs[1].working.backward_bytes)
+/// A pass on paper.
+struct Predicted {
+    /// Seconds from the rate of one product.
+    from_products: f64,
+    /// How many times as long as from that rate a layer takes.
+    layer_over_products: f64,
+    /// The step with the times of a few measured layers.
+    step: SimulatedStep,
+}
+
+impl Planned {
+    /// Measures the machine, plans, and measures a few layers.
+    fn new(arguments: &Large, bench: &mut Bench) -> anyhow::Result<Self> {
+        let device = bench.device;
+        let (name, layers, vocabulary, tokens, budget) = bench.sized([
+            ("tiny", 6, 512, 16, 1 << 30),
+            ("Qwen2.5-7B's blocks", 3, 8192, 16, 11 << 27),
+            ("Qwen2.5-7B's blocks", 4, 32_768, 64, 2 << 30),
+            ("Qwen2.5-7B", 28, 152_064, 256, 10 << 30),
+        ]);
+        let budget = arguments.budget.unwrap_or(budget);
+        let tokens = arguments.tokens.unwrap_or(tokens);
+        let shape = if bench.scale == Scale::Smoke { Shape::Tiny } else { Shape::Large };
+        let config = shape.resized(layers, vocabulary, tokens)?;
+        let folder = scratch(arguments.folder.as_deref())?;
+
+        bench.message("measuring this machine");
+        let product = [tokens, config.intermediate_size, config.hidden_size];
+        let tier = Tier::File(folder.path().to_owned());
+        let rates = MachineRates::measure(product, (KIND, device), &tier)?;
+        runtime::memory::empty_cache(device)?;
+
+        // One plan for both: that of the step which needs more.
+        let costs = |step| predicted::costs(&config, (KIND, device), tokens, step, &rates);
+        let costs = [costs(Step::Inference)?, costs(Step::Lora(RANK.unsigned_abs()))?];
+        let parameters = accounting::Decoder::of(&config)?.parameters()?;
+        let weights = planning::recipe(KIND).parameters.bytes(parameters)?;
+        let mut tensors = planning::Budget::new(budget, device)?.free()?;
+        if bench.scale == Scale::Smoke {
+            // Beside the program itself the smallest model is nothing: its plan gets less than it has, too.
+            tensors =
+                tensors.min(weights / 2 + costs[1].working.head_bytes + costs[1].working.backward_bytes);
         }
-        _ => for_tensors,
-    };
-    let rates = &measured.transfers;
-    let plan = plan(&costs[1], rates, Budget { device: for_tensors, host: None })?;
-    progress.print(&format!("{plan}"));
-    if arguments.budget.is_none() && plan.ring() == 0 {
-        bail!(
-            "{name}, {} of weights, stays wholly on the device in {}: nothing is offloaded; give a smaller --budget",
-            bytes_text(whole),
-            bytes_text(allowed)
-        );
+        let rates = &rates.transfers;
+        let plan = plan(&costs[1], rates, Budget { device: tensors, host: None })?;
+        bench.print(&format!("{plan}"));
+        if arguments.budget.is_none() && plan.ring() == 0 {
+            bail!(
+                "{name}, {} of weights, stays wholly on the device in {}: nothing is offloaded; give a smaller --budget",
+                bytes_text(weights),
+                bytes_text(budget)
+            );
+        }
+
+        bench.message("measuring a few layers");
+        let times = few_layers(&config, tokens, folder.path(), bench)?;
+        let predicted = |pass: usize| Predicted::new(&costs[pass], times[pass], rates, &plan);
+        let predicted = [predicted(0)?, predicted(1)?];
+        Ok(Self { name, config, tokens, budget, weights, plan, predicted, folder })
     }
-    let from_products = [simulate(&costs[0], rates, &plan.setup, Start::Warm)?, plan.step.clone()];
 
-    progress.message("measuring a few layers");
-    let few = DecoderConfig { num_hidden_layers: layers.min(calibration::LAYERS), ..config.clone() };
-    let ring = calibration::RING.min(layers.unsigned_abs() as usize - 1).max(1);
-    let folder = tempfile::tempdir_in(scratch.path())?;
-    let options = OffloadConfig {
-        device,
-        method: Method::Overlap,
-        ring,
-        tier: Tier::File(folder.path().to_owned()),
-        ..OffloadConfig::default()
-    };
-    let subject = MeasuredModel::new(&few, (KIND, device), Some(&options), (tokens, common.seed))?;
-    let Measured { inference, lora, .. } = Measured::of(subject, 2, common.seed, &mut |_| ())?;
-    let times = [&inference, &lora].map(PartTimes::of);
-    drop(folder);
+    fn case(&self, pass: &str) -> Case {
+        let layers = self.config.num_hidden_layers;
+        Case::new().with("model", self.name).with("layers", layers).with("pass", pass)
+    }
+
+    /// What is measured of a pass, beside what was predicted.
+    fn figures(&self, predicted: &Predicted, passes: &Passes, device: Device) -> Vec<Metric> {
+        let exact = |name: &str, unit: &str, value: u64| Metric::exact(name, unit, value as f64);
+        let step = &predicted.step;
+        let errors: Vec<f64> =
+            passes.seconds.iter().map(|seconds| (step.seconds / seconds - 1.0).abs()).collect();
+        let mut metrics = vec![
+            exact("model_bytes", "B", self.weights),
+            exact("budget_bytes", "B", self.budget),
+            exact("tokens", "tokens", self.tokens.unsigned_abs()),
+            exact("resident_layers", "count", self.plan.setup.resident.len() as u64),
+            exact("ring_slots", "count", self.plan.ring() as u64),
+            Metric::exact("predicted_step_seconds", "s", step.seconds),
+            exact("measured_layers", "count", measured_layers(&self.config).unsigned_abs()),
+            Metric::exact("from_products_seconds", "s", predicted.from_products),
+            Metric::exact("layer_over_products", "ratio", predicted.layer_over_products),
+            exact("predicted_peak_bytes", "B", step.device.total),
+            Metric::of_samples("time_error", "ratio", &errors),
+        ];
+        metrics.extend(passes.metrics(step.device.total, self.tokens, device));
+        metrics
+    }
+}
+
+impl Predicted {
+    fn new(costs: &StepCosts, times: PartTimes, rates: &Rates, plan: &OffloadPlan) -> anyhow::Result<Self> {
+        let simulated = |costs: &StepCosts, rates: &Rates| simulate(costs, rates, &plan.setup, Start::Warm);
+        Ok(Self {
+            from_products: simulated(costs, rates)?.seconds,
+            layer_over_products: times.over(costs),
+            step: simulated(&times.calibrated(costs), &times.rates(rates))?,
+        })
+    }
+}
+
+/// The number of layers whose times stand for all.
+fn measured_layers(config: &DecoderConfig) -> i64 {
+    config.num_hidden_layers.min(calibration::LAYERS)
+}
+
+/// The times of the parts of both passes, measured on a few layers in files.
+fn few_layers(
+    config: &DecoderConfig,
+    tokens: i64,
+    folder: &Path,
+    bench: &Bench,
+) -> anyhow::Result<[PartTimes; 2]> {
+    let (device, seed) = (bench.device, bench.seed);
+    let few = DecoderConfig { num_hidden_layers: measured_layers(config), ..config.clone() };
+    let ring = calibration::RING.min(config.num_hidden_layers.unsigned_abs() as usize - 1).max(1);
+    let folder = tempfile::tempdir_in(folder)?;
+    let tier = Tier::File(folder.path().to_owned());
+    let options = OffloadConfig { device, method: Method::Overlap, ring, tier, ..OffloadConfig::default() };
+    let subject = MeasuredModel::new(&few, (KIND, device), Some(&options), (tokens, seed))?;
+    let Measured { inference, lora, .. } = Measured::of(subject, 2, seed, &mut |_| ())?;
     runtime::memory::empty_cache(device)?;
-    let simulated = |pass: usize| {
-        let (costs, rates) = (times[pass].calibrated(&costs[pass]), times[pass].rates(rates));
-        simulate(&costs, &rates, &plan.setup, Start::Warm)
-    };
-    let predicted = [simulated(0)?, simulated(1)?];
-    progress.step();
+    Ok([&inference, &lora].map(PartTimes::of))
+}
 
-    progress.message(&format!("writing {layers} layers into {}", scratch.path().display()));
-    let limit = planning::enforce(device, allowed)?;
+/// Makes the model in files, runs its passes within the budget, and checks that they kept it.
+pub(crate) fn run(bench: &mut Bench, arguments: &Large) -> anyhow::Result<()> {
+    runtime::memory::track_cpu()?;
+    let planned = Planned::new(arguments, bench)?;
+    let (device, seed) = (bench.device, bench.seed);
+    bench.expect(1 + 2 * arguments.repeats as usize);
+    let layers = planned.config.num_hidden_layers;
+    bench.message(&format!("writing {layers} layers into {}", planned.folder.path().display()));
+    let limit = planning::enforce(device, planned.budget)?;
     let watch = PeakMeter::start(device)?;
     let options = OffloadConfig {
         device,
         method: Method::Overlap,
-        ring: plan.ring().max(1),
-        resident: plan.setup.resident.clone(),
-        tier,
+        ring: planned.plan.ring().max(1),
+        resident: planned.plan.setup.resident.clone(),
+        tier: Tier::File(planned.folder.path().to_owned()),
         ..OffloadConfig::default()
     };
-    let subject = MeasuredModel::new(&config, (KIND, device), Some(&options), (tokens, common.seed))?;
+    let subject =
+        MeasuredModel::new(&planned.config, (KIND, device), Some(&options), (planned.tokens, seed))?;
     let made = watch.finish()?;
-    progress.step();
+    let metrics = vec![
+        Metric::exact("budget_bytes", "B", planned.budget as f64),
+        Metric::exact("peak_bytes", "B", made.tensors.peak as f64),
+        Metric::exact("process_bytes", "B", made.process as f64),
+    ];
+    bench.put(&planned.case("construction"), metrics)?;
+    bench.step();
 
-    let case = |pass: &str| Case::new().with("model", name).with("layers", layers).with("pass", pass);
-    let about = |pass: usize| {
-        let step = &predicted[pass];
-        let exact = |name: &str, unit: &str, value: u64| Metric::exact(name, unit, value as f64);
-        vec![
-            exact("model_bytes", "B", whole),
-            exact("budget_bytes", "B", allowed),
-            exact("tokens", "tokens", tokens.unsigned_abs()),
-            exact("resident_layers", "count", plan.setup.resident.len() as u64),
-            exact("ring_slots", "count", plan.ring() as u64),
-            Metric::exact("predicted_step_seconds", "s", step.seconds),
-            exact("measured_layers", "count", few.num_hidden_layers.unsigned_abs()),
-            Metric::exact("from_products_seconds", "s", from_products[pass].seconds),
-            Metric::exact("layer_over_products", "ratio", times[pass].over(&costs[pass])),
-            exact("predicted_peak_bytes", "B", step.device.total),
-        ]
-    };
-    let figures = |passes: &Passes, pass: usize| {
-        let mut metrics = about(pass);
-        let errors: Vec<f64> =
-            passes.seconds.iter().map(|s| (predicted[pass].seconds / s - 1.0).abs()).collect();
-        metrics.push(Metric::of_samples("time_error", "ratio", &errors));
-        metrics.extend(passes.metrics(predicted[pass].device.total, tokens, device));
-        metrics
-    };
-    sink.put(
-        EXPERIMENT,
-        &case("construction"),
-        vec![
-            Metric::exact("budget_bytes", "B", allowed as f64),
-            Metric::exact("peak_bytes", "B", made.tensors.peak as f64),
-            Metric::exact("process_bytes", "B", made.process as f64),
-        ],
-    )?;
-
-    let repeats = arguments.repeats;
-    let Measured { inference, installed, lora } = Measured::of(subject, repeats, common.seed, &mut |what| {
-        progress.message(what);
-        progress.step();
-    })?;
-    for (pass, (name, passes)) in [("inference", &inference), ("LoRA step", &lora)].into_iter().enumerate() {
-        sink.put(EXPERIMENT, &case(name), figures(passes, pass))?;
+    let Measured { inference, installed, lora } =
+        Measured::of(subject, arguments.repeats, seed, &mut |what| {
+            bench.message(what);
+            bench.step();
+        })?;
+    let passes = [("inference", &inference), ("LoRA step", &lora)];
+    for ((name, passes), predicted) in passes.into_iter().zip(&planned.predicted) {
+        bench.put(&planned.case(name), planned.figures(predicted, passes, device))?;
     }
     drop(limit);
 
@@ -184,12 +230,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         ("the LoRA step", lora.seen),
     ] {
         let most = seen.counted(device);
-        if most > allowed {
+        if most > planned.budget {
             bail!(
                 "{what} took {} of a budget of {}: the plan was wrong by {}; give fewer --tokens, or report this",
                 bytes_text(most),
-                bytes_text(allowed),
-                bytes_text(most - allowed)
+                bytes_text(planned.budget),
+                bytes_text(most - planned.budget)
             );
         }
     }

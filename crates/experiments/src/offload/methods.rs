@@ -3,24 +3,20 @@
 use accounting::offload::Method as Paper;
 use clap::Args;
 use offload::{Method, OffloadConfig, Tier};
-use report::cli::{CommonArgs, Scale};
-use report::{Metric, Sink};
-use runtime::device;
+use report::Metric;
+use report::cli::Scale;
 use tch::Device;
 
 use super::comparison::{self, Conditions, Placement, Variant};
 use super::folder::scratch;
+use crate::driver::Bench;
 use crate::shape::Shape;
 
-const EXPERIMENT: &str = "offload-methods";
 /// The baseline without a device.
 const ON_THE_CPU: &str = "all on the CPU";
 
 #[derive(Args)]
-pub(crate) struct Methods {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
+pub(crate) struct MethodsArgs {
     /// Blocks of Qwen2.5-0.5B
     #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
     layers: Option<i64>,
@@ -35,37 +31,32 @@ pub(crate) struct Methods {
     folder: Option<std::path::PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()> {
-    let device = device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &MethodsArgs) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (layers, tokens, rounds, vocabulary) = match arguments.scale {
-        Scale::Smoke => (4, 16, 1, 512),
-        Scale::Laptop => (4, 512, 1, 8192),
-        Scale::Full => (5, 512, 3, 8192),
-        Scale::Paper => (24, 4096, 5, 151_936),
-    };
+    let (layers, tokens, rounds, vocabulary) =
+        bench.sized([(4, 16, 1, 512), (4, 512, 1, 8192), (5, 512, 3, 8192), (24, 4096, 5, 151_936)]);
     let tokens = arguments.tokens.unwrap_or(tokens);
     let layers = arguments.layers.unwrap_or(layers);
-    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
+    let shape = if bench.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
     let config = shape.resized(layers, vocabulary, tokens)?;
     let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
-    let conditions = Conditions { config, device, tokens, seed: common.seed, rounds };
+    let conditions = Conditions { config, device, tokens, seed: bench.seed, rounds };
     let scratch = scratch(arguments.folder.as_deref())?;
     let groups = groups(device, layers, &Tier::File(scratch.path().to_owned()));
     let turns: usize = groups.iter().map(|group| group.len() * (rounds + 1)).sum();
-    let mut progress = report::Progress::new(turns as u64);
+    bench.expect(turns);
     if device == Device::Cpu {
         // The device is the CPU: to measure it again would be to compare a model with itself.
         let why = "the device of this run is the CPU: the rows of `resident` are it";
         for pass in ["inference", "training"] {
             let case = comparison::case(pass, ON_THE_CPU, "host");
-            sink.put(EXPERIMENT, &case, vec![Metric::not_measured("tokens_per_second", "tokens/s", why)])?;
+            bench.put(&case, vec![Metric::not_measured("tokens_per_second", "tokens/s", why)])?;
         }
     }
     for group in groups {
-        for (case, metrics) in comparison::run(&conditions, &group, &mut progress)? {
-            sink.put(EXPERIMENT, &case, metrics)?;
+        for (case, metrics) in comparison::run(&conditions, &group, bench)? {
+            bench.put(&case, metrics)?;
         }
     }
     Ok(())

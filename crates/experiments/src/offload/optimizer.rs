@@ -8,8 +8,7 @@ use dataloading::{Tokenizer, embedded};
 use models::module::{Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
 use offload::{HostAdamW, HostOptions, OffloadConfig};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Sink};
+use report::{Case, Metric};
 use runtime::autograd::backward;
 use runtime::device;
 use runtime::ops::settings::{Determinism, set_determinism};
@@ -20,16 +19,13 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings
 use training::schedule::Shape;
 
 use super::difference::largest;
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "offload-optimizer";
 const ROWS: i64 = 4;
 const LENGTH: i64 = 64;
 
 #[derive(Args)]
 pub(crate) struct OptimizerArgs {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Steps of a training
     #[arg(long, value_parser = clap::value_parser!(u64).range(2..))]
     steps: Option<u64>,
@@ -70,17 +66,11 @@ struct Training {
     rows: Vec<Tensor>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Result<()> {
-    let device = device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &OptimizerArgs) -> anyhow::Result<()> {
+    let device = bench.device;
     // Some of CUDA's kernels add in an order that changes from run to run.
     set_determinism(Determinism::Warn)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (width, layers, steps) = match arguments.scale {
-        Scale::Smoke => (32, 3, 4),
-        Scale::Laptop => (128, 6, 20),
-        Scale::Full => (128, 6, 60),
-        Scale::Paper => (896, 12, 200),
-    };
+    let (width, layers, steps) = bench.sized([(32, 3, 4), (128, 6, 20), (128, 6, 60), (896, 12, 200)]);
     let steps = arguments.steps.unwrap_or(steps);
     let config = DecoderConfig {
         num_key_value_heads: 2,
@@ -90,30 +80,27 @@ pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Res
     };
     let most = DEMANDS.iter().map(|demand| demand.micro_batches).max().unwrap_or(1);
     let rows = rows(steps * most, device)?;
-    let training = Training { config, steps, seed: common.seed, device, rows };
-    let mut progress = report::Progress::new(2 * DEMANDS.len() as u64);
-    for demand in DEMANDS {
-        progress.message(&format!("{}: ordinary", demand.name));
-        let ordinary = training.ordinary(&demand)?;
-        progress.step();
-        progress.message(&format!("{}: on the host", demand.name));
-        let host = training.on_host(&demand)?;
-        progress.step();
-        let case = |shows: &str, optimizer: &str| {
-            Case::new().with("shows", shows).with("options", demand.name).with("optimizer", optimizer)
-        };
-        let curve = demand.name == DEMANDS[0].name || demand.schedule;
-        for (name, trained) in [("AdamW, resident", &ordinary), ("HostAdamW, layers offloaded", &host)] {
-            sink.put(EXPERIMENT, &case("training", name), trained.metrics())?;
-            for (step, loss) in trained.losses.iter().enumerate().filter(|_| curve) {
-                let case = case("curve", name).with("step", step + 1);
-                sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nat", *loss)])?;
+    let training = Training { config, steps, seed: bench.seed, device, rows };
+    bench.each(
+        DEMANDS,
+        |demand| demand.name.to_owned(),
+        |bench, demand| {
+            let (ordinary, host) = (training.ordinary(&demand)?, training.on_host(&demand)?);
+            let case = |shows: &str, optimizer: &str| {
+                Case::new().with("shows", shows).with("options", demand.name).with("optimizer", optimizer)
+            };
+            let curve = demand.name == DEMANDS[0].name || demand.schedule;
+            for (name, trained) in [("AdamW, resident", &ordinary), ("HostAdamW, layers offloaded", &host)] {
+                bench.put(&case("training", name), trained.metrics())?;
+                for (step, loss) in trained.losses.iter().enumerate().filter(|_| curve) {
+                    let case = case("curve", name).with("step", step + 1);
+                    bench.put(&case, vec![Metric::exact("training_loss", "nat", *loss)])?;
+                }
             }
-        }
-        let compared = Case::new().with("shows", "comparison").with("options", demand.name);
-        sink.put(EXPERIMENT, &compared, host.against(&ordinary, device)?)?;
-    }
-    Ok(())
+            let compared = Case::new().with("shows", "comparison").with("options", demand.name);
+            bench.put(&compared, host.against(&ordinary, device)?)
+        },
+    )
 }
 
 /// Rows of the embedded encyclopedia.

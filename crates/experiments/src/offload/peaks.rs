@@ -1,33 +1,20 @@
 //! `offload peaks`: the predicted peak of a step beside the measured one, over a table of combinations.
 
-use clap::Args;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Sink};
-use tch::Device;
+use report::cli::Scale;
+use report::{Case, Metric};
 
-use super::predicted_peaks::rows;
+use super::predicted_peaks::{Row, rows};
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "offload-peaks";
-
-#[derive(Args)]
-pub(crate) struct Peaks {
-    /// How large it is: smoke is every tenth row
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
-
-pub(crate) fn run(common: &CommonArgs, arguments: &Peaks) -> anyhow::Result<()> {
-    // The CPU's allocator counts in exact bytes, whatever device the other experiments take.
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, arguments.scale)?;
-    let every = if arguments.scale == Scale::Smoke { 10 } else { 1 };
+    let every = if bench.scale == Scale::Smoke { 10 } else { 1 };
     let rows = rows();
-    let mut progress = report::Progress::new(rows.len().div_ceil(every) as u64);
     // What is made once for the whole process.
     rows[0].measure()?;
-    for row in rows.iter().step_by(every) {
+    let label = |row: &&Row| format!("{}, {}, {}", row.shape, row.pass_name(), row.place_names()[0]);
+    bench.each(rows.iter().step_by(every), label, |bench, row| {
         let [placement, ring, tier] = row.place_names();
-        progress.message(&format!("{}, {}, {placement}", row.shape, row.pass_name()));
         let (measured, predicted) = (row.measure()?, row.predict()?);
         let case = Case::new()
             .with("shape", row.shape)
@@ -45,8 +32,6 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Peaks) -> anyhow::Result<()> 
             expected,
             Metric::exact("prediction_error", "ratio", error),
         ];
-        sink.put(EXPERIMENT, &case, metrics)?;
-        progress.step();
-    }
-    Ok(())
+        bench.put(&case, metrics)
+    })
 }

@@ -5,16 +5,15 @@ use std::path::PathBuf;
 use anyhow::Context;
 use clap::Args;
 use offload::{Method, OffloadConfig, Span, StreamKind};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Sink};
-use runtime::device;
+use report::cli::Scale;
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::measured_model::MeasuredModel;
 use super::spans;
+use crate::driver::Bench;
 use crate::shape::Shape;
 
-const EXPERIMENT: &str = "offload-timeline";
 const METHODS: [(&str, Method, usize); 4] = [
     ("function", Method::Function, 1),
     ("ring of 1", Method::Overlap, 1),
@@ -24,9 +23,6 @@ const METHODS: [(&str, Method, usize); 4] = [
 
 #[derive(Args)]
 pub(crate) struct Timeline {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Tokens of the step
     #[arg(long, value_parser = clap::value_parser!(i64).range(2..))]
     tokens: Option<i64>,
@@ -35,51 +31,45 @@ pub(crate) struct Timeline {
     trace: Option<PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<()> {
-    let device = device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (layers, tokens, vocabulary, steps) = match arguments.scale {
-        Scale::Smoke => (4, 16, 512, 1),
-        Scale::Laptop => (8, 64, 8192, 3),
-        Scale::Full => (8, 64, 8192, 9),
-        Scale::Paper => (24, 1024, 151_936, 9),
-    };
+pub(crate) fn run(bench: &mut Bench, arguments: &Timeline) -> anyhow::Result<()> {
+    let device = bench.device;
+    let (layers, tokens, vocabulary, steps) =
+        bench.sized([(4, 16, 512, 1), (8, 64, 8192, 3), (8, 64, 8192, 9), (24, 1024, 151_936, 9)]);
     let tokens = arguments.tokens.unwrap_or(tokens);
-    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
+    let shape = if bench.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
     let config = shape.resized(layers, vocabulary, tokens)?;
-    let mut progress = report::Progress::new(METHODS.len() as u64);
-    for (name, method, ring) in METHODS {
-        progress.message(name);
-        let options = OffloadConfig { device, method, ring, ..OffloadConfig::default() };
-        let subject =
-            MeasuredModel::new(&config, (Kind::Float, device), Some(&options), (tokens, common.seed))?;
-        let offload = subject.offload.as_ref().context("the model is not offloaded")?;
-        // The first step makes the ring and learns the order; the second finds its memory warm.
-        for _ in 0..2 {
-            subject.gradients()?;
-            subject.drop_gradients()?;
-        }
-        let mut seen = Seen::default();
-        let mut trace = Vec::new();
-        for _ in 0..steps {
-            offload.start_trace()?;
-            let passes = subject.gradients()?;
-            trace = offload.take_trace()?;
-            seen.add(&trace, passes.total());
-            subject.drop_gradients()?;
-        }
-        let shown = Case::new().with("shows", "timeline").with("method", name);
-        for (case, metric) in spans::timeline(&shown, &trace) {
-            sink.put(EXPERIMENT, &case, vec![metric])?;
-        }
-        sink.put(EXPERIMENT, &Case::new().with("shows", "streams").with("method", name), seen.metrics())?;
-        if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {
-            std::fs::write(path, offload::to_chrome(&trace).to_string())
-                .with_context(|| format!("the trace {}", path.display()))?;
-        }
-        progress.step();
-    }
-    Ok(())
+    bench.each(
+        METHODS,
+        |(name, ..)| (*name).to_owned(),
+        |bench, (name, method, ring)| {
+            let options = OffloadConfig { device, method, ring, ..OffloadConfig::default() };
+            let subject =
+                MeasuredModel::new(&config, (Kind::Float, device), Some(&options), (tokens, bench.seed))?;
+            let offload = subject.offload.as_ref().context("the model is not offloaded")?;
+            // The first step makes the ring and learns the order; the second finds its memory warm.
+            for _ in 0..2 {
+                subject.gradients()?;
+                subject.drop_gradients()?;
+            }
+            let mut seen = Seen::default();
+            let mut trace = Vec::new();
+            for _ in 0..steps {
+                offload.start_trace()?;
+                let passes = subject.gradients()?;
+                trace = offload.take_trace()?;
+                seen.add(&trace, passes.total());
+                subject.drop_gradients()?;
+            }
+            let shown = Case::new().with("shows", "timeline").with("method", name);
+            bench.put_all(spans::timeline(&shown, &trace))?;
+            bench.put(&Case::new().with("shows", "streams").with("method", name), seen.metrics())?;
+            if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {
+                std::fs::write(path, offload::to_chrome(&trace).to_string())
+                    .with_context(|| format!("the trace {}", path.display()))?;
+            }
+            Ok(())
+        },
+    )
 }
 
 /// What the traces of some steps say of the streams.

@@ -7,25 +7,21 @@ use anyhow::Context;
 use clap::Args;
 use kernels::physical;
 use offload::{Method, OffloadConfig, StreamKind, Tier};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Sink};
-use runtime::device;
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::measure::Samples;
 use tch::Kind;
 
 use super::folder::scratch;
 use super::measured_model::{MeasuredModel, random_tokens};
 use super::spans;
+use crate::driver::Bench;
 use crate::shape::Shape;
 
-const EXPERIMENT: &str = "offload-tokens";
 const RING: usize = 3;
 
 #[derive(Args)]
 pub(crate) struct Tokens {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Tokens of a step
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(i64).range(1..))]
     tokens: Vec<i64>,
@@ -47,25 +43,24 @@ struct Seen {
     links: Vec<f64>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()> {
-    let device = device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Tokens) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (layers, sweep, rounds, vocabulary): (_, &[i64], _, _) = match arguments.scale {
-        Scale::Smoke => (4, &[4, 16], 1, 512),
-        Scale::Laptop => (4, &[16, 128, 512], 3, 8192),
-        Scale::Full => (6, &[16, 64, 128, 256, 512, 1024, 2048], 4, 8192),
-        Scale::Paper => (24, &[64, 256, 1024, 4096, 16_384], 4, 151_936),
-    };
+    let (layers, sweep, rounds, vocabulary): (_, &[i64], _, _) = bench.sized([
+        (4, &[4, 16], 1, 512),
+        (4, &[16, 128, 512], 3, 8192),
+        (6, &[16, 64, 128, 256, 512, 1024, 2048], 4, 8192),
+        (24, &[64, 256, 1024, 4096, 16_384], 4, 151_936),
+    ]);
     let sweep = if arguments.tokens.is_empty() { sweep } else { &arguments.tokens };
     let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
     let longest = sweep.iter().copied().max().unwrap_or(1);
-    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
+    let shape = if bench.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
     let config = shape.resized(layers, vocabulary, longest)?;
     let scratch = scratch(arguments.folder.as_deref())?;
     let tiers = [("host", Tier::Host), ("file", Tier::File(scratch.path().to_owned()))];
     let make = |options: Option<&OffloadConfig>| {
-        MeasuredModel::new(&config, (Kind::Float, device), options, (longest, common.seed))
+        MeasuredModel::new(&config, (Kind::Float, device), options, (longest, bench.seed))
     };
     let mut resident = make(None)?;
     let mut offloaded = Vec::new();
@@ -78,31 +73,33 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
         physical::gemm_rate(device, Kind::Float, longest, config.intermediate_size, config.hidden_size)?
             .rate()
             .context("the rate of a product")?;
-    let mut progress = report::Progress::new((sweep.len() * rounds) as u64);
     let mut links: Vec<Vec<f64>> = vec![Vec::new(); offloaded.len()];
-    for &tokens in sweep {
-        let ids = random_tokens(config.vocab_size, &[1, tokens], common.seed, device)?;
-        resident.tokens = ids.shallow_clone();
-        resident.infer()?;
-        for (_, subject) in &mut offloaded {
-            subject.tokens = ids.shallow_clone();
-            subject.infer()?;
-        }
-        let mut seen: Vec<Seen> = offloaded.iter().map(|_| Seen::default()).collect();
-        for _ in 0..rounds {
-            progress.message(&format!("{tokens} tokens"));
-            let reference = resident.infer()?;
-            for ((_, subject), seen) in offloaded.iter().zip(&mut seen) {
-                seen.measure(subject, reference)?;
+    bench.each(
+        sweep,
+        |tokens| format!("{tokens} tokens"),
+        |bench, &tokens| {
+            let ids = random_tokens(config.vocab_size, &[1, tokens], bench.seed, device)?;
+            resident.tokens = ids.shallow_clone();
+            resident.infer()?;
+            for (_, subject) in &mut offloaded {
+                subject.tokens = ids.shallow_clone();
+                subject.infer()?;
             }
-            progress.step();
-        }
-        for (((tier, _), seen), links) in offloaded.iter().zip(&seen).zip(&mut links) {
-            let case = Case::new().with("shows", "sweep").with("tier", *tier).with("tokens", tokens);
-            sink.put(EXPERIMENT, &case, seen.metrics(tokens))?;
-            links.extend(&seen.links);
-        }
-    }
+            let mut seen: Vec<Seen> = offloaded.iter().map(|_| Seen::default()).collect();
+            for _ in 0..rounds {
+                let reference = resident.infer()?;
+                for ((_, subject), seen) in offloaded.iter().zip(&mut seen) {
+                    seen.measure(subject, reference)?;
+                }
+            }
+            for (((tier, _), seen), links) in offloaded.iter().zip(&seen).zip(&mut links) {
+                let case = Case::new().with("shows", "sweep").with("tier", *tier).with("tokens", tokens);
+                bench.put(&case, seen.metrics(tokens))?;
+                links.extend(&seen.links);
+            }
+            Ok(())
+        },
+    )?;
     for ((tier, _), links) in offloaded.iter().zip(links) {
         let link = Samples { samples: links.clone() }.median();
         let condition = Condition { flops, link, bytes_per_parameter: 4.0, resident_share: 0.0 };
@@ -115,7 +112,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
         {
             metrics.push(Metric::exact(name, "tokens", least_tokens(&condition, direction)? as f64));
         }
-        sink.put(EXPERIMENT, &Case::new().with("shows", "condition").with("tier", *tier), metrics)?;
+        bench.put(&Case::new().with("shows", "condition").with("tier", *tier), metrics)?;
     }
     Ok(())
 }

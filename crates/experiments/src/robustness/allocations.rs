@@ -15,23 +15,16 @@ use frugal::recipe::Handles;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::{Batches, Error, Trainer};
 use frugal::{Config, Recipe};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use runtime::memory::{fail_allocations, is_out_of_memory};
 use tch::{Device, Kind, Tensor};
 
-const EXPERIMENT: &str = "allocations";
+use crate::driver::Bench;
+
 /// Allocations of a step that are refused, at most.
 const MOST: u64 = 500;
 const ROWS: usize = 8;
 const VOCABULARY: i64 = 61;
-
-#[derive(clap::Args)]
-pub(crate) struct Allocations {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
 
 /// A way to train.
 struct Setup {
@@ -88,24 +81,15 @@ fn adapter(use_dora: bool) -> LoraConfig {
     LoraConfig { r: 2, use_dora, init_lora_weights: false.into(), ..LoraConfig::default() }
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Allocations) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     // Each of them, or every n-th.
-    let every = match arguments.scale {
-        Scale::Smoke | Scale::Laptop => 50,
-        Scale::Full | Scale::Paper => 1,
-    };
-    let mut progress = Progress::new(2 * SETUPS.len() as u64);
-    for setup in SETUPS {
-        for step in [1, 2] {
-            progress.message(&format!("{}, step {step}", setup.name));
-            let outcome = refuse_each(&setup, step, every, common.seed)?;
-            let case = Case::new().with("training", setup.name).with("step", step);
-            sink.put(EXPERIMENT, &case, outcome.metrics())?;
-            progress.step();
-        }
-    }
-    Ok(())
+    let every = bench.sized([50, 50, 1, 1]);
+    let cases = SETUPS.iter().flat_map(|setup| [1, 2].map(|step| (setup, step)));
+    let label = |(setup, step): &(&Setup, u64)| format!("{}, step {step}", setup.name);
+    bench.each(cases, label, |bench, (setup, step)| {
+        let outcome = refuse_each(setup, step, every, bench.seed)?;
+        bench.put(&Case::new().with("training", setup.name).with("step", step), outcome.metrics())
+    })
 }
 
 /// What came of the refusals in one step.

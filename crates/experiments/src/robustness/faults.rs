@@ -8,19 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use anyhow::{Context, ensure};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::recovery::Recovery;
 use super::work::{Results, Sandbox, Work, named};
-
-const EXPERIMENT: &str = "faults";
+use crate::driver::Bench;
 
 #[derive(clap::Args)]
 pub(crate) struct Faults {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Calls of each command that fail, at most, evenly spaced over all [default: by scale]
     #[arg(long)]
     tries: Option<u64>,
@@ -62,29 +57,24 @@ struct Outcome {
     recovery: Recovery,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Faults) -> anyhow::Result<()> {
     let works: Vec<Work> =
-        named(&arguments.only, arguments.scale)?.into_iter().filter(|work| work.alone).collect();
-    let tries = arguments.tries.unwrap_or(match arguments.scale {
-        Scale::Smoke => 1,
-        Scale::Laptop => 3,
-        Scale::Full | Scale::Paper => 100,
-    });
+        named(&arguments.only, bench.scale)?.into_iter().filter(|work| work.alone).collect();
+    let tries = arguments.tries.unwrap_or(bench.sized([1, 3, 100, 100]));
     let sandbox = Sandbox::new()?;
     let library = match compile(&sandbox.path("faults.so")) {
         Ok(library) => library,
         Err(error) => {
             let why = format!("{error:#}");
             for (work, fault) in works.iter().flat_map(|work| FAULTS.map(|fault| (work, fault))) {
-                sink.put(EXPERIMENT, &case(work, &fault), vec![Metric::not_measured("lost", "", &why)])?;
+                bench.put(&case(work, &fault), vec![Metric::not_measured("lost", "", &why)])?;
             }
             return Ok(());
         }
     };
-    let mut progress = Progress::new((works.len() * FAULTS.len()) as u64);
+    bench.expect(works.len() * FAULTS.len());
     for work in works {
-        progress.message(work.name);
+        bench.message(work.name);
         sandbox.succeed(sandbox.command(&work, "reference"))?;
         let expected = sandbox.results(&work, "reference")?;
         let calls = count(&sandbox, &work, &library)?;
@@ -99,8 +89,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Faults) -> anyhow::Result<()>
                 count("unclear_errors", outcome.unclear),
             ];
             metrics.extend(outcome.recovery.metrics());
-            sink.put(EXPERIMENT, &case(&work, &fault), metrics)?;
-            progress.step();
+            bench.put(&case(&work, &fault), metrics)?;
+            bench.step();
         }
         sandbox.remove("reference")?;
     }

@@ -6,21 +6,17 @@
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::recovery::Recovery;
 use super::work::{Sandbox, Work, named};
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "kills";
 /// Kills before a command may end.
 const IN_A_ROW: usize = 5;
 
 #[derive(clap::Args)]
 pub(crate) struct Kills {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Kills of each command [default: by scale]
     #[arg(long)]
     tries: Option<usize>,
@@ -37,24 +33,19 @@ struct Outcome {
     recovery: Recovery,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Kills) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
-    let tries = arguments.tries.unwrap_or(match arguments.scale {
-        Scale::Smoke => 2,
-        Scale::Laptop => 5,
-        Scale::Full | Scale::Paper => 100,
-    });
-    let works = named(&arguments.only, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Kills) -> anyhow::Result<()> {
+    let tries = arguments.tries.unwrap_or(bench.sized([2, 5, 100, 100]));
+    let works = named(&arguments.only, bench.scale)?;
     let sandbox = Sandbox::new()?;
-    let mut progress = Progress::new((works.len() * tries) as u64);
-    let mut random = Uniform(common.seed ^ 0x2545_f491_4f6c_dd1d);
+    bench.expect(works.len() * tries);
+    let mut random = Uniform(bench.seed ^ 0x2545_f491_4f6c_dd1d);
     for work in works {
-        progress.message(work.name);
-        let outcome = of(&sandbox, &work, tries, &mut random, &mut progress)?;
+        bench.message(work.name);
+        let outcome = of(&sandbox, &work, tries, &mut random, bench)?;
         let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
         let mut metrics = vec![count("kills", outcome.kills), count("runs_to_the_end", outcome.ends)];
         metrics.extend(outcome.recovery.metrics());
-        sink.put(EXPERIMENT, &Case::new().with("command", work.name), metrics)?;
+        bench.put(&Case::new().with("command", work.name), metrics)?;
     }
     Ok(())
 }
@@ -64,7 +55,7 @@ fn of(
     work: &Work,
     tries: usize,
     random: &mut Uniform,
-    progress: &mut Progress,
+    bench: &mut Bench,
 ) -> anyhow::Result<Outcome> {
     let mut seconds = 0.0;
     let mut expected = None;
@@ -101,7 +92,7 @@ fn of(
             }
             outcome.kills += 1;
             in_a_row += 1;
-            progress.step();
+            bench.step();
             outcome.recovery.inspect((sandbox, work), &out, &expected, &note);
         }
         outcome.recovery.run_again((sandbox, work), &out, &expected, &note)?;

@@ -6,19 +6,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::work::{SOAKED, Sandbox, Work};
-
-const EXPERIMENT: &str = "soak";
-
-#[derive(clap::Args)]
-pub(crate) struct Soak {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
+use crate::driver::Bench;
 
 /// A quantity of what a process holds.
 type Quantity = fn(&ResourceUse) -> f64;
@@ -40,36 +31,31 @@ struct ResourceUse {
     threads: f64,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Soak) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     let sandbox = Sandbox::new()?;
-    let share = match arguments.scale {
-        Scale::Smoke => 1000,
-        Scale::Laptop => 100,
-        Scale::Full | Scale::Paper => 1,
-    };
-    let mut progress = Progress::new(SOAKED.len() as u64);
-    for (work, steps) in SOAKED {
-        progress.message(work.name);
-        let steps = steps / share;
-        let start = Instant::now();
-        let held = watch(&sandbox, &work, steps)?;
-        let case = Case::new().with("command", work.name);
-        let mut metrics = vec![
-            Metric::exact("steps", "", steps as f64),
-            Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
-        ];
-        for (name, unit, of) in GROWTHS {
-            metrics.push(match growth(&held, of) {
-                Some(growth) => Metric::exact(name, unit, growth),
-                None => Metric::not_measured(name, unit, "the run is too short"),
-            });
-        }
-        metrics.push(Metric::exact("resident_bytes", "B", held.last().map_or(0.0, |held| held.resident)));
-        sink.put(EXPERIMENT, &case, metrics)?;
-        progress.step();
-    }
-    Ok(())
+    let share = bench.sized([1000, 100, 1, 1]);
+    bench.each(
+        SOAKED,
+        |(work, _)| work.name.to_owned(),
+        |bench, (work, steps)| {
+            let steps = steps / share;
+            let start = Instant::now();
+            let held = watch(&sandbox, &work, steps)?;
+            let case = Case::new().with("command", work.name);
+            let mut metrics = vec![
+                Metric::exact("steps", "", steps as f64),
+                Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
+            ];
+            for (name, unit, of) in GROWTHS {
+                metrics.push(match growth(&held, of) {
+                    Some(growth) => Metric::exact(name, unit, growth),
+                    None => Metric::not_measured(name, unit, "the run is too short"),
+                });
+            }
+            metrics.push(Metric::exact("resident_bytes", "B", held.last().map_or(0.0, |held| held.resident)));
+            bench.put(&case, metrics)
+        },
+    )
 }
 
 /// Runs a command of so many steps to its end, and returns what it held every half second.

@@ -12,17 +12,13 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 
 use super::cost::{Figures, Part};
+use crate::driver::Bench;
 
-pub(crate) fn parts(scale: Scale, parameters: Option<i64>) -> Vec<Part> {
-    let (default, rounds) = match scale {
-        Scale::Smoke => (1 << 16, 5),
-        Scale::Laptop => (16 << 20, 11),
-        Scale::Full => (64 << 20, 11),
-        Scale::Paper => (64 << 20, 31),
-    };
+pub(crate) fn parts(bench: &Bench, parameters: Option<i64>) -> Vec<Part> {
+    let (default, rounds) = bench.sized([(1 << 16, 5), (16 << 20, 11), (64 << 20, 11), (64 << 20, 31)]);
     let count = parameters.unwrap_or(default);
     let run = move |device: Device, _: Scale| steps(device, count, rounds);
-    vec![Part { about: "Adam", experiment: "cpu-adam", run: Box::new(run) }]
+    vec![Part { about: "Adam", run: Box::new(run) }]
 }
 
 /// What both sides step. The model's gradient and weight are bf16; the same gradient is there in fp32.

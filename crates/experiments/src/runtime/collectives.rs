@@ -11,6 +11,7 @@ use runtime::collectives::{Division, Group, GroupOptions, Launch, Order, ReduceO
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
+use crate::driver::Bench;
 
 const RANKS: usize = 2;
 const ELEMENTS: i64 = 16 << 20;
@@ -21,9 +22,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// An operation, and the bytes that a rank sends as a share of the whole.
 const OPERATIONS: [(&str, f64); 3] = [("all-gather", 0.5), ("reduce-scatter", 0.5), ("all-reduce", 1.0)];
 
-pub(crate) fn parts() -> Vec<Part> {
-    let about = "transfers between processes";
-    vec![Part { about, experiment: "collectives", run: Box::new(transfers) }]
+pub(crate) fn parts(_: &Bench) -> Vec<Part> {
+    vec![Part { about: "transfers between processes", run: Box::new(transfers) }]
 }
 
 fn case(operation: &str) -> Case {

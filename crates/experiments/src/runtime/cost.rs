@@ -13,6 +13,8 @@ use runtime::memory;
 use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
 
+use crate::driver::Bench;
+
 /// Figures with the case each belongs to.
 pub(crate) type Figures = Vec<(Case, Metric)>;
 
@@ -22,7 +24,6 @@ pub(crate) type Measure = Box<dyn Fn(Device, Scale) -> anyhow::Result<Figures>>;
 /// One group of figures.
 pub(crate) struct Part {
     pub(crate) about: &'static str,
-    pub(crate) experiment: &'static str,
     pub(crate) run: Measure,
 }
 
@@ -31,17 +32,16 @@ fn short(scale: Scale) -> bool {
     matches!(scale, Scale::Smoke | Scale::Laptop)
 }
 
-/// What can be measured on `device`.
-pub(crate) fn parts(device: Device) -> Vec<Part> {
-    let cost = "runtime-cost";
+/// What can be measured on the device.
+pub(crate) fn parts(bench: &Bench) -> Vec<Part> {
     let mut parts = vec![
-        Part { about: "hand-written functions", experiment: cost, run: Box::new(functions) },
-        Part { about: "counting work", experiment: cost, run: Box::new(counter) },
-        Part { about: "a captured step", experiment: cost, run: Box::new(captured_step) },
+        Part { about: "hand-written functions", run: Box::new(functions) },
+        Part { about: "counting work", run: Box::new(counter) },
+        Part { about: "a captured step", run: Box::new(captured_step) },
     ];
-    if device == Device::Cpu {
-        parts.insert(0, Part { about: "tracking allocations", experiment: cost, run: Box::new(tracking) });
-        parts.push(Part { about: "large blocks", experiment: cost, run: Box::new(large_blocks) });
+    if bench.device == Device::Cpu {
+        parts.insert(0, Part { about: "tracking allocations", run: Box::new(tracking) });
+        parts.push(Part { about: "large blocks", run: Box::new(large_blocks) });
     }
     parts
 }

@@ -20,12 +20,13 @@ use runtime::ops::{self, foreach, optimizer};
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
+use crate::driver::Bench;
 use crate::dtype;
 
 const KIND: Kind = Kind::BFloat16;
 
-pub(crate) fn parts(_: Device) -> Vec<Part> {
-    let part = |about, run: super::cost::Measure| Part { about, experiment: "kernels", run };
+pub(crate) fn parts(_: &Bench) -> Vec<Part> {
+    let part = |about, run: super::cost::Measure| Part { about, run };
     vec![
         part("RMS norm", Box::new(norms)),
         part("SwiGLU", Box::new(products)),

@@ -15,13 +15,14 @@ use runtime::ops;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
+use crate::driver::Bench;
 use crate::dtype;
 
 const SHAPES: [(i64, i64); 4] = [(4096, 256), (4096, 768), (2048, 2048), (1024, 4096)];
 const EPS: f64 = 1e-5;
 
-pub(crate) fn parts(_: Device) -> Vec<Part> {
-    vec![Part { about: "norms", experiment: "norms", run: Box::new(norms) }]
+pub(crate) fn parts(_: &Bench) -> Vec<Part> {
+    vec![Part { about: "norms", run: Box::new(norms) }]
 }
 
 /// What follows a norm, with a gradient that is ready: backward gives it away, as a product's backward does.

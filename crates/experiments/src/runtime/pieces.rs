@@ -17,6 +17,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
+use crate::driver::Bench;
 use crate::dtype;
 
 /// Batch, sequence, heads of queries, of keys, their width, and the width within the MLP: of Qwen2.5-0.5B and Llama-3-8B, and
@@ -27,11 +28,10 @@ const SHAPES: [(&str, [i64; 6]); 3] = [
     ("1 × 512, Llama-3-8B", [1, 512, 32, 8, 128, 14_336]),
 ];
 
-pub(crate) fn parts(_: Device) -> Vec<Part> {
-    let experiment = "fused-pieces";
+pub(crate) fn parts(_: &Bench) -> Vec<Part> {
     vec![
-        Part { about: "rotary embedding", experiment, run: Box::new(rope) },
-        Part { about: "SwiGLU's product", experiment, run: Box::new(swiglu) },
+        Part { about: "rotary embedding", run: Box::new(rope) },
+        Part { about: "SwiGLU's product", run: Box::new(swiglu) },
     ]
 }
 

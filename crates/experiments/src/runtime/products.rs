@@ -9,6 +9,7 @@ use runtime::device::synchronize;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
+use crate::driver::Bench;
 use crate::dtype;
 
 /// Rows and columns of weights of Qwen2.5-0.5B, with a slice of its head, and of Llama-3-8B.
@@ -23,8 +24,8 @@ const WEIGHTS: [(&str, i64, i64); 6] = [
 /// Multiplications beyond which libtorch's fp16 product takes seconds on a processor without instructions for it.
 const FP16_LIMIT: i64 = 1 << 28;
 
-pub(crate) fn parts(_: Device) -> Vec<Part> {
-    vec![Part { about: "matrix products", experiment: "products", run: Box::new(products) }]
+pub(crate) fn parts(_: &Bench) -> Vec<Part> {
+    vec![Part { about: "matrix products", run: Box::new(products) }]
 }
 
 fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {

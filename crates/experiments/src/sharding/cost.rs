@@ -10,24 +10,20 @@ use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, simulate};
 use accounting::recompute::NormKernel;
 use accounting::sharding::Layout;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 
 use super::model::Sizes;
 use super::rank::{self, ALONE, Measured, RECOMPUTED, SLOTS, STAGES, seconds_alone};
 use super::timeline;
+use crate::driver::Bench;
 
-const EXPERIMENT: &str = "sharding";
 /// Ranks of the timeline.
 const SHOWN: usize = 2;
 /// The number of ranks, one of which runs.
 const MANY: usize = 1024;
 
 #[derive(clap::Args)]
-pub(crate) struct Cost {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
+pub(crate) struct CostArgs {
     /// Numbers of ranks: 1, 2 and 4 if missing, 1 and 2 at scale smoke
     #[arg(long, value_delimiter = ',')]
     ranks: Vec<usize>,
@@ -36,32 +32,31 @@ pub(crate) struct Cost {
     memory: bool,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let (sizes, steps, usual, shown): (_, _, &[usize], _) = match arguments.scale {
-        Scale::Smoke => (Sizes::TINY, 2, &[1, 2], &STAGES[2..3]),
-        Scale::Laptop => (Sizes::SMALL, 3, &[1, 2, 4], &STAGES[..3]),
-        Scale::Full | Scale::Paper => (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
-    };
+pub(crate) fn run(bench: &mut Bench, arguments: &CostArgs) -> anyhow::Result<()> {
+    let (sizes, steps, usual, shown): (_, _, &[usize], _) = bench.sized([
+        (Sizes::TINY, 2, &[1, 2], &STAGES[2..3]),
+        (Sizes::SMALL, 3, &[1, 2, 4], &STAGES[..3]),
+        (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
+        (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
+    ]);
     let numbers = if arguments.ranks.is_empty() { usual } else { &arguments.ranks };
-    let mut progress = Progress::new(((numbers.len() + 1) * (STAGES.len() + 1) + 1) as u64);
+    bench.expect((numbers.len() + 1) * (STAGES.len() + 1) + 1);
     let of = |stage: &str, ranks: usize| {
         Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks)
     };
     for &ranks in numbers {
         // Memory, in processes with one training each.
         for stage in [ALONE].into_iter().chain(STAGES).filter(|stage| ranks == 1 || *stage != ALONE) {
-            progress.message(&format!("memory, {stage}, {ranks} ranks"));
+            bench.message(&format!("memory, {stage}, {ranks} ranks"));
             let measured = rank::measure(ranks, &sizes, &[stage], 1, &[])?;
             let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
-            sink.put(EXPERIMENT, &of(stage, ranks), memory(&sizes, stage, ranks, &of_ranks)?)?;
-            progress.step();
+            bench.put(&of(stage, ranks), memory(&sizes, stage, ranks, &of_ranks)?)?;
+            bench.step();
         }
         if arguments.memory {
             continue;
         }
-        progress.message(&format!("time, {ranks} ranks"));
+        bench.message(&format!("time, {ranks} ranks"));
         let variants: Vec<&str> = [ALONE, RECOMPUTED].into_iter().chain(STAGES).collect();
         let measured = rank::measure(ranks, &sizes, &variants, steps, &[])?;
         for one in &measured[0] {
@@ -81,42 +76,40 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Cost) -> anyhow::Result<()> {
                 metrics.push(Metric::of_samples("time_vs_alone", "ratio", &ratios));
                 metrics.push(Metric::of_samples("exposed_share", "ratio", &exposed));
             }
-            sink.put(EXPERIMENT, &case, metrics)?;
+            bench.put(&case, metrics)?;
         }
-        progress.step();
+        bench.step();
     }
     for stage in STAGES {
-        progress.message(&format!("memory, {stage}, one of {MANY} ranks"));
+        bench.message(&format!("memory, {stage}, one of {MANY} ranks"));
         let fake = ["--fake".to_owned(), "0".to_owned(), MANY.to_string()];
         let measured = rank::measure(1, &sizes, &[stage], 1, &fake)?;
         let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
-        sink.put(EXPERIMENT, &of(stage, MANY), memory(&sizes, stage, MANY, &of_ranks)?)?;
-        progress.step();
+        bench.put(&of(stage, MANY), memory(&sizes, stage, MANY, &of_ranks)?)?;
+        bench.step();
     }
     if arguments.memory {
         return Ok(());
     }
-    progress.message("timeline");
+    bench.message("timeline");
     let folder = tempfile::tempdir()?;
     let trace = ["--trace".to_owned(), folder.path().display().to_string()];
     for &stage in shown {
         let measured = rank::measure(SHOWN, &sizes, &[stage], 1, &trace)?;
         let case = Case::new().with("shows", "timeline").with("stage", stage);
         for (rank, of_rank) in measured.iter().flatten().enumerate() {
-            for (case, metric) in timeline::figures(&case, rank, &of_rank.spans) {
-                sink.put(EXPERIMENT, &case, vec![metric])?;
-            }
+            bench.put_all(timeline::figures(&case, rank, &of_rank.spans))?;
             let case = Case::new().with("shows", "overlap").with("stage", stage).with("rank", rank);
             for (lane, name) in
                 [("reduce", "reductions_during_compute"), ("gather", "gathers_during_compute")]
             {
                 if let Some(share) = timeline::hidden(&of_rank.spans, lane) {
-                    sink.put(EXPERIMENT, &case, vec![Metric::exact(name, "ratio", share)])?;
+                    bench.put(&case, vec![Metric::exact(name, "ratio", share)])?;
                 }
             }
         }
     }
-    progress.step();
+    bench.step();
     Ok(())
 }
 

@@ -1,13 +1,14 @@
 //! The assignment's table: five shapes at checkpoint levels 0 and 1, the mean of 15 steps after 2 of warm-up.
 
 use anyhow::Context;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::measure::{MeasurementPlan, Samples};
 use swiglu_ckpt::CheckpointLevel;
 use tch::Kind;
 
 use super::bench::{self, Configuration, Gradients, Outcome, Variant};
+use crate::driver::Bench;
 
 /// One shape of the assignment, and the steps that it is given at each scale.
 struct Shape {
@@ -50,26 +51,21 @@ impl Shape {
     }
 }
 
-/// The experiment's name.
-const EXPERIMENT: &str = "swiglu-assignment";
-
 /// The assignment's level of each variant.
 const LEVELS: [(i64, Variant); 2] =
     [(0, Variant::Level(CheckpointLevel::SaveAll)), (1, Variant::Level(CheckpointLevel::InputOnly))];
 
 /// Measures the ten rows.
-pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    let (device, scale) = (bench.device, bench.scale);
     runtime::memory::track_cpu()?;
-    runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, scale)?;
-    let mut progress = Progress::new((SHAPES.len() * LEVELS.len()) as u64);
+    bench.expect(SHAPES.len() * LEVELS.len());
     let mut changes = Changes::default();
     for shape in &SHAPES {
         let mut keeping_all: Option<Outcome> = None;
         for (level, variant) in LEVELS {
             let config = &shape.config;
-            progress.message(&format!("{} level {level}", config.name()));
+            bench.message(&format!("{} level {level}", config.name()));
             let needed = config.predict(variant, Kind::Float, Gradients::Accumulated)?.bytes;
             let free = runtime::device::memory_info(device)?.free;
             let metrics = match shape.steps(scale) {
@@ -93,11 +89,11 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                     metrics
                 }
             };
-            sink.put(EXPERIMENT, &case(config, level), metrics)?;
-            progress.step();
+            bench.put(&case(config, level), metrics)?;
+            bench.step();
         }
     }
-    sink.put(EXPERIMENT, &Case::new().with("config", "all measured shapes"), changes.ranges())
+    bench.put(&Case::new().with("config", "all measured shapes"), changes.ranges())
 }
 
 /// What level 1 changes against level 0, in percent, over the shapes.

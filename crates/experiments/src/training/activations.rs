@@ -1,27 +1,24 @@
 //! `training activations`: steps under activation plans, measured and predicted.
 
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
+use training::activations::StepPredictor;
 
 use super::activation_plan::{Outcome, Stack};
+use crate::driver::Bench;
 
-#[derive(clap::Args)]
-pub(crate) struct ActivationsArgs {
-    /// How large the stack is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
-
-const EXPERIMENT: &str = "activation-plan";
 /// How often the layer is measured before each round: it is short beside a step.
 const PROBES: usize = 5;
 
-pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let seed = common.seed;
-    let stack = |rows, length, hidden, layers| Stack {
+    let ([rows, length, hidden, layers], rounds) = bench.sized([
+        ([2, 64, 128, 4], 2),
+        ([4, 256, 384, 6], 2),
+        ([4, 256, 384, 6], 4),
+        ([8, 1024, 1024, 24], 5),
+    ]);
+    let stack = Stack {
         rows,
         length,
         hidden,
@@ -30,55 +27,48 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
         vocabulary: 256,
         dropout: 0.0,
         device,
-        seed,
+        seed: bench.seed,
     };
-    let (stack, rounds) = match arguments.scale {
-        Scale::Smoke => (stack(2, 64, 128, 4), 2),
-        Scale::Laptop => (stack(4, 256, 384, 6), 2),
-        Scale::Full => (stack(4, 256, 384, 6), 4),
-        Scale::Paper => (stack(8, 1024, 1024, 24), 5),
-    };
-    let probe = Progress::new(1);
-    probe.message("activation plans, one layer");
+    bench.message("activation plans, one layer");
     let predictor = stack.step_predictor(PROBES)?;
-    drop(probe);
-    let kept = predictor.layer.choices.first().map_or(0, |choice| choice.cost.held_bytes);
-    for choice in &predictor.layer.choices {
-        let cost = choice.cost;
-        let freed = kept.saturating_sub(cost.held_bytes) as f64;
-        let per_second = match freed / cost.recompute_seconds {
-            rate if rate.is_finite() && rate > 0.0 => {
-                Metric::exact("freed_per_recompute_second", "B/s", rate)
-            }
-            _ => Metric::not_measured(
-                "freed_per_recompute_second",
-                "B/s",
-                "nothing is freed, or in no measurable time",
-            ),
-        };
-        let metrics = vec![
-            Metric::exact("freed_bytes", "B", freed),
-            per_second,
-            Metric::exact("held_bytes", "B", cost.held_bytes as f64),
-            Metric::exact("transient_bytes", "B", cost.transient_bytes as f64),
-            Metric::exact("host_bytes", "B", cost.host_bytes as f64),
-            Metric::exact("recompute_seconds", "s", cost.recompute_seconds),
-            Metric::exact("layer_seconds", "s", predictor.layer.seconds),
-        ];
-        sink.put(EXPERIMENT, &Case::new().with("layer", choice.of.name()), metrics)?;
+    for (index, choice) in predictor.layer.choices.iter().enumerate() {
+        bench.put(&Case::new().with("layer", choice.of.name()), layer_metrics(&predictor, index))?;
     }
 
     let plans = stack.plans(&predictor)?;
-    let bench = stack.bench(stack.layers)?;
-    let mut progress = Progress::new((plans.len() * (rounds + 1)) as u64);
-    let outcomes = bench.run(&stack, &predictor, plans, [rounds, PROBES], |name| {
-        progress.message(&format!("activation plans, {name}"));
-        progress.step();
+    let model = stack.bench(stack.layers)?;
+    bench.expect(plans.len() * (rounds + 1));
+    let outcomes = model.run(&stack, &predictor, plans, [rounds, PROBES], |name| {
+        bench.message(&format!("activation plans, {name}"));
+        bench.step();
     })?;
     for outcome in &outcomes {
-        sink.put(EXPERIMENT, &Case::new().with("plan", outcome.plan.name.as_str()), metrics(outcome))?;
+        bench.put(&Case::new().with("plan", outcome.plan.name.as_str()), metrics(outcome))?;
     }
     Ok(())
+}
+
+/// What a layer holds and recomputes under one of its plans; the first keeps everything.
+fn layer_metrics(predictor: &StepPredictor, plan: usize) -> Vec<Metric> {
+    let choices = &predictor.layer.choices;
+    let (kept, cost) = (choices[0].cost.held_bytes, choices[plan].cost);
+    let freed = kept.saturating_sub(cost.held_bytes) as f64;
+    let rate = freed / cost.recompute_seconds;
+    let per_second = if rate.is_finite() && rate > 0.0 {
+        Metric::exact("freed_per_recompute_second", "B/s", rate)
+    } else {
+        let why = "nothing is freed, or in no measurable time";
+        Metric::not_measured("freed_per_recompute_second", "B/s", why)
+    };
+    vec![
+        Metric::exact("freed_bytes", "B", freed),
+        per_second,
+        Metric::exact("held_bytes", "B", cost.held_bytes as f64),
+        Metric::exact("transient_bytes", "B", cost.transient_bytes as f64),
+        Metric::exact("host_bytes", "B", cost.host_bytes as f64),
+        Metric::exact("recompute_seconds", "s", cost.recompute_seconds),
+        Metric::exact("layer_seconds", "s", predictor.layer.seconds),
+    ]
 }
 
 fn metrics(outcome: &Outcome) -> Vec<Metric> {

@@ -6,8 +6,7 @@ use std::time::Instant;
 use dataloading::Batch;
 use models::module::{parameter_count, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
-use report::cli::CommonArgs;
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use runtime::memory::Region;
 use serde_json::Value;
 use tch::Kind;
@@ -16,8 +15,10 @@ use training::batches::{Batches, Synthetic};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::trainer::Options;
 
+use crate::driver::Bench;
+
 #[derive(clap::Args)]
-pub(crate) struct Bench {
+pub(crate) struct BenchArgs {
     /// Rows of a batch
     #[arg(long, default_value_t = 16)]
     rows: usize,
@@ -38,12 +39,10 @@ pub(crate) struct Bench {
     steps: u64,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
-    let &Bench { rows, length, width, heads, vocabulary, steps } = arguments;
+    let &BenchArgs { rows, length, width, heads, vocabulary, steps } = arguments;
     let config = Gpt2LikeConfig {
         vocab_size: vocabulary,
         embedding_dim: width,
@@ -57,7 +56,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     const WARMUP: u64 = 2;
     let length = length as usize;
     let mut batches = Drawn::new(Synthetic {
-        seed: common.seed,
+        seed: bench.seed,
         vocabulary,
         rows,
         length,
@@ -73,16 +72,16 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let mut trainer =
         Trainer::new(model, Box::new(optimizer), Options { steps: WARMUP, ..Default::default() })?;
     trainer.run(&mut batches, None)?;
-    let mut progress = Progress::new(steps);
+    bench.expect(steps as usize);
     let mut seconds = Vec::new();
     for step in 0..steps {
-        progress.message("GPT-2-like, a training step");
+        bench.message("GPT-2-like, a training step");
         trainer.options.steps = WARMUP + step + 1;
         let start = Instant::now();
         // Losses are read at the end, which waits for the device.
         trainer.run(&mut batches, None)?;
         seconds.push(start.elapsed().as_secs_f64());
-        progress.step();
+        bench.step();
     }
     let peak = before.finish()?.peak_above_start();
     let positions = (rows * length) as f64;
@@ -98,7 +97,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         Metric::exact("peak_bytes", "B", peak as f64),
         Metric::exact("parameters", "count", parameters as f64),
     ];
-    sink.put("training-bench", &case, metrics)
+    bench.put(&case, metrics)
 }
 
 /// Batches that were drawn before, so that a step is measured without its data, as the other program measures its own.

@@ -4,24 +4,16 @@ use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::LoraConfig;
 use models::module::{Context, Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use runtime::measure::{self, MeasurementPlan};
 use runtime::memory::live_bytes;
 use tch::{Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-const EXPERIMENT: &str = "growth";
+use crate::driver::Bench;
 
 /// Bytes of logits that exist at a time: those of 64 tokens of the largest vocabulary.
 const CHUNK: u64 = 32 << 20;
-
-#[derive(clap::Args)]
-pub(crate) struct Growth {
-    /// How many sizes
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
 
 /// The sizes of a step.
 #[derive(Clone, Copy)]
@@ -54,26 +46,21 @@ fn axes(part: i64) -> [Axis; 5] {
     ]
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Growth) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let (doublings, repeats, part) = match arguments.scale {
-        Scale::Smoke => (2, 1, 8),
-        Scale::Laptop => (4, 3, 1),
-        Scale::Full | Scale::Paper => (5, 7, 1),
-    };
+    let (doublings, repeats, part) = bench.sized([(2_u32, 1, 8), (4, 3, 1), (5, 7, 1), (5, 7, 1)]);
     let axes = axes(part);
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
-    let mut progress = Progress::new(axes.len() as u64 * doublings);
+    bench.expect(axes.len() * doublings as usize);
     for (axis, set, first) in axes {
         let (mut seconds, mut bytes) = (Vec::new(), Vec::new());
         for doubling in 0..doublings {
             let value = first << doubling;
-            progress.message(&format!("{axis}: {value}"));
+            bench.message(&format!("{axis}: {value}"));
             let mut sizes = Sizes::base(part);
             set(&mut sizes, value);
             let plan = MeasurementPlan { warmup: 1, repeats, ..MeasurementPlan::new(device) };
-            let measured = step(&sizes, &plan, common.seed)?;
+            let measured = step(&sizes, &plan, bench.seed)?;
             seconds.push(measured.0.median());
             bytes.push(measured.1);
             let times = f64::from(1u32 << doubling);
@@ -84,14 +71,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Growth) -> anyhow::Result<()>
                 Metric::exact("memory_ratio", "ratio", measured.1 / bytes[0]),
             ];
             let case = Case::new().with("grows", axis).with("times", times).with("value", value);
-            sink.put(EXPERIMENT, &case, metrics)?;
-            progress.step();
+            bench.put(&case, metrics)?;
+            bench.step();
         }
         let metrics = vec![
             Metric::exact("time_exponent", "ratio", slope(&seconds)),
             Metric::exact("memory_exponent", "ratio", slope(&bytes)),
         ];
-        sink.put(EXPERIMENT, &Case::new().with("grows", axis), metrics)?;
+        bench.put(&Case::new().with("grows", axis), metrics)?;
     }
     Ok(())
 }

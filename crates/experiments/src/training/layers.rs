@@ -2,8 +2,7 @@
 
 use models::module::{Input, LanguageModel};
 use models::{DecoderConfig, Llama};
-use report::cli::CommonArgs;
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use runtime::autograd::{Keep, backward_with};
 use runtime::device::synchronize;
 use runtime::measure::{self, MeasurementPlan, black_box};
@@ -11,6 +10,7 @@ use runtime::memory::Region;
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
 
+use crate::driver::Bench;
 use crate::dtype;
 
 /// The vocabulary is small, since the layers are what is measured.
@@ -40,27 +40,20 @@ enum Variant {
     Recomputed,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Layers) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Layers) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
     let variants = [("plain", Variant::Plain), ("MLP recomputed", Variant::Recomputed)];
-    let mut progress = Progress::new(variants.len() as u64);
-    for (name, variant) in variants {
-        progress.message(name);
-        for kind in kinds(device) {
+    // The dtype that a decoder is trained in on the device.
+    let kind = if device.is_cuda() { Kind::BFloat16 } else { Kind::Float };
+    bench.each(
+        variants,
+        |(name, _)| (*name).to_owned(),
+        |bench, (name, variant)| {
             let (case, metrics) = one(arguments, variant, device, kind)?;
-            sink.put("layers", &case.with("variant", name), metrics)?;
-        }
-        progress.step();
-    }
-    Ok(())
-}
-
-/// The dtype that a decoder is trained in on the device.
-fn kinds(device: Device) -> [Kind; 1] {
-    [if device.is_cuda() { Kind::BFloat16 } else { Kind::Float }]
+            bench.put(&case.with("variant", name), metrics)
+        },
+    )
 }
 
 fn one(

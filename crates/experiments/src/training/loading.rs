@@ -1,18 +1,18 @@
 //! `training loading`: the whole training with each way of loading data.
 
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use training::strategy::Strategy;
 
-use super::sizes::{Sizes, Which};
+use super::sizes::Sizes;
 use super::whole_training::{Outcome, Training, train};
-
-const EXPERIMENT: &str = "loading";
+use crate::corpus::DataArgs;
+use crate::driver::Bench;
 
 #[derive(clap::Args)]
 pub(crate) struct Loading {
     #[command(flatten)]
-    which: Which,
+    data: DataArgs,
     /// These strategies only: base, standard, balanced:K, sequenced, packed
     #[arg(long, value_delimiter = ',', value_parser = |text: &str| text.parse::<Strategy>())]
     strategies: Vec<Strategy>,
@@ -24,16 +24,15 @@ pub(crate) struct Loading {
     rounds: Option<u64>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Loading) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.which.scale)?;
-    let scale = arguments.which.scale;
+    let scale = bench.scale;
     let sizes = Sizes::of(scale);
     let strategies = if arguments.strategies.is_empty() { &Strategy::ALL[..] } else { &arguments.strategies };
     let case = |strategy: Strategy| Case::new().with("strategy", strategy.to_string());
-    let corpus = sizes.corpus(&arguments.which)?;
-    corpus.put(&mut sink, EXPERIMENT, scale)?;
+    let corpus = sizes.corpus(&arguments.data, scale)?;
+    corpus.put(bench)?;
     let training = Training {
         model: sizes.model.clone(),
         batch_size: sizes.batch_size,
@@ -43,28 +42,19 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
         evaluate_every: sizes.evaluate_every,
         workers: if device.is_cuda() { 2 } else { 1 },
         device,
-        seed: common.seed,
+        seed: bench.seed,
     };
-    let rounds = arguments.rounds.unwrap_or(sizes.rounds);
-    let mut progress = Progress::new(rounds * strategies.len() as u64 + 1);
+    let rounds = arguments.rounds.unwrap_or(sizes.rounds) as usize;
     // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.
-    progress.message(&format!("{}, warm-up", corpus.name));
+    bench.message(&format!("{}, warm-up", corpus.name));
     train(&corpus, strategies[0], &training)?;
-    progress.step();
-    let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); strategies.len()];
-    for round in 0..rounds {
-        for turn in 0..strategies.len() {
-            // Each round begins with another strategy, so that none is always the first or the last.
-            let index = (turn + round as usize * strategies.len() / rounds as usize) % strategies.len();
-            progress.message(&format!("{}, {}, round {}", corpus.name, strategies[index], round + 1));
-            outcomes[index].push(train(&corpus, strategies[index], &training)?);
-            progress.step();
-        }
-    }
+    let label = |strategy: &Strategy| format!("{}, {strategy}", corpus.name);
+    let outcomes =
+        bench.in_turns(rounds, strategies, label, |_, strategy| train(&corpus, *strategy, &training))?;
     // What every strategy has reached.
     let target = outcomes.iter().flatten().map(Outcome::best_loss).fold(f64::NEG_INFINITY, f64::max);
     for (&strategy, outcomes) in strategies.iter().zip(&outcomes) {
-        sink.put(EXPERIMENT, &case(strategy), totals(outcomes, target))?;
+        bench.put(&case(strategy), totals(outcomes, target))?;
         for (index, point) in outcomes[0].curve.iter().enumerate() {
             let case = case(strategy).with("step", point.step);
             // The rounds differ in their time; on CUDA a little in their losses too.
@@ -75,7 +65,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
                 Metric::exact("validation_loss", "nat", point.loss),
                 Metric::exact("validation_accuracy", "ratio", point.accuracy),
             ];
-            sink.put(EXPERIMENT, &case, metrics)?;
+            bench.put(&case, metrics)?;
         }
     }
     Ok(())

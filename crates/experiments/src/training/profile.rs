@@ -8,21 +8,22 @@ use anyhow::Context;
 use files::atomic_write;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
+use tempfile::TempDir;
 use trace::{Comparison, Composition, Diagnosis, Finding, Phase, Profile, StepTimes};
 
 use super::injected_slowdowns::Inefficiency;
 use super::profiling::{Effort, Pair, Turn, detector, measure_pair, profile};
 use super::setup::{Common, Setup};
-use super::sizes::{Sizes, Which};
+use super::sizes::Sizes;
 use super::trace_spans::{Span, TracePart, spans};
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, DataArgs};
+use crate::driver::Bench;
 
 #[derive(clap::Args)]
 pub(crate) struct ProfileArgs {
     #[command(flatten)]
-    which: Which,
+    data: DataArgs,
     /// These inefficiencies only
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Inefficiency>,
@@ -31,150 +32,164 @@ pub(crate) struct ProfileArgs {
     traces: Option<PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Result<()> {
-    let chosen: Vec<Inefficiency> =
-        if arguments.only.is_empty() { Inefficiency::ALL.into() } else { arguments.only.clone() };
-    let scratch = tempfile::tempdir().context("making a folder for traces")?;
-    let traces = match (&arguments.traces, &common.records) {
-        (Some(folder), _) => folder.clone(),
-        (None, Some(records)) => {
-            records.parent().and_then(Path::parent).unwrap_or(Path::new(".")).join("traces")
-        }
-        (None, None) => scratch.path().to_owned(),
-    };
-    std::fs::create_dir_all(&traces).with_context(|| format!("making the folder {}", traces.display()))?;
-    let mut measurement = Measurement::new(common, &arguments.which, chosen.len() + 2)?;
-    measurement.profile(&chosen, &traces, &scratch.path().join("trace.json"))
-}
-
-const COMPOSITION: &str = "profile";
 /// Operators of the two kept traces that the report lists.
 const TOP_OPERATORS: usize = 8;
 
-struct Measurement {
-    sink: Sink,
-    progress: Progress,
+/// Trainings with the inefficiencies on and off.
+struct Slowdowns {
     corpus: Corpus,
     common: Common,
     effort: Effort,
+    /// Where traces are kept.
+    traces: PathBuf,
+    scratch: TempDir,
 }
 
-impl Measurement {
-    fn new(common: &CommonArgs, which: &Which, parts: usize) -> anyhow::Result<Self> {
-        let device = runtime::device::select(&common.device)?;
-        runtime::memory::track_cpu()?;
-        let sizes = Sizes::of(which.scale);
-        let traced = match which.scale {
-            Scale::Smoke => 1,
-            Scale::Laptop => 2,
-            Scale::Full | Scale::Paper => 3,
+/// Which inefficiencies are on.
+enum Injected {
+    Nothing,
+    One(Inefficiency),
+    All,
+}
+
+impl Slowdowns {
+    fn new(arguments: &ProfileArgs, bench: &Bench) -> anyhow::Result<Self> {
+        let scratch = tempfile::tempdir().context("making a folder for traces")?;
+        let traces = match (&arguments.traces, bench.records()) {
+            (Some(folder), _) => folder.clone(),
+            (None, Some(records)) => {
+                records.parent().and_then(Path::parent).unwrap_or(Path::new(".")).join("traces")
+            }
+            (None, None) => scratch.path().to_owned(),
         };
+        std::fs::create_dir_all(&traces)
+            .with_context(|| format!("making the folder {}", traces.display()))?;
+        let sizes = Sizes::of(bench.scale);
         Ok(Self {
-            sink: Sink::new(common, crate::environment::of(device)?, which.scale)?,
-            progress: Progress::new(parts as u64),
-            corpus: sizes.corpus(which)?,
+            corpus: sizes.corpus(&arguments.data, bench.scale)?,
             common: Common {
                 model: sizes.profiled,
                 odd: sizes.odd,
                 batch_size: sizes.batch_size,
                 lr: 1e-4,
-                device,
-                seed: common.seed,
+                device: bench.device,
+                seed: bench.seed,
             },
             effort: Effort {
                 warmup: 2,
-                turn: if device.is_cuda() { 10 } else { 1 },
+                turn: if bench.device.is_cuda() { 10 } else { 1 },
                 turns: sizes.turns,
-                traced,
+                traced: bench.sized([1, 2, 3, 3]),
             },
+            traces,
+            scratch,
         })
     }
+}
 
-    fn profile(&mut self, chosen: &[Inefficiency], traces: &Path, scratch: &Path) -> anyhow::Result<()> {
-        let none = BTreeSet::new();
-        self.progress.message("no inefficiency");
-        let mut clean = Setup::new(&self.corpus, &none, &self.common)?;
+/// Runs the trainings.
+pub(crate) fn run(bench: &mut Bench, arguments: &ProfileArgs) -> anyhow::Result<()> {
+    runtime::memory::track_cpu()?;
+    let slowdowns = Slowdowns::new(arguments, bench)?;
+    let one = |inefficiency: &Inefficiency| Injected::One(*inefficiency);
+    let chosen = if arguments.only.is_empty() { &Inefficiency::ALL[..] } else { &arguments.only };
+    let cases = std::iter::once(Injected::Nothing).chain(chosen.iter().map(one)).chain([Injected::All]);
+    bench.each(cases, Injected::name, |bench, case| match case {
+        Injected::Nothing => slowdowns.nothing(bench),
+        Injected::One(inefficiency) => slowdowns.one(inefficiency, bench),
+        Injected::All => slowdowns.all(bench),
+    })
+}
+
+impl Injected {
+    fn name(&self) -> String {
+        match self {
+            Self::Nothing => "no inefficiency",
+            Self::One(inefficiency) => inefficiency.name(),
+            Self::All => "all of them",
+        }
+        .to_owned()
+    }
+}
+
+impl Slowdowns {
+    /// The trace at hand.
+    fn trace(&self) -> PathBuf {
+        self.scratch.path().join("trace.json")
+    }
+
+    fn nothing(&self, bench: &mut Bench) -> anyhow::Result<()> {
+        let mut clean = Setup::new(&self.corpus, &BTreeSet::new(), &self.common)?;
         clean.run(self.effort.warmup)?;
         // The first trace of a process sets the profiler up; it is not the one that is shown.
-        profile(&mut clean, self.effort, scratch)?;
-        let (base, diagnosis) = profile(&mut clean, self.effort, scratch)?;
+        profile(&mut clean, self.effort, &self.trace())?;
+        let (base, diagnosis) = profile(&mut clean, self.effort, &self.trace())?;
         drop(clean);
-        keep(scratch, &traces.join("all-off.json.gz"))?;
-        self.put("none", "all off", &base, None, &diagnosis, Vec::new())?;
-        self.progress.step();
+        keep(&self.trace(), &self.traces.join("all-off.json.gz"))?;
+        self.put(bench, ["none", "all off"], &base, None, &diagnosis, Vec::new())
+    }
 
-        for &inefficiency in chosen {
-            self.progress.message(inefficiency.name());
-            if !inefficiency.concerns(self.common.device) {
-                let missing = |name, unit| Metric::not_measured(name, unit, "it concerns CUDA devices alone");
-                let metrics = [
-                    ("slowdown", "ratio"),
-                    ("token_seconds", "s"),
-                    ("data_seconds", "s"),
-                    ("detected", "count"),
-                ]
-                .map(|(name, unit)| missing(name, unit))
-                .to_vec();
-                self.sink.put(COMPOSITION, &self.case(inefficiency.name(), "on"), metrics)?;
-                self.progress.step();
-                continue;
-            }
-            let (on, off) = setups(inefficiency);
-            let part = Some(TracePart::of(inefficiency));
-            let diagnosis = self.compare(inefficiency.name(), "on", [&on, &off], part, scratch)?;
-            let detected = match detector(inefficiency) {
-                Some(name) => {
-                    Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some())))
-                }
-                None => {
-                    Metric::not_measured("detected", "count", "no profile can tell it from what is wanted")
-                }
-            };
-            self.sink.put(COMPOSITION, &self.case(inefficiency.name(), "on"), vec![detected])?;
-            self.progress.step();
+    fn all(&self, bench: &mut Bench) -> anyhow::Result<()> {
+        let all = Inefficiency::ALL.into();
+        self.compare(bench, ["all", "all on"], [&all, &BTreeSet::new()], None)?;
+        keep(&self.trace(), &self.traces.join("all-on.json.gz"))
+    }
+
+    fn one(&self, inefficiency: Inefficiency, bench: &mut Bench) -> anyhow::Result<()> {
+        let case = self.case(inefficiency.name(), "on");
+        if !inefficiency.concerns(self.common.device) {
+            let columns =
+                [("slowdown", "ratio"), ("token_seconds", "s"), ("data_seconds", "s"), ("detected", "count")];
+            let why = "it concerns CUDA devices alone";
+            let metrics = columns.map(|(name, unit)| Metric::not_measured(name, unit, why));
+            return bench.put(&case, metrics.to_vec());
         }
-
-        self.progress.message("all of them");
-        self.compare("all", "all on", [&Inefficiency::ALL.into(), &none], None, scratch)?;
-        keep(scratch, &traces.join("all-on.json.gz"))?;
-        self.progress.step();
-        Ok(())
+        let (on, off) = setups(inefficiency);
+        let part = Some(TracePart::of(inefficiency));
+        let diagnosis = self.compare(bench, [inefficiency.name(), "on"], [&on, &off], part)?;
+        let detected = match detector(inefficiency) {
+            Some(name) => {
+                Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some())))
+            }
+            None => Metric::not_measured("detected", "count", "no profile can tell it from what is wanted"),
+        };
+        bench.put(&case, vec![detected])
     }
 
     /// Times a setup in turns with one without, and profiles both over the same batches, as far as they make the same. Records
     /// what both traces show at `part`.
     fn compare(
-        &mut self,
-        name: &str,
-        state: &str,
+        &self,
+        bench: &mut Bench,
+        [name, state]: [&str; 2],
         [on, off]: [&BTreeSet<Inefficiency>; 2],
         part: Option<TracePart>,
-        scratch: &Path,
     ) -> anyhow::Result<Diagnosis> {
+        let trace = &self.trace();
         let mut with = Setup::new(&self.corpus, on, &self.common)?;
         let mut without = Setup::new(&self.corpus, off, &self.common)?;
         let pair = measure_pair(&mut with, &mut without, self.effort)?;
-        let (base, beside) = profile(&mut without, self.effort, scratch)?;
+        let (base, beside) = profile(&mut without, self.effort, trace)?;
         let repaired = match part {
-            Some(part) => Some(spans(&Profile::read(scratch)?, part)),
+            Some(part) => Some(spans(&Profile::read(trace)?, part)),
             None => None,
         };
-        let (composition, diagnosis) = profile(&mut with, self.effort, scratch)?;
+        let (composition, diagnosis) = profile(&mut with, self.effort, trace)?;
         if let (Some(part), Some(repaired)) = (part, repaired) {
-            self.put_spans(name, "with it", spans(&Profile::read(scratch)?, part))?;
-            self.put_spans(name, "repaired", repaired)?;
+            self.put_spans(bench, name, "with it", spans(&Profile::read(trace)?, part))?;
+            self.put_spans(bench, name, "repaired", repaired)?;
         }
-        self.put(name, "clean", &base, None, &beside, vec![token_seconds(&pair.off)])?;
+        self.put(bench, [name, "clean"], &base, None, &beside, vec![token_seconds(&pair.off)])?;
         let repaired = Comparison::between(&composition, &base);
-        self.put(name, state, &composition, Some(&repaired), &diagnosis, of_pair(&pair))?;
+        self.put(bench, [name, state], &composition, Some(&repaired), &diagnosis, of_pair(&pair))?;
         Ok(diagnosis)
     }
 
     /// Records what a profile shows, in figures and, where something is on, in words.
     fn put(
-        &mut self,
-        name: &str,
-        state: &str,
+        &self,
+        bench: &mut Bench,
+        [name, state]: [&str; 2],
         composition: &Composition,
         repaired: Option<&Comparison>,
         diagnosis: &Diagnosis,
@@ -187,7 +202,7 @@ impl Measurement {
             metrics.push(Metric { note, ..Metric::exact("saved_by_repair", "ratio", -repaired.relative()) });
         }
         let case = self.case(name, state);
-        self.sink.put(COMPOSITION, &case, metrics)?;
+        bench.put(&case, metrics)?;
         if ["all off", "all on"].contains(&state) {
             for (rank, operator) in composition.operators.iter().take(TOP_OPERATORS).enumerate() {
                 let case = self
@@ -199,14 +214,14 @@ impl Measurement {
                     Metric::exact("calls", "count", operator.calls),
                     Metric::exact("share", "ratio", operator.share),
                 ];
-                self.sink.put(COMPOSITION, &case, metrics)?;
+                bench.put(&case, metrics)?;
             }
         }
         Ok(())
     }
 
     /// Records what a trace shows.
-    fn put_spans(&mut self, name: &str, trace: &str, spans: Vec<Span>) -> anyhow::Result<()> {
+    fn put_spans(&self, bench: &mut Bench, name: &str, trace: &str, spans: Vec<Span>) -> anyhow::Result<()> {
         for (index, span) in spans.into_iter().enumerate() {
             let case = Case::new()
                 .with("shows", "trace")
@@ -220,7 +235,7 @@ impl Measurement {
                 Metric::exact("start_seconds", "s", span.start),
                 Metric::exact("end_seconds", "s", span.end),
             ];
-            self.sink.put(COMPOSITION, &case, metrics)?;
+            bench.put(&case, metrics)?;
         }
         Ok(())
     }

@@ -1,6 +1,5 @@
 //! How large the experiments are at each scale.
 
-use clap::Args;
 use models::Gpt2LikeConfig;
 use report::cli::Scale;
 
@@ -71,23 +70,13 @@ impl Sizes {
     ///
     /// # Errors
     /// Texts that were asked for by name and cannot be had.
-    pub(crate) fn corpus(&self, which: &Which) -> anyhow::Result<Corpus> {
+    pub(crate) fn corpus(&self, data: &DataArgs, scale: Scale) -> anyhow::Result<Corpus> {
         let limits = Limits {
             max_length: self.model.max_length as usize,
             train_tokens: self.train_tokens,
             validation_tokens: self.validation_tokens,
             vocabulary: self.vocabulary,
         };
-        Corpus::of(&which.data.data.choose(which.scale)?, &limits)?.map_err(anyhow::Error::msg)
+        Corpus::of(&data.data.choose(scale)?, &limits)?.map_err(anyhow::Error::msg)
     }
-}
-
-/// Flags that these experiments have.
-#[derive(Args)]
-pub(crate) struct Which {
-    /// How large
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) scale: Scale,
-    #[command(flatten)]
-    pub(crate) data: DataArgs,
 }

@@ -6,24 +6,18 @@
 use std::collections::BTreeSet;
 
 use anyhow::Result;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::memory::Region;
 use tch::Device;
 
 use super::injected_slowdowns::Inefficiency;
 use super::profiling::Turn;
 use super::setup::{Common, Setup, Techniques};
-use super::sizes::{Sizes, Which};
-use crate::corpus::Corpus;
+use super::sizes::Sizes;
+use crate::corpus::{Corpus, DataArgs};
+use crate::driver::Bench;
 
-#[derive(clap::Args)]
-pub(crate) struct StagesArgs {
-    #[command(flatten)]
-    which: Which,
-}
-
-const EXPERIMENT: &str = "stages";
 /// Steps of each stage before it is measured; its peak is theirs.
 const WARMUP: u64 = 3;
 
@@ -117,14 +111,13 @@ struct Effort {
     turn: u64,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &StagesArgs) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
+    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let scale = arguments.which.scale;
+    let scale = bench.scale;
     let sizes = Sizes::of(scale);
-    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.which.scale)?;
-    let corpus = sizes.corpus(&arguments.which)?;
-    corpus.put(&mut sink, EXPERIMENT, scale)?;
+    let corpus = sizes.corpus(data, scale)?;
+    corpus.put(bench)?;
     let effort = Effort { rounds: sizes.stage_rounds, turn: if device.is_cuda() { 10 } else { 1 } };
     let common = Common {
         model: sizes.profiled,
@@ -132,22 +125,22 @@ pub(crate) fn run(common: &CommonArgs, arguments: &StagesArgs) -> anyhow::Result
         batch_size: sizes.batch_size,
         lr: if scale == Scale::Paper { 1e-4 } else { 1e-3 },
         device,
-        seed: common.seed,
+        seed: bench.seed,
     };
     let with_precision = stages(device, true);
-    let mut progress = Progress::new(with_precision.len() as u64 + effort.rounds + 1);
-    progress.message("does mixed precision gain on this device?");
+    bench.expect(with_precision.len() + effort.rounds as usize + 1);
+    bench.message("does mixed precision gain on this device?");
     let trial = Effort { rounds: 3, ..effort };
     let found = measure(&corpus, &common, &with_precision[1..3], trial, |_| {})?;
     let gain = Metric::of_samples("speedup", "ratio", &found[1].speedups(&found[0]));
     let stages = stages(device, gain.value.is_some_and(|gain| gain > 1.0));
-    progress.step();
+    bench.step();
     let measured = measure(&corpus, &common, &stages, effort, |message| {
-        progress.message(message);
-        progress.step();
+        bench.message(message);
+        bench.step();
     })?;
-    put_stages(&mut sink, &stages, &measured)?;
-    put_parts(&mut sink, &stages, &measured)?;
+    put_stages(bench, &stages, &measured)?;
+    put_parts(bench, &stages, &measured)?;
     let why = if device.is_cuda() {
         "a captured step needs the same shapes in each step, and packed rows have other documents in each; \
          `cargo xtask run-all --only runtime-cost --device cuda` measures a captured step"
@@ -162,7 +155,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &StagesArgs) -> anyhow::Result
         .with("setup", "captured step");
     let missing = |(name, unit)| Metric::not_measured(name, unit, why);
     let columns = [("tokens_per_second", "tokens/s"), ("stage_speedup", "ratio")];
-    sink.put(EXPERIMENT, &case, columns.map(missing).to_vec())
+    bench.put(&case, columns.map(missing).to_vec())
 }
 
 /// Makes all stages, one after the other, and measures them in turns.
@@ -210,7 +203,7 @@ impl Measured {
     }
 }
 
-fn put_stages(sink: &mut Sink, stages: &[Stage], measured: &[Measured]) -> Result<()> {
+fn put_stages(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Result<()> {
     for (number, (stage, of)) in stages.iter().zip(measured).enumerate() {
         let steps: Vec<f64> = of.turns.iter().map(|turn| turn.step).collect();
         let mut metrics = vec![
@@ -236,13 +229,13 @@ fn put_stages(sink: &mut Sink, stages: &[Stage], measured: &[Measured]) -> Resul
             .with("part", stage.part.name())
             .with("stage", number as u64)
             .with("setup", stage.name.as_str());
-        sink.put(EXPERIMENT, &case, metrics)?;
+        bench.put(&case, metrics)?;
     }
     Ok(())
 }
 
 /// What each part of the assignment gave, and all of them: its last stage beside the stage before its first.
-fn put_parts(sink: &mut Sink, stages: &[Stage], measured: &[Measured]) -> Result<()> {
+fn put_parts(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Result<()> {
     let mut ends: Vec<(&str, usize, usize)> = Vec::new();
     for part in Part::ALL {
         let of_part = || (0..stages.len()).filter(|&index| stages[index].part == part);
@@ -261,7 +254,7 @@ fn put_parts(sink: &mut Sink, stages: &[Stage], measured: &[Measured]) -> Result
                 Metric::exact("peak_bytes", "B", of.peak_bytes as f64),
                 Metric::exact("validation_loss", "nat", of.validation_loss),
             ];
-            sink.put(EXPERIMENT, &case(end), metrics)?;
+            bench.put(&case(end), metrics)?;
         }
         let speedups = measured[after].speedups(&measured[before]);
         let metrics = vec![
@@ -272,7 +265,7 @@ fn put_parts(sink: &mut Sink, stages: &[Stage], measured: &[Measured]) -> Result
                 measured[after].peak_bytes as f64 / measured[before].peak_bytes as f64,
             ),
         ];
-        sink.put(EXPERIMENT, &case("after"), metrics)?;
+        bench.put(&case("after"), metrics)?;
     }
     Ok(())
 }
