@@ -1,8 +1,8 @@
-//! The project's own small data sets, written by a seeded generator and committed in `data/`.
+//! The project's own small data sets, which are committed in `data/`.
 //!
 //! They make every experiment and test work offline: an encyclopedia-like corpus in WikiText's format with WikiText-2's
 //! spread of line lengths, word problems in GSM8K's format, a byte-level BPE trained on both, and a smaller world of problems
-//! and stories that a small model can learn. All of it is about an invented world. The generator is in the crate `experiments`.
+//! and stories that a small model can learn. All of it is about an invented world.
 //!
 //! ```
 //! use dataloading::Tokenizer;

@@ -1,6 +1,5 @@
 //! `dataloading`: the cost of packing, sampling and loading, over one table of sizes.
 
-pub mod embedded;
 pub mod lengths;
 mod packing;
 mod sampler;
@@ -23,12 +22,6 @@ pub(crate) enum Verb {
     Lengths,
     /// Measure tokens per second of the whole loader, by strategy and workers
     Throughput(throughput::ThroughputArgs),
-    /// Generate the embedded data sets: an encyclopedia, word problems, their tokenizer
-    Embedded {
-        /// Output folder; files of the same names are replaced
-        #[arg(long, value_name = "FOLDER")]
-        out: std::path::PathBuf,
-    },
 }
 
 impl Verb {
@@ -38,7 +31,6 @@ impl Verb {
             Self::Sampler(sizes) => driver.run("sampler", |bench| sampler::run(bench, sizes)),
             Self::Lengths => driver.run("lengths", lengths::run),
             Self::Throughput(arguments) => driver.run("loader", |bench| throughput::run(bench, arguments)),
-            Self::Embedded { out } => Ok(embedded::write(out, embedded::SEED)?),
         }
     }
 }

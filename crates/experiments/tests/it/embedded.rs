@@ -1,4 +1,4 @@
-//! The embedded data sets: they are what the generator writes, and what they claim to be.
+//! The embedded data sets are what their README says.
 
 use std::collections::BTreeSet;
 
@@ -8,24 +8,10 @@ use dataloading::embedded::{
 };
 use dataloading::length_statistics::LengthStatistics;
 use dataloading::text::{Corpus, Format, heading_level};
-use experiments::dataloading::embedded as generator;
 use serde_json::Value;
 
 fn read(name: &str) -> String {
     std::fs::read_to_string(embedded::folder().unwrap().join(name)).unwrap()
-}
-
-#[test]
-fn the_committed_files_are_what_the_generator_writes() {
-    for (name, content) in generator::generate(generator::SEED).unwrap() {
-        assert!(
-            content == read(name),
-            "data/{name} differs; write it again: cargo run -p experiments --release -- dataloading embedded --out data"
-        );
-    }
-    let folder = tempfile::tempdir().unwrap();
-    generator::write(folder.path(), generator::SEED).unwrap();
-    assert_eq!(std::fs::read_to_string(folder.path().join(CORPUS_VALID)).unwrap(), read(CORPUS_VALID));
 }
 
 /// Words per line that is not empty, headings included, of WikiText-2's valid.txt (Merity et al. 2016, 2461 lines), and how
@@ -206,10 +192,4 @@ fn stories_have_right_calculations_and_neither_questions_nor_marks() {
         calculations += 1;
     }
     assert_eq!(calculations, 3000 * 2 + 1500 * 8);
-}
-
-#[test]
-fn another_seed_gives_other_data() {
-    let other = generator::generate(1).unwrap();
-    assert!(other.iter().all(|(name, content)| *content != read(name)));
 }
