@@ -38,17 +38,17 @@ impl Step<'_, '_> {
         })
     }
 
+    /// The running lanes that the guard of an instruction lets execute it.
+    fn guarded(&self, instruction: &Instruction, running: u32) -> Result<u32, (u32, FaultKind)> {
+        let Some((register, negated)) = instruction.guard else { return Ok(running) };
+        self.need_defined(register, running)?;
+        let predicate = self.warp.register(register);
+        let passes = |lane: usize| (predicate[lane] != 0) != negated;
+        Ok(lanes_of(running).fold(0, |mask, lane| mask | u32::from(passes(lane)) << lane))
+    }
+
     fn instruction(&mut self, at: usize, instruction: &Instruction, running: u32) -> Faulted {
-        let mask = match instruction.guard {
-            None => running,
-            Some((register, negated)) => {
-                self.need_defined(register, running)?;
-                let predicate = self.warp.register(register);
-                running
-                    & lanes_of(running)
-                        .fold(0, |mask, lane| mask | u32::from((predicate[lane] != 0) != negated) << lane)
-            }
-        };
+        let mask = self.guarded(instruction, running)?;
         if let Operation::Branch { target, uniform } = instruction.operation {
             if mask != 0 && mask != running {
                 if uniform {
