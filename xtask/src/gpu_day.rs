@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use serde::Deserialize;
 
 use crate::cargo::{self, Optimization};
 use crate::device::Device;
@@ -41,12 +42,13 @@ pub(crate) struct Args {
 }
 
 /// What a part runs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 enum Work {
     /// `frugal doctor`: driver, device, measured rates.
     Doctor,
     /// The tests whose name contains one of these.
-    Tests(&'static [&'static str]),
+    Tests(Vec<String>),
     /// The tests of the kernels under `compute-sanitizer`.
     Sanitizer,
     /// An experiment, with its claims.
@@ -56,38 +58,24 @@ enum Work {
 }
 
 /// One part. An experiment or a comparison has the name that it has in the report.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Part {
-    name: &'static str,
+    name: String,
     work: Work,
-    /// Deadline in seconds, with a margin above the time on an H200.
+    /// Deadline in seconds.
     seconds: u64,
 }
 
-const fn part(name: &'static str, work: Work, seconds: u64) -> Part {
-    Part { name, work, seconds }
+/// Reads the parts in their order.
+fn parts() -> Result<Vec<Part>> {
+    #[derive(Deserialize)]
+    struct Parts {
+        parts: Vec<Part>,
+    }
+    let Parts { parts } = toml::from_str(include_str!("gpu_day.toml")).context("gpu_day.toml")?;
+    Ok(parts)
 }
-
-const PARTS: [Part; 18] = [
-    part("doctor", Work::Doctor, 60),
-    part("device-tests", Work::Tests(&["device_cuda", "device_graph", "device_schedules"]), 60),
-    part("kernel-tests", Work::Tests(&["kernels_cuda"]), 90),
-    part("cuda-tests", Work::Tests(&["cuda"]), 120),
-    part("kernels", Work::Experiment, 90),
-    part("fused-ce-long", Work::Experiment, 60),
-    part("fused-ce", Work::Experiment, 120),
-    part("layers-vs-pytorch", Work::Comparison, 120),
-    part("fused-ce-vs-pytorch", Work::Comparison, 150),
-    part("lora-step", Work::Experiment, 60),
-    part("lora-step-vs-peft", Work::Comparison, 180),
-    part("offload-timeline", Work::Experiment, 60),
-    part("amp-gradient", Work::Experiment, 60),
-    part("swiglu", Work::Experiment, 90),
-    part("activation-plan", Work::Experiment, 90),
-    part("norms", Work::Experiment, 60),
-    part("offload-methods", Work::Experiment, 260),
-    part("sanitizer", Work::Sanitizer, 180),
-];
 
 /// How a part ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -113,8 +101,9 @@ impl fmt::Display for Verdict {
 
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     args.device.check()?;
-    if let Some(unknown) = args.only.iter().find(|name| PARTS.iter().all(|part| part.name != **name)) {
-        let known: Vec<&str> = PARTS.iter().map(|part| part.name).collect();
+    let mut parts = parts()?;
+    if let Some(unknown) = args.only.iter().find(|name| parts.iter().all(|part| part.name != **name)) {
+        let known: Vec<&str> = parts.iter().map(|part| &*part.name).collect();
         bail!("there is no part `{unknown}`; there are: {}", known.join(", "));
     }
     let own = std::env::current_exe().context("cannot find the path of this program")?;
@@ -135,13 +124,14 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         end: Instant::now() + Duration::from_secs_f64(60.0 * args.minutes.max(0.0)),
     };
     let mut rows = Vec::new();
-    for part in PARTS.iter().filter(|part| args.only.is_empty() || args.only.iter().any(|o| o == part.name)) {
+    parts.retain(|part| args.only.is_empty() || args.only.contains(&part.name));
+    for part in &parts {
         eprintln!("{} …", part.name);
         let start = Instant::now();
         let verdict = day.one(part).unwrap_or_else(|error| Verdict::Failed(format!("{error:#}")));
         let seconds = start.elapsed().as_secs_f64();
         eprintln!("{}: {verdict} ({seconds:.0} s)", part.name);
-        rows.push((part.name, verdict, seconds));
+        rows.push((&*part.name, verdict, seconds));
         write_table(&folder.out, &rows)?;
     }
     println!("{}", table(&rows));
@@ -231,23 +221,26 @@ impl Day<'_> {
             command.arg("--out").arg(&self.folder.out);
             command
         };
-        Ok(Ok(match part.work {
+        Ok(Ok(match &part.work {
             Work::Doctor => {
                 let mut command = self.programs.command("frugal")?;
                 command.arg("doctor");
                 command
             }
             // After the second `--` because cargo takes one name, and the tests' own programs take several.
-            Work::Tests(names) => verb(&[&["test", "--", "--"], names].concat()),
+            Work::Tests(names) => {
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                verb(&[&["test", "--", "--"], &names[..]].concat())
+            }
             Work::Experiment => {
                 let scale = if rehearsal { "smoke" } else { "paper" };
-                out(verb(&["run-all", "--only", part.name, "--device", &device, "--scale", scale]))
+                out(verb(&["run-all", "--only", &part.name, "--device", &device, "--scale", scale]))
             }
             Work::Comparison => {
                 if rehearsal {
                     return Ok(Err("not rehearsed; `cargo xtask compare` runs it on a CPU".into()));
                 }
-                let mut command = out(verb(&["compare", "--only", part.name, "--device", &device]));
+                let mut command = out(verb(&["compare", "--only", &part.name, "--device", &device]));
                 if let Some(python) =
                     std::env::var_os("FRUGAL_PYTHON").filter(|_| self.workspace.bundle.is_some())
                 {
@@ -331,7 +324,7 @@ mod tests {
     fn every_measured_part_is_an_experiment_or_a_comparison() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         let specs = report::Specs::load(root).unwrap();
-        for part in PARTS {
+        for part in parts().unwrap() {
             let known = match part.work {
                 Work::Experiment => specs.experiments.iter().any(|e| e.name == part.name),
                 Work::Comparison => specs.comparisons.iter().any(|c| c.name == part.name),
@@ -367,7 +360,7 @@ mod tests {
             Workspace { root: dir.path().to_owned(), bundle: Some(crate::workspace::Manifest::default()) };
         let programs = Programs::ready(&workspace, &[], Device::Cpu).unwrap();
         let folder = Folder::new(&workspace, Some(dir.path())).unwrap();
-        let verdict = day(&workspace, &programs, &folder, 0).one(&PARTS[0]).unwrap();
+        let verdict = day(&workspace, &programs, &folder, 0).one(&parts().unwrap()[0]).unwrap();
         assert_eq!(verdict, Verdict::Skipped("no time left".into()));
         assert_eq!(table(&[("doctor", verdict, 0.2)]), "doctor      0 s  skipped: no time left");
     }
