@@ -25,7 +25,6 @@ mod interrupt;
 mod kernels;
 mod lint;
 mod pages;
-mod pdf;
 mod programs;
 mod python;
 mod revision;

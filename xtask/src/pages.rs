@@ -17,9 +17,6 @@ pub(crate) struct Args {
     /// Folder of the report; its records are read from DIR/records
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Print the page to report.pdf too, with an installed Chromium or the browser that CHROME names
-    #[arg(long)]
-    pdf: bool,
 }
 
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
@@ -29,11 +26,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         let old = read_records(&records_of(against))?;
         println!("{}", report::against::compare(&specs, &old, &folder.read()?).markdown());
     }
-    let page = folder.finish(&specs)?;
-    if args.pdf {
-        println!("printed: {}", crate::pdf::print(&page)?.display());
-    }
-    Ok(())
+    folder.finish(&specs)
 }
 
 /// The records of a report's folder, or of a folder that holds records itself.
@@ -158,8 +151,8 @@ impl Folder {
         within.chain(is_report(&self.out.join("..")).then(|| "..".to_owned())).map(other).collect()
     }
 
-    /// Writes the pages, prints the claims, and last the path of the page, which it returns.
-    pub(crate) fn finish(&self, specs: &Specs) -> Result<PathBuf> {
+    /// Writes the pages, prints the claims, and last the path of the page.
+    pub(crate) fn finish(&self, specs: &Specs) -> Result<()> {
         let runs: Vec<RunOutcome> =
             Stamp::read_all(&self.run()).into_iter().map(|stamp| stamp.outcome).collect();
         let written = report::site::write(specs, &self.read()?, &runs, &self.others()?, &self.out)?;
@@ -167,7 +160,7 @@ impl Folder {
             println!("{claim}");
         }
         println!("report: {}", written.page.display());
-        Ok(written.page)
+        Ok(())
     }
 }
 
