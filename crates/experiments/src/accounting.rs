@@ -5,24 +5,23 @@ mod lecture;
 mod sections;
 
 use clap::Subcommand;
-use report::cli::{CommonArgs, Scale};
+
+use crate::driver::Driver;
 
 /// What is computed.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Compute the records of the report's sections about accounting
     Experiment(experiment::Experiment),
-    /// Execute each cell of CS336's second lecture
-    Lecture {
-        /// At scale full and above, the lecture's large product too
-        #[arg(long, value_enum, default_value_t)]
-        scale: Scale,
-    },
+    /// Execute each cell of CS336's second lecture; at scale full and above, its large product too
+    Lecture,
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Experiment(arguments) => experiment::run(common, arguments),
-        Verb::Lecture { scale } => lecture::run(common, *scale),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self {
+            Self::Experiment(arguments) => experiment::run(&driver.common, driver.scale, arguments),
+            Self::Lecture => driver.run("accounting-lecture", lecture::run),
+        }
     }
 }

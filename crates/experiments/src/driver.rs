@@ -18,7 +18,7 @@ pub(crate) struct Driver {
     pub(crate) common: CommonArgs,
     /// How large the experiment is, where it has sizes
     #[arg(long, value_enum, default_value_t, global = true)]
-    scale: Scale,
+    pub(crate) scale: Scale,
     /// The experiment that the records are of [default: the verb's own]
     #[arg(long, value_name = "NAME", global = true)]
     experiment: Option<String>,

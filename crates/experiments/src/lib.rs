@@ -93,14 +93,14 @@ pub fn run() -> ExitCode {
         // As in the programs that are measured.
         ::runtime::memory::set_block_cache(true)?;
         match &measured {
-            Measured::Accounting(verb) => crate::accounting::run(&driver.common, verb),
+            Measured::Accounting(verb) => verb.run(&driver),
             Measured::Amp(verb) => verb.run(&driver),
             Measured::Dataloading(verb) => verb.run(&driver),
             Measured::FusedCe(verb) => verb.run(&driver),
             Measured::Gguf(verb) => verb.run(&driver),
             Measured::Lora(verb) => verb.run(&driver),
             Measured::Offload(verb) => verb.run(&driver),
-            Measured::Planning(verb) => crate::planning::run(&driver.common, verb),
+            Measured::Planning(verb) => verb.run(&driver),
             Measured::Robustness(verb) => verb.run(&driver),
             Measured::Runtime(verb) => verb.run(&driver),
             Measured::Sharding(verb) => verb.run(&driver),

@@ -8,7 +8,8 @@ mod sandbox;
 mod weights;
 
 use clap::Subcommand;
-use report::cli::CommonArgs;
+
+use crate::driver::Driver;
 
 /// What is compared.
 #[derive(Subcommand)]
@@ -18,19 +19,22 @@ pub(crate) enum Verb {
     /// Train under budgets with the chosen plan, and with every other one
     Choice(choice::Choice),
     /// Train at the least budgets that are named, and sample the memory of the process from outside
-    Held(held::Held),
-    /// Train a model that is larger than its budget
+    Held,
+    /// Train a model that is larger than its budget; at full and paper Qwen2.5-7B's shape within 4 GiB, and 15 GB on the disk
     Large(large::Large),
     /// Train all weights in fp32 and, under each way in which they can take small updates, in bf16
-    Weights(weights::Weights),
+    Weights,
 }
 
-pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Busy(arguments) => busy::run(common, arguments),
-        Verb::Choice(arguments) => choice::run(common, arguments),
-        Verb::Held(arguments) => held::run(common, arguments),
-        Verb::Large(arguments) => large::run(common, arguments),
-        Verb::Weights(arguments) => weights::run(common, arguments),
+impl Verb {
+    pub(crate) fn run(&self, driver: &Driver) -> anyhow::Result<()> {
+        let driver = driver.on_cpu();
+        match self {
+            Self::Busy(arguments) => driver.run("busy-machine", |bench| busy::run(bench, arguments)),
+            Self::Choice(arguments) => driver.run("plan-choice", |bench| choice::run(bench, arguments)),
+            Self::Held => driver.run("held-memory", held::run),
+            Self::Large(arguments) => driver.run("plan-large", |bench| large::run(bench, arguments)),
+            Self::Weights => driver.run("bf16-weights", weights::run),
+        }
     }
 }

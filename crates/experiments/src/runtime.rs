@@ -82,16 +82,13 @@ impl Verb {
 /// Measures groups of figures, one after the other.
 fn measure(bench: &mut Bench, parts: Vec<Part>) -> anyhow::Result<()> {
     let device = bench.device_flag().to_owned();
-    bench.each(
-        parts,
-        |part| part.about.to_owned(),
-        |bench, part| {
-            for (case, metric) in (part.run)(bench.device, bench.scale)? {
-                bench.put(&case.with("device", device.as_str()), vec![metric])?;
-            }
-            Ok(())
-        },
-    )
+    let label = |part: &Part| part.about.to_owned();
+    bench.each(parts, label, |bench, part| {
+        for (case, metric) in (part.run)(bench.device, bench.scale)? {
+            bench.put(&case.with("device", device.as_str()), vec![metric])?;
+        }
+        Ok(())
+    })
 }
 
 fn info(common: &report::cli::CommonArgs) -> anyhow::Result<()> {

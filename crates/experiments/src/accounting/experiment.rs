@@ -9,9 +9,6 @@ use super::sections;
 
 #[derive(clap::Args)]
 pub(crate) struct Experiment {
-    /// How many models and devices; all of it takes less than a second
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Only these sections
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…")]
     only: Vec<Section>,
@@ -53,15 +50,15 @@ const MODELS: [&str; 6] = ["gpt2", "cs336-small", "cs336-xl", "qwen2.5-0.5b", "l
 const SMOKE_DEVICES: [&str; 1] = ["rtx4090"];
 const DEVICES: [&str; 4] = ["t4", "rtx4090", "h100", "b200"];
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result<()> {
+pub(crate) fn run(common: &CommonArgs, scale: Scale, arguments: &Experiment) -> anyhow::Result<()> {
     let environment = &Environment::detect("cpu", None);
     let all: Vec<&str> = presets::names().collect();
-    let models: &[&str] = match arguments.scale {
+    let models: &[&str] = match scale {
         Scale::Smoke => &SMOKE_MODELS,
         Scale::Laptop | Scale::Full => &MODELS,
         Scale::Paper => &all,
     };
-    let (fit_models, devices): (&[&str], &[&str]) = match arguments.scale {
+    let (fit_models, devices): (&[&str], &[&str]) = match scale {
         Scale::Smoke => (&SMOKE_MODELS, &SMOKE_DEVICES),
         _ => (&["gpt2", "qwen2.5-0.5b", "llama-3-8b"], &DEVICES),
     };
@@ -70,7 +67,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result
     let mut progress = Progress::new(sections.len() as u64);
     for section in sections {
         progress.message(&section.experiment());
-        let mut sink = Sink::new(common, environment.clone(), section.scale(arguments.scale))?;
+        let mut sink = Sink::new(common, environment.clone(), section.scale(scale))?;
         let records = match section {
             Section::Published => sections::published(environment)?,
             Section::Dtypes => sections::dtypes(environment)?,

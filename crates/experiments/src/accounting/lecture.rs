@@ -7,11 +7,11 @@ mod cruncher;
 mod gradients;
 mod tensors;
 
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use tch::{Device, Kind, Tensor};
 
-const EXPERIMENT: &str = "accounting-lecture";
+use crate::driver::Bench;
 
 /// A statement of the lecture, and what running it gave.
 #[derive(Debug, Clone, PartialEq)]
@@ -80,19 +80,16 @@ fn cells(device: Device, seed: u64, scale: Scale) -> anyhow::Result<Vec<Cell>> {
     Ok(cells)
 }
 
-pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?, scale)?;
-    let mut progress = Progress::new(1);
-    progress.message("the lecture's cells");
-    let cells = cells(device, common.seed, scale)?;
+    bench.message("the lecture's cells");
+    let cells = cells(bench.device, bench.seed, bench.scale)?;
     for (number, cell) in cells.iter().enumerate() {
         let case = Case::new()
             .with("part", cell.part)
             .with("number", number + 1)
             .with("statement", cell.statement.as_str());
-        sink.put(EXPERIMENT, &case, cell.metrics())?;
+        bench.put(&case, cell.metrics())?;
     }
     let agree = cells.iter().filter_map(Cell::agrees);
     let (right, all) = agree.fold((0, 0), |(right, all), agrees| (right + u32::from(agrees), all + 1));
@@ -100,9 +97,7 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
         Metric::exact("cells", "count", f64::from(all)),
         Metric::exact("cells_that_agree", "count", f64::from(right)),
     ];
-    sink.put(EXPERIMENT, &Case::new().with("part", "summary"), summary.into())?;
-    progress.step();
-    Ok(())
+    bench.put(&Case::new().with("part", "summary"), summary.into())
 }
 
 /// The values of a tensor in fp64.

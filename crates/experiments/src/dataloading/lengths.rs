@@ -130,41 +130,38 @@ impl Batching {
 
 /// Measures the lengths of texts' lines, and the padding of every strategy.
 pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
-    bench.each(
-        Text::ALL,
-        |text| text.name().to_owned(),
-        |bench, text| {
-            let case = || Case::new().with("text", text.name());
-            let lines = match text.lines()? {
-                Ok(lines) => Arc::new(lines),
-                Err(why) => {
-                    let missing = [("lines", "count"), ("tokens", "count"), ("mean_length", "tokens")];
-                    let missing = missing.map(|(name, unit)| Metric::not_measured(name, unit, &why));
-                    return bench.put(&case(), missing.to_vec());
-                }
-            };
-            let statistics = LengthStatistics::of(&*lines)?;
-            bench.put(&case(), described(&statistics))?;
-            for bin in statistics.histogram(BIN) {
-                let share = bin.samples as f64 / statistics.samples() as f64;
-                let metric = Metric::exact("share_of_lines", "ratio", share);
-                bench.put(&case().with("length", bin.from), vec![metric])?;
+    let label = |text: &Text| text.name().to_owned();
+    bench.each(Text::ALL, label, |bench, text| {
+        let case = || Case::new().with("text", text.name());
+        let lines = match text.lines()? {
+            Ok(lines) => Arc::new(lines),
+            Err(why) => {
+                let missing = [("lines", "count"), ("tokens", "count"), ("mean_length", "tokens")];
+                let missing = missing.map(|(name, unit)| Metric::not_measured(name, unit, &why));
+                return bench.put(&case(), missing.to_vec());
             }
-            for batching in BATCHINGS {
-                let counted = batching.count(lines.clone(), bench.sized([1, 5, 5, 5]), bench.seed)?;
-                let mut metrics = vec![
-                    Metric::of_samples("positions", "count", &counted.positions),
-                    Metric::of_samples("padding", "ratio", &counted.padding),
-                    Metric::of_samples("dropped_tokens", "count", &counted.dropped),
-                ];
-                if let Some(waste) = batching.computed(&statistics) {
-                    metrics.push(Metric::exact("expected_padding", "ratio", waste.share()));
-                }
-                bench.put(&case().with("batches", batching.name()), metrics)?;
+        };
+        let statistics = LengthStatistics::of(&*lines)?;
+        bench.put(&case(), described(&statistics))?;
+        for bin in statistics.histogram(BIN) {
+            let share = bin.samples as f64 / statistics.samples() as f64;
+            let metric = Metric::exact("share_of_lines", "ratio", share);
+            bench.put(&case().with("length", bin.from), vec![metric])?;
+        }
+        for batching in BATCHINGS {
+            let counted = batching.count(lines.clone(), bench.sized([1, 5, 5, 5]), bench.seed)?;
+            let mut metrics = vec![
+                Metric::of_samples("positions", "count", &counted.positions),
+                Metric::of_samples("padding", "ratio", &counted.padding),
+                Metric::of_samples("dropped_tokens", "count", &counted.dropped),
+            ];
+            if let Some(waste) = batching.computed(&statistics) {
+                metrics.push(Metric::exact("expected_padding", "ratio", waste.share()));
             }
-            Ok(())
-        },
-    )
+            bench.put(&case().with("batches", batching.name()), metrics)?;
+        }
+        Ok(())
+    })
 }
 
 fn described(statistics: &LengthStatistics) -> Vec<Metric> {

@@ -37,19 +37,16 @@ impl Samples for Lengths {
 pub(crate) fn run(bench: &mut Bench, sizes: &Sizes) -> anyhow::Result<()> {
     const ALL: [usize; 5] = [1_000, 10_000, 100_000, 1_000_000, 10_000_000];
     let sizes = sizes.or(bench.sized([&ALL[..3], &ALL[2..4], &ALL[2..], &ALL[2..]]));
-    bench.each(
-        sizes,
-        |size| format!("{size} samples"),
-        |bench, size| {
-            let case = Case::new().with("samples", size);
-            bench.put(&case, vec![permutation(size, bench)])?;
-            for k in GAPS {
-                let metrics = measure(size, k, bench)?;
-                bench.put(&case.clone().with("k", k), metrics)?;
-            }
-            Ok(())
-        },
-    )
+    let label = |size: &usize| format!("{size} samples");
+    bench.each(sizes, label, |bench, size| {
+        let case = Case::new().with("samples", size);
+        bench.put(&case, vec![permutation(size, bench)])?;
+        for k in GAPS {
+            let metrics = measure(size, k, bench)?;
+            bench.put(&case.clone().with("k", k), metrics)?;
+        }
+        Ok(())
+    })
 }
 
 /// One size and one `k`, batches of 32, lengths of text.

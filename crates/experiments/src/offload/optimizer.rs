@@ -81,26 +81,23 @@ pub(crate) fn run(bench: &mut Bench, arguments: &OptimizerArgs) -> anyhow::Resul
     let most = DEMANDS.iter().map(|demand| demand.micro_batches).max().unwrap_or(1);
     let rows = rows(steps * most, device)?;
     let training = Training { config, steps, seed: bench.seed, device, rows };
-    bench.each(
-        DEMANDS,
-        |demand| demand.name.to_owned(),
-        |bench, demand| {
-            let (ordinary, host) = (training.ordinary(&demand)?, training.on_host(&demand)?);
-            let case = |shows: &str, optimizer: &str| {
-                Case::new().with("shows", shows).with("options", demand.name).with("optimizer", optimizer)
-            };
-            let curve = demand.name == DEMANDS[0].name || demand.schedule;
-            for (name, trained) in [("AdamW, resident", &ordinary), ("HostAdamW, layers offloaded", &host)] {
-                bench.put(&case("training", name), trained.metrics())?;
-                for (step, loss) in trained.losses.iter().enumerate().filter(|_| curve) {
-                    let case = case("curve", name).with("step", step + 1);
-                    bench.put(&case, vec![Metric::exact("training_loss", "nat", *loss)])?;
-                }
+    let label = |demand: &Demand| demand.name.to_owned();
+    bench.each(DEMANDS, label, |bench, demand| {
+        let (ordinary, host) = (training.ordinary(&demand)?, training.on_host(&demand)?);
+        let case = |shows: &str, optimizer: &str| {
+            Case::new().with("shows", shows).with("options", demand.name).with("optimizer", optimizer)
+        };
+        let curve = demand.name == DEMANDS[0].name || demand.schedule;
+        for (name, trained) in [("AdamW, resident", &ordinary), ("HostAdamW, layers offloaded", &host)] {
+            bench.put(&case("training", name), trained.metrics())?;
+            for (step, loss) in trained.losses.iter().enumerate().filter(|_| curve) {
+                let case = case("curve", name).with("step", step + 1);
+                bench.put(&case, vec![Metric::exact("training_loss", "nat", *loss)])?;
             }
-            let compared = Case::new().with("shows", "comparison").with("options", demand.name);
-            bench.put(&compared, host.against(&ordinary, device)?)
-        },
-    )
+        }
+        let compared = Case::new().with("shows", "comparison").with("options", demand.name);
+        bench.put(&compared, host.against(&ordinary, device)?)
+    })
 }
 
 /// Rows of the embedded encyclopedia.

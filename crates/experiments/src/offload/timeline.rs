@@ -38,38 +38,35 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Timeline) -> anyhow::Result<()>
     let tokens = arguments.tokens.unwrap_or(tokens);
     let shape = if bench.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
     let config = shape.resized(layers, vocabulary, tokens)?;
-    bench.each(
-        METHODS,
-        |(name, ..)| (*name).to_owned(),
-        |bench, (name, method, ring)| {
-            let options = OffloadConfig { device, method, ring, ..OffloadConfig::default() };
-            let subject =
-                MeasuredModel::new(&config, (Kind::Float, device), Some(&options), (tokens, bench.seed))?;
-            let offload = subject.offload.as_ref().context("the model is not offloaded")?;
-            // The first step makes the ring and learns the order; the second finds its memory warm.
-            for _ in 0..2 {
-                subject.gradients()?;
-                subject.drop_gradients()?;
-            }
-            let mut seen = Seen::default();
-            let mut trace = Vec::new();
-            for _ in 0..steps {
-                offload.start_trace()?;
-                let passes = subject.gradients()?;
-                trace = offload.take_trace()?;
-                seen.add(&trace, passes.total());
-                subject.drop_gradients()?;
-            }
-            let shown = Case::new().with("shows", "timeline").with("method", name);
-            bench.put_all(spans::timeline(&shown, &trace))?;
-            bench.put(&Case::new().with("shows", "streams").with("method", name), seen.metrics())?;
-            if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {
-                std::fs::write(path, offload::to_chrome(&trace).to_string())
-                    .with_context(|| format!("the trace {}", path.display()))?;
-            }
-            Ok(())
-        },
-    )
+    let label = |(name, ..): &(&str, Method, usize)| (*name).to_owned();
+    bench.each(METHODS, label, |bench, (name, method, ring)| {
+        let options = OffloadConfig { device, method, ring, ..OffloadConfig::default() };
+        let subject =
+            MeasuredModel::new(&config, (Kind::Float, device), Some(&options), (tokens, bench.seed))?;
+        let offload = subject.offload.as_ref().context("the model is not offloaded")?;
+        // The first step makes the ring and learns the order; the second finds its memory warm.
+        for _ in 0..2 {
+            subject.gradients()?;
+            subject.drop_gradients()?;
+        }
+        let mut seen = Seen::default();
+        let mut trace = Vec::new();
+        for _ in 0..steps {
+            offload.start_trace()?;
+            let passes = subject.gradients()?;
+            trace = offload.take_trace()?;
+            seen.add(&trace, passes.total());
+            subject.drop_gradients()?;
+        }
+        let shown = Case::new().with("shows", "timeline").with("method", name);
+        bench.put_all(spans::timeline(&shown, &trace))?;
+        bench.put(&Case::new().with("shows", "streams").with("method", name), seen.metrics())?;
+        if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {
+            std::fs::write(path, offload::to_chrome(&trace).to_string())
+                .with_context(|| format!("the trace {}", path.display()))?;
+        }
+        Ok(())
+    })
 }
 
 /// What the traces of some steps say of the streams.

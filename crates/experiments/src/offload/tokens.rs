@@ -74,32 +74,29 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Tokens) -> anyhow::Result<()> {
             .rate()
             .context("the rate of a product")?;
     let mut links: Vec<Vec<f64>> = vec![Vec::new(); offloaded.len()];
-    bench.each(
-        sweep,
-        |tokens| format!("{tokens} tokens"),
-        |bench, &tokens| {
-            let ids = random_tokens(config.vocab_size, &[1, tokens], bench.seed, device)?;
-            resident.tokens = ids.shallow_clone();
-            resident.infer()?;
-            for (_, subject) in &mut offloaded {
-                subject.tokens = ids.shallow_clone();
-                subject.infer()?;
+    let label = |tokens: &&i64| format!("{tokens} tokens");
+    bench.each(sweep, label, |bench, &tokens| {
+        let ids = random_tokens(config.vocab_size, &[1, tokens], bench.seed, device)?;
+        resident.tokens = ids.shallow_clone();
+        resident.infer()?;
+        for (_, subject) in &mut offloaded {
+            subject.tokens = ids.shallow_clone();
+            subject.infer()?;
+        }
+        let mut seen: Vec<Seen> = offloaded.iter().map(|_| Seen::default()).collect();
+        for _ in 0..rounds {
+            let reference = resident.infer()?;
+            for ((_, subject), seen) in offloaded.iter().zip(&mut seen) {
+                seen.measure(subject, reference)?;
             }
-            let mut seen: Vec<Seen> = offloaded.iter().map(|_| Seen::default()).collect();
-            for _ in 0..rounds {
-                let reference = resident.infer()?;
-                for ((_, subject), seen) in offloaded.iter().zip(&mut seen) {
-                    seen.measure(subject, reference)?;
-                }
-            }
-            for (((tier, _), seen), links) in offloaded.iter().zip(&seen).zip(&mut links) {
-                let case = Case::new().with("shows", "sweep").with("tier", *tier).with("tokens", tokens);
-                bench.put(&case, seen.metrics(tokens))?;
-                links.extend(&seen.links);
-            }
-            Ok(())
-        },
-    )?;
+        }
+        for (((tier, _), seen), links) in offloaded.iter().zip(&seen).zip(&mut links) {
+            let case = Case::new().with("shows", "sweep").with("tier", *tier).with("tokens", tokens);
+            bench.put(&case, seen.metrics(tokens))?;
+            links.extend(&seen.links);
+        }
+        Ok(())
+    })?;
     for ((tier, _), links) in offloaded.iter().zip(links) {
         let link = Samples { samples: links.clone() }.median();
         let condition = Condition { flops, link, bytes_per_parameter: 4.0, resident_share: 0.0 };

@@ -3,14 +3,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use models::DecoderConfig;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use runtime::wait_policy::VARIABLES;
 use tch::Kind;
 
 use super::sandbox::{Sandbox, median};
-
-const EXPERIMENT: &str = "busy-machine";
+use crate::driver::Bench;
 
 /// How threads wait, and the variable that says so to the program.
 type Policy = (&'static str, Option<(&'static str, &'static str)>);
@@ -23,9 +22,6 @@ const POLICIES: [Policy; 3] = [
 
 #[derive(clap::Args)]
 pub(crate) struct Busy {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Iterations that threads spin, in place of the policies
     #[arg(long, value_delimiter = ',')]
     spins: Vec<String>,
@@ -37,23 +33,18 @@ struct Measured {
     busy: Vec<f64>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Busy) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
-    let (steps, rounds) = match arguments.scale {
-        Scale::Smoke => (5, 1),
-        Scale::Laptop => (20, 3),
-        Scale::Full | Scale::Paper => (20, 5),
-    };
+pub(crate) fn run(bench: &mut Bench, arguments: &Busy) -> anyhow::Result<()> {
+    let (steps, rounds) = bench.sized([(5, 1), (20, 3), (20, 5), (20, 5)]);
     let spins: Vec<(&str, Option<(&str, &str)>)> =
         arguments.spins.iter().map(|spins| (&**spins, Some(("GOMP_SPINCOUNT", &**spins)))).collect();
     let policies: &[(&str, Option<(&str, &str)>)] = if spins.is_empty() { &POLICIES } else { &spins };
     let sandbox = Sandbox::new()?;
-    let config = match arguments.scale {
+    let config = match bench.scale {
         Scale::Smoke => DecoderConfig::llama(4096, 64, 176, 2, 2),
         _ => DecoderConfig::llama(4096, 256, 704, 6, 4),
     };
     sandbox.write_model("model", &config, Kind::Float)?;
-    sandbox.write_rows("rows.jsonl", 16, 64, common.seed)?;
+    sandbox.write_rows("rows.jsonl", 16, 64, bench.seed)?;
     let training = |ranks: usize| {
         let mut words: Vec<String> = Vec::new();
         if ranks > 1 {
@@ -67,7 +58,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Busy) -> anyhow::Result<()> {
         words
     };
     let ranks = [1, 2];
-    let mut progress = Progress::new((rounds * ranks.len() * policies.len() * 2) as u64);
+    bench.expect(rounds * ranks.len() * policies.len() * 2);
     for ranks in ranks {
         let words = training(ranks);
         let mut measured: Vec<Measured> =
@@ -75,14 +66,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Busy) -> anyhow::Result<()> {
         for _ in 0..rounds {
             for ((name, variable), measured) in policies.iter().zip(&mut measured) {
                 for is_busy in [false, true] {
-                    progress.message(&format!("{name}, {}", if is_busy { "busy" } else { "quiet" }));
+                    bench.message(&format!("{name}, {}", if is_busy { "busy" } else { "quiet" }));
                     let seconds = || sandbox.mean_step_seconds(&words, &VARIABLES, *variable);
                     if is_busy {
                         measured.busy.push(beside_busy_cores(seconds)?);
                     } else {
                         measured.quiet.push(seconds()?);
                     }
-                    progress.step();
+                    bench.step();
                 }
             }
         }
@@ -99,7 +90,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Busy) -> anyhow::Result<()> {
             metrics.extend(
                 reference.map(|default| Metric::exact("quiet_over_default", "ratio", quiet / default)),
             );
-            sink.put(EXPERIMENT, &case, metrics)?;
+            bench.put(&case, metrics)?;
         }
     }
     Ok(())

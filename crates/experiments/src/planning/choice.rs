@@ -4,22 +4,18 @@
 //! rounds, of the median step. A variant that the budget refuses does not fit.
 
 use models::DecoderConfig;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::sandbox::{Sandbox, Trained};
-
-const EXPERIMENT: &str = "plan-choice";
+use crate::driver::Bench;
 
 /// Rows of the data.
 const ROWS: usize = 64;
 
 #[derive(clap::Args)]
 pub(crate) struct Choice {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Steps of a training [default: by scale]
     #[arg(long)]
     steps: Option<usize>,
@@ -129,38 +125,35 @@ fn jobs(scale: Scale) -> Vec<Job> {
     ]
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Choice) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
-    let is_smoke = arguments.scale == Scale::Smoke;
+pub(crate) fn run(bench: &mut Bench, arguments: &Choice) -> anyhow::Result<()> {
+    let is_smoke = bench.scale == Scale::Smoke;
     let steps = arguments.steps.unwrap_or(if is_smoke { 6 } else { 7 });
     let rounds = arguments.rounds.unwrap_or(if is_smoke { 1 } else { 2 });
-    let jobs = jobs(arguments.scale);
+    let jobs = jobs(bench.scale);
     let sandbox = Sandbox::new()?;
-    let mut progress = Progress::new(
-        (rounds * jobs.iter().map(|job| job.variants(arguments.scale).count()).sum::<usize>()) as u64,
-    );
+    bench.expect(rounds * jobs.iter().map(|job| job.variants(bench.scale).count()).sum::<usize>());
     for job in jobs {
         sandbox.write_model("model", &job.config, job.kind)?;
-        sandbox.write_rows("rows.jsonl", ROWS, job.length, common.seed)?;
+        sandbox.write_rows("rows.jsonl", ROWS, job.length, bench.seed)?;
         let mut times: Vec<(Variant, Vec<Trained>)> =
-            job.variants(arguments.scale).map(|variant| (variant, Vec::new())).collect();
+            job.variants(bench.scale).map(|variant| (variant, Vec::new())).collect();
         for round in 0..rounds {
             for (variant, trained) in &mut times {
-                progress.message(&format!("{}, {}: {}", job.model, job.method, variant.0));
+                bench.message(&format!("{}, {}: {}", job.model, job.method, variant.0));
                 // What did not fit once is not tried again.
                 if round == 0 || !trained.is_empty() {
                     trained.extend(sandbox.train(&job.arguments(steps, *variant))?);
                 }
-                progress.step();
+                bench.step();
             }
         }
         sandbox.remove("model")?;
-        put(&mut sink, &job, &times)?;
+        put(bench, &job, &times)?;
     }
     Ok(())
 }
 
-fn put(sink: &mut Sink, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyhow::Result<()> {
+fn put(bench: &mut Bench, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyhow::Result<()> {
     let case = Case::new().with("shows", "choice").with("job", job.name());
     let seconds = |trained: &[Trained]| trained.iter().map(|one| one.step_seconds).min_by(f64::total_cmp);
     for ((name, _), trained) in times {
@@ -169,17 +162,13 @@ fn put(sink: &mut Sink, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyhow:
             |seconds| Metric::exact("step_seconds", "s", seconds),
         );
         let case = Case::new().with("shows", "variants").with("job", job.name()).with("variant", *name);
-        sink.put(EXPERIMENT, &case, vec![metric])?;
+        bench.put(&case, vec![metric])?;
     }
     let (_, chosen) = &times[0];
     let best = times.iter().filter_map(|(variant, trained)| Some((variant.0, seconds(trained)?)));
     let best = best.min_by(|(_, a), (_, b)| a.total_cmp(b));
     let (Some(own), Some((fastest, least))) = (seconds(chosen), best) else {
-        return sink.put(
-            EXPERIMENT,
-            &case,
-            vec![Metric::not_measured("time_ratio", "ratio", "nothing fits")],
-        );
+        return bench.put(&case, vec![Metric::not_measured("time_ratio", "ratio", "nothing fits")]);
     };
     let plan = chosen.iter().find_map(|one| one.chosen.clone()).unwrap_or_default();
     let fitting = times.iter().filter(|(_, trained)| !trained.is_empty()).count();
@@ -192,7 +181,7 @@ fn put(sink: &mut Sink, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyhow:
     ];
     metrics.push(error_of("predicted_time_error", chosen, |(before, _)| before));
     metrics.push(error_of("calibrated_time_error", chosen, |(_, after)| after));
-    sink.put(EXPERIMENT, &case.with("plan", plan).with("fastest", fastest), metrics)
+    bench.put(&case.with("plan", plan).with("fastest", fastest), metrics)
 }
 
 /// The largest error, over the trainings, of a time that each of them predicted for its own steps.

@@ -2,20 +2,12 @@
 
 use anyhow::{Context, ensure};
 use models::DecoderConfig;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::sandbox::{Sampled, Sandbox};
-
-const EXPERIMENT: &str = "held-memory";
-
-#[derive(clap::Args)]
-pub(crate) struct Held {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
+use crate::driver::Bench;
 
 /// Flags of trainings. `base` is in fp32, `narrow` in bf16; `rows.jsonl` has rows of one length, `longer.jsonl` longer ones.
 const TRAININGS: [(&str, &str); 24] = [
@@ -57,21 +49,19 @@ const TRAININGS: [(&str, &str); 24] = [
     ),
 ];
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Held) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     let sandbox = Sandbox::new()?;
-    let (config, trainings) = match arguments.scale {
+    let (config, trainings) = match bench.scale {
         Scale::Smoke => (DecoderConfig::llama(4096, 64, 176, 4, 2), &TRAININGS[..1]),
         _ => (DecoderConfig::llama(4096, 384, 1024, 8, 6), &TRAININGS[..]),
     };
     sandbox.write_model("base", &config, Kind::Float)?;
     sandbox.write_model("narrow", &config, Kind::BFloat16)?;
-    sandbox.write_rows("rows.jsonl", 64, 96, common.seed)?;
-    sandbox.write_rows("longer.jsonl", 16, 192, common.seed + 1)?;
+    sandbox.write_rows("rows.jsonl", 64, 96, bench.seed)?;
+    sandbox.write_rows("longer.jsonl", 16, 192, bench.seed + 1)?;
     sandbox.write_text("text.txt", 4000)?;
-    let mut progress = Progress::new(trainings.len() as u64);
-    for (name, flags) in trainings {
-        progress.message(name);
+    let label = |(name, _): &&(&str, &str)| (*name).to_owned();
+    bench.each(trainings, label, |bench, (name, flags)| {
         let words = |budget: &str| -> Vec<String> {
             let rest = format!("--steps 4 --samples 0 --out out --budget {budget}");
             ["finetune"]
@@ -94,8 +84,6 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Held) -> anyhow::Result<()> {
             metrics.push(Metric::exact(&format!("{name}_bytes"), "B", held as f64));
             metrics.push(Metric::exact(&format!("{name}_ratio"), "ratio", held as f64 / bytes as f64));
         }
-        sink.put(EXPERIMENT, &Case::new().with("training", *name), metrics)?;
-        progress.step();
-    }
-    Ok(())
+        bench.put(&Case::new().with("training", *name), metrics)
+    })
 }

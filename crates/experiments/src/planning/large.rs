@@ -1,32 +1,27 @@
 //! `planning large`: fine-tunes a model that is larger than its budget, with the program.
 
 use models::DecoderConfig;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::cli::Scale;
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::sandbox::Sandbox;
+use crate::driver::Bench;
 use crate::shape::Shape;
-
-const EXPERIMENT: &str = "plan-large";
 
 /// Rows of the data, one of which is a step.
 const ROWS: usize = 16;
 
 #[derive(clap::Args)]
 pub(crate) struct Large {
-    /// How large it is: full and paper are Qwen2.5-7B's shape within 4 GiB, and 15 GB on the disk, twice with the layers in NF4
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
     /// Steps of a training [default: by scale]
     #[arg(long)]
     steps: Option<usize>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench, arguments: &Large) -> anyhow::Result<()> {
     let seven_billion = || Shape::Large.config();
-    let (shape, config, length, budget) = match arguments.scale {
+    let (shape, config, length, budget) = match bench.scale {
         Scale::Smoke => ("tiny", Shape::Tiny.config()?, 32, "1GiB"),
         Scale::Laptop => (
             "4 of Qwen2.5-7B's blocks",
@@ -39,13 +34,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     // The program calibrates its prediction with three.
     let steps = arguments.steps.unwrap_or(5);
     let sandbox = Sandbox::new()?;
-    let mut progress = Progress::new(3);
-    progress.message(&format!("writing {shape} in bf16"));
+    bench.expect(3);
+    bench.message(&format!("writing {shape} in bf16"));
     sandbox.write_random_model("model", &config, Kind::BFloat16)?;
-    sandbox.write_rows("rows.jsonl", ROWS, length, common.seed)?;
-    progress.step();
+    sandbox.write_rows("rows.jsonl", ROWS, length, bench.seed)?;
+    bench.step();
     for (dtype, flags) in [("bf16", &[][..]), ("NF4", &["--dtype", "nf4"])] {
-        progress.message(&format!("{shape}, {dtype}, within {budget}"));
+        bench.message(&format!("{shape}, {dtype}, within {budget}"));
         let (length_text, steps_text) = (length.to_string(), steps.to_string());
         let mut given =
             vec!["--model", "model", "--data", "rows.jsonl", "--budget", budget, "--steps", &steps_text];
@@ -63,13 +58,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         given.extend(flags);
         let given: Vec<String> = given.into_iter().map(str::to_owned).collect();
         let trained = sandbox.train(&given)?;
-        progress.step();
+        bench.step();
         let case = Case::new().with("shape", shape).with("dtype", dtype).with("budget", budget);
         let Some(trained) = trained else {
-            sink.put(EXPERIMENT, &case, vec![Metric::not_measured("step_seconds", "s", "nothing fits")])?;
+            bench.put(&case, vec![Metric::not_measured("step_seconds", "s", "nothing fits")])?;
             continue;
         };
-        progress.print(&format!("{dtype}: {}", trained.chosen.clone().unwrap_or_default()));
+        bench.print(&format!("{dtype}: {}", trained.chosen.clone().unwrap_or_default()));
         let tokens = length as f64;
         let allowed = accounting::quantity::parse_bytes(budget)? as f64;
         let metrics = vec![
@@ -82,7 +77,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
             Metric::exact("last_loss", "nat", trained.losses.1),
         ];
         let case = case.with("plan", trained.chosen.unwrap_or_default()).with("steps", steps as u64);
-        sink.put(EXPERIMENT, &case, metrics)?;
+        bench.put(&case, metrics)?;
     }
     Ok(())
 }

@@ -2,20 +2,11 @@
 
 use anyhow::Context;
 use models::DecoderConfig;
-use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Sink};
+use report::{Case, Metric};
 use tch::Kind;
 
 use super::sandbox::Sandbox;
-
-const EXPERIMENT: &str = "bf16-weights";
-
-#[derive(clap::Args)]
-pub(crate) struct Weights {
-    /// How large it is
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
+use crate::driver::Bench;
 
 /// Names and flags; the others are compared with the first.
 const TRAININGS: [(&str, &[&str]); 4] = [
@@ -25,14 +16,14 @@ const TRAININGS: [(&str, &[&str]); 4] = [
     ("bf16, rounded", &["--dtype", "bfloat16", "--master-weights", "false"]),
 ];
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Weights) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, arguments.scale)?;
+pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     let sandbox = Sandbox::new()?;
-    let (config, steps, seeds) = match arguments.scale {
-        Scale::Smoke => (DecoderConfig::llama(4096, 64, 176, 2, 2), 4, 1),
-        Scale::Laptop => (DecoderConfig::llama(4096, 256, 704, 4, 4), 100, 1),
-        Scale::Full | Scale::Paper => (DecoderConfig::llama(4096, 256, 704, 6, 4), 300, 2),
-    };
+    let (config, steps, seeds) = bench.sized([
+        (DecoderConfig::llama(4096, 64, 176, 2, 2), 4, 1),
+        (DecoderConfig::llama(4096, 256, 704, 4, 4), 100, 1),
+        (DecoderConfig::llama(4096, 256, 704, 6, 4), 300, 2),
+        (DecoderConfig::llama(4096, 256, 704, 6, 4), 300, 2),
+    ]);
     sandbox.write_model("random", &config, Kind::Float)?;
     sandbox.copy_data("before.txt", "corpus/train.txt")?;
     sandbox.copy_data("after.txt", "small-problems/stories.txt")?;
@@ -43,15 +34,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Weights) -> anyhow::Result<()
         let rest = ["--evaluate-every", &steps, "--samples", "0", "--seed", &seed];
         words.iter().chain(&sizes).chain(&rest).chain(more).map(|word| (*word).to_owned()).collect()
     };
-    let mut progress = Progress::new(1 + seeds * TRAININGS.len() as u64);
-    progress.message("before");
-    sandbox.losses(&training("random", "before.txt", "1e-3", common.seed, &[]), Some("base"))?;
-    progress.step();
+    bench.expect(1 + seeds as usize * TRAININGS.len());
+    bench.message("before");
+    sandbox.losses(&training("random", "before.txt", "1e-3", bench.seed, &[]), Some("base"))?;
+    bench.step();
     for seed in 0..seeds {
         let mut reference = None;
         for (name, flags) in TRAININGS {
-            progress.message(&format!("{name}, seed {seed}"));
-            let words = training("base", "after.txt", "2e-5", common.seed + seed, flags);
+            bench.message(&format!("{name}, seed {seed}"));
+            let words = training("base", "after.txt", "2e-5", bench.seed + seed, flags);
             let losses = sandbox.losses(&words, None)?;
             let (first, last) = losses.first().zip(losses.last()).context("no validation loss")?;
             let fall = first - last;
@@ -62,8 +53,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Weights) -> anyhow::Result<()
                 Metric::exact("fall", "nat", fall),
                 Metric::exact("fall_vs_fp32", "ratio", fall / *reference.get_or_insert(fall)),
             ];
-            sink.put(EXPERIMENT, &case, metrics)?;
-            progress.step();
+            bench.put(&case, metrics)?;
+            bench.step();
         }
     }
     Ok(())

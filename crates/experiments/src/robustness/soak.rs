@@ -34,28 +34,25 @@ struct ResourceUse {
 pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     let sandbox = Sandbox::new()?;
     let share = bench.sized([1000, 100, 1, 1]);
-    bench.each(
-        SOAKED,
-        |(work, _)| work.name.to_owned(),
-        |bench, (work, steps)| {
-            let steps = steps / share;
-            let start = Instant::now();
-            let held = watch(&sandbox, &work, steps)?;
-            let case = Case::new().with("command", work.name);
-            let mut metrics = vec![
-                Metric::exact("steps", "", steps as f64),
-                Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
-            ];
-            for (name, unit, of) in GROWTHS {
-                metrics.push(match growth(&held, of) {
-                    Some(growth) => Metric::exact(name, unit, growth),
-                    None => Metric::not_measured(name, unit, "the run is too short"),
-                });
-            }
-            metrics.push(Metric::exact("resident_bytes", "B", held.last().map_or(0.0, |held| held.resident)));
-            bench.put(&case, metrics)
-        },
-    )
+    let label = |(work, _): &(Work, u64)| work.name.to_owned();
+    bench.each(SOAKED, label, |bench, (work, steps)| {
+        let steps = steps / share;
+        let start = Instant::now();
+        let held = watch(&sandbox, &work, steps)?;
+        let case = Case::new().with("command", work.name);
+        let mut metrics = vec![
+            Metric::exact("steps", "", steps as f64),
+            Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
+        ];
+        for (name, unit, of) in GROWTHS {
+            metrics.push(match growth(&held, of) {
+                Some(growth) => Metric::exact(name, unit, growth),
+                None => Metric::not_measured(name, unit, "the run is too short"),
+            });
+        }
+        metrics.push(Metric::exact("resident_bytes", "B", held.last().map_or(0.0, |held| held.resident)));
+        bench.put(&case, metrics)
+    })
 }
 
 /// Runs a command of so many steps to its end, and returns what it held every half second.

@@ -46,14 +46,11 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Layers) -> anyhow::Result<()> {
     let variants = [("plain", Variant::Plain), ("MLP recomputed", Variant::Recomputed)];
     // The dtype that a decoder is trained in on the device.
     let kind = if device.is_cuda() { Kind::BFloat16 } else { Kind::Float };
-    bench.each(
-        variants,
-        |(name, _)| (*name).to_owned(),
-        |bench, (name, variant)| {
-            let (case, metrics) = one(arguments, variant, device, kind)?;
-            bench.put(&case.with("variant", name), metrics)
-        },
-    )
+    let label = |(name, _): &(&str, Variant)| (*name).to_owned();
+    bench.each(variants, label, |bench, (name, variant)| {
+        let (case, metrics) = one(arguments, variant, device, kind)?;
+        bench.put(&case.with("variant", name), metrics)
+    })
 }
 
 fn one(
