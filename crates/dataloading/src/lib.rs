@@ -59,7 +59,11 @@
 //! | [`batch`], [`host_batch`] | the contents of a batch, and its host memory |
 //! | [`loader`] | worker threads, order, ranks, resuming |
 //! | [`length_statistics`] | lengths, and the padding that each strategy would waste, without reading a token |
+//! | [`documents`] | tokenized documents from text, JSON lines or a token store |
 //! | [`embedded`] | small data sets for offline tests and experiments |
+//!
+//! Readers, templates and tokenizers are the feature `readers`, on by default. Without it this crate has batches, samplers, packing and
+//! the loader, over any [`Samples`], and compiles none of the packages that files need.
 //!
 //! # Strategies
 //!
@@ -106,8 +110,12 @@
 pub mod balanced_batch_sampler;
 pub mod batch;
 pub mod batch_source;
+#[cfg(feature = "readers")]
 pub mod chat;
 pub mod datasets;
+#[cfg(feature = "readers")]
+pub mod documents;
+#[cfg(feature = "readers")]
 pub mod embedded;
 pub mod error;
 pub mod fingerprint;
@@ -118,10 +126,14 @@ pub mod loader;
 pub mod packing;
 pub mod permutation;
 pub mod random_batch_sampler;
+#[cfg(feature = "readers")]
 pub mod records;
 pub mod samples;
+#[cfg(feature = "readers")]
 pub mod text;
+#[cfg(feature = "readers")]
 pub mod token_store;
+#[cfg(feature = "readers")]
 pub mod tokenizer;
 
 pub use balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, BatchSize};
@@ -138,5 +150,7 @@ pub use loader::{Loader, LoaderOptions, LoaderState, LoaderStats};
 pub use packing::{PackingOptions, PackingPlan, StreamingBestFit};
 pub use random_batch_sampler::{BatchOptions, BatchSampler, Incomplete, Order, RandomBatchSampler};
 pub use samples::Samples;
+#[cfg(feature = "readers")]
 pub use token_store::TokenStore;
+#[cfg(feature = "readers")]
 pub use tokenizer::Tokenizer;

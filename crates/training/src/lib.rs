@@ -4,7 +4,7 @@
 //! [`checkpoint`], [`divergence`]. [`trainer`] is the loop over them. It trains any `models::module::LanguageModel` on any
 //! [`Batches`], with any loss scaler ([`GradScaler`](scaler::GradScaler)), and reports to [`Observer`](observer::Observer)s.
 //!
-//! [`activations`] controls activation checkpointing. [`documents`] reads training data, [`masked_rows`] makes fine-tuning
+//! [`activations`] controls activation checkpointing. [`masked_rows`] makes fine-tuning
 //! batches, [`strategy`] selects the batching strategy. The crate [`trace`] analyses where the time of a step goes, [`step_tracing`]
 //! records steps for it, [`probe`] analyses a single pass.
 //!
@@ -37,7 +37,6 @@ pub mod batches;
 pub mod checkpoint;
 pub mod clip;
 pub mod divergence;
-pub mod documents;
 pub mod error;
 pub mod evaluation;
 pub mod interrupt;

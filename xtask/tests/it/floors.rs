@@ -1,4 +1,5 @@
-//! The picture of ARCHITECTURE.md: crates by floor, drawn from the manifests, so that it is never out of date.
+//! The picture of ARCHITECTURE.md, crates by floor, drawn from the manifests, so that it is never out of date; and the packages that come
+//! with one technique.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -119,4 +120,21 @@ fn picture(workspace: &Workspace) -> String {
 #[test]
 fn the_picture_of_the_floors_is_of_the_manifests() {
     expect_file!["../../floors.svg"].assert_eq(&picture(&Workspace::read()));
+}
+
+#[test]
+fn importing_one_technique_compiles_no_reader_and_no_tokenizer() {
+    for technique in ["amp", "fused-ce", "lora", "offload", "sharding", "swiglu-ckpt"] {
+        let output = Command::new(env!("CARGO"))
+            .args(["tree", "--offline", "-p", technique, "-e", "normal", "--prefix", "none"])
+            .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")))
+            .output()
+            .expect("cargo runs");
+        let tree = String::from_utf8(output.stdout).expect("cargo tree writes UTF-8");
+        let packages: BTreeSet<&str> = tree.lines().filter_map(|line| line.split(' ').next()).collect();
+        assert!(packages.contains("runtime"), "{technique}: {}", String::from_utf8_lossy(&output.stderr));
+        for reader in ["parquet", "tokenizers", "minijinja", "csv", "clap"] {
+            assert!(!packages.contains(reader), "{technique} compiles {reader}");
+        }
+    }
 }

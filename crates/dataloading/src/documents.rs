@@ -9,9 +9,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dataloading::text::{Corpus, Format};
-use dataloading::token_store::{TokenStore, TokenizeOptions, WriterOptions, tokenize_to_store};
-use dataloading::tokenizer::{Tokenizer, TrainOptions};
+use crate::text::{Corpus, Format};
+use crate::token_store::{TokenStore, TokenizeOptions, WriterOptions, tokenize_to_store};
+use crate::tokenizer::{Tokenizer, TrainOptions};
 use tempfile::TempDir;
 
 use crate::error::{Error, Result};
@@ -104,7 +104,7 @@ impl Documents {
                 validation.path().display(),
                 validation.vocabulary()
             );
-            return Err(Error::config("vocabulary", reason));
+            return Err(Error::Config { what: "vocabulary", reason });
         }
         let known = tokenizer.as_ref();
         let pad = known.and_then(|tokenizer| tokenizer.padding().or_else(|_| tokenizer.end_of_text()).ok());
@@ -128,7 +128,7 @@ impl DocumentOptions {
                 (InputFile::at(path, &self.field), validation, self.tokenizer.clone())
             }
             DocumentSource::Embedded => {
-                let folder = dataloading::embedded::folder()?;
+                let folder = crate::embedded::folder()?;
                 let file = |name: &str| InputFile::at(&folder.join("corpus").join(name), &self.field);
                 let tokenizer = self.tokenizer.clone().unwrap_or_else(|| folder.join("tokenizer.json"));
                 (file("train.txt"), Some(validation.unwrap_or_else(|| file("valid.txt"))), Some(tokenizer))
@@ -165,7 +165,7 @@ impl DocumentOptions {
                         let reason = format!(
                             "the tokenizer has {known} tokens and the token store {path} has {own}; give the tokenizer that the store was made with"
                         );
-                        return Err(Error::config("vocabulary", reason));
+                        return Err(Error::Config { what: "vocabulary", reason });
                     }
                 }
                 Ok(store)
@@ -185,7 +185,7 @@ impl DocumentOptions {
                 let reason = format!(
                     "{file} is text, but the training data is a token store without a tokenizer; give the store's tokenizer.json"
                 );
-                Err(Error::config("tokenizer", reason))
+                Err(Error::Config { what: "tokenizer", reason })
             }
         }
     }
@@ -199,7 +199,7 @@ impl DocumentOptions {
                 let reason = format!(
                     "{wanted} was requested, but {of} {path} has {found}; leave the vocabulary out, or request {found}"
                 );
-                Err(Error::config("vocabulary", reason))
+                Err(Error::Config { what: "vocabulary", reason })
             }
         }
     }
