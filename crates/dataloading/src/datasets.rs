@@ -54,13 +54,13 @@ impl Documents {
     ) -> Result<()> {
         let begin = self.tokens.len();
         samples.read_part(sample, start..start + length, &mut self.tokens)?;
-        let found = self.tokens.len() - begin;
-        if found != length {
+        let count = self.tokens.len() - begin;
+        if count != length {
             return Err(Error::Record {
                 from: "samples".into(),
                 location: format!("sample {sample}"),
                 reason: format!(
-                    "{found} tokens from token {start} on, but its length implies {length}; the data changed after it was \
+                    "{count} tokens from token {start} on, but its length implies {length}; the data changed after it was \
                      opened; open it again"
                 ),
             });

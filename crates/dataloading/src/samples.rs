@@ -144,8 +144,8 @@ mod tests {
         }
         let samples = || vec![vec![5_u32], vec![6, 7, 8]];
         check(samples());
-        let held = samples();
-        check::<&Vec<Vec<u32>>>(&held);
+        let rows = samples();
+        check::<&Vec<Vec<u32>>>(&rows);
         check(std::sync::Arc::new(samples()));
         check(Box::new(samples()) as Box<dyn Samples>);
     }

@@ -103,18 +103,18 @@ impl Folder {
         let has_own_head = config.tie_word_embeddings && !tied;
         config.tie_word_embeddings = tied;
         weights.check_against(&config, &config_path)?;
-        let own = read_json(&config_path)?;
+        let raw_config = read_json(&config_path)?;
         let generation_path = path.join(GENERATION);
         let generation = if generation_path.is_file() { read_json(&generation_path)? } else { Value::Null };
         // generation_config.json takes precedence over the fields that older folders have in config.json.
         let tokens = |field: &str| -> Result<Vec<i64>> {
             match tokens(&generation_path, &generation, field)? {
                 Some(tokens) => Ok(tokens),
-                None => Ok(tokens_of_config(&config_path, &own, field)?),
+                None => Ok(tokens_of_config(&config_path, &raw_config, field)?),
             }
         };
         let end_tokens = tokens("eos_token_id")?;
-        let ends_of_config = tokens_of_config(&config_path, &own, "eos_token_id")?;
+        let ends_of_config = tokens_of_config(&config_path, &raw_config, "eos_token_id")?;
         let pad_token = tokens("pad_token_id")?.first().copied();
         let path = path.to_owned();
         Ok(Self { path, config, weights, has_own_head, end_tokens, ends_of_config, pad_token })
@@ -180,8 +180,9 @@ impl Folder {
     pub fn kind_or(&self, kind: Option<Kind>) -> Result<Kind> {
         let kind = kind.map_or_else(|| self.kind(), Ok)?;
         weights::check_kind(kind)?;
-        let own = self.kind().ok().filter(|own| Scales::of(*own).is_some() && Scales::of(kind).is_some());
-        Ok(own.unwrap_or(kind))
+        let stored =
+            self.kind().ok().filter(|stored| Scales::of(*stored).is_some() && Scales::of(kind).is_some());
+        Ok(stored.unwrap_or(kind))
     }
 
     /// Loads the model in a dtype (`None`: the files') onto a device. Needs no memory beyond the model's own; on a GPU also

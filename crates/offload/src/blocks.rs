@@ -114,10 +114,10 @@ impl Block for OffloadBlockWithCheckpointing {
             // The segment runs without recording in forward, and with it in backward.
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             runner.engine.check_unchanged(runner.layer, &versions_at_forward)?;
-            let own = runner.engine.with_layers(|layers| {
+            let handles = runner.engine.with_layers(|layers| {
                 layers[runner.layer].tensors.iter().map(Tensor::shallow_clone).collect::<Vec<_>>()
             });
-            let inputs: Vec<&Tensor> = own.iter().collect();
+            let inputs: Vec<&Tensor> = handles.iter().collect();
             let span = match direction {
                 Direction::Backward => runner.engine.segment_backward(runner.number),
                 Direction::Forward => None,

@@ -217,9 +217,9 @@ impl Engine {
         let state = self.0.state.lock();
         let identities =
             |layer: &Layer| layer.tensors.iter().map(identity).collect::<Result<HashSet<_>, _>>();
-        let own = identities(&state.layers[layer])?;
+        let tensors = identities(&state.layers[layer])?;
         for (_, other) in state.layers.iter().enumerate().filter(|(number, _)| *number != layer) {
-            if !own.is_disjoint(&identities(other)?) {
+            if !tensors.is_disjoint(&identities(other)?) {
                 return Ok(true);
             }
         }

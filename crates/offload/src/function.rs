@@ -250,7 +250,7 @@ impl Function for Fetch {
         let Self { runner: LayerRunner { engine, layer, .. }, compute, .. } = self;
         compute.as_ref().map_or(Ok(()), SegmentBackward::end)?;
         let needed = |index: &usize| ctx.needs_input_grad(*index);
-        let found: Vec<(usize, Tensor)> = grads
+        let arrived: Vec<(usize, Tensor)> = grads
             .into_iter()
             .enumerate()
             .filter_map(|(index, gradient)| Some((index, gradient?)))
@@ -258,7 +258,7 @@ impl Function for Fetch {
             .collect();
         let count = engine.with_layers(|layers| layers[*layer].tensors.len());
         let mut gradients: Vec<Option<Tensor>> = (0..count).map(|_| None).collect();
-        for (index, gradient) in found {
+        for (index, gradient) in arrived {
             gradients[index] = Some(engine.to_host(*layer, &gradient)?);
         }
         Ok(gradients)

@@ -71,16 +71,16 @@ impl Findings {
 /// # Errors
 /// Errors of libtorch.
 pub fn found_non_finite(grads: &[impl Borrow<Tensor>]) -> Result<Tensor> {
-    let mut found = Vec::new();
+    let mut flags = Vec::new();
     let (in_files, others): (Vec<&Tensor>, Vec<&Tensor>) =
         grads.iter().map(Borrow::borrow).partition(|grad| file_memory::is_in_file(grad));
     // One by one, so that those in files need memory only while they are read.
     for grad in in_files {
-        found.push(gradients::found_non_finite(&[grad])?);
+        flags.push(gradients::found_non_finite(&[grad])?);
         file_memory::release(grad)?;
     }
     let of_others = gradients::found_non_finite(&others)?;
-    for one in found {
+    for one in flags {
         let one = one.f_to_device(of_others.device())?;
         of_others.shallow_clone().f_copy_(&of_others.f_maximum(&one)?)?;
     }

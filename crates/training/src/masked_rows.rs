@@ -277,14 +277,14 @@ impl MaskedBatches {
             let mut documents = Vec::new();
             for number in self.unit(*unit) {
                 let MaskedRow { tokens: row_tokens, labels: learnt } = self.rows.row(number)?;
-                let own = row_tokens.len() - 1;
-                tokens.extend_from_slice(&row_tokens[..own]);
+                let inputs = row_tokens.len() - 1;
+                tokens.extend_from_slice(&row_tokens[..inputs]);
                 labels.extend_from_slice(&learnt[1..]);
-                positions.extend(0..own as i64);
+                positions.extend(0..inputs as i64);
                 counts.targets += learnt[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
-                counts.tokens += own;
+                counts.tokens += inputs;
                 counts.documents += 1;
-                documents.push(own);
+                documents.push(inputs);
             }
             let rest = length - documents.iter().sum::<usize>();
             if rest > 0 {
@@ -375,8 +375,8 @@ impl Batches for MaskedBatches {
     }
 
     fn resume(&mut self, state: &Value) -> Result<()> {
-        let own = format!("{:016x}", self.fingerprint);
-        match state["position"].as_u64().filter(|_| state["rows"] == *own) {
+        let fingerprint = format!("{:016x}", self.fingerprint);
+        match state["position"].as_u64().filter(|_| state["rows"] == *fingerprint) {
             Some(position) => self.position = position,
             None => {
                 return Err(refuse(

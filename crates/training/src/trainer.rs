@@ -408,24 +408,24 @@ impl Trainer {
                 Some(figures) => self.read_figures(&figures, &mut record),
                 None => Ok(()),
             };
-            let told = self.tell(|observer| observer.on_step(&record));
+            let observed = self.tell(|observer| observer.on_step(&record));
             self.trouble.observe(&record);
             let explained = self.explain_first(&record);
             let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
             let seen = seen.map_err(|error| self.with_last_checkpoint(error));
-            failed = failed.and(told).and(learned).and(explained).and(seen);
+            failed = failed.and(observed).and(learned).and(explained).and(seen);
         }
         failed
     }
 
     /// Calls every observer, also after one that fails. Returns the first failure.
     fn tell(&mut self, mut what: impl FnMut(&mut dyn Observer) -> Result<()>) -> Result<()> {
-        let mut told = Ok(());
+        let mut result = Ok(());
         for observer in &mut self.observers {
-            told = told.and(what(observer.as_mut()));
+            result = result.and(what(observer.as_mut()));
         }
-        self.observer_failed |= told.is_err();
-        told
+        self.observer_failed |= result.is_err();
+        result
     }
 }
 

@@ -111,10 +111,10 @@ fn python_int(text: &str, base: u32) -> Option<i128> {
         digits.strip_prefix('0').and_then(|rest| rest.strip_prefix([letter, letter.to_ascii_uppercase()]))
     };
     let prefixes = [(16, 'x'), (8, 'o'), (2, 'b')];
-    let found = prefixes.iter().find_map(|(own, letter)| {
+    let prefix = prefixes.iter().find_map(|(own, letter)| {
         prefixed(*letter).filter(|_| base == 0 || base == *own).map(|digits| (*own, digits))
     });
-    let (base, digits) = found.unwrap_or((if base == 0 { 10 } else { base }, digits));
+    let (base, digits) = prefix.unwrap_or((if base == 0 { 10 } else { base }, digits));
     let is_grouped =
         |digits: &str| !digits.starts_with('_') && !digits.ends_with('_') && !digits.contains("__");
     if digits.starts_with(['+', '-']) || !is_grouped(digits) {

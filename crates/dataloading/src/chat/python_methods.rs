@@ -14,13 +14,13 @@ use super::python_format;
 /// # Errors
 /// No such method; arguments that it does not take; a text that is too long.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
-    let own = match value.as_str() {
+    let result = match value.as_str() {
         Some(text) => of_text(state, text, method, args)?,
         None if value.kind() == ValueKind::Seq => of_list(value, method, args)?,
         None if value.kind() == ValueKind::Map && method == "copy" && args.is_empty() => Some(value.clone()),
         None => None,
     };
-    match own {
+    match result {
         Some(result) => Ok(result),
         None => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args),
     }

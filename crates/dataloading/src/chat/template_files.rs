@@ -96,13 +96,13 @@ pub type TemplateSources = BTreeMap<String, (PathBuf, String)>;
 /// # Errors
 /// A file that cannot be read, is not JSON, or has something else in the place of a template.
 pub fn template_sources(folder: &Path) -> Result<TemplateSources> {
-    let mut found = BTreeMap::new();
+    let mut sources = BTreeMap::new();
     for file in [PROCESSOR, TOKENIZER] {
         let path = folder.join(file);
         match object(&path)?.remove("chat_template") {
             None | Some(Value::Null) => {}
             Some(Value::String(source)) => {
-                found.insert(DEFAULT_TEMPLATE.to_owned(), (path, source));
+                sources.insert(DEFAULT_TEMPLATE.to_owned(), (path, source));
             }
             Some(Value::Array(named)) => {
                 for template in named {
@@ -110,7 +110,7 @@ pub fn template_sources(folder: &Path) -> Result<TemplateSources> {
                     let (Some(name), Some(source)) = (text("name"), text("template")) else {
                         return Err(malformed(path));
                     };
-                    found.insert(name, (path.clone(), source));
+                    sources.insert(name, (path.clone(), source));
                 }
             }
             Some(_) => return Err(malformed(path)),
@@ -121,15 +121,15 @@ pub fn template_sources(folder: &Path) -> Result<TemplateSources> {
         if path.extension().is_some_and(|extension| extension == "jinja") {
             let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let source = read(&path)?;
-            found.insert(name, (path, source));
+            sources.insert(name, (path, source));
         }
     }
     let path = folder.join(TEMPLATE);
     if path.is_file() {
         let source = read(&path)?;
-        found.insert(DEFAULT_TEMPLATE.to_owned(), (path, source));
+        sources.insert(DEFAULT_TEMPLATE.to_owned(), (path, source));
     }
-    Ok(found)
+    Ok(sources)
 }
 
 fn malformed(path: PathBuf) -> Error {

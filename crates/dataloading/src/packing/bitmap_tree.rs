@@ -64,8 +64,8 @@ impl BitmapTree {
             let word = self.levels[height].get(position / 64)?;
             let rest = word & (!0 << (position % 64));
             if rest != 0 {
-                let found = position / 64 * 64 + rest.trailing_zeros() as usize;
-                return Some(self.descend(height, found, |word| word.trailing_zeros()));
+                let number = position / 64 * 64 + rest.trailing_zeros() as usize;
+                return Some(self.descend(height, number, |word| word.trailing_zeros()));
             }
             // On the level above, the words after this one.
             position = position / 64 + 1;
@@ -79,8 +79,8 @@ impl BitmapTree {
         for height in 0..self.levels.len() {
             let rest = self.levels[height][position / 64] & (!0 >> (63 - position % 64));
             if rest != 0 {
-                let found = position / 64 * 64 + 63 - rest.leading_zeros() as usize;
-                return Some(self.descend(height, found, |word| 63 - word.leading_zeros()));
+                let number = position / 64 * 64 + 63 - rest.leading_zeros() as usize;
+                return Some(self.descend(height, number, |word| 63 - word.leading_zeros()));
             }
             position = (position / 64).checked_sub(1)?;
         }

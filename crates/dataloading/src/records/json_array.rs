@@ -138,10 +138,10 @@ impl JsonArray {
                 kind(&other)
             ))),
             Err(cause) => {
-                let said = cause.to_string();
-                let said = said.split(" at line ").next().unwrap_or_default().to_owned();
+                let cause_text = cause.to_string();
+                let message = cause_text.split(" at line ").next().unwrap_or_default().to_owned();
                 let at = self.location(line + cause.line().saturating_sub(1) as u64);
-                Err(at.error(format!("not JSON ({said}); correct or remove the record")))
+                Err(at.error(format!("not JSON ({message}); correct or remove the record")))
             }
         }
     }

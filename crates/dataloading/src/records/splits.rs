@@ -42,9 +42,9 @@ impl Splits {
                 }
                 of_one_kind(files)
             };
-            let found = Self { train: split(TRAIN)?, validation: split(VALIDATION)?, test: split(TEST)? };
-            if !found.train.is_empty() {
-                return Ok(found);
+            let splits = Self { train: split(TRAIN)?, validation: split(VALIDATION)?, test: split(TEST)? };
+            if !splits.train.is_empty() {
+                return Ok(splits);
             }
         }
         let entries = std::fs::read_dir(path).map_err(io)?.flatten();

@@ -44,15 +44,15 @@ pub(crate) fn parse_object(line: &str) -> Result<Map<String, Value>, String> {
         Err(cause) => {
             // serde_json parses a single line, so its column is that of the file but its line number is not.
             let column = cause.column();
-            let said = cause.to_string();
-            let said = said.split(" at line ").next().unwrap_or_default();
+            let cause_text = cause.to_string();
+            let message = cause_text.split(" at line ").next().unwrap_or_default();
             let remedy = match cause.is_eof() && line.trim_start().starts_with('{') {
                 true => {
                     "an object is on one line in such a file (`jq -c . FILE` writes it so); join its lines, or correct the line"
                 }
                 false => "correct or remove the line",
             };
-            Err(format!("not JSON ({said}, column {column}); {remedy}"))
+            Err(format!("not JSON ({message}, column {column}); {remedy}"))
         }
     }
 }

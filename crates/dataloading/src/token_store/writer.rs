@@ -168,10 +168,10 @@ impl Writer {
         sync_folder(&self.partial)?;
         // The lock file moves with the folder: until then no other writer can take it for leftovers.
         place(&self.partial, &self.target, &self.aside)?;
-        let held = self.lock.take();
+        let old_lock = self.lock.take();
         let lock = self.target.join(LOCK);
         std::fs::remove_file(&lock).map_err(|cause| io(&lock, cause))?;
-        drop(held);
+        drop(old_lock);
         sync_folder(&self.target)?;
         sync_folder(parent(&self.target))?;
         remove_folder(&self.aside)?;

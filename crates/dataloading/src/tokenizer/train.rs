@@ -177,9 +177,9 @@ fn merge(mut words: Vec<(Vec<u32>, u64)>, names: &mut Vec<String>, options: &Tra
 fn replace(word: &mut Vec<u32>, pair: Pair, new: u32) {
     let (mut from, mut to) = (0, 0);
     while from < word.len() {
-        let found = word[from] == pair.0 && word.get(from + 1) == Some(&pair.1);
-        word[to] = if found { new } else { word[from] };
-        from += if found { 2 } else { 1 };
+        let is_pair = word[from] == pair.0 && word.get(from + 1) == Some(&pair.1);
+        word[to] = if is_pair { new } else { word[from] };
+        from += if is_pair { 2 } else { 1 };
         to += 1;
     }
     word.truncate(to);

@@ -107,9 +107,10 @@ impl Documents {
         }
         if ids.device() == Device::Cpu {
             let of = starts.windows(2).zip(0i64..);
-            let own = of.flat_map(|(pair, id)| std::iter::repeat_n(id, (pair[1] - pair[0]) as usize));
+            let expected_ids =
+                of.flat_map(|(pair, id)| std::iter::repeat_n(id, (pair[1] - pair[0]) as usize));
             if Vec::<i32>::try_from(&cu_seqlens)? != starts
-                || !Vec::<i64>::try_from(ids.f_reshape([-1])?)?.into_iter().eq(own)
+                || !Vec::<i64>::try_from(ids.f_reshape([-1])?)?.into_iter().eq(expected_ids)
             {
                 return refuse(format!("ids or cu_seqlens contradict the starts {starts:?}"));
             }

@@ -113,13 +113,13 @@ fn draw(probabilities: Vec<f32>, top_k: Option<usize>, top_p: f64, drawn: f64) -
         kept.sort_unstable();
     }
     let mut left = drawn * sum(&kept);
-    let found = kept.iter().find(|token| {
+    let drawn_token = kept.iter().find(|token| {
         left -= f64::from(of(token));
         left < 0.0
     });
     // Rounding may leave a remainder at the end.
     let last = kept.iter().rev().find(|token| of(token) > 0.0);
-    found.or(last).map_or(0, |&token| token as i64)
+    drawn_token.or(last).map_or(0, |&token| token as i64)
 }
 
 #[cfg(test)]

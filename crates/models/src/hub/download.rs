@@ -183,8 +183,8 @@ impl Request<'_> {
     }
 
     fn is_here(&self, commit: &str, file: &Chosen<'_>) -> bool {
-        let found = fs::metadata(self.repository.snapshot(commit).join(file.path));
-        found.is_ok_and(|found| found.is_file() && found.len() == file.size)
+        let metadata = fs::metadata(self.repository.snapshot(commit).join(file.path));
+        metadata.is_ok_and(|metadata| metadata.is_file() && metadata.len() == file.size)
     }
 
     /// Completes the blob, and reports the bytes received.
@@ -224,9 +224,9 @@ impl Request<'_> {
             arrived(file.size);
         }
         if part.bytes != file.size {
-            let found = part.bytes;
+            let received = part.bytes;
             part.remove();
-            return Err(self.another_size(file, found));
+            return Err(self.another_size(file, received));
         }
         let (found, expected) = (part.sha256(), file.sha256.map(str::to_ascii_lowercase));
         if let Some(expected) = expected.filter(|expected| *expected != found) {

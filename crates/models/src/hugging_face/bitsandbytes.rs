@@ -173,9 +173,9 @@ pub(super) fn tensors(name: &str, weight: &Tensor) -> Result<Vec<(String, Tensor
     })?;
     let parts = sections(&weight)?;
     let float = |bytes: &Tensor| -> Result<Tensor> {
-        let own = Tensor::f_empty([bytes.numel() as i64 / 4], (Kind::Float, tch::Device::Cpu))?;
-        own.f_view_dtype(Kind::Uint8)?.f_copy_(bytes)?;
-        Ok(own)
+        let copy = Tensor::f_empty([bytes.numel() as i64 / 4], (Kind::Float, tch::Device::Cpu))?;
+        copy.f_view_dtype(Kind::Uint8)?.f_copy_(bytes)?;
+        Ok(copy)
     };
     let mut list = vec![
         (String::new(), parts.codes.f_view([-1, 1])?),

@@ -36,11 +36,11 @@ pub fn first_non_finite_of<E: From<crate::Error>>(
 
 fn is_finite(tensor: &Tensor) -> Result<bool> {
     let _no_grad = tch::no_grad_guard();
-    let found = match is_nf4(tensor) {
+    let flag = match is_nf4(tensor) {
         true => found_non_finite(&[dequantize(tensor, Kind::Float)?])?,
         false => found_non_finite(&[tensor])?,
     };
-    Ok(found.f_double_value(&[0])? == 0.0)
+    Ok(flag.f_double_value(&[0])? == 0.0)
 }
 
 #[cfg(test)]

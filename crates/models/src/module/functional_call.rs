@@ -143,13 +143,13 @@ impl<P: Module + ?Sized> SharedModule<P> {
     /// of `body`.
     pub fn functional_call<R>(&self, others: &[Tensor], body: impl FnOnce(&P) -> Result<R>) -> Result<R> {
         let slot = self.0.lock();
-        let own = slot
+        let tensors = slot
             .try_borrow_mut()
             .map_err(|_| {
                 refuse("is already running; it cannot run inside itself with other tensors".to_owned())
             })?
             .swap_in(others)?;
-        let _restored = Own { tensors: own, slot: &slot };
+        let _restored = Own { tensors, slot: &slot };
         body(&*slot.borrow().part)
     }
 }

@@ -10,6 +10,7 @@ mod functional_call;
 mod fuzz_files;
 mod generation;
 mod hub;
+#[cfg(feature = "hub")]
 mod hub_server;
 mod hugging_face;
 mod hugging_face_memory;

@@ -75,7 +75,7 @@ impl HostAdamW {
         reader.load_state(saved)?;
         let read: HashMap<String, Tensor> = reader.state().into_iter().collect();
         let slot = |slot: &str| read.get(&format!("{}.{slot}", parameter.name));
-        let own = |tensor: &Tensor| -> Result<Tensor> {
+        let host_copy = |tensor: &Tensor| -> Result<Tensor> {
             let mut memory = state_of(weight, self.engine.placement())?;
             memory.f_copy_(tensor)?;
             file_memory::release(&memory)?;
@@ -84,8 +84,8 @@ impl HostAdamW {
         let moments = slot("exp_avg").zip(slot("exp_avg_sq"));
         Ok(Loaded {
             step: slot("step").map_or(Ok(0), |step| step.f_int64_value(&[]))? as u64,
-            moments: moments.map(|(m, v)| Ok::<_, Error>([own(m)?, own(v)?])).transpose()?,
-            master: slot("master").map(own).transpose()?,
+            moments: moments.map(|(m, v)| Ok::<_, Error>([host_copy(m)?, host_copy(v)?])).transpose()?,
+            master: slot("master").map(host_copy).transpose()?,
         })
     }
 }

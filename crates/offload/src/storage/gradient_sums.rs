@@ -10,16 +10,16 @@ impl Layer {
     /// Returns the current sum of a tensor's gradients, and what autograd has added since the last call. Clears `.grad`.
     pub(crate) fn sum(&mut self, index: usize) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let tensor = &self.tensors[index];
-        let own = tensor.f_grad()?;
-        let own = own.defined().then_some(own);
-        if own.is_some() {
+        let gradient = tensor.f_grad()?;
+        let gradient = gradient.defined().then_some(gradient);
+        if gradient.is_some() {
             set_grad(tensor, None)?;
         }
         Ok(match &self.pending[index] {
-            Some(pending) => (Some(pending.shallow_clone()), own),
+            Some(pending) => (Some(pending.shallow_clone()), gradient),
             None => {
-                self.pending[index] = own.as_ref().map(Tensor::shallow_clone);
-                (own, None)
+                self.pending[index] = gradient.as_ref().map(Tensor::shallow_clone);
+                (gradient, None)
             }
         })
     }

@@ -95,8 +95,8 @@ impl Layer {
     /// Writes tensors to a file in its own folder and unlinks it: the open file stays for this process only. So it is not synced; the
     /// system writes its pages when it needs their memory.
     pub(super) fn spill(&mut self, folder: &Path, region: usize, members: &[usize]) -> Result<()> {
-        let own = own_folder(folder)?;
-        let path = own.path().join(format!("{}.{region}.safetensors", self.name));
+        let unlinked = own_folder(folder)?;
+        let path = unlinked.path().join(format!("{}.{region}.safetensors", self.name));
         let tensors: Vec<(String, Tensor)> = members
             .iter()
             .map(|&index| Ok((self.names[index].clone(), self.tensors[index].f_detach()?)))

@@ -128,12 +128,12 @@ impl Layer {
     /// # Errors
     /// A gradient of a tensor that was frozen when a source took it: nobody would step it.
     pub(crate) fn deliveries(&self, gradients: Gradients) -> Result<(Gradients, Vec<Delivery>)> {
-        let mut own = Vec::new();
+        let mut unsourced = Vec::new();
         let mut by_region: Vec<Gradients> = self.sources.iter().map(|_| Vec::new()).collect();
         for (index, gradient) in gradients {
             let region = self.layout.extents[index].region;
             match self.sources[region] {
-                None => own.push((index, gradient)),
+                None => unsourced.push((index, gradient)),
                 Some(_) if !self.layout.regions[region].trained => {
                     let reason = format!(
                         "`{}` is trained, but was frozen when its layer was divided; unfreeze it before the model is divided",
@@ -151,6 +151,6 @@ impl Layer {
         let deliveries = deliveries
             .filter(|((_, region), _)| region.trained)
             .filter_map(|((source, _), gradients)| Some(Delivery { region: source.clone()?, gradients }));
-        Ok((own, deliveries.collect()))
+        Ok((unsourced, deliveries.collect()))
     }
 }

@@ -133,8 +133,8 @@ impl StepPredictor {
     /// A byte count beyond 64 bits.
     pub fn step(&self, plan: &[LayerPlan]) -> Result<StepCost> {
         let costs: Vec<LayerCost> = plan.iter().filter_map(|&of| self.layer.cost(of)).collect();
-        let held: u64 = costs.iter().map(|cost| cost.held_bytes).sum();
-        let at_the_head = self.outside_bytes + held + self.head_bytes;
+        let kept: u64 = costs.iter().map(|cost| cost.held_bytes).sum();
+        let at_the_head = self.outside_bytes + kept + self.head_bytes;
         let in_the_layers = self.behind_head_bytes + peak_bytes(costs.iter().copied())?;
         let recomputed: f64 = costs.iter().map(|cost| cost.recompute_seconds).sum();
         Ok(StepCost {

@@ -98,10 +98,10 @@ impl Checkpoints {
         for entry in fs::read_dir(folder).map_err(io)? {
             let (path, name) = entry.map(|entry| (entry.path(), entry.file_name())).map_err(io)?;
             let name = name.to_string_lossy();
-            let own = name.strip_prefix(REPLACED).map(|name| folder.join(name));
-            match own {
+            let original = name.strip_prefix(REPLACED).map(|name| folder.join(name));
+            match original {
                 // The crash was before the new one got its name.
-                Some(own) if !own.exists() && path.is_dir() => fs::rename(&path, own),
+                Some(original) if !original.exists() && path.is_dir() => fs::rename(&path, original),
                 Some(_) => remove(&path),
                 None if name.starts_with(TEMPORARY) => remove(&path),
                 None => Ok(()),
@@ -150,8 +150,8 @@ impl Checkpoints {
         match steps_and_paths(&self.folder) {
             Err(error) => saved.warnings.push(format!("earlier checkpoints were not removed: {error}")),
             Ok(all) => {
-                let own = all.into_iter().filter(|(step, _)| *step <= newest);
-                for (_, old) in own.skip(self.keep) {
+                let earlier = all.into_iter().filter(|(step, _)| *step <= newest);
+                for (_, old) in earlier.skip(self.keep) {
                     if let Err(cause) = self.hide(&old, TEMPORARY).and_then(|hidden| remove(&hidden)) {
                         let old = old.display();
                         saved.warnings.push(format!("the earlier checkpoint {old} was not removed: {cause}"));
@@ -294,9 +294,11 @@ fn steps_and_paths(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
         let entry = entry.map_err(io)?;
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
-        let own = name.strip_prefix(REPLACED).unwrap_or(name);
-        let Some(step) = own.strip_prefix(PREFIX).and_then(|step| step.parse::<u64>().ok()) else { continue };
-        if own == name || !folder.join(own).exists() {
+        let original = name.strip_prefix(REPLACED).unwrap_or(name);
+        let Some(step) = original.strip_prefix(PREFIX).and_then(|step| step.parse::<u64>().ok()) else {
+            continue;
+        };
+        if original == name || !folder.join(original).exists() {
             all.insert(step, entry.path());
         }
     }

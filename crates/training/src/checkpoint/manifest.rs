@@ -136,13 +136,13 @@ impl Entry {
             }
             hash.update(&buffer[..read]);
         }
-        let found = hex(hash);
-        if found == self.sha256 {
+        let digest = hex(hash);
+        if digest == self.sha256 {
             return Ok(());
         }
         let reason = format!(
             "altered: its SHA-256 is {}…, but the manifest says {}…",
-            &found[..12],
+            &digest[..12],
             self.sha256.chars().take(12).collect::<String>()
         );
         Err(Error::file(path, reason))

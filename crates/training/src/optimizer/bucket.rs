@@ -89,9 +89,9 @@ fn update(
     let rule_of = |group: usize| groups[group].rule.as_deref().unwrap_or(rule);
     // All of them before the first update, because memory may be short for the last.
     for Live { parameter, .. } in &mut *live {
-        let own = rule_of(parameter.group);
+        let rule = rule_of(parameter.group);
         match &mut parameter.state {
-            None => parameter.state = Some(ParameterState::new(own, &parameter.tensor, master_weights)?),
+            None => parameter.state = Some(ParameterState::new(rule, &parameter.tensor, master_weights)?),
             // The state may have been loaded from a run without master weights, or the weights from elsewhere.
             Some(state) if master_weights => state.keep_master(&parameter.tensor)?,
             Some(_) => {}

@@ -131,9 +131,9 @@ pub(super) fn read<'a>(
     for (name, parameter, rule) in parameters {
         let names: Vec<&'static str> = std::iter::once(STEP).chain(rule.slots().iter().copied()).collect();
         let mut take = |slot: &str| given.remove(format!("{name}.{slot}").as_str());
-        let found: Vec<Option<&Tensor>> = names.iter().map(|slot| take(slot)).collect();
+        let saved: Vec<Option<&Tensor>> = names.iter().map(|slot| take(slot)).collect();
         let master = take(MASTER);
-        if found.iter().all(Option::is_none) && master.is_none() {
+        if saved.iter().all(Option::is_none) && master.is_none() {
             states.push(None);
             continue;
         }
@@ -147,7 +147,7 @@ pub(super) fn read<'a>(
             fits
         };
         let (mut step, mut slots, mut whole) = (0, Vec::new(), true);
-        for (slot, tensor) in names.into_iter().zip(found) {
+        for (slot, tensor) in names.into_iter().zip(saved) {
             match tensor {
                 None => {
                     missing.push(format!("{name}.{slot}"));

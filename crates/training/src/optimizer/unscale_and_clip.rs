@@ -46,8 +46,8 @@ impl Optimizer for DeviceOptimizer {
         };
         let is_unread = flag.as_ref().is_some_and(|flag| flag.device().is_cuda()) && self.skips_on_device();
         if scaler.device_scaler().is_some() || is_unread {
-            let found = Found { found_inf, norm, flag, loss };
-            return decide_on_device(&grads, &found, self.settings, scaler);
+            let signs = Found { found_inf, norm, flag, loss };
+            return decide_on_device(&grads, &signs, self.settings, scaler);
         }
         // All in one copy from the device.
         let wanted =

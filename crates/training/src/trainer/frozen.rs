@@ -60,9 +60,9 @@ impl Trainer {
             runtime::file::forget(&whole)?;
             count += tensor.numel() as u64;
         }
-        let found = format!("{count} numbers with the fingerprint {:016x}", all.finish());
-        *known = Some((names, found.clone()));
-        Ok(Some(found))
+        let summary = format!("{count} numbers with the fingerprint {:016x}", all.finish());
+        *known = Some((names, summary.clone()));
+        Ok(Some(summary))
     }
 }
 

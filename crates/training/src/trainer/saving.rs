@@ -156,19 +156,19 @@ impl Trainer {
     /// Then the training is unchanged. [`Error::Interrupted`] for a weight that cannot be set: the training is refused until it has resumed.
     pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
-        let found = checkpoints.latest()?;
+        let latest = checkpoints.latest()?;
         // No rank changes the folder before all have read it, and all have read the same: `--out` is a folder that they share.
         if let Some(group) = self.optimizer.ranks() {
-            let (step, digest) = match &found.checkpoint {
+            let (step, digest) = match &latest.checkpoint {
                 Some(checkpoint) => (checkpoint.step.to_string(), checkpoint.digest()?),
                 None => ("none".to_owned(), "none".to_owned()),
             };
             group.agree(&[("step of the newest valid checkpoint", &step), ("manifest of it", &digest)])?;
         }
-        for reason in &found.refused {
+        for reason in &latest.refused {
             self.warn(&format!("a checkpoint was skipped: {reason}"))?;
         }
-        let Some(checkpoint) = found.checkpoint else { return Ok(None) };
+        let Some(checkpoint) = latest.checkpoint else { return Ok(None) };
         let mut warnings = self.compare(&checkpoint)?;
         warnings.extend(self.load(&checkpoint, train)?);
         let step = checkpoint.step;
@@ -198,8 +198,8 @@ impl Trainer {
     fn compare(&self, checkpoint: &Checkpoint) -> Result<Vec<String>> {
         let rule = &checkpoint.state["rule"];
         if rule != self.optimizer.rule().name() {
-            let own = self.optimizer.rule().name();
-            let reason = format!("it was saved by the optimizer {rule}, but this run uses {own}");
+            let current = self.optimizer.rule().name();
+            let reason = format!("it was saved by the optimizer {rule}, but this run uses {current}");
             return Err(Error::file(&checkpoint.path, reason));
         }
         let Ok(before) = serde_json::from_value::<Description>(checkpoint.state["run"].clone()) else {
