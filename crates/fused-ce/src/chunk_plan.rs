@@ -144,7 +144,7 @@ pub(crate) fn row_bytes(columns: i64, kind: Kind, logits: Kind, pass: &dyn Logit
 
 #[cfg(test)]
 mod tests {
-    use kernels::cross_entropy::{Operators, Simd};
+    use kernels::cross_entropy::{Cpu, Reference};
 
     use super::*;
 
@@ -176,25 +176,25 @@ mod tests {
         let tokens = |kind, device, pass: &dyn LogitsPass| {
             ChunkPlan::new(&budget(1_000_000), of(kind, device), pass).unwrap().tokens
         };
-        assert_eq!(tokens(Kind::Float, Device::Cpu, &Simd), 250);
-        assert_eq!(tokens(Kind::Double, Device::Cpu, &Simd), 125);
-        assert_eq!(tokens(Kind::BFloat16, Device::Cpu, &Simd), 250);
-        assert_eq!(tokens(Kind::Float, Device::Cuda(0), &Operators), 83);
-        assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Operators), 71);
+        assert_eq!(tokens(Kind::Float, Device::Cpu, &Cpu), 250);
+        assert_eq!(tokens(Kind::Double, Device::Cpu, &Cpu), 125);
+        assert_eq!(tokens(Kind::BFloat16, Device::Cpu, &Cpu), 250);
+        assert_eq!(tokens(Kind::Float, Device::Cuda(0), &Reference), 83);
+        assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Reference), 71);
         // Rounded logits, on a GPU only: two bytes, and libtorch's operators work on a copy in fp32.
         let rounded = LinearCrossEntropy { round_logits: true, ..budget(1_000_000) };
         let plan =
             |kind, device, pass: &dyn LogitsPass| ChunkPlan::new(&rounded, of(kind, device), pass).unwrap();
         for (kind, device, pass, logits, tokens) in [
-            (Kind::BFloat16, Device::Cuda(0), &Simd as &dyn LogitsPass, Kind::BFloat16, 500),
-            (Kind::Half, Device::Cuda(0), &Operators, Kind::Half, 71),
-            (Kind::Float, Device::Cuda(0), &Operators, Kind::Float, 83),
-            (Kind::BFloat16, Device::Cpu, &Simd, Kind::Float, 250),
+            (Kind::BFloat16, Device::Cuda(0), &Cpu as &dyn LogitsPass, Kind::BFloat16, 500),
+            (Kind::Half, Device::Cuda(0), &Reference, Kind::Half, 71),
+            (Kind::Float, Device::Cuda(0), &Reference, Kind::Float, 83),
+            (Kind::BFloat16, Device::Cpu, &Cpu, Kind::Float, 250),
         ] {
             let found = plan(kind, device, pass);
             assert_eq!((found.logits, found.tokens), (logits, tokens), "{kind:?} on {device:?}");
         }
-        let error = ChunkPlan::new(&budget(3999), of(Kind::Float, Device::Cpu), &Simd).unwrap_err();
+        let error = ChunkPlan::new(&budget(3999), of(Kind::Float, Device::Cpu), &Cpu).unwrap_err();
         expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is less than the 4000 bytes of one row of 1000 logits; increase it, or set a number of tokens"]
             .assert_eq(&error.to_string());
     }
@@ -212,7 +212,7 @@ mod tests {
         };
         let tokens = |rows, kind, device, trains_weight, round_logits| {
             let options = LinearCrossEntropy { round_logits, ..LinearCrossEntropy::default() };
-            ChunkPlan::new(&options, Planned { sizes: sizes(rows), kind, device, trains_weight }, &Simd)
+            ChunkPlan::new(&options, Planned { sizes: sizes(rows), kind, device, trains_weight }, &Cpu)
                 .unwrap()
                 .tokens
         };

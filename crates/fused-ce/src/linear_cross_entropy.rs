@@ -156,7 +156,7 @@ mod rounded_logits;
 
 #[cfg(test)]
 mod tests {
-    use kernels::cross_entropy::Operators;
+    use kernels::cross_entropy::Reference;
     use runtime::random::Generator;
 
     use super::*;
@@ -204,8 +204,8 @@ mod tests {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
                             let rows = unread_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
-                            let plan = ChunkPlan::new(&options, planned(sizes), &Operators).unwrap();
-                            options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
+                            let plan = ChunkPlan::new(&options, planned(sizes), &Reference).unwrap();
+                            options.run_planned(&inputs, sizes, plan, &Reference, rows).unwrap()
                         }
                     };
                     let loss = output.loss.sum(Kind::Double).double_value(&[]);
@@ -284,8 +284,8 @@ mod tests {
                             let sizes = check(&inputs, &options).unwrap();
                             let flat = targets.reshape([-1]);
                             let rows = unread_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
-                            let plan = ChunkPlan::new(&options, planned(sizes), &Operators).unwrap();
-                            options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
+                            let plan = ChunkPlan::new(&options, planned(sizes), &Reference).unwrap();
+                            options.run_planned(&inputs, sizes, plan, &Reference, rows).unwrap()
                         }
                     };
                     let mut total = match options.reduction {

@@ -43,7 +43,7 @@ use tch::{Device, Kind, Tensor};
 use cuda::Cuda;
 
 pub use cpu::{Coefficients, Statistics, Targets, Transform, Wanted};
-pub use reference::Operators;
+pub use reference::Reference;
 
 /// The two passes over a tile. A tile without rows or columns has no effect.
 pub trait LogitsPass: Debug + Send + Sync {
@@ -62,7 +62,7 @@ pub trait LogitsPass: Debug + Send + Sync {
     }
 
     /// Turns products into logits, and accumulates their statistics. `tile` `[n, c]`, Float or Double, or BFloat16 or Half for passes
-    /// other than [`Simd`], with dense rows, whose first column is column `first` of the vocabulary. `class_weights` `[c]`, the bias,
+    /// other than [`Cpu`], with dense rows, whose first column is column `first` of the vocabulary. `class_weights` `[c]`, the bias,
     /// target distributions and statistics are in the tile's dtype, or Float for a tile in BFloat16 or Half.
     ///
     /// # Errors
@@ -117,15 +117,15 @@ pub trait LogitsPass: Debug + Send + Sync {
 
 /// Returns the fastest passes for tensors on `device`.
 pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
-    if device == Device::Cpu { &Simd } else { &Cuda }
+    if device == Device::Cpu { &Cpu } else { &Cuda }
 }
 
 /// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only, and tiles in Float or Double, in
 /// which the products of a CPU are computed; another dtype is an error.
 #[derive(Clone, Copy, Debug)]
-pub struct Simd;
+pub struct Cpu;
 
-impl LogitsPass for Simd {
+impl LogitsPass for Cpu {
     fn temporaries(&self, _tile: Kind) -> u64 {
         0
     }

@@ -34,6 +34,8 @@ pub mod attention;
 pub mod cross_entropy;
 mod cuda;
 pub mod dropout;
+#[cfg(test)]
+mod every_kernel;
 mod gemm;
 pub mod gradients;
 pub mod linear;

@@ -60,8 +60,6 @@ mod reference;
 
 use function::FusedNorm;
 use runtime::autograd::{self, GradMode};
-use runtime::profile::{Flops, kernel, record_external};
-use runtime::tensor_memory::{dense, is_sole_owner};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -250,31 +248,7 @@ pub fn forward(
 ) -> Result<Normalized> {
     check(x, residual, weight, bias, options)?;
     not_recorded(&[Some(x), residual, weight, bias])?;
-    let (size, kind) = (x.size(), x.kind());
-    let compute = cpu::compute_kind(kind);
-    let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
-    let (weight, bias) = (parameter(weight, compute)?, parameter(bias, compute)?);
-    let rows = x.numel() as i64 / size.last().copied().unwrap_or(1);
-    let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, Device::Cpu));
-    let y = empty(&size, options.output.unwrap_or(kind))?;
-    let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
-    let mean = (mean && norm == Norm::Layer).then(|| empty(&[rows], compute)).transpose()?;
-    let rstd = empty(&[rows], compute)?;
-    let scope = kernel("runtime::norm", [&x]);
-    cpu::forward(cpu::Forward {
-        center: norm == Norm::Layer,
-        eps: options.eps,
-        x: &x,
-        residual: residual.as_ref().zip(sum.as_ref()),
-        weight: weight.as_ref(),
-        bias: bias.as_ref(),
-        y: &y,
-        mean: mean.as_ref(),
-        rstd: &rstd,
-    })?;
-    drop(scope);
-    record("runtime::norm", &[Some(&x), residual.as_ref(), Some(&y), sum.as_ref()])?;
-    Ok(Normalized { y, sum, mean, rstd })
+    cpu::Cpu.forward(&Inputs { norm, x, residual, weight, bias, options, mean })
 }
 
 /// The saved tensors for [`backward`].
@@ -318,7 +292,7 @@ pub struct Gradients {
     pub bias: Option<Tensor>,
 }
 
-/// Runs the backward pass without a graph. `upstream` is consumed: if nothing else uses its memory, it becomes the input's
+/// Runs the backward pass without a graph, on CPU tensors. `upstream` is consumed: if nothing else uses its memory, it becomes the input's
 /// gradient. `added`, of the input's shape and dtype, is added to the input's gradient.
 ///
 /// # Errors
@@ -331,55 +305,51 @@ pub fn backward(
     wanted: Wanted,
 ) -> Result<Gradients> {
     not_recorded(&[Some(&upstream), added, Some(saved.kept), saved.weight, saved.bias])?;
-    let (size, compute) = (upstream.size(), cpu::compute_kind(saved.kind));
-    let upstream = if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
-    let added = added.map(dense).transpose()?;
-    let kept = dense(saved.kept)?;
-    let output_kept = saved.keep == Keep::Output;
-    let (weight, bias) = (parameter(saved.weight, compute)?, parameter(saved.bias, compute)?);
-    let inverse = weight.as_ref().filter(|_| output_kept).map(Tensor::f_reciprocal).transpose()?;
-    let in_place = saved.kind == upstream.kind() && is_sole_owner(&upstream)?;
-    let grad = match wanted.x {
-        false => None,
-        true if in_place => Some(None),
-        true => Some(Some(Tensor::f_empty(&size, (saved.kind, Device::Cpu))?)),
-    };
-    let width = [size.last().copied().unwrap_or(0)];
-    let vector = |wanted: bool| wanted.then(|| Tensor::f_empty(width, (compute, Device::Cpu))).transpose();
-    let (of_weight, of_bias) = (vector(wanted.weight)?, vector(wanted.bias)?);
-    let scope = kernel("runtime::norm_backward", [&kept, &upstream]);
-    cpu::backward(cpu::Backward {
-        center: norm == Norm::Layer,
-        kind: saved.kind,
-        kept: &kept,
-        upstream: &upstream,
-        grad: grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream)),
-        added: added.as_ref(),
-        weight: weight.as_ref(),
-        bias: bias.as_ref().filter(|_| output_kept),
-        inverse: inverse.as_ref(),
-        output_kept,
-        mean: saved.mean.filter(|_| !output_kept),
-        rstd: saved.rstd,
-        of_weight: of_weight.as_ref(),
-        of_bias: of_bias.as_ref(),
-    })?;
-    drop(scope);
-    let written = grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream));
-    record("runtime::norm_backward", &[Some(&kept), Some(&upstream), added.as_ref(), written])?;
-    let x = grad.map(|grad| grad.unwrap_or(upstream));
-    Ok(Gradients { x, weight: of_weight, bias: of_bias })
+    let compute = cpu::compute_kind(saved.kind);
+    cpu::Cpu.backward(norm, saved, upstream, Requested { added, wanted, kinds: [compute; 2] })
 }
 
-/// Converts a parameter for the passes.
-fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Tensor>> {
-    parameter.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose()
+/// The inputs of a forward pass, checked.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    norm: Norm,
+    x: &'a Tensor,
+    residual: Option<&'a Tensor>,
+    weight: Option<&'a Tensor>,
+    bias: Option<&'a Tensor>,
+    options: Options,
+    /// Whether the means of a layer norm are needed.
+    mean: bool,
 }
 
-/// Reports a pass over these matrices to running counters. Elementwise work counts no FLOPs.
-fn record(name: &str, matrices: &[Option<&Tensor>]) -> Result<()> {
-    let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
-    record_external(name, Flops::default(), matrices.iter().flatten().map(|m| bytes(m) as u64).sum())
+/// What a backward pass computes from the upstream gradient.
+#[derive(Clone, Copy)]
+struct Requested<'a> {
+    /// A gradient that is added to the input's.
+    added: Option<&'a Tensor>,
+    wanted: Wanted,
+    /// The dtypes of weight and bias, whose gradients may have them.
+    kinds: [Kind; 2],
+}
+
+/// The passes on one kind of device.
+trait NormPass {
+    /// See [`forward`].
+    fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized>;
+
+    /// See [`backward`].
+    fn backward(
+        &self,
+        norm: Norm,
+        saved: &Saved<'_>,
+        upstream: Tensor,
+        requested: Requested<'_>,
+    ) -> Result<Gradients>;
+}
+
+/// Returns the fastest passes for tensors on `device`.
+fn pass_for(device: Device) -> &'static dyn NormPass {
+    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 fn not_recorded(tensors: &[Option<&Tensor>]) -> Result<()> {

@@ -1,11 +1,13 @@
 //! The passes over a tile of logits: their checks, and their division into rows.
 
+use std::ops::Range;
+
 use runtime::parallel;
 use runtime::tensor_memory::{bump_version, memory_range};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use crate::operands::{Rows, apart, rows};
+use crate::operands::{Operands, Rows, apart, contiguous, overlap, rows};
 use crate::simd::Real;
 
 mod arguments;
@@ -73,27 +75,26 @@ fn typed_statistics<R: Real>(
     class_weights: Option<&Tensor>,
     statistics: &mut Statistics,
 ) -> Result<()> {
-    let view = Tile::<R>::new(tile)?;
+    let mut view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, class_weights)?;
-    let given = targets;
     let targets = view.targets(targets)?;
     let first = usize::try_from(first).map_err(|_| refuse("a tile begins at column 0 or later"))?;
-    let cells = |name, tensor: &Tensor| view.cells::<R>(name, tensor, R::KIND);
-    let optional =
-        |name, tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| cells(name, tensor)).transpose();
-    check_written(statistics, transform, given, class_weights)?;
-    let (maximum, sum) = (cells("maximum", &statistics.maximum)?, cells("sum", &statistics.sum)?);
-    let target = cells("target", &statistics.target)?;
+    let mut written = |name, tensor: &Tensor| view.writes::<R>(name, tensor, R::KIND);
+    let (maximum, sum) = (written("maximum", &statistics.maximum)?, written("sum", &statistics.sum)?);
+    let target = written("target", &statistics.target)?;
+    let mut optional =
+        |name, tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| written(name, tensor)).transpose();
     let (mass, total) = (optional("mass", &statistics.mass)?, optional("total", &statistics.total)?);
     let moment = optional("moment", &statistics.moment)?;
     let best = statistics.best.as_ref();
-    let best = best.map(|best| view.cells::<i64>("best", best, Kind::Int64)).transpose()?;
+    let best = best.map(|best| view.writes::<i64>("best", best, Kind::Int64)).transpose()?;
+    view.operands.check()?;
     let matrix = view.rows;
     if matrix.is_empty() {
         return Ok(());
     }
     parallel::for_each(matrix.rows, |row| {
-        // SAFETY: each row is one task's, and every vector has an element for it (`Tile::cells`).
+        // SAFETY: each row is one task's, and every vector has an element for it (`Tile::vector`).
         unsafe {
             let get = |cells: Option<Cells<R>>| cells.map(|cells| cells.get(row).to_f64());
             let mut of_row = RowStatistics {
@@ -126,7 +127,7 @@ fn typed_statistics<R: Real>(
 }
 
 fn typed_logits<R: Real>(tile: &Tensor, transform: Transform<'_>) -> Result<()> {
-    let view = Tile::<R>::new(tile)?;
+    let mut view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, None)?;
     let matrix = view.rows;
     if matrix.is_empty() {
@@ -147,10 +148,10 @@ fn typed_gradient<R: Real>(
     coefficients: Coefficients<'_>,
     finish: fn(&mut [R]),
 ) -> Result<()> {
-    let view = Tile::<R>::new(tile)?;
+    let mut view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, class_weights)?;
     let targets = view.targets(targets)?;
-    let cells = |name, tensor: &Tensor| view.cells::<R>(name, tensor, R::KIND);
+    let mut cells = |name, tensor: &Tensor| view.reads::<R>(name, tensor, R::KIND);
     let maximum = cells("maximum", coefficients.maximum)?;
     let (powers, target) = (cells("powers", coefficients.powers)?, cells("target", coefficients.target)?);
     let constant = coefficients.constant.map(|constant| cells("constant", constant)).transpose()?;
@@ -159,7 +160,7 @@ fn typed_gradient<R: Real>(
         return Ok(());
     }
     parallel::for_each(matrix.rows, |row| {
-        // SAFETY: each row is one task's, and every vector has an element for it (`Tile::cells`).
+        // SAFETY: each row is one task's, and every vector has an element for it (`Tile::vector`).
         unsafe {
             let coefficients = kernel::RowCoefficients {
                 maximum: maximum.get(row),
@@ -175,45 +176,6 @@ fn typed_gradient<R: Real>(
     bump_version(tile)
 }
 
-/// Refuses statistics that share memory with each other, or with what the rows read while other rows write.
-fn check_written(
-    statistics: &Statistics,
-    transform: Transform<'_>,
-    targets: Targets<'_>,
-    class_weights: Option<&Tensor>,
-) -> Result<()> {
-    let Statistics { maximum, sum, target, mass, total, moment, best } = statistics;
-    let written = [
-        ("maximum", Some(maximum)),
-        ("sum", Some(sum)),
-        ("target", Some(target)),
-        ("mass", mass.as_ref()),
-        ("total", total.as_ref()),
-        ("moment", moment.as_ref()),
-        ("best", best.as_ref()),
-    ];
-    let targets = match targets {
-        Targets::Columns(columns) => ("target columns", Some(columns)),
-        Targets::Dense(distributions) => ("target distributions", Some(distributions)),
-    };
-    let read = [("bias", transform.bias), ("class_weights", class_weights), targets];
-    let ranges = |named: &[(&'static str, Option<&Tensor>)]| -> Result<Vec<_>> {
-        named
-            .iter()
-            .filter_map(|(name, tensor)| Some(memory_range((*tensor)?).map(|range| (*name, range))))
-            .collect()
-    };
-    let (written, read) = (ranges(&written)?, ranges(&read)?);
-    for (index, (name, range)) in written.iter().enumerate() {
-        let mut others = written[..index].iter().chain(&read);
-        if let Some((other, _)) = others.find(|(_, other)| other.start < range.end && range.start < other.end)
-        {
-            return Err(refuse(format!("`{name}` overlaps `{other}` in memory; give it memory of its own")));
-        }
-    }
-    Ok(())
-}
-
 fn refuse(reason: impl Into<String>) -> Error {
     Error::invalid(NAME, reason.into())
 }
@@ -222,58 +184,53 @@ fn refuse(reason: impl Into<String>) -> Error {
 struct Tile<'a, R> {
     rows: Rows,
     tensor: &'a Tensor,
+    /// Of everything but the tile, whose rows may be windows of the matrix that the target distributions are in, too.
+    operands: Operands,
     element: std::marker::PhantomData<R>,
 }
 
 impl<'a, R: Real> Tile<'a, R> {
     fn new(tensor: &'a Tensor) -> Result<Self> {
         let rows = rows(NAME, "tile", tensor, R::KIND)?;
-        Ok(Self { rows, tensor, element: std::marker::PhantomData })
+        let operands = Operands::new(NAME, Device::Cpu);
+        Ok(Self { rows, tensor, operands, element: std::marker::PhantomData })
     }
 
-    /// `[n]` of dtype `kind`, which is that of `T`.
-    fn cells<T>(&self, name: &str, tensor: &Tensor, kind: Kind) -> Result<Cells<T>> {
-        Ok(Cells {
-            pointer: self.vector(name, tensor, kind, self.rows.rows)?,
-            element: std::marker::PhantomData,
-        })
+    /// `[n]` of dtype `kind`, which is that of `T`; read.
+    fn reads<T>(&mut self, name: &'static str, tensor: &Tensor, kind: Kind) -> Result<Cells<T>> {
+        let range = self.vector(name, tensor, kind, self.rows.rows)?;
+        Ok(Cells { pointer: self.operands.read_range(name, range), element: std::marker::PhantomData })
     }
 
-    fn vector(&self, name: &str, tensor: &Tensor, kind: Kind, length: usize) -> Result<usize> {
-        let fits = tensor.kind() == kind
-            && tensor.device() == Device::Cpu
-            && tensor.size() == [i64::try_from(length).unwrap_or(i64::MAX)]
-            && tensor.is_contiguous()
-            && !tensor.is_neg();
-        if !fits {
-            return Err(refuse(format!(
-                "`{name}` is {:?} {:?} on {:?}{}; expected contiguous {kind:?} [{length}] on the CPU",
-                tensor.kind(),
-                tensor.size(),
-                tensor.device(),
-                if tensor.is_neg() { ", lazily negated (`resolve_neg`)" } else { "" }
-            )));
-        }
-        let (a, b) = (memory_range(tensor)?, memory_range(self.tensor)?);
-        if a.start < b.end && b.start < a.end {
+    /// `[n]` of dtype `kind`, which is that of `T`; written.
+    fn writes<T>(&mut self, name: &'static str, tensor: &Tensor, kind: Kind) -> Result<Cells<T>> {
+        let range = self.vector(name, tensor, kind, self.rows.rows)?;
+        Ok(Cells { pointer: self.operands.write_range(name, range), element: std::marker::PhantomData })
+    }
+
+    fn vector(&self, name: &str, tensor: &Tensor, kind: Kind, length: usize) -> Result<Range<usize>> {
+        let size = [i64::try_from(length).unwrap_or(i64::MAX)];
+        let range = contiguous(NAME, name, tensor, &size[..], (kind, Device::Cpu))?;
+        if overlap(&range, &memory_range(self.tensor)?) {
             return Err(refuse(format!("`{name}` overlaps the tile in memory; give it memory of its own")));
         }
-        Ok(tensor.data_ptr() as usize)
+        Ok(range)
     }
 
-    fn slice<'t>(&self, name: &str, tensor: &'t Tensor) -> Result<&'t [R]> {
+    fn slice<'t>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<&'t [R]> {
         let length = self.rows.columns;
-        let start = self.vector(name, tensor, R::KIND, length)?;
+        let range = self.vector(name, tensor, R::KIND, length)?;
+        let start = self.operands.read_range(name, range);
         if length == 0 {
             return Ok(&[]);
         }
         // SAFETY: `vector` has checked that there are this many elements of this type; they live as long as the tensor, and
-        // nothing here writes them, because they do not overlap the tile.
+        // nothing writes them: they overlap neither the tile nor, by `Operands::check`, what is written beside it.
         Ok(unsafe { std::slice::from_raw_parts(start as *const R, length) })
     }
 
     fn formula<'t>(
-        &self,
+        &mut self,
         transform: Transform<'t>,
         class_weights: Option<&'t Tensor>,
     ) -> Result<Formula<'t, R>> {
@@ -283,10 +240,10 @@ impl<'a, R: Real> Tile<'a, R> {
         Ok(Formula { bias, scale, softcap, class_weights })
     }
 
-    fn targets(&self, targets: Targets<'_>) -> Result<TileTargets<R>> {
+    fn targets(&mut self, targets: Targets<'_>) -> Result<TileTargets<R>> {
         match targets {
             Targets::Columns(columns) => Ok(TileTargets::Columns(
-                self.cells("target columns", columns, Kind::Int64)?,
+                self.reads("target columns", columns, Kind::Int64)?,
                 self.rows.columns,
             )),
             Targets::Dense(distributions) => {
@@ -300,6 +257,7 @@ impl<'a, R: Real> Tile<'a, R> {
                 if !apart(view, self.rows, R::KIND.elt_size_in_bytes()) {
                     return Err(refuse("`target distributions` overlaps the tile in memory"));
                 }
+                self.operands.read_range("target distributions", memory_range(distributions)?);
                 Ok(TileTargets::Dense(view, std::marker::PhantomData))
             }
         }
@@ -358,7 +316,7 @@ impl<R: Real> TileTargets<R> {
     unsafe fn of(&self, row: usize) -> RowTarget<'_, R> {
         match self {
             Self::Columns(cells, columns) => {
-                // SAFETY: the vector has an element for each row (`Tile::cells`); nothing writes it.
+                // SAFETY: the vector has an element for each row (`Tile::vector`); nothing writes it.
                 let column = unsafe { cells.get(row) };
                 RowTarget::Column(usize::try_from(column).ok().filter(|column| column < columns))
             }

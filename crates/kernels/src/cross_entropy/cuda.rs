@@ -5,7 +5,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::cpu::NAME;
-use super::{Coefficients, LogitsPass, Operators, Statistics, Targets, Transform};
+use super::{Coefficients, LogitsPass, Reference, Statistics, Targets, Transform};
 use crate::cuda::{
     Argument, Matrix, Source, are_ready, expect, float, int, launch, matrix, optional, pointer, type_of,
     width,
@@ -23,7 +23,7 @@ const THREADS: u32 = 256;
 /// 16-byte packs per thread of the gradient pass.
 const PACKS: i64 = 4;
 
-/// The passes over tiles in fp32, bf16 and fp16; for f64, and without NVRTC, [`Operators`].
+/// The passes over tiles in fp32, bf16 and fp16; for f64, and without NVRTC, [`Reference`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cuda;
 
@@ -44,7 +44,7 @@ impl Cuda {
 
 impl LogitsPass for Cuda {
     fn temporaries(&self, tile: Kind) -> u64 {
-        if crate::cuda::are_found() { 0 } else { Operators.temporaries(tile) }
+        if crate::cuda::are_found() { 0 } else { Reference.temporaries(tile) }
     }
 
     fn narrows_in_place(&self) -> bool {
@@ -67,7 +67,7 @@ impl LogitsPass for Cuda {
         statistics: &mut Statistics,
     ) -> Result<()> {
         if !Self::takes(tile) {
-            return Operators.statistics(tile, first, transform, targets, class_weights, statistics);
+            return Reference.statistics(tile, first, transform, targets, class_weights, statistics);
         }
         let view = Tile::new(tile, transform.bias, Some(targets))?;
         let Tile { matrix: Matrix { rows, columns, stride }, of, width, device } = view;
@@ -117,7 +117,7 @@ impl LogitsPass for Cuda {
 
     fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
         if !Self::takes(tile) {
-            return Operators.logits(tile, transform);
+            return Reference.logits(tile, transform);
         }
         let view = Tile::new(tile, transform.bias, None)?;
         let Tile { matrix: Matrix { rows, columns, stride }, of, width, device } = view;
@@ -149,7 +149,7 @@ impl LogitsPass for Cuda {
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
         if !Self::takes(tile) {
-            return Operators.gradient(tile, transform, targets, class_weights, coefficients);
+            return Reference.gradient(tile, transform, targets, class_weights, coefficients);
         }
         let view = Tile::new(tile, None, Some(targets))?;
         let Tile { matrix: Matrix { rows, columns, .. }, of, width, device } = view;

@@ -8,9 +8,9 @@ use super::{Coefficients, LogitsPass, Statistics, Targets, Transform};
 
 /// Chains of libtorch's operators, in place where possible; a tile in BFloat16 or Half is copied to fp32. Any device; no synchronisation.
 #[derive(Clone, Copy, Debug)]
-pub struct Operators;
+pub struct Reference;
 
-impl LogitsPass for Operators {
+impl LogitsPass for Reference {
     fn temporaries(&self, tile: Kind) -> u64 {
         // Two, and for a tile in 16 bits its copy in fp32, each of twice the tile's size.
         if is_narrow(tile) { 6 } else { 2 }

@@ -1,9 +1,13 @@
 //! Normalisations of rows in one pass over memory: the checks that make the passes sound.
 
 use half::{bf16, f16};
-use runtime::tensor_memory::{bump_version, memory_range};
+use runtime::profile::{Flops, kernel, record_external};
+use runtime::tensor_memory::{bump_version, dense, is_sole_owner};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
+
+use super::{Gradients, Inputs, Keep, Norm, NormPass, Normalized, Requested, Saved};
+use crate::operands::{Operands, contiguous};
 
 mod backward;
 mod forward;
@@ -24,49 +28,144 @@ pub(crate) fn compute_kind(x: Kind) -> Kind {
     if x == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
+/// One pass over memory, vectorized for the processor, on libtorch's threads.
+pub(super) struct Cpu;
+
+impl NormPass for Cpu {
+    fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized> {
+        let &Inputs { norm, x, residual, weight, bias, options, mean } = inputs;
+        let (size, kind) = (x.size(), x.kind());
+        let compute = compute_kind(kind);
+        let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
+        let (weight, bias) = (parameter(weight, compute)?, parameter(bias, compute)?);
+        let rows = x.numel() as i64 / size.last().copied().unwrap_or(1);
+        let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, Device::Cpu));
+        let y = empty(&size, options.output.unwrap_or(kind))?;
+        let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
+        let mean = (mean && norm == Norm::Layer).then(|| empty(&[rows], compute)).transpose()?;
+        let rstd = empty(&[rows], compute)?;
+        let scope = kernel("runtime::norm", [&x]);
+        forward(Forward {
+            center: norm == Norm::Layer,
+            eps: options.eps,
+            x: &x,
+            residual: residual.as_ref().zip(sum.as_ref()),
+            weight: weight.as_ref(),
+            bias: bias.as_ref(),
+            y: &y,
+            mean: mean.as_ref(),
+            rstd: &rstd,
+        })?;
+        drop(scope);
+        record("runtime::norm", &[Some(&x), residual.as_ref(), Some(&y), sum.as_ref()])?;
+        Ok(Normalized { y, sum, mean, rstd })
+    }
+
+    fn backward(
+        &self,
+        norm: Norm,
+        saved: &Saved<'_>,
+        upstream: Tensor,
+        requested: Requested<'_>,
+    ) -> Result<Gradients> {
+        let Requested { added, wanted, .. } = requested;
+        let (size, compute) = (upstream.size(), compute_kind(saved.kind));
+        let upstream =
+            if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+        let added = added.map(dense).transpose()?;
+        let kept = dense(saved.kept)?;
+        let output_kept = saved.keep == Keep::Output;
+        let (weight, bias) = (parameter(saved.weight, compute)?, parameter(saved.bias, compute)?);
+        let inverse = weight.as_ref().filter(|_| output_kept).map(Tensor::f_reciprocal).transpose()?;
+        let in_place = saved.kind == upstream.kind() && is_sole_owner(&upstream)?;
+        let grad = match wanted.x {
+            false => None,
+            true if in_place => Some(None),
+            true => Some(Some(Tensor::f_empty(&size, (saved.kind, Device::Cpu))?)),
+        };
+        let width = [size.last().copied().unwrap_or(0)];
+        let vector =
+            |wanted: bool| wanted.then(|| Tensor::f_empty(width, (compute, Device::Cpu))).transpose();
+        let (of_weight, of_bias) = (vector(wanted.weight)?, vector(wanted.bias)?);
+        let scope = kernel("runtime::norm_backward", [&kept, &upstream]);
+        backward(Backward {
+            center: norm == Norm::Layer,
+            kind: saved.kind,
+            kept: &kept,
+            upstream: &upstream,
+            grad: grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream)),
+            added: added.as_ref(),
+            weight: weight.as_ref(),
+            bias: bias.as_ref().filter(|_| output_kept),
+            inverse: inverse.as_ref(),
+            output_kept,
+            mean: saved.mean.filter(|_| !output_kept),
+            rstd: saved.rstd,
+            of_weight: of_weight.as_ref(),
+            of_bias: of_bias.as_ref(),
+        })?;
+        drop(scope);
+        let written = grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream));
+        record("runtime::norm_backward", &[Some(&kept), Some(&upstream), added.as_ref(), written])?;
+        let x = grad.map(|grad| grad.unwrap_or(upstream));
+        Ok(Gradients { x, weight: of_weight, bias: of_bias })
+    }
+}
+
+/// Converts a parameter for the passes.
+fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Tensor>> {
+    parameter.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose()
+}
+
+/// Reports a pass over these matrices to running counters. Elementwise work counts no FLOPs.
+fn record(name: &str, matrices: &[Option<&Tensor>]) -> Result<()> {
+    let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
+    record_external(name, Flops::default(), matrices.iter().flatten().map(|m| bytes(m) as u64).sum())
+}
+
 /// The tensors of a forward, all on the CPU and contiguous; `x`, `residual`, `sum` of one dtype and shape, `y` of that shape, the parameters
 /// `[columns]` and the statistics `[rows]` of the compute dtype.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Forward<'a> {
-    pub(crate) center: bool,
-    pub(crate) eps: f64,
-    pub(crate) x: &'a Tensor,
+struct Forward<'a> {
+    center: bool,
+    eps: f64,
+    x: &'a Tensor,
     /// The residual that is added to `x`, and the output of the sum.
-    pub(crate) residual: Option<(&'a Tensor, &'a Tensor)>,
-    pub(crate) weight: Option<&'a Tensor>,
-    pub(crate) bias: Option<&'a Tensor>,
-    pub(crate) y: &'a Tensor,
-    pub(crate) mean: Option<&'a Tensor>,
-    pub(crate) rstd: &'a Tensor,
+    residual: Option<(&'a Tensor, &'a Tensor)>,
+    weight: Option<&'a Tensor>,
+    bias: Option<&'a Tensor>,
+    y: &'a Tensor,
+    mean: Option<&'a Tensor>,
+    rstd: &'a Tensor,
 }
 
 /// Writes `y`, the statistics and the sum.
-pub(crate) fn forward(norm: Forward) -> Result<()> {
+fn forward(norm: Forward) -> Result<()> {
     let (x, y) = (norm.x.kind(), norm.y.kind());
     let shape = Shape::of(norm.x, x, y)?;
     let compute = compute_kind(x);
     let (residual, sum) = norm.residual.unzip();
-    let mut memory = Memory::default();
+    let mut operands = Operands::new(NAME, Device::Cpu);
     let pass = forward::Pass {
         rows: shape.rows,
         columns: shape.columns,
         eps: norm.eps,
-        x: memory.read("x", Some(norm.x), x, shape.matrix())?,
-        residual: memory.read("residual", residual, x, shape.matrix())?,
-        sum: memory.write("sum", sum, x, shape.matrix())?,
-        weight: memory.read("weight", norm.weight, compute, shape.columns)?,
-        bias: memory.read("bias", norm.bias, compute, shape.columns)?,
-        y: memory.write("y", Some(norm.y), y, shape.matrix())?,
-        mean: memory.write("mean", norm.mean, compute, shape.rows)?,
-        rstd: memory.write("rstd", Some(norm.rstd), compute, shape.rows)?,
+        x: operands.read("x", norm.x, x, shape.matrix())?,
+        residual: operands.read("residual", residual, x, shape.matrix())?,
+        sum: operands.write("sum", sum, x, shape.matrix())?,
+        weight: operands.read("weight", norm.weight, compute, shape.columns)?,
+        bias: operands.read("bias", norm.bias, compute, shape.columns)?,
+        y: operands.write("y", norm.y, y, shape.matrix())?,
+        mean: operands.write("mean", norm.mean, compute, shape.rows)?,
+        rstd: operands.write("rstd", norm.rstd, compute, shape.rows)?,
     };
-    memory.check()?;
+    operands.check()?;
     if shape.matrix() == 0 {
         return Ok(());
     }
     macro_rules! run {
         ($x:ty, $y:ty) => {
-            // SAFETY: `Memory` has checked every size and dtype, and that written memory overlaps nothing else.
+            // SAFETY: `Operands` has checked every size and dtype, and that written memory overlaps nothing else.
             unsafe {
                 if norm.center {
                     forward::run::<$x, $y, true>(pass)
@@ -89,30 +188,30 @@ pub(crate) fn forward(norm: Forward) -> Result<()> {
 
 /// The tensors of a backward, all on the CPU and contiguous. `grad` may be `upstream` itself.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Backward<'a> {
-    pub(crate) center: bool,
+struct Backward<'a> {
+    center: bool,
     /// The dtype of the norm's input.
-    pub(crate) kind: Kind,
+    kind: Kind,
     /// The saved input, or the saved output if `inverse` is given.
-    pub(crate) kept: &'a Tensor,
-    pub(crate) upstream: &'a Tensor,
+    kept: &'a Tensor,
+    upstream: &'a Tensor,
     /// The gradient of the input, and a gradient that is added to it.
-    pub(crate) grad: Option<&'a Tensor>,
-    pub(crate) added: Option<&'a Tensor>,
-    pub(crate) weight: Option<&'a Tensor>,
-    pub(crate) bias: Option<&'a Tensor>,
+    grad: Option<&'a Tensor>,
+    added: Option<&'a Tensor>,
+    weight: Option<&'a Tensor>,
+    bias: Option<&'a Tensor>,
     /// 1/weight, if the output was saved.
-    pub(crate) inverse: Option<&'a Tensor>,
-    pub(crate) output_kept: bool,
-    pub(crate) mean: Option<&'a Tensor>,
-    pub(crate) rstd: &'a Tensor,
+    inverse: Option<&'a Tensor>,
+    output_kept: bool,
+    mean: Option<&'a Tensor>,
+    rstd: &'a Tensor,
     /// The gradients of the parameters, in the compute dtype.
-    pub(crate) of_weight: Option<&'a Tensor>,
-    pub(crate) of_bias: Option<&'a Tensor>,
+    of_weight: Option<&'a Tensor>,
+    of_bias: Option<&'a Tensor>,
 }
 
 /// Writes the gradients that have an output tensor.
-pub(crate) fn backward(norm: Backward) -> Result<()> {
+fn backward(norm: Backward) -> Result<()> {
     let (x, y) = (norm.kind, norm.upstream.kind());
     let shape = Shape::of(norm.upstream, x, y)?;
     let compute = compute_kind(x);
@@ -124,35 +223,35 @@ pub(crate) fn backward(norm: Backward) -> Result<()> {
             .transpose()
     };
     let (weight_parts, bias_parts) = (sums(norm.of_weight)?, sums(norm.of_bias)?);
-    let mut memory = Memory::default();
+    let mut operands = Operands::new(NAME, Device::Cpu);
     let in_place = norm.grad.is_some_and(|grad| grad.data_ptr() == norm.upstream.data_ptr() && x == y);
-    let upstream = memory.read("upstream", Some(norm.upstream), y, shape.matrix())?;
-    if in_place {
-        memory.read.pop();
-    }
+    let upstream = match in_place {
+        true => contiguous(NAME, "upstream", norm.upstream, shape.matrix(), (y, Device::Cpu))?.start,
+        false => operands.read("upstream", norm.upstream, y, shape.matrix())?,
+    };
     let all = parts * shape.columns;
     let pass = backward::Pass {
         rows: shape.rows,
         columns: shape.columns,
-        kept: memory.read("kept", Some(norm.kept), kept, shape.matrix())?,
+        kept: operands.read("kept", norm.kept, kept, shape.matrix())?,
         upstream,
-        grad: memory.write("grad", norm.grad, x, shape.matrix())?,
-        added: memory.read("added", norm.added, x, shape.matrix())?,
-        weight: memory.read("weight", norm.weight, compute, shape.columns)?,
-        inverse: memory.read("inverse", norm.inverse, compute, shape.columns)?,
-        bias: memory.read("bias", norm.bias, compute, shape.columns)?,
-        mean: memory.read("mean", norm.mean, compute, shape.rows)?,
-        rstd: memory.read("rstd", Some(norm.rstd), compute, shape.rows)?,
-        weight_parts: memory.write("weight parts", weight_parts.as_ref(), compute, all)?,
-        bias_parts: memory.write("bias parts", bias_parts.as_ref(), compute, all)?,
+        grad: operands.write("grad", norm.grad, x, shape.matrix())?,
+        added: operands.read("added", norm.added, x, shape.matrix())?,
+        weight: operands.read("weight", norm.weight, compute, shape.columns)?,
+        inverse: operands.read("inverse", norm.inverse, compute, shape.columns)?,
+        bias: operands.read("bias", norm.bias, compute, shape.columns)?,
+        mean: operands.read("mean", norm.mean, compute, shape.rows)?,
+        rstd: operands.read("rstd", norm.rstd, compute, shape.rows)?,
+        weight_parts: operands.write("weight parts", weight_parts.as_ref(), compute, all)?,
+        bias_parts: operands.write("bias parts", bias_parts.as_ref(), compute, all)?,
     };
-    let of_weight = memory.write("weight gradient", norm.of_weight, compute, shape.columns)?;
-    let of_bias = memory.write("bias gradient", norm.of_bias, compute, shape.columns)?;
-    memory.check()?;
+    let of_weight = operands.write("weight gradient", norm.of_weight, compute, shape.columns)?;
+    let of_bias = operands.write("bias gradient", norm.of_bias, compute, shape.columns)?;
+    operands.check()?;
     if shape.matrix() > 0 {
         macro_rules! run {
             ($x:ty, $y:ty) => {
-                // SAFETY: `Memory` has checked every size and dtype, and that written memory overlaps nothing else.
+                // SAFETY: `Operands` has checked every size and dtype, and that written memory overlaps nothing else.
                 unsafe {
                     match (norm.center, norm.output_kept) {
                         (true, true) => backward::run::<$y, $y, $x, true, true>(pass),
@@ -212,60 +311,4 @@ impl Shape {
     fn matrix(self) -> usize {
         self.rows * self.columns
     }
-}
-
-/// The memory of a pass: written memory overlaps nothing else.
-#[derive(Default)]
-struct Memory {
-    read: Vec<(&'static str, std::ops::Range<usize>)>,
-    written: Vec<(&'static str, std::ops::Range<usize>)>,
-}
-
-impl Memory {
-    fn read(
-        &mut self,
-        name: &'static str,
-        tensor: Option<&Tensor>,
-        kind: Kind,
-        count: usize,
-    ) -> Result<usize> {
-        let Some(tensor) = tensor else { return Ok(0) };
-        self.read.push((name, memory(name, tensor, kind, count)?));
-        Ok(tensor.data_ptr() as usize)
-    }
-
-    fn write(
-        &mut self,
-        name: &'static str,
-        tensor: Option<&Tensor>,
-        kind: Kind,
-        count: usize,
-    ) -> Result<usize> {
-        let Some(tensor) = tensor else { return Ok(0) };
-        self.written.push((name, memory(name, tensor, kind, count)?));
-        Ok(tensor.data_ptr() as usize)
-    }
-
-    fn check(&self) -> Result<()> {
-        for (index, (name, range)) in self.written.iter().enumerate() {
-            let others = self.written[..index].iter().chain(&self.read);
-            if let Some((other, _)) =
-                others.into_iter().find(|(_, o)| o.start < range.end && range.start < o.end)
-            {
-                let reason = format!("`{name}` overlaps `{other}` in memory; give it memory of its own");
-                return Err(Error::invalid(NAME, reason));
-            }
-        }
-        Ok(())
-    }
-}
-
-fn memory(name: &str, tensor: &Tensor, kind: Kind, count: usize) -> Result<std::ops::Range<usize>> {
-    let dense = tensor.device() == Device::Cpu && !tensor.is_sparse() && !tensor.is_neg();
-    if dense && tensor.kind() == kind && tensor.numel() == count && tensor.is_contiguous() {
-        return memory_range(tensor);
-    }
-    let found = format!("{:?} {:?} on {:?}", tensor.kind(), tensor.size(), tensor.device());
-    let reason = format!("`{name}` is {found}; expected {count} contiguous elements of {kind:?} on the CPU");
-    Err(Error::invalid(NAME, reason))
 }

@@ -4,7 +4,8 @@ use runtime::tensor_memory::{bump_version, dense, is_sole_owner};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::{Gradients, Norm, Normalized, Options, Saved, Wanted};
+use super::reference::Reference;
+use super::{Gradients, Inputs, Norm, NormPass, Normalized, Requested, Saved};
 use crate::cuda::{
     Source, are_ready, expect, float, int, launch, launch_with, optional, pointer, shared_memory, type_of,
     width,
@@ -87,15 +88,34 @@ const STATIC: i64 = 1024;
 /// Maximum numbers of a row whose gradients of weight and bias are both summed in registers, as in `norm.cuh`.
 const IN_REGISTERS: i64 = 16_384;
 
-/// See [`super::forward`]; `None` if the kernels do not support it (f64, very wide rows, no NVRTC).
-pub(crate) fn forward(
-    norm: Norm,
-    x: &Tensor,
-    residual: Option<&Tensor>,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    options: Options,
-) -> Result<Option<Normalized>> {
+/// The kernels in CUDA C++, and [`Reference`] for what they do not support: f64, very wide rows, a machine without NVRTC.
+pub(super) struct Cuda;
+
+impl NormPass for Cuda {
+    fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized> {
+        match forward(inputs)? {
+            Some(normalized) => Ok(normalized),
+            None => Reference.forward(inputs),
+        }
+    }
+
+    fn backward(
+        &self,
+        norm: Norm,
+        saved: &Saved<'_>,
+        upstream: Tensor,
+        requested: Requested<'_>,
+    ) -> Result<Gradients> {
+        match backward(norm, saved, upstream, requested)? {
+            Ok(gradients) => Ok(gradients),
+            Err(upstream) => Reference.backward(norm, saved, upstream, requested),
+        }
+    }
+}
+
+/// See [`super::forward`]; `None` if the kernels do not support it. Always returns the means of the layer norm.
+fn forward(inputs: &Inputs<'_>) -> Result<Option<Normalized>> {
+    let &Inputs { norm, x, residual, weight, bias, options, .. } = inputs;
     let (size, kind, device) = (x.size(), x.kind(), x.device());
     let output = options.output.unwrap_or(kind);
     let (Some(of_x), Some(of_y), true) = (type_of(kind), type_of(output), are_ready(device)) else {
@@ -140,14 +160,13 @@ pub(crate) fn forward(
 
 /// See [`super::backward`], with a saved input; returns `upstream` if the kernels do not support it. The gradients of weight
 /// and bias have the parameters' dtypes `of_parameters` if these are the same and the kernels support it, else fp32.
-pub(crate) fn backward(
+fn backward(
     norm: Norm,
     saved: &Saved<'_>,
     upstream: Tensor,
-    added: Option<&Tensor>,
-    wanted: Wanted,
-    of_parameters: [Kind; 2],
+    requested: Requested<'_>,
 ) -> Result<std::result::Result<Gradients, Tensor>> {
+    let Requested { added, wanted, kinds: of_parameters } = requested;
     let (size, kind, device) = (upstream.size(), saved.kind, upstream.device());
     let types = type_of(kind).zip(type_of(upstream.kind()));
     let (Some((of_x, of_upstream)), true) = (types, are_ready(device)) else { return Ok(Err(upstream)) };

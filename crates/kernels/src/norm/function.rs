@@ -5,8 +5,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::cpu::compute_kind;
-use super::cuda;
-use super::{Gradients, Keep, NAME, Norm, Options, Saved, Wanted, backward, forward, recoverable, reference};
+use super::{Gradients, Inputs, Keep, NAME, Norm, Options, Requested, Saved, Wanted, pass_for, recoverable};
 
 /// Inputs: x, then residual, weight and bias, if present. Outputs: y, and with a residual the sum.
 pub(super) struct FusedNorm {
@@ -82,14 +81,9 @@ impl Function for FusedNorm {
             self.keep = Keep::Output;
         }
         self.mean = matrix && self.norm == Norm::Layer && self.keep == Keep::Input;
-        let normalized = if self.device == Device::Cpu {
-            forward(self.norm, x, residual, weight, bias, self.options, self.mean)?
-        } else {
-            match cuda::forward(self.norm, x, residual, weight, bias, self.options)? {
-                Some(normalized) => normalized,
-                None => reference::forward(self.norm, x, residual, weight, bias, self.options)?,
-            }
-        };
+        let (norm, options, mean) = (self.norm, self.options, self.mean);
+        let inputs = Inputs { norm, x, residual, weight, bias, options, mean };
+        let normalized = pass_for(self.device).forward(&inputs)?;
         if matrix {
             ctx.save(match self.keep {
                 Keep::Output => &normalized.y,
@@ -135,15 +129,8 @@ impl Function for FusedNorm {
                 };
                 let (keep, kind) = (self.keep, self.kind);
                 let saved = Saved { kept, keep, kind, mean, rstd, weight, bias };
-                let added = of_sum.as_ref();
-                gradients = if self.device == Device::Cpu {
-                    backward(self.norm, &saved, upstream, added, wanted)?
-                } else {
-                    match cuda::backward(self.norm, &saved, upstream, added, wanted, self.kinds)? {
-                        Ok(gradients) => gradients,
-                        Err(upstream) => reference::backward(self.norm, &saved, upstream, added, wanted)?,
-                    }
-                };
+                let requested = Requested { added: of_sum.as_ref(), wanted, kinds: self.kinds };
+                gradients = pass_for(self.device).backward(self.norm, &saved, upstream, requested)?;
             }
         }
         let Gradients { x, weight, bias } = gradients;

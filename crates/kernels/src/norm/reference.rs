@@ -5,17 +5,30 @@ use runtime::ops::{self, Value};
 use tch::Tensor;
 
 use super::cpu::compute_kind;
-use super::{Gradients, Norm, Normalized, Options, Saved, Wanted};
+use super::{Gradients, Inputs, Norm, NormPass, Normalized, Requested, Saved};
+
+/// libtorch's fused operators.
+pub(super) struct Reference;
+
+impl NormPass for Reference {
+    fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized> {
+        forward(inputs)
+    }
+
+    fn backward(
+        &self,
+        norm: Norm,
+        saved: &Saved<'_>,
+        upstream: Tensor,
+        requested: Requested<'_>,
+    ) -> Result<Gradients> {
+        backward(norm, saved, upstream, requested)
+    }
+}
 
 /// See [`super::forward`]; always returns the means of the layer norm.
-pub(super) fn forward(
-    norm: Norm,
-    x: &Tensor,
-    residual: Option<&Tensor>,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    options: Options,
-) -> Result<Normalized> {
+fn forward(inputs: &Inputs<'_>) -> Result<Normalized> {
+    let &Inputs { norm, x, residual, weight, bias, options, .. } = inputs;
     let sum = residual.map(|residual| x.f_add(residual)).transpose()?;
     let kind = options.output.unwrap_or(x.kind());
     let x = sum.as_ref().unwrap_or(x).f_to_kind(kind)?;
@@ -49,13 +62,8 @@ pub(super) fn forward(
 }
 
 /// See [`super::backward`]; the input was saved.
-pub(super) fn backward(
-    norm: Norm,
-    saved: &Saved,
-    upstream: Tensor,
-    added: Option<&Tensor>,
-    wanted: Wanted,
-) -> Result<Gradients> {
+fn backward(norm: Norm, saved: &Saved<'_>, upstream: Tensor, requested: Requested<'_>) -> Result<Gradients> {
+    let Requested { added, wanted, .. } = requested;
     let kind = upstream.kind();
     let x = saved.kept.f_to_kind(kind)?;
     let weight = saved.weight.map(|weight| weight.f_to_kind(kind)).transpose()?;
@@ -108,9 +116,8 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
-    use crate::norm::{self, Keep};
-
-    type Pass = fn(Norm, &Saved, Tensor, Option<&Tensor>, Wanted) -> Result<Gradients>;
+    use crate::norm::cpu::Cpu;
+    use crate::norm::{Keep, Options, Wanted};
 
     /// The layer norm's operators have CPU kernels too, so this path is compared with the pass in Rust. (The RMS norm's backward
     /// operator has none.)
@@ -121,11 +128,17 @@ mod tests {
         let (x, residual, upstream, added) =
             (normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]));
         let (weight, bias) = (normal(&[17]), normal(&[17]));
-        let options = Options::default();
         let wanted = Wanted { x: true, weight: true, bias: true };
-        let ours = norm::forward(Norm::Layer, &x, Some(&residual), Some(&weight), Some(&bias), options, true)
-            .unwrap();
-        let theirs = forward(Norm::Layer, &x, Some(&residual), Some(&weight), Some(&bias), options).unwrap();
+        let inputs = Inputs {
+            norm: Norm::Layer,
+            x: &x,
+            residual: Some(&residual),
+            weight: Some(&weight),
+            bias: Some(&bias),
+            options: Options::default(),
+            mean: true,
+        };
+        let (ours, theirs) = (Cpu.forward(&inputs).unwrap(), Reference.forward(&inputs).unwrap());
         let close = |a: &Tensor, b: &Tensor| {
             let worst = (a - b.view_as(a)).abs().max().double_value(&[]);
             assert!(worst < 1e-12, "{worst}");
@@ -133,7 +146,7 @@ mod tests {
         close(&ours.y, &theirs.y);
         close(ours.sum.as_ref().unwrap(), theirs.sum.as_ref().unwrap());
         close(&ours.rstd, &theirs.rstd);
-        let gradients = |normalized: &Normalized, backward: Pass| {
+        let gradients = |normalized: &Normalized, pass: &dyn NormPass| {
             let saved = Saved {
                 kept: normalized.sum.as_ref().unwrap(),
                 keep: Keep::Input,
@@ -143,10 +156,11 @@ mod tests {
                 weight: Some(&weight),
                 bias: None,
             };
-            let gradients = backward(Norm::Layer, &saved, upstream.copy(), Some(&added), wanted).unwrap();
+            let requested = Requested { added: Some(&added), wanted, kinds: [Kind::Double; 2] };
+            let gradients = pass.backward(Norm::Layer, &saved, upstream.copy(), requested).unwrap();
             [gradients.x.unwrap(), gradients.weight.unwrap(), gradients.bias.unwrap()]
         };
-        for (ours, theirs) in gradients(&ours, norm::backward).iter().zip(&gradients(&theirs, backward)) {
+        for (ours, theirs) in gradients(&ours, &Cpu).iter().zip(&gradients(&theirs, &Reference)) {
             close(ours, theirs);
         }
     }

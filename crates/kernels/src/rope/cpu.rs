@@ -1,11 +1,20 @@
 //! Rotation of heads in one pass over memory: the checks that make the pass sound.
+//!
+//! The pass over one part of the tokens: token by token, so that a position's cosines and sines are read once for all heads of q
+//! and k.
+
+use std::marker::PhantomData;
+use std::ops::Range;
 
 use half::{bf16, f16};
+use pulp::{Simd, WithSimd};
+use runtime::parallel;
 use runtime::tensor_memory::{bump_version, memory_range};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-mod kernel;
+use crate::operands::Operands;
+use crate::simd::{self, Element, Real, blocks, load, store};
 
 pub(crate) const NAME: &str = "rotary embedding";
 
@@ -58,6 +67,7 @@ pub(crate) fn rotate(
     let Some(first) = turns.first().map(|(from, _)| *from) else { return Ok(()) };
     let kind = first.kind();
     let (batch, sequence, _, _) = first.size4()?;
+    let mut operands = Operands::new(NAME, Device::Cpu);
     let mut passes = Vec::with_capacity(turns.len());
     for (from, to) in turns {
         let (b, t, heads, head) = from.size4()?;
@@ -78,12 +88,12 @@ pub(crate) fn rotate(
                 2 * half
             ));
         }
-        let (read, written) = (memory_range(from)?, memory_range(to)?);
-        let same = from.data_ptr() == to.data_ptr() && from.stride() == to.stride();
-        if !same && read.start < written.end && written.start < read.end {
-            return invalid("the result overlaps what is rotated; give it memory of its own".to_owned());
+        // A result may be its own source, element for element.
+        if from.data_ptr() != to.data_ptr() || from.stride() != to.stride() {
+            operands.read_range("heads", memory_range(from)?);
         }
-        passes.push(kernel::Heads {
+        operands.write_range("result", memory_range(to)?);
+        passes.push(Heads {
             from: from.data_ptr() as usize,
             to: to.data_ptr() as usize,
             from_strides: strides(from),
@@ -91,19 +101,7 @@ pub(crate) fn rotate(
             heads: heads as usize,
         });
     }
-    for (index, (_, to)) in turns.iter().enumerate() {
-        let written = memory_range(to)?;
-        for (other, (from, to)) in turns.iter().enumerate().filter(|(other, _)| *other != index) {
-            for range in [memory_range(from)?, memory_range(to)?] {
-                // Interleaved windows of one joint projection are never written.
-                if range.start < written.end && written.start < range.end {
-                    return invalid(format!(
-                        "result {index} overlaps tensor {other} in memory; give it memory of its own"
-                    ));
-                }
-            }
-        }
-    }
+    operands.check()?;
     let tokens = (batch * sequence) as usize;
     let wrong = match positions {
         None => (sequence > known).then_some(sequence - 1),
@@ -118,7 +116,7 @@ pub(crate) fn rotate(
     if let Some(position) = wrong {
         return Err(beyond(position, known));
     }
-    let pass = kernel::Pass {
+    let pass = Pass {
         table: table.data_ptr() as usize,
         half: half as usize,
         sequence: sequence as usize,
@@ -131,10 +129,10 @@ pub(crate) fn rotate(
     // written, unless it is its own source, element for element; every position has a row in the table.
     unsafe {
         match kind {
-            Kind::Double => kernel::run::<f64>(pass),
-            Kind::BFloat16 => kernel::run::<bf16>(pass),
-            Kind::Half => kernel::run::<f16>(pass),
-            _ => kernel::run::<f32>(pass),
+            Kind::Double => run::<f64>(pass),
+            Kind::BFloat16 => run::<bf16>(pass),
+            Kind::Half => run::<f16>(pass),
+            _ => run::<f32>(pass),
         }
     }?;
     turns.iter().try_for_each(|(_, to)| bump_version(to))
@@ -153,4 +151,113 @@ pub(crate) fn beyond(position: i64, known: i64) -> Error {
 fn strides(tensor: &Tensor) -> [usize; 3] {
     let strides = tensor.stride();
     std::array::from_fn(|dimension| strides[dimension] as usize)
+}
+
+/// Elements computed at once: two AVX-512 registers of fp32.
+const BLOCK: usize = 32;
+/// Elements of one task.
+const TASK: usize = 32 * 1024;
+
+/// The heads of every token, and the results. Strides are those of batch, sequence and heads, in elements.
+#[derive(Clone, Copy)]
+struct Heads {
+    from: usize,
+    to: usize,
+    from_strides: [usize; 3],
+    to_strides: [usize; 3],
+    heads: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    /// `[positions, 2, half]` of fp32.
+    table: usize,
+    half: usize,
+    sequence: usize,
+    /// Batch · sequence.
+    tokens: usize,
+    /// The position of each token; if missing, its index in its row.
+    positions: Option<&'a [i64]>,
+    heads: &'a [Heads],
+    inverse: bool,
+}
+
+/// # Safety
+/// The addresses are of memory of `T` with the shapes in [`Pass`] and [`Heads`]; `to` is `from` itself or does not overlap it,
+/// and overlaps no other memory of the pass; every position has a row in the table.
+unsafe fn run<T: Element>(pass: Pass<'_>) -> Result<()> {
+    let width = pass.heads.iter().map(|heads| heads.heads).sum::<usize>() * 2 * pass.half;
+    if pass.tokens * width == 0 {
+        return Ok(());
+    }
+    let height = (TASK / width).max(1);
+    let work = |task: usize| {
+        let tokens = task * height..((task + 1) * height).min(pass.tokens);
+        simd::arch().dispatch(Task::<T> { pass, tokens, element: PhantomData });
+    };
+    let tasks = pass.tokens.div_ceil(height);
+    if pass.tokens * width <= 2 * TASK {
+        (0..tasks).for_each(work);
+        return Ok(());
+    }
+    parallel::for_each(tasks, work)
+}
+
+/// The tokens of one task. A type and not a closure, so that it is inlined into the code for each set of instructions.
+struct Task<'a, T> {
+    pass: Pass<'a>,
+    tokens: Range<usize>,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> WithSimd for Task<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Pass { table, half, sequence, positions, heads, inverse, .. } = self.pass;
+        let sign = T::Compute::from_f64(if inverse { -1.0 } else { 1.0 });
+        for token in self.tokens {
+            let (row, column) = (token / sequence, token % sequence);
+            let position = positions.map_or(column, |positions| positions[token] as usize);
+            let cosines = (table as *const f32).wrapping_add(position * 2 * half);
+            for all in heads {
+                let start = |address: usize, strides: [usize; 3], head: usize| {
+                    (address as *mut T)
+                        .wrapping_add(row * strides[0] + column * strides[1] + head * strides[2])
+                };
+                for head in 0..all.heads {
+                    let from = start(all.from, all.from_strides, head);
+                    let to = start(all.to, all.to_strides, head);
+                    // SAFETY: the head lies in its tensor, the position in the table, and `run` gives each token to one task.
+                    unsafe { turn::<T>(cosines, half, sign, from, to) };
+                }
+            }
+        }
+    }
+}
+
+/// y₁ = x₁·cos − x₂·sin, y₂ = x₂·cos + x₁·sin, of a head's halves x₁ and x₂.
+///
+/// # Safety
+/// `half` cosines and as many sines lie at `cosines`, two halves of a head at `from`, and memory for them at `to`, which is
+/// `from` or does not overlap it.
+#[inline(always)]
+unsafe fn turn<T: Element>(cosines: *const f32, half: usize, sign: T::Compute, from: *const T, to: *mut T) {
+    blocks!(BLOCK, 0, half, |at, N| {
+        // SAFETY: by this function's contract; both halves of a block are read before either is written.
+        unsafe {
+            let (cos, sin) = (load::<f32, N>(cosines.add(at)), load::<f32, N>(cosines.add(half + at)));
+            let (first, second) = (load::<T, N>(from.add(at)), load::<T, N>(from.add(half + at)));
+            let (mut y1, mut y2) = ([T::Compute::default(); N], [T::Compute::default(); N]);
+            for i in 0..N {
+                let cos = T::Compute::from_f64(f64::from(cos[i]));
+                let sin = T::Compute::from_f64(f64::from(sin[i])) * sign;
+                y1[i] = first[i] * cos - second[i] * sin;
+                y2[i] = second[i] * cos + first[i] * sin;
+            }
+            store::<T, N>(to.add(at), &y1);
+            store::<T, N>(to.add(half + at), &y2);
+        }
+    });
 }

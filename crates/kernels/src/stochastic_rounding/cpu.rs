@@ -4,12 +4,13 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
+use runtime::Result;
 use runtime::parallel;
-use runtime::tensor_memory::{bump_version, memory_range};
-use runtime::{Error, Result};
-use tch::Kind;
+use runtime::tensor_memory::bump_version;
+use tch::{Device, Kind};
 
 use super::{LEAST_NORMAL_F16, NAME, Rounding, StepNumber, hash};
+use crate::operands::Operands;
 use crate::simd::{self, Element};
 
 /// Elements of a hash.
@@ -63,12 +64,11 @@ pub(crate) fn round(one: &Rounding<'_>) -> Result<()> {
     if elements == 0 {
         return Ok(());
     }
-    let (from, to) = (memory_range(source)?, memory_range(target)?);
-    if from.start < to.end && to.start < from.end {
-        return Err(Error::invalid(NAME, "`source` and `target` overlap in memory; give each its own"));
-    }
-    let pass =
-        Pass { elements, source: from.start, target: to.start, seed: stream.at(step), first: stream.first() };
+    let mut operands = Operands::new(NAME, Device::Cpu);
+    let from = operands.read("source", source, Kind::Float, elements)?;
+    let to = operands.write("target", target, target.kind(), elements)?;
+    operands.check()?;
+    let pass = Pass { elements, source: from, target: to, seed: stream.at(step), first: stream.first() };
     // SAFETY: both tensors are dense, on the CPU, of this many elements of fp32 and of the target's dtype, do not overlap, and outlive
     // the call. As with every in-place operation of libtorch, the caller ensures that no thread uses them meanwhile.
     unsafe {

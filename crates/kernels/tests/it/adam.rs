@@ -297,19 +297,23 @@ fn mismatched_tensors_are_errors() {
     let of_weight = |weight: &Tensor| refused(state.tensors(&float, Some(weight)), AdamStep::default());
     expect!["fused adam: `gradient` is Double; expected one of [Float, BFloat16, Half]"]
         .assert_eq(&of_gradient(&ones(&[4], Kind::Double)));
-    expect!["fused adam: `gradient` is [2, 2] and `master` [4]; they must be equal"]
+    expect!["fused adam: `gradient` is Float [2, 2] on Cpu; expected contiguous Float [4] on Cpu"]
         .assert_eq(&of_gradient(&ones(&[2, 2], Kind::Float)));
-    expect!["fused adam: `gradient` has strides [2] or is no plain memory; make it contiguous"]
-        .assert_eq(&of_gradient(&ones(&[8], Kind::Float).slice(0, 0, 8, 2)));
-    expect!["fused adam: `gradient` has strides [0] or is no plain memory; make it contiguous"]
-        .assert_eq(&of_gradient(&ones(&[1], Kind::Float).expand([4], false)));
-    expect!["fused adam: `gradient` overlaps `exp_avg` in memory; give it memory of its own"]
+    expect![
+        "fused adam: `gradient` is Float [4] on Cpu, not contiguous; expected contiguous Float [4] on Cpu"
+    ]
+    .assert_eq(&of_gradient(&ones(&[8], Kind::Float).slice(0, 0, 8, 2)));
+    expect![
+        "fused adam: `gradient` is Float [4] on Cpu, not contiguous; expected contiguous Float [4] on Cpu"
+    ]
+    .assert_eq(&of_gradient(&ones(&[1], Kind::Float).expand([4], false)));
+    expect!["fused adam: `exp_avg` overlaps `gradient` in memory; give it memory of its own"]
         .assert_eq(&of_gradient(&state.exp_avg));
     expect!["fused adam: `gradient` is undefined"].assert_eq(&of_gradient(&Tensor::new()));
     expect!["fused adam: `weight` is Float; expected one of [BFloat16, Half]; a weight in fp32 is the master itself, so give none"]
         .assert_eq(&of_weight(&float));
     let low = ones(&[4], Kind::BFloat16);
-    expect!["fused adam: `gradient` overlaps `weight` in memory; give it memory of its own"]
+    expect!["fused adam: `weight` overlaps `gradient` in memory; give it memory of its own"]
         .assert_eq(&refused(state.tensors(&low, Some(&low)), AdamStep::default()));
     let of_step = |step: AdamStep| refused(state.tensors(&float, None), step);
     expect!["fused adam: step 0; the first step is 1, as it corrects the bias by 1 − βᵗ"]

@@ -1,7 +1,7 @@
 //! The passes over tiles of logits, against libtorch's own operators in f64, tile by tile.
 
 use kernels::cross_entropy::{
-    Coefficients, LogitsPass, Operators, Simd, Statistics, Targets, Transform, Wanted,
+    Coefficients, Cpu, LogitsPass, Reference, Statistics, Targets, Transform, Wanted,
 };
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -47,7 +47,7 @@ fn both_passes_agree_with_the_graph_in_f64() {
     let mut generator = Generator::new(3).unwrap();
     let mut worst = [0f64; 2];
     for case in cases() {
-        for (index, pass) in [&Simd as &dyn LogitsPass, &Operators].into_iter().enumerate() {
+        for (index, pass) in [&Cpu as &dyn LogitsPass, &Reference].into_iter().enumerate() {
             worst[index] = worst[index].max(check(&case, pass, &mut generator));
         }
     }
@@ -186,21 +186,21 @@ fn tiles_in_16_bits_are_rounded_once() {
                 let transform = Transform { bias: bias.as_ref(), scale, softcap };
                 let targets = if dense { Targets::Dense(&distributions) } else { Targets::Columns(&labels) };
                 let mut known = Statistics::new(rows, dense, wanted, (Kind::Float, Device::Cpu)).unwrap();
-                Operators.statistics(&mut tile, 3, transform, targets, Some(&weights), &mut known).unwrap();
+                Reference.statistics(&mut tile, 3, transform, targets, Some(&weights), &mut known).unwrap();
                 let mut alone = products.copy();
-                Operators.logits(&mut alone, transform).unwrap();
+                Reference.logits(&mut alone, transform).unwrap();
                 assert!(alone.equal(&tile), "{what}: recomputed logits are other ones");
 
                 let transform_f64 = Transform { bias: bias_f64.as_ref(), scale, softcap };
                 let targets_f64 =
                     if dense { Targets::Dense(&distributions_f64) } else { Targets::Columns(&labels) };
                 let mut logits = f64_of(&products);
-                Simd.logits(&mut logits, transform_f64).unwrap();
+                Cpu.logits(&mut logits, transform_f64).unwrap();
                 close("logits", &tile, &logits, unit);
                 let mut stored = f64_of(&tile);
                 let mut exact = Statistics::new(rows, dense, wanted, (Kind::Double, Device::Cpu)).unwrap();
                 let unchanged = Transform::default();
-                Simd.statistics(&mut stored, 3, unchanged, targets_f64, Some(&weights_f64), &mut exact)
+                Cpu.statistics(&mut stored, 3, unchanged, targets_f64, Some(&weights_f64), &mut exact)
                     .unwrap();
                 for (name, found, exact) in [
                     ("sum", &known.sum, &exact.sum),
@@ -227,9 +227,9 @@ fn tiles_in_16_bits_are_rounded_once() {
                     target: &target,
                     constant: Some(&constant),
                 };
-                Simd.gradient(&mut stored, transform_f64, targets_f64, Some(&weights_f64), by_f64).unwrap();
+                Cpu.gradient(&mut stored, transform_f64, targets_f64, Some(&weights_f64), by_f64).unwrap();
                 let gradient =
-                    Operators.gradient_as(&mut tile, transform, targets, Some(&weights), by, kind).unwrap();
+                    Reference.gradient_as(&mut tile, transform, targets, Some(&weights), by, kind).unwrap();
                 assert_eq!(gradient.data_ptr(), tile.data_ptr(), "{what}: the gradient is the tile");
                 close("gradient", &gradient, &stored, unit);
             }
@@ -246,7 +246,7 @@ fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
     // all.
     let logits =
         Tensor::stack(&[row(&[none, none, 1.0, 2.0]), row(&[0.0, nan, 1.0, 2.0]), row(&[none; 4])], 0);
-    for pass in [&Simd as &dyn LogitsPass, &Operators] {
+    for pass in [&Cpu as &dyn LogitsPass, &Reference] {
         let wanted = Wanted { moment: true, ..Wanted::default() };
         let mut statistics = Statistics::new(3, false, wanted, (Kind::Float, Device::Cpu)).unwrap();
         let columns = Tensor::from_slice(&[3i64, 3, 3]);
@@ -297,11 +297,11 @@ fn a_gradient_in_bf16_lies_in_the_memory_of_the_tile() {
         let by = Coefficients { maximum: &maximum, powers: &powers, target: &target, constant: None };
         let transform = Transform { bias: None, scale: 0.7, softcap: Some(2.0) };
         let mut wide = logits.copy();
-        Simd.gradient(&mut wide, transform, Targets::Columns(&targets), None, by).unwrap();
+        Cpu.gradient(&mut wide, transform, Targets::Columns(&targets), None, by).unwrap();
         let expected = wide.to_kind(Kind::BFloat16);
         let mut tile = logits.shallow_clone();
         let region = runtime::memory::Region::start(Device::Cpu).unwrap();
-        let narrow = Simd
+        let narrow = Cpu
             .gradient_as(&mut tile, transform, Targets::Columns(&targets), None, by, Kind::BFloat16)
             .unwrap();
         assert_eq!(region.finish().unwrap().peak_above_start(), 0);
@@ -336,7 +336,7 @@ fn misuse_is_refused_with_the_tensors_name() {
         (Tensor::zeros([2, 3], options), Transform::default(), Targets::Columns(&short), "`target columns`"),
     ];
     for (mut tile, transform, targets, message) in cases {
-        let error = Simd.statistics(&mut tile, 0, transform, targets, None, &mut statistics).unwrap_err();
+        let error = Cpu.statistics(&mut tile, 0, transform, targets, None, &mut statistics).unwrap_err();
         assert!(error.to_string().contains(message), "{error}");
     }
 }
@@ -354,7 +354,7 @@ fn written_statistics_share_memory_with_nothing() {
         let mut tile = Tensor::ones([4, 4], (Kind::Float, Device::Cpu));
         let transform = Transform { bias: Some(bias), ..Transform::default() };
         let targets = Targets::Columns(targets);
-        Simd.statistics(&mut tile, 0, transform, targets, Some(weights), &mut known)
+        Cpu.statistics(&mut tile, 0, transform, targets, Some(weights), &mut known)
     };
     let weights = vector(1.0);
     run(known(), &bias, &weights, &targets).unwrap();

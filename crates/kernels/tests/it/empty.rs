@@ -4,7 +4,7 @@ use files::mapped::MappedFile;
 use kernels::adam::{AdamStep, AdamTensors, adam};
 use kernels::attention::{CausalOptions, SingleQueryOptions, causal_attention, single_query_attention};
 use kernels::cross_entropy::{
-    Coefficients, LogitsPass, Operators, Simd, Statistics, Targets, Transform, Wanted,
+    Coefficients, Cpu, LogitsPass, Reference, Statistics, Targets, Transform, Wanted,
 };
 use kernels::gradients::unscale_;
 use kernels::matmul::{matvec, mm, mm_into};
@@ -36,7 +36,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 
 #[test]
 fn empty_tiles_of_logits_have_no_effect() {
-    for pass in [&Simd as &dyn LogitsPass, &Operators] {
+    for pass in [&Cpu as &dyn LogitsPass, &Reference] {
         for kind in FLOATS {
             for size in emptied(&[3, 4]) {
                 for dense in [false, true] {

@@ -6,7 +6,7 @@ mod nf4;
 
 use kernels::adam::{AdamStep, AdamTensors, adam, adam_many};
 use kernels::cross_entropy::{
-    Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted, pass_for,
+    Coefficients, Cpu, LogitsPass, Statistics, Targets, Transform, Wanted, pass_for,
 };
 use kernels::norm::{self, Norm, Options};
 use kernels::rope::RotaryTable;
@@ -284,7 +284,7 @@ fn passes_over_logits_match_the_cpu() {
                         let optional = [mass, total, moment, best].into_iter().flatten();
                         [logits, second, tile, maximum, sum, target].into_iter().chain(optional).collect()
                     };
-                    let expected = run((Kind::Double, Device::Cpu), &Simd);
+                    let expected = run((Kind::Double, Device::Cpu), &Cpu);
                     let found = run((Kind::Float, device), pass_for(device));
                     assert_eq!(found.len(), expected.len());
                     for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -325,19 +325,19 @@ fn passes_over_logits_in_16_bits_are_rounded_once() {
                     Statistics::new(rows, false, Wanted::default(), (Kind::Float, device)).unwrap();
                 pass.statistics(&mut tile, 0, there, targets, None, &mut found).unwrap();
                 let mut logits = products.copy();
-                Simd.logits(&mut logits, here).unwrap();
+                Cpu.logits(&mut logits, here).unwrap();
                 close(&format!("{what}: logits"), &tile, &logits, 2e-5 + epsilon(kind));
                 let mut stored = tile.to_device(Device::Cpu).to_kind(Kind::Double);
                 let mut known = Statistics::new(rows, false, Wanted::default(), cpu).unwrap();
                 let (unchanged, targets_here) = (Transform::default(), Targets::Columns(&labels));
-                Simd.statistics(&mut stored, 0, unchanged, targets_here, None, &mut known).unwrap();
+                Cpu.statistics(&mut stored, 0, unchanged, targets_here, None, &mut known).unwrap();
                 close(&format!("{what}: maximum"), &found.maximum, &known.maximum, 0.0);
                 close(&format!("{what}: sum"), &found.sum, &known.sum, 2e-5);
                 close(&format!("{what}: target"), &found.target, &known.target, 2e-5);
 
                 let (powers, target) = (numbers.get(0), numbers.get(1));
                 let by = |maximum, powers, target| Coefficients { maximum, powers, target, constant: None };
-                Simd.gradient(&mut stored, here, targets_here, None, by(&known.maximum, &powers, &target))
+                Cpu.gradient(&mut stored, here, targets_here, None, by(&known.maximum, &powers, &target))
                     .unwrap();
                 let [powers, target] = [on_device(&powers), on_device(&target)];
                 let by = by(&found.maximum, &powers, &target);

@@ -1,6 +1,6 @@
 //! The passes over tiles of logits.
 
-use kernels::cross_entropy::{Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted};
+use kernels::cross_entropy::{Coefficients, Cpu, LogitsPass, Statistics, Targets, Transform, Wanted};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -230,7 +230,7 @@ fn every_option_of_the_passes_is_correct() {
                 let mut expected = tiles.each_ref().map(Tensor::copy);
                 for (index, tile) in expected.iter_mut().enumerate() {
                     let first = first + index as i64 * columns;
-                    Simd.statistics(tile, first, transform, targets, weights_f64.as_ref(), &mut known)
+                    Cpu.statistics(tile, first, transform, targets, weights_f64.as_ref(), &mut known)
                         .unwrap();
                 }
                 let known = listed(known);
@@ -280,7 +280,7 @@ fn every_option_of_the_passes_is_correct() {
                 };
                 let logits = single(&expected[0]);
                 let mut gradient = expected[0].copy();
-                Simd.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
+                Cpu.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
                 let numbers =
                     [single(&known[0]), single(&of_rows(0)), single(&of_rows(1)), single(&of_rows(2))];
                 let found = case.gradient(&program, &logits, &numbers, None);

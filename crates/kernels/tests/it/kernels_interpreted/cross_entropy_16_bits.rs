@@ -3,7 +3,7 @@
 //! Logits and gradients are those in f64, rounded once. The statistics are those of the stored logits, so that they are as exact as those
 //! of a tile in fp32.
 
-use kernels::cross_entropy::{Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted};
+use kernels::cross_entropy::{Coefficients, Cpu, LogitsPass, Statistics, Targets, Transform, Wanted};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -81,7 +81,7 @@ fn passes(
     let transform = Transform { bias: bias.as_ref(), scale, softcap };
     let exact = tiles.each_ref().map(|tile| {
         let mut logits = wide(tile).copy();
-        Simd.logits(&mut logits, transform).unwrap();
+        Cpu.logits(&mut logits, transform).unwrap();
         logits
     });
     for (which, found, exact) in [
@@ -104,8 +104,7 @@ fn passes(
         for (first, stored) in [(first, &one.outputs[0]), (first + columns, second)] {
             let mut stored = wide(stored).copy();
             let unchanged = Transform::default();
-            Simd.statistics(&mut stored, first, unchanged, targets, weights_f64.as_ref(), &mut known)
-                .unwrap();
+            Cpu.statistics(&mut stored, first, unchanged, targets, weights_f64.as_ref(), &mut known).unwrap();
         }
         listed(known)
     };
@@ -125,7 +124,7 @@ fn passes(
         constant: constant.as_ref(),
     };
     let mut gradient = wide(&one.outputs[0]).copy();
-    Simd.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
+    Cpu.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
     let numbers =
         [single(&maximum), single(&numbers.get(0)), single(&numbers.get(1)), single(&numbers.get(2))];
     let found = case.gradient(program, &one.outputs[0], &numbers, None);
