@@ -119,7 +119,7 @@ impl SourceArgs {
         let companions = CompanionFiles::of(&folder, target.adapter.as_deref(), &data)?;
         let ends = Ends::find(&folder, &companions, &data)?;
         ends.note_context(common, &folder, &data);
-        let encoder = encoder(&folder, &companions, &data, &ends)?;
+        let encoder = encoder(&folder, companions.chat_template(&data)?, &data, &ends)?;
         let problems = ends.encoder(&folder, &data)?;
         note_template(common, (&encoder, &data), &found);
         Ok(Source { data, files, found, encoder, problems, check })

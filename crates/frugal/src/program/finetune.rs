@@ -14,13 +14,15 @@ use std::rc::Rc;
 use anyhow::bail;
 use clap::Args;
 use frugal::config::{Config, Given, Task};
+use frugal::models::hugging_face::Folder;
+use frugal::models::module::ParameterCount;
 use frugal::planning::{self, DataShape};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
 use frugal::training::step_tracing::Loading;
 use runtime::collectives::Launch;
-use serde_json::json;
+use tch::Kind;
 
 use super::Common;
 use super::output::say;
@@ -30,21 +32,14 @@ use crate::program::flags::no_effect;
 use crate::program::flags::origins::with_origins;
 use crate::program::flags::table::FINETUNE;
 use crate::program::flags::unread;
-use crate::program::folder::best_weights::Writer;
-use crate::program::folder::offload_folder;
-use crate::program::folder::open::{Saving, as_begun};
 use crate::program::folder::run_model::Target;
-use crate::program::folder::run_record::{note_other_data, write_page};
+use crate::program::folder::run_record::About;
 use crate::program::output::figures::{counted, grouped, share};
-use crate::program::output::report::report;
-use crate::program::output::summary;
-use crate::program::run::diagnosis::{Diagnose, DiagnosisArgs, diagnose};
-use crate::program::run::plan::{PlannedTraining, RunPlan};
-use crate::program::run::ranks;
-use crate::program::run::training::{Run, name_budget, name_resume};
+use crate::program::run::diagnosis::DiagnosisArgs;
+use crate::program::run::job::{self, Asked, Feed, Job, Start};
+use crate::program::run::plan::PlannedTraining;
 use data::{Data, with_date};
-use frugal::run_folder::MODEL;
-use targets::{TARGETS, with_own_targets};
+use targets::with_own_targets;
 use weights::Weights;
 
 #[derive(Args)]
@@ -154,264 +149,205 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
         (_, true) => Start::Resume,
         (false, false) => Start::New,
     };
-    let (diagnosis, out) = (arguments.diagnosis.diagnosis()?, arguments.out.as_deref());
-    launch(&common, &config, out.unwrap_or(Path::new("")), start, diagnosis.as_ref())
+    let diagnosis = arguments.diagnosis.diagnosis()?;
+    let asked = Asked { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() };
+    launch(&common, &config, asked)
 }
 
 /// How batches of a fine-tuning are loaded.
 const IN_PLACE: Loading = Loading { workers: 0, pinned: false };
 
-/// How a fine-tuning starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Start {
-    /// In an empty folder.
-    New,
-    /// From the newest checkpoint, if there is one.
-    Resume,
-    /// Not at all: its plan is shown.
-    DryRun,
-}
-
-/// Fine-tunes as the configuration says, into a folder, which a dry run does not look at.
+/// Fine-tunes as the configuration says.
 ///
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
-pub(crate) fn launch(
-    common: &Common,
-    config: &Config,
-    out: &Path,
-    start: Start,
-    diagnosis: Option<&Diagnose>,
-) -> anyhow::Result<()> {
-    ranks::run(common, config, |common| {
-        let tuned = tune(common, config, out, start, diagnosis).map_err(|error| name_budget(error, config));
-        tuned.map_err(|error| name_resume(error, Some(out)))
-    })
+pub(crate) fn launch(common: &Common, config: &Config, asked: Asked<'_>) -> anyhow::Result<()> {
+    if let (Some(name), Some(out)) = (&config.model.name, asked.out) {
+        refuse_own_folder(Path::new(name), out)?;
+    }
+    job::run(common, config, asked, tune)
 }
 
-fn tune(
-    common: &Common,
-    config: &Config,
-    out: &Path,
-    start: Start,
-    diagnosis: Option<&Diagnose>,
-) -> anyhow::Result<()> {
-    Diagnose::check(common, diagnosis)?;
-    let resume = start == Start::Resume;
-    let begun = resume.then(|| as_begun(config, out));
-    let config = begun.as_ref().unwrap_or(config);
-    let recipe = ranks::recipe(common, config)?;
-    let own = || format!("--out {} is the model's own folder; give another", out.display());
-    if config.model.name.as_ref().is_some_and(|name| same_folder(Path::new(name), out)) {
-        bail!(own());
+/// Refuses to write into the folder of the model.
+fn refuse_own_folder(model: &Path, out: &Path) -> anyhow::Result<()> {
+    if same_folder(model, out) {
+        bail!("--out {} is the model's own folder; give another", out.display());
     }
-    if start != Start::DryRun {
-        Saving::check(out, common, resume)?;
+    Ok(())
+}
+
+fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
+    let (common, out, device) = (job.common, job.out(), job.device);
+
+    // The model's folder, and the files that its rows are made with.
+    let folder = open_base(&mut job)?;
+    let mut companions = origin::companions(job.config(), &folder, out, job.resumes())?;
+    let (config, template) = with_date(job.config(), &companions, out, job.resumes())?;
+    job.complete(config)?;
+
+    // The rows, and the token with which their answers end.
+    let data = Data::read(common, job.config(), &folder, &companions, template)?;
+    // A system that does not count gives no figure.
+    let _ = planning::note_preparation();
+    if let Some((note, end)) = data.learned_end(job.config(), companions.end_tokens())? {
+        note.iter().for_each(|note| say(common, note));
+        companions.add_end(end);
     }
-    let device = runtime::device::select(&config.training.device)?;
-    runtime::memory::track_cpu()?;
-    runtime::memory::set_block_cache(true)?;
-    runtime::random::seed(config.training.seed)?;
-    let config = &origin::as_before(config, out, resume)?;
+    let samples = data.samples(common, job.config(), companions.end_tokens().to_vec(), out)?;
+
+    // The batches and the number of steps.
+    let (train, validation) = batches(&job, &folder, &data)?;
+    let steps = steps(job.config(), train.batches_per_epoch());
+
+    // The plan, before a weight is read.
+    let (kind, resumes) = (kind(job.config(), &folder)?, job.resumes());
+    let shape = DataShape::of(&train, steps.saturating_mul(job.config().training.accumulation as u64))?;
+    let planned = job.plan(PlannedTraining {
+        shape: Some(folder.config()),
+        kind,
+        device,
+        data: match &validation {
+            Some(validation) => shape.with_evaluations(validation)?,
+            None => shape,
+        },
+        steps,
+        resumes,
+    })?;
+    let Some(planned) = planned else { return Ok(()) };
+
+    // The output folder and the model.
+    let has_adapter = planned.run.config.adapter.is_some();
+    let record = |about: &mut About| {
+        about.train = SplitRecord::of(&data.train_files, data.train.len())?;
+        about.validation = SplitRecord::of(&data.validation_files, data.validation.len())?;
+        about.chat_template = companions.write_template(out)?;
+        if has_adapter {
+            companions.write(out)?;
+        }
+        Ok(())
+    };
+    let opened = planned.open(record, |recipe| Ok(recipe.open(&folder, device)?))?;
+    let mut ready = opened.ready(|| Ok(Some(train.largest()?)))?;
+
+    // What an evaluation takes at a time, and what writes the weights.
+    let validation = match (validation, ready.evaluation_rows()) {
+        (Some(batches), Some(rows)) if rows < batches.rows_per_batch() => {
+            Some(batches.with_rows_per_batch(rows)?)
+        }
+        (validation, _) => validation,
+    };
+    let (common, adapters) = (ready.run.common.clone(), ready.handles.adapters.take());
+    let writer = Weights { common: common.clone(), adapters, base: folder.clone(), companions };
+    say(&common, &trained_text(ready.parameters(), &train, steps));
+    // Each token of a sample would load every offloaded layer.
+    if samples.is_some() && ready.handles.offload.is_some() {
+        say(&common, "no samples: layers are offloaded (`frugal generate` writes texts)");
+    }
+    let mut samples = samples.filter(|_| ready.handles.offload.is_none());
+
+    // The training, after an evaluation and answers of the base.
+    let has_baseline = ready.run.config.training.baseline;
+    let feed = Feed {
+        train: Box::new(train),
+        validation: validation.map(|validation| Box::new(validation) as Box<dyn Batches>),
+        loading: IN_PLACE,
+        writer: Some(Rc::new(writer)),
+    };
+    let finished = ready.train(feed, |common, trainer, _, validation| {
+        if let Some(validation) = validation.filter(|_| trainer.step() == 0 && has_baseline) {
+            trainer.evaluate(validation)?;
+        }
+        match &mut samples {
+            Some(samples) => samples.before(common, trainer.model.as_ref(), trainer.step()),
+            None => Ok(()),
+        }
+    })?;
+
+    // The weights and the result.
+    finished.write()?;
+    let samples = match (samples, finished.told_model()) {
+        (Some(samples), Some(model)) => samples.after(&common, model)?,
+        _ => Vec::new(),
+    };
+    finished.tell(&samples, data.is_chat);
+    Ok(())
+}
+
+/// Opens the folder of the base, whose weights are not read, and completes the configuration by it.
+fn open_base(job: &mut Job<'_>) -> anyhow::Result<Rc<Folder>> {
+    let (common, out) = (job.common, job.out());
+    let config = origin::as_before(job.config(), out, job.resumes())?;
     let Some(name) = &config.model.name else {
         bail!(
             "`model.name` is missing; give a folder in Hugging Face's layout or a name on the hub as --model"
         )
     };
     let hub = HubArgs { revision: config.model.revision.clone(), offline: config.model.offline };
-    let folder = Rc::new(common.in_turn("the model", || hub.open(name))?);
-    if same_folder(folder.path(), out) {
-        bail!(own());
-    }
-    let config = &with_own_targets(common, config, folder.config());
-    let recipe = if common.asked.has(TARGETS) { recipe } else { ranks::recipe(common, config)? };
-    recipe.check_folder(&folder)?;
-    let kind = config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?;
-    no_effect::tell_of_optimizer(common, config, kind);
+    let folder = common.in_turn("the model", || hub.open(name))?;
+    refuse_own_folder(folder.path(), out)?;
+    let config = with_own_targets(common, &config, folder.config());
+    job.complete(origin::with_commit(&config, &folder))?;
+    job.recipe().check_folder(&folder)?;
+    let config = job.config();
+    no_effect::tell_of_optimizer(common, config, kind(config, &folder)?);
     if let Some(adapter) = &config.adapter {
         no_effect::tell_of_pattern(common, adapter, folder.config())?;
     }
     exports::tell(common, config, &folder);
-    let config = &origin::with_commit(config, &folder);
-    let mut companions = origin::companions(config, &folder, out, resume)?;
-    let config = &with_date(config, &companions, out, resume)?;
-    let data = Data::read(common, config, &folder, &companions)?;
-    // A system that does not count gives no figure.
-    let _ = planning::note_preparation();
-    if let Some((note, end)) = data.learned_end(config, companions.end_tokens())? {
-        note.iter().for_each(|note| say(common, note));
-        companions.add_end(end);
-    }
-    let ends = companions.end_tokens().to_vec();
-    let rows = [data.train.len(), data.validation.len()];
-    let samples = data.samples(common, config, ends, out)?;
-    let Data { train, validation, pad, train_files, validation_files, is_chat, .. } = data;
+    Ok(Rc::new(folder))
+}
+
+/// The dtype of the weights.
+fn kind(config: &Config, folder: &Folder) -> anyhow::Result<Kind> {
+    Ok(config.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.kind()))?)
+}
+
+/// The batches of the training, and those of an evaluation.
+fn batches(
+    job: &Job<'_>,
+    folder: &Folder,
+    data: &Data,
+) -> anyhow::Result<(MaskedBatches, Option<MaskedBatches>)> {
+    let config = job.config();
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
     if config.data.packing.is_some_and(|positions| positions > context) {
-        say(common, &format!("packed rows have {context} positions, the model's context"));
+        say(job.common, &format!("packed rows have {context} positions, the model's context"));
     }
     let layout = Layout {
         batch: config.training.batch,
         packed: config.data.packing.map(|positions| positions.min(context)),
-        pad,
+        pad: data.pad,
         shuffle: Some(config.training.seed),
         epochs: match (config.training.steps, config.training.epochs) {
             (Some(_), None) => None,
             (_, epochs) => Some(epochs.unwrap_or(1)),
         },
     };
-    let train = MaskedBatches::over(&train, layout, device)?;
+    let train = MaskedBatches::over(&data.train, layout, job.device)?;
     let ordered = Layout { shuffle: None, epochs: Some(1), ..layout };
-    let validation =
-        (!validation.is_empty()).then(|| MaskedBatches::over(&validation, ordered, device)).transpose()?;
-    let steps = steps(config, train.batches_per_epoch());
-    recipe.schedule(steps)?;
-    let data = DataShape::of(&train, steps.saturating_mul(config.training.accumulation as u64))?;
-    let run_plan = RunPlan::of(
-        common,
-        config,
-        PlannedTraining {
-            shape: Some(folder.config()),
-            kind,
-            device,
-            data: match &validation {
-                Some(validation) => data.with_evaluations(validation)?,
-                None => data,
-            },
-            steps,
-            resumes: resume,
-        },
-    )?;
-    if start == Start::DryRun {
-        // It is the result.
-        run_plan.tell(&Common { quiet: false, ..common.clone() });
-        return Ok(());
-    }
-    run_plan.tell(common);
-    let applied = origin::with_base_revision(run_plan.applied(config));
-    offload_folder::note_memory(common, &applied);
-    let recipe = ranks::recipe(common, &applied)?;
-    let written = run_plan.written(config);
-    let common = &RunPlan::with_origins(common, config, &written);
-    let config = &written;
-    let mut saving = Saving::open(out, common, config, resume)?;
-    saving.about.plan = run_plan.json();
-    if common.is_first() {
-        saving.about.train = SplitRecord::of(&train_files, rows[0])?;
-        saving.about.validation = SplitRecord::of(&validation_files, rows[1])?;
-        saving.about.chat_template = companions.write_template(out)?;
-        if config.adapter.is_some() {
-            companions.write(out)?;
-        }
-        note_other_data(common, &saving.about);
-    }
+    let validation = (!data.validation.is_empty())
+        .then(|| MaskedBatches::over(&data.validation, ordered, job.device))
+        .transpose()?;
+    Ok((train, validation))
+}
 
-    let _limit = run_plan.enforce()?;
-    let mut prepared = recipe.open(&folder, device)?;
-    run_plan.apply(&prepared.handles)?;
-    if !run_plan.is_predicted()
-        && let Some(chosen) = prepared.plan_activations(&train.largest()?)?
-    {
-        let layers: Vec<String> = chosen.layers.iter().map(|plan| format!("{plan:?}")).collect();
-        saving.about.plan =
-            json!({ "layers": layers, "peak_bytes": chosen.peak_bytes, "seconds": chosen.seconds });
-        let kept =
-            chosen.layers.iter().filter(|plan| **plan == frugal::training::activations::LayerPlan::KeepAll);
-        say(
-            common,
-            &format!(
-                "activation plan: {} of {} layers keep their activations; predicted peak {}",
-                kept.count(),
-                chosen.layers.len(),
-                frugal::config::Bytes(chosen.peak_bytes)
-            ),
-        );
-    }
-    let (mut trainer, mut handles) = prepared.trainer(steps)?;
-    let _beside_offloaded = run_plan.enforce_beside_offloaded()?;
-    trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
+/// What is trained, on how much.
+fn trained_text(parameters: ParameterCount, train: &MaskedBatches, steps: u64) -> String {
     let (tokens, padding) = train.tokens_and_padding();
-    let batches = train.batches_per_epoch();
-    let validation = match (validation, run_plan.evaluation_rows()) {
-        (Some(batches), Some(rows)) if rows < batches.rows_per_batch() => {
-            Some(batches.with_rows_per_batch(rows)?)
-        }
-        (validation, _) => validation,
+    let batches = match train.batches_per_epoch() {
+        1 => "1 batch".to_owned(),
+        batches => format!("{} batches", grouped(batches)),
     };
-    let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
-    let writer: Rc<dyn Writer> = Rc::new(Weights {
-        common: common.clone(),
-        adapters: handles.adapters.take(),
-        base: folder.clone(),
-        companions,
-    });
-    let run = Run {
-        trainer,
-        config,
-        handles,
-        train: Box::new(train),
-        validation,
-        saving: Some(saving),
-        writer: Some(writer.clone()),
-        expected: run_plan.expected(),
+    let padding = match padding {
+        0 => String::new(),
+        positions => format!(" with {} positions of padding", grouped(positions as u64)),
     };
-    let all = run.parameters();
-    say(
-        common,
-        &format!(
-            "trains {} parameters; an epoch is {} in {}{}; {}",
-            share(all.trainable, all.total),
-            counted(tokens as u64, "token"),
-            if batches == 1 { "1 batch".to_owned() } else { format!("{} batches", grouped(batches)) },
-            if padding > 0 {
-                format!(" with {} positions of padding", grouped(padding as u64))
-            } else {
-                String::new()
-            },
-            counted(steps, "step"),
-        ),
-    );
-    // Each token of a sample would load every offloaded layer.
-    if samples.is_some() && run.handles.offload.is_some() {
-        say(common, "no samples: layers are offloaded (`frugal generate` writes texts)");
-    }
-    let mut samples = samples.filter(|_| run.handles.offload.is_none());
-    let trained = run.run(common, device, |trainer, train, mut validation| {
-        if let Some(validation) =
-            validation.as_mut().filter(|_| trainer.step() == 0 && config.training.baseline)
-        {
-            trainer.evaluate(*validation)?;
-        }
-        if let Some(samples) = &mut samples {
-            samples.before(common, trainer.model.as_ref(), trainer.step())?;
-        }
-        match diagnosis {
-            // The thread of the training makes the batches.
-            Some(asked) => diagnose(trainer, train, validation, IN_PLACE, asked, common.json),
-            None => Ok(()),
-        }
-    })?;
-    let path = match writer.what() {
-        "adapter" => out.to_owned(),
-        _ => out.join(MODEL),
-    };
-    let saved = writer.write(trained.model.as_ref(), trained.optimizer.as_ref(), &path);
-    common.first_failure(writer.what(), saved)?;
-    if common.is_first() {
-        report(common, Some(out), &trained.ended(), Some((writer.what(), &path)));
-        let samples = match samples.filter(|_| !trained.was_finished) {
-            Some(samples) => samples.after(common, trained.model.as_ref())?,
-            None => Vec::new(),
-        };
-        if let Some(outcome) = trained.outcome.as_ref().filter(|_| !samples.is_empty()) {
-            write_page(common, out, outcome.state);
-        }
-        if !common.json && !trained.was_finished {
-            let next = summary::next_commands(config, out, is_chat);
-            summary::print(common, config, out, trained.outcome.as_ref(), &samples, &next);
-        }
-    }
-    Ok(())
+    format!(
+        "trains {} parameters; an epoch is {} in {batches}{padding}; {}",
+        share(parameters.trainable, parameters.total),
+        counted(tokens as u64, "token"),
+        counted(steps, "step"),
+    )
 }
 
 /// Optimizer steps in all.

@@ -10,12 +10,12 @@ use frugal::config::{CONFIG_FILE, Task};
 use frugal::run_folder::{CHECKPOINTS, RunRecord};
 use runtime::collectives::Launch;
 
-use super::finetune::{self, Start};
 use super::flags::Flags;
 use super::flags::origins::origins_of_resume;
 use super::flags::table::RESUME;
 use super::flags::unread;
-use super::{Common, train};
+use super::run::job::{Asked, Start};
+use super::{Common, finetune, train};
 use crate::program::output::report::report_finished;
 
 #[derive(Args)]
@@ -66,9 +66,10 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     let common = &Common { origins, asked, earlier: record.map(Arc::new), ..common.clone() };
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
+    let asked = Asked { out: Some(&arguments.folder), start: Start::Resume, diagnosis: None };
     match config.task {
-        Task::Finetune => finetune::launch(common, &config, &arguments.folder, Start::Resume, None),
-        Task::Train => train::launch(common, &config, Some(&arguments.folder), true, None),
+        Task::Finetune => finetune::launch(common, &config, asked),
+        Task::Train => train::launch(common, &config, asked),
     }
 }
 

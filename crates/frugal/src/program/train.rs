@@ -29,17 +29,13 @@ use crate::program::flags::origins::with_origins;
 use crate::program::flags::table::TRAIN;
 use crate::program::flags::unread;
 use crate::program::folder::best_weights::Writer;
-use crate::program::folder::open::{Saving, as_begun};
-use crate::program::folder::run_record::note_other_data;
+use crate::program::folder::run_record::About;
 use crate::program::output::figures::{counted, grouped};
-use crate::program::output::report::report;
-use crate::program::output::summary;
-use crate::program::run::diagnosis::{Diagnose, DiagnosisArgs, diagnose};
-use crate::program::run::plan::{PlannedTraining, RunPlan};
-use crate::program::run::ranks;
-use crate::program::run::training::{NO_VALIDATION, Run, name_budget, name_resume};
+use crate::program::run::diagnosis::DiagnosisArgs;
+use crate::program::run::job::{self, Asked, Feed, Job, Start};
+use crate::program::run::plan::PlannedTraining;
+use crate::program::run::training::NO_VALIDATION;
 use data::Data;
-use frugal::run_folder::MODEL;
 use weights::{Weights, files};
 
 const MODEL_FLAG: &str = "--model";
@@ -106,49 +102,28 @@ pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     let common = &with_origins(common, (&config, &given), arguments.flags.file())?;
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
-    launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis.as_ref())
+    let start = if arguments.resume { Start::Resume } else { Start::New };
+    launch(common, &config, Asked { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() })
 }
 
-/// Trains a model from scratch as the configuration says, into a folder if one is given. `diagnosis` reports bottlenecks.
+/// Trains a model from scratch as the configuration says, into a folder if one is given.
 ///
 /// # Errors
 /// Whatever can be wrong.
-pub(crate) fn launch(
-    common: &Common,
-    config: &Config,
-    out: Option<&Path>,
-    resume: bool,
-    diagnosis: Option<&Diagnose>,
-) -> anyhow::Result<()> {
-    ranks::run(common, config, |common| {
-        let trained =
-            train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config));
-        trained.map_err(|error| name_resume(error, out))
-    })
+pub(crate) fn launch(common: &Common, config: &Config, asked: Asked<'_>) -> anyhow::Result<()> {
+    job::run(common, config, asked, train)
 }
 
-fn train(
-    common: &Common,
-    config: &Config,
-    out: Option<&Path>,
-    resume: bool,
-    diagnosis: Option<&Diagnose>,
-) -> anyhow::Result<()> {
-    let begun = out.filter(|_| resume).map(|out| as_begun(config, out));
-    let config = begun.as_ref().unwrap_or(config);
-    let recipe = ranks::recipe(common, config)?;
+fn train(job: Job<'_>) -> anyhow::Result<()> {
+    let (common, config, device) = (job.common, job.config(), job.device);
     if config.adapter.is_some() || config.data.packing.is_some() {
         bail!(
             "adapters and --packing apply to fine-tuning only; training from scratch trains all weights, and packs documents with \
              --strategy packed"
         );
     }
-    Diagnose::check(common, diagnosis)?;
-    out.map_or(Ok(()), |out| Saving::check(out, common, resume))?;
-    let device = runtime::device::select(&config.training.device)?;
-    runtime::memory::track_cpu()?;
-    runtime::memory::set_block_cache(true)?;
-    runtime::random::seed(config.training.seed)?;
+
+    // The data.
     let length = config.data.max_length.context("`data.max_length` (--length) is missing")?;
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
     if !common.json {
@@ -156,92 +131,67 @@ fn train(
     }
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();
-    recipe.schedule(data.steps)?;
     if config.training.evaluate_every.is_some() && data.validation.is_none() {
         bail!(NO_VALIDATION);
     }
+    let Data { mut train, validation, vocabulary, steps, loading, documents } = data;
+
+    // The model's shape.
     let file = config.model.name.as_deref().map(decoder_config).transpose()?;
     let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
     no_effect::tell_of_optimizer(common, config, kind);
-    file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (data.vocabulary, length)))?;
-    let run_plan = RunPlan::of(
-        common,
-        config,
-        PlannedTraining {
-            shape: file.as_ref(),
-            kind,
-            device,
-            data: DataShape::uniform(
-                config.training.batch as u64,
-                length as u64,
-                config.data.source != "synthetic"
-                    && ["packed", "sequenced"].contains(&&*config.data.strategy),
-            ),
-            steps: data.steps,
-            resumes: resume,
-        },
-    )?;
-    run_plan.tell(common);
-    let recipe = ranks::recipe(common, &run_plan.applied(config))?;
-    let written = run_plan.written(config);
-    let common = &RunPlan::with_origins(common, config, &written);
-    let config = &written;
-    let mut saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
-    if let Some(saving) = &mut saving {
-        saving.about.plan = run_plan.json();
-    }
-    if let Some(saving) = saving.as_mut().filter(|_| common.is_first()) {
-        saving.about.train = files(Path::new(&config.data.source))?;
-        saving.about.validation =
+    file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (vocabulary, length)))?;
+
+    // The plan.
+    let is_packed =
+        config.data.source != "synthetic" && ["packed", "sequenced"].contains(&&*config.data.strategy);
+    let shape = DataShape::uniform(config.training.batch as u64, length as u64, is_packed);
+    let resumes = job.resumes();
+    let planned =
+        job.plan(PlannedTraining { shape: file.as_ref(), kind, device, data: shape, steps, resumes })?;
+    let Some(planned) = planned else { return Ok(()) };
+
+    // The output folder and the model.
+    let config = planned.run.config.clone();
+    let record = |about: &mut About| {
+        about.train = files(Path::new(&config.data.source))?;
+        about.validation =
             config.data.validation.as_deref().map_or_else(|| Ok(SplitRecord::default()), files)?;
-        note_other_data(common, &saving.about);
-    }
-    let _limit = run_plan.enforce()?;
-    let mut prepared = match &file {
-        Some(file) => recipe.create(file, Init::Normal { std: file.initializer_range }, (kind, device))?,
-        None => recipe.apply(small(config, data.vocabulary, length, device)?)?,
+        Ok(())
     };
-    let Data { mut train, validation, steps, loading, documents, .. } = data;
-    let state = train.state();
-    run_plan.apply(&prepared.handles)?;
-    if !run_plan.is_predicted()
-        && let Some(batch) = train.next()?
-    {
-        prepared.plan_activations(&batch)?;
-        train.resume(&state)?;
-    }
-    let (mut trainer, handles) = prepared.trainer(steps)?;
-    let _beside_offloaded = run_plan.enforce_beside_offloaded()?;
-    trainer.cheaper_plans = run_plan.cheaper_plans(&handles)?;
-    let writer = file.clone().map(|file| {
-        let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());
-        Rc::new(Weights { common: common.clone(), config: file, tokenizer }) as Rc<dyn Writer>
-    });
-    let expected = run_plan.expected();
-    let run = Run { trainer, config, handles, train, validation, saving, writer: writer.clone(), expected };
-    let trained = run.parameters().trainable;
-    if !common.json {
-        say(common, &format!("trains {} parameters; {}", grouped(trained), counted(steps, "step")));
-    }
-    let trained = run.run(common, device, |trainer, train, validation| {
-        measure_efficiency(common, device, trainer, train)?;
-        match diagnosis {
-            None => Ok(()),
-            Some(asked) => diagnose(trainer, train, validation, loading, asked, common.json),
-        }
+    let opened = planned.open(record, |recipe| {
+        Ok(match &file {
+            Some(file) => {
+                recipe.create(file, Init::Normal { std: file.initializer_range }, (kind, device))?
+            }
+            None => recipe.apply(small(&config, vocabulary, length, device)?)?,
+        })
     })?;
-    let path = writer.as_ref().and(out).map(|out| out.join(MODEL));
-    if let (Some(writer), Some(path)) = (&writer, &path) {
-        let saved = writer.write(trained.model.as_ref(), trained.optimizer.as_ref(), path);
-        common.first_failure(writer.what(), saved)?;
+    let ready = opened.ready(|| {
+        let state = train.state();
+        let first = train.next()?;
+        train.resume(&state)?;
+        Ok(first)
+    })?;
+
+    // The training, after a measurement of how well the machine is used.
+    let common = ready.run.common.clone();
+    let writer = file.map(|config| {
+        let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.clone());
+        Rc::new(Weights { common: common.clone(), config, tokenizer }) as Rc<dyn Writer>
+    });
+    if !common.json {
+        let trained = grouped(ready.parameters().trainable);
+        say(&common, &format!("trains {trained} parameters; {}", counted(steps, "step")));
     }
-    if common.is_first() {
-        report(common, out, &trained.ended(), path.as_deref().map(|path| ("model", path)));
-        if let Some(out) = out.filter(|_| !common.json && !trained.was_finished) {
-            let next = path.map_or_else(Vec::new, |_| summary::next_commands(config, out, false));
-            summary::print(common, config, out, trained.outcome.as_ref(), &[], &next);
-        }
-    }
+    let finished = ready
+        .train(Feed { train, validation, loading, writer }, |common, trainer, train, _| {
+            measure_efficiency(common, device, trainer, train)
+        })?;
+
+    // The weights and the result.
+    finished.write()?;
+    finished.tell(&[], false);
     Ok(())
 }
 

@@ -28,7 +28,7 @@ pub(super) fn run(
     let folder = &found.folder;
     let companions = CompanionFiles::of(folder, found.adapter.as_deref(), data)?;
     let ends = Ends::find(folder, &companions, data)?;
-    let encoder = encoder(folder, &companions, data, &ends)?;
+    let encoder = encoder(folder, companions.chat_template(data)?, data, &ends)?;
     let rows = match detected {
         FoundData::Records(records) => rows::prepare(files, &encoder, records, arguments.limit)?.rows,
         _ => rows::texts(files, &encoder, arguments.limit)?,

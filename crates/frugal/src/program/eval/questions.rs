@@ -41,7 +41,7 @@ pub(super) fn run(
     let folder = &found.folder;
     let companions = CompanionFiles::of(folder, found.adapter.as_deref(), data)?;
     let ends = Ends::find(folder, &companions, data)?;
-    let encoder = encoder(folder, &companions, data, &ends)?;
+    let encoder = encoder(folder, companions.chat_template(data)?, data, &ends)?;
     let mut end_tokens = companions.end_tokens().to_vec();
     end_tokens.push(i64::from(ends.end));
     let questions = read(path, arguments, &encoder, &mut end_tokens)?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use frugal::companion_files::{CompanionFiles, turn_end};
 use frugal::config::{CONFIG_FILE, Config, DataConfig};
-use frugal::dataloading::chat::Date;
+use frugal::dataloading::chat::{ChatTemplate, Date};
 use frugal::dataloading::records::Splits;
 use frugal::dataloading::{self, Tokenizer};
 use frugal::models::hugging_face::Folder;
@@ -40,26 +40,26 @@ pub(super) struct Data {
     has_answers: bool,
 }
 
-/// The configuration with the date that its chat template writes, if it writes one: that of the configuration, of the training that is
-/// resumed, or today's.
+/// The configuration with the date that its chat template writes, if it writes one, and the template: the date of the configuration, of
+/// the training that is resumed, or today's.
 pub(super) fn with_date(
     config: &Config,
     companions: &CompanionFiles,
     out: &Path,
     resume: bool,
-) -> anyhow::Result<Config> {
+) -> anyhow::Result<(Config, Option<ChatTemplate>)> {
     let mut config = config.clone();
-    let writes_date = |config: &Config| -> anyhow::Result<bool> {
-        Ok(companions.chat_template(&config.data)?.is_some_and(|template| template.reads_the_date()))
-    };
-    if config.data.date.is_none() && writes_date(&config)? {
-        let earlier = out.join(CONFIG_FILE);
-        if resume && earlier.is_file() {
-            config.data.date = Config::read(&earlier)?.data.date;
-        }
-        config.data.date.get_or_insert_with(|| Date::today().to_string());
+    let mut dated = config.data.clone();
+    let earlier = out.join(CONFIG_FILE);
+    if dated.date.is_none() && resume && earlier.is_file() {
+        dated.date = Config::read(&earlier)?.data.date;
     }
-    Ok(config)
+    dated.date.get_or_insert_with(|| Date::today().to_string());
+    let template = companions.chat_template(&dated)?;
+    if template.as_ref().is_some_and(ChatTemplate::reads_the_date) {
+        config.data.date = dated.date;
+    }
+    Ok((config, template))
 }
 
 impl Data {
@@ -72,6 +72,7 @@ impl Data {
         config: &Config,
         folder: &Folder,
         companions: &CompanionFiles,
+        template: Option<ChatTemplate>,
     ) -> anyhow::Result<Self> {
         let own = &config.data;
         let path = Path::new(&own.source);
@@ -98,6 +99,8 @@ impl Data {
         say(common, &found_text(&found, &splits, own));
         let has_validation = found == Found::Gsm8k || !splits.validation.is_empty();
         unread::refuse_for_data(common, config, &found, has_validation)?;
+        let is_chat = matches!(found, Found::Records(_)) && template.is_some();
+        let turn_end = template.as_ref().and_then(|template| turn_end(template, &ends.tokenizer));
         let (train, validation) = match &found {
             Found::Gsm8k => problems(common, config, folder, &ends)?,
             _ => {
@@ -105,7 +108,7 @@ impl Data {
                 if config.training.evaluate_every.is_some() && is_without {
                     bail!(NO_VALIDATION);
                 }
-                let encoder = encoder(folder, companions, own, &ends)?;
+                let encoder = encoder(folder, template, own, &ends)?;
                 note_template(common, (&encoder, own), &found);
                 let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
                     true => Ok(MaskedRows::default()),
@@ -124,7 +127,6 @@ impl Data {
             bail!(NO_VALIDATION);
         }
         let has_answers = found != Found::Text;
-        let template = companions.chat_template(own)?;
         let validation_files = if found == Found::Gsm8k { Vec::new() } else { splits.validation };
         Ok(Self {
             train,
@@ -132,8 +134,8 @@ impl Data {
             pad: i64::from(ends.end),
             train_files: splits.train,
             validation_files,
-            is_chat: matches!(found, Found::Records(_)) && template.is_some(),
-            turn_end: template.and_then(|template| turn_end(&template, &ends.tokenizer)),
+            is_chat,
+            turn_end,
             tokenizer: ends.tokenizer,
             has_answers,
         })

@@ -8,9 +8,6 @@ use frugal::config::{CONFIG_FILE, Config, DataConfig};
 use frugal::models::hub;
 use frugal::models::hugging_face::Folder;
 use frugal::run_folder::RECORD;
-use serde_json::Value;
-
-use crate::program::folder::run_model::REVISION;
 
 /// The configuration with the commit that the training to be resumed has of its model.
 pub(super) fn as_before(config: &Config, out: &Path, resume: bool) -> anyhow::Result<Config> {
@@ -30,14 +27,6 @@ pub(super) fn with_commit(config: &Config, folder: &Folder) -> Config {
     let is_of_hub = config.model.name.as_deref().is_some_and(|name| !Path::new(name).is_dir());
     if let Some(commit) = hub::commit(folder.path()).filter(|_| is_of_hub) {
         config.model.revision = Some(commit.to_owned());
-    }
-    config
-}
-
-/// The configuration whose adapter names the commit of its base, in the field that PEFT's files have for it.
-pub(super) fn with_base_revision(mut config: Config) -> Config {
-    if let (Some(adapter), Some(revision)) = (&mut config.adapter, &config.model.revision) {
-        adapter.read.insert(REVISION.to_owned(), Value::from(revision.clone()));
     }
     config
 }

@@ -7,7 +7,7 @@ use crate::program::Common;
 use crate::program::output::say;
 
 /// The key of what is adapted.
-pub(super) const TARGETS: &str = "adapter.target_modules";
+const TARGETS: &str = "adapter.target_modules";
 
 /// The configuration with the default targets by the names that they have in a model whose projections are fused (Phi-3).
 pub(super) fn with_own_targets(common: &Common, config: &Config, model: &DecoderConfig) -> Config {

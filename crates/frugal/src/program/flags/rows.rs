@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use frugal::Config;
-use frugal::companion_files::{CompanionFiles, turn_end};
+use frugal::companion_files::turn_end;
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::ChatTemplate;
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
@@ -25,10 +25,10 @@ use crate::program::output::say;
 /// The encoder for the model of a folder.
 ///
 /// # Errors
-/// Those of [`CompanionFiles::chat_template`]; no tokenizer, or no token to end with.
+/// A prompt's template without its completion's, or the other way round; a text that is no template.
 pub(crate) fn encoder(
     folder: &Folder,
-    companions: &CompanionFiles,
+    template: Option<ChatTemplate>,
     data: &DataConfig,
     ends: &Ends,
 ) -> anyhow::Result<RowEncoder> {
@@ -45,7 +45,6 @@ pub(crate) fn encoder(
     };
     let model_ends: Vec<u32> =
         folder.all_end_tokens().iter().filter_map(|id| u32::try_from(*id).ok()).collect();
-    let template = companions.chat_template(data)?;
     Ok(RowEncoder::new(ends.tokenizer.clone(), template, &model_ends, options))
 }
 
