@@ -95,6 +95,7 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
             drawn.values.iter().fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), v| (a.min(*v), b.max(*v)));
         low >= 0.0 && low <= high / 2.0
     };
+    // The axes, and the frame that their labels and the names at the ends leave.
     let y_axis = match &figure.y.names {
         Some(names) => Axis::of_names(names),
         None => Axis::over(&y.values, spec.log_y, from_zero(&y) && !figure.y.key, 5),
@@ -118,6 +119,7 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
     .between(frame.left, frame.right)
     .without_crowding();
 
+    // The grid with its labels, and the titles.
     for (value, label) in &y_axis.ticks {
         let at = y_axis.at(*value);
         svg.line("grid", (frame.left, at), (frame.right, at));
@@ -137,6 +139,7 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
         &svg::clip(&x.title, cell.right - cell.left),
     );
 
+    // The points: their front, or the line of each series.
     let at: Vec<(f64, f64)> =
         x.values.iter().zip(&y.values).map(|(&x, &y)| (x_axis.at(x), y_axis.at(y))).collect();
     let front = if spec.pareto { pareto_front(points) } else { (0..points.len()).collect() };

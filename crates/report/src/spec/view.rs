@@ -54,9 +54,10 @@ pub enum PlotKind {
 
 /// A plot of the records of one section.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(try_from = "PlotFields")]
+#[serde(deny_unknown_fields, remote = "Self")]
 pub struct Plot {
     /// Part of the file name `plots/<experiment>-<name>.svg`.
+    #[serde(deserialize_with = "file_name")]
     pub name: String,
     /// Caption.
     pub title: String,
@@ -66,148 +67,73 @@ pub struct Plot {
     /// span starts.
     pub x: String,
     /// A case key or a metric; empty for a stacked bar. For a timeline: the case key whose values name the rows.
+    #[serde(default)]
     pub y: String,
     /// The metric at which a span of a timeline ends; empty for other plots.
+    #[serde(default)]
     pub end: String,
     /// The metrics of a stacked bar, from the axis outwards.
+    #[serde(default)]
     pub stack: Vec<String>,
     /// The case key that tells series apart.
+    #[serde(default)]
     pub series: Option<String>,
     /// Case keys whose combinations get a panel each.
+    #[serde(default)]
     pub facet: Vec<String>,
     /// Whether the Pareto front is drawn (less is better on both axes).
+    #[serde(default)]
     pub pareto: bool,
     /// Logarithmic x axis.
+    #[serde(default)]
     pub log_x: bool,
     /// Logarithmic y axis.
+    #[serde(default)]
     pub log_y: bool,
     /// Which cases; all if missing.
+    #[serde(default)]
     pub filter: Filter,
     /// The case key whose value is written beside each point, or into each bar of a timeline.
+    #[serde(default)]
     pub label: Option<String>,
     /// Whether the spans of a timeline, whose times are in seconds, are also written as `traces/<experiment>-<name>.json`.
+    #[serde(default)]
     pub trace: bool,
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PlotFields {
-    #[serde(deserialize_with = "file_name")]
-    name: String,
-    title: String,
-    kind: PlotKind,
-    x: String,
-    #[serde(default)]
-    y: String,
-    #[serde(default)]
-    end: String,
-    #[serde(default)]
-    stack: Vec<String>,
-    #[serde(default)]
-    series: Option<String>,
-    #[serde(default)]
-    facet: Vec<String>,
-    #[serde(default)]
-    pareto: bool,
-    #[serde(default)]
-    log_x: bool,
-    #[serde(default)]
-    log_y: bool,
-    #[serde(default)]
-    filter: Filter,
-    #[serde(default)]
-    label: Option<String>,
-    #[serde(default)]
-    trace: bool,
+impl<'de> Deserialize<'de> for Plot {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // The derived function, which reads the fields.
+        let plot = Self::deserialize(deserializer)?;
+        plot.mistake().map_or(Ok(plot), |mistake| Err(D::Error::custom(mistake)))
+    }
 }
 
-impl TryFrom<PlotFields> for Plot {
-    type Error = String;
-
-    fn try_from(f: PlotFields) -> Result<Self, String> {
-        let name = &f.name;
-        let stacked = f.kind == PlotKind::StackedBar;
-        let bars = stacked || f.kind == PlotKind::Bar;
-        if stacked && f.stack.is_empty() {
-            return Err(format!("the stacked bar `{name}` names no metrics; add `stack = [\"metric\", …]`"));
-        }
-        if stacked && !f.y.is_empty() {
-            return Err(format!(
-                "the stacked bar `{name}` has `y`; remove it, its values are the metrics in `stack`"
-            ));
-        }
-        if stacked && f.series.is_some() {
-            return Err(format!(
-                "the stacked bar `{name}` has `series`; remove it, or make it a panel each with `facet`"
-            ));
-        }
-        if !stacked && f.y.is_empty() {
-            return Err(format!("the plot `{name}` has no `y`; add the case key or metric to plot"));
-        }
-        if !stacked && !f.stack.is_empty() {
-            return Err(format!("the plot `{name}` has `stack`; remove it, or set `kind = \"stacked-bar\"`"));
-        }
-        let timeline = f.kind == PlotKind::Timeline;
-        if timeline && f.end.is_empty() {
-            return Err(format!(
-                "the timeline `{name}` has no `end`; add the metric at which a span ends (`x` is that at which it starts)"
-            ));
-        }
-        if !timeline && !f.end.is_empty() {
-            return Err(format!("the plot `{name}` has `end`; remove it, or set `kind = \"timeline\"`"));
-        }
-        if !timeline && f.trace {
-            return Err(format!("the plot `{name}` has `trace`; remove it, or set `kind = \"timeline\"`"));
-        }
-        if timeline && (f.log_x || f.log_y) {
-            return Err(format!(
-                "the timeline `{name}` asks for a logarithmic axis; remove it, the length of a span is its time"
-            ));
-        }
-        if bars && (f.log_x || f.log_y) {
-            return Err(format!(
-                "the plot `{name}` asks for a logarithmic axis; remove it, the length of a bar is read from zero"
-            ));
-        }
-        if f.pareto && f.kind != PlotKind::Scatter {
-            return Err(format!(
-                "the plot `{name}` asks for `pareto`; remove it, or set `kind = \"scatter\"`"
-            ));
-        }
-        let PlotFields {
-            name,
-            title,
-            kind,
-            x,
-            y,
-            end,
-            stack,
-            series,
-            facet,
-            pareto,
-            log_x,
-            log_y,
-            filter,
-            label,
-            trace,
-        } = f;
-        Ok(Self {
-            name,
-            title,
-            kind,
-            x,
-            y,
-            end,
-            stack,
-            series,
-            facet,
-            pareto,
-            log_x,
-            log_y,
-            filter,
-            label,
-            trace,
-        })
+impl Plot {
+    /// Returns the first field that does not go with the kind of the plot, and the remedy.
+    fn mistake(&self) -> Option<String> {
+        let Self { name, kind, pareto, trace, .. } = self;
+        let is_stacked = *kind == PlotKind::StackedBar;
+        let has_bars = is_stacked || *kind == PlotKind::Bar;
+        let is_timeline = *kind == PlotKind::Timeline;
+        let is_log = self.log_x || self.log_y;
+        let (has_y, has_end, has_stack) = (!self.y.is_empty(), !self.end.is_empty(), !self.stack.is_empty());
+        #[rustfmt::skip]
+        let mistakes = [
+            (is_stacked && !has_stack, "stacked bar", "names no metrics; add `stack = [\"metric\", …]`"),
+            (is_stacked && has_y, "stacked bar", "has `y`; remove it, its values are the metrics in `stack`"),
+            (is_stacked && self.series.is_some(), "stacked bar", "has `series`; remove it, or make it a panel each with `facet`"),
+            (!is_stacked && !has_y, "plot", "has no `y`; add the case key or metric to plot"),
+            (!is_stacked && has_stack, "plot", "has `stack`; remove it, or set `kind = \"stacked-bar\"`"),
+            (is_timeline && !has_end, "timeline", "has no `end`; add the metric at which a span ends (`x` is that at which it starts)"),
+            (!is_timeline && has_end, "plot", "has `end`; remove it, or set `kind = \"timeline\"`"),
+            (!is_timeline && *trace, "plot", "has `trace`; remove it, or set `kind = \"timeline\"`"),
+            (is_timeline && is_log, "timeline", "asks for a logarithmic axis; remove it, the length of a span is its time"),
+            (has_bars && is_log, "plot", "asks for a logarithmic axis; remove it, the length of a bar is read from zero"),
+            (*pareto && *kind != PlotKind::Scatter, "plot", "asks for `pareto`; remove it, or set `kind = \"scatter\"`"),
+        ];
+        let (_, what, mistake) = mistakes.into_iter().find(|(applies, ..)| *applies)?;
+        Some(format!("the {what} `{name}` {mistake}"))
     }
 }
 
