@@ -57,6 +57,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Tokens) -> anyhow::Result<()> {
     let longest = sweep.iter().copied().max().unwrap_or(1);
     let shape = if bench.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
     let config = shape.resized(layers, vocabulary, longest)?;
+    // The resident model, the same with its layers in each tier, and the rate of a product.
     let scratch = scratch(arguments.folder.as_deref())?;
     let tiers = [("host", Tier::Host), ("file", Tier::File(scratch.path().to_owned()))];
     let make = |options: Option<&OffloadConfig>| {
@@ -73,6 +74,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Tokens) -> anyhow::Result<()> {
         physical::gemm_rate(device, Kind::Float, longest, config.intermediate_size, config.hidden_size)?
             .rate()
             .context("the rate of a product")?;
+    // Each tier beside the resident model, over the tokens.
     let mut links: Vec<Vec<f64>> = vec![Vec::new(); offloaded.len()];
     let label = |tokens: &&i64| format!("{tokens} tokens");
     bench.each(sweep, label, |bench, &tokens| {
@@ -97,6 +99,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Tokens) -> anyhow::Result<()> {
         }
         Ok(())
     })?;
+    // The least tokens by the measured rates.
     for ((tier, _), links) in offloaded.iter().zip(links) {
         let link = Samples { samples: links.clone() }.median();
         let condition = Condition { flops, link, bytes_per_parameter: 4.0, resident_share: 0.0 };

@@ -127,33 +127,45 @@ fn norms(device: Device, scale: Scale) -> anyhow::Result<Figures> {
                             .with("shape", format!("{tokens} × {width}"))
                             .with("keep", keep)
                     };
-                    let forward =
-                        |i: usize| times[i].iter().map(|time: &(f64, f64)| time.0).collect::<Vec<_>>();
-                    let whole =
-                        |i: usize| times[i].iter().map(|time: &(f64, f64)| time.1).collect::<Vec<_>>();
-                    let over =
-                        |a: Vec<f64>, b: Vec<f64>| a.iter().zip(&b).map(|(a, b)| a / b).collect::<Vec<_>>();
-                    let share: Vec<f64> = whole(side).iter().map(|seconds| bytes / seconds / copy).collect();
-                    let (held, peak) = memory(&leaf, &upstream, norm)?;
-                    for metric in [
-                        Metric::of_samples("forward_seconds", "s", &forward(side)),
-                        Metric::of_samples("libtorch_forward_seconds", "s", &forward(0)),
-                        Metric::of_samples("forward_ratio", "ratio", &over(forward(side), forward(0))),
-                        Metric::of_samples("step_seconds", "s", &whole(side)),
-                        Metric::of_samples("libtorch_step_seconds", "s", &whole(0)),
-                        Metric::of_samples("step_ratio", "ratio", &over(whole(side), whole(0))),
-                        Metric::of_samples("share_of_copy_rate", "ratio", &share),
-                        Metric::exact("held_bytes", "B", held),
-                        Metric::exact("libtorch_held_bytes", "B", of_theirs.0),
-                        Metric::exact("held_ratio", "ratio", held / of_theirs.0),
-                        Metric::exact("peak_bytes", "B", peak),
-                        Metric::exact("libtorch_peak_bytes", "B", of_theirs.1),
-                    ] {
-                        figures.push((case(), metric));
-                    }
+                    let memories = [memory(&leaf, &upstream, norm)?, of_theirs];
+                    let metrics = beside([&times[side], &times[0]], memories, bytes / copy);
+                    figures.extend(metrics.into_iter().map(|metric| (case(), metric)));
                 }
             }
         }
     }
     Ok(figures)
+}
+
+/// The figures of a norm beside libtorch's, from the seconds of forward and of both passes in each round, and from the bytes that are
+/// held and those of the peak. A copy of as many bytes takes `copied` seconds.
+fn beside(
+    [ours, theirs]: [&[(f64, f64)]; 2],
+    [(held, peak), (libtorch_held, libtorch_peak)]: [(f64, f64); 2],
+    copied: f64,
+) -> Vec<Metric> {
+    type Value = fn(&(f64, f64)) -> f64;
+    let (forward, step): (Value, Value) = (|times| times.0, |times| times.1);
+    let seconds = |name: &str, times: &[(f64, f64)], value: Value| {
+        Metric::of_samples(name, "s", &times.iter().map(value).collect::<Vec<f64>>())
+    };
+    let ratio = |name: &str, value: Value| {
+        let ratios = ours.iter().zip(theirs).map(|(ours, theirs)| value(ours) / value(theirs));
+        Metric::of_samples(name, "ratio", &ratios.collect::<Vec<f64>>())
+    };
+    let shares: Vec<f64> = ours.iter().map(|times| copied / step(times)).collect();
+    vec![
+        seconds("forward_seconds", ours, forward),
+        seconds("libtorch_forward_seconds", theirs, forward),
+        ratio("forward_ratio", forward),
+        seconds("step_seconds", ours, step),
+        seconds("libtorch_step_seconds", theirs, step),
+        ratio("step_ratio", step),
+        Metric::of_samples("share_of_copy_rate", "ratio", &shares),
+        Metric::exact("held_bytes", "B", held),
+        Metric::exact("libtorch_held_bytes", "B", libtorch_held),
+        Metric::exact("held_ratio", "ratio", held / libtorch_held),
+        Metric::exact("peak_bytes", "B", peak),
+        Metric::exact("libtorch_peak_bytes", "B", libtorch_peak),
+    ]
 }

@@ -39,35 +39,70 @@ pub(crate) fn run(bench: &mut Bench, arguments: &CostArgs) -> anyhow::Result<()>
         (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
         (Sizes::LARGE, 7, &[1, 2, 4], &STAGES[..3]),
     ]);
-    let numbers = if arguments.ranks.is_empty() { usual } else { &arguments.ranks };
-    bench.expect((numbers.len() + 1) * (STAGES.len() + 1) + 1);
-    let of = |stage: &str, ranks: usize| {
-        Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks)
-    };
-    for &ranks in numbers {
-        // Memory, in processes with one training each.
-        for stage in [ALONE].into_iter().chain(STAGES).filter(|stage| ranks == 1 || *stage != ALONE) {
-            bench.message(&format!("memory, {stage}, {ranks} ranks"));
-            let measured = rank::measure(ranks, &sizes, &[stage], 1, &[])?;
-            let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
-            bench.put(&of(stage, ranks), memory(&sizes, stage, ranks, &of_ranks)?)?;
-            bench.step();
-        }
-        if arguments.memory {
-            continue;
-        }
-        bench.message(&format!("time, {ranks} ranks"));
+    let mut figures = Vec::new();
+    for &ranks in if arguments.ranks.is_empty() { usual } else { &arguments.ranks } {
+        let alone = [ALONE].into_iter().filter(|_| ranks == 1);
+        figures.extend(alone.chain(STAGES).map(|stage| Figure::Memory(stage, ranks)));
+        figures.push(Figure::Time(ranks));
+    }
+    figures.extend(STAGES.map(|stage| Figure::Memory(stage, MANY)));
+    figures.extend(shown.iter().copied().map(Figure::Timeline));
+    figures.retain(|figure| !arguments.memory || matches!(figure, Figure::Memory(..)));
+    let cost = Cost { sizes, steps };
+    bench.each(figures, label, |bench, figure| match figure {
+        Figure::Memory(stage, ranks) => cost.memory(stage, ranks, bench),
+        Figure::Time(ranks) => cost.time(ranks, bench),
+        Figure::Timeline(stage) => cost.timeline(stage, bench),
+    })
+}
+
+fn label(figure: &Figure) -> String {
+    match figure {
+        Figure::Memory(stage, MANY) => format!("memory, {stage}, one of {MANY} ranks"),
+        Figure::Memory(stage, ranks) => format!("memory, {stage}, {ranks} ranks"),
+        Figure::Time(ranks) => format!("time, {ranks} ranks"),
+        Figure::Timeline(stage) => format!("timeline, {stage}"),
+    }
+}
+
+/// The training that is measured.
+struct Cost {
+    sizes: Sizes,
+    steps: usize,
+}
+
+/// What is measured.
+enum Figure {
+    /// Memory and transfers of a stage over so many ranks, in processes with one training each.
+    Memory(&'static str, usize),
+    /// Steps of all variants over so many ranks.
+    Time(usize),
+    /// A stage's transfers beside its compute.
+    Timeline(&'static str),
+}
+
+impl Cost {
+    fn memory(&self, stage: &str, ranks: usize, bench: &mut Bench) -> anyhow::Result<()> {
+        let fake = ["--fake".to_owned(), "0".to_owned(), MANY.to_string()];
+        let measured = match ranks {
+            MANY => rank::measure(1, &self.sizes, &[stage], 1, &fake)?,
+            ranks => rank::measure(ranks, &self.sizes, &[stage], 1, &[])?,
+        };
+        let measured: Vec<&Measured> = measured.iter().flatten().collect();
+        let case = Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks);
+        bench.put(&case, memory(&self.sizes, stage, ranks, &measured)?)
+    }
+
+    fn time(&self, ranks: usize, bench: &mut Bench) -> anyhow::Result<()> {
         let variants: Vec<&str> = [ALONE, RECOMPUTED].into_iter().chain(STAGES).collect();
-        let measured = rank::measure(ranks, &sizes, &variants, steps, &[])?;
+        let measured = rank::measure(ranks, &self.sizes, &variants, self.steps, &[])?;
         for one in &measured[0] {
             let alone = seconds_alone(&measured[0], &one.variant);
             let ratios: Vec<f64> =
                 one.seconds.iter().zip(alone).map(|(seconds, alone)| seconds / alone).collect();
             let exposed: Vec<f64> = ratios.iter().map(|ratio| 1.0 - 1.0 / ratio).collect();
-            let tokens = (sizes.tokens * ranks as i64) as f64;
+            let tokens = (self.sizes.tokens * ranks as i64) as f64;
             let rates: Vec<f64> = one.seconds.iter().map(|seconds| tokens / seconds).collect();
-            let case =
-                Case::new().with("shows", "time").with("stage", one.variant.as_str()).with("ranks", ranks);
             let mut metrics = vec![
                 Metric::of_samples("step_seconds", "s", &one.seconds),
                 Metric::of_samples("tokens_per_second", "tokens/s", &rates),
@@ -76,41 +111,31 @@ pub(crate) fn run(bench: &mut Bench, arguments: &CostArgs) -> anyhow::Result<()>
                 metrics.push(Metric::of_samples("time_vs_alone", "ratio", &ratios));
                 metrics.push(Metric::of_samples("exposed_share", "ratio", &exposed));
             }
+            let case =
+                Case::new().with("shows", "time").with("stage", one.variant.as_str()).with("ranks", ranks);
             bench.put(&case, metrics)?;
         }
-        bench.step();
+        Ok(())
     }
-    for stage in STAGES {
-        bench.message(&format!("memory, {stage}, one of {MANY} ranks"));
-        let fake = ["--fake".to_owned(), "0".to_owned(), MANY.to_string()];
-        let measured = rank::measure(1, &sizes, &[stage], 1, &fake)?;
-        let of_ranks: Vec<&Measured> = measured.iter().flatten().collect();
-        bench.put(&of(stage, MANY), memory(&sizes, stage, MANY, &of_ranks)?)?;
-        bench.step();
-    }
-    if arguments.memory {
-        return Ok(());
-    }
-    bench.message("timeline");
-    let folder = tempfile::tempdir()?;
-    let trace = ["--trace".to_owned(), folder.path().display().to_string()];
-    for &stage in shown {
-        let measured = rank::measure(SHOWN, &sizes, &[stage], 1, &trace)?;
+
+    fn timeline(&self, stage: &str, bench: &mut Bench) -> anyhow::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let trace = ["--trace".to_owned(), folder.path().display().to_string()];
+        let measured = rank::measure(SHOWN, &self.sizes, &[stage], 1, &trace)?;
         let case = Case::new().with("shows", "timeline").with("stage", stage);
-        for (rank, of_rank) in measured.iter().flatten().enumerate() {
-            bench.put_all(timeline::figures(&case, rank, &of_rank.spans))?;
+        for (rank, Measured { spans, .. }) in measured.iter().flatten().enumerate() {
+            bench.put_all(timeline::figures(&case, rank, spans))?;
             let case = Case::new().with("shows", "overlap").with("stage", stage).with("rank", rank);
             for (lane, name) in
                 [("reduce", "reductions_during_compute"), ("gather", "gathers_during_compute")]
             {
-                if let Some(share) = timeline::hidden(&of_rank.spans, lane) {
+                if let Some(share) = timeline::hidden(spans, lane) {
                     bench.put(&case, vec![Metric::exact(name, "ratio", share)])?;
                 }
             }
         }
+        Ok(())
     }
-    bench.step();
-    Ok(())
 }
 
 /// The measured memory and transfers of a stage, beside the prediction.
