@@ -83,6 +83,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
             reported: true,
         }
     };
+    // What every group is compared with.
     let references = |reported: bool| {
         let all =
             OffloadConfig { device, resident: (0..layers as usize).collect(), ..OffloadConfig::default() };
@@ -102,6 +103,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
         ]
     };
     let host = |method, ring| of(method, ring, &Tier::Host, true);
+    // All methods and tiers.
     let mut first = references(true);
     first.extend([
         host(Method::Overlap, 3),
@@ -116,6 +118,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
         of(Method::Function, 1, files, true),
         of(Method::Overlap, 3, files, true),
     ]);
+    // Other rings, and checkpoints.
     let mut second = references(false);
     second.extend([
         host(Method::Checkpointing, 1),
@@ -125,6 +128,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
     ]);
     let mut groups = vec![first, second];
     if device != Device::Cpu {
+        // Pageable memory, and no device at all.
         let mut third = references(false);
         let paged = |method, ring| of(method, ring, &Tier::Host, false);
         third.extend([paged(Method::Overlap, 3), paged(Method::Function, 1)]);

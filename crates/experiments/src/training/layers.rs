@@ -68,6 +68,7 @@ fn one(
     let &[hidden, intermediate, heads, key_value_heads] = shape else {
         anyhow::bail!("--shape has {} sizes; expected HIDDEN,INTERMEDIATE,HEADS,KV_HEADS", shape.len());
     };
+    // The layers, a row of tokens, and the gradient that backward begins with.
     let config = DecoderConfig {
         num_key_value_heads: key_value_heads,
         max_position_embeddings: tokens,
@@ -86,6 +87,7 @@ fn one(
         }
         Ok(())
     };
+    // Time, and then the peak of one more step.
     let plan = MeasurementPlan {
         warmup: 2,
         repeats: arguments.repeats,
