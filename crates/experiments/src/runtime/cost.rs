@@ -172,14 +172,14 @@ fn functions(device: Device, scale: Scale) -> anyhow::Result<Figures> {
         "chain of 10 hand-written functions, 64 elements",
         200,
         rounds,
-        || run(&|y| Ok(autograd::apply(Double, &[y]).map(|[y]| y)?)),
+        || run(&|y| autograd::apply(Double, &[y]).map(|[y]| y)),
         || run(&operator),
     )?;
     figures.extend(in_turns(
         "chain of 10 recomputed segments, 64 elements",
         200,
         rounds,
-        || run(&|y| Ok(checkpoint(|[y]| Ok([y.f_mul_scalar(2.0)?]), [y]).map(|[y]| y)?)),
+        || run(&|y| checkpoint(|[y]| Ok([y.f_mul_scalar(2.0)?]), [y]).map(|[y]| y)),
         || run(&operator),
     )?);
     Ok(figures)
