@@ -19,14 +19,63 @@
 mod cpu;
 pub(crate) mod cuda;
 
-use tch::Tensor;
-
-pub use cpu::{AdamStep, AdamTensors};
-
 use runtime::ops::foreach;
 use runtime::ops::optimizer::AdamW;
 use runtime::profile::{Flops, kernel, record_external};
 use runtime::{Error, Result};
+use tch::Tensor;
+
+/// The hyperparameters of a step. The defaults are those of PyTorch's AdamW, for the first step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamStep {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the first moment, in [0, 1).
+    pub beta1: f64,
+    /// Decay of the second moment, in [0, 1).
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// λ, the weight decay.
+    pub weight_decay: f64,
+    /// AdamW: the parameter shrinks by `lr · weight_decay`. Else Adam: `weight_decay · parameter` is added to the gradient.
+    pub decoupled: bool,
+    /// The step number, from 1.
+    pub step: u64,
+    /// Factor of the gradient, for clipping, with the rounding of an in-place product: the factor is rounded to the gradient's
+    /// dtype, and so is the product. The gradient itself is not written.
+    pub gradient_factor: Option<f64>,
+}
+
+impl Default for AdamStep {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 1e-2,
+            decoupled: true,
+            step: 1,
+            gradient_factor: None,
+        }
+    }
+}
+
+/// The tensors of a step: of one shape, contiguous, on one device, without overlap. They may be views of flat buffers.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamTensors<'a> {
+    /// The gradient, in fp32, bf16 or fp16; read.
+    pub gradient: &'a Tensor,
+    /// The parameter, in fp32; updated.
+    pub master: &'a Tensor,
+    /// The first moment, in fp32; updated.
+    pub exp_avg: &'a Tensor,
+    /// The second moment, in fp32; updated.
+    pub exp_avg_sq: &'a Tensor,
+    /// The parameter in bf16 or fp16, rounded to nearest, ties to even; written.
+    pub weight: Option<&'a Tensor>,
+}
 
 /// Runs one step on the CPU, in place and without a graph, on any thread, in parallel on libtorch's threads. It increments the
 /// version counters of what it writes, so that autograd detects the change of a saved tensor.

@@ -29,9 +29,11 @@
 //! The fp32 pass over a row computes exponentials within two units in the last place, and sums blocks of 1024 in fp32, then the
 //! blocks in f64.
 
+mod arguments;
 mod cpu;
 pub(crate) mod cuda;
 mod reference;
+mod row;
 
 use std::fmt::Debug;
 
@@ -42,7 +44,7 @@ use tch::{Device, Kind, Tensor};
 
 use cuda::Cuda;
 
-pub use cpu::{Coefficients, Statistics, Targets, Transform, Wanted};
+pub use arguments::{Coefficients, Statistics, Targets, Transform, Wanted};
 pub use reference::Reference;
 
 /// The two passes over a tile. A tile without rows or columns has no effect.

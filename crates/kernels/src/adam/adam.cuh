@@ -1,4 +1,4 @@
-// Adam and AdamW over many tensors; mathematics and contracts are in src/fused/adam.rs and src/kernels/adam.rs.
+// Adam and AdamW over many tensors; mathematics and contracts are in adam.rs and adam/cuda.rs.
 #include "prelude.cuh"
 
 // One tensor: contiguous, of `numbers` elements. `weight` may be null. `step` is the number of this step, from 1.

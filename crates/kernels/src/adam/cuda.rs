@@ -5,7 +5,8 @@ use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Kind, Tensor};
 
-use super::cpu::{AdamTensors, NAME, check};
+use super::AdamTensors;
+use super::cpu::{NAME, check};
 use crate::cuda::{Argument, Source, are_ready, float, launch, optional, table, type_of, width};
 
 pub(crate) const SOURCE: Source = Source(include_str!("adam.cuh"));

@@ -7,15 +7,10 @@ use runtime::tensor_memory::{bump_version, memory_range};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
+use super::row::{self, Formula, RowStatistics, RowTarget};
+use super::{Coefficients, Statistics, Targets, Transform};
 use crate::operands::{Operands, Rows, apart, contiguous, overlap, rows};
 use crate::simd::Real;
-
-mod arguments;
-mod kernel;
-
-pub use arguments::{Coefficients, Statistics, Targets, Transform, Wanted};
-
-use kernel::{Formula, RowStatistics, RowTarget};
 
 pub(crate) const NAME: &str = "cross-entropy of a tile of logits";
 
@@ -64,7 +59,7 @@ pub(crate) fn narrow_gradient(
     class_weights: Option<&Tensor>,
     coefficients: Coefficients<'_>,
 ) -> Result<()> {
-    typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients, kernel::narrow)
+    typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients, row::narrow)
 }
 
 fn typed_statistics<R: Real>(
@@ -106,7 +101,7 @@ fn typed_statistics<R: Real>(
                 moment: get(moment),
                 best: best.map(|best| best.get(row)),
             };
-            kernel::statistics(row_of::<R>(matrix, row), first, formula, targets.of(row), &mut of_row);
+            row::statistics(row_of::<R>(matrix, row), first, formula, targets.of(row), &mut of_row);
             let put = |cells: Option<Cells<R>>, value: Option<f64>| {
                 if let (Some(cells), Some(value)) = (cells, value) {
                     cells.set(row, R::from_f64(value));
@@ -135,7 +130,7 @@ fn typed_logits<R: Real>(tile: &Tensor, transform: Transform<'_>) -> Result<()> 
     }
     parallel::for_each(matrix.rows, |row| {
         // SAFETY: each row is one task's.
-        unsafe { kernel::logits(row_of::<R>(matrix, row), formula) }
+        unsafe { row::logits(row_of::<R>(matrix, row), formula) }
     })?;
     bump_version(tile)
 }
@@ -162,14 +157,14 @@ fn typed_gradient<R: Real>(
     parallel::for_each(matrix.rows, |row| {
         // SAFETY: each row is one task's, and every vector has an element for it (`Tile::vector`).
         unsafe {
-            let coefficients = kernel::RowCoefficients {
+            let coefficients = row::RowCoefficients {
                 maximum: maximum.get(row),
                 powers: powers.get(row),
                 target: target.get(row),
                 constant: constant.map(|constant| constant.get(row)),
             };
             let row_of_tile = row_of::<R>(matrix, row);
-            kernel::gradient(row_of_tile, formula, targets.of(row), coefficients);
+            row::gradient(row_of_tile, formula, targets.of(row), coefficients);
             finish(row_of_tile);
         }
     })?;

@@ -1,4 +1,4 @@
-// The two passes over a tile of logits; mathematics and contracts are in src/fused/cross_entropy.rs. T is the dtype of the tile; all else
+// The two passes over a tile of logits; mathematics and contracts are in cross_entropy.rs. T is the dtype of the tile; all else
 // is fp32. The statistics are those of the logits as they are stored, which are what the gradient reads.
 #include "prelude.cuh"
 

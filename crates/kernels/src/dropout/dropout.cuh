@@ -1,4 +1,4 @@
-// Dropout whose mask is a function of a seed; mathematics and contracts are in src/fused/dropout.rs and src/kernels/dropout.rs.
+// Dropout whose mask is a function of a seed; mathematics and contracts are in dropout.rs and dropout/cuda.rs.
 #include "prelude.cuh"
 
 typedef unsigned long long u64;

@@ -1,4 +1,4 @@
-// Passes over all gradients of a step; mathematics and contracts are in src/fused/gradients.rs and src/kernels/gradients.rs.
+// Passes over all gradients of a step; mathematics and contracts are in gradients.rs and gradients/cuda.rs.
 #include "prelude.cuh"
 
 // One gradient: `numbers` elements without gaps.

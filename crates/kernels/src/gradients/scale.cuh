@@ -1,4 +1,4 @@
-// x *= s for a number s of the device; contracts are in src/kernels/scale.rs.
+// x *= s for a number s of the device; contracts are in scale.rs.
 #include "prelude.cuh"
 
 // Returns at once where s is 1, which the host cannot know without waiting.

@@ -1,4 +1,4 @@
-// The update of a dynamic loss scale; mathematics and contracts are in src/fused/loss_scale.rs and src/kernels/loss_scale.rs.
+// The update of a dynamic loss scale; mathematics and contracts are in loss_scale.rs and loss_scale/cuda.rs.
 #include "prelude.cuh"
 
 // One thread. `state` has the scale, the growth tracker, the hysteresis tracker, the steps skipped in a row, and those of them at the

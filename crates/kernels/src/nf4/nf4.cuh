@@ -1,4 +1,4 @@
-// Weights of 4 bits to floating point; the format is in src/nf4/format.rs, contracts are in src/kernels/nf4.rs.
+// Weights of 4 bits to floating point; the format is in nf4/format.rs, contracts are in nf4/cuda.rs.
 #include "prelude.cuh"
 
 typedef unsigned char u8;

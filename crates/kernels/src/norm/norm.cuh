@@ -1,4 +1,4 @@
-// Layer norm and RMS norm; mathematics and contracts are in src/fused/norm.rs. A row is in the registers of one block, which has
+// Layer norm and RMS norm; mathematics and contracts are in norm.rs. A row is in the registers of one block, which has
 // the rows blockIdx.x, blockIdx.x + gridDim.x, …; backward reads very wide rows twice.
 #include "prelude.cuh"
 

@@ -1,4 +1,4 @@
-// Rotary embedding of heads; mathematics and contracts are in src/fused/rope.rs. One block for each token.
+// Rotary embedding of heads; mathematics and contracts are in rope.rs. One block for each token.
 #include "prelude.cuh"
 
 // x: [batch, sequence, heads, 2·half] with these strides; out the same, with its own.

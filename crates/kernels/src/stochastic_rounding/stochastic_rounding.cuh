@@ -1,5 +1,5 @@
-// Stochastic rounding of many tensors; mathematics and contracts are in src/fused/stochastic_rounding.rs and
-// src/kernels/stochastic_rounding.rs.
+// Stochastic rounding of many tensors; mathematics and contracts are in stochastic_rounding.rs and
+// stochastic_rounding/cuda.rs.
 #include "prelude.cuh"
 
 typedef unsigned long long u64;

@@ -1,4 +1,4 @@
-// h = SiLU(g)·u and its derivatives; mathematics and contracts are in src/fused/swiglu.rs.
+// h = SiLU(g)·u and its derivatives; mathematics and contracts are in swiglu.rs.
 #include "prelude.cuh"
 
 DEVICE float sigmoid(float v) { return 1.f / (1.f + exp_fast(-v)); }
