@@ -14,7 +14,7 @@ const NAMES: [(&str, &str); 5] = [
 ];
 
 /// The flags that have this other name.
-fn flags_named<'n>(name: &'n str) -> impl Iterator<Item = &'n str> {
+fn flags_named(name: &str) -> impl Iterator<Item = &str> {
     let of_table = rows().filter(move |flag| {
         let mut names = flag.aliases.iter().chain(flag.others);
         names.any(|other| other.trim_start_matches('-') == name)

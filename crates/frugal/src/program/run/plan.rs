@@ -97,7 +97,10 @@ impl RunPlan {
         let plan = config.activations.plan;
         if common.ranks.is_some() {
             let given = config.training.budget;
-            let budget = given.map(|given| Budget::new(given.0, device)).transpose()?;
+            let budget = match given {
+                Some(given) => Some(Budget::new(given.0, device)?),
+                None => None,
+            };
             budget.map_or(Ok(0), |budget| fitting(budget.free()))?;
             let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
             // All ranks have the same budget, and must decide alike: what each has free may differ.

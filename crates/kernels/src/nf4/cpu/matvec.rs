@@ -6,15 +6,14 @@
 
 use half::bf16;
 use pulp::Simd;
+use runtime::Result;
 use tch::{Kind, Tensor};
 
 use super::{BLOCK, BYTES, Choice, Packed, TASK, bytes, choice, expect_shape, packed, portable};
+#[cfg(target_arch = "x86_64")]
+use super::{amx, x86};
 use crate::matvec::Results;
 use crate::matvec::streams::{self, Products, STREAMS, Sums, VECTORS};
-#[cfg(target_arch = "x86_64")]
-use runtime::Result;
-
-use super::{amx, x86};
 use crate::processor::{Bf16Instructions, bf16_instructions};
 use crate::simd::arch;
 
