@@ -297,7 +297,7 @@ mod tests {
     /// PaLM, appendix B: 6·N + 12·L·h·k·t FLOPs per token of forward and backward, attention counted dense.
     #[test]
     fn palm_formula() {
-        for (name, _) in presets::ALL {
+        for name in presets::names() {
             let model = presets::find(name).unwrap();
             let work = Workload { batch: 3, sequence: 500 };
             let per_token = 6 * u128::from(model.product_parameters().unwrap())

@@ -27,7 +27,7 @@ use std::ops::Deref;
 use crate::exact::positive;
 use crate::{Error, exact};
 
-use decoder::{AttentionBias, DecoderConfig, QueryKeyNorm};
+use decoder::{AttentionBias, BiasOption, DecoderConfig, Projection, QueryKeyNorm, Width};
 
 pub use decoder::Family;
 
@@ -275,26 +275,30 @@ impl Decoder {
                 mlp("linear1", d, f, true),
                 mlp("linear2", f, d, true),
             ],
-            Family::Phi3 => vec![
-                attention("self_attn.qkv_proj", d, exact::sum("width of qkv_proj", [q, kv, kv])?, false),
-                attention("self_attn.o_proj", q, d, false),
-                mlp("mlp.gate_up_proj", d, exact::product("width of gate_up_proj", &[2, f])?, false),
-                mlp("mlp.down_proj", f, d, false),
-            ],
             family => {
                 let facts = family.facts();
                 let output_bias = facts.attention_bias == AttentionBias::Configured && self.attention_bias;
                 let qkv_bias = facts.attention_bias == AttentionBias::QueriesKeysValues || output_bias;
-                let mlp_bias = facts.reads_mlp_bias && self.mlp_bias;
-                vec![
-                    attention("self_attn.q_proj", d, q, qkv_bias),
-                    attention("self_attn.k_proj", d, kv, qkv_bias),
-                    attention("self_attn.v_proj", d, kv, qkv_bias),
-                    attention("self_attn.o_proj", q, d, output_bias),
-                    mlp("mlp.gate_proj", d, f, mlp_bias),
-                    mlp("mlp.up_proj", d, f, mlp_bias),
-                    mlp("mlp.down_proj", f, d, mlp_bias),
-                ]
+                let width = |width: Width| match width {
+                    Width::Hidden => Ok(d),
+                    Width::Queries => Ok(q),
+                    Width::Keys => Ok(kv),
+                    Width::QueriesKeysValues => exact::sum("width of qkv_proj", [q, kv, kv]),
+                    Width::FeedForward => Ok(f),
+                    Width::GateUp => exact::product("width of gate_up_proj", &[2, f]),
+                };
+                let linear = |projection: &Projection| {
+                    let bias = match projection.bias {
+                        BiasOption::Never => false,
+                        BiasOption::QueriesKeysValues => qkv_bias,
+                        BiasOption::AttentionOutput => output_bias,
+                        BiasOption::Mlp => facts.reads_mlp_bias && self.mlp_bias,
+                    };
+                    let part = if projection.is_attention() { Part::Attention } else { Part::FeedForward };
+                    let (inputs, outputs) = (width(projection.input)?, width(projection.output)?);
+                    Ok(Linear::new(projection.name, part, inputs, outputs, bias))
+                };
+                family.projections().iter().map(linear).collect::<Result<_, Error>>()?
             }
         })
     }

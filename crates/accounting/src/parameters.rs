@@ -5,6 +5,8 @@
 //! is written once, as the embedding. GPT-2's `Conv1D` keeps its weights as `[inputs, outputs]`, the other families
 //! as `[outputs, inputs]`.
 
+use decoder::NormPlacement;
+
 use crate::model::{Decoder, Family, Linear, Part};
 use crate::{Error, exact};
 
@@ -154,20 +156,22 @@ impl Decoder {
     }
 
     pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
-        let (norms_before, norms_after): (&[&str], &[&str]) = match self.family {
-            Family::Gpt2 => (&["ln_1", "ln_2"], &[]),
-            Family::Gpt2Like => (&[], &["norm1", "norm2", "norm3"]),
-            Family::Olmo2 => (&[], &["post_attention_layernorm", "post_feedforward_layernorm"]),
-            Family::Gemma2 | Family::Gemma3 => (
-                &["input_layernorm", "pre_feedforward_layernorm"],
-                &["post_attention_layernorm", "post_feedforward_layernorm"],
-            ),
-            _ => (&["input_layernorm", "post_attention_layernorm"], &[]),
+        let names = self.family.norm_names();
+        let is_before = |name: &&str| match self.family.facts().norms {
+            NormPlacement::Pre => true,
+            NormPlacement::Post => false,
+            NormPlacement::Both => name.starts_with("input") || name.starts_with("pre"),
+        };
+        let (norms_before, norms_after): (Vec<&str>, Vec<&str>) = match self.family {
+            Family::Gpt2 => (vec!["ln_1", "ln_2"], vec![]),
+            Family::Gpt2Like => (vec![], vec!["norm1", "norm2", "norm3"]),
+            _ => names.iter().copied().partition(is_before),
         };
         let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
-        if let Some([(of_queries, _), (of_keys, _)]) = self.query_key_norms()? {
-            tensors.push(tensor("self_attn.q_norm.weight", &[of_queries], Part::Norm));
-            tensors.push(tensor("self_attn.k_norm.weight", &[of_keys], Part::Norm));
+        for (name, (width, _)) in
+            self.family.query_key_norm_names().iter().zip(self.query_key_norms()?.into_iter().flatten())
+        {
+            tensors.push(tensor(&format!("{name}.weight"), &[width], Part::Norm));
         }
         tensors.extend(self.block_linears()?.iter().flat_map(|linear| self.linear_tensors(linear)));
         tensors.extend(norms_after.iter().flat_map(|name| self.norm_tensors(name)));
@@ -293,7 +297,7 @@ mod tests {
 
     #[test]
     fn parameter_list_parts_and_count_agree() {
-        for (name, _) in presets::ALL {
+        for name in presets::names() {
             let model = presets::find(name).unwrap();
             let listed: u64 = model.parameter_tensors().unwrap().iter().map(|t| t.elements().unwrap()).sum();
             let parts: u64 = model.parameters_by_part().unwrap().iter().map(|(_, n)| n).sum();

@@ -21,11 +21,15 @@
 mod config;
 mod error;
 mod family;
+mod presets;
 pub mod rope;
 mod shapes;
 pub mod strict_json;
+mod tensors;
 
 pub use config::{AttentionPath, DecoderConfig, LayerType, LongRope};
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, Windows};
+pub use presets::{PRESETS, Preset};
 pub use shapes::{EMBEDDING, LM_HEAD};
+pub use tensors::{BiasOption, Projection, Width};

@@ -1,24 +1,16 @@
 //! The shapes of a model's tensors and its parameter count, computed without allocating anything.
 
 use crate::config::DecoderConfig;
-use crate::family::{NormPlacement, QueryKeyNorm};
+use crate::family::QueryKeyNorm;
+use crate::tensors::{BiasOption, Projection, Width};
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
 pub const EMBEDDING: &str = "embed_tokens.weight";
 /// The name of the head's tensor.
 pub const LM_HEAD: &str = "lm_head.weight";
 
-type Shapes = Vec<(&'static str, Vec<i64>)>;
-
-/// Adds projections: the weight's and the bias's name, whether there is a bias, and the widths of input and output.
-fn push(shapes: &mut Shapes, list: &[(&'static str, &'static str, bool, i64, i64)]) {
-    for &(weight, bias, has_bias, from, to) in list {
-        shapes.push((weight, vec![to, from]));
-        if has_bias {
-            shapes.push((bias, vec![to]));
-        }
-    }
-}
+/// A tensor's name and shape.
+type Shape = (String, Vec<i64>);
 
 impl DecoderConfig {
     /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
@@ -28,9 +20,8 @@ impl DecoderConfig {
         let blocks = (0..self.num_hidden_layers).flat_map(|index| {
             of_block.iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape.clone()))
         });
-        let ends = self.end_shapes().into_iter().map(|(name, shape)| (name.to_owned(), shape));
         let embedding = (EMBEDDING.to_owned(), vec![self.vocab_size, self.hidden_size]);
-        std::iter::once(embedding).chain(blocks).chain(ends).collect()
+        std::iter::once(embedding).chain(blocks).chain(self.end_shapes()).collect()
     }
 
     /// Returns the number of parameters, a tied head once: 494 032 768 for Qwen2.5-0.5B. Saturates at `u64::MAX`.
@@ -38,8 +29,9 @@ impl DecoderConfig {
         let size = |size: i64| u64::try_from(size).unwrap_or(0);
         let numbers =
             |shape: &[i64]| shape.iter().fold(1, |product: u64, &n| product.saturating_mul(size(n)));
-        let sum =
-            |shapes: Shapes| shapes.iter().fold(0, |sum: u64, (_, shape)| sum.saturating_add(numbers(shape)));
+        let sum = |shapes: Vec<Shape>| {
+            shapes.iter().fold(0, |sum: u64, (_, shape)| sum.saturating_add(numbers(shape)))
+        };
         let blocks = sum(self.block_shapes()).saturating_mul(size(self.num_hidden_layers));
         let embedding = numbers(&[self.vocab_size, self.hidden_size]);
         embedding.saturating_add(blocks).saturating_add(sum(self.end_shapes()))
@@ -56,64 +48,46 @@ impl DecoderConfig {
         all.filter_map(matrix).collect()
     }
 
-    fn block_shapes(&self) -> Shapes {
-        let (d, f) = (self.hidden_size, self.intermediate_size);
+    fn block_shapes(&self) -> Vec<Shape> {
         let queries = self.num_attention_heads.saturating_mul(self.head_dim);
         let keys = self.num_key_value_heads.saturating_mul(self.head_dim);
-        let (qkv, output, mlp) = (self.qkv_bias(), self.output_bias(), self.mlp_bias);
-        let joint = self.family.facts().has_joint_projections;
-        let mut shapes = Shapes::new();
-        if joint {
-            let all = queries.saturating_add(keys.saturating_mul(2));
-            push(&mut shapes, &[("self_attn.qkv_proj.weight", "", false, d, all)]);
-        } else {
-            push(
-                &mut shapes,
-                &[
-                    ("self_attn.q_proj.weight", "self_attn.q_proj.bias", qkv, d, queries),
-                    ("self_attn.k_proj.weight", "self_attn.k_proj.bias", qkv, d, keys),
-                    ("self_attn.v_proj.weight", "self_attn.v_proj.bias", qkv, d, keys),
-                ],
-            );
-        }
-        push(&mut shapes, &[("self_attn.o_proj.weight", "self_attn.o_proj.bias", output, queries, d)]);
-        let norms = match self.family.facts().query_key_norm {
-            QueryKeyNorm::None => None,
-            QueryKeyNorm::PerHead => Some([self.head_dim; 2]),
-            QueryKeyNorm::Whole => Some([queries, keys]),
+        let width = |width: Width| match width {
+            Width::Hidden => self.hidden_size,
+            Width::Queries => queries,
+            Width::Keys => keys,
+            Width::QueriesKeysValues => queries.saturating_add(keys.saturating_mul(2)),
+            Width::FeedForward => self.intermediate_size,
+            Width::GateUp => self.intermediate_size.saturating_mul(2),
         };
-        if let Some([of_queries, of_keys]) = norms {
-            shapes.push(("self_attn.q_norm.weight", vec![of_queries]));
-            shapes.push(("self_attn.k_norm.weight", vec![of_keys]));
-        }
-        if joint {
-            push(&mut shapes, &[("mlp.gate_up_proj.weight", "", false, d, f.saturating_mul(2))]);
-        } else {
-            push(
-                &mut shapes,
-                &[
-                    ("mlp.gate_proj.weight", "mlp.gate_proj.bias", mlp, d, f),
-                    ("mlp.up_proj.weight", "mlp.up_proj.bias", mlp, d, f),
-                ],
-            );
-        }
-        push(&mut shapes, &[("mlp.down_proj.weight", "mlp.down_proj.bias", mlp, f, d)]);
-        let names: &[&'static str] = match self.family.facts().norms {
-            NormPlacement::Pre => &["input_layernorm.weight", "post_attention_layernorm.weight"],
-            NormPlacement::Post => &["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"],
-            NormPlacement::Both => &[
-                "input_layernorm.weight",
-                "post_attention_layernorm.weight",
-                "pre_feedforward_layernorm.weight",
-                "post_feedforward_layernorm.weight",
-            ],
+        let projection = |projection: &Projection| {
+            let Projection { name, input, output, bias } = *projection;
+            let has_bias = match bias {
+                BiasOption::Never => false,
+                BiasOption::QueriesKeysValues => self.qkv_bias(),
+                BiasOption::AttentionOutput => self.output_bias(),
+                BiasOption::Mlp => self.mlp_bias,
+            };
+            let weight = (format!("{name}.weight"), vec![width(output), width(input)]);
+            let bias = has_bias.then(|| (format!("{name}.bias"), vec![width(output)]));
+            std::iter::once(weight).chain(bias)
         };
-        shapes.extend(names.iter().map(|&name| (name, vec![d])));
+        let norm_widths = match self.family.facts().query_key_norm {
+            QueryKeyNorm::Whole => [queries, keys],
+            QueryKeyNorm::None | QueryKeyNorm::PerHead => [self.head_dim; 2],
+        };
+        let (attention, mlp): (Vec<_>, Vec<_>) =
+            self.family.projections().iter().partition(|projection| projection.is_attention());
+        let norm = |(name, width): (&&str, i64)| (format!("{name}.weight"), vec![width]);
+        let mut shapes: Vec<Shape> = attention.into_iter().flat_map(projection).collect();
+        shapes.extend(self.family.query_key_norm_names().iter().zip(norm_widths).map(norm));
+        shapes.extend(mlp.into_iter().flat_map(projection));
+        shapes.extend(self.family.norm_names().iter().map(|name| norm((name, self.hidden_size))));
         shapes
     }
 
-    fn end_shapes(&self) -> Shapes {
-        let head = (!self.tie_word_embeddings).then(|| (LM_HEAD, vec![self.vocab_size, self.hidden_size]));
-        std::iter::once(("norm.weight", vec![self.hidden_size])).chain(head).collect()
+    fn end_shapes(&self) -> Vec<Shape> {
+        let head = (!self.tie_word_embeddings)
+            .then(|| (LM_HEAD.to_owned(), vec![self.vocab_size, self.hidden_size]));
+        std::iter::once(("norm.weight".to_owned(), vec![self.hidden_size])).chain(head).collect()
     }
 }

@@ -48,7 +48,7 @@ impl Adapter {
     pub fn open(folder: &Path, base: &Path) -> Result<Self> {
         let fields = Fields::read(&base.join("config.json"))?;
         let family = Family::of(&fields)?;
-        let sizes = Sizes::read(&fields, family)?;
+        let sizes = Sizes::read(&fields)?;
         let config = Fields::read(&folder.join("adapter_config.json"))?;
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);

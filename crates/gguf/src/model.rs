@@ -56,7 +56,7 @@ impl Model {
     pub fn open_with(folder: &Path, tokenizer: &Path) -> Result<Self> {
         let config = Fields::read(&folder.join("config.json"))?;
         let family = Family::of(&config)?;
-        let sizes = Sizes::read(&config, family)?;
+        let sizes = Sizes::read(&config)?;
         family.check(&config, &sizes)?;
         let mut tensors = Tensors::of_model(folder)?;
         let tied = ties(&config, family, &mut tensors)?;

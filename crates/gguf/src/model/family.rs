@@ -4,10 +4,10 @@
 
 use std::ops::Deref;
 
-use decoder::{Facts, NormPlacement, QueryKeyNorm, Windows};
+use decoder::{DecoderConfig, Facts, QueryKeyNorm, Width, Windows};
 use serde_json::Value;
 
-use crate::error::{Result, unsupported};
+use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
 
 /// A family, and how llama.cpp reads it.
@@ -113,31 +113,9 @@ impl Family {
 
     /// The names of a block's matrices and norms in the files, without `.weight`.
     pub(crate) fn modules(&self) -> impl Iterator<Item = &'static str> {
-        let attention: &[&str] = match self.has_joint_projections {
-            true => &["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"],
-            false => &[
-                "self_attn.q_proj",
-                "self_attn.k_proj",
-                "self_attn.v_proj",
-                "self_attn.o_proj",
-                "mlp.gate_proj",
-                "mlp.up_proj",
-                "mlp.down_proj",
-            ],
-        };
-        let norms: &[&str] = match self.norms {
-            NormPlacement::Pre => &["input_layernorm", "post_attention_layernorm"],
-            NormPlacement::Post => &["post_attention_layernorm", "post_feedforward_layernorm"],
-            NormPlacement::Both => &[
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ],
-        };
-        let own: &[&str] =
-            if self.has_query_key_norms() { &["self_attn.q_norm", "self_attn.k_norm"] } else { &[] };
-        attention.iter().chain(norms).chain(own).copied()
+        let projections = self.kind.projections().iter().map(|projection| projection.name);
+        let norms = self.kind.norm_names().iter().chain(self.kind.query_key_norm_names());
+        projections.chain(norms.copied())
     }
 
     /// Refuses options that llama.cpp would silently read differently.
@@ -274,51 +252,45 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    pub(crate) fn read(config: &Fields, family: &Family) -> Result<Self> {
-        let (hidden, heads) = (config.size("hidden_size")?, config.size("num_attention_heads")?);
-        let head_dim = config
-            .optional_size("head_dim")?
-            .or(family.head_dim.map(|size| size as u32))
-            .unwrap_or(hidden / heads);
-        let key_value_heads = config.optional_size("num_key_value_heads")?.unwrap_or(heads);
-        let fits = |x: u32, y: u32| x.checked_mul(y).is_some();
-        if !heads.is_multiple_of(key_value_heads) || !head_dim.is_multiple_of(2) || !fits(heads, head_dim) {
-            return Err(unsupported(
-                "the attention",
-                format!("{heads} heads, {key_value_heads} of keys and values, of {head_dim} elements"),
-                "the heads have to be a multiple of those of keys and values, of an even size",
-            ));
-        }
+    pub(crate) fn read(config: &Fields) -> Result<Self> {
+        let wrong = |reason: String| file_error(&config.path, reason);
+        let text = serde_json::to_string(&config.fields).map_err(|cause| wrong(cause.to_string()))?;
+        let sizes = DecoderConfig::sizes_from_str(&text).map_err(|cause| wrong(cause.to_string()))?;
+        // The reader bounds each size far below 2^32.
+        let size = |size: i64| u32::try_from(size).unwrap_or(u32::MAX);
         Ok(Self {
-            layers: config.size("num_hidden_layers")?,
-            hidden,
-            feed_forward: config.size("intermediate_size")?,
-            heads,
-            key_value_heads,
-            head_dim,
-            vocabulary: config.size("vocab_size")?,
-            context: config.size("max_position_embeddings")?,
+            layers: size(sizes.num_hidden_layers),
+            hidden: size(sizes.hidden_size),
+            feed_forward: size(sizes.intermediate_size),
+            heads: size(sizes.num_attention_heads),
+            key_value_heads: size(sizes.num_key_value_heads),
+            head_dim: size(sizes.head_dim),
+            vocabulary: size(sizes.vocab_size),
+            context: size(sizes.max_position_embeddings),
         })
     }
 
     /// The shape of a tensor of the files; `None` for norms of q and k, which families have of several sizes.
     pub(crate) fn shape(&self, family: &Family, name: &str) -> Option<Vec<u64>> {
         let (module, kind) = name.rsplit_once('.')?;
-        let last = module.rsplit('.').next()?;
         let [hidden, wide] = [self.hidden, self.feed_forward].map(u64::from);
         let queries = u64::from(self.heads) * u64::from(self.head_dim);
         let keys = u64::from(self.key_value_heads) * u64::from(self.head_dim);
-        let (rows, columns) = match last {
-            "embed_tokens" | "lm_head" => (u64::from(self.vocabulary), hidden),
-            "q_proj" => (queries, hidden),
-            "k_proj" | "v_proj" => (keys, hidden),
-            "qkv_proj" => (queries + 2 * keys, hidden),
-            "o_proj" => (hidden, queries),
-            "gate_proj" | "up_proj" => (wide, hidden),
-            "gate_up_proj" => (2 * wide, hidden),
-            "down_proj" => (hidden, wide),
-            "q_norm" | "k_norm" if family.norms == NormPlacement::Post => return None,
-            "q_norm" | "k_norm" => return Some(vec![u64::from(self.head_dim)]),
+        let width = |width: Width| match width {
+            Width::Hidden => hidden,
+            Width::Queries => queries,
+            Width::Keys => keys,
+            Width::QueriesKeysValues => queries + 2 * keys,
+            Width::FeedForward => wide,
+            Width::GateUp => 2 * wide,
+        };
+        let projection =
+            family.kind.projections().iter().find(|projection| module.ends_with(projection.name));
+        let (rows, columns) = match (projection, module.rsplit('.').next()?) {
+            (Some(projection), _) => (width(projection.output), width(projection.input)),
+            (None, "embed_tokens" | "lm_head") => (u64::from(self.vocabulary), hidden),
+            (None, "q_norm" | "k_norm") if family.query_key_norm == QueryKeyNorm::Whole => return None,
+            (None, "q_norm" | "k_norm") => return Some(vec![u64::from(self.head_dim)]),
             _ => return Some(vec![hidden]),
         };
         Some(if kind == "bias" { vec![rows] } else { vec![rows, columns] })

@@ -118,7 +118,7 @@ fn options_that_llama_cpp_would_read_differently_are_refused() {
         "num_key_value_heads",
         json!(3),
         expect![
-            "the attention is not supported: 4 heads, 3 of keys and values, of 16 elements; the heads have to be a multiple of those of keys and values, of an even size"
+            "config.json: decoder: `num_key_value_heads` 3 does not divide `num_attention_heads` 4; take a divisor"
         ],
     );
     refused(
