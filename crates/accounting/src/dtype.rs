@@ -1,23 +1,18 @@
-//! Number formats: the bytes of a tensor, and the values of its elements.
+//! Number formats, and the bytes of a tensor.
 //!
 //! ```
 //! use accounting::Dtype;
 //!
 //! // One matrix of GPT-3's feed-forward layer.
 //! assert_eq!(Dtype::Fp32.tensor_bytes(&[12288 * 4, 12288])?, 2304 * 1024 * 1024);
-//! assert_eq!(Dtype::Fp16.store(1e-8), 0.0);
-//! assert!(Dtype::Bf16.store(1e-8) > 0.0);
 //! # Ok::<(), accounting::Error>(())
 //! ```
 //!
 //! The 2304 MiB of this matrix are 2.25 GiB or 2.42 GB; the lecture's "2.3 GB" is neither.
-//!
-//! Sources: CS336 (Stanford, 2025), lecture 2; [`float_format`](crate::float_format) for the bits.
 
 use std::fmt;
 use std::str::FromStr;
 
-use crate::float_format::FloatFormat;
 use crate::{Error, exact};
 
 /// A number format of tensors.
@@ -83,20 +78,6 @@ impl Dtype {
         }
     }
 
-    /// Returns the floating-point format; `None` for an integer.
-    pub const fn float_format(self) -> Option<FloatFormat> {
-        match self {
-            Self::Fp64 => Some(FloatFormat::FP64),
-            Self::Fp32 => Some(FloatFormat::FP32),
-            Self::Tf32 => Some(FloatFormat::TF32),
-            Self::Fp16 => Some(FloatFormat::FP16),
-            Self::Bf16 => Some(FloatFormat::BF16),
-            Self::Fp8E4m3 => Some(FloatFormat::E4M3),
-            Self::Fp8E5m2 => Some(FloatFormat::E5M2),
-            Self::Int8 | Self::Int4 => None,
-        }
-    }
-
     /// Returns the bytes of `elements` elements, packed: an odd number of int4 elements takes the last byte whole.
     pub fn bytes(self, elements: u64) -> Result<u64, Error> {
         if self == Self::Int4 {
@@ -108,40 +89,6 @@ impl Dtype {
     /// Returns the bytes of a tensor of `shape`; a scalar has the empty shape. A size of 0 gives 0 bytes.
     pub fn tensor_bytes(self, shape: &[u64]) -> Result<u64, Error> {
         self.bytes(exact::product("elements of a tensor", shape)?)
-    }
-
-    /// Rounds `value` to the format, to nearest even. A float that overflows becomes infinity (NaN in e4m3fn), an
-    /// integer saturates, and NaN becomes 0 in an integer.
-    pub fn store(self, value: f64) -> f64 {
-        match self {
-            // Uses `half`, with which `float_format` agrees on every code.
-            Self::Fp16 => half::f16::from_f64(value).to_f64(),
-            Self::Bf16 => half::bf16::from_f64(value).to_f64(),
-            _ => match self.float_format() {
-                Some(format) => format.round(value),
-                None => {
-                    let limit = 2f64.powi(self.storage_bits() as i32 - 1);
-                    let rounded = value.round_ties_even().clamp(-limit, limit - 1.0);
-                    if rounded.is_nan() { 0.0 } else { rounded }
-                }
-            },
-        }
-    }
-
-    /// Returns the range and precision of an element.
-    pub fn limits(self) -> Limits {
-        let float = self.float_format();
-        let largest_integer = 2f64.powi(self.storage_bits() as i32 - 1) - 1.0;
-        Limits {
-            dtype: self,
-            max: float.map_or(largest_integer, FloatFormat::max),
-            min_normal: float.map(FloatFormat::min_normal),
-            min_subnormal: float.map_or(1.0, FloatFormat::min_subnormal),
-            epsilon: float.map(FloatFormat::epsilon),
-            decimal_digits: float.map_or(largest_integer.log10() as u32, FloatFormat::decimal_digits),
-            tiny: self.store(1e-8),
-            tenth: self.store(0.1),
-        }
     }
 }
 
@@ -172,27 +119,6 @@ impl FromStr for Dtype {
     }
 }
 
-/// The range and precision of a [`Dtype`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limits {
-    /// The format.
-    pub dtype: Dtype,
-    /// The largest finite number.
-    pub max: f64,
-    /// The smallest positive number of full precision; `None` for integers.
-    pub min_normal: Option<f64>,
-    /// The smallest positive number.
-    pub min_subnormal: f64,
-    /// The distance from 1 to the next number; `None` for integers.
-    pub epsilon: Option<f64>,
-    /// Decimal digits that survive a round trip.
-    pub decimal_digits: u32,
-    /// 1e-8 after rounding; 0 if it underflows.
-    pub tiny: f64,
-    /// 0.1 after rounding.
-    pub tenth: f64,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -207,35 +133,6 @@ mod tests {
         assert_eq!(Dtype::Fp32.tensor_bytes(&[12288 * 4, 12288]).unwrap(), 2304 << 20);
         assert!(Dtype::Fp32.tensor_bytes(&[u64::MAX, 4]).is_err());
         assert!(Dtype::Fp64.bytes(u64::MAX).is_err());
-    }
-
-    #[test]
-    fn format_limits_match_published_values() {
-        let max = |dtype: Dtype| dtype.limits().max;
-        assert_eq!((max(Dtype::Fp8E4m3), max(Dtype::Fp8E5m2)), (448.0, 57344.0));
-        assert_eq!((max(Dtype::Fp16), max(Dtype::Int8), max(Dtype::Int4)), (65504.0, 127.0, 7.0));
-        assert_eq!(Dtype::Fp16.limits().min_subnormal, 2f64.powi(-24));
-        assert_eq!(Dtype::Fp8E4m3.limits().min_subnormal, 2f64.powi(-9));
-        assert_eq!(Dtype::Fp8E5m2.limits().min_subnormal, 2f64.powi(-16));
-        assert_eq!(Dtype::Bf16.limits().epsilon, Some(0.0078125));
-        // ⌊23 log10 2⌋ = 6 and so on, as in C's FLT_DIG and DBL_DIG.
-        assert_eq!(Dtype::ALL.map(|d| d.limits().decimal_digits), [15, 6, 3, 3, 2, 0, 0, 2, 0]);
-    }
-
-    #[test]
-    fn small_and_inexact_numbers_round_as_published() {
-        let underflows: Vec<_> =
-            Dtype::ALL.into_iter().filter(|d| d.limits().tiny == 0.0).map(Dtype::name).collect();
-        assert_eq!(underflows, ["fp16", "fp8-e4m3", "fp8-e5m2", "int8", "int4"]);
-        assert_eq!(Dtype::Fp32.limits().tenth, f64::from(0.1f32));
-        assert_eq!(Dtype::Bf16.limits().tenth, 0.10009765625);
-        assert_eq!(Dtype::Fp16.limits().tenth, 0.0999755859375);
-        assert_eq!(Dtype::Fp8E4m3.limits().tenth, 0.1015625);
-        assert_eq!(Dtype::Fp8E5m2.limits().tenth, 0.09375);
-        assert_eq!(
-            (Dtype::Int8.store(-1e9), Dtype::Int8.store(2.5), Dtype::Int4.store(f64::NAN)),
-            (-128.0, 2.0, 0.0)
-        );
     }
 
     #[test]

@@ -27,7 +27,7 @@
 //!
 //! | question | module |
 //! |---|---|
-//! | which values can a number format represent, how many bytes does a tensor take? | [`dtype`], [`float_format`] |
+//! | how many bytes does a tensor take? | [`dtype`] |
 //! | which tensors does a model have? | [`model`], [`parameters`], [`presets`], [`config`] |
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes does a step of this project take, and which way to run it is the fastest that fits a budget? | [`candidates`] |
@@ -45,7 +45,6 @@
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
 
 pub mod activation_plan;
-pub mod bar;
 pub mod candidates;
 pub mod config;
 pub mod decoder_flops;
@@ -53,7 +52,6 @@ pub mod dtype;
 mod error;
 mod exact;
 pub mod fit;
-pub mod float_format;
 pub mod flops;
 pub mod hardware;
 pub mod lora;

@@ -1,7 +1,9 @@
 //! `accounting`: parameters, FLOPs, bytes and training time of language models, on paper.
 
 mod experiment;
+mod float_format;
 mod lecture;
+mod number_limits;
 mod sections;
 
 use clap::Subcommand;

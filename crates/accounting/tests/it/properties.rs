@@ -1,5 +1,6 @@
 //! Properties of every model and plan.
 
+use accounting::Decoder;
 use accounting::candidates::{Allowed, Batch, Job};
 use accounting::decoder_flops::{Recomputation, Workload, step};
 use accounting::fit::{Limit, largest_batch, largest_model, longest_row, scaled, template_size};
@@ -13,7 +14,6 @@ use accounting::offload::sizes::Choices;
 use accounting::offload::{Budget, Rates};
 use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use accounting::textbook::{self, OnHost, PARTS, memory, model_states};
-use accounting::{Decoder, Dtype};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -97,7 +97,7 @@ fn jobs() -> impl Strategy<Value = Job> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 10, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// A step at the answer fits; one at the next number does not.
     #[test]
@@ -126,7 +126,11 @@ proptest! {
             _ => prop_assert_eq!(row.largest, job.model.context),
         }
 
-        let model = largest_model(&job, &allowed, budget).unwrap();
+        // With layers in host memory, it has hundreds of them.
+        let resident = Allowed { offloaded: None, ..allowed.clone() };
+        let smallest = job.search(&resident, budget).unwrap().least().unwrap().device_bytes();
+        let budget = within(budget.device.max(smallest));
+        let model = largest_model(&job, &resident, budget).unwrap();
         prop_assert!(model.candidate.device_bytes() <= budget.device);
         prop_assert!(model.largest.parameters().unwrap() >= job.model.parameters().unwrap());
     }
@@ -268,14 +272,5 @@ proptest! {
     fn quantities_never_panic(text in "\\PC{0,30}") {
         let _ = accounting::quantity::parse_bytes(&text);
         let _ = accounting::quantity::parse_count(&text);
-    }
-
-    #[test]
-    fn rounding_to_a_dtype_is_idempotent(value in any::<f64>()) {
-        for dtype in Dtype::ALL {
-            let once = dtype.store(value);
-            let twice = dtype.store(once);
-            prop_assert!(once.to_bits() == twice.to_bits() || (once.is_nan() && twice.is_nan()));
-        }
     }
 }

@@ -34,11 +34,13 @@ pub(crate) use times::times;
 use accounting::{Dtype, Error};
 use report::{Case, Environment, Metric, Record};
 
+use super::number_limits::Limits;
+
 /// What each number format can hold.
 pub(crate) fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     for dtype in Dtype::ALL {
-        let limits = dtype.limits();
+        let limits = Limits::of(dtype);
         let power = |name: &str, value: Option<f64>| match value {
             // Exact: each of them is a power of two.
             Some(value) => Metric::exact(name, "", value.log2()),

@@ -14,6 +14,7 @@ use accounting::{Dtype, Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
+use crate::accounting::number_limits::Limits;
 
 /// What it is, where it is published, the unit, the published value and its last digit's unit, ours.
 type Figure = (String, &'static str, &'static str, f64, f64, f64);
@@ -176,7 +177,7 @@ fn numbers() -> Result<Vec<Figure>, Error> {
         let block = |choice| korthikanti(work, hidden, heads, choice);
         Ok(100.0 * (1.0 - block(Recompute::Selective)? as f64 / block(Recompute::None)? as f64))
     };
-    let limit = |dtype: Dtype| dtype.limits().max;
+    let limit = |dtype: Dtype| Limits::of(dtype).max;
     let figure = |what: &str, source, published, ours| (what.to_owned(), source, "", published, 1.0, ours);
     Ok(vec![
         figure("largest fp8 e4m3", FP8, 448.0, limit(Dtype::Fp8E4m3)),

@@ -19,43 +19,38 @@
 
 /// A binary floating-point format with at most 64 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FloatFormat {
+pub(crate) struct FloatFormat {
     /// Bits of the exponent field, 2 to 11.
-    pub exponent_bits: u32,
+    pub(crate) exponent_bits: u32,
     /// Bits of the mantissa field, 1 to 52, without the implicit leading one.
-    pub mantissa_bits: u32,
+    pub(crate) mantissa_bits: u32,
     /// Whether the highest exponent represents numbers (e4m3fn) instead of infinity and NaN (IEEE 754).
-    pub finite: bool,
+    pub(crate) finite: bool,
 }
 
 impl FloatFormat {
     /// fp64: 1 + 11 + 52 bits.
-    pub const FP64: Self = Self::ieee(11, 52);
+    pub(crate) const FP64: Self = Self::ieee(11, 52);
     /// fp32: 1 + 8 + 23 bits.
-    pub const FP32: Self = Self::ieee(8, 23);
+    pub(crate) const FP32: Self = Self::ieee(8, 23);
     /// tf32: 1 + 8 + 10 bits, stored in 32.
-    pub const TF32: Self = Self::ieee(8, 10);
+    pub(crate) const TF32: Self = Self::ieee(8, 10);
     /// fp16: 1 + 5 + 10 bits.
-    pub const FP16: Self = Self::ieee(5, 10);
+    pub(crate) const FP16: Self = Self::ieee(5, 10);
     /// bf16: 1 + 8 + 7 bits.
-    pub const BF16: Self = Self::ieee(8, 7);
+    pub(crate) const BF16: Self = Self::ieee(8, 7);
     /// fp8 e4m3fn: 1 + 4 + 3 bits, no infinity.
-    pub const E4M3: Self = Self { exponent_bits: 4, mantissa_bits: 3, finite: true };
+    pub(crate) const E4M3: Self = Self { exponent_bits: 4, mantissa_bits: 3, finite: true };
     /// fp8 e5m2: 1 + 5 + 2 bits.
-    pub const E5M2: Self = Self::ieee(5, 2);
+    pub(crate) const E5M2: Self = Self::ieee(5, 2);
 
     const fn ieee(exponent_bits: u32, mantissa_bits: u32) -> Self {
         Self { exponent_bits, mantissa_bits, finite: false }
     }
 
     /// Returns the exponent's bias `2^(E-1) - 1`.
-    pub const fn bias(self) -> i32 {
+    pub(crate) const fn bias(self) -> i32 {
         (1 << (self.exponent_bits - 1)) - 1
-    }
-
-    /// Returns the number of bits: sign, exponent, mantissa.
-    pub const fn bits(self) -> u32 {
-        1 + self.exponent_bits + self.mantissa_bits
     }
 
     /// The code of the largest finite number.
@@ -70,32 +65,32 @@ impl FloatFormat {
     }
 
     /// Returns the largest finite number.
-    pub fn max(self) -> f64 {
+    pub(crate) fn max(self) -> f64 {
         self.decode(self.max_code())
     }
 
     /// Returns the smallest positive normal number, `2^(1-B)`.
-    pub fn min_normal(self) -> f64 {
+    pub(crate) fn min_normal(self) -> f64 {
         self.decode(1 << self.mantissa_bits)
     }
 
     /// Returns the smallest positive number, `2^(1-B-M)`.
-    pub fn min_subnormal(self) -> f64 {
+    pub(crate) fn min_subnormal(self) -> f64 {
         self.decode(1)
     }
 
     /// Returns the distance from 1 to the next number, `2^-M`.
-    pub fn epsilon(self) -> f64 {
+    pub(crate) fn epsilon(self) -> f64 {
         power_of_two(-(self.mantissa_bits as i32))
     }
 
     /// Returns the number of decimal digits that always survive a round trip, `⌊M · log10 2⌋` (C's `FLT_DIG`).
-    pub fn decimal_digits(self) -> u32 {
+    pub(crate) fn decimal_digits(self) -> u32 {
         (f64::from(self.mantissa_bits) * std::f64::consts::LOG10_2) as u32
     }
 
     /// Returns the value of the code in the low [`bits`](Self::bits) bits of `code`; higher bits are ignored.
-    pub fn decode(self, code: u64) -> f64 {
+    pub(crate) fn decode(self, code: u64) -> f64 {
         let mantissa_field = code & ((1 << self.mantissa_bits) - 1);
         let exponent_field = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1);
         let negative = (code >> (self.exponent_bits + self.mantissa_bits)) & 1 == 1;
@@ -115,7 +110,7 @@ impl FloatFormat {
     }
 
     /// Returns the code nearest to `value`, a tie to the even code; see the [module](self) for overflow.
-    pub fn encode(self, value: f64) -> u64 {
+    pub(crate) fn encode(self, value: f64) -> u64 {
         let sign = if value.is_sign_negative() { self.sign_bit() } else { 0 };
         if value.is_nan() {
             return sign | (self.sign_bit() - 1);
@@ -142,7 +137,7 @@ impl FloatFormat {
     }
 
     /// Rounds `value` to the format.
-    pub fn round(self, value: f64) -> f64 {
+    pub(crate) fn round(self, value: f64) -> f64 {
         self.decode(self.encode(value))
     }
 
