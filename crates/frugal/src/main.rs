@@ -140,7 +140,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Data(arguments) => program::data::run(&cli.common, arguments),
         Command::Runs(arguments) => program::runs::run(&cli.common, arguments),
         Command::Info(arguments) => program::info::run(&cli.common, arguments),
-        Command::Plan(arguments) => program::plan::run(&cli.common, arguments),
+        Command::Plan(arguments) => program::plan::run(&cli.common, arguments).map_err(program::flags::named),
         Command::Completions(arguments) => program::shell::completions(arguments),
         Command::Man(arguments) => program::shell::man(&cli.common, arguments),
         Command::Launch(arguments) => program::launch::run(&cli.common, arguments),

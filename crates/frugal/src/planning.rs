@@ -14,7 +14,7 @@ mod rates;
 
 pub use budget::{Budget, FREE_SHARE, LEAST_RESERVE, RESERVE, default_budget, enforce};
 pub use data_shape::DataShape;
-pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};
+pub use job::{NotPredicted, allowed, job, loss_chunk, low_rank, with_choice};
 pub use known_rates::KnownRates;
 pub use master_weights::{SLOWER, Searched, choose_master_weights, states_fit, trains_half};
 pub use peak_usage::{MemorySamples, PeakMeter, PeakUsage, note_preparation};

@@ -165,8 +165,11 @@ fn state_of(rule: OptimizerRule) -> Optimizer {
     }
 }
 
-/// The adapters, if they are the same in all layers and on projections of the layers alone.
-fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
+/// Returns the adapters of a model's layers.
+///
+/// # Errors
+/// Adapters that differ between layers, or are not on the projections of the layers alone.
+pub fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
     if adapter.bias != BiasTraining::None || adapter.modules_to_save.is_some() {
         return Err(refused("trained biases and modules saved whole"));
     }

@@ -66,34 +66,13 @@ pub(crate) struct Finetune {
 const TEMPLATE: &str = "data.chat_template";
 
 impl Finetune {
-    /// Takes --method, and refuses it beside --dora or --set adapter.use_dora that says otherwise; over a file's value the flag wins.
-    fn give_method(&self, given: &mut Given) -> anyhow::Result<()> {
-        let method = self.flags.text("--method");
-        if method == Some("qlora") || self.load_in_4bit {
-            bail!("a frozen base in four bits (QLoRA) is --method lora with --dtype nf4");
-        }
-        if let Some(name) = method {
-            let other = match (name, given.assigned_dora()) {
-                ("lora", _) if self.flags.has(&["--dora"]) => Some("--dora"),
-                ("lora", Some(true)) => Some("--set adapter.use_dora=true"),
-                ("dora", Some(false)) => Some("--set adapter.use_dora=false"),
-                _ => None,
-            };
-            if let Some(other) = other {
-                bail!("--method {name} and {other} contradict each other; leave one of them out");
-            }
-            given.set("method", name.into(), "--method")?;
-        }
-        if given.config(Task::Finetune)?.adapter.is_none() && self.flags.has_adapter() {
-            bail!("--method full trains all weights and has no adapter; leave out the adapter's flags");
-        }
-        Ok(())
-    }
-
     /// The configuration that the file, `--set` and the flags make, these values, and the base.
     fn config(&self, common: &Common) -> anyhow::Result<(Config, Given, Option<Target>)> {
         let mut given = self.flags.given()?;
-        self.give_method(&mut given)?;
+        if self.flags.text("--method") == Some("qlora") || self.load_in_4bit {
+            bail!("a frozen base in four bits (QLoRA) is --method lora with --dtype nf4");
+        }
+        self.flags.give_method(&mut given)?;
         self.flags.give(&mut given, Task::Finetune)?;
         common.flags.give_common(&mut given)?;
         let mut config = given.config(Task::Finetune)?;

@@ -22,6 +22,9 @@ use frugal::lora::LoraConfig;
 use runtime::collectives::Launch;
 use serde_json::Value;
 use table::{ADAPTERS, COMMON, Flag, ROWS, rows};
+
+use crate::program::folder::run_record::shell_word;
+
 use values::Takes;
 
 /// The flags of the table that the command line of a command gives, with their values.
@@ -147,6 +150,52 @@ impl<const COMMAND: u8> Flags<COMMAND> {
         Ok(given)
     }
 
+    /// Takes `--method`, and refuses it beside `--dora` or `--set adapter.use_dora` that says otherwise; over a file's value the flag wins.
+    ///
+    /// # Errors
+    /// Flags that contradict each other; flags of an adapter where all weights are trained.
+    pub(crate) fn give_method(&self, given: &mut Given) -> anyhow::Result<()> {
+        // A plan for inference trains nothing.
+        if let Some(name) = self.text("--method").filter(|name| *name != "inference") {
+            let other = match (name, given.assigned_dora()) {
+                ("lora", _) if self.has(&["--dora"]) => Some("--dora"),
+                ("lora", Some(true)) => Some("--set adapter.use_dora=true"),
+                ("dora", Some(false)) => Some("--set adapter.use_dora=false"),
+                _ => None,
+            };
+            if let Some(other) = other {
+                bail!("--method {name} and {other} contradict each other; leave one of them out");
+            }
+            given.set("method", name.into(), "--method")?;
+        }
+        if given.config(Task::Finetune)?.adapter.is_none() && self.has_adapter() {
+            bail!("--method full trains all weights and has no adapter; leave out the adapter's flags");
+        }
+        Ok(())
+    }
+
+    /// The flags as they are typed, but for some.
+    pub(crate) fn typed(&self, without: &[&str]) -> Vec<String> {
+        let text = |value: &Value| match value {
+            Value::String(text) => text.clone(),
+            Value::Array(values) => {
+                let texts = values
+                    .iter()
+                    .map(|value| value.as_str().map_or_else(|| value.to_string(), str::to_owned));
+                texts.collect::<Vec<_>>().join(",")
+            }
+            value => value.to_string(),
+        };
+        let typed = |(flag, value): &(&'static Flag, Value)| match (flag.takes, value) {
+            (Takes::Nothing(_), _) => vec![flag.name.to_owned()],
+            (Takes::Several { .. }, Value::Array(values)) => {
+                values.iter().map(|value| format!("{} {}", flag.name, shell_word(&text(value)))).collect()
+            }
+            (_, value) => vec![format!("{} {}", flag.name, shell_word(&text(value)))],
+        };
+        self.0.iter().filter(|(flag, _)| !without.contains(&flag.name)).flat_map(typed).collect()
+    }
+
     /// Overrides what is given by the flags.
     ///
     /// # Errors
@@ -228,22 +277,30 @@ impl Flags<ADAPTERS> {
     }
 }
 
+/// The key of what is trained, and its flag, which is given before the others.
+const METHOD: (&str, &str) = ("method", "--method");
+
 /// The flags that set a key, its usual one first.
 pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
     // A section that is there because of one of its keys is named by that key's flag.
     let key = if key == "offload" { "offload.tier" } else { key };
-    rows().filter(move |flag| flag.key == key).map(|flag| flag.name)
+    let method = (key == METHOD.0).then_some(METHOD.1);
+    rows().filter(move |flag| flag.key == key).map(|flag| flag.name).chain(method)
 }
 
 /// The key that a flag of a training sets.
 pub(crate) fn key_of(name: &str) -> Option<&'static str> {
+    if name == METHOD.1 {
+        return Some(METHOD.0);
+    }
     rows().find(|flag| flag.name == name && !flag.key.is_empty()).map(|flag| flag.key)
 }
 
 /// The keys that a flag of trainings sets.
 #[cfg(test)]
 pub(crate) fn keys_of(name: &str) -> Vec<&'static str> {
-    rows().filter(|flag| flag.name == name).map(|flag| flag.key).collect()
+    let keys = rows().filter(|flag| flag.name == name && !flag.key.is_empty()).map(|flag| flag.key);
+    keys.chain((name == METHOD.1).then_some(METHOD.0)).collect()
 }
 
 /// Puts the flag behind each key that an error about a configuration names.

@@ -38,14 +38,14 @@ fn the_memory_of_a_step_for_people(session: &Session) {
         optimizer state   5.52 GiB  5.52 GiB  5.52 GiB
         resident layers    683 MiB   683 MiB   683 MiB
         constant          8.06 MiB  8.06 MiB  8.06 MiB
-        kept activations  3.24 GiB  3.38 GiB  3.38 GiB
-        working memory     172 MiB   932 MiB  91.3 MiB
+        kept activations  3.23 GiB  3.37 GiB  3.37 GiB
+        working memory     172 MiB   931 MiB  91.2 MiB
         gradients          942 MiB   942 MiB   942 MiB
         ──────────────────────────────────────────────
         total             10.8 GiB  11.7 GiB  10.8 GiB
 
         [foooooooooooooooooooorrkkkkkkkkkkkkwwwgggg······································]
-        * peak: 11.7 GiB in the head, 52.2 % of the 22.4 GiB for tensors: fits
+        * peak: 11.7 GiB in the head, 52.1 % of the 22.4 GiB for tensors: fits
 
         Not counted: the program and its libraries (on a GPU the CUDA context), and the allocator's fragmentation.
     "#]].assert_eq(&text);
@@ -55,11 +55,11 @@ fn the_memory_of_a_step_for_people(session: &Session) {
         qwen2.5-0.5b, 494,032,768 parameters
         all weights are trained, batch 8 × 512 tokens; 22.4 GiB for tensors
 
-        question                                                            answer      peak            the next one                                                                   plan
-        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-        largest batch, its rows at once                                        494  22.4 GiB            does not fit                   recompute 23 of 24 layers from inputs in host memory
-        longest row                                                         32,768  22.1 GiB  too long for the model                  recompute the MLP of 15 of 24 layers, 1 row at a time
-        largest model of the family      130 B (171 layers, hidden 6384, 98 heads)  22.3 GiB            does not fit  layers in host memory, ring 1, optimizer on the host, 1 row at a time
+        question                                                             answer      peak            the next one                                                                   plan
+        ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        largest batch, its rows at once                                         494  22.3 GiB            does not fit                   recompute 23 of 24 layers from inputs in host memory
+        longest row                                                          32,768  22.1 GiB  too long for the model                  recompute the MLP of 15 of 24 layers, 1 row at a time
+        largest model of the family      196 B (196 layers, hidden 7318, 112 heads)  22.3 GiB            does not fit  layers in host memory, ring 1, optimizer on the host, 1 row at a time
 
         Each question varies one thing and keeps the others. The largest model keeps the vocabulary, the head size
         and the ratios of widths and depth.
@@ -132,10 +132,10 @@ fn a_plan_for_a_card(session: &Session) {
         step                adapters of rank 8 on q,k,v,o, batch 4 × 2,048 tokens
 
           plan                                                                         peak    step
-          keep all                                                                 38.0 GiB  8.12 s  does not fit: 28.0 GiB too much
+          keep all                                                                 38.0 GiB  8.11 s  does not fit: 28.0 GiB too much
           recompute 27 of 28 layers from inputs in host memory                     16.2 GiB  11.7 s  does not fit: 6.22 GiB too much
         ▸ layers in host memory, ring 3, activations of 14 kept, 2 rows at a time  9.98 GiB  10.3 s  chosen: the fastest that fits
-          layers in host memory, ring 2, 1 resident, activations of 5 kept         9.69 GiB  11.1 s
+          layers in host memory, ring 2, 1 resident, activations of 5 kept         9.68 GiB  11.1 s
           layers in host memory, ring 1                                            5.89 GiB  15.8 s
           layers in host memory, ring 1, 1 row at a time                           3.40 GiB  27.9 s
 
@@ -149,8 +149,8 @@ fn a_plan_for_a_card(session: &Session) {
         in host memory                            12.2 GiB
         tokens that hide loads, forward           4,800
         tokens that hide loads, backward, frozen  2,400
-        more memory                               38.0 GiB: keep all, 8.12 s a step
-        less memory                               9.69 GiB: layers in host memory, ring 2, 1 resident, activations of 5 kept, 11.1 s a step
+        more memory                               38.0 GiB: keep all, 8.11 s a step
+        less memory                               9.68 GiB: layers in host memory, ring 2, 1 resident, activations of 5 kept, 11.1 s a step
         flags of finetune                         --offload host --ring 3 --set 'offload.keep=[14,15,16,17,18,19,20,21,22,23,24,25,26,27]' --micro-batch-size 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());

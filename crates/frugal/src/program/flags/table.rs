@@ -13,7 +13,8 @@ use frugal::config::{
 use frugal::rows::Overlong;
 
 use super::values::{
-    self, MaskArg, MethodArg, ScheduleArg, Takes, choice, list, number, path, several, switch, text, whole,
+    self, MaskArg, MethodArg, ScheduleArg, StepArg, Takes, choice, list, number, path, several, switch, text,
+    whole,
 };
 
 /// `frugal train`.
@@ -29,12 +30,15 @@ pub(crate) const ADAPTERS: u8 = 16;
 /// Flags of the whole program.
 pub(crate) const COMMON: u8 = 32;
 
+/// `frugal plan`.
+pub(crate) const PLAN: u8 = 64;
+
 const TRAININGS: u8 = TRAIN | FINETUNE;
 
 /// A flag that overrides a key of a configuration.
 #[derive(Debug)]
 pub(crate) struct Flag {
-    /// The key with its section; empty for `--config` and `--set`, which name keys themselves.
+    /// The key with its section; empty for `--config` and `--set`, which name keys themselves, and for `--method`, which several set.
     pub(crate) key: &'static str,
     /// The flag as it is typed.
     pub(crate) name: &'static str,
@@ -90,7 +94,7 @@ const RUN: &str = "Run";
 /// A model and its data are in the file or among the assignments if no flag gives them.
 const IN_FILE: [&str; 2] = ["config", "set"];
 
-static TABLE: [&[Flag]; 15] = [
+static TABLE: [&[Flag]; 24] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
             "A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
@@ -98,7 +102,20 @@ static TABLE: [&[Flag]; 15] = [
         "model.revision", "--revision" => text("REVISION"), "Branch, tag or commit on the hub";
         "model.offline", "--offline" => switch("true"), "Use the hub's cache only, never the network";
         "model.dtype", "--dtype" => choice::<Dtype>("DTYPE"), "Dtype of the weights [default: that of the files]";
-        "method", "--method" => choice::<MethodArg>("METHOD"), "What is trained [default: lora]";
+        "", "--method" => choice::<MethodArg>("METHOD"), "What is trained [default: lora]";
+    },
+    flags! { OPTIONS, PLAN;
+        "", "--method" => choice::<StepArg>("METHOD"), "What a step computes [default: lora]";
+        "model.dtype", "--dtype" => choice::<Dtype>("DTYPE"),
+            "Dtype of the weights: float32, bfloat16 or nf4 [default: that of the files in the folder --model; without one bfloat16, and float32 where all weights are trained]";
+        "data.max_length", "--length" | "--max-length" | "--tokens" | "--sequence" | "--max-seq-length" | "--max-seq-len" => Takes::One { name: "LENGTH", parser: values::least::<1> },
+            "Tokens of a row, as finetune's --max-length [default: 512, or the model's context if that is shorter]";
+        "training.batch", "--batch-size" | "--batch" | "--per-device-train-batch-size" => Takes::One { name: "BATCH_SIZE", parser: values::size },
+            "Rows per batch [default: 4, as finetune; 1 in inference and over several ranks]";
+        "training.budget", "--budget" => Takes::One { name: "BYTES", parser: values::bytes },
+            "Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: 80 % of the free memory, or that of --hardware]";
+        "adapter.target_modules", "--targets" | "--target-modules" | "--lora-targets" => list("NAMES", values::parsed::<String>, values::short_targets),
+            "Projections to adapt: names or their last parts, separated by commas, or all-linear; q, k, v, o, gate, up, down and all for short [default: q_proj,k_proj,v_proj,o_proj]";
     },
     flags! { DATA, FINETUNE;
         "data.source", "--data" ~ "--dataset" ~ "--dataset-name" => text("PATH"),
@@ -162,14 +179,18 @@ static TABLE: [&[Flag]; 15] = [
             "Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]",
             |argument| argument.num_args(0..=1).default_missing_value("1024");
     },
-    flags! { ADAPTER, FINETUNE | ADAPTERS;
-        "adapter.r", "--r" | "--rank" | "--lora-r" ~ "--lora-rank" => Takes::One { name: "R", parser: values::parsed::<i64> }, "Rank [default: 8]";
+    flags! { ADAPTER, FINETUNE | ADAPTERS | PLAN;
+        "adapter.r", "--r" | "--rank" | "--lora-r" | "--lora-rank" => Takes::One { name: "R", parser: values::parsed::<i64> }, "Rank [default: 8]";
         "adapter.lora_alpha", "--alpha" | "--lora-alpha" => number("ALPHA"),
             "α: the adapter's product is scaled by α/r [default: 16]";
         "adapter.lora_dropout", "--dropout" | "--lora-dropout" => number("DROPOUT"),
             "Dropout probability of an adapter's input [default: 0.05]";
+    },
+    flags! { ADAPTER, FINETUNE | ADAPTERS;
         "adapter.target_modules", "--targets" | "--target-modules" => list("NAMES", values::parsed::<String>, values::targets),
             "Projections to adapt: names or their last parts, separated by commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]";
+    },
+    flags! { ADAPTER, FINETUNE | ADAPTERS | PLAN;
         "adapter.target_modules", "--target-pattern" => text("REGEX"),
             "Projections to adapt: a regular expression that matches the whole name",
             |argument| argument.conflicts_with("targets");
@@ -181,12 +202,18 @@ static TABLE: [&[Flag]; 15] = [
     },
     flags! { LOOP, TRAININGS;
         "", "--config" => path("FILE"), "Read every setting from a TOML file; flags override it";
+    },
+    flags! { LOOP, TRAININGS | PLAN;
         "training.steps", "--steps" | "--max-steps" => whole("STEPS"),
             "Optimizer steps; if --epochs is given too, training ends at whichever comes first [default: those of --epochs; for train: 100]";
         "training.epochs", "--epochs" | "--num-train-epochs" ~ "--num-epochs" => whole("EPOCHS"),
             "Passes over the data [default: 1, or as many as --steps needs]";
+    },
+    flags! { LOOP, TRAININGS;
         "training.batch", "--batch-size" | "--batch" | "--per-device-train-batch-size" => whole("BATCH_SIZE"),
             "Rows per batch [default: 4; for train: 8]";
+    },
+    flags! { LOOP, TRAININGS | PLAN;
         "training.accumulation", "--accumulation" | "--gradient-accumulation-steps" ~ "--gradient-accumulation" ~ "--grad-accum" => whole("ACCUMULATION"),
             "Gradient accumulation steps: batches per optimizer step [default: 4; for train: 1]";
         "training.checkpoint_every", "--checkpoint-every" ~ "--save-steps" => Takes::One { name: "STEPS_OR_TIME", parser: values::parsed::<CheckpointEvery> },
@@ -197,11 +224,15 @@ static TABLE: [&[Flag]; 15] = [
         "training.log_every", "--log-every" | "--read-every" ~ "--logging-steps" => whole("STEPS"),
             "Steps between reads of the loss, which wait for the device [default: 1; for train: 10]";
     },
-    flags! { MEMORY, TRAININGS;
+    flags! { MEMORY, TRAININGS | PLAN;
         "training.micro_batch_size", "--micro-batch-size" | "--rows-at-once" => whole("ROWS"),
             "Rows per forward and backward; the gradients of a batch are summed [default: the batch, or fewer if the budget needs that]";
+    },
+    flags! { MEMORY, TRAININGS;
         "training.budget", "--budget" => Takes::One { name: "BYTES", parser: values::bytes },
             "Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU [default: 80 % of the free memory]";
+    },
+    flags! { MEMORY, TRAININGS | PLAN;
         "activations.plan", "--activations" ~ "--gradient-checkpointing" => choice::<ActivationPlan>("PLAN"),
             "Which layers keep their activations for backward [default: auto]";
         "activations.recompute", "--recompute-what" => choice::<Recomputed>("WHAT"),
@@ -222,12 +253,14 @@ static TABLE: [&[Flag]; 15] = [
             "Layers that are not offloaded: numbers from 0, separated by commas";
         "optimizer.place", "--optimizer-on" => choice::<OptimizerPlace>("PLACE"),
             "Where the optimizer state of offloaded layers is stored and updated [default: device]";
+    },
+    flags! { MEMORY, TRAININGS;
         "optimizer.zero_stage", "--zero-stage" => Takes::One { name: "STAGE", parser: values::zero_stage },
             "ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: 1]";
         "optimizer.replicas", "--replicas" => whole("REPLICAS"),
             "Replicas among which the ranks are divided (hybrid sharding): the ranks of each shard weights, gradients and optimizer state among them, and layers are gathered within a replica [default: 1]";
     },
-    flags! { OPTIMIZER, TRAININGS;
+    flags! { OPTIMIZER, TRAININGS | PLAN;
         "precision.compute", "--precision" => choice::<Compute>("PRECISION"),
             "Precision of matrix products (autocast) [default: fp32, no autocast]";
         "optimizer.rule", "--optimizer" ~ "--optim" => choice::<OptimizerRule>("OPTIMIZER"),
@@ -249,7 +282,7 @@ static TABLE: [&[Flag]; 15] = [
         "training.budget", "--budget" => Takes::One { name: "BYTES", parser: values::bytes },
             "Memory limit from here on, such as 3GiB [default: as before]";
     },
-    flags! { RUN, TRAININGS | RESUME;
+    flags! { RUN, TRAININGS | RESUME | PLAN;
         "", "--set" => several("KEY=VALUE"),
             "Set a value of the configuration by its key, such as optimizer.lr=1e-4; may be given several times. Overrides the file, and is overridden by flags";
         "training.patience", "--patience" => whole("N"),

@@ -160,6 +160,17 @@ pub(crate) fn targets(names: Vec<Value>) -> Value {
     }
 }
 
+/// The same with the short names of a plan: `q` is `q_proj`, and `all` all projections.
+pub(crate) fn short_targets(names: Vec<Value>) -> Value {
+    const SHORT: [&str; 7] = ["q", "k", "v", "o", "gate", "up", "down"];
+    let long = |name: Value| match name.as_str().map(str::trim) {
+        Some("all") => json!("all-linear"),
+        Some(name) if SHORT.contains(&name) => json!(format!("{name}_proj")),
+        _ => name,
+    };
+    targets(names.into_iter().map(long).collect())
+}
+
 /// A list of values.
 pub(crate) fn array(values: Vec<Value>) -> Value {
     Value::Array(values)
@@ -178,6 +189,20 @@ pub(crate) enum MethodArg {
     /// LoRA over a base in four bits, which is said in another way
     #[value(hide = true)]
     Qlora,
+}
+
+/// What a step computes.
+#[derive(Clone, Copy, Debug, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum StepArg {
+    /// Train low-rank adapters
+    Lora,
+    /// Train low-rank adapters and the magnitudes of rows (DoRA)
+    Dora,
+    /// Train all weights
+    Full,
+    /// Run the forward pass only
+    Inference,
 }
 
 /// The schedule of the learning rate.

@@ -58,7 +58,11 @@ impl Fit {
             Row {
                 question: "longest row",
                 name: "longest_row",
-                answer: possible(longest_row(&job, &allowed, budget).map(|fit| number(fit, unread)))?,
+                answer: possible(longest_row(&job, &allowed, budget).map(|fit| {
+                    // The model takes no more tokens than positions.
+                    let more = unread.min(model.context.saturating_sub(fit.largest));
+                    number(fit, more)
+                }))?,
             },
             Row {
                 question: "largest model of the family",

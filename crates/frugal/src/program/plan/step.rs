@@ -9,17 +9,19 @@ use std::path::PathBuf;
 
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
-use accounting::lora::{LowRank, Targets};
+use accounting::lora::LowRank;
 use accounting::memory::nf4;
-use accounting::memory::recipe::Recipe;
+use accounting::memory::recipe::Recipe as AccountedRecipe;
 use accounting::offload::sizes::Choices;
 use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
-use anyhow::bail;
-use clap::{Args, ValueEnum};
-use frugal::config::{Bytes, Dtype, MasterWeights, OffloadTier, TrainingConfig};
+use anyhow::{anyhow, bail};
+use clap::Args;
+use frugal::config::{Bytes, OffloadTier, Task};
+use frugal::models::DecoderConfig;
 use frugal::models::hugging_face::Folder;
-use frugal::planning::{self, MachineRates};
+use frugal::planning::{self, MachineRates, NotPredicted};
+use frugal::{Config, Recipe};
 use report::cli::Failure;
 use report::unit::human;
 use serde_json::json;
@@ -29,67 +31,26 @@ use super::super::Common;
 use super::super::output::{print_line, print_lines};
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
-use crate::program::flags::values::budget;
+use crate::program::flags::Flags;
+use crate::program::flags::table::PLAN;
 use crate::program::folder::run_record::shell_word;
 use crate::program::run::plan::{NOTHING_FITS, fitting};
 use ranks::RanksArgs;
 pub(crate) use search::Ways;
 use variants::{Variant, streaming, variants};
 
-/// What a step does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Work {
-    /// Train low-rank adapters
-    Lora,
-    /// Train low-rank adapters and the magnitudes of rows (DoRA)
-    Dora,
-    /// Train all weights
-    Full,
-    /// Run the forward pass only
-    Inference,
-}
-
 #[derive(Args)]
 pub(crate) struct StepArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// As of finetune; said in another way here
+    #[command(flatten)]
+    flags: Flags<PLAN>,
+    /// As of finetune, whose dry run plans for data
     #[arg(long, hide = true)]
     data: Option<String>,
-    /// Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: 80 % of the free memory, or that of --hardware]
-    #[arg(long, value_name = "BYTES", value_parser = budget)]
-    budget: Option<Bytes>,
     /// Memory limit of the host for offloaded layers and optimizer state [default: none]
     #[arg(long, value_name = "BYTES")]
     host_budget: Option<Bytes>,
-    /// What a step computes
-    #[arg(long, value_enum, default_value = "lora")]
-    method: Work,
-    /// Rank of the adapters
-    #[arg(long, alias = "lora-rank", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
-    r: u64,
-    /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
-    #[arg(long, alias = "lora-targets", value_name = "NAME,…")]
-    targets: Option<Targets>,
-    /// Rows per batch [default: 4, as finetune; 1 in inference and over several ranks]
-    #[arg(long, alias = "batch", value_parser = clap::value_parser!(u64).range(1..))]
-    batch_size: Option<u64>,
-    /// Tokens of a row, as finetune's --max-length [default: 512, or the model's context if that is shorter]
-    #[arg(long, aliases = ["tokens", "sequence"], value_parser = clap::value_parser!(u64).range(1..))]
-    length: Option<u64>,
-    /// Dtype of the weights: float32, bfloat16 or nf4 [default: that of the files in the folder --model; without one bfloat16, and float32
-    /// where all weights are trained]
-    #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
-    /// Gradient accumulation steps: batches per optimizer step [default: 4, as finetune]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    accumulation: Option<u64>,
-    /// Tokens whose logits exist at a time [default: as finetune, so many that their logits take 128 MiB, on a GPU 1 GiB]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    loss_chunk: Option<u64>,
-    /// Where offloaded layers are stored [default: host; on a CPU file, because frozen layers then need no memory]
-    #[arg(long, value_name = "TIER")]
-    offload: Option<OffloadTier>,
     /// Folder on the disk of offloaded layers, whose read rate is measured [default: the model's, or the current one]
     #[arg(long, value_name = "FOLDER", conflicts_with = "hardware")]
     folder: Option<PathBuf>,
@@ -114,7 +75,11 @@ const ON_GPUS: &str = "another program: the ranks of this one are connected over
 
 /// The step that is planned.
 pub(crate) struct PlannedStep {
+    /// The training, as finetune would have it with the same flags.
+    config: Config,
     pub(crate) model: Decoder,
+    /// The adapters; `None` where all weights are trained, or none.
+    lora: Option<LowRank>,
     pub(crate) work: Workload,
     /// Dtype of the weights.
     kind: Kind,
@@ -142,7 +107,7 @@ struct Asked {
 /// # Errors
 /// Inference, and several ranks; those of the plan.
 pub(crate) fn training_ways(common: &Common, arguments: &StepArgs) -> anyhow::Result<(PlannedStep, Ways)> {
-    if arguments.method == Work::Inference || arguments.ranks.ranks > 1 {
+    if arguments.is_inference() || arguments.ranks.ranks > 1 {
         bail!(
             "this is answered for a training in one process; `frugal plan` with the same flags shows the peak's parts"
         );
@@ -159,59 +124,64 @@ fn asked(common: &Common, arguments: &StepArgs) -> anyhow::Result<Asked> {
     }
     let device = common.device()?;
     let model = arguments.model.decoder()?;
-    let tokens = arguments.length.unwrap_or_else(|| model.context.min(512));
+    let config = arguments.config()?;
+    let tokens = config.data.max_length.map_or_else(|| model.context.min(512), |length| length as u64);
     if tokens > model.context {
         bail!("--length {tokens}: the model takes rows of {} at most", model.context);
     }
-    let kind = match (arguments.kind(), arguments.method) {
-        (None, Work::Full) => Kind::Float,
-        (None, _) => Kind::BFloat16,
+    let trains_all = config.adapter.is_none() && !arguments.is_inference();
+    let kind = match (arguments.kind(&config), trains_all) {
+        (None, true) => Kind::Float,
+        (None, false) => Kind::BFloat16,
         (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
-        (Some(kind), Work::Lora | Work::Dora | Work::Inference) if planning::recipe(kind).quantized => {
+        (Some(kind), false) if planning::recipe(kind).quantized => {
             if arguments.ranks.ranks > 1 {
                 bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16");
             }
             kind
         }
-        (Some(kind), _) if planning::recipe(kind).quantized => {
+        (Some(kind), true) if planning::recipe(kind).quantized => {
             bail!("--dtype nf4: 4-bit weights cannot be trained; give --method lora")
         }
         (Some(_), _) => bail!("--dtype: a plan is made for float32, bfloat16 and nf4"),
     };
+    if !arguments.is_inference() {
+        Recipe::new(&config)?;
+    }
     let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
-    let tier = match arguments.offload {
-        Some(tier) => tier,
+    let tier = match &config.offload {
+        Some(offload) => offload.tier,
         None if on_cpu => OffloadTier::File,
         None => OffloadTier::Host,
     };
     arguments.ranks.check(arguments)?;
-    let is_training = arguments.method != Work::Inference && arguments.ranks.ranks == 1;
-    let rows = if is_training { TrainingConfig::default().batch as u64 } else { 1 };
-    let work = Workload { batch: arguments.batch_size.unwrap_or(rows), sequence: tokens };
+    let work = Workload { batch: config.training.batch as u64, sequence: tokens };
     let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
-    let trains = match arguments.method {
-        Work::Lora => format!("adapters of rank {} on {}", arguments.r, arguments.lora(device).targets),
-        Work::Dora => format!("DoRA of rank {} on {}", arguments.r, arguments.lora(device).targets),
-        Work::Full => "all weights are trained".to_owned(),
-        Work::Inference => "forward only".to_owned(),
+    let low_rank = |adapter| planning::low_rank(adapter, &shape(&model), on_cpu).map_err(not_predicted);
+    let lora = config.adapter.as_ref().map(low_rank).transpose()?;
+    let trains = match &lora {
+        Some(lora) if lora.magnitudes => format!("DoRA of rank {} on {}", lora.rank, lora.targets),
+        Some(lora) => format!("adapters of rank {} on {}", lora.rank, lora.targets),
+        None if arguments.is_inference() => "forward only".to_owned(),
+        None => "all weights are trained".to_owned(),
     };
-    let planned = PlannedStep { model, work, kind, device, tier, weights, trains };
+    let planned = PlannedStep { config, model, lora, work, kind, device, tier, weights, trains };
     let sharing = arguments.ranks.sharing(on_cpu);
     let machine = shared(arguments.rates(&planned)?, sharing);
-    let budget = arguments.budget(device)?;
+    let budget = arguments.budget(&planned.config, device)?;
     let budget = Budget { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
     Ok(Asked { planned, machine, budget, on_cpu, sharing })
 }
 
 pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let Asked { planned, machine, budget, on_cpu, sharing } = asked(common, arguments)?;
-    let (kind, tier, weights, ranks) = (planned.kind, planned.tier, planned.weights, arguments.ranks.ranks);
-    if arguments.method != Work::Inference && ranks == 1 {
+    let (tier, weights, ranks) = (planned.tier, planned.weights, arguments.ranks.ranks);
+    if !arguments.is_inference() && ranks == 1 {
         return search::run(common, arguments, &planned, &machine, budget);
     }
     let costs = arguments.costs(&planned, &machine)?;
     let mut variants = variants(&costs, &machine.transfers, budget, tier, on_cpu)?;
-    let hiding = arguments.tokens_that_hide_loads(&machine, kind, variants.last())?;
+    let hiding = arguments.tokens_that_hide_loads(&planned, &machine, variants.last())?;
     if ranks > 1 {
         // What one rank alone does comes last.
         let alone = std::mem::take(&mut variants);
@@ -291,7 +261,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
                 (format!("tokens that hide loads, {}", pass.name()), grouped((*tokens).into()))
             }));
         }
-        let command = if arguments.method == Work::Inference { "generate" } else { "finetune" };
+        let command = if arguments.is_inference() { "generate" } else { "finetune" };
         if ranks > 1 && !on_cpu {
             lines.push(("to run it".into(), ON_GPUS.to_owned()));
         } else {
@@ -356,22 +326,59 @@ fn blank() -> (String, String) {
     (String::new(), String::new())
 }
 
+/// The sizes of a model as a `config.json` has them, as far as adapters and chunks of the loss depend on them.
+fn shape(model: &Decoder) -> DecoderConfig {
+    let size = |size: u64| i64::try_from(size).unwrap_or(i64::MAX);
+    let [vocabulary, hidden, feed_forward] = [model.vocabulary, model.hidden, model.feed_forward].map(size);
+    DecoderConfig {
+        family: model.family,
+        num_key_value_heads: size(model.kv_heads),
+        head_dim: size(model.head_dim),
+        ..DecoderConfig::llama(vocabulary, hidden, feed_forward, size(model.layers), size(model.heads))
+    }
+}
+
+fn not_predicted(NotPredicted(why): NotPredicted) -> anyhow::Error {
+    anyhow!("the memory of a step is not predicted for {why}")
+}
+
 impl StepArgs {
+    /// Whether a step is a forward pass alone.
+    fn is_inference(&self) -> bool {
+        self.flags.text("--method") == Some("inference")
+    }
+
+    /// The training that `frugal finetune` would be asked for by the same flags; of inference, its model and rows.
+    fn config(&self) -> anyhow::Result<Config> {
+        let mut given = self.flags.given()?;
+        self.flags.give_method(&mut given)?;
+        self.flags.give(&mut given, Task::Finetune)?;
+        let mut config = given.config(Task::Finetune)?;
+        if self.is_inference() {
+            config.adapter = None;
+        }
+        if !given.origins().has("training.batch") && (self.is_inference() || self.ranks.ranks > 1) {
+            config.training.batch = 1;
+        }
+        Ok(config)
+    }
+
     /// The dtype that was given, or that of the weights' files where there are any in one for which a plan is made.
-    fn kind(&self) -> Option<Kind> {
-        if let Some(dtype) = self.dtype {
+    fn kind(&self, config: &Config) -> Option<Kind> {
+        if let Some(dtype) = config.model.dtype {
             return Some(dtype.kind());
         }
         // A folder with a config.json alone is a model, too.
         let folder = self.model.folder().and_then(|folder| Folder::open(folder).ok());
         let kind = folder.and_then(|folder| folder.kind().ok());
-        let is_quantized = |kind: Kind| planning::recipe(kind).quantized && self.method != Work::Full;
+        let is_frozen = config.adapter.is_some() || self.is_inference();
+        let is_quantized = |kind: Kind| planning::recipe(kind).quantized && is_frozen;
         kind.filter(|kind| matches!(kind, Kind::Float | Kind::BFloat16) || is_quantized(*kind))
     }
 
     /// What tensors may take.
-    fn budget(&self, device: Device) -> anyhow::Result<Budget> {
-        let budget = match (self.budget, self.hardware) {
+    fn budget(&self, config: &Config, device: Device) -> anyhow::Result<Budget> {
+        let budget = match (config.training.budget, self.hardware) {
             (Some(budget), Some(_)) => budget.0,
             (None, Some(gpu)) => gpu.data_sheet()?.memory,
             (given, None) => {
@@ -382,58 +389,52 @@ impl StepArgs {
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }
 
-    /// Tokens whose logits exist at a time.
-    fn loss_tokens(&self, planned: &PlannedStep) -> u64 {
-        let of_gpu = self.hardware.is_some() && planned.device == Device::Cpu;
-        let device = if of_gpu { Device::Cuda(0) } else { planned.device };
-        let vocabulary = i64::try_from(planned.model.vocabulary).unwrap_or(i64::MAX);
-        self.loss_chunk.unwrap_or_else(|| planning::loss_chunk(vocabulary, planned.kind, device))
-    }
-
-    fn lora(&self, device: Device) -> LowRank {
-        LowRank {
-            rank: self.r,
-            targets: self.targets.unwrap_or(Targets::ATTENTION),
-            magnitudes: self.method == Work::Dora,
-            on_cpu: device == Device::Cpu && self.hardware.is_none(),
-            ..LowRank::default()
-        }
-    }
-
-    /// The number formats of the step.
-    fn recipe(&self, kind: Kind, master_weights: MasterWeights) -> Recipe {
-        match self.method {
-            Work::Full => planning::trained_recipe(kind, master_weights.keeps_copies()),
-            Work::Lora | Work::Dora | Work::Inference => planning::recipe(kind),
-        }
+    /// The device whose kernels compute the step.
+    fn device_of_step(&self, planned: &PlannedStep) -> Device {
+        let is_card = self.hardware.is_some() && planned.device == Device::Cpu;
+        if is_card { Device::Cuda(0) } else { planned.device }
     }
 
     fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
-        let &PlannedStep { ref model, work, kind, device, .. } = planned;
-        let recipe = self.recipe(kind, MasterWeights::default());
-        let choices = Choices { recipe, ..planning::choices(kind, machine, self.loss_tokens(planned)) };
-        Ok(match self.method {
-            Work::Lora | Work::Dora => sizes::adapters(model, &self.lora(device), work, None, &choices)?,
-            Work::Full => sizes::training(model, work, &choices)?,
-            Work::Inference => sizes::inference(model, work, &choices)?,
+        let &PlannedStep { ref model, ref config, ref lora, work, kind, .. } = planned;
+        let vocabulary = i64::try_from(model.vocabulary).unwrap_or(i64::MAX);
+        let loss_tokens = match config.loss.chunk_tokens {
+            Some(tokens) => tokens.unsigned_abs(),
+            None => planning::loss_chunk(vocabulary, kind, self.device_of_step(planned)),
+        };
+        let choices = planning::choices(kind, machine, loss_tokens);
+        let choices = Choices { recipe: self.recipe(planned), ..choices };
+        Ok(match lora {
+            Some(lora) => sizes::adapters(model, lora, work, None, &choices)?,
+            None if self.is_inference() => sizes::inference(model, work, &choices)?,
+            None => sizes::training(model, work, &choices)?,
         })
+    }
+
+    /// The number formats of the step.
+    fn recipe(&self, planned: &PlannedStep) -> AccountedRecipe {
+        let PlannedStep { config, kind, .. } = planned;
+        match config.adapter.is_none() && !self.is_inference() {
+            true => planning::trained_recipe(*kind, config.optimizer.master_weights.keeps_copies()),
+            false => planning::recipe(*kind),
+        }
     }
 
     /// Tokens of a step from which on loads hide behind compute, for each pass.
     fn tokens_that_hide_loads(
         &self,
+        planned: &PlannedStep,
         machine: &MachineRates,
-        kind: Kind,
         variant: Option<&Variant>,
     ) -> anyhow::Result<Vec<(Direction, u64)>> {
         let Some(plan) = variant.and_then(|variant| variant.plan.as_ref()) else { return Ok(Vec::new()) };
-        let passes: &[Direction] = match self.method {
-            Work::Full => &[Direction::Forward, Direction::Backward],
-            Work::Lora | Work::Dora => &[Direction::Forward, Direction::FrozenBackward],
-            Work::Inference => &[Direction::Forward],
+        let passes: &[Direction] = match &planned.lora {
+            Some(_) => &[Direction::Forward, Direction::FrozenBackward],
+            None if self.is_inference() => &[Direction::Forward],
+            None => &[Direction::Forward, Direction::Backward],
         };
-        let quantized = planning::recipe(kind).quantized;
-        let bytes = if quantized { nf4::WEIGHT_BYTES } else { kind.elt_size_in_bytes() as f64 };
+        let quantized = planning::recipe(planned.kind).quantized;
+        let bytes = if quantized { nf4::WEIGHT_BYTES } else { planned.kind.elt_size_in_bytes() as f64 };
         let least = |&pass: &Direction| -> anyhow::Result<_> {
             Ok((pass, plan.least_tokens(machine.flops, &machine.transfers, bytes, pass)?))
         };

@@ -8,12 +8,12 @@ use accounting::scale::{Division, Network, Work, step};
 use accounting::sharding::Layout;
 use anyhow::bail;
 use clap::Args;
-use frugal::config::{MasterWeights, OffloadConfig};
+use frugal::config::OffloadConfig;
 use frugal::planning::{self, MachineRates};
 use tch::Device;
 
 use super::variants::{OverRanks, Variant};
-use super::{PlannedStep, StepArgs, Work as Planned};
+use super::{PlannedStep, StepArgs};
 
 const RANKS: &str = "Ranks";
 /// Seconds of one step of a tree, between GPUs and between processes over TCP.
@@ -41,7 +41,7 @@ impl RanksArgs {
                 self.nodes
             );
         }
-        if self.ranks > 1 && planned.method == Planned::Inference {
+        if self.ranks > 1 && planned.is_inference() {
             bail!("--ranks applies to training only; give --method lora or full");
         }
         Ok(())
@@ -151,15 +151,15 @@ fn layout(
     planned: &PlannedStep,
     (stage, replicas): (ZeroStage, u64),
 ) -> anyhow::Result<(Layout, Recipe)> {
-    let (ranks, recipe) =
-        (arguments.ranks.ranks / replicas, arguments.recipe(planned.kind, MasterWeights::default()));
-    if arguments.method == Planned::Full {
-        let layout = Layout::of_decoder(&planned.model, &recipe, stage, ranks)?;
-        return Ok((layout.with_replicas(replicas)?, recipe));
-    }
-    let lora = arguments.lora(planned.device);
-    let layout = Layout::of_adapters(&planned.model, &lora, recipe.parameters, stage, ranks)?;
-    Ok((layout.with_replicas(replicas)?, Recipe::FP32))
+    let (ranks, recipe) = (arguments.ranks.ranks / replicas, arguments.recipe(planned));
+    let (layout, recipe) = match &planned.lora {
+        Some(lora) => {
+            let layout = Layout::of_adapters(&planned.model, lora, recipe.parameters, stage, ranks)?;
+            (layout, Recipe::FP32)
+        }
+        None => (Layout::of_decoder(&planned.model, &recipe, stage, ranks)?, recipe),
+    };
+    Ok((layout.with_replicas(replicas)?, recipe))
 }
 
 /// The work of a rank: `sharded` has this rank's part of the optimizer, `costs` the whole model's bytes.

@@ -1,28 +1,19 @@
 //! The ways to run a training step of one process, and the fastest that fits.
 
 use accounting::activation_plan::LayerPlan;
-use accounting::candidates::{
-    Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Placement, Tier,
-};
-use accounting::lora::{LowRank, Projection, Targets};
-use accounting::offload::sizes::Choices;
-use accounting::offload::{Budget, Condition, Direction, MOST_PLANNED_SLOTS, OptimizerPlace, least_tokens};
+use accounting::candidates::{Allowed, Candidate, Found, Job, Placement, Tier};
+use accounting::offload::{Budget, Condition, Direction, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
-use anyhow::anyhow;
 use clap::ValueEnum as _;
-use frugal::Config;
-use frugal::config::{Dtype, MasterWeights, Method, OffloadTier, Task, TrainingConfig};
-use frugal::lora::{LoraConfig, Names};
-use frugal::models::DecoderConfig;
-use frugal::models::hugging_face::Folder;
-use frugal::planning::{self, DataShape, KnownRates, MachineRates, NotPredicted, Searched};
+use frugal::config::{Dtype, MasterWeights, Method, OffloadTier};
+use frugal::planning::{self, DataShape, KnownRates, MachineRates, Searched};
 use report::unit::human;
 use serde_json::json;
 use tch::{Device, Kind};
 
 use super::super::super::Common;
 use super::super::super::output::{print_line, print_lines, print_text};
-use super::{PlannedStep, StepArgs, Work, blank, head, nothing_fits};
+use super::{PlannedStep, StepArgs, blank, head, not_predicted, nothing_fits, shape};
 use crate::program::run::plan::{Columns, candidates_json, candidates_table};
 
 /// The ways to run a training step, and the search that found them.
@@ -44,38 +35,19 @@ pub(super) fn ways(
     machine: &MachineRates,
     budget: Budget,
 ) -> anyhow::Result<Ways> {
-    let &PlannedStep { ref model, kind, device, tier, .. } = planned;
-    let full = arguments.method == Work::Full;
-    let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
-    let as_finetune = arguments.as_finetune(planned)?;
-    let job = |master_weights| match &as_finetune {
-        Some(finetune) => finetune.job(arguments, planned, machine, master_weights),
-        None => Ok(described(arguments, planned, machine, master_weights)),
-    };
-    // In host memory a CPU's layers take what they took before.
-    let offloads = !(on_cpu && tier == OffloadTier::Host) || arguments.offload.is_some();
-    let offloaded = OffloadedLayers {
-        tiers: vec![if tier == OffloadTier::Host { Tier::Host } else { Tier::File }],
-        most_slots: MOST_PLANNED_SLOTS,
-        resident: None,
-        keep: None,
-        optimizer: if full { OptimizerPlace::Host } else { OptimizerPlace::Device },
-    };
-    let layers = arguments.offload.is_none().then_some(Layers::Any);
-    let allowed = match &as_finetune {
-        Some(finetune) if arguments.offload.is_none() => {
-            planning::allowed(&finetune.config, model.layers as usize, device)?
-        }
-        _ => Allowed { layers, offloaded: offloads.then_some(offloaded), splits: true, rows: None },
-    };
-    let config = Config::defaults(Task::Finetune, if full { Method::Full } else { Method::Lora });
+    let PlannedStep { config, model, kind, .. } = planned;
+    let mut allowed = planning::allowed(config, model.layers as usize, arguments.device_of_step(planned))?;
+    // The files of another machine are not known.
+    if let Some(offloaded) = allowed.offloaded.as_mut().filter(|_| arguments.hardware.is_some()) {
+        offloaded.tiers.retain(|tier| *tier == Tier::Host);
+    }
     let search = |master_weights| -> anyhow::Result<_> {
-        let job = job(master_weights)?;
+        let job = job(arguments, planned, machine, master_weights)?;
         let found = job.search(&allowed, budget)?;
         Ok((job, found))
     };
-    let Searched { master_weights, job, found } = planning::choose_master_weights(&config, kind, search)?;
-    let half = planning::trains_half(&config, kind).then_some(master_weights);
+    let Searched { master_weights, job, found } = planning::choose_master_weights(config, *kind, search)?;
+    let half = planning::trains_half(config, *kind).then_some(master_weights);
     Ok(Ways { job, allowed, found, half })
 }
 
@@ -91,12 +63,13 @@ pub(super) fn run(
     budget: Budget,
 ) -> anyhow::Result<()> {
     let &PlannedStep { ref model, weights, .. } = planned;
-    let full = arguments.method == Work::Full;
+    let full = planned.lora.is_none();
     let Ways { job, found, half, .. } = ways(arguments, planned, machine, budget)?;
     let flags = |shown: &Candidate| {
         let flags = flags(arguments, planned, shown, job.model.layers as usize, budget);
         // Without the budget, another decision could be made.
         match half {
+            _ if arguments.flags.has(&["--master-weights"]) => flags,
             Some(MasterWeights::Stochastic) if flags == NO_FLAGS => "--master-weights stochastic".to_owned(),
             Some(MasterWeights::Stochastic) => format!("{flags} --master-weights stochastic"),
             _ => flags,
@@ -161,143 +134,76 @@ pub(super) fn run(
     }
 }
 
-/// The step of a model that is known by its sizes alone, or on hardware that is not there.
-fn described(
+/// The step of the training, as `frugal finetune` predicts it.
+fn job(
     arguments: &StepArgs,
     planned: &PlannedStep,
     machine: &MachineRates,
     master_weights: MasterWeights,
-) -> Job {
-    let &PlannedStep { ref model, work, kind, device, .. } = planned;
-    let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
-    let batch = Batch { work, labelled: None };
-    Job {
-        model: model.clone(),
-        lora: (arguments.method != Work::Full).then(|| LowRank { on_cpu, ..arguments.lora(device) }),
-        choices: Choices {
-            packs: on_cpu,
-            widens: on_cpu && planning::widens(kind, device),
-            recipe: arguments.recipe(kind, master_weights),
-            ..planning::choices(kind, machine, arguments.loss_tokens(planned))
-        },
-        largest: vec![batch],
-        mean: batch,
-        evaluation: None,
-        accumulation: arguments.accumulation.unwrap_or(TrainingConfig::default().accumulation as u64),
-        clips: true,
-        rates: machine.transfers,
-        file_load: machine.transfers.load,
-        file_optimizer: machine.transfers.host_optimizer,
-        on_cpu,
+) -> anyhow::Result<Job> {
+    let &PlannedStep { ref model, work, kind, tier, .. } = planned;
+    // A row of n tokens has n − 1 positions that predict one.
+    let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
+    let mut config = planned.config.clone();
+    config.optimizer.master_weights = master_weights;
+    let rates = match arguments.hardware {
+        Some(_) => KnownRates { bandwidth: machine.bandwidth, ..KnownRates::nominal(Device::Cpu)? },
+        None => KnownRates::get(planned.device, kind)?,
+    };
+    let device = arguments.device_of_step(planned);
+    let job = planning::job(&config, &shape(model), (kind, device), &data, &rates).map_err(not_predicted)?;
+    let mut job = Job { model: model.clone(), ..job };
+    let is_given =
+        arguments.hardware.is_some() || arguments.link.is_some() || arguments.host_bandwidth.is_some();
+    job.choices.flops = machine.flops;
+    if is_given {
+        job.rates = machine.transfers;
     }
-}
-
-/// A step of `frugal finetune` with the same flags, on this machine.
-struct AsFinetune {
-    config: Config,
-    shape: DecoderConfig,
-}
-
-impl StepArgs {
-    /// What `frugal finetune` would be asked for; `None` for a model without a folder here, or for hardware that is not here.
-    fn as_finetune(&self, planned: &PlannedStep) -> anyhow::Result<Option<AsFinetune>> {
-        let Some(path) = self.model.folder().filter(|_| self.hardware.is_none() && !self.model.any_size())
-        else {
-            return Ok(None);
-        };
-        let Ok(folder) = Folder::open(path) else { return Ok(None) };
-        let mut config = Config::default();
-        config.model.dtype = self.dtype;
-        config.training.batch = usize::try_from(planned.work.batch)?;
-        if let Some(accumulation) = self.accumulation {
-            config.training.accumulation = usize::try_from(accumulation)?;
-        }
-        config.loss.chunk_tokens = self.loss_chunk.map(i64::try_from).transpose()?;
-        if self.method != Work::Full {
-            let adapter = frugal::Config::default_adapter();
-            config.adapter = Some(LoraConfig {
-                r: i64::try_from(self.r)?,
-                use_dora: self.method == Work::Dora,
-                target_modules: match self.targets {
-                    Some(targets) => Some(Names::List(names(targets))),
-                    None => adapter.target_modules.clone(),
-                },
-                ..adapter
-            });
-        }
-        Ok(Some(AsFinetune { config, shape: folder.config().clone() }))
+    // What the page cache cannot hold comes from the disk.
+    if is_given || tier == OffloadTier::File {
+        (job.file_load, job.file_optimizer) = (machine.transfers.load, machine.transfers.host_optimizer);
     }
+    Ok(job)
 }
 
-/// The names of projections, as finetune takes them.
-fn names(targets: Targets) -> Vec<String> {
-    let adapted = Projection::ALL.into_iter().filter(|projection| targets.has(*projection));
-    adapted.map(|projection| format!("{}_proj", projection.name())).collect()
-}
-
-impl AsFinetune {
-    fn job(
-        &self,
-        arguments: &StepArgs,
-        planned: &PlannedStep,
-        machine: &MachineRates,
-        master_weights: MasterWeights,
-    ) -> anyhow::Result<Job> {
-        let &PlannedStep { work, kind, device, tier, .. } = planned;
-        // A row of n tokens has n − 1 positions that predict one.
-        let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
-        let rates = KnownRates::get(device, kind)?;
-        let mut config = self.config.clone();
-        config.optimizer.master_weights = master_weights;
-        let job = planning::job(&config, &self.shape, (kind, device), &data, &rates);
-        let mut job =
-            job.map_err(|NotPredicted(why)| anyhow!("the memory of a step is not predicted for {why}"))?;
-        let is_given = arguments.link.is_some() || arguments.host_bandwidth.is_some();
-        job.choices.flops = machine.flops;
-        if is_given {
-            job.rates = machine.transfers;
-        }
-        // What the page cache cannot hold comes from the disk.
-        if is_given || tier == OffloadTier::File {
-            (job.file_load, job.file_optimizer) = (machine.transfers.load, machine.transfers.host_optimizer);
-        }
-        Ok(job)
-    }
-}
+/// What the plan decides itself, or is written in another way.
+const DECIDED: [&str; 11] = [
+    "--method",
+    "--dtype",
+    "--length",
+    "--budget",
+    "--micro-batch-size",
+    "--activations",
+    "--recompute",
+    "--offload",
+    "--ring",
+    "--resident",
+    "--optimizer-on",
+];
 
 /// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
 fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budget: Budget) -> Vec<String> {
+    let PlannedStep { config, kind, .. } = planned;
     let mut flags = Vec::new();
-    let mut given = |flag: &str, value: Option<String>| {
-        flags.extend(value.map(|value| format!("{flag} {value}")));
-    };
-    let method = match arguments.method {
-        Work::Dora => Some("dora".to_owned()),
-        Work::Full => Some("full".to_owned()),
-        Work::Lora | Work::Inference => None,
-    };
-    let is_adapted = method.as_deref() != Some("full");
-    given("--method", method);
+    let method =
+        config.method().filter(|method| *method != Method::Lora && !arguments.flags.has(&["--dora"]));
+    flags.extend(method.map(|method| format!("--method {}", method.name())));
     // Of a model without a folder here, the plan is made for a dtype that need not be that of its files.
-    let dtype = arguments.dtype.or_else(|| match (arguments.kind(), planned.kind) {
+    let dtype = config.model.dtype.or_else(|| match (arguments.kind(config), *kind) {
         (None, Kind::BFloat16) => Some(Dtype::Bfloat16),
         (None, _) => Some(Dtype::Float32),
         (Some(_), _) => None,
     });
     let dtype = dtype.and_then(|dtype| dtype.to_possible_value());
-    given("--dtype", dtype.map(|dtype| dtype.get_name().to_owned()));
-    let rank = frugal::Config::default_adapter().r.unsigned_abs();
-    given("--r", (is_adapted && arguments.r != rank).then(|| arguments.r.to_string()));
-    let targets = arguments.targets.filter(|_| is_adapted);
-    given("--targets", targets.map(|targets| names(targets).join(",")));
-    given("--batch-size", arguments.batch_size.map(|rows| rows.to_string()));
-    let is_shorter = arguments.length.is_some() || planned.work.sequence < planned.model.context;
-    given("--max-length", is_shorter.then(|| planned.work.sequence.to_string()));
-    given("--accumulation", arguments.accumulation.map(|batches| batches.to_string()));
-    given("--loss-chunk", arguments.loss_chunk.map(|tokens| tokens.to_string()));
+    flags.extend(dtype.map(|dtype| format!("--dtype {}", dtype.get_name())));
+    flags.extend(arguments.flags.typed(&DECIDED));
+    if config.data.max_length.is_some() || planned.work.sequence < planned.model.context {
+        flags.push(format!("--max-length {}", planned.work.sequence));
+    }
     // Layers of several plans are found again under the same budget, which here is the default one if none was given.
     let of_card = arguments.hardware.filter(|_| is_mixed).map(|_| budget.device);
-    given("--budget", arguments.budget.map(|budget| budget.0).or(of_card).map(budget_text));
+    let budget = config.training.budget.map(|budget| budget.0).or(of_card);
+    flags.extend(budget.map(|bytes| format!("--budget {}", budget_text(bytes))));
     flags
 }
 
