@@ -41,14 +41,14 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Train) -> anyhow::Result<()> {
     let outcomes = bench.in_turns(rounds, &setups, Setup::to_string, |round, setup| {
         train(&corpus, *setup, &Training { seed: seed + round as u64, ..sizes.training.clone() })
     })?;
-    for (&setup, own) in setups.iter().zip(&outcomes) {
+    for (&setup, trainings) in setups.iter().zip(&outcomes) {
         let case = Case::new().with("setup", setup.to_string());
-        let mut metrics = totals(own, &outcomes[0], unigram);
+        let mut metrics = totals(trainings, &outcomes[0], unigram);
         if let Some(seconds) = metrics.iter_mut().find(|metric| metric.name == "gradient_seconds") {
             seconds.note = Some(format!("products: {}", setup.products(device)));
         }
         bench.put(&case, metrics)?;
-        curves(bench, &case, &own[0])?;
+        curves(bench, &case, &trainings[0])?;
     }
     against_static(bench, &setups, &outcomes)
 }

@@ -49,7 +49,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Numerics) -> anyhow::Result<()>
         if seed + 1 < seeds {
             return Ok(());
         }
-        for ((implementation, chunk), own) in compared.iter().zip(&errors) {
+        for ((implementation, chunk), by_seed) in compared.iter().zip(&errors) {
             // The same implementation with all tokens in one chunk.
             let unchunked = compared.iter().position(|case| *case == (*implementation, Some(CHUNKS[0])));
             let unchunked = unchunked.map(|index| &errors[index][..]);
@@ -59,7 +59,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Numerics) -> anyhow::Result<()>
                     .with("method", implementation.name())
                     .with("chunk", chunk.unwrap_or(shape.tokens))
                     .with("tensor", tensor);
-                let mut metrics = errors_of(index, kind, own, &errors[0], unchunked);
+                let mut metrics = errors_of(index, kind, by_seed, &errors[0], unchunked);
                 if tensor != "loss" {
                     let share: Vec<f64> = zeros.iter().map(|zeros| zeros[index - 1]).collect();
                     metrics.push(Metric::of_samples("gradient_over_tolerance", "ratio", &share));
@@ -88,11 +88,11 @@ fn compared() -> Vec<(Implementation, Option<i64>)> {
 fn errors_of(
     index: usize,
     kind: Kind,
-    own: &[[f64; 3]],
+    by_seed: &[[f64; 3]],
     naive: &[[f64; 3]],
     unchunked: Option<&[[f64; 3]]>,
 ) -> Vec<Metric> {
-    let errors: Vec<f64> = own.iter().map(|errors| errors[index]).collect();
+    let errors: Vec<f64> = by_seed.iter().map(|errors| errors[index]).collect();
     let over = |name: &str, others: &[[f64; 3]], allowance: f64| {
         let ratios: Vec<f64> =
             errors.iter().zip(others).map(|(error, other)| error / (other[index] + allowance)).collect();

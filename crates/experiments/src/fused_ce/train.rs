@@ -50,10 +50,10 @@ fn compare(training: &Training, rounds: usize, bench: &mut Bench) -> anyhow::Res
     let losses = Variant::ALL;
     let outcomes =
         bench.in_turns(rounds, &losses, Variant::to_string, |_, loss| train(&corpus, *loss, training))?;
-    for (loss, own) in losses.iter().zip(&outcomes) {
+    for (loss, trainings) in losses.iter().zip(&outcomes) {
         let case = Case::new().with("loss", loss.to_string()).with("dtype", dtype::name(training.kind));
-        bench.put(&case, against(own, &outcomes[0], tolerance(training.kind)))?;
-        for (step, loss) in own[0].losses.iter().enumerate() {
+        bench.put(&case, against(trainings, &outcomes[0], tolerance(training.kind)))?;
+        for (step, loss) in trainings[0].losses.iter().enumerate() {
             let case = case.clone().with("step", step as u64 + 1);
             bench.put(&case, vec![Metric::exact("training_loss", "nat", *loss)])?;
         }
@@ -66,12 +66,12 @@ fn against(outcomes: &[Outcome], original: &[Outcome], tolerance: f64) -> Vec<Me
     let first = &outcomes[0];
     let differences = first.losses.iter().zip(&original[0].losses);
     let furthest = differences
-        .map(|(own, original)| (own - original).abs() / original.abs() / tolerance)
+        .map(|(loss, original)| (loss - original).abs() / original.abs() / tolerance)
         .fold(0.0, f64::max);
     let seconds: Vec<f64> = outcomes.iter().flat_map(|outcome| outcome.seconds.clone()).collect();
     let peaks: Vec<f64> = outcomes.iter().map(|outcome| outcome.peak_bytes as f64).collect();
     let ratios = |value: fn(&Outcome) -> f64| -> Vec<f64> {
-        outcomes.iter().zip(original).map(|(own, original)| value(own) / value(original)).collect()
+        outcomes.iter().zip(original).map(|(outcome, original)| value(outcome) / value(original)).collect()
     };
     vec![
         Metric::exact("positions", "token", first.positions as f64),

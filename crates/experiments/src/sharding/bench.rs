@@ -40,9 +40,9 @@ pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()
     bench.each(cases, label, |bench, (tokens, figure)| {
         let sizes = Sizes { tokens, ..Sizes::LARGE };
         let case = |variant: &str| Case::new().with("tokens_per_rank", tokens).with("variant", variant);
-        let ratios = |of: &Measured, all: &[Measured], ratio: fn(f64, f64) -> f64| -> Vec<f64> {
-            let alone = seconds_alone(all, &of.variant);
-            of.seconds.iter().zip(alone).map(|(seconds, alone)| ratio(*seconds, *alone)).collect()
+        let ratios = |one: &Measured, all: &[Measured], ratio: fn(f64, f64) -> f64| -> Vec<f64> {
+            let alone = seconds_alone(all, &one.variant);
+            one.seconds.iter().zip(alone).map(|(seconds, alone)| ratio(*seconds, *alone)).collect()
         };
         let is_over_ranks = |one: &Measured| STAGES.contains(&one.variant.as_str());
         match figure {
