@@ -1,4 +1,4 @@
-//! A training step on paper: what a lecture adds up for programs that are not this one.
+//! The memory of a training step by the formulas of the literature, for systems that this project does not implement.
 //!
 //! Steps of this project are predicted operation by operation ([`candidates`](crate::candidates)) and compared with the allocator. Here are
 //! the formulas of the literature: ZeRO, tensors in host memory, eager attention, kernels of a framework.

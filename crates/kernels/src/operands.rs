@@ -1,5 +1,5 @@
-//! Operands of kernels as memory: a shape, a dtype, a device and a layout are checked when an operand is added, and that what is written
-//! overlaps nothing else when all have been.
+//! Operands of kernels: checks the shape, dtype, device and layout of each operand when it is added, and at the end that no output overlaps
+//! another operand.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Returns batches in order, although workers finish them in any order.
+//! A queue that delivers batches in order, although workers finish them in any order.
 //!
 //! A worker takes a ticket for the next batch of the sequence, as long as fewer than `ahead` tickets are outstanding, and
 //! puts the batch into the slot of the ticket. The consumer takes the slots in order.

@@ -110,7 +110,7 @@ impl Histogram {
 
 type Seen = Arc<Mutex<BTreeMap<Of, Histogram>>>;
 
-/// Writes down gradients on their way through another policy's products. `None`: those of the dtypes at hand.
+/// Records the gradients of products that another policy computes; with `None`, in the operands' own dtypes.
 #[derive(Debug)]
 pub(crate) struct GradientRecorder {
     inner: Option<Arc<dyn Policy>>,
@@ -118,12 +118,12 @@ pub(crate) struct GradientRecorder {
 }
 
 impl GradientRecorder {
-    /// Before `inner`.
+    /// Creates a recorder around `inner`.
     pub(crate) fn new(inner: Option<Arc<dyn Policy>>) -> Self {
         Self { inner, seen: Seen::default() }
     }
 
-    /// What went through so far.
+    /// Returns the gradients recorded so far.
     pub(crate) fn histogram(&self, of: Of) -> Histogram {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).get(&of).cloned().unwrap_or_default()
     }

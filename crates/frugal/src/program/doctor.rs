@@ -82,7 +82,7 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
             }
         }
     }
-    // What the machine has; the lines above have the limit of the control group where that is less.
+    // Physical memory. The rows of devices above show the control group's limit if it is lower.
     tell("installed memory", human(environment.memory_bytes as f64, "B"), json!(environment.memory_bytes));
     let group = device::control_group()?.map(|group| group.limit);
     let shown = group.map_or_else(|| "none".to_owned(), |bytes| human(bytes as f64, "B"));

@@ -272,7 +272,7 @@ fn open_base(job: &mut Job<'_>) -> anyhow::Result<Rc<Folder>> {
     if let Some(adapter) = &config.adapter {
         no_effect::tell_of_pattern(common, adapter, folder.config())?;
     }
-    exports::tell(common, config, &folder);
+    exports::print_notes(common, config, &folder);
     Ok(Rc::new(folder))
 }
 

@@ -21,7 +21,7 @@ use frugal::config::{DataConfig, Given, Method, Task};
 use frugal::lora::LoraConfig;
 use runtime::collectives::Launch;
 use serde_json::Value;
-use table::{ADAPTERS, COMMON, Flag, ROWS, rows};
+use table::{ADAPTERS, COMMON, Flag, PLAN, ROWS, rows};
 
 use crate::program::folder::run_record::shell_word;
 
@@ -285,7 +285,10 @@ pub(crate) fn flags_of(key: &str) -> impl Iterator<Item = &'static str> {
     // A section that is there because of one of its keys is named by that key's flag.
     let key = if key == "offload" { "offload.tier" } else { key };
     let method = (key == METHOD.0).then_some(METHOD.1);
-    rows().filter(move |flag| flag.key == key).map(|flag| flag.name).chain(method)
+    // `plan` knows a training's flags by their names there, too.
+    let named =
+        move |by_plan| rows().filter(move |flag| flag.key == key && (flag.commands == PLAN) == by_plan);
+    named(false).chain(named(true)).map(|flag| flag.name).chain(method)
 }
 
 /// The key that a flag of a training sets.

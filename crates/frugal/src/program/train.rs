@@ -127,7 +127,7 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
     let length = config.data.max_length.context("`data.max_length` (--length) is missing")?;
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
     if !common.json {
-        data.tell(common, &config.data);
+        data.print_summary(common, &config.data);
     }
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();

@@ -32,7 +32,7 @@ pub(crate) const VECTORS: usize = TILE;
 /// Sums of a group of rows with all vectors.
 pub(crate) type Sums = [[f32; VECTORS]; GROUP];
 
-/// Whether [`run`] is for so many vectors and rows.
+/// Returns whether [`run`] supports so many vectors and rows.
 pub(super) fn applies(vectors: usize, rows: usize) -> bool {
     vectors <= VECTORS && rows >= GROUP
 }

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Of a byte of codes the high four bits are the first weight. Codes begin at a multiple of 64 bytes; zeros follow up to a multiple of
-//! `out` bytes, so that the tensor is `[out, bytes of a row]`. Two more columns are at least `out` more bytes of codes, so each even `in`
-//! has another number of bytes, and is found from it.
+//! `out` bytes, so that the tensor is `[out, bytes of a row]`. Two more columns add at least `out` bytes, so the length
+//! of a row determines `in`.
 
 use std::ops::Range;
 use std::sync::OnceLock;

@@ -1,4 +1,4 @@
-//! Updates of layers on the host thread.
+//! Updates of layers on the host thread, in this order: loads that are already queued, `after`, the update, `updated`.
 
 use std::sync::Arc;
 
@@ -13,48 +13,51 @@ use crate::trace::StreamKind;
 
 impl Engine {
     /// Queues an update of a layer's host tensors on the host thread, after `after` and after every load that is already
-    /// queued. Slots with the layer are stale from here on. `ahead` lists tensors that are updated before the rest of the
+    /// queued. Slots with the layer are stale from here on. `updated_early` lists tensors that are updated before the rest of the
     /// model. Returns the event that marks the end of the update.
     pub(crate) fn submit_update(
         &self,
         layer: usize,
         after: &[Arc<Event>],
-        ahead: Vec<usize>,
+        updated_early: Vec<usize>,
         work: impl FnOnce() -> runtime::Result<()> + Send + 'static,
     ) -> Result<Arc<Event>> {
         let host = &self.0.host;
         let mut state = self.0.state.lock();
-        let read = Arc::new(Event::untimed(self.device())?);
+        let loads_done = Arc::new(Event::untimed(self.device())?);
         if self.0.feeder.query()? {
-            self.0.prefetch.record(&read)?;
-            host.wait(&read)?;
+            // The feeder is idle: every load is already in the prefetch stream.
+            self.0.prefetch.record(&loads_done)?;
+            host.wait(&loads_done)?;
         } else {
-            // Loads that are not in the prefetch stream yet are before this in the feeder.
-            let (prefetch, behind) = (self.0.prefetch.clone(), read.clone());
-            self.0.feeder.submit(move || prefetch.record(&behind))?;
-            let fed = Event::untimed(Device::Cpu)?;
-            self.0.feeder.record(&fed)?;
-            host.wait(&fed)?;
-            host.submit(move || read.synchronize())?;
+            // The feeder still has loads to submit. It records the event behind them; the host thread waits for the feeder, then for
+            // the event.
+            let (prefetch, after_loads) = (self.0.prefetch.clone(), loads_done.clone());
+            self.0.feeder.submit(move || prefetch.record(&after_loads))?;
+            let feeder_reached = Event::untimed(Device::Cpu)?;
+            self.0.feeder.record(&feeder_reached)?;
+            host.wait(&feeder_reached)?;
+            host.submit(move || loads_done.synchronize())?;
         }
         for event in after {
             host.wait(event)?;
         }
-        let of = &mut state.layers[layer];
+        let layer_state = &mut state.layers[layer];
         let begin = self.0.trace.begin(host)?;
         let options = self.0.options.clone();
         host.submit(move || {
             options.at(HookPoint::Update)?;
             work()
         })?;
-        self.0.trace.end(host, begin, (StreamKind::Host, of.number, Direction::Backward), 0)?;
+        self.0.trace.end(host, begin, (StreamKind::Host, layer_state.number, Direction::Backward), 0)?;
         let updated = Arc::new(Event::untimed(Device::Cpu)?);
         host.record(&updated)?;
-        of.generation += 1;
-        of.steps += 1;
-        of.ahead.extend(ahead);
-        of.updated = Some(updated.clone());
-        of.update_queued = true;
+        // Slots that hold the old generation are stale.
+        layer_state.generation += 1;
+        layer_state.steps += 1;
+        layer_state.ahead.extend(updated_early);
+        layer_state.updated = Some(updated.clone());
+        layer_state.update_queued = true;
         Ok(updated)
     }
 }

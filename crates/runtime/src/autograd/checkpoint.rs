@@ -215,7 +215,7 @@ where
             let _grad = GradMode::on();
             let within = products.map_or_else(TapeGuard::none, TapeGuard::replay);
             let (outputs, second) = Settings::of(|| self.call(&inputs.iter().collect::<Vec<_>>()));
-            // A run that had no memory for its rest has noted less.
+            // A run that stopped for lack of memory recorded fewer settings, so they are not compared.
             let ended = !outputs.as_ref().is_err_and(|error| is_out_of_memory(error));
             if let Some(first) = self.settings.filter(|_| ended) {
                 first.check(second, "checkpoint")?;

@@ -116,7 +116,7 @@ pub(super) fn fraction(what: &'static str, name: &str, value: f64) -> Result<()>
     Err(Error::config(what, format!("{name} is {value}; expected a number in [0, 1)")))
 }
 
-/// Refuses a value that is not finite or negative.
+/// Refuses a negative or non-finite value.
 pub(super) fn not_negative(what: &'static str, name: &str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
         return Ok(());

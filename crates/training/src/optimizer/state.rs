@@ -47,8 +47,8 @@ impl WeightVersion {
     }
 }
 
-/// Takes a master copy from its weight again, element by element, where the copy does not round to the weight: others have written it,
-/// for example by loading weights. Elements that do round to it keep their digits.
+/// Updates the elements of a master copy that do not round to the weight any more, because other code wrote the weight, for example by
+/// loading weights. Elements that do round to it keep their digits.
 ///
 /// # Errors
 /// Errors of libtorch; then nothing is changed.

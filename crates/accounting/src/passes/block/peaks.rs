@@ -29,15 +29,15 @@ fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
 /// Bytes of one block's passes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Passes {
-    /// Of a forward that keeps nothing, beyond its input.
+    /// Peak of a forward that saves nothing, without its input.
     pub(crate) forward: u64,
-    /// Of a forward once more and the backward, beyond the input: with the gradient of the output.
+    /// Peak of recomputing the forward and running backward, with the gradient of the output and without the input.
     pub(crate) recomputed: u64,
-    /// What a block keeps beside its input, or with it where its norm keeps that.
+    /// Bytes that are saved for backward; the input counts if the norm saves it.
     pub(crate) kept: u64,
-    /// Of a forward that keeps it, beyond the block's input: with what is kept.
+    /// Peak of a forward that saves for backward, with the saved bytes and without the input.
     pub(crate) keeping: u64,
-    /// Of the backward beyond what was kept: with the gradient of the output.
+    /// Peak of the backward, with the gradient of the output and without the saved bytes.
     pub(crate) backward: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What a fine-tuning's result cannot be exported to, said before it is trained.
+//! Warns before a fine-tuning if its result cannot be exported.
 
 use frugal::Config;
 use frugal::models::hugging_face::Folder;
@@ -12,8 +12,8 @@ use crate::program::output::say;
 const HEAD: &str = "lm_head";
 const EMBEDDING: &str = "model.embed_tokens";
 
-/// Says what is special about the model's head, and which exports will be refused.
-pub(super) fn tell(common: &Common, config: &Config, folder: &Folder) {
+/// Prints notes on the model's head, and on exports that will be refused.
+pub(super) fn print_notes(common: &Common, config: &Config, folder: &Folder) {
     if common.is_first() {
         tell_own_head(common, folder);
         notes(config, folder).iter().for_each(|note| say(common, note));

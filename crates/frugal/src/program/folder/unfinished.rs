@@ -1,4 +1,4 @@
-//! Commands that write one result: a signal ends them without a trace.
+//! Removes a command's temporary files when a signal ends it.
 
 use std::path::Path;
 
@@ -8,7 +8,8 @@ use signal_hook::iterator::Signals;
 
 use crate::program::run::ranks::INTERRUPTED;
 
-/// From here on, SIGINT, SIGTERM and SIGHUP, unless this process ignores them, remove what is written to `out` under a temporary name, say so, and end the process.
+/// Starts a thread that, on SIGINT, SIGTERM or SIGHUP, removes the temporary files of `out`, prints an error and ends the process. A
+/// signal that this process ignores stays ignored.
 ///
 /// # Errors
 /// The system refuses a signal handler.

@@ -104,7 +104,7 @@ impl ModelArgs {
         }
         if path.extension().is_some_and(|extension| extension == "gguf") {
             anyhow::bail!(
-                "{name}: a plan is made from a config.json; give the folder of the model that the GGUF file was made of"
+                "{name}: a plan reads config.json, which a GGUF file does not contain; give the folder that the GGUF file was exported from"
             );
         }
         if path.exists() || path.extension().is_some_and(|extension| extension == "json") {

@@ -1,6 +1,6 @@
 //! The stages of a training, which `train` and `finetune` share: each is a type, and gives the next.
 //!
-//! [`Job`]: checked, with a device → [`Planned`]: its plan is told → [`Opened`]: its output folder is open, its memory is limited and
+//! [`Job`]: checked, with a device → [`Planned`]: its plan is printed → [`Opened`]: its output folder is open, its memory is limited and
 //! its model has every technique → [`Ready`]: it has a trainer → [`Finished`]: trained, to be written and reported.
 
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ pub(crate) enum Start {
     DryRun,
 }
 
-/// What is asked of a training beside its configuration.
+/// Options of a training that are not in its configuration.
 #[derive(Clone, Copy)]
 pub(crate) struct Asked<'a> {
     /// The output folder; a dry run does not look at it.
@@ -54,10 +54,10 @@ pub(crate) struct Asked<'a> {
     pub(crate) diagnosis: Option<&'a Diagnose>,
 }
 
-/// Runs a training in this process or over its ranks. Errors have their remedies.
+/// Runs a training in this process or over its ranks. Adds the remedy to an error.
 ///
 /// # Errors
-/// Whatever can be wrong; without the weights wherever it can be found without them.
+/// Any invalid setting. Errors that do not depend on weights are returned before weights are read.
 pub(crate) fn run(
     common: &Common,
     config: &Config,
@@ -153,7 +153,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// What holds of a training from its plan to its end.
+/// State that every stage after planning shares.
 pub(crate) struct PlannedRun<'a> {
     pub(crate) common: Common,
     /// The configuration as it is written for a resume.

@@ -31,27 +31,27 @@ const SYNTHETIC_VOCABULARY: usize = 128;
 
 /// The opened data.
 pub(super) struct Data {
+    /// The documents and their tokenizer; `None` for the synthetic language.
+    pub(super) documents: Option<Documents>,
     pub(super) train: Box<dyn Batches>,
     pub(super) validation: Option<Box<dyn Batches>>,
     pub(super) vocabulary: i64,
     pub(super) steps: u64,
     pub(super) loading: Loading,
-    /// The documents and their tokenizer.
-    pub(super) documents: Option<Documents>,
 }
 
 impl Data {
-    /// Opens what the configuration names; rows of `length` tokens.
+    /// Opens the data of a configuration, in rows of `length` tokens.
     ///
     /// # Errors
-    /// Files that are missing or something else; a vocabulary that is not the tokenizer's.
+    /// A missing or unreadable file; a vocabulary size that differs from the tokenizer's.
     pub(super) fn open(config: &Config, length: usize, device: Device) -> anyhow::Result<Self> {
         let source = Source { config, length };
         if config.data.source == SYNTHETIC { source.synthetic(device) } else { source.documents(device) }
     }
 
-    /// Says what is read, and by which tokenizer.
-    pub(super) fn tell(&self, common: &Common, config: &DataConfig) {
+    /// Prints the data and the tokenizer.
+    pub(super) fn print_summary(&self, common: &Common, config: &DataConfig) {
         let Some(documents) = &self.documents else {
             let vocabulary = self.vocabulary.unsigned_abs();
             let text =
@@ -83,7 +83,7 @@ impl Data {
     }
 }
 
-/// What there is to open.
+/// The data of a configuration, and the length of a row.
 struct Source<'a> {
     config: &'a Config,
     length: usize,
@@ -127,6 +127,7 @@ impl Source<'_> {
     fn documents(&self, device: Device) -> anyhow::Result<Data> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
+        // The path.
         let path = Path::new(&data.source);
         if data.source != EMBEDDED && !path.exists() {
             bail!(
@@ -135,7 +136,7 @@ impl Source<'_> {
             );
         }
         if path.is_dir() && !path.join(FIRST_TOKENS).is_file() {
-            bail!("{}", no_documents(path)?);
+            bail!("{}", not_a_token_store(path)?);
         }
         let strategy: Strategy = data.strategy.parse().map_err(|error: frugal::training::Error| {
             let names = ["base", "standard", "balanced:64", "sequenced", "packed"];
@@ -144,6 +145,7 @@ impl Source<'_> {
                 None => error.into(),
             }
         })?;
+        // The tokens.
         let max_length = self.length;
         let documents = Documents::read(&DocumentOptions {
             train: match &*data.source {
@@ -162,6 +164,7 @@ impl Source<'_> {
                 "--length {max_length}: the training data has {tokens} tokens; give at most that many, or more data"
             );
         }
+        // The loaders, and how many steps they have.
         let options = BatchOptions {
             batch_size: training.batch,
             max_length,
@@ -181,12 +184,12 @@ impl Source<'_> {
             (None, None) => STEPS,
         };
         let train = Box::new(LoaderBatches::new(source, &loader)?);
-        let measure = |store: Arc<dyn Samples>| -> anyhow::Result<Box<dyn Batches>> {
+        let sequential = |store: Arc<dyn Samples>| -> anyhow::Result<Box<dyn Batches>> {
             let options = BatchOptions { order: Order::Sequential, ..options };
             let source = Strategy::Standard.source(store, &options)?;
             Ok(Box::new(LoaderBatches::new(source, &LoaderOptions { epochs: Some(1), ..loader })?))
         };
-        let validation = documents.validation.clone().map(|store| measure(store)).transpose()?;
+        let validation = documents.validation.clone().map(|store| sequential(store)).transpose()?;
         Ok(Data {
             train,
             validation,
@@ -199,8 +202,8 @@ impl Source<'_> {
     }
 }
 
-/// What is wrong with a folder that holds no token store, and what it holds instead.
-fn no_documents(folder: &Path) -> anyhow::Result<String> {
+/// Explains why a folder is not a token store, with the files that it has.
+fn not_a_token_store(folder: &Path) -> anyhow::Result<String> {
     let mut names = Vec::new();
     for entry in folder.read_dir().with_context(|| folder.display().to_string())? {
         let name = entry?.file_name().to_string_lossy().into_owned();
@@ -210,15 +213,15 @@ fn no_documents(folder: &Path) -> anyhow::Result<String> {
     let is_text =
         |name: &&String| [".txt", ".jsonl", ".txt.gz", ".jsonl.gz"].iter().any(|end| name.ends_with(end));
     let shown = folder.display();
-    let looked =
-        format!("--data {shown}: of a folder a token store is read, and there is no {FIRST_TOKENS} in it");
+    let problem =
+        format!("--data {shown} is a folder, so it must be a token store, but it has no {FIRST_TOKENS}");
     Ok(match names.iter().find(is_text) {
-        Some(file) => format!("{looked}; name one of its files, as --data {}", folder.join(file).display()),
-        None if names.is_empty() => format!("{looked}: it is empty; give a text file or a .jsonl file"),
+        Some(file) => format!("{problem}; name one of its files, as --data {}", folder.join(file).display()),
+        None if names.is_empty() => format!("{problem}: it is empty; give a text file or a .jsonl file"),
         None => {
             let (first, more) = (names[..names.len().min(3)].join(", "), names.len().saturating_sub(3));
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            format!("{looked}, but {first}{more}; give a text file (.txt) or a .jsonl file")
+            format!("{problem}: it has {first}{more}; give a text file (.txt) or a .jsonl file")
         }
     })
 }
@@ -236,26 +239,22 @@ mod tests {
     #[test]
     fn a_folder_without_data_says_what_was_looked_for() {
         let folder = tempfile::tempdir().unwrap();
-        let told = || no_documents(folder.path()).unwrap();
-        assert!(
-            told().contains("there is no 00000.tokens in it: it is empty; give a text file"),
-            "{}",
-            told()
-        );
+        let message = || not_a_token_store(folder.path()).unwrap();
+        assert!(message().contains("it has no 00000.tokens: it is empty; give a text file"), "{}", message());
         for name in ["d", "c", "a.md", "b.py"] {
             std::fs::write(folder.path().join(name), "").unwrap();
         }
         assert!(
-            told().contains("no 00000.tokens in it, but a.md, b.py, c and 1 more; give a text file"),
+            message().contains("it has no 00000.tokens: it has a.md, b.py, c and 1 more; give a text file"),
             "{}",
-            told()
+            message()
         );
         let file = folder.path().join("wiki.txt");
         std::fs::write(&file, "").unwrap();
         assert!(
-            told().ends_with(&format!("; name one of its files, as --data {}", file.display())),
+            message().ends_with(&format!("; name one of its files, as --data {}", file.display())),
             "{}",
-            told()
+            message()
         );
     }
 }
