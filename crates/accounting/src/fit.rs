@@ -8,7 +8,7 @@
 //! grows by the same factor `n / q` over a template, where `q` is its number of layers (or of key-value heads, if
 //! there are more): GPT-2 small (12 layers, 12 heads, 768 wide) at `n = 25` has 25 layers, 25 heads and is 1600 wide.
 
-use crate::candidates::{Allowed, Batch, Candidate, Job};
+use crate::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers};
 use crate::decoder_flops::Workload;
 use crate::exact::product;
 use crate::model::{Decoder, Family, Shape, Windows};
@@ -46,7 +46,7 @@ pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
     let Workload { sequence, .. } = job.widest().work;
     let at_once = Allowed { splits: false, rows: None, ..allowed.clone() };
     let sized = |batch| Ok(with_work(job, Workload { batch, sequence }));
-    search("batch", &at_once, budget, u64::MAX, sized)
+    search("batch", (&at_once, job.model.layers), budget, u64::MAX, sized)
 }
 
 /// Returns the most positions of a row in batches of as many rows as `job` has. The model's positions are a limit too.
@@ -56,10 +56,10 @@ pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
 pub fn longest_row(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u64>, Error> {
     let Workload { batch, .. } = job.widest().work;
     let sized = |sequence| Ok(with_work(job, Workload { batch, sequence }));
-    search("row", allowed, budget, job.model.context, sized)
+    search("row", (allowed, job.model.layers), budget, job.model.context, sized)
 }
 
-/// Returns the largest model of the proportions of `job`'s.
+/// Returns the largest model of the proportions of `job`'s. Plans and lists of layers in `allowed` are stretched to its layers.
 ///
 /// # Errors
 /// As [`largest_batch`].
@@ -67,7 +67,7 @@ pub fn largest_model(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
     let template = &job.model;
     let sized = |n| Ok(Job { model: scaled(template, n)?, ..job.clone() });
     let highest = (MOST_LAYERS / template.layers).max(1).saturating_mul(template_size(template));
-    let fit = search("model", allowed, budget, highest, sized)?;
+    let fit = search("model", (allowed, template.layers), budget, highest, sized)?;
     let limit = if fit.limit == Limit::Memory { Limit::Memory } else { Limit::Layers };
     Ok(Fit { largest: scaled(template, fit.largest)?, candidate: fit.candidate, limit })
 }
@@ -80,16 +80,38 @@ fn with_work(job: &Job, work: Workload) -> Job {
     Job { largest: vec![batch], mean: batch, ..job.clone() }
 }
 
-/// Returns the largest `n` up to `highest` at which a step fits.
+/// Returns what is allowed of a model of `from` layers for one of `to`: layer i is as layer ⌊i·from/to⌋ was.
+fn stretched(allowed: &Allowed, from: u64, to: u64) -> Allowed {
+    let (from, to) = (from as usize, to as usize);
+    let source = |layer: usize| layer * from / to;
+    let chosen = |list: &Option<Vec<usize>>| {
+        list.as_ref().map(|list| (0..to).filter(|layer| list.contains(&source(*layer))).collect())
+    };
+    let layers = allowed.layers.as_ref().map(|layers| match layers {
+        Layers::Only(plan) if plan.len() == from => {
+            Layers::Only((0..to).map(|layer| plan[source(layer)]).collect())
+        }
+        other => other.clone(),
+    });
+    let offloaded = allowed.offloaded.as_ref().map(|offloaded| OffloadedLayers {
+        resident: chosen(&offloaded.resident),
+        keep: chosen(&offloaded.keep),
+        ..offloaded.clone()
+    });
+    Allowed { layers, offloaded, ..allowed.clone() }
+}
+
+/// Returns the largest `n` up to `highest` at which a step fits. What is allowed is for a model of so many layers.
 fn search(
     what: &'static str,
-    allowed: &Allowed,
+    (allowed, layers): (&Allowed, u64),
     budget: Budget,
     highest: u64,
     sized: impl Fn(u64) -> Result<Job, Error>,
 ) -> Result<Fit<u64>, Error> {
     let least = |n| -> Result<u64, Error> {
-        let candidates = sized(n)?.smallest(allowed)?.into_iter();
+        let job = sized(n)?;
+        let candidates = job.smallest(&stretched(allowed, layers, job.model.layers))?.into_iter();
         let on_host = |one: &Candidate| budget.host.is_none_or(|host| one.host_bytes <= host);
         let bytes = candidates.filter(on_host).map(|one| one.device_bytes()).min();
         bytes.ok_or_else(|| Error::NothingFits {
@@ -102,7 +124,7 @@ fn search(
     };
     let Largest { largest, limit, .. } = bisect(what, budget.device, highest, least)?;
     let job = sized(largest)?;
-    let ways = job.search(allowed, budget)?;
+    let ways = job.search(&stretched(allowed, layers, job.model.layers), budget)?;
     // The smallest ways are among those that are searched.
     let candidate = ways.chosen().or_else(|| ways.least()).cloned();
     Ok(Fit { largest, candidate: candidate.ok_or(Error::Zero { what: "ways to run a step" })?, limit })

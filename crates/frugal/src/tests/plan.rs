@@ -13,6 +13,8 @@ fn plans() {
     the_memory_of_adapters(&session);
     every_question_is_answered_in_json(&session);
     a_plan_for_a_card(&session);
+    the_flags_of_a_plan_are_asked_what_fits(&session);
+    a_plan_of_several_kinds_of_layers_is_found_again(&session);
     a_budget_below_the_program_ends_like_one_in_which_nothing_fits(&session);
     a_plan_over_ranks(&session);
     divided_layers_gather_the_frozen_base_of_adapters_as_often_with_kept_activations(&session);
@@ -22,6 +24,34 @@ fn plan(session: &Session, arguments: &[&str]) -> String {
     let ended = session.run_words(&[&["plan"], arguments].concat());
     assert_eq!(ended.status, 0, "{}", ended.err);
     ended.out
+}
+
+/// Lists of layers are stretched to models of other depths.
+fn the_flags_of_a_plan_are_asked_what_fits(session: &Session) {
+    let model = ["fit", "--model", "qwen2.5-0.5b", "--hardware", "rtx4090", "--json"];
+    for flags in [
+        "--activations keep",
+        "--activations recompute",
+        "--activations every-k --set activations.every=3",
+        "--offload host --ring 2 --resident 1,3 --activations recompute",
+    ] {
+        let words = model.into_iter().chain(flags.split(' ')).collect::<Vec<_>>();
+        let answers: serde_json::Value = serde_json::from_str(&plan(session, &words)).unwrap();
+        for answer in answers.as_array().unwrap() {
+            assert!(answer["answer"].as_u64().is_some_and(|largest| largest > 1), "{flags}: {answer}");
+        }
+    }
+}
+
+fn a_plan_of_several_kinds_of_layers_is_found_again(session: &Session) {
+    let asked = "--model qwen2.5-0.5b --hardware rtx4090 --activations recompute --recompute-what offload";
+    let text = plan(session, &asked.split(' ').collect::<Vec<_>>());
+    let (_, flags) = text.split_once("flags of finetune").unwrap();
+    assert!(flags.contains("--activations recompute"), "{flags}");
+    let chosen = |text: &str| text.lines().find(|line| line.starts_with('▸')).unwrap().to_owned();
+    let again = flags.trim().replace("--max-length", "--length");
+    let again = format!("--model qwen2.5-0.5b --hardware rtx4090 {again}");
+    assert_eq!(chosen(&plan(session, &again.split(' ').collect::<Vec<_>>())), chosen(&text));
 }
 
 fn the_memory_of_a_step_for_people(session: &Session) {

@@ -196,7 +196,10 @@ fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budg
     });
     let dtype = dtype.and_then(|dtype| dtype.to_possible_value());
     flags.extend(dtype.map(|dtype| format!("--dtype {}", dtype.get_name())));
-    flags.extend(arguments.flags.typed(&DECIDED));
+    // A plan of several kinds of layers has no flag of its own: it is found again by what was asked.
+    let asked = ["--activations", "--recompute"];
+    let decided: Vec<&str> = DECIDED.into_iter().filter(|flag| !is_mixed || !asked.contains(flag)).collect();
+    flags.extend(arguments.flags.typed(&decided));
     if config.data.max_length.is_some() || planned.work.sequence < planned.model.context {
         flags.push(format!("--max-length {}", planned.work.sequence));
     }
