@@ -1,7 +1,8 @@
 //! The inverse questions: the largest batch, the longest row and the largest model of which a step fits a budget.
 //!
-//! A case fits if one of its candidates does ([`candidates`](crate::candidates)). The least bytes of a candidate do not fall when the batch,
-//! the row or the model grows, so a bisection finds the exact answer `n`: a step at `n` fits, one at `n + 1` does not. A case whose bytes
+//! A case fits if one of its candidates does ([`candidates`](crate::candidates)). The least bytes of a candidate grow with the batch, the row
+//! and the model (but for a loss in chunks, which are smaller where one more begins), so a bisection finds an answer `n`: a step at `n`
+//! fits, one at `n + 1` does not. A case whose bytes
 //! exceed 64 bits does not fit either.
 //!
 //! "The largest model" needs a rule for what grows. Here everything but the vocabulary, the context and the head size
@@ -46,7 +47,7 @@ pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
     let Workload { sequence, .. } = job.widest().work;
     let at_once = Allowed { splits: false, rows: None, ..allowed.clone() };
     let sized = |batch| Ok(with_work(job, Workload { batch, sequence }));
-    search("batch", (&at_once, job.model.layers), budget, u64::MAX, sized)
+    search("batch", (&at_once, job.model.layers), budget, (job.widest().work.batch, u64::MAX), sized)
 }
 
 /// Returns the most positions of a row in batches of as many rows as `job` has. The model's positions are a limit too.
@@ -56,7 +57,7 @@ pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
 pub fn longest_row(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u64>, Error> {
     let Workload { batch, .. } = job.widest().work;
     let sized = |sequence| Ok(with_work(job, Workload { batch, sequence }));
-    search("row", (allowed, job.model.layers), budget, job.model.context, sized)
+    search("row", (allowed, job.model.layers), budget, (job.widest().work.sequence, job.model.context), sized)
 }
 
 /// Returns the largest model of the proportions of `job`'s. Plans and lists of layers in `allowed` are stretched to its layers.
@@ -67,7 +68,7 @@ pub fn largest_model(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
     let template = &job.model;
     let sized = |n| Ok(Job { model: scaled(template, n)?, ..job.clone() });
     let highest = (MOST_LAYERS / template.layers).max(1).saturating_mul(template_size(template));
-    let fit = search("model", (allowed, template.layers), budget, highest, sized)?;
+    let fit = search("model", (allowed, template.layers), budget, (template_size(template), highest), sized)?;
     let limit = if fit.limit == Limit::Memory { Limit::Memory } else { Limit::Layers };
     Ok(Fit { largest: scaled(template, fit.largest)?, candidate: fit.candidate, limit })
 }
@@ -101,12 +102,13 @@ fn stretched(allowed: &Allowed, from: u64, to: u64) -> Allowed {
     Allowed { layers, offloaded, ..allowed.clone() }
 }
 
-/// Returns the largest `n` up to `highest` at which a step fits. What is allowed is for a model of so many layers.
+/// Returns the largest `n` up to `highest` at which a step fits, from `start` if one fits there. What is allowed is for a model of so many
+/// layers.
 fn search(
     what: &'static str,
     (allowed, layers): (&Allowed, u64),
     budget: Budget,
-    highest: u64,
+    (start, highest): (u64, u64),
     sized: impl Fn(u64) -> Result<Job, Error>,
 ) -> Result<Fit<u64>, Error> {
     let least = |n| -> Result<u64, Error> {
@@ -122,9 +124,29 @@ fn search(
                 .map_or_else(String::new, |host| format!("{} of host memory", bytes_text(host))),
         })
     };
-    let Largest { largest, limit, .. } = bisect(what, budget.device, highest, least)?;
-    let job = sized(largest)?;
-    let ways = job.search(&stretched(allowed, layers, job.model.layers), budget)?;
+    let ways = |n| {
+        let job = sized(n)?;
+        job.search(&stretched(allowed, layers, job.model.layers), budget)
+    };
+    let fits = |n| match ways(n) {
+        Ok(ways) => Ok(ways.chosen().is_some()),
+        Err(Error::Overflow { .. }) => Ok(false),
+        Err(error) => Err(error),
+    };
+    // The least bytes are those of the simplest ways, and jump where the loss begins another chunk: the case that is asked about, and the
+    // next larger ones, are looked at in full.
+    let starts = start <= highest && fits(start)?;
+    let mut largest = match bisect(what, budget.device, highest, least) {
+        Ok(found) if starts => found.largest.max(start),
+        Ok(found) => found.largest,
+        Err(Error::NothingFits { .. }) if starts => start,
+        Err(error) => return Err(error),
+    };
+    while largest < highest && fits(largest + 1)? {
+        largest += 1;
+    }
+    let limit = if largest == highest { Limit::Positions } else { Limit::Memory };
+    let ways = ways(largest)?;
     // The smallest ways are among those that are searched.
     let candidate = ways.chosen().or_else(|| ways.least()).cloned();
     Ok(Fit { largest, candidate: candidate.ok_or(Error::Zero { what: "ways to run a step" })?, limit })
