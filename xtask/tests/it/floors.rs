@@ -126,7 +126,7 @@ fn the_picture_of_the_floors_is_of_the_manifests() {
 fn importing_one_technique_compiles_no_reader_and_no_tokenizer() {
     for technique in ["amp", "fused-ce", "lora", "offload", "sharding", "swiglu-ckpt"] {
         let output = Command::new(env!("CARGO"))
-            .args(["tree", "--offline", "-p", technique, "-e", "normal", "--prefix", "none"])
+            .args(["tree", "-p", technique, "-e", "normal", "--prefix", "none"])
             .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")))
             .output()
             .expect("cargo runs");
