@@ -72,7 +72,7 @@ pub struct Job {
     pub lora: Option<LowRank>,
     /// Number formats, rate of products, loss.
     pub choices: Choices,
-    /// Batches of the data, one of which has the largest peak.
+    /// Batches of the data; the peak of a step is that of one of them.
     pub largest: Vec<Batch>,
     /// A batch of mean size, for times.
     pub mean: Batch,

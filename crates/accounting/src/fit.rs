@@ -1,4 +1,4 @@
-//! The inverse questions: the largest batch, the longest row and the largest model of which a step fits a budget.
+//! The inverse questions: the largest batch, the longest row and the largest model whose step fits a budget.
 //!
 //! A case fits if one of its candidates does ([`candidates`](crate::candidates)). The least bytes of a candidate grow with the batch, the row
 //! and the model (but for a loss in chunks, which are smaller where one more begins), so a bisection finds an answer `n`: a step at `n`

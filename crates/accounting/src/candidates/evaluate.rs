@@ -72,7 +72,7 @@ impl Job {
         }
     }
 
-    /// The costs of offloaded layers, some of which keep their activations.
+    /// Returns the costs of offloaded layers where those of `keep` keep their activations.
     fn with_kept(&self, mut costs: StepCosts, pass: Batch, keep: &[usize]) -> Result<StepCosts, Error> {
         if keep.is_empty() {
             return Ok(costs);

@@ -374,7 +374,7 @@ fn outer_flops(flops: &StepFlops) -> u128 {
     outer.map(|row| row.forward.causal).sum()
 }
 
-/// A layer's share of `all`, of which the outer products' forward `outer_passes` times is none.
+/// Returns a layer's share of the FLOPs `all`, without those of `outer_passes` forwards of the products outside of layers.
 fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128) -> f64 {
     (all - outer_passes * outer_flops(flops)) as f64 / model.layers as f64
 }

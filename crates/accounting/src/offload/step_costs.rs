@@ -32,7 +32,7 @@ pub struct Layer {
 pub struct Fixed {
     /// Bytes of the weights.
     pub weight_bytes: u64,
-    /// Bytes of the gradients, all of which exist from the embedding's backward on.
+    /// Bytes of the gradients; all exist from the embedding's backward on.
     pub gradient_bytes: u64,
     /// Bytes of those that exist from the loss on: the last norm's and the output matrix', which is the embedding's if they are
     /// tied.

@@ -37,7 +37,7 @@ fn specifications(style: FormatStyle, text: &str) -> impl Iterator<Item = &str> 
 /// Pays for the fields of a format: its widths and digits, and its values.
 ///
 /// # Errors
-/// A field wider than a million characters; fields that are too many or too wide together; a width for a text beyond ASCII, of which
+/// A field wider than a million characters; fields that are too many or too wide together; a width for a text beyond ASCII, because
 /// the engine counts bytes and Python characters.
 pub(super) fn pay_for_fields(
     state: &State,

@@ -101,7 +101,7 @@ proptest! {
     }
 }
 
-/// Samples of which one is invalid.
+/// Samples with an invalid one among them.
 struct Bad {
     sample: usize,
     panics: bool,

@@ -35,8 +35,8 @@ pub(super) struct Rope {
     numbers: Map<String, Value>,
 }
 
-/// Takes the scaling's name out of the fields. Files have it as `rope_type`, as the older `type`, or as both, of which transformers 5 reads
-/// the first.
+/// Takes the scaling's name out of the fields. Files have it as `rope_type`, as the older `type`, or as both; transformers 5 reads the
+/// first.
 impl TryFrom<Map<String, Value>> for Rope {
     type Error = String;
 
