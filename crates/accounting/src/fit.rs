@@ -142,8 +142,13 @@ fn search(
         Err(Error::NothingFits { .. }) if starts => start,
         Err(error) => return Err(error),
     };
-    while largest < highest && fits(largest + 1)? {
-        largest += 1;
+    if largest < highest {
+        let costs = |more: u64| Ok(u64::from(!fits(largest.saturating_add(more))?));
+        largest += match bisect(what, 0, highest - largest, costs) {
+            Ok(more) => more.largest,
+            Err(Error::NothingFits { .. }) => 0,
+            Err(error) => return Err(error),
+        };
     }
     let limit = if largest == highest { Limit::Positions } else { Limit::Memory };
     let ways = ways(largest)?;
