@@ -41,7 +41,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let experiments = specs.experiments.iter().map(|e| &*e.package);
     let comparisons = specs.comparisons.iter().map(|c| &*c.package);
     // The product measures nothing by itself; its tests run it.
-    let mut wanted = packages(experiments.chain(comparisons).chain(["frugal"]));
+    let mut wanted = packages(experiments.chain(comparisons).chain(["frugal-cli"]));
     wanted.push("xtask".into());
     let programs = cargo::build_programs(workspace, &wanted, Optimization::Release)?;
     let tests = tests(workspace)?;

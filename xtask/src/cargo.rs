@@ -287,7 +287,7 @@ mod tests {
             }
             features
         };
-        let (own, programs) = (features(&["xtask"]), features(&["frugal", "experiments"]));
+        let (own, programs) = (features(&["xtask"]), features(&["frugal-cli", "experiments"]));
         let shared: Vec<_> = own.iter().filter(|(package, _)| programs.contains_key(*package)).collect();
         assert!(shared.len() > 50, "{shared:?}");
         for (package, features) in shared {

@@ -110,7 +110,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let folder = Folder::new(workspace, Some(&args.out))?;
     folder.create()?;
     // Built before the clock starts, as the parts run them: those of a rehearsal at scale smoke.
-    let packages = ["experiments".to_owned(), "frugal".to_owned()];
+    let packages = ["experiments".to_owned(), "frugal-cli".to_owned()];
     let rehearsal = args.device == Device::Cpu;
     let optimization = if rehearsal { Optimization::Dev } else { Optimization::Release };
     let programs = Programs::built(workspace, &packages, args.device, optimization)?;
@@ -223,7 +223,7 @@ impl Day<'_> {
         };
         Ok(Ok(match &part.work {
             Work::Doctor => {
-                let mut command = self.programs.command("frugal")?;
+                let mut command = self.programs.command("frugal-cli")?;
                 command.arg("doctor");
                 command
             }

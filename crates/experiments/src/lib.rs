@@ -5,7 +5,6 @@
 //! Baselines (implementations of other frameworks), injected slowdowns and training corpora are here too: no library contains code
 //! that only a measurement needs.
 
-use frugal::environment;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -16,6 +15,7 @@ pub mod corpus;
 pub mod dataloading;
 mod driver;
 mod dtype;
+mod environment;
 pub mod fused_ce;
 mod gguf;
 mod lora;

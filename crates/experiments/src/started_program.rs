@@ -11,7 +11,11 @@ use models::{Llama, hugging_face};
 /// No such file.
 pub(crate) fn path() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?.with_file_name("frugal");
-    ensure!(program.is_file(), "{} is missing; build it: cargo build --package frugal", program.display());
+    ensure!(
+        program.is_file(),
+        "{} is missing; build it: cargo build --package frugal-cli",
+        program.display()
+    );
     Ok(program)
 }
 

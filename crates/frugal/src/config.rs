@@ -51,7 +51,6 @@ mod written;
 use std::path::Path;
 use std::str::FromStr;
 
-use clap::ValueEnum;
 use kernels::nf4::Scales;
 use lora::LoraConfig;
 use serde::{Deserialize, Serialize};
@@ -164,7 +163,8 @@ impl Default for ShapeConfig {
 }
 
 /// An architecture to train from scratch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum ShapeFamily {
     /// One post-norm decoder layer.
@@ -185,20 +185,21 @@ impl ShapeFamily {
 }
 
 /// A dtype of weights, by PyTorch's name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// 32 bits.
-    #[value(aliases = ["f32", "fp32"])]
+    #[cfg_attr(feature = "clap", value(aliases = ["f32", "fp32"]))]
     Float32,
     /// 16 bits, with the exponent of float32.
-    #[value(alias = "bf16")]
+    #[cfg_attr(feature = "clap", value(alias = "bf16"))]
     Bfloat16,
     /// 16 bits, IEEE half.
-    #[value(aliases = ["f16", "fp16"])]
+    #[cfg_attr(feature = "clap", value(aliases = ["f16", "fp16"]))]
     Float16,
     /// 64 bits.
-    #[value(aliases = ["f64", "fp64"])]
+    #[cfg_attr(feature = "clap", value(aliases = ["f64", "fp64"]))]
     Float64,
     /// 4 bits (nested scales) in the frozen projections of the blocks, for adapters and generation; bfloat16 elsewhere.
     Nf4,

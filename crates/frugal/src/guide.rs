@@ -13,7 +13,7 @@
 //! | [`measurements`] | How do I run the experiments and tests, and what decides the kernels? |
 //!
 //! Every command and every block of code is run by a test, over a tiny model under the name that the command says. `frugal` is the
-//! program that `cargo install --path crates/frugal` installs, or `cargo run -p frugal --release --`.
+//! program that `cargo install --path crates/frugal-cli` installs, or `cargo run -p frugal-cli --release --`.
 
 #[doc = include_str!("guide/first_fine_tuning.md")]
 pub mod first_fine_tuning {}

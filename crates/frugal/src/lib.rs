@@ -21,37 +21,63 @@
 //! | [`recipe`] | techniques on a model, and the trainer over it |
 //! | [`planning`] | this machine's rates and a budget, for plans of offloading |
 //! | [`rows`] | fine-tuning rows from a user's files: JSON, JSON lines, CSV, TSV, Parquet, text, token ids |
-//! | [`run_folder`] | what a run writes: its record, losses, TensorBoard events, a page |
+//! | [`run_folder`] | the files that a run writes: its record, losses, TensorBoard events |
 //! | [`companion_files`] | what belongs to a model besides its weights: tokenizer, chat template, end tokens |
 //! | [`tasks`] | GSM8K: problems, prompts, graders; questions with reference answers |
-//! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
+//! | [`loss_log`], [`text_stream`] | results of a training and of a generation |
 //! | [`llama_cpp`] | log-probabilities that llama.cpp computes from GGUF files |
-//! | [`environment`] | the machine and versions, for the records of measurements |
 //!
-//! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`gguf`], [`kernels`],
-//! [`lora`], [`models`], [`offload`], [`runtime`], [`sharding`], [`swiglu_ckpt`], [`training`], and with them [`tch`].
+//! # Features
+//!
+//! Each technique is a feature that re-exports its crate: `amp`, `fused-ce`, `lora`, `offload`, `sharding`, `swiglu-ckpt`. A program that
+//! wants LoRA alone depends on `frugal = { default-features = false, features = ["lora"] }`, writes `frugal::lora::LoraConfig`, and compiles
+//! no reader of files and no tokenizer. [`kernels`], [`models`], [`runtime`], [`training`] and [`tch`] are always there. `recipe`, the default,
+//! adds everything in the table above. `clap` implements `clap::ValueEnum` for the enums of [`config`].
 
+#[cfg(feature = "recipe")]
 pub mod companion_files;
+#[cfg(feature = "recipe")]
 pub mod config;
-pub mod display;
-pub mod download_bar;
-pub mod environment;
+#[cfg(feature = "recipe")]
 pub mod error;
+#[cfg(feature = "recipe")]
 pub mod guide;
+#[cfg(feature = "recipe")]
 pub mod llama_cpp;
+#[cfg(feature = "recipe")]
 pub mod loss_log;
+#[cfg(feature = "recipe")]
 pub mod planning;
+#[cfg(feature = "recipe")]
 pub mod recipe;
+#[cfg(feature = "recipe")]
 pub mod rows;
+#[cfg(feature = "recipe")]
 pub mod run_folder;
+#[cfg(feature = "recipe")]
 pub mod tasks;
+#[cfg(feature = "recipe")]
 pub mod text_stream;
 
-pub use {
-    accounting, amp, dataloading, fused_ce, gguf, kernels, lora, models, offload, runtime, sharding,
-    swiglu_ckpt, tch, trace, training,
-};
+#[cfg(feature = "amp")]
+pub use amp;
+#[cfg(feature = "fused-ce")]
+pub use fused_ce;
+#[cfg(feature = "lora")]
+pub use lora;
+#[cfg(feature = "offload")]
+pub use offload;
+#[cfg(feature = "sharding")]
+pub use sharding;
+#[cfg(feature = "swiglu-ckpt")]
+pub use swiglu_ckpt;
+#[cfg(feature = "recipe")]
+pub use {accounting, dataloading, gguf};
+pub use {kernels, models, runtime, tch, training};
 
-pub use config::Config;
-pub use error::{Error, Result};
-pub use recipe::Recipe;
+#[cfg(feature = "recipe")]
+pub use {
+    config::Config,
+    error::{Error, Result},
+    recipe::Recipe,
+};

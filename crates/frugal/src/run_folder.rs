@@ -6,7 +6,7 @@
 //! | `run.json` | a [`RunRecord`]: versions, data by SHA-256, plan, starts, outcome |
 //! | `losses.jsonl`, `losses.csv` | each step and evaluation ([`LossLog`](crate::loss_log::LossLog), [`LossTable`]) |
 //! | `events.out.tfevents.*` | the same for TensorBoard ([`event_file`]), a file for each start |
-//! | `index.html` | the curves and all of the above on one [`page`] without scripts, rewritten while the training runs |
+//! | `index.html` | the curves and all of the above on one page without scripts, rewritten while the training runs |
 //! | `samples.jsonl` | answers of the model before and after |
 //! | `chat_template.jinja` | the text of the template that rows are made with |
 //! | the tokenizer's files, `generation_config.json` | of a training of adapters: what [`companion_files`](crate::companion_files) are |
@@ -14,12 +14,9 @@
 //! | `best/` | the adapter or the model with the least validation loss |
 //! | the adapter's files, or `model/` | the last adapter or model |
 
-mod curves;
 pub mod event_file;
 mod loss_table;
 pub mod origins;
-pub mod page;
-mod points;
 
 use std::fs;
 use std::io;
@@ -30,7 +27,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use training::checkpoint;
 
-pub use curves::Curves;
 pub use loss_table::LossTable;
 
 use crate::error::{Error, Result};

@@ -6,7 +6,6 @@
 //! on the bytes after them, or while it may be the beginning of a stop text.
 
 use dataloading::Tokenizer;
-pub use report::cli::without_controls;
 
 use crate::error::{Error, Result};
 

@@ -3,7 +3,7 @@
 //!
 //! `cargo run -p sharding --example ranks`
 //!
-//! `cargo run -p frugal -- launch -n 2 -- target/debug/examples/ranks`
+//! `cargo run -p frugal-cli -- launch -n 2 -- target/debug/examples/ranks`
 #![allow(clippy::print_stdout, unreachable_pub)]
 
 use std::error::Error;

@@ -18,7 +18,8 @@ pub(super) struct Choice {
 
 /// Where techniques meet: every pair of them, offloaded layers against resident ones, predicted peaks.
 const COMPOSED: &[(&str, &[&str])] = &[
-    ("frugal", &["every_pair_keeps_its_promises", "generate_budget", "recomputation_packing_and_dora"]),
+    ("frugal", &["every_pair_keeps_its_promises", "recomputation_packing_and_dora"]),
+    ("frugal-cli", &["generate_budget"]),
     (
         "experiments",
         &[

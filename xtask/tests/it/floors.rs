@@ -124,17 +124,21 @@ fn the_picture_of_the_floors_is_of_the_manifests() {
 
 #[test]
 fn importing_one_technique_compiles_no_reader_and_no_tokenizer() {
-    for technique in ["amp", "fused-ce", "lora", "offload", "sharding", "swiglu-ckpt"] {
+    const TECHNIQUES: [&str; 6] = ["amp", "fused-ce", "lora", "offload", "sharding", "swiglu-ckpt"];
+    let alone = TECHNIQUES.map(|technique| vec!["-p", technique]);
+    let features = TECHNIQUES.map(|name| vec!["-p", "frugal", "--no-default-features", "--features", name]);
+    for technique in alone.into_iter().chain(features) {
         let output = Command::new(env!("CARGO"))
-            .args(["tree", "-p", technique, "-e", "normal", "--prefix", "none"])
+            .args(["tree", "-e", "normal", "--prefix", "none"])
+            .args(&technique)
             .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")))
             .output()
             .expect("cargo runs");
         let tree = String::from_utf8(output.stdout).expect("cargo tree writes UTF-8");
         let packages: BTreeSet<&str> = tree.lines().filter_map(|line| line.split(' ').next()).collect();
-        assert!(packages.contains("runtime"), "{technique}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(packages.contains("runtime"), "{technique:?}: {}", String::from_utf8_lossy(&output.stderr));
         for reader in ["parquet", "tokenizers", "minijinja", "csv", "clap"] {
-            assert!(!packages.contains(reader), "{technique} compiles {reader}");
+            assert!(!packages.contains(reader), "{technique:?} compiles {reader}");
         }
     }
 }

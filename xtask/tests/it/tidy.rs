@@ -81,7 +81,7 @@ fn programs_compose_techniques_and_no_library_builds_on_them() {
             ("crates/experiments/Cargo.toml", MEMBER),
         ],
         expect![
-            "crates/amp/Cargo.toml: the library `amp` depends on the program `experiments`; programs build on libraries, not the other way round"
+            "crates/amp/Cargo.toml: the library `amp` depends on `experiments`, which puts libraries together; it builds on them, not the other way round"
         ],
     );
 }
@@ -161,14 +161,14 @@ fn binaries_beside_the_programs_are_caught() {
             ("crates/experiments/Cargo.toml", MEMBER),
             ("crates/experiments/src/main.rs", ""),
             ("crates/experiments/src/bin/other.rs", ""),
-            ("crates/frugal/Cargo.toml", &format!("[[bin]]\nname = \"tuner\"\n{MEMBER}")),
+            ("crates/frugal-cli/Cargo.toml", &format!("[[bin]]\nname = \"tuner\"\n{MEMBER}")),
             ("crates/lora/Cargo.toml", &format!("[[bin]]\nname = \"adapter\"\n{MEMBER}")),
         ],
         expect![[r#"
-            crates/amp: the library has the binary amp; what people run is in experiments, frugal, xtask
+            crates/amp: the library has the binary amp; what people run is in experiments, frugal-cli, xtask
             crates/experiments: 2 binaries (experiments, other); a crate has at most one, of its own name
-            crates/frugal: the binary `tuner` has another name than its crate
-            crates/lora: the library has the binary adapter; what people run is in experiments, frugal, xtask"#]],
+            crates/frugal-cli: the binary `tuner` has another name than its crate
+            crates/lora: the library has the binary adapter; what people run is in experiments, frugal-cli, xtask"#]],
     );
 }
 

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::ValueEnum;
 use dataloading::chat::Mask;
 use dataloading::records::RecordFormat;
 use serde::{Deserialize, Serialize};
@@ -108,7 +107,8 @@ impl Default for DataConfig {
 }
 
 /// The format of training data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormat {
     /// Detected from file names and the first 100 records.

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use clap::ValueEnum;
 use serde::de::{Deserializer, Error, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -10,16 +9,17 @@ use serde::{Deserialize, Serialize, Serializer};
 ///
 /// A bf16 number has 8 significant bits, so that an update below 2⁻⁹ of a weight is lost where the weight is rounded to nearest: at the
 /// learning rates of fine-tuning nearly all are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum MasterWeights {
     /// Master weights where a plan with them fits the budget and takes at most half as long again as one without; else stochastic
     /// rounding.
     #[default]
     Auto,
-    #[value(name = "true")]
+    #[cfg_attr(feature = "clap", value(name = "true"))]
     /// The optimizer keeps fp32 copies of the weights, which every update reaches: 4 bytes per weight.
     Always,
-    #[value(name = "false")]
+    #[cfg_attr(feature = "clap", value(name = "false"))]
     /// Weights are rounded to nearest: most updates of a fine-tuning are lost.
     Never,
     /// Weights are rounded up or down at random, so that every update counts on average. It takes no memory.

@@ -1,12 +1,12 @@
 //! What a fine-tuning trains.
 
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{Config, Task};
 
 /// What a fine-tuning trains.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
     /// Low-rank adapters.

@@ -1,6 +1,5 @@
 //! The optimizer of a training.
 
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rule, Sgd};
 use training::schedule::Shape;
@@ -67,9 +66,10 @@ impl OptimizerConfig {
 }
 
 /// An update rule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
-#[value(rename_all = "lower")]
+#[cfg_attr(feature = "clap", value(rename_all = "lower"))]
 pub enum OptimizerRule {
     /// Stochastic gradient descent.
     Sgd,
@@ -115,7 +115,8 @@ pub enum FrozenPlace {
 }
 
 /// Where the optimizer state of offloaded layers is stored and updated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerPlace {
     /// On the device, beside the weights.

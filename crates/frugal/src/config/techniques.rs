@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Bytes;
@@ -36,7 +35,8 @@ pub struct LossConfig {
 }
 
 /// A loss head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum LossHeadKind {
     /// fused, or plain if the head has an adapter.
@@ -70,7 +70,8 @@ impl Default for ActivationsConfig {
 }
 
 /// Which layers keep their activations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationPlan {
     /// The fastest plan that fits the budget; it may also offload layers or take fewer rows at a time.
@@ -87,7 +88,8 @@ pub enum ActivationPlan {
 }
 
 /// What a layer that does not keep its activations recomputes in backward. Gradients have the same bits with each.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Recomputed {
     /// The whole layer; its input is kept.
@@ -141,7 +143,8 @@ impl Default for OffloadConfig {
 }
 
 /// Where offloaded layers are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum OffloadTier {
     /// Host memory.
@@ -153,7 +156,8 @@ pub enum OffloadTier {
 }
 
 /// How offloaded layers are transferred.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum OffloadMethod {
     /// One layer at a time, without a backward: inference only.
@@ -179,7 +183,8 @@ pub struct PrecisionConfig {
 }
 
 /// The precision of products. Weights, gradients, norms, softmax and losses stay as they are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Compute {
     /// No autocast: the dtype of the weights.

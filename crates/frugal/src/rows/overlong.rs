@@ -1,11 +1,11 @@
 //! Rows that are longer than the longest one.
 
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use training::masked_rows::MaskedRow;
 
 /// What happens to a row that is too long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
 pub enum Overlong {
     /// End with an error that names the row.

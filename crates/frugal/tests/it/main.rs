@@ -1,21 +1,11 @@
-//! The tests of `frugal` that need only its public interface and its program: one binary, a module per behaviour.
+//! The tests of `frugal` that need only its public interface: one binary, a module per behaviour.
 
 mod cast_cache;
-mod chat_command;
-mod chat_data;
-mod command_line;
-mod command_line_errors;
 mod config;
 mod conversation_tokens;
-mod conversations;
-mod eval_command;
-mod event_reader;
 mod examples;
 mod exchanged_memory;
-mod export_gguf;
 mod families;
-mod finetune_diagnosis;
-mod generate_budget;
 mod gsm8k_data;
 mod gsm8k_evaluate;
 mod gsm8k_graders;
@@ -23,57 +13,16 @@ mod gsm8k_records;
 mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
-mod guide;
-mod guide_commands;
-mod hub_commits;
-mod ignored_signals;
-mod interrupted_export;
-mod launch;
-mod launch_training;
 mod layers_over_ranks;
-mod master_weights;
 mod nf4;
-mod non_finite;
 mod pairs;
 mod predicted_peaks;
 mod recipe;
 mod refused_allocations;
 mod rows;
-mod run_folder;
-mod shell_and_set;
 mod stage_three;
-mod standard_output;
 mod techniques;
 mod techniques_over_ranks;
-mod texts;
-mod tiny_folder;
-mod tiny_program;
-mod train_command;
-mod train_data;
-mod train_kill;
-mod training_budget;
 mod triples;
 #[cfg(target_os = "linux")]
 mod unused_fields;
-mod waiting_threads;
-
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-
-/// The program, where this was built, or where the variable says on another machine.
-fn program() -> std::ffi::OsString {
-    default_signals();
-    std::env::var_os("CARGO_BIN_EXE_frugal").unwrap_or_else(|| env!("CARGO_BIN_EXE_frugal").into())
-}
-
-/// Has the programs that tests start begin with the default of each signal, also where a script runs the tests in the background and
-/// so ignores SIGINT: a signal that is handled here has its default again in a new program.
-fn default_signals() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        for signal in [SIGHUP, SIGINT, SIGTERM] {
-            if runtime::signals::not_ignored(&[signal]).is_empty() {
-                signal_hook::flag::register(signal, std::sync::Arc::default()).unwrap();
-            }
-        }
-    });
-}

@@ -1,4 +1,4 @@
-//! A base in NF4 with every technique, and a killed training that resumes.
+//! A base in NF4 with every technique.
 
 use std::time::Duration;
 
@@ -11,7 +11,6 @@ use test_ranks::Ranks;
 
 use crate::pairs::{Outcome, ROWS, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
-use crate::tiny_folder::Tiny;
 
 const NF4: Technique = Technique {
     name: "NF4",
@@ -115,22 +114,4 @@ fn two_ranks_compute_the_bits_of_one() {
     let printed = Ranks::new("nf4::a_rank", 2).run(&());
     assert_eq!(printed[0], printed[1]);
     expect![[r#"`model.dtype = "nf4"` and 2 ranks cannot be combined: layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have; use `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
-}
-
-const TRAIN: &str = "finetune --model model --dtype nf4 --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3 \
-                     --lora-dropout 0.1 --steps 6 --checkpoint-every 2 --log-every 1";
-
-#[test]
-fn a_killed_training_resumes_with_the_same_bits() {
-    let tiny = Tiny::new();
-    tiny.succeed(&format!("{TRAIN} --out whole"));
-    tiny.kill_at_step(&format!("{TRAIN} --out killed --json"), 3);
-    tiny.succeed(&format!("{TRAIN} --out killed --resume"));
-    let adapter = "adapter_model.safetensors";
-    assert_eq!(tiny.bytes(&format!("killed/{adapter}")), tiny.bytes(&format!("whole/{adapter}")));
-
-    // Another base is refused, also in another dtype.
-    let other = TRAIN.replace("--dtype nf4", "--dtype bfloat16");
-    let output = tiny.run(&format!("{other} --out killed --resume"));
-    assert!(!output.status.success());
 }

@@ -3,7 +3,7 @@
 use frugal::config::{ActivationPlan, Bytes, OffloadConfig};
 use frugal::lora::LoraConfig;
 use frugal::loss_log::LossSummary;
-use frugal::models::hugging_face::Folder;
+use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, ParameterCount};
 use frugal::models::{DecoderConfig, Llama};
 use frugal::runtime::random::Generator;
@@ -12,8 +12,6 @@ use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::trainer::StopReason;
 use frugal::{Config, Recipe};
 use tch::{Device, Kind, Tensor};
-
-use crate::tiny_folder::Tiny;
 
 /// What follows a token is the token and one, over answers of three.
 fn rows() -> Vec<MaskedRow> {
@@ -92,8 +90,9 @@ fn weights(config: &Config, folder: &Folder) -> Vec<(String, Tensor)> {
 
 #[test]
 fn a_model_that_is_offloaded_as_it_is_read_trains_to_the_same_bits() {
-    let tiny = Tiny::new();
-    let folder = Folder::open(&tiny.path("model")).unwrap();
+    let written = tempfile::tempdir().unwrap();
+    hugging_face::save(model().as_ref(), written.path(), hugging_face::SHARD_BYTES).unwrap();
+    let folder = Folder::open(written.path()).unwrap();
     for adapted in [false, true] {
         let resident = config(adapted);
         let expected = weights(&resident, &folder);

@@ -4,8 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Tree;
 
-/// The members with a binary. The crates among them may build on everything, and no library on them.
-const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
+/// The members with a binary. They may build on everything, and no library on them.
+const PROGRAMS: [&str; 3] = ["experiments", "frugal-cli", "xtask"];
+/// The library that puts the techniques together: programs alone build on it.
+const FACADE: &str = "frugal";
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// What every technique may build on; all other libraries are techniques.
@@ -48,17 +50,17 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
                      belongs into runtime, kernels, models or training"
                 )),
-                (true, false) if PROGRAMS.contains(name) => {}
+                (true, false) if PROGRAMS.contains(name) || *name == FACADE => {}
                 (true, false) => found.push(format!(
                     "{folder}/Cargo.toml: `{name}` depends on the technique `{dependency}`; techniques build on it, not \
                      the other way round"
                 )),
                 (false, _) => {}
             }
-            if PROGRAMS.contains(&&**dependency) && !PROGRAMS.contains(name) {
+            if (PROGRAMS.contains(&&**dependency) || dependency == FACADE) && !PROGRAMS.contains(name) {
                 found.push(format!(
-                    "{folder}/Cargo.toml: the library `{name}` depends on the program `{dependency}`; programs build on \
-                     libraries, not the other way round"
+                    "{folder}/Cargo.toml: the library `{name}` depends on `{dependency}`, which puts libraries together; it \
+                     builds on them, not the other way round"
                 ));
             }
         }
@@ -86,6 +88,9 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         // `report` makes the pages, and is what programs alone depend on.
         if !PROGRAMS.contains(&name) && name != "report" {
             for dependency in FOR_PROGRAMS.iter().filter(|name| built.contains(**name)) {
+                if is_optional(manifest, dependency) {
+                    continue;
+                }
                 found.push(format!(
                     "{folder}/Cargo.toml: the library `{name}` depends on `{dependency}`, which is for programs"
                 ));
@@ -102,11 +107,17 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
 }
 
 fn is_technique(name: &str) -> bool {
-    !LAYERS.contains(&name) && !FOR_TESTS.contains(&name) && !PROGRAMS.contains(&name)
+    !LAYERS.contains(&name) && !FOR_TESTS.contains(&name) && !PROGRAMS.contains(&name) && name != FACADE
 }
 
 /// Dependencies that come with a crate's library or program, or its build.
 const BUILT: [&str; 2] = ["dependencies", "build-dependencies"];
+
+/// Whether a dependency is compiled only for a feature.
+fn is_optional(manifest: &toml::Table, dependency: &str) -> bool {
+    let table = manifest.get("dependencies").and_then(|all| all.get(dependency));
+    table.and_then(|table| table.get("optional")).and_then(toml::Value::as_bool) == Some(true)
+}
 
 /// Packages that a manifest names as a dependency of any kind, for any target.
 fn dependencies_of(manifest: &toml::Table) -> BTreeSet<String> {
@@ -146,9 +157,10 @@ fn chain_to_torch<'a>(
     Some([vec![name], rest].concat())
 }
 
-/// Programs have one binary, of the crate's own name, and libraries none.
+/// Programs have one binary, of the crate's own name without `-cli`, and libraries none.
 fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
-    let own = folder.rsplit('/').next().unwrap_or(folder);
+    let package = folder.rsplit('/').next().unwrap_or(folder);
+    let own = package.strip_suffix("-cli").unwrap_or(package);
     let mut names: BTreeSet<String> = BTreeSet::new();
     for (path, _) in tree.with_extension(&["rs"]) {
         let Some(source) = path.strip_prefix(folder).and_then(|rest| rest.strip_prefix("/src/")) else {
@@ -166,7 +178,7 @@ fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
     let declared = manifest.get("bin").and_then(toml::Value::as_array).into_iter().flatten();
     names.extend(declared.filter_map(|bin| bin.get("name")?.as_str().map(str::to_owned)));
     let listed: Vec<&str> = names.iter().map(String::as_str).collect();
-    let library = !PROGRAMS.contains(&own);
+    let library = !PROGRAMS.contains(&package);
     match listed.as_slice() {
         [] => Vec::new(),
         all if library => {

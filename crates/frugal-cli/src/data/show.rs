@@ -1,0 +1,94 @@
+//! `frugal data show`.
+
+use std::io::IsTerminal as _;
+use std::ops::ControlFlow;
+
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+use frugal::rows::{Marks, marked};
+use report::cli::without_controls;
+use serde_json::json;
+
+use super::{SourceArgs, learned};
+use crate::Common;
+use crate::output::{print_coloured, print_line, say};
+
+#[derive(Args)]
+pub(super) struct Show {
+    #[command(flatten)]
+    source: SourceArgs,
+    /// Number of records to show
+    #[arg(long, short, value_name = "N", default_value_t = 3)]
+    number: usize,
+    /// Number of records to pass over first
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    skip: usize,
+    /// Highlight the tokens that count in the loss with colour, or with ⟦ and ⟧
+    #[arg(long, value_enum, default_value_t)]
+    color: Color,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Color {
+    /// Coloured on a terminal, unless NO_COLOR is set
+    #[default]
+    Auto,
+    Always,
+    Never,
+}
+
+pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
+    let source = arguments.source.open(common)?;
+    let is_coloured = match arguments.color {
+        Color::Auto => {
+            std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty())
+        }
+        Color::Always => true,
+        Color::Never => false,
+    };
+    let marks = if is_coloured { Marks::COLOURS } else { Marks::BRACKETS };
+    let (mut passed, mut shown, mut wrong) = (0, 0, 0);
+    source.each(&mut |place, encoded| {
+        passed += 1;
+        if passed <= arguments.skip {
+            return Ok(ControlFlow::Continue(()));
+        }
+        if shown == arguments.number {
+            return Ok(ControlFlow::Break(()));
+        }
+        shown += 1;
+        let (rows, counts) = match encoded {
+            Ok(encoded) => encoded,
+            // The records after a wrong one are shown, too.
+            Err(error) => {
+                wrong += 1;
+                say(common, &format!("wrong: {error}"));
+                return Ok(ControlFlow::Continue(()));
+            }
+        };
+        if rows.is_empty() {
+            let why = if counts.skipped > 0 { "it is too long" } else { "nothing of it is learned" };
+            say(common, &format!("{place}: left out: {why}"));
+        }
+        for row in &rows {
+            let tokenizer = source.encoder.tokenizer();
+            if common.json {
+                print_line(&json!({ "place": place, "input_ids": row.tokens, "labels": row.labels }));
+                continue;
+            }
+            let text = marked(row, tokenizer, marks)?;
+            let (tokens, learned) = (row.tokens.len(), learned(row));
+            let place = place.to_string();
+            let place = without_controls(&place);
+            print_coloured(&format!(
+                "── {place}: {tokens} tokens, {learned} learned\n{}\n",
+                text.trim_end_matches('\n')
+            ));
+        }
+        Ok(ControlFlow::Continue(()))
+    })?;
+    if shown > 0 && wrong == shown {
+        bail!("nothing is shown: the records are wrong; `{}` lists why", source.check);
+    }
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! `frugal export --verify`: log-probabilities and tokens of llama.cpp against this program's.
+
+use std::fmt;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use frugal::companion_files::tokenizer_of;
+use frugal::llama_cpp::{LlamaCpp, Request};
+use frugal::planning;
+use gguf::{Model, TensorType};
+use models::hugging_face::Folder;
+use models::module::{Input, LanguageModel};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use crate::flags::model::with_adapter;
+
+/// Lengths of the prompts, in tokens.
+const LENGTHS: [usize; 3] = [3, 17, 60];
+
+/// What is compared.
+pub(super) struct Files<'a> {
+    /// The model's folder, and an adapter's: what this program computes with.
+    pub(super) folder: &'a Path,
+    /// The folder with the tokenizer and the chat template that are in the file.
+    pub(super) texts: &'a Path,
+    pub(super) adapter: Option<&'a Path>,
+    /// The GGUF files: what llama.cpp computes with.
+    pub(super) model: &'a Path,
+    pub(super) lora: Option<&'a Path>,
+    /// The type of the model's matrices.
+    pub(super) kind: TensorType,
+}
+
+/// The outcome.
+pub(super) struct Figures {
+    largest: f64,
+    limit: f64,
+    kind: TensorType,
+    /// A text that llama.cpp tokenizes differently.
+    other_tokens: Option<String>,
+}
+
+/// Texts whose tokens show how a tokenizer splits: letters, digits, blanks, line breaks, other scripts, and what is no character of most
+/// vocabularies.
+const TEXTS: [&str; 3] = [
+    "Hello there, it's 12345.67 (x)!",
+    "Two  blanks,\ttabs\n\nand lines\r\n  of them",
+    "Zoë 🗼 日本語 👩‍👧 שלום",
+];
+
+/// The largest difference of a log-probability that is no error of the file.
+///
+/// llama.cpp multiplies 16-bit and 8-bit matrices with activations that it rounds to the same type, so a right file differs by more than
+/// its weights' rounding; a wrong order of rows differs by far more.
+fn limit(kind: TensorType, architecture: &str) -> f64 {
+    match kind {
+        // Its table of GELU is of fp16.
+        TensorType::F32 if architecture.starts_with("gemma") => 1e-2,
+        TensorType::F32 => 1e-3,
+        TensorType::F16 => 1e-2,
+        TensorType::BF16 | TensorType::Q8_0 => 1e-1,
+    }
+}
+
+/// Whether a model's weights in fp32 take at most half of the free memory.
+///
+/// # Errors
+/// A folder that is no model's.
+pub(super) fn fits_memory(folder: &Path) -> anyhow::Result<bool> {
+    let weights = 4 * Folder::open(folder)?.config().parameter_count();
+    Ok(weights <= planning::default_budget(Device::Cpu)? / 2)
+}
+
+/// Compares the log-probability of every token after three prompts.
+pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) -> anyhow::Result<Figures> {
+    let plain = model.tokenizer().plain_tokens();
+    let Some(forced) = plain.first().copied() else {
+        bail!("the tokenizer has no token of letters alone to verify with")
+    };
+    // The same tokens on every run: a multiplicative generator over the plain ones.
+    let mut state = 1u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        plain[(state >> 33) as usize % plain.len()]
+    };
+    let prompts: Vec<Vec<u32>> =
+        LENGTHS.iter().map(|length| (0..*length).map(|_| next()).collect()).collect();
+    let tokenizer = tokenizer_of(files.texts)?;
+    let mut texts = TEXTS.map(str::to_owned).to_vec();
+    texts.extend(chat(files.texts));
+    let theirs = llama_cpp.compute(&Request {
+        model: files.model,
+        lora: files.lora,
+        prompts: &prompts,
+        texts: &texts,
+        forced,
+        vocabulary: model.vocabulary() as usize,
+        threads: std::thread::available_parallelism().map_or(1, usize::from),
+    })?;
+    let ours = log_probabilities(files, &prompts).context("the log-probabilities of this program")?;
+    let largest = ours
+        .iter()
+        .zip(&theirs.log_probabilities)
+        .flat_map(|(ours, theirs)| ours.iter().zip(theirs).map(|(x, y)| (x - y).abs()))
+        // A NaN counts as the largest.
+        .fold(0.0, |largest: f64, difference| if difference <= largest { largest } else { difference });
+    let mut other_tokens = None;
+    for (text, theirs) in texts.into_iter().zip(theirs.tokens.iter().flatten()) {
+        if tokenizer.encode(&text)? != *theirs {
+            other_tokens = Some(text);
+            break;
+        }
+    }
+    Ok(Figures { largest, limit: limit(files.kind, model.architecture()), kind: files.kind, other_tokens })
+}
+
+/// A conversation by the chat template, if there is one.
+fn chat(folder: &Path) -> Option<String> {
+    let template = ChatTemplate::from_folder(folder, TemplateOptions::default()).ok()??;
+    let messages = [("user", TEXTS[0]), ("assistant", TEXTS[2]), ("user", "And?")];
+    let messages = messages.map(|(role, content)| Message::new(role, content));
+    Some(template.render(&Conversation::new(messages), true).ok()?.text)
+}
+
+/// Computes the log-probabilities of every token after each prompt, in fp32.
+fn log_probabilities(files: &Files<'_>, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<Vec<f64>>> {
+    let _no_grad = tch::no_grad_guard();
+    let model = Folder::open(files.folder)?.load(Some(Kind::Float), Device::Cpu)?;
+    let model: Box<dyn LanguageModel> = with_adapter(model, files.adapter)?;
+    let one = |prompt: &Vec<u32>| -> anyhow::Result<Vec<f64>> {
+        let tokens: Vec<i64> = prompt.iter().map(|token| i64::from(*token)).collect();
+        let tokens = Tensor::from_slice(&tokens).unsqueeze(0);
+        let last = model.logits(&Input::new(&tokens))?.f_select(1, -1)?.f_squeeze_dim(0)?;
+        Ok(Vec::try_from(last.f_log_softmax(-1, Kind::Double)?)?)
+    };
+    prompts.iter().map(one).collect()
+}
+
+impl Figures {
+    pub(super) fn json(&self) -> Value {
+        json!({
+            "largest_difference": self.largest, "limit": self.limit, "type": self.kind.to_string(),
+            "other_tokens": self.other_tokens,
+        })
+    }
+
+    /// Fails for a difference beyond the limit.
+    pub(super) fn judge(&self) -> anyhow::Result<()> {
+        if self.largest <= self.limit {
+            return Ok(());
+        }
+        bail!(
+            "llama.cpp computes other log-probabilities: they differ by up to {:.1e}, and {} allows {:.0e}; the file is wrong, or \
+             llama.cpp does not have an option of this model",
+            self.largest,
+            self.kind,
+            self.limit
+        )
+    }
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "llama.cpp: the log-probabilities of all tokens after prompts of {LENGTHS:?} tokens differ by at most {:.1e} ({} allows {:.0e})",
+            self.largest, self.kind, self.limit
+        )?;
+        match &self.other_tokens {
+            Some(text) => write!(
+                f,
+                "; note: it splits some texts into other tokens than the tokenizer does, such as {text:?}"
+            ),
+            None => Ok(()),
+        }
+    }
+}

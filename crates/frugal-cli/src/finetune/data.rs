@@ -1,0 +1,310 @@
+//! The rows of a fine-tuning.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use frugal::companion_files::{CompanionFiles, turn_end};
+use frugal::config::{CONFIG_FILE, Config, DataConfig};
+use frugal::dataloading::chat::{ChatTemplate, Date};
+use frugal::dataloading::records::Splits;
+use frugal::dataloading::{self, Tokenizer};
+use frugal::models::hugging_face::Folder;
+use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
+use frugal::tasks::gsm8k;
+use frugal::training::masked_rows::{MaskedRow, MaskedRows};
+
+use super::learned_end::{learned_end, note};
+use super::samples::Samples;
+use crate::Common;
+use crate::flags::rows::{encoder, flags_of_rows, found, found_text, note_template};
+use crate::flags::tokenizer::Ends;
+use crate::flags::unread;
+use crate::folder::run_record::shell_word;
+use crate::output::problems::Problems;
+use crate::output::say;
+use crate::run::training::NO_VALIDATION;
+
+/// Rows to train on and to measure on, and the token that pads.
+pub(super) struct Data {
+    pub(super) train: MaskedRows,
+    pub(super) validation: MaskedRows,
+    pub(super) pad: i64,
+    pub(super) train_files: Vec<PathBuf>,
+    pub(super) validation_files: Vec<PathBuf>,
+    /// Whether the model has a chat template.
+    pub(super) is_chat: bool,
+    /// The token with which the template ends an answer, if there is a template.
+    turn_end: Option<i64>,
+    tokenizer: Tokenizer,
+    /// Whether rows have a prompt and an answer.
+    has_answers: bool,
+}
+
+/// The configuration with the date that its chat template writes, if it writes one, and the template: the date of the configuration, of
+/// the training that is resumed, or today's.
+pub(super) fn with_date(
+    config: &Config,
+    companions: &CompanionFiles,
+    out: &Path,
+    resume: bool,
+) -> anyhow::Result<(Config, Option<ChatTemplate>)> {
+    let mut config = config.clone();
+    let mut dated = config.data.clone();
+    let earlier = out.join(CONFIG_FILE);
+    if dated.date.is_none() && resume && earlier.is_file() {
+        dated.date = Config::read(&earlier)?.data.date;
+    }
+    dated.date.get_or_insert_with(|| Date::today().to_string());
+    let template = companions.chat_template(&dated)?;
+    if template.as_ref().is_some_and(ChatTemplate::reads_the_date) {
+        config.data.date = dated.date;
+    }
+    Ok((config, template))
+}
+
+impl Data {
+    /// Reads the rows that the configuration names.
+    ///
+    /// # Errors
+    /// Files that are missing; a record that is wrong, by its line; rows that are too long; data without a row to learn from.
+    pub(super) fn read(
+        common: &Common,
+        config: &Config,
+        folder: &Folder,
+        companions: &CompanionFiles,
+        template: Option<ChatTemplate>,
+    ) -> anyhow::Result<Self> {
+        let own = &config.data;
+        let path = Path::new(&own.source);
+        let ends = Ends::find(folder, companions, own)?;
+        ends.note_context(common, folder, own);
+        if own.source.is_empty() {
+            bail!("`data.source` is missing; give the training data as --data");
+        }
+        if !path.exists() {
+            bail!(
+                "{} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
+                 train.*",
+                path.display()
+            );
+        }
+        if let Some(path) = own.validation.as_deref().filter(|path| !path.is_file()) {
+            bail!("--validation {}: no such file", path.display());
+        }
+        let mut splits = Splits::of(path)?;
+        let found = found(&splits, own)?;
+        if let Some(file) = own.validation.clone().filter(|_| found != Found::Gsm8k) {
+            splits.validation = vec![file];
+        }
+        say(common, &found_text(&found, &splits, own));
+        let has_validation = found == Found::Gsm8k || !splits.validation.is_empty();
+        unread::refuse_for_data(common, config, &found, has_validation)?;
+        let is_chat = matches!(found, Found::Records(_)) && template.is_some();
+        let turn_end = template.as_ref().and_then(|template| turn_end(template, &ends.tokenizer));
+        let (train, validation) = match &found {
+            Found::Gsm8k => problems(common, config, folder, &ends)?,
+            _ => {
+                let is_without = splits.validation.is_empty() && own.held_out <= 0.0;
+                if config.training.evaluate_every.is_some() && is_without {
+                    bail!(NO_VALIDATION);
+                }
+                let encoder = encoder(folder, template, own, &ends)?;
+                note_template(common, (&encoder, own), &found);
+                let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
+                    true => Ok(MaskedRows::default()),
+                    false => records(common, &encoder, &found, files, which, limit)
+                        .map_err(|error| name_check(error, &files[0], config)),
+                };
+                let train = read(&splits.train, "training", own.limit)?;
+                if splits.validation.is_empty() {
+                    held_out(common, config, &train)?
+                } else {
+                    (train, read(&splits.validation, "validation", None)?)
+                }
+            }
+        };
+        if config.training.evaluate_every.is_some() && validation.is_empty() {
+            bail!(NO_VALIDATION);
+        }
+        let has_answers = found != Found::Text;
+        let validation_files = if found == Found::Gsm8k { Vec::new() } else { splits.validation };
+        Ok(Self {
+            train,
+            validation,
+            pad: i64::from(ends.end),
+            train_files: splits.train,
+            validation_files,
+            is_chat,
+            turn_end,
+            tokenizer: ends.tokenizer,
+            has_answers,
+        })
+    }
+
+    /// The token with which answers end, if it is none of `end_tokens`, and a note of it: that of most rows, or else the one that a flag
+    /// gives. The note is left out where the flag is why.
+    pub(super) fn learned_end(
+        &self,
+        config: &Config,
+        end_tokens: &[i64],
+    ) -> anyhow::Result<Option<(Option<String>, i64)>> {
+        let of_rows = match self.has_answers {
+            true => learned_end(&self.train, &self.tokenizer, self.turn_end)?,
+            false => None,
+        };
+        let of_flag = config.data.end_token.is_some().then_some(self.pad);
+        let Some(end) = of_rows.or(of_flag).filter(|end| !end_tokens.contains(end)) else { return Ok(None) };
+        let note = (of_flag != Some(end)).then(|| note(end, &self.tokenizer, end_tokens));
+        Ok(Some((note, end)))
+    }
+
+    /// The rows whose answers are shown before and after, of the validation data or else of the training data. None with `--quiet`, which
+    /// does not show them, and over several ranks, each of which would have to answer.
+    pub(super) fn samples(
+        &self,
+        common: &Common,
+        config: &Config,
+        mut end_tokens: Vec<i64>,
+        out: &Path,
+    ) -> anyhow::Result<Option<Samples>> {
+        let count = config.training.samples;
+        if count == 0 || common.quiet || common.ranks.is_some() || !self.has_answers {
+            return Ok(None);
+        }
+        if !end_tokens.contains(&self.pad) {
+            end_tokens.push(self.pad);
+        }
+        let rows = if self.validation.is_empty() { &self.train } else { &self.validation };
+        Samples::of(rows, count, &self.tokenizer, end_tokens, out)
+    }
+}
+
+/// The training rows, and those of them that are held out for validation.
+///
+/// # Errors
+/// None is held out although a person asks for that, or for evaluations; rows that cannot be read.
+fn held_out(common: &Common, config: &Config, rows: &MaskedRows) -> anyhow::Result<(MaskedRows, MaskedRows)> {
+    let (all, share) = (rows.len(), config.data.held_out);
+    let (train, held) = rows::hold_out(rows, share)?;
+    if !held.is_empty() {
+        say(
+            common,
+            &format!(
+                "{} of {all} rows are held out for validation, by their hash (--held-out 0 trains on all)",
+                held.len()
+            ),
+        );
+    }
+    let is_asked = common.asked.has("data.held_out") && share > 0.0;
+    if held.is_empty() && share > 0.0 && (is_asked || config.training.evaluate_every.is_some()) {
+        let flag = if is_asked { format!("--held-out {share}") } else { "--evaluate-every".to_owned() };
+        let why = match all < rows::MIN_ROWS {
+            true => format!(
+                "of {all} rows none is held out for validation, which takes {} rows at least",
+                rows::MIN_ROWS
+            ),
+            false => {
+                format!("of {all} rows none is held out for validation, because so many of them are equal")
+            }
+        };
+        bail!("{flag}: {why}; give validation data as --validation, or leave it out");
+    }
+    Ok((train, held))
+}
+
+/// Names the command that lists all wrong records in an error about the first.
+fn name_check(error: anyhow::Error, file: &Path, config: &Config) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(frugal::Error::Data(dataloading::Error::Record { .. })) => {
+            let model = config.model.name.as_deref().unwrap_or_default();
+            let (file, model) = (shell_word(&file.display().to_string()), shell_word(model));
+            anyhow::Error::msg(format!(
+                "{error}; `frugal data check {file} --model {model}{}` lists all wrong records",
+                flags_of_rows(&config.data, &DataConfig::default())
+            ))
+        }
+        _ => error,
+    }
+}
+
+/// The rows of a split.
+fn records(
+    common: &Common,
+    encoder: &RowEncoder,
+    found: &Found,
+    files: &[PathBuf],
+    which: &str,
+    limit: Option<usize>,
+) -> anyhow::Result<MaskedRows> {
+    let Found::Records(detected) = found else { return Ok(rows::texts(files, encoder, limit)?) };
+    let rows = match rows::cache_folder() {
+        None => rows::prepare(files, encoder, detected, limit)?,
+        Some(folder) => {
+            let (rows, cached) = rows::prepare_cached(files, encoder, detected, limit, &folder)?;
+            match cached {
+                Cached::Written(_) => {}
+                Cached::Read(path) => {
+                    say(common, &format!("the {which} rows were prepared before: {}", path.display()))
+                }
+                Cached::NotWritten(why) => {
+                    say(common, &format!("the {which} rows are not kept for the next run: {why}"))
+                }
+            }
+            rows
+        }
+    };
+    let counts = rows.counts;
+    let all = counts.rows + counts.skipped + counts.without_label;
+    for (count, what) in [
+        (counts.skipped, "are too long and are left out"),
+        (counts.truncated, "are too long and are cut"),
+        (counts.split, "are too long and are divided"),
+        (counts.without_label, "have no text to learn and are left out"),
+        (counts.empty_answers, "have an empty answer, from which the model learns to end at once"),
+    ] {
+        if count > 0 {
+            say(common, &format!("{count} of {all} {which} rows {what}"));
+        }
+    }
+    counts.notes.lines().iter().for_each(|line| say(common, &format!("note: {line}")));
+    Ok(rows.rows)
+}
+
+/// The rows of GSM8K's problems to train on and to measure on.
+fn problems(
+    common: &Common,
+    config: &Config,
+    folder: &Folder,
+    ends: &Ends,
+) -> anyhow::Result<(MaskedRows, MaskedRows)> {
+    let own = &config.data;
+    if own.validation.is_some() {
+        bail!("--validation: GSM8K has a validation split of its own; leave it out");
+    }
+    if matches!(own.overlong, Overlong::Split | Overlong::Truncate) {
+        bail!(
+            "--overlong {}: GSM8K's answers end with their result; use --overlong skip, or --format question-answer",
+            own.overlong.name()
+        );
+    }
+    if own.mask != frugal::dataloading::chat::Mask::Answers {
+        bail!("--mask: GSM8K trains on the answers only; use --format question-answer for another mask");
+    }
+    let encoder = ends.encoder(folder, own)?;
+    let problems = Problems::of(own);
+    let parts = problems.parts()?;
+    let few_shot = problems.few_shot(&parts.train, own.shots)?;
+    let limit = own.limit.unwrap_or(parts.train.len()).min(parts.train.len());
+    let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<MaskedRows> {
+        let rows = encoder
+            .tokenize_all(problems, &few_shot)
+            .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
+        if !rows.skipped.is_empty() {
+            let (count, all) = (rows.skipped.len(), problems.len());
+            say(common, &format!("{count} of {all} {which} rows are too long and are left out"));
+        }
+        let rows: Vec<MaskedRow> = rows.rows.into_iter().map(MaskedRow::from).collect();
+        Ok(MaskedRows::of(&rows)?)
+    };
+    Ok((encoded(&parts.train[..limit], "training")?, encoded(&parts.validation, "validation")?))
+}

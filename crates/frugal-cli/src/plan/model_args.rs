@@ -1,0 +1,220 @@
+//! Which model is planned for: a `config.json`, a preset, or a family with sizes. Sizes that are given replace the model's.
+
+use std::path::Path;
+
+use crate::download_bar;
+use accounting::model::{Family, Shape, Windows};
+use accounting::quantity::parse_count;
+use accounting::{Decoder, config, presets};
+use anyhow::Context;
+use frugal::models::hub::{Hub, RepositoryKind};
+use frugal::models::hugging_face::Folder;
+
+use crate::flags::hub::HubArgs;
+
+const CONFIG: &str = "config.json";
+
+#[derive(clap::Args)]
+#[group(skip)]
+pub(crate) struct ModelArgs {
+    #[command(flatten)]
+    source: Source,
+    #[command(flatten)]
+    hub: HubArgs,
+    /// Vocabulary size: rows of the embedding and of the output matrix
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    vocabulary: Option<u64>,
+    /// Maximum number of positions [default with --family: 1024]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    context: Option<u64>,
+    /// Hidden size: width of the residual stream
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    hidden: Option<u64>,
+    /// Number of blocks
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    layers: Option<u64>,
+    /// Query heads
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    heads: Option<u64>,
+    /// Key-value heads [default: as many as heads]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    kv_heads: Option<u64>,
+    /// Width of a head [default: hidden / heads]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    head_dim: Option<u64>,
+    /// Width of the feed-forward layer [default: 4 · hidden]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    feed_forward: Option<u64>,
+    /// Width of the embedding; gpt2-like only [default: hidden]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    embedding: Option<u64>,
+    /// Whether output and embedding share a matrix [default with --family: true for gpt2]
+    #[arg(long, value_name = "BOOL", help_heading = SIZES)]
+    tied: Option<bool>,
+}
+
+const SIZES: &str = "Sizes (replace those of --model)";
+
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Source {
+    /// A config.json, a folder that has one, a name on the hub, or a preset such as qwen2.5-7b
+    #[arg(long, value_name = "NAME_OR_FILE", alias = "config", help_heading = "Model (one of)")]
+    model: Option<String>,
+    /// gpt2, gpt2-like, or a model_type such as qwen2 or llama; needs --vocabulary, --hidden, --layers and --heads
+    #[arg(long, value_name = "FAMILY", help_heading = "Model (one of)")]
+    family: Option<Family>,
+}
+
+impl ModelArgs {
+    /// The model, checked.
+    pub(crate) fn decoder(&self) -> anyhow::Result<Decoder> {
+        let (base, windows) = match &self.source {
+            Source { model: Some(name), .. } => {
+                let found = self.find(name)?;
+                ((*found).clone(), found.windows())
+            }
+            Source { family: Some(family), .. } => (self.all_sizes(*family)?, None),
+            _ => anyhow::bail!("no model is given; give --model or --family"),
+        };
+        let model = Decoder::new(self.replace(base))?;
+        Ok(match windows {
+            Some(windows) => {
+                let layers = windows.layers.min(model.layers);
+                model.with_windows(Windows { layers, ..windows })?
+            }
+            None => model,
+        })
+    }
+
+    /// A file, a folder, a preset, or a model on the hub.
+    fn find(&self, name: &str) -> anyhow::Result<Decoder> {
+        let path = Path::new(name);
+        if path.is_dir() {
+            let decoder = config::read(&path.join(CONFIG))?;
+            // The files may have a head that config.json does not know of.
+            if Folder::open(path).is_ok_and(|folder| folder.has_own_head()) {
+                let untied = Decoder::new(Shape { tied: false, ..(*decoder).clone() })?;
+                return Ok(match decoder.windows() {
+                    Some(windows) => untied.with_windows(windows)?,
+                    None => untied,
+                });
+            }
+            return Ok(decoder);
+        }
+        if path.extension().is_some_and(|extension| extension == "gguf") {
+            anyhow::bail!(
+                "{name}: a plan reads config.json, which a GGUF file does not contain; give the folder that the GGUF file was exported from"
+            );
+        }
+        if path.exists() || path.extension().is_some_and(|extension| extension == "json") {
+            return Ok(config::read(path)?);
+        }
+        let unknown = match presets::find(name) {
+            Ok(known) => return Ok(known),
+            Err(unknown) => unknown,
+        };
+        // A name on the hub has an owner.
+        if !name.contains('/') {
+            return Err(anyhow::anyhow!(
+                "{unknown}; there is no folder `{name}`, and a name on the hub has an owner, as Qwen/Qwen2.5-0.5B"
+            ));
+        }
+        let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.hub.offline) };
+        let folder = hub.fetch_files(RepositoryKind::Model, name, self.hub.revision.as_deref(), &[CONFIG])?;
+        Ok(config::read(&folder.join(CONFIG))?)
+    }
+
+    /// The folder of the model, where it is one.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        self.source.model.as_deref().map(Path::new).filter(|path| path.is_dir())
+    }
+
+    /// A name for tables.
+    pub(crate) fn name(&self) -> String {
+        let source = match &self.source {
+            Source { model: Some(name), .. } => name.clone(),
+            Source { family: Some(family), .. } => family.model_type().to_owned(),
+            _ => "model".to_owned(),
+        };
+        let changed = self.source.family.is_none() && self.any_size();
+        if changed { source + " (sizes changed)" } else { source }
+    }
+
+    /// Whether a size was given.
+    pub(crate) fn any_size(&self) -> bool {
+        let sizes = [
+            self.vocabulary,
+            self.context,
+            self.hidden,
+            self.layers,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.feed_forward,
+            self.embedding,
+        ];
+        self.tied.is_some() || sizes.iter().any(Option::is_some)
+    }
+
+    fn all_sizes(&self, family: Family) -> anyhow::Result<Shape> {
+        let required = |value: Option<u64>, flag: &str| {
+            value.with_context(|| format!("--family {} needs --{flag}", family.model_type()))
+        };
+        let hidden = required(self.hidden, "hidden")?;
+        let heads = required(self.heads, "heads")?;
+        let head_dim = self.head_dim.map_or_else(|| head_dim(hidden, heads), Ok)?;
+        Ok(Shape {
+            family,
+            vocabulary: required(self.vocabulary, "vocabulary")?,
+            context: 1024,
+            embedding: hidden,
+            hidden,
+            layers: required(self.layers, "layers")?,
+            heads,
+            kv_heads: heads,
+            head_dim,
+            feed_forward: hidden.saturating_mul(4),
+            tied: family == Family::Gpt2,
+            attention_bias: false,
+            mlp_bias: false,
+        })
+    }
+
+    /// `base` with the sizes that were given. A head's width follows hidden size and heads, if it did so in `base`.
+    fn replace(&self, base: Shape) -> Shape {
+        let hidden = self.hidden.unwrap_or(base.hidden);
+        let heads = self.heads.unwrap_or(base.heads);
+        let follows = base.heads.checked_mul(base.head_dim) == Some(base.hidden);
+        let resized = self.hidden.is_some() || self.heads.is_some();
+        let head_dim = if follows && resized && hidden.is_multiple_of(heads.max(1)) {
+            hidden / heads.max(1)
+        } else {
+            base.head_dim
+        };
+        let kv_heads = if base.kv_heads == base.heads { heads } else { base.kv_heads };
+        let embedding = if base.embedding == base.hidden { hidden } else { base.embedding };
+        Shape {
+            vocabulary: self.vocabulary.unwrap_or(base.vocabulary),
+            context: self.context.unwrap_or(base.context),
+            embedding: self.embedding.unwrap_or(embedding),
+            hidden,
+            layers: self.layers.unwrap_or(base.layers),
+            heads,
+            kv_heads: self.kv_heads.unwrap_or(kv_heads),
+            head_dim: self.head_dim.unwrap_or(head_dim),
+            feed_forward: self.feed_forward.unwrap_or(base.feed_forward),
+            tied: self.tied.unwrap_or(base.tied),
+            ..base
+        }
+    }
+}
+
+fn head_dim(hidden: u64, heads: u64) -> anyhow::Result<u64> {
+    anyhow::ensure!(
+        hidden.is_multiple_of(heads),
+        "hidden size {hidden} is not a multiple of {heads} heads; give another --hidden or --heads, or the width of \
+         a head with --head-dim"
+    );
+    Ok(hidden / heads)
+}

@@ -1,0 +1,291 @@
+//! The ways to run a training step of one process, and the fastest that fits.
+
+use accounting::activation_plan::LayerPlan;
+use accounting::candidates::{Allowed, Candidate, Found, Job, Placement, Tier};
+use accounting::offload::{Budget, Condition, Direction, OptimizerPlace, least_tokens};
+use accounting::quantity::{bytes_text, grouped};
+use clap::ValueEnum as _;
+use frugal::config::{Dtype, MasterWeights, Method, OffloadTier};
+use frugal::planning::{self, DataShape, KnownRates, MachineRates, Searched};
+use report::unit::human;
+use serde_json::json;
+use tch::{Device, Kind};
+
+use super::{PlannedStep, StepArgs, blank, head, not_predicted, nothing_fits, shape};
+use crate::Common;
+use crate::output::{print_line, print_lines, print_text};
+use crate::run::plan::{Columns, candidates_json, candidates_table};
+
+/// The ways to run a training step, and the search that found them.
+pub(crate) struct Ways {
+    pub(crate) job: Job,
+    pub(crate) allowed: Allowed,
+    pub(crate) found: Found,
+    /// How weights of 16 bits that are trained take small updates.
+    half: Option<MasterWeights>,
+}
+
+/// Finds the ways to run the step.
+///
+/// # Errors
+/// A model whose activations are not predicted.
+pub(super) fn ways(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    machine: &MachineRates,
+    budget: Budget,
+) -> anyhow::Result<Ways> {
+    let PlannedStep { config, model, kind, .. } = planned;
+    let mut allowed = planning::allowed(config, model.layers as usize, arguments.device_of_step(planned))?;
+    // The files of another machine are not known.
+    if let Some(offloaded) = allowed.offloaded.as_mut().filter(|_| arguments.hardware.is_some()) {
+        offloaded.tiers.retain(|tier| *tier == Tier::Host);
+    }
+    let search = |master_weights| -> anyhow::Result<_> {
+        let job = job(arguments, planned, machine, master_weights)?;
+        let found = job.search(&allowed, budget)?;
+        Ok((job, found))
+    };
+    let Searched { master_weights, job, found } = planning::choose_master_weights(config, *kind, search)?;
+    let half = planning::trains_half(config, *kind).then_some(master_weights);
+    Ok(Ways { job, allowed, found, half })
+}
+
+/// Prints the ways to run the step.
+///
+/// # Errors
+/// A model whose activations are not predicted; nothing that fits.
+pub(super) fn run(
+    common: &Common,
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    machine: &MachineRates,
+    budget: Budget,
+) -> anyhow::Result<()> {
+    let &PlannedStep { ref model, weights, .. } = planned;
+    let full = planned.lora.is_none();
+    let Ways { job, found, half, .. } = ways(arguments, planned, machine, budget)?;
+    let flags = |shown: &Candidate| {
+        let flags = flags(arguments, planned, shown, job.model.layers as usize, budget);
+        // Without the budget, another decision could be made.
+        match half {
+            _ if arguments.flags.has(&["--master-weights"]) => flags,
+            Some(MasterWeights::Stochastic) if flags == NO_FLAGS => "--master-weights stochastic".to_owned(),
+            Some(MasterWeights::Stochastic) => format!("{flags} --master-weights stochastic"),
+            _ => flags,
+        }
+    };
+    let columns = Columns { is_timed: true, epoch: None };
+    let chosen = found.chosen();
+    let shown = chosen.or_else(|| found.least());
+    let hiding = shown.map_or(Ok(Vec::new()), |shown| tokens_that_hide_loads(&job, shown, full))?;
+    if common.json {
+        print_line(&json!({
+            "model": arguments.model.name(),
+            "model_bytes": weights,
+            "parameters": model.parameters()?,
+            "budget": budget.device,
+            "flops": machine.flops,
+            "memory_rate": machine.bandwidth,
+            "link_rate": machine.transfers.load,
+            "ranks": 1,
+            "master_weights": half,
+            "variants": candidates_json(&found, columns),
+            "chosen": chosen.map(Candidate::name),
+            "flags": shown.map(flags),
+            "with_more_memory": found.faster().map(Candidate::name),
+            "with_less_memory": found.cheaper().map(Candidate::name),
+            "tokens_that_hide_loads": hiding.iter()
+                .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
+        }));
+    } else {
+        let mut lines = head(planned, machine, arguments.hardware.map_or("measured", |gpu| gpu.name))?;
+        lines[1] = ("budget for tensors".to_owned(), bytes_text(budget.device));
+        if let Some(half) = half {
+            let how = if half.keeps_copies() { "fp32" } else { "none: weights are rounded stochastically" };
+            lines.push(("master weights".to_owned(), how.to_owned()));
+        }
+        print(&lines);
+        print_text(&format!("\n{}\n", candidates_table(&found, columns, &|tensors| tensors)));
+        let mut lines = Vec::new();
+        if let Some(shown) = shown {
+            lines.push(("at the peak".to_owned(), shown.peak.moment.to_string()));
+            let parts = shown.peak.parts.iter();
+            lines.extend(parts.map(|part| (format!("  {}", part.name), bytes_text(part.bytes))));
+            if shown.host_bytes > 0 {
+                lines.push(("in host memory".into(), bytes_text(shown.host_bytes)));
+            }
+            lines.extend(hiding.iter().map(|(pass, tokens)| {
+                (format!("tokens that hide loads, {}", pass.name()), grouped((*tokens).into()))
+            }));
+            let other = |one: &Candidate| {
+                format!("{}: {}, {} a step", bytes_text(one.peak.total), one.name(), human(one.seconds, "s"))
+            };
+            lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
+            lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
+            lines.push(("flags of finetune".into(), flags(shown)));
+        }
+        lines.retain(|line| *line != blank());
+        print(&lines);
+    }
+    match chosen {
+        Some(_) => Ok(()),
+        None => Err(nothing_fits(budget, found.least().map(Candidate::device_bytes))),
+    }
+}
+
+/// The step of the training, as `frugal finetune` predicts it.
+fn job(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    machine: &MachineRates,
+    master_weights: MasterWeights,
+) -> anyhow::Result<Job> {
+    let &PlannedStep { ref model, work, kind, tier, .. } = planned;
+    // A row of n tokens has n − 1 positions that predict one.
+    let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
+    let mut config = planned.config.clone();
+    config.optimizer.master_weights = master_weights;
+    let rates = match arguments.hardware {
+        Some(_) => KnownRates { bandwidth: machine.bandwidth, ..KnownRates::nominal(Device::Cpu)? },
+        None => KnownRates::get(planned.device, kind)?,
+    };
+    let device = arguments.device_of_step(planned);
+    let job = planning::job(&config, &shape(model), (kind, device), &data, &rates).map_err(not_predicted)?;
+    let mut job = Job { model: model.clone(), ..job };
+    let is_given =
+        arguments.hardware.is_some() || arguments.link.is_some() || arguments.host_bandwidth.is_some();
+    job.choices.flops = machine.flops;
+    if is_given {
+        job.rates = machine.transfers;
+    }
+    // What the page cache cannot hold comes from the disk.
+    if is_given || tier == OffloadTier::File {
+        (job.file_load, job.file_optimizer) = (machine.transfers.load, machine.transfers.host_optimizer);
+    }
+    Ok(job)
+}
+
+/// What the plan decides itself, or is written in another way.
+const DECIDED: [&str; 11] = [
+    "--method",
+    "--dtype",
+    "--length",
+    "--budget",
+    "--micro-batch-size",
+    "--activations",
+    "--recompute",
+    "--offload",
+    "--ring",
+    "--resident",
+    "--optimizer-on",
+];
+
+/// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
+fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budget: Budget) -> Vec<String> {
+    let PlannedStep { config, kind, .. } = planned;
+    let mut flags = Vec::new();
+    let method =
+        config.method().filter(|method| *method != Method::Lora && !arguments.flags.has(&["--dora"]));
+    flags.extend(method.map(|method| format!("--method {}", method.name())));
+    // Of a model without a folder here, the plan is made for a dtype that need not be that of its files.
+    let dtype = config.model.dtype.or_else(|| match (arguments.kind(config), *kind) {
+        (None, Kind::BFloat16) => Some(Dtype::Bfloat16),
+        (None, _) => Some(Dtype::Float32),
+        (Some(_), _) => None,
+    });
+    let dtype = dtype.and_then(|dtype| dtype.to_possible_value());
+    flags.extend(dtype.map(|dtype| format!("--dtype {}", dtype.get_name())));
+    // A plan of several kinds of layers has no flag of its own: it is found again by what was asked.
+    let asked = ["--activations", "--recompute"];
+    let decided: Vec<&str> = DECIDED.into_iter().filter(|flag| !is_mixed || !asked.contains(flag)).collect();
+    flags.extend(arguments.flags.typed(&decided));
+    if config.data.max_length.is_some() || planned.work.sequence < planned.model.context {
+        flags.push(format!("--max-length {}", planned.work.sequence));
+    }
+    // Layers of several plans are found again under the same budget, which here is the default one if none was given.
+    let of_card = arguments.hardware.filter(|_| is_mixed).map(|_| budget.device);
+    let budget = config.training.budget.map(|budget| budget.0).or(of_card);
+    flags.extend(budget.map(|bytes| format!("--budget {}", budget_text(bytes))));
+    flags
+}
+
+/// A budget as its flag reads it, without rounding.
+fn budget_text(bytes: u64) -> String {
+    match bytes {
+        0 => "0".to_owned(),
+        _ if bytes.is_multiple_of(1 << 30) => format!("{}GiB", bytes >> 30),
+        _ if bytes.is_multiple_of(1 << 20) => format!("{}MiB", bytes >> 20),
+        _ => bytes.to_string(),
+    }
+}
+
+fn print(lines: &[(String, String)]) {
+    print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
+}
+
+const NO_FLAGS: &str = "none are needed";
+
+/// The flags of a training that runs in this way.
+fn flags(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    candidate: &Candidate,
+    layers: usize,
+    budget: Budget,
+) -> String {
+    let is_mixed = match &candidate.placement {
+        Placement::Resident(layers) => {
+            layers.iter().any(|kept| *kept != layers[0])
+                || layers
+                    .first()
+                    .is_some_and(|kept| !matches!(kept, LayerPlan::KeepAll | LayerPlan::RecomputeAll))
+        }
+        Placement::Offloaded { .. } => false,
+    };
+    let mut flags = Vec::new();
+    match &candidate.placement {
+        Placement::Resident(_) if is_mixed => {}
+        Placement::Resident(layers) => match layers.first() {
+            Some(LayerPlan::RecomputeAll) => flags.push("--activations recompute".to_owned()),
+            _ => flags.push("--activations keep".to_owned()),
+        },
+        Placement::Offloaded { tier, ring, resident, keep, optimizer } => {
+            let tier = if *tier == Tier::Host { "host" } else { "file" };
+            flags.push(format!("--offload {tier} --ring {ring}"));
+            if !resident.is_empty() {
+                let layers: Vec<String> = resident.iter().map(ToString::to_string).collect();
+                flags.push(format!("--resident {}", layers.join(",")));
+            }
+            match keep.len() {
+                0 => flags.push("--activations recompute".to_owned()),
+                kept if kept == layers => flags.push("--activations keep".to_owned()),
+                _ => flags.push(format!("--set 'offload.keep={}'", format!("{keep:?}").replace(' ', ""))),
+            }
+            if *optimizer == OptimizerPlace::Host {
+                flags.push("--optimizer-on host".to_owned());
+            }
+        }
+    }
+    flags.extend(candidate.rows.map(|rows| format!("--micro-batch-size {rows}")));
+    flags.extend(of_training(arguments, planned, is_mixed, budget));
+    if flags.is_empty() { NO_FLAGS.to_owned() } else { flags.join(" ") }
+}
+
+/// Tokens of a pass from which on loads hide behind compute, for each pass; none without offloaded layers.
+fn tokens_that_hide_loads(
+    job: &Job,
+    candidate: &Candidate,
+    full: bool,
+) -> anyhow::Result<Vec<(Direction, u64)>> {
+    let Placement::Offloaded { resident, .. } = &candidate.placement else { return Ok(Vec::new()) };
+    let backward = if full { Direction::Backward } else { Direction::FrozenBackward };
+    let condition = Condition {
+        flops: job.choices.flops,
+        link: job.rates.load,
+        bytes_per_parameter: job.choices.recipe.parameters.storage_bits() as f64 / 8.0,
+        resident_share: resident.len() as f64 / job.model.layers.max(1) as f64,
+    };
+    let of = |pass: Direction| Ok((pass, least_tokens(&condition, pass)?));
+    [Direction::Forward, backward].into_iter().map(of).collect()
+}

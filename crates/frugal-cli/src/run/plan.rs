@@ -1,0 +1,390 @@
+//! The plan of a training: predicted before its weights are read, told, enforced, and changed when memory is short.
+
+mod calibration;
+mod changes;
+mod table;
+
+use accounting::candidates::{Candidate, Found, Job, Placement};
+use accounting::offload::{self as on_paper, Footprint};
+use accounting::quantity::bytes_text;
+use frugal::Config;
+use frugal::config::{ActivationPlan, MasterWeights};
+use frugal::models::DecoderConfig;
+use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, Searched};
+use frugal::recipe::Handles;
+use frugal::training::trainer::{CheaperPlan, CheaperPlans};
+use report::cli::Failure;
+use runtime::memory::Limit;
+use serde_json::json;
+use tch::{Device, Kind};
+
+use crate::Common;
+use crate::output::{print_line, say};
+pub(crate) use calibration::Expected;
+pub(crate) use changes::Question;
+pub(crate) use table::{Columns, candidates_json, candidates_table};
+
+/// Exit status where nothing fits the budget.
+pub(crate) const NOTHING_FITS: u8 = 3;
+
+/// Seconds that a training must take, at nominal rates, to be worth some seconds of measuring this machine.
+const WORTH_MEASURING: f64 = 60.0;
+
+/// Bytes that measuring a CPU's memory and products takes.
+pub(crate) const MEASURING: u64 = 768 << 20;
+
+/// Per cent of the peak by which freed blocks that are kept for reuse may exceed it, where the budget has room: a step of all weights of 135
+/// million parameters takes three quarters of the time with it.
+const CACHE_SLACK: u8 = 25;
+
+/// What of a training its plan depends on.
+pub(crate) struct PlannedTraining<'a> {
+    /// The model's shape; `None` for one whose activations are not predicted.
+    pub(crate) shape: Option<&'a DecoderConfig>,
+    /// The dtype of its weights.
+    pub(crate) kind: Kind,
+    pub(crate) device: Device,
+    pub(crate) data: DataShape,
+    pub(crate) steps: u64,
+    /// Whether it continues an earlier training, whose sums it must not reorder.
+    pub(crate) resumes: bool,
+}
+
+/// The value; a budget below what the process takes already is a [`Failure`].
+pub(crate) fn fitting<T>(result: frugal::Result<T>) -> anyhow::Result<T> {
+    result.map_err(|error| match error {
+        frugal::Error::Budget { .. } => Failure { status: NOTHING_FITS, message: error.to_string() }.into(),
+        error => error.into(),
+    })
+}
+
+/// `3.00 GiB (80 % of the free memory)`.
+fn budget_text(budget: &Budget) -> String {
+    let source = format!(" ({} % of the free memory)", (planning::FREE_SHARE * 100.0).round());
+    bytes_text(budget.total) + if budget.is_default { &source } else { "" }
+}
+
+/// What was predicted.
+pub(crate) struct Prediction {
+    pub(crate) job: Job,
+    pub(crate) found: Found,
+    data: DataShape,
+    /// Whether the rates are this machine's.
+    is_timed: bool,
+    /// Rows at a time of an evaluation, and its peak under the chosen way.
+    evaluation: Option<(usize, Footprint)>,
+}
+
+/// The plan of a training.
+pub(crate) struct RunPlan {
+    device: Device,
+    /// `None` for ranks without one.
+    budget: Option<Budget>,
+    /// Or why there is none.
+    prediction: Result<Prediction, NotPredicted>,
+    plan: ActivationPlan,
+    /// Of a training of all weights in 16 bits: how they take small updates, and their dtype.
+    half: Option<(MasterWeights, Kind)>,
+}
+
+impl RunPlan {
+    /// Predicts a training.
+    ///
+    /// # Errors
+    /// A budget below what the process takes already; a [`Failure`] where nothing fits.
+    pub(crate) fn of(common: &Common, config: &Config, planned: PlannedTraining<'_>) -> anyhow::Result<Self> {
+        let device = planned.device;
+        let plan = config.activations.plan;
+        if common.ranks.is_some() {
+            let given = config.training.budget;
+            let budget = match given {
+                Some(given) => Some(Budget::new(given.0, device)?),
+                None => None,
+            };
+            budget.map_or(Ok(0), |budget| fitting(budget.free()))?;
+            let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
+            // All ranks have the same budget, and must decide alike: what each has free may differ.
+            let half = unpredicted(config, &planned, common, given.map(|given| given.0));
+            return Ok(Self { device, budget, prediction, plan, half });
+        }
+        let given = config.training.budget.map(|given| given.0);
+        let budget = Budget { resumes: planned.resumes, ..Budget::given_or_default(given, device)? };
+        let predicted = match planned.shape {
+            None => Err(NotPredicted("this architecture".to_owned())),
+            Some(shape) => predict(config, shape, &planned, budget),
+        };
+        let (predicted, half) = match predicted {
+            Ok((prediction, half)) => (Ok(prediction), half),
+            Err(why) => (Err(why), unpredicted(config, &planned, common, Some(budget.tensors()))),
+        };
+        let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan, half };
+        if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
+            && prediction.found.chosen().is_none()
+        {
+            let question = Question {
+                config: &run_plan.decided(config),
+                shape,
+                kind: planned.kind,
+                device,
+                data: &prediction.data,
+                budget,
+            };
+            let message = question.nothing_fits(&budget_text(&budget), &prediction.found);
+            return Err(Failure { status: NOTHING_FITS, message }.into());
+        }
+        fitting(budget.free())?;
+        Ok(run_plan)
+    }
+
+    /// Whether the step's memory was predicted.
+    pub(crate) fn is_predicted(&self) -> bool {
+        self.prediction.is_ok()
+    }
+
+    fn chosen(&self) -> Option<&Candidate> {
+        self.prediction.as_ref().ok()?.found.chosen()
+    }
+
+    /// The plan for programs; null where it is not predicted.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        match (&self.prediction, self.budget) {
+            (Ok(prediction), Some(budget)) => {
+                let mut json = prediction.json(budget);
+                json["master_weights"] = json!(self.half.map(|(way, _)| way));
+                json
+            }
+            _ => serde_json::Value::Null,
+        }
+    }
+
+    /// Tells the plan, on standard error, or with `--json` on standard output.
+    pub(crate) fn tell(&self, common: &Common) {
+        match (&self.prediction, self.budget) {
+            (Ok(_), Some(_)) if common.json => print_line(&json!({ "plan": self.json() })),
+            (Ok(prediction), Some(budget)) => say(common, prediction.text(budget).trim_end()),
+            (Err(NotPredicted(why)), Some(budget)) if common.ranks.is_none() && !common.json => say(
+                common,
+                &format!(
+                    "budget {}; the memory of a step is not predicted for {why}: layers are recomputed if it does not suffice",
+                    budget_text(&budget)
+                ),
+            ),
+            _ => {}
+        }
+        if let Some((way, kind)) = self.half.filter(|_| !common.json) {
+            say(common, &half_text(way, kind));
+        }
+    }
+
+    /// The configuration with the decision on master weights.
+    fn decided(&self, config: &Config) -> Config {
+        let mut config = config.clone();
+        if let Some((way, _)) = self.half {
+            config.optimizer.master_weights = way;
+        }
+        config
+    }
+
+    /// The rows at a time with which an evaluation fits the budget; `None` where it is not predicted.
+    pub(crate) fn evaluation_rows(&self) -> Option<usize> {
+        self.prediction.as_ref().ok()?.evaluation.as_ref().map(|(rows, _)| *rows)
+    }
+
+    /// The configuration that runs in the chosen way.
+    pub(crate) fn applied(&self, config: &Config) -> Config {
+        let config = self.decided(config);
+        match self.chosen() {
+            Some(chosen) => planning::with_choice(&config, chosen),
+            None => config,
+        }
+    }
+
+    /// The configuration as it is written for a resume: with what decides bits.
+    pub(crate) fn written(&self, config: &Config) -> Config {
+        let mut config = self.decided(config);
+        if let Some(chosen) = self.chosen().filter(|_| config.training.micro_batch_size.is_none()) {
+            // Also where a batch is not divided: the file's next training must not divide it at other rates or under another budget.
+            config.training.micro_batch_size =
+                Some(chosen.rows.map_or(config.training.batch, |rows| rows as usize));
+        }
+        config
+    }
+
+    /// The common flags, with the origin of what [`RunPlan::written`] has decided.
+    pub(crate) fn with_origins(common: &Common, config: &Config, written: &Config) -> Common {
+        let mut common = common.clone();
+        for (key, is_decided) in [
+            ("optimizer.master_weights", config.optimizer.master_weights != written.optimizer.master_weights),
+            (
+                "training.micro_batch_size",
+                config.training.micro_batch_size != written.training.micro_batch_size,
+            ),
+        ] {
+            if is_decided {
+                common.origins.set(key, "the plan");
+            }
+        }
+        common
+    }
+
+    /// Makes the allocator refuse what goes beyond the budget. On a CPU the program's own memory counts too.
+    ///
+    /// # Errors
+    /// The program takes more already.
+    pub(crate) fn enforce(&self) -> anyhow::Result<Option<Limit>> {
+        let Some(budget) = self.budget else { return Ok(None) };
+        if self.device == Device::Cpu {
+            runtime::memory::set_cache_slack(CACHE_SLACK)?;
+        }
+        Ok(planning::enforce(self.device, budget.enforced())?)
+    }
+
+    /// The same when the layers are where they are offloaded to: on a CPU that memory is of the budget and not of the allocator's. `None`
+    /// where there is none.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub(crate) fn enforce_beside_offloaded(&self) -> anyhow::Result<Option<Limit>> {
+        let offloaded = runtime::device::pinned_bytes(Device::Cpu)?.live;
+        let Some(budget) = self.budget.filter(|_| self.device == Device::Cpu && offloaded > 0) else {
+            return Ok(None);
+        };
+        let left = budget.enforced().saturating_sub(offloaded);
+        Ok(planning::enforce(self.device, left.max(runtime::memory::live_bytes(self.device)?))?)
+    }
+
+    /// Sets what layers on the device keep.
+    ///
+    /// # Errors
+    /// A plan for other layers.
+    pub(crate) fn apply(&self, handles: &Handles) -> anyhow::Result<()> {
+        if let (Some(Placement::Resident(plan)), Some(activations)) =
+            (self.chosen().map(|chosen| &chosen.placement), &handles.activations)
+        {
+            activations.change(plan)?;
+        }
+        Ok(())
+    }
+
+    /// The plans that a training changes to when memory is short.
+    ///
+    /// # Errors
+    /// Those of a prediction.
+    pub(crate) fn cheaper_plans(&self, handles: &Handles) -> anyhow::Result<Option<CheaperPlans>> {
+        let Some(activations) = &handles.activations else { return Ok(None) };
+        // A plan that was named is kept.
+        if !matches!(self.plan, ActivationPlan::Auto | ActivationPlan::Plan) {
+            return Ok(None);
+        }
+        let (peak, plans) = match (&self.prediction, self.chosen()) {
+            (Ok(prediction), Some(chosen)) => {
+                let cheaper = prediction.job.cheaper_plans(chosen)?;
+                let plans = cheaper.into_iter().filter_map(|plan| {
+                    let Placement::Resident(layers) = &plan.placement else { return None };
+                    let (name, layers) = (plan.name(), layers.clone());
+                    Some(CheaperPlan { name, layers, peak_bytes: Some(plan.peak.total) })
+                });
+                (Some(chosen.peak.total), plans.collect())
+            }
+            _ => (None, CheaperPlans::by_quarters(activations.plan().len())),
+        };
+        Ok(Some(CheaperPlans::new(activations.clone(), peak, plans)))
+    }
+
+    /// The predicted time of a step, which the first steps correct; at nominal rates there is none, but the first steps tell it.
+    pub(crate) fn expected(&self) -> Option<Expected> {
+        let prediction = self.prediction.as_ref().ok()?;
+        let work = prediction.job.mean.work;
+        Some(Expected {
+            seconds: prediction.is_timed.then_some(self.chosen()?.seconds),
+            positions: (work.batch * work.sequence * prediction.job.accumulation) as f64,
+            epoch: prediction.steps_of_an_epoch(),
+        })
+    }
+}
+
+fn predict(
+    config: &Config,
+    shape: &DecoderConfig,
+    planned: &PlannedTraining<'_>,
+    budget: Budget,
+) -> Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted> {
+    let PlannedTraining { kind, device, ref data, steps, resumes, .. } = *planned;
+    let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
+    allowed.splits &= !resumes;
+    let bytes = on_paper::Budget { device: budget.tensors(), host: None };
+    let with = |rates: &KnownRates| -> Result<Searched, NotPredicted> {
+        planning::choose_master_weights(config, kind, |master_weights| {
+            let mut config = config.clone();
+            config.optimizer.master_weights = master_weights;
+            let job = planning::job(&config, shape, (kind, device), data, rates)?;
+            let found = job.search(&allowed, bytes)?;
+            Ok((job, found))
+        })
+    };
+    let kept = KnownRates::kept(device, kind);
+    let mut is_timed = kept.is_some();
+    let rates = match kept {
+        Some(rates) => rates,
+        None => KnownRates::nominal(device)?,
+    };
+    let mut searched = with(&rates)?;
+    let seconds = searched.found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
+    // On a CPU measuring takes memory of the budget.
+    let has_room = device != Device::Cpu || budget.tensors() >= MEASURING;
+    if !is_timed && seconds > WORTH_MEASURING && has_room {
+        searched = with(&KnownRates::measure(device, kind)?)?;
+        is_timed = true;
+    }
+    let Searched { master_weights, job, found } = searched;
+    let half = planning::trains_half(config, kind).then_some((master_weights, kind));
+    let mut evaluation = None;
+    if let Some(chosen) = found.chosen() {
+        for &(rows, batch) in &data.evaluations {
+            let peak = job.evaluation(&chosen.placement, batch)?;
+            let fits = peak.total <= budget.tensors();
+            evaluation = Some((rows, peak));
+            if fits {
+                break;
+            }
+        }
+    }
+    Ok((Prediction { job, found, data: data.clone(), is_timed, evaluation }, half))
+}
+
+/// The same decision for a step that is not predicted, by what weights, gradients, state and master weights take of `bytes`.
+fn unpredicted(
+    config: &Config,
+    planned: &PlannedTraining<'_>,
+    common: &Common,
+    bytes: Option<u64>,
+) -> Option<(MasterWeights, Kind)> {
+    let ranks = common.ranks.as_ref().map_or(1, |ranks| ranks.mesh.world().size() / ranks.mesh.replicas());
+    let fits = || match (planned.shape, bytes) {
+        (Some(shape), Some(bytes)) => planning::states_fit(config, shape, ranks, bytes),
+        _ => true,
+    };
+    let way = match config.optimizer.master_weights {
+        MasterWeights::Auto if fits() => MasterWeights::Always,
+        MasterWeights::Auto => MasterWeights::Stochastic,
+        way => way,
+    };
+    planning::trains_half(config, planned.kind).then_some((way, planned.kind))
+}
+
+/// How trained weights of 16 bits take small updates.
+fn half_text(way: MasterWeights, kind: Kind) -> String {
+    let name = if kind == Kind::Half { "float16" } else { "bfloat16" };
+    match way {
+        MasterWeights::Auto | MasterWeights::Always => {
+            format!("the {name} weights are trained with fp32 master weights, 4 bytes for each weight")
+        }
+        MasterWeights::Stochastic => format!(
+            "the {name} weights are rounded stochastically, without fp32 master weights, which would take 4 bytes more for each weight"
+        ),
+        MasterWeights::Never => format!(
+            "optimizer.master_weights = false: the {name} weights lose updates smaller than their last digit, which are most of a \
+             fine-tuning's; \"auto\" loses none"
+        ),
+    }
+}
