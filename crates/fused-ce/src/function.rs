@@ -8,7 +8,7 @@ mod chunk;
 mod gradient_sums;
 mod second_pass;
 
-use kernels::cross_entropy::{Coefficients, LogitsPass, Statistics};
+use kernels::cross_entropy::{Coefficients, LogitsPass, Statistics, TileInputs};
 use kernels::gradients::scale_;
 use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function};
@@ -116,8 +116,13 @@ impl Function for Fused {
             self.products(&operands, &x, &mut tile, start, count)?;
             let mut row = Statistics::new(count, self.distributions.is_some(), self.wanted(), options)?;
             let targets = self.tile_targets(start, count)?;
-            let (targets, weights) = (self.as_targets(&targets), class_weights.as_ref());
-            pass.statistics(&mut tile, self.sizes.first, transform, targets, weights, &mut row)?;
+            let inputs = TileInputs {
+                first: self.sizes.first,
+                transform,
+                targets: self.as_targets(&targets),
+                class_weights: class_weights.as_ref(),
+            };
+            pass.statistics(&mut tile, inputs, &mut row)?;
             self.all_reduce(&mut row)?;
 
             let mass = self.mass(start, count, row.mass.as_ref())?;
@@ -148,8 +153,7 @@ impl Function for Fused {
                     constant: terms.constant.as_ref(),
                 };
                 let into = sums.tile_kind(plan);
-                let gradient =
-                    pass.gradient_as(&mut tile, transform, targets, weights, coefficients, into)?;
+                let gradient = pass.gradient_as(&mut tile, inputs, coefficients, into)?;
                 sums.add(self, &operands, x, &gradient, start, count)?;
             }
         }

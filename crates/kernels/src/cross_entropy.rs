@@ -44,7 +44,7 @@ use tch::{Device, Kind, Tensor};
 
 use cuda::Cuda;
 
-pub use arguments::{Coefficients, Statistics, Targets, Transform, Wanted};
+pub use arguments::{Coefficients, Statistics, Targets, TileInputs, Transform, Wanted};
 pub use reference::Reference;
 
 /// The two passes over a tile. A tile without rows or columns has no effect.
@@ -64,18 +64,15 @@ pub trait LogitsPass: Debug + Send + Sync {
     }
 
     /// Turns products into logits, and accumulates their statistics. `tile` `[n, c]`, Float or Double, or BFloat16 or Half for passes
-    /// other than [`Cpu`], with dense rows, whose first column is column `first` of the vocabulary. `class_weights` `[c]`, the bias,
-    /// target distributions and statistics are in the tile's dtype, or Float for a tile in BFloat16 or Half.
+    /// other than [`Cpu`], with dense rows. Class weights, bias, target distributions and statistics are in the tile's dtype, or Float
+    /// for a tile in BFloat16 or Half.
     ///
     /// # Errors
     /// Shapes, dtypes or devices that do not fit.
     fn statistics(
         &self,
         tile: &mut Tensor,
-        first: i64,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         statistics: &mut Statistics,
     ) -> Result<()>;
 
@@ -92,9 +89,7 @@ pub trait LogitsPass: Debug + Send + Sync {
     fn gradient(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
     ) -> Result<()>;
 
@@ -106,13 +101,11 @@ pub trait LogitsPass: Debug + Send + Sync {
     fn gradient_as(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
         kind: Kind,
     ) -> Result<Tensor> {
-        self.gradient(tile, transform, targets, class_weights, coefficients)?;
+        self.gradient(tile, inputs, coefficients)?;
         Ok(tile.f_to_kind(kind)?)
     }
 }
@@ -140,16 +133,13 @@ impl LogitsPass for Cpu {
     fn statistics(
         &self,
         tile: &mut Tensor,
-        first: i64,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         statistics: &mut Statistics,
     ) -> Result<()> {
         not_recorded(tile)?;
         let _scope = kernel("runtime::cross_entropy_statistics", [tile]);
-        cpu::statistics(tile, first, transform, targets, class_weights, statistics)?;
-        let passes = 1 + u64::from(transform.changes()) + u64::from(matches!(targets, Targets::Dense(_)));
+        cpu::statistics(tile, inputs, statistics)?;
+        let passes = 1 + u64::from(inputs.transform.changes()) + u64::from(inputs.is_dense());
         record_external("runtime::cross_entropy_statistics", Flops::from(0), passes * bytes_of(tile))
     }
 
@@ -166,35 +156,31 @@ impl LogitsPass for Cpu {
     fn gradient(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
         not_recorded(tile)?;
         let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
-        cpu::gradient(tile, transform, targets, class_weights, coefficients)?;
-        let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
+        cpu::gradient(tile, inputs, coefficients)?;
+        let passes = 2 + u64::from(inputs.is_dense());
         record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))
     }
 
     fn gradient_as(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
         kind: Kind,
     ) -> Result<Tensor> {
         if (tile.kind(), kind) != (Kind::Float, Kind::BFloat16) {
-            self.gradient(tile, transform, targets, class_weights, coefficients)?;
+            self.gradient(tile, inputs, coefficients)?;
             return Ok(tile.f_to_kind(kind)?);
         }
         not_recorded(tile)?;
         let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
-        cpu::narrow_gradient(tile, transform, targets, class_weights, coefficients)?;
-        let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
+        cpu::narrow_gradient(tile, inputs, coefficients)?;
+        let passes = 2 + u64::from(inputs.is_dense());
         record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))?;
         Ok(tile.f_view_dtype(kind)?.f_narrow(1, 0, tile.size()[1])?)
     }

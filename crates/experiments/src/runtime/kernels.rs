@@ -6,7 +6,7 @@ mod gradients;
 mod nf4;
 
 use kernels::adam::{AdamStep, AdamTensors, adam, adam_many};
-use kernels::cross_entropy::{Coefficients, Statistics, Targets, Transform, Wanted, pass_for};
+use kernels::cross_entropy::{Coefficients, Statistics, Targets, TileInputs, Wanted, pass_for};
 use kernels::norm::{self, rms_norm};
 use kernels::physical;
 use kernels::rope::RotaryTable;
@@ -292,7 +292,7 @@ fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
             bytes: 4.0 * logits,
             ours: Box::new(move |_| {
                 let targets = Targets::Columns(&of);
-                pass_for(device).statistics(&mut own, 0, Transform::default(), targets, None, &mut known)
+                pass_for(device).statistics(&mut own, TileInputs::new(targets), &mut known)
             }),
             libtorch: Some(Box::new(move |_| discard(theirs.f_logsumexp([1].as_slice(), false)))),
         };
@@ -308,8 +308,8 @@ fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
                 let targets = Targets::Columns(&labels);
                 let coefficients =
                     Coefficients { maximum: &maximum, powers: &powers, target: &target, constant: None };
-                let transform = Transform::default();
-                pass_for(device).gradient_as(&mut own, transform, targets, None, coefficients, KIND).map(drop)
+                let inputs = TileInputs::new(targets);
+                pass_for(device).gradient_as(&mut own, inputs, coefficients, KIND).map(drop)
             }),
             libtorch: Some(Box::new(move |_| discard(theirs.f_softmax(-1, Kind::Float)?.f_to_kind(KIND)))),
         };

@@ -1,6 +1,6 @@
 //! Backward with recomputed logits, for gradients that need the upstream gradient first.
 
-use kernels::cross_entropy::Coefficients;
+use kernels::cross_entropy::{Coefficients, TileInputs};
 use runtime::Result;
 use runtime::autograd::Backward;
 use tch::Tensor;
@@ -77,14 +77,13 @@ impl Fused {
                 constant: terms.constant.as_ref(),
             };
             let targets = self.tile_targets(start, count)?;
-            let gradient = pass.gradient_as(
-                &mut tile,
+            let inputs = TileInputs {
+                first: self.sizes.first,
                 transform,
-                self.as_targets(&targets),
-                class_weights.as_ref(),
-                coefficients,
-                sums.tile_kind(self.plan),
-            )?;
+                targets: self.as_targets(&targets),
+                class_weights: class_weights.as_ref(),
+            };
+            let gradient = pass.gradient_as(&mut tile, inputs, coefficients, sums.tile_kind(self.plan))?;
             sums.add(self, &operands, x, &gradient, start, count)?;
         }
         drop(scratch);

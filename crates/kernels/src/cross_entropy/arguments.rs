@@ -39,6 +39,31 @@ pub enum Targets<'a> {
     Dense(&'a Tensor),
 }
 
+/// The inputs of a pass beside the tile.
+#[derive(Clone, Copy, Debug)]
+pub struct TileInputs<'a> {
+    /// The column of the vocabulary at which the tile begins.
+    pub first: i64,
+    /// The transform from products to logits.
+    pub transform: Transform<'a>,
+    /// The target distributions.
+    pub targets: Targets<'a>,
+    /// w, `[c]`; 1 for every class if absent.
+    pub class_weights: Option<&'a Tensor>,
+}
+
+impl<'a> TileInputs<'a> {
+    /// Returns the inputs of a tile that begins the vocabulary and whose products are its logits, without class weights.
+    pub fn new(targets: Targets<'a>) -> Self {
+        Self { first: 0, transform: Transform::default(), targets, class_weights: None }
+    }
+
+    /// Returns whether the targets are distributions.
+    pub(crate) fn is_dense(&self) -> bool {
+        matches!(self.targets, Targets::Dense(_))
+    }
+}
+
 /// Which optional statistics to compute.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wanted {

@@ -8,24 +8,17 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::row::{self, Formula, RowStatistics, RowTarget};
-use super::{Coefficients, Statistics, Targets, Transform};
+use super::{Coefficients, Statistics, Targets, TileInputs, Transform};
 use crate::operands::{Operands, Rows, apart, contiguous, overlap, rows};
 use crate::simd::Real;
 
 pub(crate) const NAME: &str = "cross-entropy of a tile of logits";
 
 /// See [`super::LogitsPass::statistics`].
-pub(crate) fn statistics(
-    tile: &Tensor,
-    first: i64,
-    transform: Transform<'_>,
-    targets: Targets<'_>,
-    class_weights: Option<&Tensor>,
-    statistics: &mut Statistics,
-) -> Result<()> {
+pub(crate) fn statistics(tile: &Tensor, inputs: TileInputs<'_>, statistics: &mut Statistics) -> Result<()> {
     match tile.kind() {
-        Kind::Double => typed_statistics::<f64>(tile, first, transform, targets, class_weights, statistics),
-        _ => typed_statistics::<f32>(tile, first, transform, targets, class_weights, statistics),
+        Kind::Double => typed_statistics::<f64>(tile, inputs, statistics),
+        _ => typed_statistics::<f32>(tile, inputs, statistics),
     }
 }
 
@@ -38,42 +31,31 @@ pub(crate) fn logits(tile: &Tensor, transform: Transform<'_>) -> Result<()> {
 }
 
 /// See [`super::LogitsPass::gradient`].
-pub(crate) fn gradient(
-    tile: &Tensor,
-    transform: Transform<'_>,
-    targets: Targets<'_>,
-    class_weights: Option<&Tensor>,
-    coefficients: Coefficients<'_>,
-) -> Result<()> {
+pub(crate) fn gradient(tile: &Tensor, inputs: TileInputs<'_>, coefficients: Coefficients<'_>) -> Result<()> {
     match tile.kind() {
-        Kind::Double => typed_gradient::<f64>(tile, transform, targets, class_weights, coefficients, |_| ()),
-        _ => typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients, |_| ()),
+        Kind::Double => typed_gradient::<f64>(tile, inputs, coefficients, |_| ()),
+        _ => typed_gradient::<f32>(tile, inputs, coefficients, |_| ()),
     }
 }
 
 /// The gradient of a Float tile in bf16: each row's in the first half of its memory.
 pub(crate) fn narrow_gradient(
     tile: &Tensor,
-    transform: Transform<'_>,
-    targets: Targets<'_>,
-    class_weights: Option<&Tensor>,
+    inputs: TileInputs<'_>,
     coefficients: Coefficients<'_>,
 ) -> Result<()> {
-    typed_gradient::<f32>(tile, transform, targets, class_weights, coefficients, row::narrow)
+    typed_gradient::<f32>(tile, inputs, coefficients, row::narrow)
 }
 
 fn typed_statistics<R: Real>(
     tile: &Tensor,
-    first: i64,
-    transform: Transform<'_>,
-    targets: Targets<'_>,
-    class_weights: Option<&Tensor>,
+    inputs: TileInputs<'_>,
     statistics: &mut Statistics,
 ) -> Result<()> {
     let mut view = Tile::<R>::new(tile)?;
-    let formula = view.formula(transform, class_weights)?;
-    let targets = view.targets(targets)?;
-    let first = usize::try_from(first).map_err(|_| refuse("a tile begins at column 0 or later"))?;
+    let formula = view.formula(inputs.transform, inputs.class_weights)?;
+    let targets = view.targets(inputs.targets)?;
+    let first = usize::try_from(inputs.first).map_err(|_| refuse("a tile begins at column 0 or later"))?;
     let mut written = |name, tensor: &Tensor| view.writes::<R>(name, tensor, R::KIND);
     let (maximum, sum) = (written("maximum", &statistics.maximum)?, written("sum", &statistics.sum)?);
     let target = written("target", &statistics.target)?;
@@ -137,15 +119,13 @@ fn typed_logits<R: Real>(tile: &Tensor, transform: Transform<'_>) -> Result<()> 
 
 fn typed_gradient<R: Real>(
     tile: &Tensor,
-    transform: Transform<'_>,
-    targets: Targets<'_>,
-    class_weights: Option<&Tensor>,
+    inputs: TileInputs<'_>,
     coefficients: Coefficients<'_>,
     finish: fn(&mut [R]),
 ) -> Result<()> {
     let mut view = Tile::<R>::new(tile)?;
-    let formula = view.formula(transform, class_weights)?;
-    let targets = view.targets(targets)?;
+    let formula = view.formula(inputs.transform, inputs.class_weights)?;
+    let targets = view.targets(inputs.targets)?;
     let mut cells = |name, tensor: &Tensor| view.reads::<R>(name, tensor, R::KIND);
     let maximum = cells("maximum", coefficients.maximum)?;
     let (powers, target) = (cells("powers", coefficients.powers)?, cells("target", coefficients.target)?);

@@ -5,7 +5,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::cpu::NAME;
-use super::{Coefficients, LogitsPass, Reference, Statistics, Targets, Transform};
+use super::{Coefficients, LogitsPass, Reference, Statistics, Targets, TileInputs, Transform};
 use crate::cuda::{
     Argument, Matrix, Source, are_ready, expect, float, int, launch, matrix, optional, pointer, type_of,
     width,
@@ -31,7 +31,7 @@ pub(crate) struct Cuda;
 struct Tile {
     matrix: Matrix,
     /// The C++ type of its numbers.
-    of: &'static str,
+    element: &'static str,
     width: i64,
     device: Device,
 }
@@ -60,17 +60,15 @@ impl LogitsPass for Cuda {
     fn statistics(
         &self,
         tile: &mut Tensor,
-        first: i64,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         statistics: &mut Statistics,
     ) -> Result<()> {
         if !Self::takes(tile) {
-            return Reference.statistics(tile, first, transform, targets, class_weights, statistics);
+            return Reference.statistics(tile, inputs, statistics);
         }
+        let TileInputs { first, transform, targets, class_weights } = inputs;
         let view = Tile::new(tile, transform.bias, Some(targets))?;
-        let Tile { matrix: Matrix { rows, columns, stride }, of, width, device } = view;
+        let Tile { matrix: Matrix { rows, columns, stride }, element, width, device } = view;
         let of_rows = |name, tensor: &Tensor, kind| expect(NAME, name, tensor, &[rows], (kind, device));
         let Statistics { maximum, sum, target, mass, total, moment, best } = &*statistics;
         for (name, tensor) in [("maximum", Some(maximum)), ("sum", Some(sum)), ("target", Some(target))]
@@ -84,11 +82,11 @@ impl LogitsPass for Cuda {
         if rows == 0 || columns == 0 {
             return Ok(());
         }
-        let dense = matches!(targets, Targets::Dense(_));
-        let extra = dense || total.is_some() || moment.is_some() || best.is_some();
+        let extra = inputs.is_dense() || total.is_some() || moment.is_some() || best.is_some();
         let is_short = tile.kind() != Kind::Float || 4 * columns <= SHORT.1;
         let threads = if is_short { SHORT.0 } else { ROW };
-        let expression = format!("ce_statistics<{of}, {width}, {}, {extra}, {threads}>", transform.changes());
+        let expression =
+            format!("ce_statistics<{element}, {width}, {}, {extra}, {threads}>", transform.changes());
         let [labels, distributions, distributions_stride] = target_arguments(targets);
         let [bias, scale, cap] = transform_arguments(transform);
         let arguments = [
@@ -120,7 +118,7 @@ impl LogitsPass for Cuda {
             return Reference.logits(tile, transform);
         }
         let view = Tile::new(tile, transform.bias, None)?;
-        let Tile { matrix: Matrix { rows, columns, stride }, of, width, device } = view;
+        let Tile { matrix: Matrix { rows, columns, stride }, element, width, device } = view;
         if rows == 0 || columns == 0 || !transform.changes() {
             return Ok(());
         }
@@ -135,7 +133,7 @@ impl LogitsPass for Cuda {
             scale,
             cap,
         ];
-        let expression = format!("ce_logits<{of}, {width}, {THREADS}>");
+        let expression = format!("ce_logits<{element}, {width}, {THREADS}>");
         launch(SOURCE, &expression, device, (rows * blocks, THREADS), &arguments)?;
         bump_version(tile)
     }
@@ -143,25 +141,22 @@ impl LogitsPass for Cuda {
     fn gradient(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
         if !Self::takes(tile) {
-            return Reference.gradient(tile, transform, targets, class_weights, coefficients);
+            return Reference.gradient(tile, inputs, coefficients);
         }
-        let view = Tile::new(tile, None, Some(targets))?;
-        let Tile { matrix: Matrix { rows, columns, .. }, of, width, device } = view;
-        let [before, after] =
-            view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?;
+        let view = Tile::new(tile, None, Some(inputs.targets))?;
+        let Tile { matrix: Matrix { rows, columns, .. }, element, width, device } = view;
+        let [before, after] = view.gradient_arguments(tile, inputs, coefficients)?;
         if rows == 0 || columns == 0 {
             return Ok(());
         }
         let blocks = blocks(columns, width * PACKS * i64::from(THREADS));
         let arguments = [before, vec![int(NAME, "the number of blocks", blocks)?], after].concat();
-        let extra = extra_of_gradient(targets, coefficients);
-        let expression = format!("ce_gradient<{of}, {width}, {extra}, {THREADS}>");
+        let extra = has_extra_terms(inputs, coefficients);
+        let expression = format!("ce_gradient<{element}, {width}, {extra}, {THREADS}>");
         launch(SOURCE, &expression, device, (rows * blocks, THREADS), &arguments)?;
         bump_version(tile)
     }
@@ -169,27 +164,23 @@ impl LogitsPass for Cuda {
     fn gradient_as(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
         kind: Kind,
     ) -> Result<Tensor> {
         let narrows = tile.kind() == Kind::Float && kind != Kind::Float && Self::takes(tile);
-        let of_gradient = type_of(kind).filter(|_| narrows);
-        let Some(of_gradient) = of_gradient else {
-            self.gradient(tile, transform, targets, class_weights, coefficients)?;
+        let Some(narrow_element) = type_of(kind).filter(|_| narrows) else {
+            self.gradient(tile, inputs, coefficients)?;
             return Ok(tile.f_to_kind(kind)?);
         };
-        let view = Tile::new(tile, None, Some(targets))?;
+        let view = Tile::new(tile, None, Some(inputs.targets))?;
         let Tile { matrix: Matrix { rows, columns, .. }, width, device, .. } = view;
-        let arguments =
-            view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?.concat();
+        let arguments = view.gradient_arguments(tile, inputs, coefficients)?.concat();
         // 16-bit numbers: as many as fill 16 bytes.
         let width = if width > 1 { 8 } else { 1 };
         if rows > 0 && columns > 0 {
-            let extra = extra_of_gradient(targets, coefficients);
-            let expression = format!("ce_gradient_narrow<{of_gradient}, {width}, {extra}, {ROW}>");
+            let extra = has_extra_terms(inputs, coefficients);
+            let expression = format!("ce_gradient_narrow<{narrow_element}, {width}, {extra}, {ROW}>");
             launch(SOURCE, &expression, device, (rows, ROW), &arguments)?;
             bump_version(tile)?;
         }
@@ -198,8 +189,8 @@ impl LogitsPass for Cuda {
 }
 
 /// Returns whether a gradient has more terms than one class and the softmax.
-fn extra_of_gradient(targets: Targets<'_>, coefficients: Coefficients<'_>) -> bool {
-    coefficients.constant.is_some() || matches!(targets, Targets::Dense(_))
+fn has_extra_terms(inputs: TileInputs<'_>, coefficients: Coefficients<'_>) -> bool {
+    coefficients.constant.is_some() || inputs.is_dense()
 }
 
 impl Tile {
@@ -208,8 +199,11 @@ impl Tile {
         let device = tile.device();
         let options = (Kind::Float, device);
         let view = matrix(NAME, "tile", tile, (tile.kind(), device))?;
-        let of = type_of(tile.kind()).ok_or_else(|| {
-            Error::invalid(NAME, format!("`tile` is {:?}, of which there is no kernel", tile.kind()))
+        let element = type_of(tile.kind()).ok_or_else(|| {
+            Error::invalid(
+                NAME,
+                format!("no CUDA kernel for a `tile` of {:?}; expected Float, BFloat16 or Half", tile.kind()),
+            )
         })?;
         if let Some(bias) = bias {
             expect(NAME, "bias", bias, &[view.columns], options)?;
@@ -229,18 +223,17 @@ impl Tile {
         }
         // A row's last columns are read one at a time; so are bias, class weights and targets where they are not aligned.
         let width = width(&[tile.kind()], &[tile], &[view.stride]);
-        Ok(Self { matrix: view, of, width, device })
+        Ok(Self { matrix: view, element, width, device })
     }
 
     /// Returns the arguments of the gradient passes, before and after the number of blocks.
     fn gradient_arguments(
         &self,
         tile: &Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
     ) -> Result<[Vec<Argument>; 2]> {
+        let TileInputs { transform, targets, class_weights, .. } = inputs;
         let Matrix { rows, columns, stride } = self.matrix;
         let Coefficients { maximum, powers, target, constant } = coefficients;
         let all = [

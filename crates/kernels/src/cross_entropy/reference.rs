@@ -4,7 +4,7 @@ use runtime::Result;
 use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
-use super::{Coefficients, LogitsPass, Statistics, Targets, Transform};
+use super::{Coefficients, LogitsPass, Statistics, Targets, TileInputs, Transform};
 
 /// Chains of libtorch's operators, in place where possible; a tile in BFloat16 or Half is copied to fp32. Any device; no synchronisation.
 #[derive(Clone, Copy, Debug)]
@@ -19,22 +19,19 @@ impl LogitsPass for Reference {
     fn statistics(
         &self,
         tile: &mut Tensor,
-        first: i64,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         statistics: &mut Statistics,
     ) -> Result<()> {
         if tile.numel() == 0 {
             return Ok(());
         }
-        if is_narrow(tile.kind()) {
-            self.logits(tile, transform)?;
-            let mut stored = tile.f_to_kind(Kind::Float)?;
-            let unchanged = Transform::default();
-            return self.statistics(&mut stored, first, unchanged, targets, class_weights, statistics);
-        }
+        let TileInputs { first, transform, targets, class_weights } = inputs;
         self.logits(tile, transform)?;
+        if is_narrow(tile.kind()) {
+            let mut stored = tile.f_to_kind(Kind::Float)?;
+            let unchanged = TileInputs { transform: Transform::default(), ..inputs };
+            return self.statistics(&mut stored, unchanged, statistics);
+        }
         let (largest, column) = tile.f_max_dim(1, false)?;
         if let Some(best) = &mut statistics.best {
             // Strictly larger, so that the first of equal ones stays.
@@ -122,9 +119,7 @@ impl LogitsPass for Reference {
     fn gradient(
         &self,
         tile: &mut Tensor,
-        transform: Transform<'_>,
-        targets: Targets<'_>,
-        class_weights: Option<&Tensor>,
+        inputs: TileInputs<'_>,
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
         if tile.numel() == 0 {
@@ -132,9 +127,10 @@ impl LogitsPass for Reference {
         }
         if is_narrow(tile.kind()) {
             let mut wide = tile.f_to_kind(Kind::Float)?;
-            self.gradient(&mut wide, transform, targets, class_weights, coefficients)?;
+            self.gradient(&mut wide, inputs, coefficients)?;
             return Ok(tile.f_copy_(&wide)?);
         }
+        let TileInputs { transform, targets, class_weights, .. } = inputs;
         let slope = match transform.softcap {
             // s·(1 − (z/k)²)
             Some(cap) => Some(

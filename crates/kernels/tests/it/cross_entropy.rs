@@ -1,7 +1,7 @@
 //! The passes over tiles of logits, against libtorch's own operators in f64, tile by tile.
 
 use kernels::cross_entropy::{
-    Coefficients, Cpu, LogitsPass, Reference, Statistics, Targets, Transform, Wanted,
+    Coefficients, Cpu, LogitsPass, Reference, Statistics, Targets, TileInputs, Transform, Wanted,
 };
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -106,8 +106,9 @@ fn check(case: &Case, pass: &dyn LogitsPass, generator: &mut Generator) -> f64 {
         let mut tile = part(&products, 1, start);
         let (bias, weights, target) = vectors(start);
         let transform = Transform { bias: bias.as_ref(), scale: case.scale, softcap: case.softcap };
-        let target = of(case.dense, &target);
-        pass.statistics(&mut tile, start, transform, target, weights.as_ref(), &mut statistics).unwrap();
+        let targets = of(case.dense, &target);
+        let inputs = TileInputs { first: start, transform, targets, class_weights: weights.as_ref() };
+        pass.statistics(&mut tile, inputs, &mut statistics).unwrap();
         tiles.push(tile);
     }
     let ours_log_sum_exp = statistics.log_sum_exp().unwrap();
@@ -122,7 +123,9 @@ fn check(case: &Case, pass: &dyn LogitsPass, generator: &mut Generator) -> f64 {
             target: &beta,
             constant: case.constant.then_some(&gamma),
         };
-        pass.gradient(tile, transform, of(case.dense, &target), weights.as_ref(), by).unwrap();
+        let targets = of(case.dense, &target);
+        let inputs = TileInputs { first: start, transform, targets, class_weights: weights.as_ref() };
+        pass.gradient(tile, inputs, by).unwrap();
     }
 
     let probabilities = plain.softmax(-1, Kind::Double);
@@ -186,7 +189,8 @@ fn tiles_in_16_bits_are_rounded_once() {
                 let transform = Transform { bias: bias.as_ref(), scale, softcap };
                 let targets = if dense { Targets::Dense(&distributions) } else { Targets::Columns(&labels) };
                 let mut known = Statistics::new(rows, dense, wanted, (Kind::Float, Device::Cpu)).unwrap();
-                Reference.statistics(&mut tile, 3, transform, targets, Some(&weights), &mut known).unwrap();
+                let inputs = TileInputs { first: 3, transform, targets, class_weights: Some(&weights) };
+                Reference.statistics(&mut tile, inputs, &mut known).unwrap();
                 let mut alone = products.copy();
                 Reference.logits(&mut alone, transform).unwrap();
                 assert!(alone.equal(&tile), "{what}: recomputed logits are other ones");
@@ -199,9 +203,14 @@ fn tiles_in_16_bits_are_rounded_once() {
                 close("logits", &tile, &logits, unit);
                 let mut stored = f64_of(&tile);
                 let mut exact = Statistics::new(rows, dense, wanted, (Kind::Double, Device::Cpu)).unwrap();
-                let unchanged = Transform::default();
-                Cpu.statistics(&mut stored, 3, unchanged, targets_f64, Some(&weights_f64), &mut exact)
-                    .unwrap();
+                let inputs_f64 = TileInputs {
+                    first: 3,
+                    transform: transform_f64,
+                    targets: targets_f64,
+                    class_weights: Some(&weights_f64),
+                };
+                let unchanged = TileInputs { transform: Transform::default(), ..inputs_f64 };
+                Cpu.statistics(&mut stored, unchanged, &mut exact).unwrap();
                 for (name, found, exact) in [
                     ("sum", &known.sum, &exact.sum),
                     ("maximum", &known.maximum, &exact.maximum),
@@ -227,9 +236,8 @@ fn tiles_in_16_bits_are_rounded_once() {
                     target: &target,
                     constant: Some(&constant),
                 };
-                Cpu.gradient(&mut stored, transform_f64, targets_f64, Some(&weights_f64), by_f64).unwrap();
-                let gradient =
-                    Reference.gradient_as(&mut tile, transform, targets, Some(&weights), by, kind).unwrap();
+                Cpu.gradient(&mut stored, inputs_f64, by_f64).unwrap();
+                let gradient = Reference.gradient_as(&mut tile, inputs, by, kind).unwrap();
                 assert_eq!(gradient.data_ptr(), tile.data_ptr(), "{what}: the gradient is the tile");
                 close("gradient", &gradient, &stored, unit);
             }
@@ -253,8 +261,8 @@ fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
         let mut tiles = [logits.narrow(1, 0, 2).contiguous(), logits.narrow(1, 2, 2).contiguous()];
         for (start, tile) in [0, 2].into_iter().zip(&mut tiles) {
             let local = &columns - start;
-            let target = Targets::Columns(&local);
-            pass.statistics(tile, start, Transform::default(), target, None, &mut statistics).unwrap();
+            let inputs = TileInputs { first: start, ..TileInputs::new(Targets::Columns(&local)) };
+            pass.statistics(tile, inputs, &mut statistics).unwrap();
         }
         let log_sum_exp = statistics.log_sum_exp().unwrap();
         let values = Vec::<f32>::try_from(&log_sum_exp).unwrap();
@@ -269,7 +277,7 @@ fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
         let by = Coefficients { maximum, powers: &powers, target: &ones, constant: None };
         for (start, tile) in [0, 2].into_iter().zip(&mut tiles) {
             let local = &columns - start;
-            pass.gradient(tile, Transform::default(), Targets::Columns(&local), None, by).unwrap();
+            pass.gradient(tile, TileInputs::new(Targets::Columns(&local)), by).unwrap();
         }
         let gradient = Tensor::cat(&tiles, 1);
         let first = Vec::<f32>::try_from(gradient.get(0)).unwrap();
@@ -296,14 +304,13 @@ fn a_gradient_in_bf16_lies_in_the_memory_of_the_tile() {
         let targets = Tensor::zeros([rows], (Kind::Int64, Device::Cpu));
         let by = Coefficients { maximum: &maximum, powers: &powers, target: &target, constant: None };
         let transform = Transform { bias: None, scale: 0.7, softcap: Some(2.0) };
+        let inputs = TileInputs { transform, ..TileInputs::new(Targets::Columns(&targets)) };
         let mut wide = logits.copy();
-        Cpu.gradient(&mut wide, transform, Targets::Columns(&targets), None, by).unwrap();
+        Cpu.gradient(&mut wide, inputs, by).unwrap();
         let expected = wide.to_kind(Kind::BFloat16);
         let mut tile = logits.shallow_clone();
         let region = runtime::memory::Region::start(Device::Cpu).unwrap();
-        let narrow = Cpu
-            .gradient_as(&mut tile, transform, Targets::Columns(&targets), None, by, Kind::BFloat16)
-            .unwrap();
+        let narrow = Cpu.gradient_as(&mut tile, inputs, by, Kind::BFloat16).unwrap();
         assert_eq!(region.finish().unwrap().peak_above_start(), 0);
         assert_eq!((narrow.kind(), narrow.size()), (Kind::BFloat16, vec![rows, columns]));
         assert_eq!(narrow.data_ptr(), logits.data_ptr());
@@ -336,7 +343,8 @@ fn misuse_is_refused_with_the_tensors_name() {
         (Tensor::zeros([2, 3], options), Transform::default(), Targets::Columns(&short), "`target columns`"),
     ];
     for (mut tile, transform, targets, message) in cases {
-        let error = Cpu.statistics(&mut tile, 0, transform, targets, None, &mut statistics).unwrap_err();
+        let inputs = TileInputs { transform, ..TileInputs::new(targets) };
+        let error = Cpu.statistics(&mut tile, inputs, &mut statistics).unwrap_err();
         assert!(error.to_string().contains(message), "{error}");
     }
 }
@@ -354,7 +362,8 @@ fn written_statistics_share_memory_with_nothing() {
         let mut tile = Tensor::ones([4, 4], (Kind::Float, Device::Cpu));
         let transform = Transform { bias: Some(bias), ..Transform::default() };
         let targets = Targets::Columns(targets);
-        Cpu.statistics(&mut tile, 0, transform, targets, Some(weights), &mut known)
+        let inputs = TileInputs { first: 0, transform, targets, class_weights: Some(weights) };
+        Cpu.statistics(&mut tile, inputs, &mut known)
     };
     let weights = vector(1.0);
     run(known(), &bias, &weights, &targets).unwrap();

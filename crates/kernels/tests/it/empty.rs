@@ -4,7 +4,7 @@ use files::mapped::MappedFile;
 use kernels::adam::{AdamStep, AdamTensors, adam};
 use kernels::attention::{CausalOptions, SingleQueryOptions, causal_attention, single_query_attention};
 use kernels::cross_entropy::{
-    Coefficients, Cpu, LogitsPass, Reference, Statistics, Targets, Transform, Wanted,
+    Coefficients, Cpu, LogitsPass, Reference, Statistics, Targets, TileInputs, Transform, Wanted,
 };
 use kernels::gradients::unscale_;
 use kernels::matmul::{matvec, mm, mm_into};
@@ -56,7 +56,8 @@ fn empty_tiles_of_logits_have_no_effect() {
                     let _ = known.maximum.fill_(1.0);
                     let _ = known.sum.fill_(2.0);
                     let mut tile = ones(&size, kind);
-                    pass.statistics(&mut tile, 0, transform, targets, Some(&weights), &mut known)
+                    let inputs = TileInputs { first: 0, transform, targets, class_weights: Some(&weights) };
+                    pass.statistics(&mut tile, inputs, &mut known)
                         .unwrap_or_else(|error| panic!("{case}: {error}"));
                     assert_eq!(values(&known.maximum), vec![1.0; n as usize], "{case}");
                     assert_eq!(values(&known.sum), vec![2.0; n as usize], "{case}");
@@ -71,7 +72,7 @@ fn empty_tiles_of_logits_have_no_effect() {
                         target: &known.target,
                         constant: known.total.as_ref(),
                     };
-                    pass.gradient(&mut tile, transform, targets, Some(&weights), coefficients)
+                    pass.gradient(&mut tile, inputs, coefficients)
                         .unwrap_or_else(|error| panic!("{case}: {error}"));
                     assert_eq!(tile.size(), size, "{case}");
                 }

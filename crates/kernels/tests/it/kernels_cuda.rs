@@ -6,7 +6,7 @@ mod nf4;
 
 use kernels::adam::{AdamStep, AdamTensors, adam, adam_many};
 use kernels::cross_entropy::{
-    Coefficients, Cpu, LogitsPass, Statistics, Targets, Transform, Wanted, pass_for,
+    Coefficients, Cpu, LogitsPass, Statistics, Targets, TileInputs, Transform, Wanted, pass_for,
 };
 use kernels::norm::{self, Norm, Options};
 use kernels::rope::RotaryTable;
@@ -241,20 +241,14 @@ fn passes_over_logits_match_the_cpu() {
                             all.narrow(1, 0, columns)
                         };
                         let mut tile = rows_of(&products);
-                        pass.statistics(&mut tile, first, transform, targets, weights.as_ref(), &mut known)
-                            .unwrap();
+                        let inputs =
+                            TileInputs { first, transform, targets, class_weights: weights.as_ref() };
+                        pass.statistics(&mut tile, inputs, &mut known).unwrap();
                         let mut second = rows_of(&(&products * 0.5));
                         pass.logits(&mut second, transform).unwrap();
                         let mut third = rows_of(&(&products * 0.7));
-                        pass.statistics(
-                            &mut third,
-                            first + columns,
-                            transform,
-                            targets,
-                            weights.as_ref(),
-                            &mut known,
-                        )
-                        .unwrap();
+                        let next = TileInputs { first: first + columns, ..inputs };
+                        pass.statistics(&mut third, next, &mut known).unwrap();
                         let logits = tile.copy();
                         let numbers = to(&numbers);
                         let constant = numbers.get(2);
@@ -265,19 +259,10 @@ fn passes_over_logits_match_the_cpu() {
                             constant: (!plain).then_some(&constant),
                         };
                         let mut narrow = tile.copy();
-                        pass.gradient(&mut tile, transform, targets, weights.as_ref(), coefficients).unwrap();
+                        pass.gradient(&mut tile, inputs, coefficients).unwrap();
                         if on.0 == Kind::Float {
                             let kind = if plain { Kind::BFloat16 } else { Kind::Half };
-                            let rounded = pass
-                                .gradient_as(
-                                    &mut narrow,
-                                    transform,
-                                    targets,
-                                    weights.as_ref(),
-                                    coefficients,
-                                    kind,
-                                )
-                                .unwrap();
+                            let rounded = pass.gradient_as(&mut narrow, inputs, coefficients, kind).unwrap();
                             assert!(rounded.equal(&tile.to_kind(kind)), "{columns} columns: rounded once");
                         }
                         let Statistics { maximum, sum, target, mass, total, moment, best } = known;
@@ -323,25 +308,26 @@ fn passes_over_logits_in_16_bits_are_rounded_once() {
                 let targets = Targets::Columns(&labels_there);
                 let mut found =
                     Statistics::new(rows, false, Wanted::default(), (Kind::Float, device)).unwrap();
-                pass.statistics(&mut tile, 0, there, targets, None, &mut found).unwrap();
+                let inputs = TileInputs { transform: there, ..TileInputs::new(targets) };
+                pass.statistics(&mut tile, inputs, &mut found).unwrap();
                 let mut logits = products.copy();
                 Cpu.logits(&mut logits, here).unwrap();
                 close(&format!("{what}: logits"), &tile, &logits, 2e-5 + epsilon(kind));
                 let mut stored = tile.to_device(Device::Cpu).to_kind(Kind::Double);
                 let mut known = Statistics::new(rows, false, Wanted::default(), cpu).unwrap();
-                let (unchanged, targets_here) = (Transform::default(), Targets::Columns(&labels));
-                Cpu.statistics(&mut stored, 0, unchanged, targets_here, None, &mut known).unwrap();
+                let unchanged = TileInputs::new(Targets::Columns(&labels));
+                Cpu.statistics(&mut stored, unchanged, &mut known).unwrap();
                 close(&format!("{what}: maximum"), &found.maximum, &known.maximum, 0.0);
                 close(&format!("{what}: sum"), &found.sum, &known.sum, 2e-5);
                 close(&format!("{what}: target"), &found.target, &known.target, 2e-5);
 
                 let (powers, target) = (numbers.get(0), numbers.get(1));
                 let by = |maximum, powers, target| Coefficients { maximum, powers, target, constant: None };
-                Cpu.gradient(&mut stored, here, targets_here, None, by(&known.maximum, &powers, &target))
-                    .unwrap();
+                let here = TileInputs { transform: here, ..unchanged };
+                Cpu.gradient(&mut stored, here, by(&known.maximum, &powers, &target)).unwrap();
                 let [powers, target] = [on_device(&powers), on_device(&target)];
                 let by = by(&found.maximum, &powers, &target);
-                let gradient = pass.gradient_as(&mut tile, there, targets, None, by, kind).unwrap();
+                let gradient = pass.gradient_as(&mut tile, inputs, by, kind).unwrap();
                 assert_eq!(gradient.data_ptr(), tile.data_ptr(), "{what}");
                 close(&format!("{what}: gradient"), &gradient, &stored, 2e-5 + epsilon(kind));
             }
@@ -359,11 +345,11 @@ fn a_row_with_a_nan_has_sums_and_gradients_of_nan() {
         let (targets, options) = (Targets::Columns(&labels), (Kind::Float, device));
         let mut known = Statistics::new(3, false, Wanted::default(), options).unwrap();
         let pass = pass_for(device);
-        pass.statistics(&mut tile, 0, Transform::default(), targets, None, &mut known).unwrap();
+        pass.statistics(&mut tile, TileInputs::new(targets), &mut known).unwrap();
         let one = Tensor::ones([3], options);
         let coefficients =
             Coefficients { maximum: &known.maximum, powers: &one, target: &one, constant: None };
-        pass.gradient(&mut tile, Transform::default(), targets, None, coefficients).unwrap();
+        pass.gradient(&mut tile, TileInputs::new(targets), coefficients).unwrap();
         let rows = |t: &Tensor| Vec::<bool>::try_from(t).unwrap();
         assert_eq!(rows(&known.sum.isnan()), [false, true, false]);
         assert_eq!(rows(&tile.isnan().all_dim(1, false)), [false, true, false]);

@@ -1,6 +1,8 @@
 //! The passes over tiles of logits.
 
-use kernels::cross_entropy::{Coefficients, Cpu, LogitsPass, Statistics, Targets, Transform, Wanted};
+use kernels::cross_entropy::{
+    Coefficients, Cpu, LogitsPass, Statistics, Targets, TileInputs, Transform, Wanted,
+};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -227,11 +229,11 @@ fn every_option_of_the_passes_is_correct() {
                 let transform = Transform { bias: bias_f64.as_ref(), scale, softcap };
                 let targets = if dense { Targets::Dense(&dense_f64) } else { Targets::Columns(&labels) };
                 let mut known = Statistics::new(rows, dense, asked, (Kind::Double, Device::Cpu)).unwrap();
+                let inputs = TileInputs { first, transform, targets, class_weights: weights_f64.as_ref() };
                 let mut expected = tiles.each_ref().map(Tensor::copy);
                 for (index, tile) in expected.iter_mut().enumerate() {
-                    let first = first + index as i64 * columns;
-                    Cpu.statistics(tile, first, transform, targets, weights_f64.as_ref(), &mut known)
-                        .unwrap();
+                    let inputs = TileInputs { first: first + index as i64 * columns, ..inputs };
+                    Cpu.statistics(tile, inputs, &mut known).unwrap();
                 }
                 let known = listed(known);
 
@@ -280,7 +282,7 @@ fn every_option_of_the_passes_is_correct() {
                 };
                 let logits = single(&expected[0]);
                 let mut gradient = expected[0].copy();
-                Cpu.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
+                Cpu.gradient(&mut gradient, inputs, coefficients).unwrap();
                 let numbers =
                     [single(&known[0]), single(&of_rows(0)), single(&of_rows(1)), single(&of_rows(2))];
                 let found = case.gradient(&program, &logits, &numbers, None);

@@ -3,7 +3,9 @@
 //! Logits and gradients are those in f64, rounded once. The statistics are those of the stored logits, so that they are as exact as those
 //! of a tile in fp32.
 
-use kernels::cross_entropy::{Coefficients, Cpu, LogitsPass, Statistics, Targets, Transform, Wanted};
+use kernels::cross_entropy::{
+    Coefficients, Cpu, LogitsPass, Statistics, Targets, TileInputs, Transform, Wanted,
+};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -99,12 +101,13 @@ fn passes(
     // The statistics: those of the stored logits, in f64.
     let (weights_f64, dense_f64) = (weights.as_ref().map(wide), wide(&distributions));
     let targets = if dense { Targets::Dense(&dense_f64) } else { Targets::Columns(&labels) };
+    let inputs = TileInputs { first, transform, targets, class_weights: weights_f64.as_ref() };
     let of_stored = |second: &Tensor| {
         let mut known = begin(Kind::Double);
         for (first, stored) in [(first, &one.outputs[0]), (first + columns, second)] {
             let mut stored = wide(stored).copy();
-            let unchanged = Transform::default();
-            Cpu.statistics(&mut stored, first, unchanged, targets, weights_f64.as_ref(), &mut known).unwrap();
+            let unchanged = TileInputs { first, transform: Transform::default(), ..inputs };
+            Cpu.statistics(&mut stored, unchanged, &mut known).unwrap();
         }
         listed(known)
     };
@@ -124,7 +127,7 @@ fn passes(
         constant: constant.as_ref(),
     };
     let mut gradient = wide(&one.outputs[0]).copy();
-    Cpu.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
+    Cpu.gradient(&mut gradient, inputs, coefficients).unwrap();
     let numbers =
         [single(&maximum), single(&numbers.get(0)), single(&numbers.get(1)), single(&numbers.get(2))];
     let found = case.gradient(program, &one.outputs[0], &numbers, None);
