@@ -24,14 +24,14 @@
 //! use accounting::candidates::{Allowed, Batch, Job};
 //! use accounting::decoder_flops::Workload;
 //! use accounting::lora::LowRank;
-//! use accounting::offload::{Budget, Rates, sizes::Choices};
+//! use accounting::offload::{AvailableMemory, Rates, sizes::Choices};
 //! use accounting::presets;
 //!
 //! let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
 //! let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled: None };
 //! let adapters = Some(LowRank::default());
 //! let job = Job::new(presets::find("qwen2.5-0.5b")?, adapters, Choices::default(), batch, rates);
-//! let found = job.search(&Allowed::default(), Budget { device: 4 << 30, host: None })?;
+//! let found = job.search(&Allowed::default(), AvailableMemory { device: 4 << 30, host: None })?;
 //! let chosen = found.chosen().expect("a candidate that fits");
 //! assert!(chosen.peak.total <= 4 << 30);
 //! # Ok::<(), accounting::Error>(())

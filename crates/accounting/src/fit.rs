@@ -13,7 +13,7 @@ use crate::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers}
 use crate::decoder_flops::Workload;
 use crate::exact::product;
 use crate::model::{Decoder, Family, Shape, Windows};
-use crate::offload::Budget;
+use crate::offload::AvailableMemory;
 use crate::quantity::bytes_text;
 use crate::{Error, exact};
 
@@ -43,7 +43,7 @@ pub struct Fit<T> {
 ///
 /// # Errors
 /// Nothing fits; as [`Job::search`].
-pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u64>, Error> {
+pub fn largest_batch(job: &Job, allowed: &Allowed, budget: AvailableMemory) -> Result<Fit<u64>, Error> {
     let Workload { sequence, .. } = job.widest().work;
     let at_once = Allowed { splits: false, rows: None, ..allowed.clone() };
     let sized = |batch| Ok(with_work(job, Workload { batch, sequence }));
@@ -54,7 +54,7 @@ pub fn largest_batch(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit
 ///
 /// # Errors
 /// As [`largest_batch`].
-pub fn longest_row(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u64>, Error> {
+pub fn longest_row(job: &Job, allowed: &Allowed, budget: AvailableMemory) -> Result<Fit<u64>, Error> {
     let Workload { batch, .. } = job.widest().work;
     let sized = |sequence| Ok(with_work(job, Workload { batch, sequence }));
     search("row", (allowed, job.model.layers), budget, (job.widest().work.sequence, job.model.context), sized)
@@ -64,7 +64,7 @@ pub fn longest_row(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<u
 ///
 /// # Errors
 /// As [`largest_batch`].
-pub fn largest_model(job: &Job, allowed: &Allowed, budget: Budget) -> Result<Fit<Decoder>, Error> {
+pub fn largest_model(job: &Job, allowed: &Allowed, budget: AvailableMemory) -> Result<Fit<Decoder>, Error> {
     let template = &job.model;
     let sized = |n| Ok(Job { model: scaled(template, n)?, ..job.clone() });
     let highest = (MOST_LAYERS / template.layers).max(1).saturating_mul(template_size(template));
@@ -107,7 +107,7 @@ fn stretched(allowed: &Allowed, from: u64, to: u64) -> Allowed {
 fn search(
     what: &'static str,
     (allowed, layers): (&Allowed, u64),
-    budget: Budget,
+    budget: AvailableMemory,
     (start, highest): (u64, u64),
     sized: impl Fn(u64) -> Result<Job, Error>,
 ) -> Result<Fit<u64>, Error> {

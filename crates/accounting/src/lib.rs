@@ -6,7 +6,7 @@
 //! ```
 //! use accounting::candidates::{Allowed, Batch, Job};
 //! use accounting::decoder_flops::Workload;
-//! use accounting::offload::{Budget, Rates, sizes::Choices};
+//! use accounting::offload::{AvailableMemory, Rates, sizes::Choices};
 //! use accounting::{fit, presets, quantity};
 //!
 //! let model = presets::find("qwen2.5-0.5b")?;
@@ -15,7 +15,7 @@
 //! // All weights, trained on a GPU with 24 GB.
 //! let batch = Batch { work: Workload { batch: 8, sequence: 1024 }, labelled: None };
 //! let job = Job::new(model, None, Choices::default(), batch, Rates::of_memory(25e9, 50e9, 1e12));
-//! let (allowed, budget) = (Allowed::default(), Budget { device: 24_000_000_000, host: None });
+//! let (allowed, budget) = (Allowed::default(), AvailableMemory { device: 24_000_000_000, host: None });
 //! let ways = job.search(&allowed, budget)?;
 //! let fastest = ways.chosen().expect("a way that fits");
 //! println!("{}: {} in the {}", fastest.name(), quantity::bytes_text(fastest.peak.total), fastest.peak.moment);

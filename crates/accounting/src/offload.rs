@@ -60,7 +60,7 @@ mod timeline;
 
 pub use condition::{Condition, Direction, GEN3, GEN4, GEN5, GPUS, Gpu, gpu, least_tokens};
 pub use footprint::{Footprint, Moment};
-pub use plan::{Budget, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
+pub use plan::{AvailableMemory, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};
 pub use simulate::{SimulatedStep, moments, simulate};
 pub use step_costs::{ADAMW_STEP_BYTES, Fixed, Kept, Layer, Rates, StepCosts, WorkingMemory};

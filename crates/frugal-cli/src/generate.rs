@@ -140,7 +140,7 @@ impl Generate {
             _ => 0,
         };
         let left = free()?.saturating_sub(on_host + adapter);
-        let on_device = on_paper::Budget { device: left, host: None };
+        let on_device = on_paper::AvailableMemory { device: left, host: None };
         let plan = match on_paper::plan(&costs, &rates.transfers, on_device) {
             Err(accounting::Error::NoOffloadFits { needed, .. }) => {
                 let tensors = needed + on_host + adapter;

@@ -3,7 +3,7 @@
 use super::{Candidate, Job, Placement, Tier};
 use crate::Error;
 use crate::activation_plan::LayerPlan;
-use crate::offload::{Budget, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
+use crate::offload::{AvailableMemory, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
 
 /// The share of a step's time that passes over fewer rows must save to be chosen: they change the order of a sum.
 const SPLIT_GAIN: f64 = 0.02;
@@ -74,7 +74,7 @@ pub struct Found {
     /// The number of the fastest that fits.
     pub chosen: Option<usize>,
     /// The budget.
-    pub budget: Budget,
+    pub budget: AvailableMemory,
 }
 
 impl Found {
@@ -108,7 +108,7 @@ impl Found {
     }
 }
 
-fn fits(candidate: &Candidate, budget: Budget) -> bool {
+fn fits(candidate: &Candidate, budget: AvailableMemory) -> bool {
     candidate.device_bytes() <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
 }
 
@@ -130,7 +130,7 @@ impl Job {
     ///
     /// # Errors
     /// A model whose activations are not modelled; an activation plan of another length.
-    pub fn search(&self, allowed: &Allowed, budget: Budget) -> Result<Found, Error> {
+    pub fn search(&self, allowed: &Allowed, budget: AvailableMemory) -> Result<Found, Error> {
         let mut all: Vec<Candidate> = Vec::new();
         for rows in self.row_counts(allowed) {
             match &allowed.layers {
@@ -229,7 +229,7 @@ impl Job {
     }
 
     /// Everything kept, the least recomputation that fits, and the fewest bytes.
-    fn resident(&self, rows: Option<u64>, budget: Budget) -> Result<Vec<Candidate>, Error> {
+    fn resident(&self, rows: Option<u64>, budget: AvailableMemory) -> Result<Vec<Candidate>, Error> {
         let options = self.kept_options();
         let keeps =
             self.evaluate(Placement::Resident(vec![LayerPlan::KeepAll; self.model.layers as usize]), rows)?;
@@ -248,7 +248,7 @@ impl Job {
         allowed: &OffloadedLayers,
         tier: Tier,
         rows: Option<u64>,
-        budget: Budget,
+        budget: AvailableMemory,
     ) -> Result<Vec<Candidate>, Error> {
         let layers = self.model.layers as usize;
         let of = |ring: usize, resident: Vec<usize>, keep: Vec<usize>| {
@@ -297,7 +297,7 @@ impl Job {
 /// Returns the largest of the numbers below `end` whose candidate fits, with that candidate.
 fn most(
     end: usize,
-    budget: Budget,
+    budget: AvailableMemory,
     of: impl Fn(usize) -> Result<Candidate, Error>,
 ) -> Result<Option<(usize, Candidate)>, Error> {
     let (mut most, mut too_many, mut low) = (None, end, 0);
@@ -313,7 +313,7 @@ fn most(
     Ok(most)
 }
 
-fn best_and_least(all: Vec<Candidate>, budget: Budget) -> Vec<Candidate> {
+fn best_and_least(all: Vec<Candidate>, budget: AvailableMemory) -> Vec<Candidate> {
     let fitting = all.iter().filter(|one| fits(one, budget));
     let best = fitting.min_by(|a, b| cost(a).total_cmp(&cost(b))).cloned();
     let least = all.iter().min_by_key(|one| one.device_bytes()).cloned();

@@ -14,7 +14,7 @@ pub const MOST_PLANNED_SLOTS: usize = 4;
 
 /// Available bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
+pub struct AvailableMemory {
     /// On the device.
     pub device: u64,
     /// On the host; `None` for no limit.
@@ -37,7 +37,7 @@ pub struct OffloadPlan {
     /// Number of layers.
     pub layers: usize,
     /// The budget.
-    pub budget: Budget,
+    pub budget: AvailableMemory,
 }
 
 /// Returns the fastest plan that fits `budget`: any number of resident layers, rings of 1 to [`MOST_PLANNED_SLOTS`], the
@@ -45,7 +45,7 @@ pub struct OffloadPlan {
 ///
 /// # Errors
 /// The errors of [`simulate`]; or nothing fits, with the smallest budget that does and its parts.
-pub fn plan(costs: &StepCosts, rates: &Rates, budget: Budget) -> Result<OffloadPlan, Error> {
+pub fn plan(costs: &StepCosts, rates: &Rates, budget: AvailableMemory) -> Result<OffloadPlan, Error> {
     let count = costs.layers.len();
     let places: &[OptimizerPlace] = if costs.updates() {
         &[OptimizerPlace::Device, OptimizerPlace::Host]
@@ -100,7 +100,7 @@ fn is_better(step: &SimulatedStep, than: &SimulatedStep) -> bool {
     (step.seconds, step.device.total) < (than.seconds, than.device.total)
 }
 
-fn nothing_fits(layers: usize, budget: Budget, least: &SimulatedStep) -> Error {
+fn nothing_fits(layers: usize, budget: AvailableMemory, least: &SimulatedStep) -> Error {
     Error::NoOffloadFits {
         layers,
         host: budget.host.map_or(String::new(), |host| format!(" and {} of the host", bytes_text(host))),

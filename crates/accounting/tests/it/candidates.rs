@@ -9,7 +9,7 @@ use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::Choices;
-use accounting::offload::{Budget, OptimizerPlace, Rates};
+use accounting::offload::{AvailableMemory, OptimizerPlace, Rates};
 use accounting::presets;
 
 fn job(lora: bool) -> Job {
@@ -49,7 +49,7 @@ fn allowed() -> Allowed {
 }
 
 fn search(job: &Job, allowed: &Allowed, bytes: u64) -> Found {
-    job.search(allowed, Budget { device: bytes, host: None }).unwrap()
+    job.search(allowed, AvailableMemory { device: bytes, host: None }).unwrap()
 }
 
 const ENOUGH: u64 = 1 << 40;

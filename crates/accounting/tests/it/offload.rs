@@ -2,8 +2,9 @@
 
 use accounting::Error;
 use accounting::offload::{
-    Budget, Fixed, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, Operation, OptimizerPlace, Rates, Setup,
-    SimulatedStep, Span, Start, StepCosts, StreamKind, WorkingMemory, interleaved, plan, simulate,
+    AvailableMemory, Fixed, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, Operation, OptimizerPlace,
+    Rates, Setup, SimulatedStep, Span, Start, StepCosts, StreamKind, WorkingMemory, interleaved, plan,
+    simulate,
 };
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
@@ -254,22 +255,25 @@ fn invalid_values_are_refused() {
 #[test]
 fn a_budget_too_small_is_an_error_with_the_smallest_that_fits() {
     let costs = step_costs(vec![trained(1.0); 4], true);
-    let message = |device, host| plan(&costs, &RATES, Budget { device, host }).unwrap_err().to_string();
+    let message =
+        |device, host| plan(&costs, &RATES, AvailableMemory { device, host }).unwrap_err().to_string();
     expect![[r#"
         no offloading of 4 layers fits 1.95 KiB of the device: the least takes 2.77 KiB (2840 bytes: working memory 1.27 KiB, ring 1000 B, fixed weights 500 B, layer inputs 40 B); give that budget, fewer tokens or a lower precision
         no offloading of 4 layers fits 19.5 KiB of the device and 1000 B of the host: the least takes 21.3 KiB (21840 bytes: optimizer state 15.6 KiB, resident layers 2.93 KiB, working memory 1.27 KiB, ring 1000 B, fixed weights 500 B, layer inputs 40 B); give that budget, fewer tokens or a lower precision"#]].assert_eq(&format!("{}\n{}", message(2000, None), message(20_000, Some(1000))));
-    let Err(Error::NoOffloadFits { needed, .. }) = plan(&costs, &RATES, Budget { device: 0, host: None })
+    let Err(Error::NoOffloadFits { needed, .. }) =
+        plan(&costs, &RATES, AvailableMemory { device: 0, host: None })
     else {
         panic!("a budget of nothing")
     };
-    let fits = |device| plan(&costs, &RATES, Budget { device, host: None });
+    let fits = |device| plan(&costs, &RATES, AvailableMemory { device, host: None });
     assert!(fits(needed).is_ok() && fits(needed - 1).is_err());
 }
 
 #[test]
 fn a_plan_prints_as_lines() {
     let found =
-        plan(&step_costs(vec![trained(1.0); 6], true), &RATES, Budget { device: 8000, host: None }).unwrap();
+        plan(&step_costs(vec![trained(1.0); 6], true), &RATES, AvailableMemory { device: 8000, host: None })
+            .unwrap();
     expect![[r#"
         resident layers            0 of 6
         slots of the ring          2
@@ -455,7 +459,7 @@ proptest! {
         device in 0u64..40_000,
         host in prop::option::of(0u64..60_000),
     ) {
-        let budget = Budget { device, host };
+        let budget = AvailableMemory { device, host };
         let mut best: Option<f64> = None;
         let mut least = u64::MAX;
         for optimizer in [OptimizerPlace::Device, OptimizerPlace::Host] {
@@ -479,7 +483,7 @@ proptest! {
                 prop_assert!(found.step.device.total <= device);
                 prop_assert!(host.is_none_or(|host| found.step.host_bytes <= host));
                 // More memory is never slower.
-                let roomier = plan(&costs, &rates, Budget { device: device + device / 3, host }).unwrap();
+                let roomier = plan(&costs, &rates, AvailableMemory { device: device + device / 3, host }).unwrap();
                 prop_assert!(roomier.step.seconds <= best);
             }
             (Err(Error::NoOffloadFits { needed, .. }), None) => {

@@ -11,7 +11,7 @@ use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::ZeroStage;
 use accounting::model::{Family, Shape, has_modelled_passes};
 use accounting::offload::sizes::Choices;
-use accounting::offload::{Budget, Rates};
+use accounting::offload::{AvailableMemory, Rates};
 use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use accounting::textbook::{self, OnHost, PARTS, memory, model_states};
 use proptest::prelude::*;
@@ -103,7 +103,7 @@ proptest! {
     #[test]
     fn inverse_answers_are_exact(job in jobs(), slack in 0u64..500_000) {
         let allowed = Allowed { splits: false, ..Allowed::default() };
-        let within = |device| Budget { device, host: None };
+        let within = |device| AvailableMemory { device, host: None };
         let least = |job: &Job| {
             let found = job.search(&allowed, within(0)).unwrap();
             found.least().unwrap().device_bytes()

@@ -5,7 +5,9 @@ mod passes;
 
 use std::path::{Path, PathBuf};
 
-use accounting::offload::{Budget, OffloadPlan, Rates, SimulatedStep, Start, StepCosts, plan, simulate};
+use accounting::offload::{
+    AvailableMemory, OffloadPlan, Rates, SimulatedStep, Start, StepCosts, plan, simulate,
+};
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::bail;
 use clap::Args;
@@ -102,7 +104,7 @@ impl Planned {
                 tensors.min(weights / 2 + costs[1].working.head_bytes + costs[1].working.backward_bytes);
         }
         let rates = &rates.transfers;
-        let plan = plan(&costs[1], rates, Budget { device: tensors, host: None })?;
+        let plan = plan(&costs[1], rates, AvailableMemory { device: tensors, host: None })?;
         bench.print(&format!("{plan}"));
         if arguments.budget.is_none() && plan.ring() == 0 {
             bail!(

@@ -13,7 +13,7 @@ use accounting::lora::LowRank;
 use accounting::memory::nf4;
 use accounting::memory::recipe::Recipe as AccountedRecipe;
 use accounting::offload::sizes::Choices;
-use accounting::offload::{Budget, Direction, Gpu, Rates, StepCosts, gpu, sizes};
+use accounting::offload::{AvailableMemory, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
@@ -96,7 +96,7 @@ pub(crate) struct PlannedStep {
 struct Asked {
     planned: PlannedStep,
     machine: MachineRates,
-    budget: Budget,
+    budget: AvailableMemory,
     on_cpu: bool,
     /// Ranks that share the machine.
     sharing: u64,
@@ -169,7 +169,8 @@ fn asked(common: &Common, arguments: &StepArgs) -> anyhow::Result<Asked> {
     let sharing = arguments.ranks.sharing(on_cpu);
     let machine = shared(arguments.rates(&planned)?, sharing);
     let budget = arguments.budget(&planned.config, device)?;
-    let budget = Budget { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
+    let budget =
+        AvailableMemory { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
     Ok(Asked { planned, machine, budget, on_cpu, sharing })
 }
 
@@ -277,7 +278,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
 }
 
 /// The error where nothing fits, with the least bytes of tensors that something takes.
-fn nothing_fits(budget: Budget, least: Option<u64>) -> anyhow::Error {
+fn nothing_fits(budget: AvailableMemory, least: Option<u64>) -> anyhow::Error {
     let least = least.map_or_else(String::new, |least| format!("; the least takes {}", bytes_text(least)));
     let message = format!(
         "nothing fits {}{least}; take fewer or shorter rows, a lower rank, or a smaller model",
@@ -377,7 +378,7 @@ impl StepArgs {
     }
 
     /// What tensors may take.
-    fn budget(&self, config: &Config, device: Device) -> anyhow::Result<Budget> {
+    fn budget(&self, config: &Config, device: Device) -> anyhow::Result<AvailableMemory> {
         let budget = match (config.training.budget, self.hardware) {
             (Some(budget), Some(_)) => budget.0,
             (None, Some(gpu)) => gpu.data_sheet()?.memory,
@@ -386,7 +387,7 @@ impl StepArgs {
                 fitting(budget.free())?
             }
         };
-        Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
+        Ok(AvailableMemory { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }
 
     /// The device whose kernels compute the step.

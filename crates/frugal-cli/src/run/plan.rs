@@ -312,7 +312,7 @@ fn predict(
     let PlannedTraining { kind, device, ref data, steps, resumes, .. } = *planned;
     let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
     allowed.splits &= !resumes;
-    let bytes = on_paper::Budget { device: budget.tensors(), host: None };
+    let bytes = on_paper::AvailableMemory { device: budget.tensors(), host: None };
     let with = |rates: &KnownRates| -> Result<Searched, NotPredicted> {
         planning::choose_master_weights(config, kind, |master_weights| {
             let mut config = config.clone();

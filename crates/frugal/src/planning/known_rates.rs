@@ -185,7 +185,7 @@ fn write(path: &Path, all: &BTreeMap<String, KnownRates>) -> std::io::Result<()>
 
 #[cfg(test)]
 mod tests {
-    use accounting::offload::Budget;
+    use accounting::offload::AvailableMemory;
     use models::DecoderConfig;
 
     use super::*;
@@ -224,7 +224,7 @@ mod tests {
         for (rates, keeps) in [(host.with_nominal_gpu(), true), (host, false)] {
             let job = planning::job(&config, &shape, (kind, device), &data, &rates).unwrap();
             let allowed = planning::allowed(&config, 8, device).unwrap();
-            let found = job.search(&allowed, Budget { device: 100 << 30, host: None }).unwrap();
+            let found = job.search(&allowed, AvailableMemory { device: 100 << 30, host: None }).unwrap();
             assert_eq!(
                 found.chosen().unwrap().name() == "keep all",
                 keeps,

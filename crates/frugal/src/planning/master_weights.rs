@@ -64,7 +64,7 @@ pub fn states_fit(config: &Config, shape: &DecoderConfig, ranks: usize, bytes: u
 
 #[cfg(test)]
 mod tests {
-    use accounting::offload::Budget;
+    use accounting::offload::AvailableMemory;
     use tch::Device;
 
     use super::*;
@@ -88,7 +88,7 @@ mod tests {
             let mut config = config.clone();
             config.optimizer.master_weights = master_weights;
             let job = planning::job(&config, &shape, (kind, Device::Cpu), &data, &rates)?;
-            let found = job.search(&allowed, Budget { device, host: None })?;
+            let found = job.search(&allowed, AvailableMemory { device, host: None })?;
             Ok::<_, planning::NotPredicted>((job, found))
         });
         found.unwrap()

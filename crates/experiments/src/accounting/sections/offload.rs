@@ -5,8 +5,8 @@ use accounting::lora::LowRank;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{
-    Budget, Condition, Direction, GEN4, GEN5, GPUS, Gpu, Method, OffloadPlan, OptimizerPlace, Rates, Setup,
-    SimulatedStep, Span, Start, StepCosts, gpu, least_tokens, plan, simulate,
+    AvailableMemory, Condition, Direction, GEN4, GEN5, GPUS, Gpu, Method, OffloadPlan, OptimizerPlace, Rates,
+    Setup, SimulatedStep, Span, Start, StepCosts, gpu, least_tokens, plan, simulate,
 };
 use accounting::{Error, presets};
 use report::{Case, Environment, Metric, Record};
@@ -50,7 +50,7 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
                     .with("gpu", gpu.name)
                     .with("step", step)
                     .with("tokens", tokens);
-                match plan(&costs, &rates, Budget { device: BUDGET, host: None }) {
+                match plan(&costs, &rates, AvailableMemory { device: BUDGET, host: None }) {
                     Ok(found) => metrics(&found).into_iter().for_each(|metric| put(&case, metric)),
                     Err(error @ Error::NoOffloadFits { .. }) => {
                         put(&case, Metric::not_measured("resident_share", "ratio", &error.to_string()));
@@ -152,7 +152,7 @@ mod tests {
             let mut last = 0.0;
             for tokens in [1, 512, 2048, 8192, 24_000] {
                 let [(_, costs), _] = costs(tokens, gpu).unwrap();
-                let Ok(found) = plan(&costs, &rates, Budget { device: BUDGET, host: None }) else {
+                let Ok(found) = plan(&costs, &rates, AvailableMemory { device: BUDGET, host: None }) else {
                     assert!(tokens > 8192, "the logits alone take too much");
                     continue;
                 };

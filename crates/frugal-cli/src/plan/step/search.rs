@@ -2,7 +2,7 @@
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Allowed, Candidate, Found, Job, Placement, Tier};
-use accounting::offload::{Budget, Condition, Direction, OptimizerPlace, least_tokens};
+use accounting::offload::{AvailableMemory, Condition, Direction, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
 use clap::ValueEnum as _;
 use frugal::config::{Dtype, MasterWeights, Method, OffloadTier};
@@ -33,7 +33,7 @@ pub(super) fn ways(
     arguments: &StepArgs,
     planned: &PlannedStep,
     machine: &MachineRates,
-    budget: Budget,
+    budget: AvailableMemory,
 ) -> anyhow::Result<Ways> {
     let PlannedStep { config, model, kind, .. } = planned;
     let mut allowed = planning::allowed(config, model.layers as usize, arguments.device_of_step(planned))?;
@@ -60,7 +60,7 @@ pub(super) fn run(
     arguments: &StepArgs,
     planned: &PlannedStep,
     machine: &MachineRates,
-    budget: Budget,
+    budget: AvailableMemory,
 ) -> anyhow::Result<()> {
     let &PlannedStep { ref model, weights, .. } = planned;
     let full = planned.lora.is_none();
@@ -182,7 +182,12 @@ const DECIDED: [&str; 11] = [
 ];
 
 /// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
-fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budget: Budget) -> Vec<String> {
+fn of_training(
+    arguments: &StepArgs,
+    planned: &PlannedStep,
+    is_mixed: bool,
+    budget: AvailableMemory,
+) -> Vec<String> {
     let PlannedStep { config, kind, .. } = planned;
     let mut flags = Vec::new();
     let method =
@@ -232,7 +237,7 @@ fn flags(
     planned: &PlannedStep,
     candidate: &Candidate,
     layers: usize,
-    budget: Budget,
+    budget: AvailableMemory,
 ) -> String {
     let is_mixed = match &candidate.placement {
         Placement::Resident(layers) => {

@@ -2,8 +2,8 @@
 
 use accounting::memory::zero::ZeroStage;
 use accounting::offload::{
-    Budget, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, plan,
-    simulate,
+    AvailableMemory, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts,
+    plan, simulate,
 };
 use accounting::quantity::bytes_text;
 use accounting::scale::Bound;
@@ -68,7 +68,7 @@ impl Variant {
 pub(super) fn variants(
     costs: &StepCosts,
     rates: &Rates,
-    budget: Budget,
+    budget: AvailableMemory,
     tier: OffloadTier,
     on_cpu: bool,
 ) -> anyhow::Result<Vec<Variant>> {
@@ -95,7 +95,7 @@ pub(super) fn variants(
     }
     let tier = if tier == OffloadTier::Host { "host" } else { "file" };
     let taken = if shared { costs.layer_bytes()? } else { 0 };
-    let available = Budget { device: budget.device.saturating_sub(taken), ..budget };
+    let available = AvailableMemory { device: budget.device.saturating_sub(taken), ..budget };
     all.push(match plan(costs, rates, available) {
         Ok(found) => {
             let resident: Vec<String> = found.setup.resident.iter().map(ToString::to_string).collect();

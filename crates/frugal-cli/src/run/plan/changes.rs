@@ -1,7 +1,7 @@
 //! What to change where nothing fits.
 
 use accounting::candidates::{Allowed, Candidate, Found};
-use accounting::offload::Budget as Available;
+use accounting::offload::AvailableMemory;
 use accounting::quantity::bytes_text;
 use frugal::Config;
 use frugal::config::{
@@ -225,7 +225,7 @@ impl Question<'_> {
         let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;
-        let found = job.search(&allowed, Available { device: self.budget.tensors(), host: None })?;
+        let found = job.search(&allowed, AvailableMemory { device: self.budget.tensors(), host: None })?;
         found.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
     }
 }
