@@ -13,31 +13,31 @@
 //! | [`measurements`] | How do I run the experiments and tests, and what decides the kernels? |
 //!
 //! Every command and every block of code is run by a test, over a tiny model under the name that the command says. `frugal` is the
-//! program that `cargo install --path crates/frugal-cli` installs, or `cargo run -p frugal-cli --release --`.
+//! program `target/release/frugal` that `cargo build -p frugal-cli --release` makes.
 
-#[doc = include_str!("guide/first_fine_tuning.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/first_fine_tuning.md"))]
 pub mod first_fine_tuning {}
 
-#[doc = include_str!("guide/your_own_data.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/your_own_data.md"))]
 pub mod your_own_data {}
 
-#[doc = include_str!("guide/how_a_plan_is_chosen.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/how_a_plan_is_chosen.md"))]
 pub mod how_a_plan_is_chosen {}
 
-#[doc = include_str!("guide/larger_than_memory.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/larger_than_memory.md"))]
 pub mod larger_than_memory {}
 
-#[doc = include_str!("guide/from_scratch.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/from_scratch.md"))]
 pub mod from_scratch {}
 
-#[doc = include_str!("guide/several_ranks.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/several_ranks.md"))]
 pub mod several_ranks {}
 
-#[doc = include_str!("guide/one_technique.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/one_technique.md"))]
 pub mod one_technique {}
 
-#[doc = include_str!("guide/where_every_byte_goes.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/where_every_byte_goes.md"))]
 pub mod where_every_byte_goes {}
 
-#[doc = include_str!("guide/measurements.md")]
+#[doc = include_str!(concat!(env!("OUT_DIR"), "/measurements.md"))]
 pub mod measurements {}
