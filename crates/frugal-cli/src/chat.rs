@@ -16,13 +16,13 @@ use frugal::training::interrupt;
 use models::generation::GenerateOptions;
 use serde_json::json;
 
-use super::Common;
-use super::output::{print_line, say, show};
+use super::output::{print_line, show};
+use crate::common_flags::Common;
 use crate::flags::hub::HubArgs;
 use crate::flags::model::with_adapter;
 use crate::flags::sampling::SamplingArgs;
 use crate::folder::run_model::{Target, WhichArgs};
-use crate::folder::run_record::shell_word;
+use crate::output::shell_command::shell_word;
 use session::Session;
 
 #[derive(Args)]
@@ -114,7 +114,7 @@ fn converse(
     let is_terminal = std::io::stdin().is_terminal();
     let stop = if is_terminal { interrupt::on_signals()? } else { Arc::new(AtomicBool::new(false)) };
     if is_terminal {
-        say(common, HELP);
+        common.note(HELP);
     }
     let mut lines = std::io::stdin().lock().lines();
     loop {
@@ -137,15 +137,15 @@ fn converse(
             "/exit" | "/quit" => return Ok(()),
             "/reset" => {
                 session.reset();
-                say(common, "the conversation begins anew");
+                common.note("the conversation begins anew");
                 continue;
             }
             "/help" => {
-                say(common, HELP);
+                common.note(HELP);
                 continue;
             }
             other if other.starts_with('/') && !other.contains(char::is_whitespace) => {
-                say(common, &format!("{other} is no command; there are /help, /reset and /exit"));
+                common.note(&format!("{other} is no command; there are /help, /reset and /exit"));
                 continue;
             }
             text => {
@@ -153,13 +153,10 @@ fn converse(
                 match session.answer(model, options, text, &stop, shown) {
                     Ok(answer) => {
                         if answer.forgotten > 0 {
-                            say(
-                                common,
-                                &format!(
-                                    "the context is full: the first {} messages were left out",
-                                    answer.forgotten
-                                ),
-                            );
+                            common.note(&format!(
+                                "the context is full: the first {} messages were left out",
+                                answer.forgotten
+                            ));
                         }
                         if common.json {
                             print_line(&json!({
@@ -171,7 +168,7 @@ fn converse(
                         }
                     }
                     // One message that is wrong does not end a conversation with a person.
-                    Err(error) if is_terminal => say(common, &format!("error: {error:#}")),
+                    Err(error) if is_terminal => common.note(&format!("error: {error:#}")),
                     Err(error) => return Err(error),
                 }
             }

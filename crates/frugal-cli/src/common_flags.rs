@@ -5,12 +5,12 @@ use std::sync::{Arc, OnceLock};
 
 use crate::flags::Flags;
 use crate::flags::table::COMMON;
-use crate::output::say;
-use crate::run::ranks::Ranks;
+use crate::output;
+use crate::run::rank_group::Ranks;
 use clap::Args;
 use frugal::Config;
+use frugal::config::origins::Origins;
 use frugal::run_folder::RunRecord;
-use frugal::run_folder::origins::Origins;
 use runtime::collectives::Launch;
 use runtime::device::Choice;
 use serde_json::Value;
@@ -54,6 +54,13 @@ pub(crate) struct Common {
 }
 
 impl Common {
+    /// Writes a line to standard error, unless `--quiet`.
+    pub(crate) fn note(&self, line: &str) {
+        if !self.quiet {
+            output::note(line);
+        }
+    }
+
     /// The device. One that is chosen is said once.
     ///
     /// # Errors
@@ -92,7 +99,7 @@ impl Common {
             None => runtime::device::choose()?,
         };
         if launch.is_none_or(|launch| launch.rank == 0) && !is_result_alone {
-            say(self, &format!("device: {} ({reason})", runtime::device::flag(device)));
+            self.note(&format!("device: {} ({reason})", runtime::device::flag(device)));
         }
         Ok(device)
     }

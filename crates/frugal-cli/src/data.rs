@@ -16,16 +16,15 @@ use frugal::dataloading::records::Splits;
 use frugal::rows::{self, Counts, Found, RowEncoder};
 use frugal::training::masked_rows::MaskedRow;
 
-use super::Common;
-use super::output::say;
+use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::hub::HubArgs;
 use crate::flags::rows::{encoder, flags_of_rows, found, found_text, note_template};
 use crate::flags::table::ROWS;
 use crate::flags::tokenizer::Ends;
 use crate::folder::run_model::{Target, WhichArgs};
-use crate::folder::run_record::shell_word;
 use crate::output::problems::Problems;
+use crate::output::shell_command::shell_word;
 
 #[derive(Args)]
 pub(crate) struct Data {
@@ -106,7 +105,7 @@ impl SourceArgs {
         let check = self.check_command(&flags_of_rows(&data, &before));
         let splits = Splits::of(Path::new(&self.data))?;
         let found = found(&splits, &data)?;
-        say(common, &found_text(&found, &splits, &data));
+        common.note(&found_text(&found, &splits, &data));
         let files = match self.split {
             Split::Train => splits.train,
             Split::Validation => splits.validation,

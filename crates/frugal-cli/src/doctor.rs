@@ -15,8 +15,8 @@ use runtime::wait_policy::WaitPolicy;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::Common;
 use super::output::print_fields;
+use crate::common_flags::Common;
 
 #[derive(Args)]
 pub(crate) struct Doctor {
@@ -91,7 +91,7 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
     tell("free disk", format!("{} in {}", human(disk as f64, "B"), arguments.folder.display()), json!(disk));
     let hub = hub(arguments.offline);
     tell("hub", hub.clone(), json!(hub));
-    print_fields(common, lines);
+    print_fields(common.json, lines);
     Ok(())
 }
 

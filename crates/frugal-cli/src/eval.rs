@@ -15,8 +15,7 @@ use frugal::dataloading::records::Splits;
 use frugal::rows;
 use serde::Serialize;
 
-use super::Common;
-use super::output::say;
+use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::model::ModelArgs;
 use crate::flags::rows::{found, found_text};
@@ -187,7 +186,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         bail!("--out has the answers to --questions or to GSM8K; the loss on data has none");
     }
     let splits = splits?;
-    say(common, &found_text(&detected, &splits, &data));
+    common.note(&found_text(&detected, &splits, &data));
     let is_folder = Path::new(&data.source).is_dir();
     let files = match arguments.split {
         _ if !is_folder => splits.train,

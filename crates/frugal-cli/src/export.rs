@@ -7,7 +7,7 @@ mod verify;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use super::Common;
+use crate::common_flags::Common;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, ValueEnum};
 use files::atomic_write;
@@ -22,13 +22,13 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use super::merge;
-use super::output::{print_line, say};
+use super::output::print_line;
 use crate::flags::hub::{HubArgs, same_folder};
 use crate::folder::model_folder;
 use crate::folder::output_folder::{self, Existing};
 use crate::folder::run_model::{Target, WhichArgs};
-use crate::folder::run_record::shell_word;
 use crate::folder::unfinished;
+use crate::output::shell_command::shell_word;
 
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -140,7 +140,7 @@ pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     if common.json {
         print_line(&json!({ "result": result }));
     } else {
-        say(common, &format!("exported to {}", arguments.out.display()));
+        common.note(&format!("exported to {}", arguments.out.display()));
     }
     Ok(())
 }
@@ -318,7 +318,7 @@ impl Export {
             }
             Err(_) => "there is no Python with xllamacpp, which has it (pip install xllamacpp)",
         };
-        say(common, &format!("not verified with llama.cpp: {why}"));
+        common.note(&format!("not verified with llama.cpp: {why}"));
         Ok(None)
     }
 

@@ -24,8 +24,7 @@ use frugal::training::step_tracing::Loading;
 use runtime::collectives::Launch;
 use tch::Kind;
 
-use super::Common;
-use super::output::say;
+use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::hub::{HubArgs, same_folder};
 use crate::flags::no_effect;
@@ -104,7 +103,7 @@ impl Finetune {
 pub(crate) fn configured(
     common: &Common,
     arguments: &Finetune,
-) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
+) -> anyhow::Result<(Config, frugal::config::origins::Origins)> {
     let (config, given, _) = arguments.config(common)?;
     let origins = crate::flags::origins::origins(&config, &given)?;
     Ok((config, origins))
@@ -169,7 +168,7 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();
     if let Some((note, end)) = data.learned_end(job.config(), companions.end_tokens())? {
-        note.iter().for_each(|note| say(common, note));
+        note.iter().for_each(|note| common.note(note));
         companions.add_end(end);
     }
     let samples = data.samples(common, job.config(), companions.end_tokens().to_vec(), out)?;
@@ -217,10 +216,10 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
     };
     let (common, adapters) = (ready.run.common.clone(), ready.handles.adapters.take());
     let writer = Weights { common: common.clone(), adapters, base: folder.clone(), companions };
-    say(&common, &trained_text(ready.parameters(), &train, steps));
+    common.note(&trained_text(ready.parameters(), &train, steps));
     // Each token of a sample would load every offloaded layer.
     if samples.is_some() && ready.handles.offload.is_some() {
-        say(&common, "no samples: layers are offloaded (`frugal generate` writes texts)");
+        common.note("no samples: layers are offloaded (`frugal generate` writes texts)");
     }
     let mut samples = samples.filter(|_| ready.handles.offload.is_none());
 
@@ -290,7 +289,7 @@ fn batches(
     let config = job.config();
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
     if config.data.packing.is_some_and(|positions| positions > context) {
-        say(job.common, &format!("packed rows have {context} positions, the model's context"));
+        job.common.note(&format!("packed rows have {context} positions, the model's context"));
     }
     let layout = Layout {
         batch: config.training.batch,

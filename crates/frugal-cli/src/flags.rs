@@ -23,7 +23,7 @@ use runtime::collectives::Launch;
 use serde_json::Value;
 use table::{ADAPTERS, COMMON, Flag, PLAN, ROWS, rows};
 
-use crate::folder::run_record::shell_word;
+use crate::output::shell_command::shell_word;
 
 use values::Takes;
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use super::Common;
+use crate::common_flags::Common;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::offload::{self as on_paper, sizes};
@@ -24,7 +24,7 @@ use report::cli::Failure;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::output::{print_line, say, show};
+use super::output::{print_line, show};
 use crate::flags::WITHOUT_OFFLOAD;
 use crate::flags::model::{Found, ModelArgs, with_adapter};
 use crate::flags::sampling::SamplingArgs;
@@ -265,7 +265,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     if let Some(held) = held {
         line += &format!(", {} held", bytes_text(held));
     }
-    say(common, &line);
+    common.note(&line);
     match (arguments.budget, held) {
         (Some(budget), Some(held)) if held > budget.0 => bail!(
             "{} were held, more than the budget of {budget}; give a larger --budget, or a smaller --ring",

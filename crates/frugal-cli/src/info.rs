@@ -4,7 +4,7 @@ pub(crate) mod training;
 
 use std::path::Path;
 
-use super::Common;
+use crate::common_flags::Common;
 use accounting::Decoder;
 use accounting::memory::nf4;
 use clap::Args;
@@ -49,7 +49,7 @@ pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
     } else if lines.is_empty() {
         lines = of_model(common, arguments, &arguments.hub.open(&arguments.folder)?)?;
     }
-    print_fields(common, lines);
+    print_fields(common.json, lines);
     Ok(())
 }
 

@@ -14,8 +14,7 @@ use report::cli::Failure;
 use runtime::collectives::ranks::{Progress, Ranks, RanksOptions, ending};
 use signal_hook::iterator::Signals;
 
-use super::Common;
-use super::output::say;
+use crate::common_flags::Common;
 use crate::run::plan::NOTHING_FITS;
 use crate::run::ranks::Interrupted;
 use screen::Screen;
@@ -77,7 +76,7 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
                 let status = if code == Some(NOTHING_FITS.into()) { NOTHING_FITS } else { 1 };
                 return Err(Failure { status, message: failure }.into());
             }
-            0 => say(common, &format!("{failure}; restart {} of {}", restart_count + 1, arguments.restarts)),
+            0 => common.note(&format!("{failure}; restart {} of {}", restart_count + 1, arguments.restarts)),
             1 => return Err(Interrupted(format!("interrupted; {failure}")).into()),
             _ => return Err(Interrupted("interrupted twice; the ranks were killed".to_owned()).into()),
         }
@@ -99,7 +98,7 @@ fn watch(
             interrupts += 1;
             if interrupts == 1 {
                 screen
-                    .above(|| say(common, "interrupted; waiting for the ranks, a second Ctrl-C kills them"));
+                    .above(|| common.note("interrupted; waiting for the ranks, a second Ctrl-C kills them"));
                 ranks.interrupt();
             } else {
                 ranks.kill();

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
-use super::Common;
+use crate::common_flags::Common;
 use anyhow::bail;
 use clap::Args;
 use files::atomic_write;
@@ -24,7 +24,7 @@ use tch::{Device, Kind, Tensor};
 
 use difference::Difference;
 
-use super::output::{print_line, say};
+use super::output::print_line;
 use crate::flags::hub::same_folder;
 use crate::flags::model::{Found, ModelArgs, load_adapter};
 use crate::folder::model_folder::complete;
@@ -91,11 +91,9 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
         print_line(&json!({ "result": result }));
         return Ok(());
     }
-    say(common, &format!("the merged model is in {}", out.display()));
+    common.note(&format!("the merged model is in {}", out.display()));
     if let Some(Difference { positions, merged, without, same_token }) = compared {
-        say(
-            common,
-            &format!(
+        common.note(&format!(
                 "over {positions} positions its divergence from the adapter over NF4 is {merged:.4} nats, that of NF4 without the \
                  adapter {without:.4}; {:.1} % of the most likely tokens are the same",
                 100.0 * same_token

@@ -5,36 +5,33 @@
 //! terminal.
 
 pub(crate) mod curves;
+pub(crate) mod ended_training;
 pub(crate) mod figures;
 mod points;
 pub(crate) mod problems;
 pub(crate) mod progress_bar;
 pub(crate) mod records;
-pub(crate) mod report;
 pub(crate) mod run_page;
+pub(crate) mod shell_command;
 pub(crate) mod summary;
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, IsTerminal, StdoutLock, Write};
 use std::sync::{Mutex, PoisonError};
 
-use ::report::cli::without_controls;
 use anyhow::Context;
 use frugal::loss_log::{of_evaluation, of_step};
+use report::cli::without_controls;
 use serde_json::Value;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
-use super::Common;
-
 /// The first error of standard output.
 static ERROR: Mutex<Option<io::Error>> = Mutex::new(None);
 
-/// Writes a line without control characters to standard error, unless `--quiet`.
-pub(crate) fn say(common: &Common, line: &str) {
-    if !common.quiet {
-        let _ = writeln!(io::stderr().lock(), "{}", without_controls(line));
-    }
+/// Writes a line without control characters to standard error. Commands write notes by [`note`](crate::common_flags::Common::note).
+pub(crate) fn note(line: &str) {
+    let _ = writeln!(io::stderr().lock(), "{}", without_controls(line));
 }
 
 /// Writes to standard output; false if that failed.
@@ -112,8 +109,8 @@ pub(crate) fn print_lines<'a>(lines: impl Iterator<Item = (&'a str, &'a str)>) {
 }
 
 /// Prints fields (a name, its text, and its JSON value) to standard output: in columns, or as one JSON object.
-pub(crate) fn print_fields<N: AsRef<str>>(common: &Common, fields: Vec<(N, String, Value)>) {
-    if common.json {
+pub(crate) fn print_fields<N: AsRef<str>>(json: bool, fields: Vec<(N, String, Value)>) {
+    if json {
         let fields = fields.into_iter().map(|(name, _, value)| (name.as_ref().replace(' ', "_"), value));
         print_line(&Value::Object(fields.collect()));
     } else {

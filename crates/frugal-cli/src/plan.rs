@@ -14,8 +14,8 @@ mod time;
 use clap::{Args, Subcommand};
 use serde_json::Value;
 
-use super::Common;
 use super::output::{print_line, print_text};
+use crate::common_flags::Common;
 
 #[derive(Args)]
 #[command(

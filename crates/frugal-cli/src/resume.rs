@@ -15,8 +15,9 @@ use super::flags::origins::origins_of_resume;
 use super::flags::table::RESUME;
 use super::flags::unread;
 use super::run::job::{Asked, Start};
-use super::{Common, finetune, train};
-use crate::output::report::report_finished;
+use super::{finetune, train};
+use crate::common_flags::Common;
+use crate::output::ended_training::report_finished;
 
 #[derive(Args)]
 pub(crate) struct Resume {

@@ -3,5 +3,6 @@
 pub(crate) mod diagnosis;
 pub(crate) mod job;
 pub(crate) mod plan;
+pub(crate) mod rank_group;
 pub(crate) mod ranks;
 pub(crate) mod training;

@@ -15,7 +15,7 @@ use frugal::loss_log::Losses;
 use frugal::run_folder::{BEST, CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint;
 
-use super::Common;
+use crate::common_flags::Common;
 use frugal::run_folder::MODEL;
 
 #[derive(Args)]

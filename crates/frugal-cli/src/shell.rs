@@ -6,8 +6,8 @@ use anyhow::{Context, bail};
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;
 
-use super::Common;
-use super::output::{print_text, say};
+use super::output::print_text;
+use crate::common_flags::Common;
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -60,9 +60,7 @@ pub(crate) fn man(common: &Common, arguments: &Man) -> anyhow::Result<()> {
     for (path, page) in pages {
         files::atomic_write::file(&path, |out| out.write_all(&page)).with_context(failed)?;
     }
-    say(
-        common,
-        &format!("the pages are in {0}; read one with `man {0}/frugal-finetune.1`", folder.display()),
-    );
+    common
+        .note(&format!("the pages are in {0}; read one with `man {0}/frugal-finetune.1`", folder.display()));
     Ok(())
 }

@@ -21,8 +21,8 @@ use frugal::training::probe::StepProbe;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use super::Common;
-use super::output::{print_line, say};
+use super::output::print_line;
+use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::no_effect;
 use crate::flags::origins::with_origins;
@@ -91,7 +91,7 @@ impl Train {
 pub(crate) fn configured(
     common: &Common,
     arguments: &Train,
-) -> anyhow::Result<(Config, frugal::run_folder::origins::Origins)> {
+) -> anyhow::Result<(Config, frugal::config::origins::Origins)> {
     let (config, given) = arguments.config(common)?;
     let origins = crate::flags::origins::origins(&config, &given)?;
     Ok((config, origins))
@@ -183,7 +183,7 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
     });
     if !common.json {
         let trained = grouped(ready.parameters().trainable);
-        say(&common, &format!("trains {trained} parameters; {}", counted(steps, "step")));
+        common.note(&format!("trains {trained} parameters; {}", counted(steps, "step")));
     }
     let finished = ready
         .train(Feed { train, validation, loading, writer }, |common, trainer, train, _| {

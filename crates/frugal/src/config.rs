@@ -43,6 +43,7 @@ mod master_weights;
 mod method;
 mod nearest;
 mod optimizer;
+pub mod origins;
 mod set;
 mod techniques;
 mod training;

@@ -17,6 +17,7 @@
 //! everything that they depend on ([`prepare_cached`]), and of large data none is in memory ([`MaskedRows`](training::masked_rows::MaskedRows)).
 
 mod cache;
+mod counts;
 mod encoder;
 mod held_out;
 mod marked;
@@ -28,10 +29,11 @@ mod second_end;
 
 pub use cache::folder as cache_folder;
 pub(crate) use cache::hex_digest_of;
+pub use counts::{Counts, Rows};
 pub use encoder::{RowEncoder, RowOptions};
 pub use held_out::{MAX_HELD_OUT, MIN_ROWS, hold_out};
 pub use marked::{Marks, marked};
 pub use notes::Notes;
 pub use overlong::Overlong;
 pub use plain_text::{text, texts};
-pub use prepare::{Cached, Counts, Found, Rows, detect, detect_records, encode, prepare, prepare_cached};
+pub use prepare::{Cached, Found, detect, detect_records, encode, prepare, prepare_cached};

@@ -16,7 +16,6 @@
 
 pub mod event_file;
 mod loss_table;
-pub mod origins;
 
 use std::fs;
 use std::io;
@@ -29,9 +28,9 @@ use training::checkpoint;
 
 pub use loss_table::LossTable;
 
+use crate::config::origins::Origins;
 use crate::error::{Error, Result};
 use crate::rows;
-use origins::Origins;
 
 /// Name of the record within an output folder.
 pub const RECORD: &str = "run.json";

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::SourceArgs;
 use super::findings::{Duplicates, OtherFormats, Repeats};
-use crate::Common;
+use crate::common_flags::Common;
 use crate::output::figures::{counted, grouped};
 use crate::output::{print_line, print_text};
 

@@ -10,8 +10,8 @@ use report::cli::without_controls;
 use serde_json::json;
 
 use super::{SourceArgs, learned};
-use crate::Common;
-use crate::output::{print_coloured, print_line, say};
+use crate::common_flags::Common;
+use crate::output::{print_coloured, print_line};
 
 #[derive(Args)]
 pub(super) struct Show {
@@ -62,13 +62,13 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             // The records after a wrong one are shown, too.
             Err(error) => {
                 wrong += 1;
-                say(common, &format!("wrong: {error}"));
+                common.note(&format!("wrong: {error}"));
                 return Ok(ControlFlow::Continue(()));
             }
         };
         if rows.is_empty() {
             let why = if counts.skipped > 0 { "it is too long" } else { "nothing of it is learned" };
-            say(common, &format!("{place}: left out: {why}"));
+            common.note(&format!("{place}: left out: {why}"));
         }
         for row in &rows {
             let tokenizer = source.encoder.tokenizer();

@@ -9,7 +9,7 @@ use frugal::rows::Counts;
 use serde_json::json;
 
 use super::{SourceArgs, learned};
-use crate::Common;
+use crate::common_flags::Common;
 use crate::output::figures::grouped;
 use crate::output::print_fields;
 
@@ -79,7 +79,7 @@ pub(super) fn run(common: &Common, arguments: &Stats) -> anyhow::Result<()> {
         let text = format!("{} (`{}` lists them)", grouped(wrong), source.check);
         fields.push(("wrong records", text, json!(wrong)));
     }
-    print_fields(common, fields);
+    print_fields(common.json, fields);
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use report::Progress;
 use serde_json::{Value, json};
 
 use super::{Eval, Part, json_lines};
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::model::{Found, with_adapter};
 use crate::flags::tokenizer::Ends;
 use crate::output::problems::Problems;

@@ -11,7 +11,7 @@ use frugal::training::masked_rows::{Layout, MaskedBatches};
 use serde_json::json;
 
 use super::Eval;
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::model::{Found, not_finite, with_adapter};
 use crate::flags::rows::encoder;
 use crate::flags::tokenizer::Ends;
@@ -55,7 +55,7 @@ pub(super) fn run(
     let tokens =
         format!("{} of {}", counted(measured.targets, "trained token"), counted(count as u64, "row"));
     print_fields(
-        common,
+        common.json,
         vec![
             ("loss", format!("{:.4} nats per trained token", measured.loss), json!(measured.loss)),
             ("perplexity", format!("{:.3}", measured.perplexity), json!(measured.perplexity)),

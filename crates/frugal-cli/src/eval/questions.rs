@@ -17,7 +17,7 @@ use report::Progress;
 use serde_json::{Value, json};
 
 use super::{Eval, Grader as GraderArg, json_lines};
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::model::{Found, with_adapter};
 use crate::flags::rows::encoder;
 use crate::flags::tokenizer::Ends;
@@ -99,7 +99,7 @@ pub(super) fn run(
             json!(cut),
         ));
     }
-    print_fields(common, fields);
+    print_fields(common.json, fields);
     Ok(())
 }
 

@@ -18,9 +18,8 @@ use tempfile::TempDir;
 
 use super::verify::{self, Files};
 use super::{Export, Type};
-use crate::Common;
-use crate::folder::run_record::shell_word;
-use crate::output::say;
+use crate::common_flags::Common;
+use crate::output::shell_command::shell_word;
 
 /// The file that `ollama create` reads.
 const MODELFILE: &str = "Modelfile";
@@ -74,9 +73,7 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
     let opened = Folder::open(&base)?;
     let differences = arguments.companions(&opened)?.differences(&opened)?;
     if !differences.is_empty() {
-        say(
-            common,
-            &format!(
+        common.note(&format!(
                 "note: the adapter was trained with another {} than its base has; the file has no place for that: --format ollama or gguf \
                  writes it with the model",
                 differences.join(" and other ")
@@ -97,7 +94,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
         match Adapter::open(folder.path(), &base) {
             Ok(adapter) => own = Some(adapter.named("adapter")),
             Err(error @ gguf::Error::Unsupported { .. }) => {
-                say(common, &format!("the adapter is merged into the model: {error}"));
+                common.note(&format!("the adapter is merged into the model: {error}"));
                 merged_folder = Some(merged(common, arguments, folder.path())?);
             }
             Err(error) => return Err(error.into()),
@@ -128,17 +125,13 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     }
     let chat = chat(&model, texts)?;
     match &chat {
-        Some(Err(reason)) => say(
-            common,
-            &format!("the Modelfile has no TEMPLATE: the model's chat template is not known: {reason}"),
-        ),
-        Some(Ok(Chat { format, difference: Some(difference), .. })) => say(
-            common,
-            &format!(
-                "the Modelfile has {}'s TEMPLATE; the model's own writes {difference} in another way",
-                format.name
-            ),
-        ),
+        Some(Err(reason)) => common.note(&format!(
+            "the Modelfile has no TEMPLATE: the model's chat template is not known: {reason}"
+        )),
+        Some(Ok(Chat { format, difference: Some(difference), .. })) => common.note(&format!(
+            "the Modelfile has {}'s TEMPLATE; the model's own writes {difference} in another way",
+            format.name
+        )),
         _ => {}
     }
     let stops = model.tokenizer().stop_tokens().into_iter().map(str::to_owned).collect();
@@ -177,7 +170,7 @@ pub(super) fn ollama(common: &Common, arguments: &Export) -> anyhow::Result<Valu
     }
     result.insert("modelfile".to_owned(), json!(out.join(MODELFILE)));
     let word = shell_word(&out.display().to_string());
-    say(common, &format!("to use it: cd {word} && ollama create NAME -f Modelfile"));
+    common.note(&format!("to use it: cd {word} && ollama create NAME -f Modelfile"));
     Ok(Value::Object(result))
 }
 
@@ -251,7 +244,7 @@ fn written(
     verify: Verify<'_>,
 ) -> anyhow::Result<Map<String, Value>> {
     for note in conversion.notes() {
-        say(common, &format!("note: {note}"));
+        common.note(&format!("note: {note}"));
     }
     let parent = atomic_write::parent(out);
     std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
@@ -303,7 +296,7 @@ fn verified(
     files: &Files<'_>,
 ) -> anyhow::Result<Value> {
     let figures = verify::compare(llama_cpp, model, files)?;
-    say(common, &figures.to_string());
+    common.note(&figures.to_string());
     figures.judge()?;
     Ok(figures.json())
 }

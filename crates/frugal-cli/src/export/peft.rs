@@ -13,9 +13,9 @@ use tch::{Device, Tensor};
 use training::checkpoint::{self, Checkpoint};
 
 use super::Export;
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::hub::same_folder;
-use crate::output::{print_line, say};
+use crate::output::print_line;
 use frugal::companion_files;
 use frugal::run_folder::CHECKPOINTS;
 
@@ -52,7 +52,7 @@ pub(super) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     if common.json {
         print_line(&json!({ "result": { "adapter": arguments.out, "tensors": count } }));
     } else {
-        say(common, &format!("the adapter, of {count} tensors, is in {out}"));
+        common.note(&format!("the adapter, of {count} tensors, is in {out}"));
     }
     Ok(())
 }

@@ -15,13 +15,12 @@ use frugal::training::masked_rows::{MaskedRow, MaskedRows};
 
 use super::learned_end::{learned_end, note};
 use super::samples::Samples;
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::rows::{encoder, flags_of_rows, found, found_text, note_template};
 use crate::flags::tokenizer::Ends;
 use crate::flags::unread;
-use crate::folder::run_record::shell_word;
 use crate::output::problems::Problems;
-use crate::output::say;
+use crate::output::shell_command::shell_word;
 use crate::run::training::NO_VALIDATION;
 
 /// Rows to train on and to measure on, and the token that pads.
@@ -96,7 +95,7 @@ impl Data {
         if let Some(file) = own.validation.clone().filter(|_| found != Found::Gsm8k) {
             splits.validation = vec![file];
         }
-        say(common, &found_text(&found, &splits, own));
+        common.note(&found_text(&found, &splits, own));
         let has_validation = found == Found::Gsm8k || !splits.validation.is_empty();
         unread::refuse_for_data(common, config, &found, has_validation)?;
         let is_chat = matches!(found, Found::Records(_)) && template.is_some();
@@ -187,13 +186,10 @@ fn held_out(common: &Common, config: &Config, rows: &MaskedRows) -> anyhow::Resu
     let (all, share) = (rows.len(), config.data.held_out);
     let (train, held) = rows::hold_out(rows, share)?;
     if !held.is_empty() {
-        say(
-            common,
-            &format!(
-                "{} of {all} rows are held out for validation, by their hash (--held-out 0 trains on all)",
-                held.len()
-            ),
-        );
+        common.note(&format!(
+            "{} of {all} rows are held out for validation, by their hash (--held-out 0 trains on all)",
+            held.len()
+        ));
     }
     let is_asked = common.asked.has("data.held_out") && share > 0.0;
     if held.is_empty() && share > 0.0 && (is_asked || config.training.evaluate_every.is_some()) {
@@ -244,10 +240,10 @@ fn records(
             match cached {
                 Cached::Written(_) => {}
                 Cached::Read(path) => {
-                    say(common, &format!("the {which} rows were prepared before: {}", path.display()))
+                    common.note(&format!("the {which} rows were prepared before: {}", path.display()))
                 }
                 Cached::NotWritten(why) => {
-                    say(common, &format!("the {which} rows are not kept for the next run: {why}"))
+                    common.note(&format!("the {which} rows are not kept for the next run: {why}"))
                 }
             }
             rows
@@ -263,10 +259,10 @@ fn records(
         (counts.empty_answers, "have an empty answer, from which the model learns to end at once"),
     ] {
         if count > 0 {
-            say(common, &format!("{count} of {all} {which} rows {what}"));
+            common.note(&format!("{count} of {all} {which} rows {what}"));
         }
     }
-    counts.notes.lines().iter().for_each(|line| say(common, &format!("note: {line}")));
+    counts.notes.lines().iter().for_each(|line| common.note(&format!("note: {line}")));
     Ok(rows.rows)
 }
 
@@ -301,7 +297,7 @@ fn problems(
             .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
         if !rows.skipped.is_empty() {
             let (count, all) = (rows.skipped.len(), problems.len());
-            say(common, &format!("{count} of {all} {which} rows are too long and are left out"));
+            common.note(&format!("{count} of {all} {which} rows are too long and are left out"));
         }
         let rows: Vec<MaskedRow> = rows.rows.into_iter().map(MaskedRow::from).collect();
         Ok(MaskedRows::of(&rows)?)

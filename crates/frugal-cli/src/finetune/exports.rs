@@ -5,9 +5,8 @@ use frugal::models::hugging_face::Folder;
 use kernels::nf4::Scales;
 use lora::LoraConfig;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::model::tell_own_head;
-use crate::output::say;
 
 const HEAD: &str = "lm_head";
 const EMBEDDING: &str = "model.embed_tokens";
@@ -16,7 +15,7 @@ const EMBEDDING: &str = "model.embed_tokens";
 pub(super) fn print_notes(common: &Common, config: &Config, folder: &Folder) {
     if common.is_first() {
         tell_own_head(common, folder);
-        notes(config, folder).iter().for_each(|note| say(common, note));
+        notes(config, folder).iter().for_each(|note| common.note(note));
     }
 }
 

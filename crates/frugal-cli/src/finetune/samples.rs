@@ -10,8 +10,7 @@ use frugal::training::masked_rows::MaskedRows;
 use models::generation::{GenerateOptions, generate};
 use serde_json::{Value, json};
 
-use crate::Common;
-use crate::output::say;
+use crate::common_flags::Common;
 use crate::output::summary::Sample;
 
 /// The most tokens of an answer.
@@ -101,7 +100,7 @@ impl Samples {
         match generate(model, &self.prompts, &options, &mut ()) {
             Ok(rows) => rows.iter().map(|row| text(&self.tokenizer, &row.tokens)).collect(),
             Err(error) => {
-                say(common, &format!("no samples: {error}"));
+                common.note(&format!("no samples: {error}"));
                 Ok(vec![String::new(); self.prompts.len()])
             }
         }

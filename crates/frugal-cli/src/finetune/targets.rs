@@ -3,8 +3,7 @@
 use frugal::Config;
 use frugal::models::DecoderConfig;
 
-use crate::Common;
-use crate::output::say;
+use crate::common_flags::Common;
 
 /// The key of what is adapted.
 const TARGETS: &str = "adapter.target_modules";
@@ -20,7 +19,7 @@ pub(super) fn with_own_targets(common: &Common, config: &Config, model: &Decoder
         && !common.origins.has(TARGETS)
     {
         adapter.target_modules = Some(["qkv_proj", "o_proj"].into());
-        say(common, "adapts qkv_proj and o_proj, as this model calls the projections of its attention");
+        common.note("adapts qkv_proj and o_proj, as this model calls the projections of its attention");
     }
     config
 }

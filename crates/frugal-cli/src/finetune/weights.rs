@@ -10,7 +10,7 @@ use frugal::models::module::LanguageModel;
 use frugal::training::optimizer::Optimizer;
 use tch::Tensor;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::best_weights::Writer;
 use crate::folder::model_folder::{complete, save_model};
 

@@ -11,10 +11,9 @@ use models::hugging_face::Folder;
 use models::module::{LanguageModel, first_non_finite};
 use tch::Device;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::hub::HubArgs;
 use crate::folder::run_model::{Target, WhichArgs};
-use crate::output::say;
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
@@ -74,9 +73,7 @@ impl ModelArgs {
 /// Says that a model's head is not what its `config.json` says.
 pub(crate) fn tell_own_head(common: &Common, folder: &Folder) {
     if folder.has_own_head() {
-        say(
-            common,
-            &format!(
+        common.note(&format!(
                 "note: {}: config.json ties the head to the embedding, but the files have a head with other values; it is used, as by \
                  transformers 5 (4 ignores it)",
                 folder.path().display()

@@ -7,9 +7,8 @@ use frugal::models::DecoderConfig;
 use frugal::planning;
 use tch::Kind;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::flags_of;
-use crate::output::say;
 
 /// The key of how 16-bit weights take small updates.
 const MASTER_WEIGHTS: &str = "optimizer.master_weights";
@@ -26,13 +25,10 @@ pub(crate) fn tell_of_optimizer(common: &Common, config: &Config, kind: Kind) {
     };
     let is_for_half = matches!(optimizer.master_weights, MasterWeights::Always | MasterWeights::Stochastic);
     if trains_fp32 && is_for_half && common.asked.has(MASTER_WEIGHTS) {
-        say(
-            common,
-            &format!(
-                "note: {} changes nothing: what is trained is in fp32, which takes small updates as it is",
-                name(MASTER_WEIGHTS)
-            ),
-        );
+        common.note(&format!(
+            "note: {} changes nothing: what is trained is in fp32, which takes small updates as it is",
+            name(MASTER_WEIGHTS)
+        ));
     }
     let rule = match optimizer.rule {
         OptimizerRule::RmsProp => "RMSProp",
@@ -43,9 +39,7 @@ pub(crate) fn tell_of_optimizer(common: &Common, config: &Config, kind: Kind) {
         }
     };
     if optimizer.lr > LARGE_RATE {
-        say(
-            common,
-            &format!(
+        common.note(&format!(
                 "note: {} is {}, which is very large: a step of {rule} changes each weight by about the learning rate; usual are 1e-5 to \
                  1e-3",
                 name("optimizer.lr"),
@@ -66,9 +60,7 @@ pub(crate) fn tell_of_pattern(
 ) -> anyhow::Result<()> {
     for unmatched in adapter.unmatched_alternatives(model)? {
         let nearest = unmatched.nearest.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
-        say(
-            common,
-            &format!(
+        common.note(&format!(
                 "note: `target_modules` (--target-pattern): with its alternative `{}` the pattern matches none of the model's projections{nearest}",
                 unmatched.alternative
             ),

@@ -4,12 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use frugal::Config;
+use frugal::config::origins::{Origins, values};
 use frugal::config::{Given, Method};
 use frugal::run_folder::RunRecord;
-use frugal::run_folder::origins::{Origins, values};
 use serde_json::Value;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::table::{COMMON, RESUME};
 

@@ -6,21 +6,20 @@ use std::path::{Path, PathBuf};
 use anyhow::bail;
 use frugal::Config;
 use frugal::companion_files::turn_end;
+use frugal::config::origins::values;
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::ChatTemplate;
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Found, RowEncoder, RowOptions};
-use frugal::run_folder::origins::values;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::flags_of;
 use crate::flags::tokenizer::Ends;
-use crate::folder::run_record::shell_word;
 use crate::output::figures::counted;
 use crate::output::problems;
-use crate::output::say;
+use crate::output::shell_command::shell_word;
 
 /// The encoder for the model of a folder.
 ///
@@ -83,7 +82,7 @@ pub(crate) fn note_template(common: &Common, (encoder, data): (&RowEncoder, &Dat
         return;
     }
     if let Some(variant) = encoder.template().and_then(ChatTemplate::training_variant) {
-        say(common, &format!("chat template for training: {variant}"));
+        common.note(&format!("chat template for training: {variant}"));
     }
     let is_rendered = |(format, _): &(RecordFormat, usize)| {
         *format != RecordFormat::PromptCompletion || encoder.options().templates.is_some()
@@ -96,7 +95,7 @@ pub(crate) fn note_template(common: &Common, (encoder, data): (&RowEncoder, &Dat
             "note: --end-token {asked} changes no row, because the chat template ends answers with `{end}`; leave it out, or give a \
              template that writes it as --chat-template"
         );
-        say(common, &text);
+        common.note(&text);
     }
 }
 

@@ -8,8 +8,7 @@ use frugal::models::hugging_face::Folder;
 use frugal::rows::Overlong;
 use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
 
-use crate::Common;
-use crate::output::say;
+use crate::common_flags::Common;
 
 /// A model's tokenizer, and the tokens that begin and end a row.
 pub(crate) struct Ends {
@@ -48,7 +47,7 @@ impl Ends {
     pub(crate) fn note_context(&self, common: &Common, folder: &Folder, data: &DataConfig) {
         let context = folder.config().max_position_embeddings;
         if data.max_length.is_some_and(|asked| i64::try_from(asked).is_ok_and(|asked| asked > context)) {
-            say(common, &format!("rows have at most {context} tokens, the model's context"));
+            common.note(&format!("rows have at most {context} tokens, the model's context"));
         }
     }
 

@@ -3,11 +3,11 @@
 use anyhow::bail;
 use dataloading::records::RecordFormat;
 use frugal::Config;
+use frugal::config::origins::values;
 use frugal::config::{ActivationPlan, Method, OffloadTier, ShapeFamily, Task};
 use frugal::rows::Found;
-use frugal::run_folder::origins::values;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::flags_of;
 
 /// Keys, or sections of them, that are read under a condition.

@@ -10,7 +10,7 @@ use frugal::run_folder::BEST;
 use frugal::training::optimizer::Optimizer;
 use frugal::training::trainer::{Best, BestWeights};
 
-use crate::Common;
+use crate::common_flags::Common;
 
 /// The evaluation whose weights [`BEST`] has, within an output folder.
 const BEST_EVALUATION: &str = "best.json";

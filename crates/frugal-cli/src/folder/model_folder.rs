@@ -13,7 +13,7 @@ use models::module::{self, LanguageModel};
 use serde_json::{Map, Value};
 use tch::Tensor;
 
-use crate::Common;
+use crate::common_flags::Common;
 
 /// Keys of transformers for the dtype of the weights.
 const DTYPES: [&str; 2] = ["dtype", "torch_dtype"];

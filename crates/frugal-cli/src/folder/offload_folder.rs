@@ -5,8 +5,7 @@ use std::path::Path;
 use frugal::Config;
 use frugal::config::{Dtype, OffloadTier};
 
-use crate::Common;
-use crate::output::say;
+use crate::common_flags::Common;
 
 /// Says where layers go to files that are in memory themselves. Frozen layers as they are in the model's files stay there.
 pub(crate) fn note_memory(common: &Common, config: &Config) {
@@ -20,7 +19,7 @@ pub(crate) fn note_memory(common: &Common, config: &Config) {
             "note: {} is in memory (tmpfs), where layers in files take what they save; give --set offload.folder=FOLDER, a folder on a disk",
             folder.display()
         );
-        say(common, &text);
+        common.note(&text);
     }
 }
 

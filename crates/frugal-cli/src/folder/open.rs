@@ -10,9 +10,10 @@ use frugal::loss_log::Losses;
 use frugal::run_folder::{BEST, CHECKPOINTS, LOSSES, RunRecord, State};
 use frugal::training::checkpoint::{self, Checkpoints};
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::output_folder::{self, Existing};
-use crate::folder::run_record::{About, shell_word};
+use crate::folder::run_record::About;
+use crate::output::shell_command::more_steps;
 use frugal::run_folder::MODEL;
 
 /// Where a training writes.
@@ -122,9 +123,4 @@ fn refuse_earlier(out: &Path, common: &Common, resume: bool) -> anyhow::Result<(
         );
     }
     Ok(())
-}
-
-/// The command that trains a finished run further.
-pub(crate) fn more_steps(out: &Path) -> String {
-    format!("`frugal resume {} --set training.steps=N`", shell_word(&out.display().to_string()))
 }

@@ -13,11 +13,10 @@ use kernels::nf4::Scales;
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE as ADAPTER_FILE;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::hub::{HubArgs, same_folder};
 use crate::folder::best_weights::best_evaluation;
-use crate::folder::run_record::shell_word;
-use crate::output::say;
+use crate::output::shell_command::shell_word;
 use frugal::run_folder::MODEL;
 
 /// The configuration of a model within its folder.
@@ -173,16 +172,14 @@ impl Target {
 
     /// Says what was taken of a training's folder, on standard error.
     pub(crate) fn tell(&self, common: &Common) {
-        self.note.iter().for_each(|note| say(common, note));
+        self.note.iter().for_each(|note| common.note(note));
     }
 
     /// Says that an adapter names another base than the model of `folder`, and that one over NF4 is used with weights that are not quantized,
     /// unless they are, in `dtype`.
     pub(crate) fn tell_other_base(&self, common: &Common, folder: &Folder, dtype: Option<Dtype>) {
         if let Some(base) = self.other_base.as_ref().filter(|base| !self.is_base(base, folder)) {
-            say(
-                common,
-                &format!(
+            common.note(&format!(
                     "note: the adapter names {base} as its base, and here it is over {}; unless the weights are the same, results differ from \
                      those of the training",
                     self.model
@@ -195,9 +192,7 @@ impl Target {
             None => folder.kind().is_ok_and(quantized),
         };
         if self.is_over_nf4 && !is_quantized {
-            say(
-                common,
-                "note: the adapter was trained over its base in NF4, and here the base is not quantized, so results differ from those of \
+            common.note("note: the adapter was trained over its base in NF4, and here the base is not quantized, so results differ from those of \
                  the training; where a model is not merged, --dtype nf4 computes as the training did",
             );
         }

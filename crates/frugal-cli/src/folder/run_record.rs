@@ -13,8 +13,8 @@ use frugal::training::observer::{Observer, StepRecord};
 use serde_json::Value;
 use tch::Device;
 
-use crate::Common;
-use crate::output::{run_page, say};
+use crate::common_flags::Common;
+use crate::output::{run_page, shell_command};
 
 /// What a record says of the data, and of what was chosen for it.
 #[derive(Default)]
@@ -54,7 +54,7 @@ impl<'a> Recorder<'a> {
         let earlier = RunRecord::read(out)?.filter(|_| step > 0).unwrap_or_default();
         let before = earlier.outcome.map_or((0, 0), |outcome| (outcome.peak_bytes, outcome.file_bytes));
         let mut starts = earlier.starts;
-        starts.push(StartRecord { unix_time: unix_time(), step, command: command() });
+        starts.push(StartRecord { unix_time: unix_time(), step, command: shell_command::this_process() });
         let record = RunRecord {
             frugal: env!("CARGO_PKG_VERSION").to_owned(),
             torch: runtime::torch_version().to_owned(),
@@ -128,23 +128,8 @@ impl Observer for MemoryAtSteps {
 /// Writes the page. One that cannot be written is no failure of a training.
 pub(crate) fn write_page(common: &Common, out: &Path, state: State) {
     if let Err(error) = run_page::write(out, Some(state)) {
-        say(common, &format!("the page was not written: {error}"));
+        common.note(&format!("the page was not written: {error}"));
     }
-}
-
-/// A word as a shell reads it.
-pub(crate) fn shell_word(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    match !word.is_empty() && word.chars().all(plain) {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    }
-}
-
-/// The command line of this process, as a shell reads it.
-fn command() -> String {
-    let words = std::env::args_os().skip(1).map(|word| shell_word(&word.to_string_lossy()));
-    std::iter::once("frugal".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
 /// The model of a configuration.
@@ -177,9 +162,7 @@ pub(crate) fn note_other_data(common: &Common, about: &About) {
         };
         if known(before) && known(now) && digests(before) != digests(now) {
             let files: Vec<String> = now.files.iter().map(|file| file.path.display().to_string()).collect();
-            say(
-                common,
-                &format!(
+            common.note(&format!(
                     "note: the {name} data have changed since the training whose configuration this is (SHA-256 of {})",
                     files.join(", ")
                 ),

@@ -10,7 +10,7 @@ use frugal::training::checkpoint;
 use serde_json::json;
 
 use super::Line;
-use crate::folder::run_record::shell_word;
+use crate::output::shell_command::shell_word;
 use frugal::run_folder::MODEL;
 
 /// Whether a folder is the output of a training.

@@ -10,11 +10,10 @@ use frugal::loss_log::Losses;
 use frugal::run_folder::{BEST, Outcome, PAGE, SAMPLES, State, TABLE};
 use serde_json::{Value, json};
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::best_weights::best_evaluation;
-use crate::folder::run_record::shell_word;
 use crate::output::figures::counted;
-use crate::output::say;
+use crate::output::shell_command::shell_word;
 
 /// The most characters of a prompt or an answer on a line.
 const WIDTH: usize = 100;
@@ -66,13 +65,10 @@ pub(crate) fn print(
     let (shown, word) = (out.display(), shell_word(&out.display().to_string()));
     if let Some(best) = best_evaluation(out) {
         let what = if config.adapter.is_some() { "adapter" } else { "model" };
-        say(
-            common,
-            &format!(
-                "the best {what} is in {shown}/{BEST} (validation loss {:.4} at step {})",
-                best.loss, best.step
-            ),
-        );
+        common.note(&format!(
+            "the best {what} is in {shown}/{BEST} (validation loss {:.4} at step {})",
+            best.loss, best.step
+        ));
     }
     if let Some(outcome) = outcome {
         let budget = config.training.budget.map_or_else(String::new, |budget| format!(" of {budget}"));
@@ -84,34 +80,31 @@ pub(crate) fn print(
             0 => String::new(),
             peak => format!(", at most {}{budget} held{files}", bytes_text(peak)),
         };
-        say(common, &format!("{}{memory}", duration(outcome.seconds)));
+        common.note(&format!("{}{memory}", duration(outcome.seconds)));
         if outcome.state == State::StoppedEarly {
             let patience = config.training.patience.unwrap_or_default();
-            say(
-                common,
-                &format!(
-                    "stopped early: {} in a row {} not better; `frugal resume {word} --patience N` goes on",
-                    counted(patience, "evaluation"),
-                    if patience == 1 { "was" } else { "were" }
-                ),
-            );
+            common.note(&format!(
+                "stopped early: {} in a row {} not better; `frugal resume {word} --patience N` goes on",
+                counted(patience, "evaluation"),
+                if patience == 1 { "was" } else { "were" }
+            ));
         }
     }
     if !samples.is_empty() {
-        say(common, &format!("samples, greedy (in full in {shown}/{SAMPLES}):"));
+        common.note(&format!("samples, greedy (in full in {shown}/{SAMPLES}):"));
     }
     for sample in samples {
-        say(common, &format!("  {}", tail(&sample.prompt)));
+        common.note(&format!("  {}", tail(&sample.prompt)));
         // A resumed training has none for rows that were not chosen at its start.
         if let Some(before) = &sample.before {
-            say(common, &format!("    before: {}", head(before)));
+            common.note(&format!("    before: {}", head(before)));
         }
-        say(common, &format!("    after:  {}", head(&sample.after)));
+        common.note(&format!("    after:  {}", head(&sample.after)));
     }
-    say(common, &format!("curves: {shown}/{PAGE}, {shown}/{TABLE}, or `tensorboard --logdir {word}`"));
+    common.note(&format!("curves: {shown}/{PAGE}, {shown}/{TABLE}, or `tensorboard --logdir {word}`"));
     if !next.is_empty() {
-        say(common, "next:");
-        next.iter().for_each(|command| say(common, &format!("  {command}")));
+        common.note("next:");
+        next.iter().for_each(|command| common.note(&format!("  {command}")));
     }
 }
 

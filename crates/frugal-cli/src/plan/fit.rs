@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::Answer;
 use super::step::{StepArgs, Ways, training_ways};
 use super::table::table;
-use crate::Common;
+use crate::common_flags::Common;
 
 #[derive(clap::Args)]
 pub(crate) struct Fit {

@@ -29,10 +29,10 @@ use tch::{Device, Kind};
 
 use super::model_args::ModelArgs;
 use super::step_args::known_hardware;
-use crate::Common;
+use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::table::PLAN;
-use crate::folder::run_record::shell_word;
+use crate::output::shell_command::shell_word;
 use crate::output::{print_line, print_lines};
 use crate::run::plan::{NOTHING_FITS, fitting};
 use ranks::RanksArgs;

@@ -11,7 +11,7 @@ use frugal::training::{Batches, Trainer};
 use serde_json::json;
 use trace::{Composition, Diagnosis};
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::output_file::{OutputFile, OutputFlag};
 use crate::output::print_line;
 

@@ -19,14 +19,13 @@ use runtime::memory::Limit;
 use serde_json::{Value, json};
 use tch::Device;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::best_weights::Writer;
 use crate::folder::offload_folder;
 use crate::folder::open::{Saving, as_begun};
 use crate::folder::run_model::REVISION;
 use crate::folder::run_record::{About, note_other_data, write_page};
-use crate::output::report::report;
-use crate::output::say;
+use crate::output::ended_training::report;
 use crate::output::summary::{self, Sample};
 use crate::run::diagnosis::{Diagnose, diagnose};
 use crate::run::plan::{PlannedTraining, RunPlan};
@@ -243,7 +242,7 @@ impl<'a> Opened<'a> {
             saving.about.plan =
                 json!({ "layers": layers, "peak_bytes": chosen.peak_bytes, "seconds": chosen.seconds });
         }
-        say(&self.run.common, &text);
+        self.run.common.note(&text);
         Ok(())
     }
 }

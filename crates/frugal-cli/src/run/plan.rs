@@ -18,8 +18,8 @@ use runtime::memory::Limit;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use crate::Common;
-use crate::output::{print_line, say};
+use crate::common_flags::Common;
+use crate::output::print_line;
 pub(crate) use calibration::Expected;
 pub(crate) use changes::Question;
 pub(crate) use table::{Columns, candidates_json, candidates_table};
@@ -161,10 +161,8 @@ impl RunPlan {
     pub(crate) fn tell(&self, common: &Common) {
         match (&self.prediction, self.budget) {
             (Ok(_), Some(_)) if common.json => print_line(&json!({ "plan": self.json() })),
-            (Ok(prediction), Some(budget)) => say(common, prediction.text(budget).trim_end()),
-            (Err(NotPredicted(why)), Some(budget)) if common.ranks.is_none() && !common.json => say(
-                common,
-                &format!(
+            (Ok(prediction), Some(budget)) => common.note(prediction.text(budget).trim_end()),
+            (Err(NotPredicted(why)), Some(budget)) if common.ranks.is_none() && !common.json => common.note(&format!(
                     "budget {}; the memory of a step is not predicted for {why}: layers are recomputed if it does not suffice",
                     budget_text(&budget)
                 ),
@@ -172,7 +170,7 @@ impl RunPlan {
             _ => {}
         }
         if let Some((way, kind)) = self.half.filter(|_| !common.json) {
-            say(common, &half_text(way, kind));
+            common.note(&half_text(way, kind));
         }
     }
 

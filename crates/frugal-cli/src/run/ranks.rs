@@ -12,33 +12,15 @@ use runtime::collectives::{Group, GroupOptions, Launch, Store};
 use serde_json::{Value, json};
 use sharding::Mesh;
 
-use crate::Common;
-use crate::folder::run_record::shell_word;
+use super::rank_group::Ranks;
+use crate::common_flags::Common;
+use crate::output::shell_command::shell_word;
 
 /// Settings that may differ from machine to machine; what they name is compared where it is read.
 const PATHS: [&str; 5] = ["model.name", "data.source", "data.validation", "data.tokenizer", "offload.folder"];
 
 /// How long ranks wait for one that reads data, or the model.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
-
-/// This process among the ranks of a training.
-#[derive(Clone, Debug)]
-pub(crate) struct Ranks {
-    /// For what takes one rank's time alone.
-    preparation: Group,
-    /// For the training.
-    pub(crate) group: Group,
-    /// The same, divided into replicas.
-    pub(super) mesh: Mesh,
-    launch: Launch,
-}
-
-impl Ranks {
-    /// Whether this is rank 0.
-    pub(crate) fn is_first(&self) -> bool {
-        self.group.rank() == 0
-    }
-}
 
 /// A training that was interrupted.
 #[derive(Debug)]

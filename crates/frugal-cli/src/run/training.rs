@@ -17,13 +17,14 @@ use frugal::training::{Batches, Trainer};
 use report::cli::Failure;
 use tch::Device;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::best_weights::{KeepBest, Writer, forget_best};
 use crate::folder::open::Saving;
-use crate::folder::run_record::{Recorder, shell_word};
+use crate::folder::run_record::Recorder;
+use crate::output::Lines;
+use crate::output::ended_training::Ended;
 use crate::output::records::StepRecords;
-use crate::output::report::Ended;
-use crate::output::{Lines, say};
+use crate::output::shell_command::shell_word;
 use crate::run::plan::{Expected, NOTHING_FITS};
 use crate::run::ranks::Interrupted;
 
@@ -174,7 +175,7 @@ impl Run<'_> {
                     _ => format!("resumes after step {step} of {steps}"),
                 };
                 if !common.json {
-                    say(common, &at);
+                    common.note(&at);
                 }
             }
             // Only after the checkpoint is known to belong to this training.

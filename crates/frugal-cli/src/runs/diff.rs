@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use frugal::config::origins::values;
 use frugal::run_folder::SplitRecord;
-use frugal::run_folder::origins::values;
 use serde_json::{Map, Value, json};
 
 use super::{Summary, loss_text};
-use crate::Common;
+use crate::common_flags::Common;
 use crate::output::{print_line, print_text};
 
 #[derive(Args)]

@@ -7,8 +7,8 @@ use clap::Args;
 use serde_json::json;
 
 use super::{DEPTH, Summary, find, loss_text, short_name};
-use crate::Common;
-use crate::output::{print_line, print_text, say};
+use crate::common_flags::Common;
+use crate::output::{print_line, print_text};
 use crate::plan::table::table;
 
 #[derive(Args)]
@@ -34,12 +34,12 @@ pub(super) fn run(common: &Common, arguments: &Ls) -> anyhow::Result<()> {
         match Summary::read(&folder) {
             Ok(summary) => runs.push(summary),
             // One folder that is damaged does not hide the others.
-            Err(error) => say(common, &format!("{error:#}")),
+            Err(error) => common.note(&format!("{error:#}")),
         }
     }
     runs.sort_by_key(|run| run.record.starts.first().map_or(0, |start| start.unix_time));
     if runs.is_empty() {
-        say(common, "no training here; give a folder that has the --out folders of trainings");
+        common.note("no training here; give a folder that has the --out folders of trainings");
     }
     if common.json {
         runs.iter().for_each(print_json);

@@ -8,7 +8,7 @@ use frugal::run_folder::{PAGE, State};
 use serde_json::json;
 
 use super::Summary;
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::best_weights::best_evaluation;
 use crate::info::training;
 use crate::output::figures::{counted, share};
@@ -71,6 +71,6 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         lines.push(("page", folder.join(PAGE).display().to_string(), json!(folder.join(PAGE))));
     }
     lines.extend(next);
-    print_fields(common, lines);
+    print_fields(common.json, lines);
     Ok(())
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use clap::CommandFactory;
+use frugal::config::origins::{Origins, values};
 use frugal::config::{Config, Method, Task};
-use frugal::run_folder::origins::{Origins, values};
 use serde_json::Value;
 
 use super::Tiny;

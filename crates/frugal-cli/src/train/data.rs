@@ -15,9 +15,8 @@ use frugal::training::strategy::Strategy;
 use frugal::training::{Batches, LoaderBatches};
 use tch::Device;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::output::figures::counted;
-use crate::output::say;
 
 /// Steps of a training by default.
 const STEPS: u64 = 100;
@@ -56,7 +55,7 @@ impl Data {
             let vocabulary = self.vocabulary.unsigned_abs();
             let text =
                 format!("data: {SYNTHETIC} (a generated language of {})", counted(vocabulary, "token"));
-            return say(common, &text);
+            return common.note(&text);
         };
         let is_embedded = config.source == EMBEDDED;
         let what = match (is_embedded, Path::new(&config.source)) {
@@ -72,14 +71,14 @@ impl Data {
             .as_ref()
             .map_or_else(String::new, |path| format!("; validation: {}", path.display()));
         let tokens = counted(documents.train.tokens(), "token");
-        say(common, &format!("data: {} ({what}; {tokens}){validation}", config.source));
+        common.note(&format!("data: {} ({what}; {tokens}){validation}", config.source));
         let tokenizer = match (&config.tokenizer, &documents.tokenizer) {
             (Some(path), _) => path.display().to_string(),
             (None, Some(_)) if is_embedded => "the embedded one".to_owned(),
             (None, Some(_)) => "trained on the data".to_owned(),
             (None, None) => "the one that made the token store".to_owned(),
         };
-        say(common, &format!("tokenizer: {tokenizer}, {}", counted(documents.vocabulary as u64, "token")));
+        common.note(&format!("tokenizer: {tokenizer}, {}", counted(documents.vocabulary as u64, "token")));
     }
 }
 

@@ -10,7 +10,7 @@ use frugal::run_folder::SplitRecord;
 use frugal::training::optimizer::Optimizer;
 use serde_json::json;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::folder::best_weights::Writer;
 use crate::folder::model_folder::save_model;
 

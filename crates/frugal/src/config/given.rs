@@ -22,8 +22,8 @@ use serde_json::{Map, Value, json};
 
 use super::written::{OF_FINE_TUNING, Written};
 use super::{Config, Method, Task, set, with_line};
+use crate::config::origins::{DEFAULT, Origins, leaves, values};
 use crate::error::{Error, Result};
-use crate::run_folder::origins::{DEFAULT, Origins, leaves, values};
 
 /// The origin of values that [`Given::assign`] takes.
 const ASSIGNED: &str = "--set";

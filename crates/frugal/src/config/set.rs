@@ -6,8 +6,8 @@ use serde_json::{Map, Value, json};
 use super::given::{Given, current_name, overlay};
 use super::written::Written;
 use super::{Config, Method, Task, nearest};
+use crate::config::origins::DEFAULT;
 use crate::error::{Error, Result};
-use crate::run_folder::origins::DEFAULT;
 
 impl Config {
     /// Returns the configuration with one value replaced: `optimizer.lr=1e-4`. The value is written as in TOML; a text needs no quotes.

@@ -14,8 +14,8 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 use training::masked_rows::MaskedRows;
 
+use super::counts::{Counts, Rows};
 use super::encoder::RowEncoder;
-use super::prepare::{Counts, Rows};
 use crate::error::{Error, Result};
 
 /// Version of how rows are made. Increased when the same data and options give other rows, or other notes, than before.

@@ -10,8 +10,8 @@ use dataloading::{IGNORE_INDEX, Tokenizer};
 use serde_json::Value;
 use training::masked_rows::MaskedRow;
 
+use super::counts::Counts;
 use super::overlong::{Overlong, split, truncate};
-use super::prepare::Counts;
 use super::second_end::second_end;
 use crate::error::{Error, Result};
 

@@ -173,8 +173,8 @@ fn a_file_without_an_adapter_is_lora_unless_it_names_another_method() {
 
 #[test]
 fn a_default_that_a_training_wrote_is_still_one() {
+    use frugal::config::origins::Origins;
     use frugal::config::{Given, Method, Task};
-    use frugal::run_folder::origins::Origins;
     let mut lora = Config::defaults(Task::Finetune, Method::Lora);
     lora.optimizer.clip = 0.5;
     let mut origins = Origins::default();

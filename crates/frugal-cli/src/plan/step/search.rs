@@ -12,7 +12,7 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use super::{PlannedStep, StepArgs, blank, head, not_predicted, nothing_fits, shape};
-use crate::Common;
+use crate::common_flags::Common;
 use crate::output::{print_line, print_lines, print_text};
 use crate::run::plan::{Columns, candidates_json, candidates_table};
 

@@ -4,7 +4,7 @@ use frugal::training::observer::Collect;
 use frugal::training::{Batches, Trainer};
 use serde_json::json;
 
-use crate::Common;
+use crate::common_flags::Common;
 use crate::output::figures::{counted, duration};
 use crate::output::print_line;
 

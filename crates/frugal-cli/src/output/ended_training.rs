@@ -1,4 +1,4 @@
-//! What is reported of a training that ended, now or before.
+//! The end of a training as a person or `--json` sees it, when it ends or later.
 
 use std::path::{Path, PathBuf};
 
@@ -11,12 +11,12 @@ use frugal::models::module::ParameterCount;
 use frugal::run_folder::{LOSSES, Outcome, RECORD, RunRecord, State};
 use serde_json::json;
 
-use crate::Common;
-use crate::folder::open::more_steps;
-use crate::folder::run_record::shell_word;
+use crate::common_flags::Common;
 use crate::output::figures::counted;
+use crate::output::print_line;
+use crate::output::shell_command::more_steps;
+use crate::output::shell_command::shell_word;
 use crate::output::summary;
-use crate::output::{print_line, say};
 use frugal::run_folder::MODEL;
 
 /// A training that ended.
@@ -49,27 +49,23 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
         return print_line(&json!({ "result": line }));
     }
     match out.filter(|_| was_finished) {
-        Some(out) => say(
-            common,
-            &format!(
+        Some(out) => common.note(&format!(
                 "the training was finished before, after {}; to continue, raise `steps` or `epochs`: in {}, or by {}",
                 counted(step, "step"),
                 shell_word(&out.join(CONFIG_FILE).display().to_string()),
                 more_steps(out)
             ),
         ),
-        None => say(common, &summary::losses_text(step, losses)),
+        None => common.note(&summary::losses_text(step, losses)),
     }
     if let Losses { before: Some(before), validation: Some(after), .. } = losses
         && after > before * (1.0 + WORSE)
     {
-        say(
-            common,
-            "note: the validation loss is higher than before the training; give a lower --lr, fewer --epochs, or more data",
+        common.note("note: the validation loss is higher than before the training; give a lower --lr, fewer --epochs, or more data",
         );
     }
     if let Some((what, path)) = result {
-        say(common, &format!("the {what} is in {}", path.display()));
+        common.note(&format!("the {what} is in {}", path.display()));
     }
 }
 

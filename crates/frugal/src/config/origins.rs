@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use crate::config::{Config, current_name};
+use super::{Config, current_name};
 use crate::error::Result;
 
 /// The origin of a value that nobody gave.
