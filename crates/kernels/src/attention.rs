@@ -32,7 +32,8 @@ use runtime::{Error, Result};
 pub use scaled_dot_product::{ScaledDotProductOptions, scaled_dot_product};
 use tch::{Device, Kind, Tensor};
 
-use cpu::{NAME, Scores, Single, Tensors, compute_kind, reads};
+use crate::operands::has_dense_heads;
+use cpu::{NAME, Scores, Single, Tensors, compute_kind};
 
 /// Returns whether [`causal_attention`] takes tensors of this device and dtype.
 pub fn takes(device: Device, kind: Kind) -> bool {
@@ -201,7 +202,7 @@ const SINGLE: &str = "runtime::single_query_attention";
 /// The tensor, or a copy that the passes can read.
 fn readable(x: &Tensor) -> Result<Tensor> {
     let x = x.f_resolve_neg()?;
-    if reads(&x) { Ok(x) } else { Ok(x.f_contiguous()?) }
+    if has_dense_heads(&x) { Ok(x) } else { Ok(x.f_contiguous()?) }
 }
 
 /// A tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.

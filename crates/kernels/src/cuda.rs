@@ -25,7 +25,7 @@ use runtime::device::CudaStream;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use crate::operands::{Rows, contiguous, rows_on};
+use crate::operands::{self, Rows};
 
 const NAME: &str = "CUDA kernel";
 /// The header that every text includes.
@@ -243,11 +243,11 @@ pub(crate) struct Matrix {
 /// Views a dense-rowed tensor `[rows, columns]` of this dtype and device.
 pub(crate) fn matrix(
     operation: &'static str,
-    name: &str,
+    name: &'static str,
     tensor: &Tensor,
     options: (Kind, Device),
 ) -> Result<Matrix> {
-    let Rows { rows, columns, row_stride, .. } = rows_on(operation, name, tensor, options)?;
+    let Rows { rows, columns, row_stride, .. } = operands::rows(operation, name, tensor, options)?;
     let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
     Ok(Matrix { rows: number(rows), columns: number(columns), stride: number(row_stride) })
 }
@@ -255,12 +255,12 @@ pub(crate) fn matrix(
 /// Refuses a tensor that is not contiguous or not of this shape, dtype and device.
 pub(crate) fn expect(
     operation: &'static str,
-    name: &str,
+    name: &'static str,
     tensor: &Tensor,
     size: &[i64],
     options: (Kind, Device),
 ) -> Result<()> {
-    contiguous(operation, name, tensor, size, options).map(drop)
+    operands::check_contiguous(operation, name, tensor, size, options)
 }
 
 pub(crate) fn pointer(tensor: &Tensor) -> Argument {

@@ -24,12 +24,12 @@ mod operators;
 use runtime::autograd::GradMode;
 use runtime::ops::TryScalar;
 use runtime::profile::{Flops, kernel, record_external};
-use runtime::tensor_memory::memory_range;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use crate::gemm::gemm_f32;
 use crate::nf4;
+use crate::operands::{Access, Operands};
 use crate::processor;
 
 pub use crate::gemm::MIN_DIMENSION;
@@ -222,17 +222,14 @@ fn check(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if out.is_neg() {
         return refuse("the output is a lazily negated view; give it memory of its own".to_owned());
     }
-    for (name, operand) in [("left", a), ("right", b)] {
-        if out.is_sparse() || operand.is_sparse() {
-            return refuse("an operand or the output is sparse; make it dense".to_owned());
-        }
-        let (read, written) = (memory_range(operand)?, memory_range(out)?);
-        if read.start < written.end && written.start < read.end {
-            return refuse(format!(
-                "the output shares memory with the {name} operand; give it memory of its own"
-            ));
-        }
+    if [out, a, b].into_iter().any(Tensor::is_sparse) {
+        return refuse("an operand or the output is sparse; make it dense".to_owned());
     }
+    let mut operands = Operands::new("matrix product", out.device());
+    operands.unchecked(Access::Read, "a", a)?;
+    operands.unchecked(Access::Read, "b", b)?;
+    operands.unchecked(Access::Write, "out", out)?;
+    operands.check()?;
     if GradMode::enabled() && (a.requires_grad() || b.requires_grad() || out.requires_grad()) {
         return refuse(
             "an operand requires a gradient, which is not recorded here; use Tensor::matmul".to_owned(),

@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use pulp::Simd;
 use runtime::Result;
 use runtime::tensor_memory::address;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::operands::{Rows, rows};
 use crate::processor::{Bf16Instructions, bf16_instructions};
@@ -56,7 +56,8 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -
         Kind::BFloat16 => (Stored::Bfloat16, 2),
         _ => return Ok(None),
     };
-    let Ok(weight) = rows("matrix-vector product", "weight", weight_nd, weight_nd.kind()) else {
+    let Ok(weight) = rows("matrix-vector product", "weight", weight_nd, (weight_nd.kind(), Device::Cpu))
+    else {
         return Ok(None);
     };
     let words = weight.columns / per_word;

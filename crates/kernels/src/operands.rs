@@ -1,6 +1,7 @@
 //! Operands of kernels: checks the shape, dtype, device and layout of each operand when it is added, and at the end that no output overlaps
 //! another operand.
 
+use std::fmt;
 use std::ops::Range;
 
 use runtime::tensor_memory::{address, memory_range};
@@ -18,18 +19,57 @@ use tch::{Device, Kind, Tensor};
 pub(crate) struct Operands {
     operation: &'static str,
     device: Device,
-    read: Vec<Named>,
-    written: Vec<Named>,
+    operands: Vec<Operand>,
 }
 
-type Named = (&'static str, Range<usize>);
+struct Operand {
+    name: Name,
+    access: Access,
+    memory: Memory,
+}
 
-/// How many elements an operand has.
+/// How a pass uses an operand.
+#[derive(Clone, Copy)]
+pub(crate) enum Access {
+    Read,
+    Write,
+    /// Written, and may be the memory of one of these operands that are read, element for element.
+    Overwrite(&'static [&'static str]),
+}
+
+/// The name of an operand, with its index in a list of operands.
+#[derive(Clone, Copy)]
+pub(crate) struct Name(&'static str, Option<usize>);
+
+impl From<&'static str> for Name {
+    fn from(name: &'static str) -> Self {
+        Self(name, None)
+    }
+}
+
+impl From<(&'static str, usize)> for Name {
+    fn from((name, index): (&'static str, usize)) -> Self {
+        Self(name, Some(index))
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.1 {
+            Some(index) => write!(f, "`{} {index}`", self.0),
+            None => write!(f, "`{}`", self.0),
+        }
+    }
+}
+
+/// The shape of an operand.
 #[derive(Clone, Copy)]
 pub(crate) enum Extent<'a> {
-    /// As many, in any dimensions.
+    /// Any shape.
+    Any,
+    /// Any shape of so many elements.
     Elements(usize),
-    /// The elements of a tensor of this size.
+    /// This shape.
     Size(&'a [i64]),
 }
 
@@ -45,105 +85,278 @@ impl<'a> From<&'a [i64]> for Extent<'a> {
     }
 }
 
+/// The order of an operand's elements in memory.
+#[derive(Clone, Copy)]
+enum Layout {
+    Contiguous,
+    /// A matrix `[rows, columns]` whose rows are dense, at any distance.
+    DenseRows,
+    /// Any dimensions, the last one dense, the others with any strides from 0 on.
+    DenseHeads,
+    /// Contiguous in some order of the dimensions.
+    WithoutGaps,
+}
+
+impl Layout {
+    fn fits(self, tensor: &Tensor) -> bool {
+        let (size, stride) = (tensor.size(), tensor.stride());
+        match self {
+            Self::Contiguous => tensor.is_contiguous(),
+            Self::DenseRows => match (&size[..], &stride[..]) {
+                (&[rows, columns], &[row_stride, column_stride]) => {
+                    (rows == 0 || columns < 2 || column_stride == 1) && (rows < 2 || row_stride >= columns)
+                }
+                _ => false,
+            },
+            Self::DenseHeads => has_dense_heads(tensor),
+            Self::WithoutGaps => tensor.numel() == 0 || has_no_gaps(tensor),
+        }
+    }
+}
+
+/// Returns whether the last dimension is dense and no stride is negative. libtorch calls any strides of a tensor without elements
+/// contiguous, and any stride of a dimension of 1.
+pub(crate) fn has_dense_heads(tensor: &Tensor) -> bool {
+    let stride = tensor.stride();
+    tensor.numel() == 0
+        || (stride.last() == Some(&1) || tensor.size().last() == Some(&1))
+            && stride.iter().all(|stride| *stride >= 0)
+}
+
+/// Returns whether the elements are contiguous and distinct in memory, in any order of the dimensions.
+pub(crate) fn has_no_gaps(tensor: &Tensor) -> bool {
+    let (size, stride) = (tensor.size(), tensor.stride());
+    let mut dimensions: Vec<(i64, i64)> =
+        stride.into_iter().zip(size).filter(|&(_, size)| size != 1).collect();
+    dimensions.sort_unstable();
+    let mut expected = 1;
+    dimensions.into_iter().all(|(stride, size)| {
+        let fits = stride == expected;
+        expected *= size;
+        fits
+    })
+}
+
 impl Operands {
     pub(crate) fn new(operation: &'static str, device: Device) -> Self {
-        Self { operation, device, read: Vec::new(), written: Vec::new() }
+        Self { operation, device, operands: Vec::new() }
     }
 
     /// Adds contiguous memory that the pass reads. Returns its address; 0 without a tensor.
     pub(crate) fn read<'a, 'b>(
         &mut self,
-        name: &'static str,
+        name: impl Into<Name>,
         tensor: impl Into<Option<&'a Tensor>>,
         kind: Kind,
         extent: impl Into<Extent<'b>>,
     ) -> Result<usize> {
-        let Some(tensor) = tensor.into() else { return Ok(0) };
-        let range = contiguous(self.operation, name, tensor, extent, (kind, self.device))?;
-        Ok(self.read_range(name, range))
+        self.contiguous(Access::Read, name, tensor, kind, extent)
     }
 
     /// Adds contiguous memory that the pass writes. Returns its address; 0 without a tensor.
     pub(crate) fn write<'a, 'b>(
         &mut self,
-        name: &'static str,
+        name: impl Into<Name>,
+        tensor: impl Into<Option<&'a Tensor>>,
+        kind: Kind,
+        extent: impl Into<Extent<'b>>,
+    ) -> Result<usize> {
+        self.contiguous(Access::Write, name, tensor, kind, extent)
+    }
+
+    /// Adds contiguous memory. Returns its address; 0 without a tensor.
+    pub(crate) fn contiguous<'a, 'b>(
+        &mut self,
+        access: Access,
+        name: impl Into<Name>,
         tensor: impl Into<Option<&'a Tensor>>,
         kind: Kind,
         extent: impl Into<Extent<'b>>,
     ) -> Result<usize> {
         let Some(tensor) = tensor.into() else { return Ok(0) };
-        let range = contiguous(self.operation, name, tensor, extent, (kind, self.device))?;
-        Ok(self.write_range(name, range))
+        self.add(access, name.into(), tensor, kind, extent.into(), Layout::Contiguous)
     }
 
-    /// Adds memory that the pass reads, of a layout that the caller has checked. Returns its address.
-    pub(crate) fn read_range(&mut self, name: &'static str, range: Range<usize>) -> usize {
-        let start = range.start;
-        self.read.push((name, range));
-        start
+    /// Adds a matrix of dense rows.
+    pub(crate) fn rows<'a>(
+        &mut self,
+        access: Access,
+        name: impl Into<Name>,
+        tensor: &Tensor,
+        kind: Kind,
+        extent: impl Into<Extent<'a>>,
+    ) -> Result<Rows> {
+        let name = name.into();
+        check_view(self.operation, name, tensor, (kind, self.device), extent.into(), Layout::DenseRows)?;
+        let rows = Rows::of(tensor)?;
+        let (range, bytes) = (memory_range(tensor)?, kind.elt_size_in_bytes());
+        let row = rows.columns * bytes;
+        let stride = if rows.rows > 1 { rows.row_stride * bytes } else { row };
+        self.operands.push(Operand { name, access, memory: Memory { range, row, stride } });
+        Ok(rows)
     }
 
-    /// Adds memory that the pass writes, of a layout that the caller has checked. Returns its address.
-    pub(crate) fn write_range(&mut self, name: &'static str, range: Range<usize>) -> usize {
-        let start = range.start;
-        self.written.push((name, range));
-        start
+    /// Adds heads: a tensor of any strides whose last dimension is dense. Returns its address.
+    pub(crate) fn heads(
+        &mut self,
+        access: Access,
+        name: impl Into<Name>,
+        tensor: &Tensor,
+        kind: Kind,
+        size: &[i64],
+    ) -> Result<usize> {
+        self.add(access, name.into(), tensor, kind, size.into(), Layout::DenseHeads)
+    }
+
+    /// Adds memory that is contiguous in some order of the dimensions. Returns its address.
+    pub(crate) fn without_gaps(
+        &mut self,
+        access: Access,
+        name: impl Into<Name>,
+        tensor: &Tensor,
+        kind: Kind,
+    ) -> Result<usize> {
+        self.add(access, name.into(), tensor, kind, Extent::Any, Layout::WithoutGaps)
+    }
+
+    /// Adds a tensor of a layout that the caller has checked.
+    pub(crate) fn unchecked(&mut self, access: Access, name: impl Into<Name>, tensor: &Tensor) -> Result<()> {
+        self.push(access, name.into(), tensor).map(drop)
+    }
+
+    fn add(
+        &mut self,
+        access: Access,
+        name: Name,
+        tensor: &Tensor,
+        kind: Kind,
+        extent: Extent<'_>,
+        layout: Layout,
+    ) -> Result<usize> {
+        check_view(self.operation, name, tensor, (kind, self.device), extent, layout)?;
+        self.push(access, name, tensor)
+    }
+
+    fn push(&mut self, access: Access, name: Name, tensor: &Tensor) -> Result<usize> {
+        let range = memory_range(tensor)?;
+        let (start, row) = (range.start, range.len());
+        self.operands.push(Operand { name, access, memory: Memory { range, row, stride: row } });
+        Ok(start)
     }
 
     /// Refuses memory that is written and overlaps another operand.
     pub(crate) fn check(&self) -> Result<()> {
-        for (index, (name, range)) in self.written.iter().enumerate() {
-            let mut others = self.written[..index].iter().chain(&self.read);
-            if let Some((other, _)) = others.find(|(_, other)| overlap(range, other)) {
-                let reason = format!("`{name}` overlaps `{other}` in memory; give it memory of its own");
-                return Err(Error::invalid(self.operation, reason));
-            }
-        }
-        Ok(())
+        let start = |index: usize| self.operands[index].memory.range.start;
+        let mut order: Vec<usize> = (0..self.operands.len()).collect();
+        order.sort_unstable_by_key(|index| start(*index));
+        let conflicts = order.iter().enumerate().flat_map(|(position, &first)| {
+            let end = self.operands[first].memory.range.end;
+            let candidates = order[position + 1..].iter().take_while(move |second| start(**second) < end);
+            candidates.map(move |&second| (first.max(second), first.min(second)))
+        });
+        let conflict = conflicts
+            .filter(|&(later, earlier)| self.operands[later].conflicts_with(&self.operands[earlier]))
+            .min();
+        let Some((later, earlier)) = conflict else { return Ok(()) };
+        let (later, earlier) = (&self.operands[later], &self.operands[earlier]);
+        let (written, other) =
+            if matches!(later.access, Access::Read) { (earlier, later) } else { (later, earlier) };
+        let reason = format!("{} overlaps {} in memory; give it memory of its own", written.name, other.name);
+        Err(Error::invalid(self.operation, reason))
     }
 }
 
-/// Returns whether two ranges of addresses share one.
-pub(crate) fn overlap(one: &Range<usize>, other: &Range<usize>) -> bool {
-    one.start < other.end && other.start < one.end
+impl Operand {
+    fn conflicts_with(&self, other: &Self) -> bool {
+        let is_in_place = match (self.access, other.access) {
+            (Access::Read, Access::Read) => return false,
+            (Access::Read, Access::Overwrite(inputs)) => inputs.contains(&self.name.0),
+            (Access::Overwrite(inputs), Access::Read) => inputs.contains(&other.name.0),
+            _ => false,
+        };
+        self.memory.overlaps(&other.memory) && !(is_in_place && self.memory == other.memory)
+    }
 }
 
-/// Returns the addresses of a tensor, checked to be contiguous, of this dtype and extent, and on this device.
-pub(crate) fn contiguous<'a>(
+/// Addresses of an operand: dense rows at a distance, in bytes; contiguous memory is one row.
+#[derive(PartialEq, Eq)]
+struct Memory {
+    range: Range<usize>,
+    row: usize,
+    stride: usize,
+}
+
+impl Memory {
+    fn overlaps(&self, other: &Self) -> bool {
+        let (first, second) =
+            if self.range.start <= other.range.start { (self, other) } else { (other, self) };
+        if self.range.is_empty() || other.range.is_empty() || first.range.end <= second.range.start {
+            return false;
+        }
+        // Two windows of columns of one larger matrix do not overlap.
+        let shift = second.range.start - first.range.start;
+        first.stride != second.stride || shift < first.row || first.stride < shift + second.row
+    }
+}
+
+/// Refuses a tensor that is not contiguous or not of this dtype, device and shape.
+pub(crate) fn check_contiguous<'a>(
     operation: &'static str,
-    name: &str,
+    name: &'static str,
     tensor: &Tensor,
     extent: impl Into<Extent<'a>>,
+    options: (Kind, Device),
+) -> Result<()> {
+    check_view(operation, name.into(), tensor, options, extent.into(), Layout::Contiguous)
+}
+
+/// Refuses a tensor that is not of this dtype, device, shape and layout.
+fn check_view(
+    operation: &'static str,
+    name: Name,
+    tensor: &Tensor,
     (kind, device): (Kind, Device),
-) -> Result<Range<usize>> {
+    extent: Extent<'_>,
+    layout: Layout,
+) -> Result<()> {
     if !tensor.defined() {
-        return Err(Error::invalid(operation, format!("`{name}` is undefined")));
+        return Err(Error::invalid(operation, format!("{name} is undefined")));
     }
-    let extent = extent.into();
     let size = tensor.size();
     let has_extent = match extent {
+        Extent::Any => true,
         Extent::Elements(count) => tensor.numel() == count,
         Extent::Size(expected) => size == expected,
     };
-    let layout = if tensor.is_sparse() {
-        ", sparse"
+    let fault = if tensor.is_sparse() {
+        ", sparse (`to_dense`)".to_owned()
     } else if tensor.is_neg() {
-        ", lazily negated (`resolve_neg`)"
-    } else if !tensor.is_contiguous() {
-        ", not contiguous"
+        ", lazily negated (`resolve_neg`)".to_owned()
+    } else if layout.fits(tensor) {
+        String::new()
+    } else if matches!(layout, Layout::Contiguous) {
+        ", not contiguous".to_owned()
     } else {
-        ""
+        format!(", with strides {:?}", tensor.stride())
     };
-    if has_extent && layout.is_empty() && (tensor.kind(), tensor.device()) == (kind, device) {
-        return memory_range(tensor);
+    if has_extent && fault.is_empty() && (tensor.kind(), tensor.device()) == (kind, device) {
+        return Ok(());
     }
-    let expected = match extent {
-        Extent::Elements(count) => format!("{count} contiguous elements of {kind:?}"),
-        Extent::Size(size) => format!("contiguous {kind:?} {size:?}"),
+    let shape = match extent {
+        Extent::Size(size) => format!("{kind:?} {size:?}"),
+        Extent::Any if matches!(layout, Layout::DenseRows) => format!("{kind:?} [rows, columns]"),
+        Extent::Any | Extent::Elements(_) => format!("{kind:?}"),
     };
-    let (found, place) = (tensor.kind(), tensor.device());
+    let expected = match (layout, extent) {
+        (Layout::Contiguous, Extent::Elements(count)) => format!("{count} contiguous elements of {kind:?}"),
+        (Layout::Contiguous, _) => format!("contiguous {shape}"),
+        (Layout::DenseRows, _) => format!("{shape} with dense rows"),
+        (Layout::DenseHeads, _) => format!("{shape} with a dense last dimension"),
+        (Layout::WithoutGaps, _) => format!("{shape} without gaps or overlaps in memory"),
+    };
+    let (actual, place) = (tensor.kind(), tensor.device());
     let reason =
-        format!("`{name}` is {found:?} {size:?} on {place:?}{layout}; expected {expected} on {device:?}");
+        format!("{name} is {actual:?} {size:?} on {place:?}{fault}; expected {expected} on {device:?}");
     Err(Error::invalid(operation, reason))
 }
 
@@ -157,62 +370,25 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Whether the matrix is empty, so that `pointer` may be null.
+    /// Returns whether the matrix is empty, so that `pointer` may be null.
     pub(crate) fn is_empty(self) -> bool {
         self.rows == 0 || self.columns == 0
     }
+
+    fn of(matrix: &Tensor) -> Result<Self> {
+        let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
+        let [rows, columns] = [0, 1].map(|dimension| as_usize(matrix.size()[dimension]));
+        Ok(Self { pointer: address(matrix)?, rows, columns, row_stride: as_usize(matrix.stride()[0]) })
+    }
 }
 
-/// Views a dense-rowed CPU tensor `[rows, columns]` of the given kind.
-pub(crate) fn rows(operation: &'static str, name: &str, tensor: &Tensor, kind: Kind) -> Result<Rows> {
-    rows_on(operation, name, tensor, (kind, Device::Cpu))
-}
-
-/// The same for a tensor on the given device, whose memory the host must not read.
-pub(crate) fn rows_on(
+/// Views a dense-rowed tensor `[rows, columns]` of this dtype and device.
+pub(crate) fn rows(
     operation: &'static str,
-    name: &str,
+    name: &'static str,
     tensor: &Tensor,
-    (kind, device): (Kind, Device),
+    options: (Kind, Device),
 ) -> Result<Rows> {
-    let refuse = |what: String| Err(Error::invalid(operation, format!("`{name}` {what}")));
-    if tensor.device() != device || tensor.kind() != kind {
-        let place = if device == Device::Cpu { "the CPU".to_owned() } else { format!("{device:?}") };
-        return refuse(format!(
-            "is {:?} on {:?}; expected {kind:?} on {place}",
-            tensor.kind(),
-            tensor.device()
-        ));
-    }
-    if tensor.is_sparse() || tensor.is_neg() {
-        return refuse(
-            "is sparse or a negated view; make it dense with `resolve_neg` or `to_dense`".to_owned(),
-        );
-    }
-    let (size, stride) = (tensor.size(), tensor.stride());
-    let (&[rows, columns], &[row_stride, column_stride]) = (&size[..], &stride[..]) else {
-        return refuse(format!("has shape {size:?}; expected [rows, columns]"));
-    };
-    if rows > 0 && columns > 1 && column_stride != 1 || rows > 1 && row_stride < columns {
-        return refuse(format!("has strides {stride:?}; expected dense rows"));
-    }
-    let pointer = address(tensor)?;
-    let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
-    Ok(Rows { pointer, rows: as_usize(rows), columns: as_usize(columns), row_stride: as_usize(row_stride) })
-}
-
-/// Whether two matrices of one shape and element size share no element.
-pub(crate) fn apart(a: Rows, b: Rows, element_size: usize) -> bool {
-    let end = |m: Rows| m.pointer + (m.rows.saturating_sub(1) * m.row_stride + m.columns) * element_size;
-    if a.rows * a.columns == 0 || end(a) <= b.pointer || end(b) <= a.pointer {
-        return true;
-    }
-    // Two windows of columns of one larger matrix.
-    let shift = a.pointer.abs_diff(b.pointer) / element_size;
-    a.row_stride == b.row_stride && a.columns <= shift && shift + a.columns <= a.row_stride
-}
-
-/// Whether two matrices of one shape have the same elements in memory.
-pub(crate) fn same(a: Rows, b: Rows) -> bool {
-    a.rows * a.columns > 0 && a.pointer == b.pointer && (a.row_stride == b.row_stride || a.rows <= 1)
+    check_view(operation, name.into(), tensor, options, Extent::Any, Layout::DenseRows)?;
+    Rows::of(tensor)
 }

@@ -17,11 +17,17 @@
 mod cpu;
 pub(crate) mod cuda;
 mod function;
+mod reference;
+mod tensors;
 
 use runtime::autograd::{self, GradMode};
-use runtime::profile::{Flops, kernel, record_external};
+use runtime::profile::{Flops, record_external};
 use runtime::{Error, Result};
 use tch::{Device, Tensor};
+
+use tensors::Forward;
+
+const NAME: &str = "fused swiglu";
 
 /// Computes SiLU(gate)·up as a node of the graph, which saves `gate` and `up`. Tensors of one shape, of any floating-point dtype;
 /// one pass forward and one backward, in which one gradient overwrites the upstream one if nothing else uses it.
@@ -48,7 +54,7 @@ use tch::{Device, Tensor};
 pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let kind = function::check(gate, up)?;
     if gate.device() != Device::Cpu && !cuda::are_ready_for(kind, gate.device()) {
-        return function::by_operators(gate, up, kind);
+        return reference::recorded_product(gate, up, kind);
     }
     let inputs = [gate.f_to_kind(kind)?, up.f_to_kind(kind)?];
     let [product] = autograd::apply(function::Product::default(), &[&inputs[0], &inputs[1]])?;
@@ -64,21 +70,7 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// Shapes, dtypes, devices or memory that do not fit.
 pub fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &mut Tensor) -> Result<()> {
     not_recorded(&[gate, up])?;
-    if on_cpu(gate) {
-        let _scope = kernel("runtime::swiglu", [gate, up]);
-        cpu::forward(gate, up, silu, product)?;
-        return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
-    }
-    if cuda::take(gate) {
-        cuda::forward(gate, up, silu, product)?;
-        return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
-    }
-    let computed = gate.f_silu()?;
-    let _ = computed.f_mul_out(product, up)?;
-    if let Some(silu) = silu {
-        silu.shallow_clone().f_copy_(&computed)?;
-    }
-    Ok(())
+    pass_for(gate).forward(&Forward { gate, up, silu, product })
 }
 
 /// The results of [`backward`].
@@ -102,37 +94,27 @@ pub struct Gradients {
 /// Shapes, dtypes, devices or memory that do not fit.
 pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -> Result<Gradients> {
     not_recorded(&[&gate, &up, &grad])?;
-    if on_cpu(&gate) {
-        let _scope = kernel("runtime::swiglu_backward", [&gate, &up, &grad]);
-        cpu::backward(cpu::Backward {
-            gate: &gate,
-            up: &up,
-            silu,
-            grad: &grad,
-            gate_grad: Some(&gate),
-            up_grad: Some(&up),
-            product: Some(&grad),
-        })?;
-        record("runtime::swiglu_backward", &grad, if silu.is_some() { 7 } else { 6 })?;
-        return Ok(Gradients { gate, up, product: grad });
+    pass_for(&gate).backward(gate, up, silu, grad)
+}
+
+/// The passes on one kind of device.
+trait SwigluPass {
+    /// See [`forward`].
+    fn forward(&self, tensors: &Forward<'_>) -> Result<()>;
+
+    /// See [`backward`].
+    fn backward(&self, gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -> Result<Gradients>;
+}
+
+/// Returns the fastest passes for tensors like `gate`.
+fn pass_for(gate: &Tensor) -> &'static dyn SwigluPass {
+    if gate.device() == Device::Cpu && cpu::takes(gate.kind()) {
+        &cpu::Cpu
+    } else if cuda::take(gate) {
+        &cuda::Cuda
+    } else {
+        &reference::Reference
     }
-    if cuda::take(&gate) {
-        cuda::backward([&gate, &up, &grad], [Some(&gate), Some(&up), Some(&grad)])?;
-        record("runtime::swiglu_backward", &grad, 6)?;
-        return Ok(Gradients { gate, up, product: grad });
-    }
-    let silu = match silu {
-        Some(silu) => silu.shallow_clone(),
-        None => gate.f_silu()?,
-    };
-    let mut gate = gate;
-    let _ = gate.f_silu_backward_grad_input(&gate, &grad)?;
-    let _ = gate.f_mul_(&up)?;
-    let product = up;
-    let _ = product.f_mul_out(&product, &silu)?;
-    let mut up = grad;
-    let _ = up.f_mul_(&silu)?;
-    Ok(Gradients { gate, up, product })
 }
 
 /// Reports a pass that read and wrote `passes` matrices of this size to running counters. Elementwise work counts no FLOPs.
@@ -144,14 +126,9 @@ fn record(name: &str, matrix: &Tensor, passes: usize) -> Result<()> {
 fn not_recorded(tensors: &[&Tensor]) -> Result<()> {
     if GradMode::enabled() && tensors.iter().any(|tensor| tensor.requires_grad()) {
         let reason = "a tensor requires a gradient, which is not recorded here; use libtorch's operators";
-        return Err(Error::invalid("fused swiglu", reason));
+        return Err(Error::invalid(NAME, reason));
     }
     Ok(())
-}
-
-/// Returns whether the pass in Rust supports the tensor; libtorch's operators compute the rest.
-fn on_cpu(tensor: &Tensor) -> bool {
-    tensor.device() == Device::Cpu && cpu::takes(tensor.kind())
 }
 
 #[cfg(test)]
@@ -241,15 +218,20 @@ mod tests {
         let whole = t(4, 12);
         let window = |start| whole.narrow(1, start, 6);
         let cases: [(&Tensor, &Tensor, Tensor, &str); 4] = [
-            (&window(0), &window(6), window(3), "overlaps another tensor"),
-            (&t(4, 6), &t(4, 5), t(4, 6), "`up` is [4, 5] and `product` is [4, 6]"),
+            (&window(0), &window(6), window(3), "`product` overlaps `gate` in memory"),
+            (
+                &t(4, 6),
+                &t(4, 5),
+                t(4, 6),
+                "`up` is Float [4, 5] on Cpu; expected Float [4, 6] with dense rows on Cpu",
+            ),
             (
                 &t(4, 6),
                 &t(4, 6).to_kind(Kind::Double),
                 t(4, 6),
-                "`up` is Double on Cpu; expected Float on the CPU",
+                "`up` is Double [4, 6] on Cpu; expected Float [4, 6] with dense rows on Cpu",
             ),
-            (&t(4, 6), &t(6, 4).tr(), t(4, 6), "expected dense rows"),
+            (&t(4, 6), &t(6, 4).tr(), t(4, 6), "with strides [1, 4]; expected Float [4, 6] with dense rows"),
         ];
         for (gate, up, mut product, message) in cases {
             let error = forward(gate, up, None, &mut product).unwrap_err().to_string();

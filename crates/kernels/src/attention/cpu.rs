@@ -17,10 +17,11 @@ use backward::{Gradients, Keys, Parts};
 use block::{BLOCK, Heads};
 use half::{bf16, f16};
 use runtime::parallel;
-use runtime::tensor_memory::{address, bump_version};
+use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
+use crate::operands::{Access, Operands};
 use crate::simd::{self, Element, Real};
 pub(crate) use single::{Single, single};
 
@@ -98,21 +99,14 @@ pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
     }
 }
 
-/// Whether rows of heads can be read where they are. Libtorch calls any strides of a tensor without elements contiguous, and any stride of a
-/// dimension of 1.
-pub(crate) fn reads(tensor: &Tensor) -> bool {
-    tensor.numel() == 0
-        || !tensor.is_neg()
-            && (tensor.stride().last() == Some(&1) || tensor.size().last() == Some(&1))
-            && tensor.stride().iter().all(|stride| *stride >= 0)
-}
-
 /// Computes `o` and `log_sums`.
 ///
 /// # Errors
 /// Shapes, dtypes or strides that do not fit.
 pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
-    let (pass, batch) = pass(tensors, scores)?;
+    let mut operands = Operands::new(NAME, Device::Cpu);
+    let (pass, batch) = pass(&mut operands, tensors, scores, Access::Write)?;
+    operands.check()?;
     if tensors.o.numel() == 0 {
         return Ok(());
     }
@@ -157,14 +151,18 @@ pub(crate) fn backward(
     gradients: [&Tensor; 3],
     scores: Scores,
 ) -> Result<()> {
-    let (pass, batch) = pass(tensors, scores)?;
-    let heads_of = |tensor: &Tensor, like: &Tensor| checked(tensor, &like.size(), like.kind());
-    let of = Gradients {
-        o: heads_of(upstream, tensors.o)?,
-        q: heads_of(gradients[0], tensors.q)?,
-        k: heads_of(gradients[1], tensors.k)?,
-        v: heads_of(gradients[2], tensors.v)?,
+    let mut operands = Operands::new(NAME, Device::Cpu);
+    let (pass, batch) = pass(&mut operands, tensors, scores, Access::Read)?;
+    let mut heads = |access, name, tensor: &Tensor, like: &Tensor| {
+        Heads::new(&mut operands, access, name, tensor, like.kind(), &like.size())
     };
+    let heads_of_gradients = Gradients {
+        o: heads(Access::Read, "upstream", upstream, tensors.o)?,
+        q: heads(Access::Write, "gradient of q", gradients[0], tensors.q)?,
+        k: heads(Access::Write, "gradient of k", gradients[1], tensors.k)?,
+        v: heads(Access::Write, "gradient of v", gradients[2], tensors.v)?,
+    };
+    operands.check()?;
     if tensors.o.numel() == 0 {
         // No query sees the keys, if there are any.
         gradients.into_iter().try_for_each(|gradient| gradient.shallow_clone().f_zero_().map(drop))?;
@@ -176,7 +174,7 @@ pub(crate) fn backward(
         Kind::Half => backward_of::<f16>,
         _ => backward_of::<f32>,
     };
-    run(&pass, of, batch)?;
+    run(&pass, heads_of_gradients, batch)?;
     gradients.into_iter().try_for_each(bump_version)
 }
 
@@ -240,24 +238,26 @@ fn workers(units: usize, work: impl Fn(usize, &mut dyn FnMut() -> Option<usize>)
     })
 }
 
-fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
+/// Checks the tensors of a pass, and gives its addresses and the size of the batch. The results are written in a forward.
+fn pass(
+    operands: &mut Operands,
+    tensors: &Tensors<'_>,
+    scores: Scores,
+    results: Access,
+) -> Result<(Pass, usize)> {
     let &Tensors { q, k, v, o, log_sums } = tensors;
+    let (kind, size) = (q.kind(), q.size());
     let (batch, heads, tokens, head) = q.size4()?;
     let kv_heads = k.size().get(1).copied().unwrap_or(0);
-    let of_keys = [batch, kv_heads, tokens, head];
-    let computed = compute_kind(q.kind());
     let divides = if kv_heads > 0 { heads % kv_heads == 0 } else { heads == 0 };
-    let fits = divides
-        && computed.is_some()
-        && log_sums.size() == [batch, heads, tokens]
-        && Some(log_sums.kind()) == computed
-        && log_sums.device() == Device::Cpu
-        && log_sums.is_contiguous();
-    if !fits {
-        let reason =
-            format!("q is {:?} {:?}, k {:?}, the sums {:?}", q.kind(), q.size(), k.size(), log_sums.size());
+    let Some(computed) = compute_kind(kind).filter(|_| divides) else {
+        let reason = format!(
+            "q is {kind:?} {size:?}, k {:?}; expected a floating dtype, and a multiple of k's heads for q",
+            k.size()
+        );
         return Err(Error::invalid(NAME, reason));
-    }
+    };
+    let size_of_keys = [batch, kv_heads, tokens, head];
     let pass = Pass {
         tokens: tokens as usize,
         head: head as usize,
@@ -266,28 +266,17 @@ fn pass(tensors: &Tensors<'_>, scores: Scores) -> Result<(Pass, usize)> {
         scale: scores.scale,
         window: scores.window.unwrap_or(usize::MAX),
         cap: scores.cap,
-        q: checked(q, &q.size(), q.kind())?,
-        k: checked(k, &of_keys, q.kind())?,
-        v: checked(v, &of_keys, q.kind())?,
-        o: checked(o, &q.size(), q.kind())?,
-        log_sums: address(log_sums)?,
+        q: Heads::new(operands, Access::Read, "q", q, kind, &size)?,
+        k: Heads::new(operands, Access::Read, "k", k, kind, &size_of_keys)?,
+        v: Heads::new(operands, Access::Read, "v", v, kind, &size_of_keys)?,
+        o: Heads::new(operands, results, "o", o, kind, &size)?,
+        log_sums: operands.contiguous(
+            results,
+            "log_sums",
+            log_sums,
+            computed,
+            &[batch, heads, tokens][..],
+        )?,
     };
     Ok((pass, batch as usize))
-}
-
-/// The heads of a tensor of this shape and dtype on the CPU.
-fn checked(tensor: &Tensor, size: &[i64], kind: Kind) -> Result<Heads> {
-    let fits = tensor.size() == size && tensor.kind() == kind && tensor.device() == Device::Cpu;
-    if !fits || tensor.is_sparse() || !reads(tensor) {
-        let reason = format!(
-            "a tensor is {:?} {:?} with strides {:?}; expected {kind:?} {size:?} on the CPU, dense in the last dimension",
-            tensor.kind(),
-            tensor.size(),
-            tensor.stride()
-        );
-        return Err(Error::invalid(NAME, reason));
-    }
-    let stride = tensor.stride();
-    let strides = std::array::from_fn(|dimension| stride[dimension] as usize);
-    Ok(Heads { at: address(tensor)?, strides })
 }

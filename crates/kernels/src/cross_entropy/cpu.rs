@@ -1,15 +1,13 @@
 //! The passes over a tile of logits: their checks, and their division into rows.
 
-use std::ops::Range;
-
 use runtime::parallel;
-use runtime::tensor_memory::{bump_version, memory_range};
+use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::row::{self, Formula, RowStatistics, RowTarget};
 use super::{Coefficients, Statistics, Targets, TileInputs, Transform};
-use crate::operands::{Operands, Rows, apart, contiguous, overlap, rows};
+use crate::operands::{Access, Extent, Operands, Rows};
 use crate::simd::Real;
 
 pub(crate) const NAME: &str = "cross-entropy of a tile of logits";
@@ -71,7 +69,7 @@ fn typed_statistics<R: Real>(
         return Ok(());
     }
     parallel::for_each(matrix.rows, |row| {
-        // SAFETY: each row is one task's, and every vector has an element for it (`Tile::vector`).
+        // SAFETY: each row is one task's, and every vector has an element for it (`Operands`).
         unsafe {
             let get = |cells: Option<Cells<R>>| cells.map(|cells| cells.get(row).to_f64());
             let mut of_row = RowStatistics {
@@ -106,6 +104,7 @@ fn typed_statistics<R: Real>(
 fn typed_logits<R: Real>(tile: &Tensor, transform: Transform<'_>) -> Result<()> {
     let mut view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, None)?;
+    view.operands.check()?;
     let matrix = view.rows;
     if matrix.is_empty() {
         return Ok(());
@@ -130,12 +129,13 @@ fn typed_gradient<R: Real>(
     let maximum = cells("maximum", coefficients.maximum)?;
     let (powers, target) = (cells("powers", coefficients.powers)?, cells("target", coefficients.target)?);
     let constant = coefficients.constant.map(|constant| cells("constant", constant)).transpose()?;
+    view.operands.check()?;
     let matrix = view.rows;
     if matrix.is_empty() {
         return Ok(());
     }
     parallel::for_each(matrix.rows, |row| {
-        // SAFETY: each row is one task's, and every vector has an element for it (`Tile::vector`).
+        // SAFETY: each row is one task's, and every vector has an element for it (`Operands`).
         unsafe {
             let coefficients = row::RowCoefficients {
                 maximum: maximum.get(row),
@@ -159,48 +159,37 @@ fn refuse(reason: impl Into<String>) -> Error {
 struct Tile<'a, R> {
     rows: Rows,
     tensor: &'a Tensor,
-    /// Of everything but the tile, whose rows may be windows of the matrix that the target distributions are in, too.
     operands: Operands,
     element: std::marker::PhantomData<R>,
 }
 
 impl<'a, R: Real> Tile<'a, R> {
     fn new(tensor: &'a Tensor) -> Result<Self> {
-        let rows = rows(NAME, "tile", tensor, R::KIND)?;
-        let operands = Operands::new(NAME, Device::Cpu);
+        let mut operands = Operands::new(NAME, Device::Cpu);
+        let rows = operands.rows(Access::Write, "tile", tensor, R::KIND, Extent::Any)?;
         Ok(Self { rows, tensor, operands, element: std::marker::PhantomData })
     }
 
     /// `[n]` of dtype `kind`, which is that of `T`; read.
     fn reads<T>(&mut self, name: &'static str, tensor: &Tensor, kind: Kind) -> Result<Cells<T>> {
-        let range = self.vector(name, tensor, kind, self.rows.rows)?;
-        Ok(Cells { pointer: self.operands.read_range(name, range), element: std::marker::PhantomData })
+        let pointer = self.operands.read(name, tensor, kind, &[self.rows.rows as i64][..])?;
+        Ok(Cells { pointer, element: std::marker::PhantomData })
     }
 
     /// `[n]` of dtype `kind`, which is that of `T`; written.
     fn writes<T>(&mut self, name: &'static str, tensor: &Tensor, kind: Kind) -> Result<Cells<T>> {
-        let range = self.vector(name, tensor, kind, self.rows.rows)?;
-        Ok(Cells { pointer: self.operands.write_range(name, range), element: std::marker::PhantomData })
-    }
-
-    fn vector(&self, name: &str, tensor: &Tensor, kind: Kind, length: usize) -> Result<Range<usize>> {
-        let size = [i64::try_from(length).unwrap_or(i64::MAX)];
-        let range = contiguous(NAME, name, tensor, &size[..], (kind, Device::Cpu))?;
-        if overlap(&range, &memory_range(self.tensor)?) {
-            return Err(refuse(format!("`{name}` overlaps the tile in memory; give it memory of its own")));
-        }
-        Ok(range)
+        let pointer = self.operands.write(name, tensor, kind, &[self.rows.rows as i64][..])?;
+        Ok(Cells { pointer, element: std::marker::PhantomData })
     }
 
     fn slice<'t>(&mut self, name: &'static str, tensor: &'t Tensor) -> Result<&'t [R]> {
         let length = self.rows.columns;
-        let range = self.vector(name, tensor, R::KIND, length)?;
-        let start = self.operands.read_range(name, range);
+        let start = self.operands.read(name, tensor, R::KIND, &[length as i64][..])?;
         if length == 0 {
             return Ok(&[]);
         }
-        // SAFETY: `vector` has checked that there are this many elements of this type; they live as long as the tensor, and
-        // nothing writes them: they overlap neither the tile nor, by `Operands::check`, what is written beside it.
+        // SAFETY: `Operands` has checked that there are this many elements of this type; they live as long as the tensor, and nothing
+        // writes them: by `Operands::check`, which every pass calls before it begins, they overlap nothing that is written.
         Ok(unsafe { std::slice::from_raw_parts(start as *const R, length) })
     }
 
@@ -222,17 +211,14 @@ impl<'a, R: Real> Tile<'a, R> {
                 self.rows.columns,
             )),
             Targets::Dense(distributions) => {
-                let view = rows(NAME, "target distributions", distributions, R::KIND)?;
-                if distributions.size() != self.tensor.size() {
-                    let (found, expected) = (distributions.size(), self.tensor.size());
-                    return Err(refuse(format!(
-                        "`target distributions` is {found:?} and the tile {expected:?}"
-                    )));
-                }
-                if !apart(view, self.rows, R::KIND.elt_size_in_bytes()) {
-                    return Err(refuse("`target distributions` overlaps the tile in memory"));
-                }
-                self.operands.read_range("target distributions", memory_range(distributions)?);
+                let size = self.tensor.size();
+                let view = self.operands.rows(
+                    Access::Read,
+                    "target distributions",
+                    distributions,
+                    R::KIND,
+                    &size[..],
+                )?;
                 Ok(TileTargets::Dense(view, std::marker::PhantomData))
             }
         }
@@ -245,7 +231,7 @@ impl<'a, R: Real> Tile<'a, R> {
 /// The row is one of the tile's, which has columns and outlives `'a`, and no other code uses the row meanwhile.
 unsafe fn row_of<'a, R>(tile: Rows, index: usize) -> &'a mut [R] {
     let start = (tile.pointer as *mut R).wrapping_add(index * tile.row_stride);
-    // SAFETY: the row lies in the tile, whose rows do not overlap (`rows`), and only the caller uses it. The address is that of an
+    // SAFETY: the row lies in the tile, whose rows do not overlap (`Operands`), and only the caller uses it. The address is that of an
     // element, not the null of an empty tensor.
     unsafe { std::slice::from_raw_parts_mut(start, tile.columns) }
 }
@@ -291,7 +277,7 @@ impl<R: Real> TileTargets<R> {
     unsafe fn of(&self, row: usize) -> RowTarget<'_, R> {
         match self {
             Self::Columns(cells, columns) => {
-                // SAFETY: the vector has an element for each row (`Tile::vector`); nothing writes it.
+                // SAFETY: the vector has an element for each row (`Operands`); nothing writes it.
                 let column = unsafe { cells.get(row) };
                 RowTarget::Column(usize::try_from(column).ok().filter(|column| column < columns))
             }

@@ -6,6 +6,7 @@ use runtime::tensor_memory::{bump_version, memory_range};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
+use crate::operands::{Access, Operands, has_no_gaps};
 use crate::simd;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
@@ -48,7 +49,7 @@ pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], facto
 /// does not support.
 pub(crate) fn has_non_finite(tensor: &Tensor) -> Result<Option<bool>> {
     let (kind, count) = (tensor.kind(), tensor.numel());
-    let fits = tensor.device() == Device::Cpu && !tensor.is_sparse() && is_dense(tensor);
+    let fits = tensor.device() == Device::Cpu && !tensor.is_sparse() && has_no_gaps(tensor);
     if !fits || !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half) {
         return Ok(None);
     }
@@ -103,36 +104,22 @@ pub(crate) fn check(operation: &'static str, grads: &[&Tensor]) -> Result<()> {
 }
 
 fn stretches(operation: &'static str, grads: &[&Tensor]) -> Result<Vec<Stretch>> {
+    let mut operands = Operands::new(operation, Device::Cpu);
     let mut stretches = Vec::new();
-    let mut ranges = Vec::with_capacity(grads.len());
     for (index, grad) in grads.iter().enumerate() {
-        let refuse = |what: String| Err(Error::invalid(operation, format!("gradient {index} {what}")));
         let (kind, count) = (grad.kind(), grad.numel());
-        if grad.device() != Device::Cpu || grad.is_sparse() || grad.is_neg() {
-            return refuse("is not a dense tensor on the CPU, as the first is".into());
-        }
         if !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16) {
-            return refuse(format!("is {kind:?}; expected Float, Double or BFloat16"));
+            let reason = format!("`gradient {index}` is {kind:?}; expected Float, Double or BFloat16");
+            return Err(Error::invalid(operation, reason));
         }
-        if count == 0 {
-            continue;
-        }
-        let range = memory_range(grad)?;
-        let size = kind.elt_size_in_bytes();
-        if !is_dense(grad) {
-            return refuse("has gaps or overlaps itself in memory; make it contiguous".into());
-        }
-        stretches.extend((0..count).step_by(TASK).map(|start| Stretch {
-            pointer: range.start + start * size,
-            count: TASK.min(count - start),
+        let start = operands.without_gaps(Access::Write, ("gradient", index), grad, kind)?;
+        stretches.extend((0..count).step_by(TASK).map(|first| Stretch {
+            pointer: start + first * kind.elt_size_in_bytes(),
+            count: TASK.min(count - first),
             kind,
         }));
-        ranges.push(range);
     }
-    ranges.sort_by_key(|range| range.start);
-    if ranges.windows(2).any(|pair| pair[1].start < pair[0].end) {
-        return Err(Error::invalid(operation, "two gradients share memory; each is scaled once"));
-    }
+    operands.check()?;
     Ok(stretches)
 }
 
@@ -149,20 +136,6 @@ pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
     let range = memory_range(tensor)?;
     // SAFETY: the tensor is alive, dense, on the CPU, and has one element of this type at the start of its memory.
     Ok(f64::from(unsafe { *(range.start as *const f32) }))
-}
-
-/// Whether the elements are contiguous and distinct in memory, in any order of the dimensions.
-pub(crate) fn is_dense(tensor: &Tensor) -> bool {
-    let (size, stride) = (tensor.size(), tensor.stride());
-    let mut dimensions: Vec<(i64, i64)> =
-        stride.into_iter().zip(size).filter(|&(_, size)| size != 1).collect();
-    dimensions.sort_unstable();
-    let mut expected = 1;
-    dimensions.into_iter().all(|(stride, size)| {
-        let fits = stride == expected;
-        expected *= size;
-        fits
-    })
 }
 
 fn survey(stretches: &[Stretch], factor: f64) -> Result<Survey> {

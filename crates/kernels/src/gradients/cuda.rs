@@ -5,8 +5,8 @@ use runtime::Result;
 use runtime::tensor_memory::bump_version;
 use tch::{Device, Kind, Tensor};
 
-use super::cpu::is_dense;
 use crate::cuda::{Argument, Source, are_ready, launch, optional, pointer, table, type_of, width};
+use crate::operands::has_no_gaps;
 
 pub(crate) const SOURCE: Source = Source(include_str!("gradients.cuh"));
 
@@ -79,7 +79,8 @@ fn groups(gradients: &[&Tensor], factor: Option<&Tensor>) -> Option<(Device, Vec
     }
     let entry = |gradient: &&Tensor| {
         let kind = type_of(gradient.kind())?;
-        if gradient.device() != device || gradient.is_sparse() || gradient.is_neg() || !is_dense(gradient) {
+        if gradient.device() != device || gradient.is_sparse() || gradient.is_neg() || !has_no_gaps(gradient)
+        {
             return None;
         }
         let alike = (kind, width(&[gradient.kind()], &[gradient], &[]));

@@ -306,7 +306,7 @@ fn misuse_is_refused_with_the_tensors_name() {
             float(2, 2),
             "requires a gradient, which is not recorded",
         ),
-        (square.shallow_clone(), square.shallow_clone(), float(128, 128), "shares memory"),
+        (square.shallow_clone(), square.shallow_clone(), float(128, 128), "`out` overlaps `a` in memory"),
     ];
     for (mut out, a, b, message) in cases {
         let error = mm_into(&mut out, &a, &b, false).unwrap_err().to_string();

@@ -18,7 +18,7 @@ use half::bf16;
 use runtime::parallel;
 use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{Layout, NESTED_BLOCK, expect as expect_shape, layout, nested_map};
 use crate::operands::rows;
@@ -180,7 +180,7 @@ fn window<E: Element<Compute = f32>>(
 ) -> Result<()> {
     let [height, inner] = expect_shape(weight)?;
     let kind = out.kind();
-    let target = rows("nf4", "out", out, kind)?;
+    let target = rows("nf4", "out", out, (kind, Device::Cpu))?;
     let (count, width) = ((of_rows.end - of_rows.start) as usize, (columns.end - columns.start) as usize);
     let inside = of_rows.start >= 0 && of_rows.end <= height && columns.start >= 0 && columns.end <= inner;
     if !inside || (target.rows, target.columns) != (count, width) || !out.is_contiguous() {

@@ -7,7 +7,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::{Gradients, Inputs, Keep, Norm, NormPass, Normalized, Requested, Saved};
-use crate::operands::{Operands, contiguous};
+use crate::operands::{Access, Operands};
 
 mod backward;
 mod forward;
@@ -224,18 +224,13 @@ fn backward(norm: Backward) -> Result<()> {
     };
     let (weight_parts, bias_parts) = (sums(norm.of_weight)?, sums(norm.of_bias)?);
     let mut operands = Operands::new(NAME, Device::Cpu);
-    let in_place = norm.grad.is_some_and(|grad| grad.data_ptr() == norm.upstream.data_ptr() && x == y);
-    let upstream = match in_place {
-        true => contiguous(NAME, "upstream", norm.upstream, shape.matrix(), (y, Device::Cpu))?.start,
-        false => operands.read("upstream", norm.upstream, y, shape.matrix())?,
-    };
     let all = parts * shape.columns;
     let pass = backward::Pass {
         rows: shape.rows,
         columns: shape.columns,
         kept: operands.read("kept", norm.kept, kept, shape.matrix())?,
-        upstream,
-        grad: operands.write("grad", norm.grad, x, shape.matrix())?,
+        upstream: operands.read("upstream", norm.upstream, y, shape.matrix())?,
+        grad: operands.contiguous(Access::Overwrite(&["upstream"]), "grad", norm.grad, x, shape.matrix())?,
         added: operands.read("added", norm.added, x, shape.matrix())?,
         weight: operands.read("weight", norm.weight, compute, shape.columns)?,
         inverse: operands.read("inverse", norm.inverse, compute, shape.columns)?,

@@ -9,11 +9,11 @@ use std::ops::Range;
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 use runtime::parallel;
-use runtime::tensor_memory::{bump_version, memory_range};
+use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use crate::operands::Operands;
+use crate::operands::{Access, Operands, has_dense_heads};
 use crate::simd::{self, Element, Real, blocks, load, store};
 
 pub(crate) const NAME: &str = "rotary embedding";
@@ -27,12 +27,6 @@ pub(crate) fn takes(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half)
 }
 
-/// Whether the pass can read heads with these strides. An empty tensor counts as contiguous, as in libtorch.
-pub(crate) fn reads(tensor: &Tensor) -> bool {
-    tensor.numel() == 0
-        || tensor.stride().last() == Some(&1) && tensor.stride().iter().all(|stride| *stride >= 0)
-}
-
 /// Whether the pass can write heads with these strides: no two elements share an address.
 pub(crate) fn writes(tensor: &Tensor) -> bool {
     let mut dimensions: Vec<(i64, i64)> =
@@ -44,7 +38,7 @@ pub(crate) fn writes(tensor: &Tensor) -> bool {
         reach = stride * size;
         beyond
     });
-    tensor.numel() == 0 || reads(tensor) && apart
+    tensor.numel() == 0 || has_dense_heads(tensor) && apart
 }
 
 /// Rotates all of `turns`, by the negative angles with `inverse`. The token at `[b, t]` has the position `positions[b·T + t]`, or t without
@@ -61,41 +55,33 @@ pub(crate) fn rotate(
     let &[known, 2, half] = &table.size()[..] else {
         return invalid(format!("the table is {:?}; expected [positions, 2, head / 2]", table.size()));
     };
-    if table.kind() != Kind::Float || table.device() != Device::Cpu || !table.is_contiguous() {
-        return invalid("the table is not contiguous fp32 on the CPU".to_owned());
-    }
     let Some(first) = turns.first().map(|(from, _)| *from) else { return Ok(()) };
     let kind = first.kind();
+    if !takes(kind) {
+        return invalid(format!("heads of {kind:?}; expected Float, Double, BFloat16 or Half"));
+    }
     let (batch, sequence, _, _) = first.size4()?;
     let mut operands = Operands::new(NAME, Device::Cpu);
+    operands.read("table", table, Kind::Float, table.numel())?;
     let mut passes = Vec::with_capacity(turns.len());
     for (from, to) in turns {
-        let (b, t, heads, head) = from.size4()?;
-        let fits = (b, t, head) == (batch, sequence, 2 * half)
-            && to.size() == from.size()
-            && [from, to]
-                .iter()
-                .all(|x| x.kind() == kind && x.device() == Device::Cpu && !x.is_sparse() && !x.is_neg());
-        if !fits || !takes(kind) || !reads(from) || !writes(to) {
-            return invalid(format!(
-                "heads of {:?} {:?} with strides {:?} to {:?} with strides {:?}; expected [{batch}, {sequence}, heads, {}] on \
-                 the CPU, dense in the last dimension",
-                from.kind(),
-                from.size(),
-                from.stride(),
-                to.size(),
-                to.stride(),
-                2 * half
-            ));
-        }
+        let (_, _, heads, _) = from.size4()?;
+        let size = [batch, sequence, heads, 2 * half];
         // A result may be its own source, element for element.
-        if from.data_ptr() != to.data_ptr() || from.stride() != to.stride() {
-            operands.read_range("heads", memory_range(from)?);
+        let in_place = from.data_ptr() == to.data_ptr() && from.stride() == to.stride();
+        let source = if in_place { Access::Write } else { Access::Read };
+        let from_address = operands.heads(source, "heads", from, kind, &size)?;
+        let to_address = match in_place {
+            true => from_address,
+            false => operands.heads(Access::Write, "result", to, kind, &size)?,
+        };
+        if !writes(to) {
+            let reason = format!("`result` overlaps itself: {size:?} with strides {:?}", to.stride());
+            return invalid(reason);
         }
-        operands.write_range("result", memory_range(to)?);
         passes.push(Heads {
-            from: from.data_ptr() as usize,
-            to: to.data_ptr() as usize,
+            from: from_address,
+            to: to_address,
             from_strides: strides(from),
             to_strides: strides(to),
             heads: heads as usize,

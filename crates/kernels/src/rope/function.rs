@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 use super::NAME;
 use super::cpu;
 use super::cuda;
+use crate::operands::has_dense_heads;
 
 /// Inputs: any number of tensors of heads. Outputs: the same, rotated.
 pub(super) struct Rotate {
@@ -88,7 +89,7 @@ fn rotate(
         } else {
             Some(Tensor::f_empty(x.size(), (x.kind(), Device::Cpu))?)
         };
-        let x = if cpu::reads(&x) { x } else { x.f_contiguous()? };
+        let x = if has_dense_heads(&x) { x } else { x.f_contiguous()? };
         turns.push((x, target));
     }
     let positions =

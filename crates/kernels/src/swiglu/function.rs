@@ -5,9 +5,7 @@ use runtime::tensor_memory::is_sole_owner;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::cpu::{self, NAME};
-use super::cuda;
-use super::record;
+use super::{NAME, cpu, cuda, record, tensors};
 
 /// Checks the tensors and returns the dtype of their product.
 pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
@@ -40,14 +38,6 @@ pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
     })
 }
 
-/// Computes it by libtorch's operators, which record the graph: in fp32 or f64, rounded once.
-pub(super) fn by_operators(gate: &Tensor, up: &Tensor, kind: Kind) -> Result<Tensor> {
-    let compute = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-    let (gate, up) = (gate.f_to_kind(compute)?, up.f_to_kind(compute)?);
-    let product = gate.f_mul(&gate.f_sigmoid()?)?.f_mul(&up)?;
-    Ok(product.f_to_kind(kind)?.f_contiguous()?)
-}
-
 /// Inputs: gate and up, of one shape, dtype and device, on the CPU or a device with CUDA kernels. Output: the product.
 #[derive(Debug, Default)]
 pub(super) struct Product {
@@ -64,7 +54,8 @@ impl Function for Product {
         let (gate, up) = (inputs[0], inputs[1]);
         let product = Tensor::f_empty(gate.size(), (gate.kind(), gate.device()))?;
         let forward = if gate.device() == Device::Cpu { cpu::forward } else { cuda::forward };
-        forward(&rows(gate)?, &rows(up)?, None, &rows(&product)?)?;
+        let (gate_rows, up_rows, product_rows) = (rows(gate)?, rows(up)?, rows(&product)?);
+        forward(&tensors::Forward { gate: &gate_rows, up: &up_rows, silu: None, product: &product_rows })?;
         record("runtime::swiglu", &product, 3)?;
         ctx.save(gate);
         self.up_was_kept = ctx.needs_input_grad(0);
@@ -96,20 +87,17 @@ impl Function for Product {
         // If up was not saved, no requested gradient depends on it.
         let up_rows = matrix(&up)?;
         let up_rows = up_rows.as_ref().unwrap_or(&gate);
-        let (of_gate, of_up) = (matrix(&gate_grad)?, matrix(&up_grad)?);
-        if device == Device::Cpu {
-            cpu::backward(cpu::Backward {
-                gate: &gate,
-                up: up_rows,
-                silu: None,
-                grad: &dense,
-                gate_grad: of_gate.as_ref(),
-                up_grad: of_up.as_ref(),
-                product: None,
-            })?;
-        } else {
-            cuda::backward([&gate, up_rows, &dense], [of_gate.as_ref(), of_up.as_ref(), None])?;
-        }
+        let (gate_grad_rows, up_grad_rows) = (matrix(&gate_grad)?, matrix(&up_grad)?);
+        let backward = if device == Device::Cpu { cpu::backward } else { cuda::backward };
+        backward(&tensors::Backward {
+            gate: &gate,
+            up: up_rows,
+            silu: None,
+            grad: &dense,
+            gate_grad: gate_grad_rows.as_ref(),
+            up_grad: up_grad_rows.as_ref(),
+            product: None,
+        })?;
         let passes = [true, true, up.is_some(), gate_grad.is_some(), up_grad.is_some()];
         record("runtime::swiglu_backward", &dense, passes.into_iter().filter(|there| *there).count())?;
         Ok(vec![gate_grad, up_grad])
@@ -135,6 +123,7 @@ mod tests {
     use tch::kind;
 
     use super::*;
+    use crate::swiglu::reference::recorded_product;
     use crate::swiglu::silu_mul;
 
     #[test]
@@ -178,7 +167,7 @@ mod tests {
                 slopes.into_iter().flatten().chain([y]).collect::<Vec<_>>()
             };
             let ours = with_slopes(silu_mul(&gate, &up).unwrap());
-            let theirs = with_slopes(by_operators(&gate, &up, kind).unwrap());
+            let theirs = with_slopes(recorded_product(&gate, &up, kind).unwrap());
             assert_eq!((ours.len(), theirs.len()), (3, 3));
             for (ours, theirs) in ours.iter().zip(&theirs) {
                 let (ours, theirs) = (ours.to_kind(Kind::Double), theirs.to_kind(Kind::Double));

@@ -234,8 +234,11 @@ fn what_does_not_fit_is_refused() {
     );
     let refused =
         |q: &Tensor, k: &Tensor, v: &Tensor| causal_attention(q, k, v, PLAIN).unwrap_err().to_string();
-    assert!(refused(&q, &k.narrow(2, 0, 3), &v).contains("expected Float [1, 2, 4, 8] on the CPU"));
-    assert!(refused(&q, &k.to_kind(Kind::Double), &v).contains("a tensor is Double"));
+    assert!(
+        refused(&q, &k.narrow(2, 0, 3), &v)
+            .contains("expected Float [1, 2, 4, 8] with a dense last dimension on Cpu")
+    );
+    assert!(refused(&q, &k.to_kind(Kind::Double), &v).contains("`k` is Double"));
     assert!(refused(&q.narrow(1, 0, 3), &k, &v).contains("q is Float [1, 3, 4, 8], k [1, 2, 4, 8]"));
     let integers = [&q, &k, &v].map(|x| x.to_kind(Kind::Int64));
     assert!(refused(&integers[0], &integers[1], &integers[2]).contains("q is Int64"));

@@ -2,6 +2,10 @@
 
 use std::ops::Range;
 
+use runtime::Result;
+use tch::{Kind, Tensor};
+
+use crate::operands::{Access, Operands};
 use crate::simd::{Element, Real};
 
 /// Queries, or keys, of a block: lanes of the vectors that the scores are.
@@ -22,6 +26,20 @@ pub(super) struct Heads {
 }
 
 impl Heads {
+    /// Adds a tensor `[batch, heads, tokens, head]` to the operands of a pass.
+    pub(super) fn new(
+        operands: &mut Operands,
+        access: Access,
+        name: &'static str,
+        tensor: &Tensor,
+        kind: Kind,
+        size: &[i64],
+    ) -> Result<Self> {
+        let at = operands.heads(access, name, tensor, kind, size)?;
+        let stride = tensor.stride();
+        Ok(Self { at, strides: std::array::from_fn(|dimension| stride[dimension] as usize) })
+    }
+
     /// The first element of a row.
     pub(super) fn row<X>(self, batch: usize, head: usize, token: usize) -> *mut X {
         let [of_batch, of_head, of_token] = self.strides;

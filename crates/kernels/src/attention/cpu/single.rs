@@ -7,12 +7,13 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
-use runtime::tensor_memory::{address, bump_version};
+use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::block::{BLOCK, Heads, LANES, Scratch, rows};
-use super::{NAME, checked, workers};
+use super::{NAME, workers};
+use crate::operands::{Access, Operands};
 use crate::simd::{self, Element, Real};
 
 /// Keys of a unit.
@@ -84,18 +85,18 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
     let &Single { q, k, v, o, mask } = tensors;
     let (batch, heads, head) = q.size3()?;
     let (_, kv_heads, keys, _) = k.size4()?;
-    let of_keys = [batch, kv_heads, keys, head];
-    let fits = |mask: &Tensor| {
-        mask.size() == [batch, keys]
-            && mask.kind() == Kind::Bool
-            && mask.device() == Device::Cpu
-            && (keys < 2 || mask.stride()[1] == 1)
-    };
-    if kv_heads < 1 || heads % kv_heads != 0 || keys < 1 || mask.is_some_and(|mask| !fits(mask)) {
-        let mask = mask.map(Tensor::size);
-        let reason = format!("q is {:?}, k {:?}, the mask {mask:?}", q.size(), k.size());
+    if kv_heads < 1 || heads % kv_heads != 0 || keys < 1 {
+        let (q, k) = (q.size(), k.size());
+        let reason = format!("q is {q:?}, k {k:?}; expected keys, and a multiple of k's heads for q");
         return Err(Error::invalid(NAME, reason));
     }
+    let kind = q.kind();
+    let (size_of_queries, size_of_keys) = ([batch, heads, 1, head], [batch, kv_heads, keys, head]);
+    let mut operands = Operands::new(NAME, Device::Cpu);
+    // A mask that is shared by the batch has a stride of 0.
+    let mask_address = mask
+        .map(|mask| operands.heads(Access::Read, "mask", mask, Kind::Bool, &[batch, keys]))
+        .transpose()?;
     if q.numel() == 0 {
         return Ok(());
     }
@@ -110,13 +111,14 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
         chunks,
         scale,
         cap,
-        q: checked(&q.f_unsqueeze(2)?, &[batch, heads, 1, head], q.kind())?,
-        k: checked(k, &of_keys, q.kind())?,
-        v: checked(v, &of_keys, q.kind())?,
-        o: checked(&o.f_unsqueeze(2)?, &[batch, heads, 1, head], q.kind())?,
-        mask: mask.map(|mask| Ok::<_, Error>((address(mask)?, mask.stride()[0] as usize))).transpose()?,
+        q: Heads::new(&mut operands, Access::Read, "q", &q.f_unsqueeze(2)?, kind, &size_of_queries)?,
+        k: Heads::new(&mut operands, Access::Read, "k", k, kind, &size_of_keys)?,
+        v: Heads::new(&mut operands, Access::Read, "v", v, kind, &size_of_keys)?,
+        o: Heads::new(&mut operands, Access::Write, "o", &o.f_unsqueeze(2)?, kind, &size_of_queries)?,
+        mask: mask_address.zip(mask.map(|mask| mask.stride()[0] as usize)),
         partial: 0,
     };
+    operands.check()?;
     let partial =
         Tensor::f_empty([(units * group * pass.partial_width()) as i64], (X::Compute::KIND, Device::Cpu))?;
     pass.partial = partial.data_ptr() as usize;
