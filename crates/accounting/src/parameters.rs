@@ -5,8 +5,6 @@
 //! is written once, as the embedding. GPT-2's `Conv1D` keeps its weights as `[inputs, outputs]`, the other families
 //! as `[outputs, inputs]`.
 
-use decoder::NormPlacement;
-
 use crate::model::{Decoder, Family, Linear, Part};
 use crate::{Error, exact};
 
@@ -32,7 +30,7 @@ impl ParameterTensor {
 }
 
 impl Decoder {
-    /// Returns every tensor of the checkpoint, in the order in which a token meets them.
+    /// Returns every tensor of the checkpoint, in the order of the model's modules.
     ///
     /// # Errors
     /// A model of more than 10 000 blocks is not listed; [`parameters`](Self::parameters) still counts it.
@@ -156,24 +154,23 @@ impl Decoder {
     }
 
     pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
-        let names = self.family.norm_names();
-        let is_before = |name: &&str| match self.family.facts().norms {
-            NormPlacement::Pre => true,
-            NormPlacement::Post => false,
-            NormPlacement::Both => name.starts_with("input") || name.starts_with("pre"),
+        // The order of the models' modules: `sharding` cuts its buckets along it.
+        let (norms_before, norms_after): (&[&str], &[&str]) = match self.family {
+            Family::Gpt2 => (&["ln_1", "ln_2"], &[]),
+            Family::Gpt2Like => (&[], &["norm1", "norm2", "norm3"]),
+            _ => (&[], self.family.norm_names()),
         };
-        let (norms_before, norms_after): (Vec<&str>, Vec<&str>) = match self.family {
-            Family::Gpt2 => (vec!["ln_1", "ln_2"], vec![]),
-            Family::Gpt2Like => (vec![], vec!["norm1", "norm2", "norm3"]),
-            _ => names.iter().copied().partition(is_before),
-        };
+        let linears = self.block_linears()?;
+        let (attention, others): (Vec<&Linear>, Vec<&Linear>) =
+            linears.iter().partition(|linear| linear.part == Part::Attention);
         let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
+        tensors.extend(attention.into_iter().flat_map(|linear| self.linear_tensors(linear)));
         for (name, (width, _)) in
             self.family.query_key_norm_names().iter().zip(self.query_key_norms()?.into_iter().flatten())
         {
             tensors.push(tensor(&format!("{name}.weight"), &[width], Part::Norm));
         }
-        tensors.extend(self.block_linears()?.iter().flat_map(|linear| self.linear_tensors(linear)));
+        tensors.extend(others.into_iter().flat_map(|linear| self.linear_tensors(linear)));
         tensors.extend(norms_after.iter().flat_map(|name| self.norm_tensors(name)));
         Ok(tensors)
     }
