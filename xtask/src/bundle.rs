@@ -68,13 +68,13 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     entries.extend(shared.into_iter().map(|file| Entry::file(&file, workspace.root.join(&file))));
     archive::check_listing(&entries)?;
 
-    let own = workspace.root.join(".bundle/frugal-bundle.tar.xz");
+    let default = workspace.root.join(".bundle/frugal-bundle.tar.xz");
     let out = match &args.out {
         Some(out) => out,
         None => {
-            std::fs::create_dir_all(own.parent().unwrap_or(&workspace.root))
+            std::fs::create_dir_all(default.parent().unwrap_or(&workspace.root))
                 .context("cannot create .bundle")?;
-            &own
+            &default
         }
     };
     let size = archive::write(out, entries)?;

@@ -18,9 +18,10 @@ pub(crate) fn command(workspace: &Workspace) -> Command {
     command.current_dir(&workspace.root);
     // `cargo run` describes this package to it. Passed on, build scripts that ask for these variables, as `ring`'s, would run
     // again whenever cargo is called from here after a shell or the reverse, and with them all that depends on their crates.
-    let own = |name: &str| ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|prefix| name.starts_with(prefix));
+    let is_cargos =
+        |name: &str| ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|prefix| name.starts_with(prefix));
     for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(own) {
+        if name.to_str().is_some_and(is_cargos) {
             command.env_remove(name);
         }
     }
@@ -220,7 +221,7 @@ fn folder_of(manifest: &Path) -> Option<String> {
     Some(manifest.parent()?.file_name()?.to_str()?.to_owned())
 }
 
-/// Those that depend on `tch`, directly or through another package of the workspace.
+/// Returns the packages that depend on `tch`, directly or through another package of the workspace.
 fn linking_torch(packages: &[Package]) -> Vec<String> {
     let mut linking: Vec<String> = vec!["tch".into(), "torch-sys".into()];
     loop {
@@ -261,7 +262,7 @@ mod tests {
         assert_eq!(executable_of("running 3 tests"), None);
     }
 
-    /// Who calls `cargo xtask run-all` in a new checkout builds both: what differed in features would be compiled twice, and all that
+    /// A first `cargo xtask run-all` builds both: a package with different features would be compiled twice, with all that
     /// depends on it.
     #[test]
     fn what_xtask_and_the_measuring_programs_share_is_compiled_once() {
@@ -287,8 +288,8 @@ mod tests {
             }
             features
         };
-        let (own, programs) = (features(&["xtask"]), features(&["frugal-cli", "experiments"]));
-        let shared: Vec<_> = own.iter().filter(|(package, _)| programs.contains_key(*package)).collect();
+        let (of_xtask, programs) = (features(&["xtask"]), features(&["frugal-cli", "experiments"]));
+        let shared: Vec<_> = of_xtask.iter().filter(|(package, _)| programs.contains_key(*package)).collect();
         assert!(shared.len() > 50, "{shared:?}");
         for (package, features) in shared {
             let of_programs = &programs[package];

@@ -24,7 +24,7 @@ use crate::stamp::{Setting, Stamp};
 use crate::workspace::Workspace;
 use peers::Pythons;
 
-/// What to compare, and where.
+/// The comparisons to run, and their libtorch.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Run only these comparisons, separated by commas; an unknown name lists all
@@ -71,7 +71,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     }
 }
 
-/// One side of a comparison.
+/// A side of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Ours,
@@ -219,7 +219,7 @@ impl Turns<'_> {
                 command
                     .env(crate::revision::VARIABLE, &self.programs.revision)
                     .current_dir(&self.workspace.root);
-                // For a peer that runs our program on files it has written.
+                // Some peers run our program on files that they have written.
                 let program = self.programs.command(&comparison.package)?;
                 command.env("FRUGAL_PROGRAM", program.get_program());
                 command

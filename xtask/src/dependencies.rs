@@ -95,8 +95,8 @@ fn packages(workspace: &Workspace) -> Result<Vec<Package>> {
     ensure!(output.status.success(), "cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
     let metadata: Metadata =
         serde_json::from_slice(&output.stdout).context("the output of cargo metadata")?;
-    let own = |package: &Package| metadata.workspace_members.contains(&package.id);
-    Ok(metadata.packages.into_iter().filter(|package| !own(package)).collect())
+    let is_member = |package: &Package| metadata.workspace_members.contains(&package.id);
+    Ok(metadata.packages.into_iter().filter(|package| !is_member(package)).collect())
 }
 
 /// Fails if the licence of a package is not accepted.

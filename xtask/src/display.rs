@@ -28,7 +28,7 @@ pub(crate) struct Running<'a> {
     /// `of about 3 min 05 s`, or empty.
     about: String,
     bar: Option<ProgressBar>,
-    /// What it has added to the bar of the whole, of [`PARTS`].
+    /// Its contribution to the overall bar, of [`PARTS`].
     share: u64,
     /// When its last progress line was printed.
     printed: Instant,
@@ -36,7 +36,7 @@ pub(crate) struct Running<'a> {
 
 struct Bars {
     all: MultiProgress,
-    whole: ProgressBar,
+    total: ProgressBar,
 }
 
 impl Display {
@@ -44,11 +44,11 @@ impl Display {
         let count = count as u64;
         let bars = std::io::stderr().is_terminal().then(|| {
             let all = MultiProgress::new();
-            let whole = ProgressBar::new(count * PARTS)
+            let total = ProgressBar::new(count * PARTS)
                 .with_style(style("{msg:16} {bar:30} {percent:>3} % [{elapsed}]"));
-            let whole = all.add(whole);
-            whole.enable_steady_tick(TICK);
-            Bars { all, whole }
+            let total = all.add(total);
+            total.enable_steady_tick(TICK);
+            Bars { all, total }
         });
         Self { bars, started: AtomicU64::new(0), count }
     }
@@ -58,7 +58,7 @@ impl Display {
         let about = estimate.map_or(String::new(), |seconds| format!("of about {}", duration(seconds)));
         let which = format!("{}/{}", self.started.fetch_add(1, Ordering::Relaxed) + 1, self.count);
         let bar = self.bars.as_ref().map(|bars| {
-            bars.whole.set_message(format!("{which} total"));
+            bars.total.set_message(format!("{which} total"));
             let bar = ProgressBar::new(1)
                 .with_style(style("{prefix:16} {bar:30} {pos}/{len} [{elapsed}] {wide_msg}"))
                 .with_prefix(name.to_owned())
@@ -107,7 +107,7 @@ impl Running<'_> {
     /// Moves the bar of the whole; a program that counts a second time from the start does not move it back.
     fn advance(&mut self, share: u64) {
         if let Some(bars) = &self.display.bars {
-            bars.whole.inc(share.saturating_sub(self.share));
+            bars.total.inc(share.saturating_sub(self.share));
             self.share = self.share.max(share);
         }
     }
@@ -124,7 +124,7 @@ impl Drop for Running<'_> {
 impl Drop for Display {
     fn drop(&mut self) {
         if let Some(bars) = &self.bars {
-            bars.whole.finish_and_clear();
+            bars.total.finish_and_clear();
         }
     }
 }
@@ -135,8 +135,8 @@ fn style(template: &str) -> ProgressStyle {
 
 /// `42 s` or `3 min 05 s`.
 pub(crate) fn duration(seconds: f64) -> String {
-    let whole = seconds.max(0.0).round() as u64;
-    match (whole / 60, whole % 60) {
+    let rounded = seconds.max(0.0).round() as u64;
+    match (rounded / 60, rounded % 60) {
         (0, _) if seconds < 10.0 => format!("{seconds:.1} s"),
         (0, seconds) => format!("{seconds} s"),
         (minutes, seconds) => format!("{minutes} min {seconds:02} s"),

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     out: PathBuf,
 }
 
-/// What a part runs.
+/// The command of a part.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Work {
@@ -57,7 +57,7 @@ enum Work {
     Comparison,
 }
 
-/// One part. An experiment or a comparison has the name that it has in the report.
+/// A part. An experiment or a comparison has the name that it has in the report.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Part {
@@ -106,7 +106,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         let known: Vec<&str> = parts.iter().map(|part| &*part.name).collect();
         bail!("there is no part `{unknown}`; there are: {}", known.join(", "));
     }
-    let own = std::env::current_exe().context("cannot find the path of this program")?;
+    let program = std::env::current_exe().context("cannot find the path of this program")?;
     let folder = Folder::new(workspace, Some(&args.out))?;
     folder.create()?;
     // Built before the clock starts, as the parts run them: those of a rehearsal at scale smoke.
@@ -115,7 +115,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let optimization = if rehearsal { Optimization::Dev } else { Optimization::Release };
     let programs = Programs::built(workspace, &packages, args.device, optimization)?;
     let day = Day {
-        own,
+        program,
         workspace,
         programs: &programs,
         folder: &folder,
@@ -146,7 +146,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
 
 struct Day<'a> {
     /// This program: found before tests are built, which puts a new file in its place.
-    own: PathBuf,
+    program: PathBuf,
     workspace: &'a Workspace,
     programs: &'a Programs<'a>,
     folder: &'a Folder,
@@ -209,11 +209,11 @@ impl Day<'_> {
         }
     }
 
-    /// The part's process, or why there is none here.
+    /// Returns the part's process, or why it cannot run here.
     fn command(&self, part: &Part) -> Result<std::result::Result<Command, String>> {
         let (device, rehearsal) = (self.device.to_string(), self.device == Device::Cpu);
         let verb = |arguments: &[&str]| {
-            let mut command = Command::new(&self.own);
+            let mut command = Command::new(&self.program);
             command.current_dir(&self.workspace.root).args(arguments);
             command
         };
@@ -310,7 +310,7 @@ mod tests {
         seconds: u64,
     ) -> Day<'a> {
         Day {
-            own: std::env::current_exe().unwrap(),
+            program: std::env::current_exe().unwrap(),
             workspace,
             programs,
             folder,

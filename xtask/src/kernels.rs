@@ -18,7 +18,7 @@ use compiler::{Compiled, Request, compile, registers};
 use launches::{SAMPLES, Sample, run as run_sample};
 use prediction::{MACHINES, Work};
 
-/// What is done with the kernels.
+/// The use of the kernels.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]

@@ -72,7 +72,7 @@ impl<'a> Programs<'a> {
         let mut command = Command::new(&self.program(package)?.path);
         cargo::with_libtorch(&mut command, self.workspace);
         command.env(revision::VARIABLE, &self.revision).current_dir(&self.workspace.root);
-        // For the experiment that kills it.
+        // One experiment kills it.
         command.env("FRUGAL_XTASK", std::env::current_exe().context("finding this program")?);
         Ok(command)
     }

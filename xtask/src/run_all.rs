@@ -21,7 +21,7 @@ use crate::runner::{self, Ending};
 use crate::stamp::{Setting, Stamp};
 use crate::workspace::Workspace;
 
-/// What to run, and where.
+/// The experiments to run, and where.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Size of the experiments: seconds, ten minutes, hours, or a GPU's

@@ -110,7 +110,7 @@ pub(crate) fn tail(log: &Path, lines: usize) -> Vec<String> {
     all[all.len().saturating_sub(lines)..].iter().map(|&line| line.to_owned()).collect()
 }
 
-/// One line: the program's own error where it gave one, and how it ended.
+/// Describes a failure in a line: the program's own error if it printed one, and how it ended.
 fn why(status: ExitStatus, log: &[String]) -> String {
     if let Some(signal) = status.signal() {
         return format!("ended by {}", signal_name(signal));

@@ -91,7 +91,7 @@ fn switch(workspace: &Workspace, pair: &Pair, wanted: Option<Variant>) -> Result
     Ok(())
 }
 
-/// The libtorch of `pair`, installed where there is none, and where it comes from.
+/// Returns the libtorch of `pair` and its origin; installs it if it is missing.
 fn find(workspace: &Workspace, pair: &Pair, wanted: Option<Variant>) -> Result<(Torch, &'static str)> {
     compiler::check(|name| std::env::var_os(name))?;
     let environment = Environment::of_this_process(workspace);

@@ -124,13 +124,13 @@ fn plan(workspace: &Workspace, test: &Executable, flags: &str, prepare: &dyn Fn(
         Job { name, command, weight: std::fs::metadata(&test.path).map_or(0, |file| file.len()) }
     };
     let name = format!("{} of {}", test.name, test.package);
-    let own = job(name.clone(), &[], &[]);
+    let unforced = job(name.clone(), &[], &[]);
     let runs = |choice: &&choices::Choice| choice.missing(flags).is_none() && !choice.is_own(flags);
     let others = CHOICES.iter().filter(runs).filter_map(|choice| {
         let arguments = choice.arguments(&test.package, &test.name)?;
         Some(job(format!("{name} under `{}`", choice.name), &arguments, choice.variables))
     });
-    std::iter::once(own).chain(others).collect()
+    std::iter::once(unforced).chain(others).collect()
 }
 
 fn count(n: usize, one: &str, many: &str) -> String {

@@ -1,4 +1,4 @@
-//! One libtorch folder: which version it is, and whether CUDA can be reached through it.
+//! A libtorch folder: which version it is, and whether CUDA can be reached through it.
 
 mod pairs;
 
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 pub(crate) use pairs::Pair;
 
-/// What a libtorch can compute on.
+/// The devices of a libtorch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Variant {
     Cpu,
@@ -17,7 +17,7 @@ pub(crate) enum Variant {
 }
 
 impl Variant {
-    /// As it appears in the name of a private environment.
+    /// The variant in the name of a private environment.
     pub(crate) fn lower(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -39,7 +39,7 @@ impl fmt::Display for Variant {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Torch {
     pub(crate) folder: PathBuf,
-    /// With its local part, for example `2.11.0+cu130`.
+    /// The version with its local part, for example `2.11.0+cu130`.
     pub(crate) version: String,
     pub(crate) variant: Variant,
 }

@@ -21,7 +21,7 @@ const STAMP: &str = "complete";
 pub(crate) struct Recipe {
     /// Its folder's name.
     pub(crate) name: String,
-    /// What is installed, in words.
+    /// The installed packages, in words.
     pub(crate) what: String,
     /// The version of torch in it.
     pub(crate) torch: String,
@@ -133,7 +133,7 @@ pub(crate) fn wheels_complete(folder: &Path, distributions: &[&str]) -> bool {
     })
 }
 
-/// One line of a wheel's `RECORD`: `path,sha256=…,length`. Compiled files have no length and do not matter.
+/// Returns whether the file of a line of a wheel's `RECORD` is there: `path,sha256=…,length`. Compiled files have no length and do not matter.
 fn listed_file_is_there(site: &Path, line: &str) -> bool {
     let mut fields = line.rsplitn(3, ',');
     let (length, _hash, path) = (fields.next(), fields.next(), fields.next());

@@ -11,7 +11,7 @@ use crate::torch::Pair;
 /// Name of the file beside the executable that makes it work from a bundle.
 pub(crate) const MANIFEST: &str = "bundle.json";
 
-/// What a bundle holds. Paths are relative to the bundle's top folder.
+/// The contents of a bundle. Paths are relative to the bundle's top folder.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Manifest {
     /// Git revision that the binaries were built from.

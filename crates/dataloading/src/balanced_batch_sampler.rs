@@ -212,8 +212,8 @@ impl BalancedBatchSampler {
     fn windows(&self, epoch: u64) -> Arc<Windows> {
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = &mut cache[(epoch % 2) as usize];
-        if let Some((of, windows)) = slot
-            && *of == epoch
+        if let Some((planned_epoch, windows)) = slot
+            && *planned_epoch == epoch
         {
             return windows.clone();
         }
@@ -264,7 +264,7 @@ impl BalancedBatchSampler {
     /// Chooses as [`BatchSampler::choose`] does, and returns the cost.
     ///
     /// # Errors
-    /// As [`BatchSampler::choose`].
+    /// Same as [`BatchSampler::choose`].
     pub fn choose_counted(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<Operations> {
         let windows = self.windows(epoch);
         let batches = *windows.batches.last().expect("begins with one");

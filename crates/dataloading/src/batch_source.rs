@@ -31,7 +31,7 @@ pub trait BatchSource: Send + Sync {
     /// Returns batch `index` of epoch `epoch` on the CPU, in its own memory.
     ///
     /// # Errors
-    /// As [`BatchSource::fill`].
+    /// Same as [`BatchSource::fill`].
     fn batch(&self, epoch: u64, index: usize) -> Result<Batch> {
         let mut host = HostBatch::new(Device::Cpu);
         self.fill(epoch, index, &mut host)?;

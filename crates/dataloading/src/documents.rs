@@ -161,9 +161,9 @@ impl DocumentOptions {
                 match tokenizer.map(Tokenizer::vocabulary).filter(|&known| known != store.vocabulary()) {
                     None => self.check(store.vocabulary(), "the token store", path)?,
                     Some(known) => {
-                        let (path, own) = (path.display(), store.vocabulary());
+                        let (path, store_vocabulary) = (path.display(), store.vocabulary());
                         let reason = format!(
-                            "the tokenizer has {known} tokens and the token store {path} has {own}; give the tokenizer that the store was made with"
+                            "the tokenizer has {known} tokens and the token store {path} has {store_vocabulary}; give the tokenizer that the store was made with"
                         );
                         return Err(Error::Config { what: "vocabulary", reason });
                     }
@@ -191,13 +191,13 @@ impl DocumentOptions {
     }
 
     /// Checks that a requested vocabulary is the actual one.
-    fn check(&self, found: usize, of: &str, path: &Path) -> Result<()> {
-        match self.vocabulary.filter(|&wanted| wanted != found) {
+    fn check(&self, actual: usize, what: &str, path: &Path) -> Result<()> {
+        match self.vocabulary.filter(|&wanted| wanted != actual) {
             None => Ok(()),
             Some(wanted) => {
                 let path = path.display();
                 let reason = format!(
-                    "{wanted} was requested, but {of} {path} has {found}; leave the vocabulary out, or request {found}"
+                    "{wanted} was requested, but {what} {path} has {actual}; leave the vocabulary out, or request {actual}"
                 );
                 Err(Error::Config { what: "vocabulary", reason })
             }

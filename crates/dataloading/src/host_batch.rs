@@ -77,7 +77,7 @@ impl HostBatch {
         Self::in_memory(device, true)
     }
 
-    /// As [`HostBatch::new`]; without `pinned` in pageable memory, from which copies to a device are synchronous.
+    /// Same as [`HostBatch::new`]; without `pinned` in pageable memory, from which copies to a device are synchronous.
     pub(crate) fn in_memory(device: Device, pinned: bool) -> Self {
         Self {
             scratch: Vec::new(),

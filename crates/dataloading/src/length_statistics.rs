@@ -139,11 +139,11 @@ impl LengthStatistics {
     pub fn padded_to_batch(&self, size: usize, longest: usize) -> Waste {
         let used = self.samples - self.empty();
         let size = (size as u64).min(used).max(1);
-        let (whole, rest) = (used / size, used % size);
+        let (full, rest) = (used / size, used % size);
         let positions = |size: u64| size as f64 * self.expected_longest(size, longest);
         let tokens = self.cut(longest);
         Waste {
-            positions: whole as f64 * positions(size) + if rest > 0 { positions(rest) } else { 0.0 },
+            positions: full as f64 * positions(size) + if rest > 0 { positions(rest) } else { 0.0 },
             tokens: tokens as f64,
             dropped: (self.tokens - tokens) as f64,
         }

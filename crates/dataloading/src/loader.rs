@@ -133,7 +133,7 @@ pub struct Loader {
     queue: Arc<Queue>,
     workers: Vec<JoinHandle<()>>,
     /// Makes the batches without workers.
-    own: Option<Builder>,
+    inline: Option<Builder>,
     finished: bool,
     batches: u64,
     waited_seconds: f64,
@@ -168,7 +168,7 @@ impl Loader {
     /// device.
     ///
     /// # Errors
-    /// As [`Loader::new`]; the state has another seed, another number of batches in its epoch, or other data or options.
+    /// Same as [`Loader::new`]; the state has another seed, another number of batches in its epoch, or other data or options.
     pub fn resume(
         source: Arc<dyn BatchSource>,
         options: &LoaderOptions,
@@ -224,7 +224,7 @@ impl Loader {
         let queue = Arc::new(Queue::new(cursor, options.prefetch.max(1)));
         let builder = || Builder::new(source.clone(), &options, stream.clone());
         let mut loader = Self {
-            own: (options.workers == 0).then(builder),
+            inline: (options.workers == 0).then(builder),
             workers: Vec::with_capacity(options.workers),
             source: source.clone(),
             options,
@@ -266,13 +266,13 @@ impl Loader {
     }
 
     fn take(&mut self) -> Option<Taken> {
-        let Some(own) = &mut self.own else { return self.queue.take() };
+        let Some(inline) = &mut self.inline else { return self.queue.take() };
         let mut after = self.cursor;
-        let id = match own.next_batch(&mut after, &self.options) {
+        let id = match inline.next_batch(&mut after, &self.options) {
             Ok(id) => id?,
             Err(error) => return Some(Taken { made: Err(error), after }),
         };
-        Some(Taken { made: own.make(id), after })
+        Some(Taken { made: inline.make(id), after })
     }
 
     /// Makes the current stream wait for the copy of the batch, and keeps the memory of the batch until the current stream

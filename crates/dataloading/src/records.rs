@@ -171,7 +171,7 @@ pub fn read(path: &Path) -> Result<Records> {
 /// Returns the records of several files in order.
 ///
 /// # Errors
-/// As [`read`], for any of the files.
+/// Same as [`read`], for any of the files.
 pub fn read_all(files: &[impl AsRef<Path>]) -> Result<Records> {
     let all = files.iter().map(|file| read(file.as_ref())).collect::<Result<Vec<_>>>()?;
     Ok(Box::new(all.into_iter().flatten()))

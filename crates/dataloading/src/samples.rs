@@ -31,7 +31,7 @@ pub trait Samples: Send + Sync {
     /// be found without reading the whole sample: pieces of a document much longer than a row are read one by one.
     ///
     /// # Errors
-    /// As [`Samples::read`].
+    /// Same as [`Samples::read`].
     fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
         let start = out.len();
         self.read(index, out)?;
@@ -115,7 +115,7 @@ samples_behind!(&S, Box<S>, std::sync::Arc<S>);
 mod tests {
     use super::*;
 
-    /// With the default fingerprint.
+    /// Samples with the default fingerprint.
     struct Lengths(Vec<usize>);
 
     impl Samples for Lengths {

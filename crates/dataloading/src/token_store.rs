@@ -108,21 +108,22 @@ impl TokenStore {
         for number in 1..shards[0].header.shards {
             let name = path.join(header::shard_name(number));
             if !name.is_file() {
-                let of = shards[0].header.shards;
+                let shard_count = shards[0].header.shards;
                 return Err(file(
                     &name,
-                    format!("this shard of {of} is missing; copy the whole folder again"),
+                    format!("this shard of {shard_count} is missing; copy the whole folder again"),
                 ));
             }
             shards.push(Shard::open(&name)?);
         }
         let (mut documents, mut tokens, mut first) = (0u64, 0u64, vec![0]);
         for (number, shard) in (0..).zip(&shards) {
-            let (own, head) = (&shard.header, &shards[0].header);
-            let same = own.store == head.store
-                && own.shard == number
-                && (own.shards, own.vocabulary, own.width) == (head.shards, head.vocabulary, head.width);
-            let sums = documents.checked_add(own.documents).zip(tokens.checked_add(own.tokens));
+            let (header, head) = (&shard.header, &shards[0].header);
+            let same = header.store == head.store
+                && header.shard == number
+                && (header.shards, header.vocabulary, header.width)
+                    == (head.shards, head.vocabulary, head.width);
+            let sums = documents.checked_add(header.documents).zip(tokens.checked_add(header.tokens));
             let (true, Some(sums)) = (same, sums) else {
                 return Err(file(
                     shard.path(),

@@ -10,7 +10,7 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is computed.
+/// The group of figures to compute.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Compute the records of the report's sections about accounting

@@ -33,7 +33,7 @@ pub struct Corpus {
     pub texts: Vec<String>,
     /// Lines to measure on.
     pub validation: Arc<TokenStore>,
-    /// What tokenized both.
+    /// The tokenizer of both.
     pub tokenizer: Tokenizer,
     /// Holds the stores; goes with the corpus.
     _folder: TempDir,

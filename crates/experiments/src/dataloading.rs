@@ -11,7 +11,7 @@ use clap::Subcommand;
 
 use crate::driver::{Bench, Driver};
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure padding and time of packing on one thread

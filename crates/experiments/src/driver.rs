@@ -19,7 +19,7 @@ pub(crate) struct Driver {
     /// How large the experiment is, where it has sizes
     #[arg(long, value_enum, default_value_t, global = true)]
     pub(crate) scale: Scale,
-    /// The experiment that the records are of [default: the verb's own]
+    /// Name of the experiment in the records [default: the verb's own]
     #[arg(long, value_name = "NAME", global = true)]
     experiment: Option<String>,
     #[arg(skip)]
@@ -89,7 +89,7 @@ impl Bench<'_> {
     /// Measures one case after the other. Progress shows each by its label.
     ///
     /// # Errors
-    /// Those of `measure`.
+    /// Errors of `measure`.
     pub(crate) fn each<C>(
         &mut self,
         cases: impl IntoIterator<Item = C>,
@@ -110,7 +110,7 @@ impl Bench<'_> {
     /// none is always the first or the last.
     ///
     /// # Errors
-    /// Those of `measure`, which is given the number of the round.
+    /// Errors of `measure`, whose argument is the number of the round.
     pub(crate) fn in_turns<C, S>(
         &mut self,
         rounds: usize,
@@ -162,7 +162,7 @@ impl Bench<'_> {
     /// Records figures, each with its case.
     ///
     /// # Errors
-    /// Those of [`Bench::put`].
+    /// Same as [`Bench::put`].
     pub(crate) fn put_all(&mut self, figures: Vec<(Case, Metric)>) -> anyhow::Result<()> {
         figures.into_iter().try_for_each(|(case, metric)| self.put(&case, vec![metric]))
     }

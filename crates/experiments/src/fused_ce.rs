@@ -16,7 +16,7 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure time and memory of one forward and backward, implementation by implementation

@@ -19,7 +19,7 @@ use tch::{Device, Kind};
 
 use crate::driver::{Bench, Driver};
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Convert models and adapters to GGUF

@@ -72,7 +72,7 @@ enum Measured {
     /// The program killed, with system calls that fail, and over many steps
     #[command(subcommand)]
     Robustness(crate::robustness::Verb),
-    /// What this machine offers, and what the runtime costs on it
+    /// Rates of this machine, and costs of the runtime on it
     #[command(subcommand)]
     Runtime(crate::runtime::Verb),
     /// Trainings over ranks that divide optimizer state and gradients
@@ -90,7 +90,7 @@ enum Measured {
 pub fn run() -> ExitCode {
     let Cli { measured, driver } = Cli::parse();
     report::cli::run(|| {
-        // As in the programs that are measured.
+        // The measured programs do the same.
         ::runtime::memory::set_block_cache(true)?;
         match &measured {
             Measured::Accounting(verb) => verb.run(&driver),

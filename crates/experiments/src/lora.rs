@@ -14,7 +14,7 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure a training step on a real model's shape, and compare it with the prediction

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-// As `frugal` waits, which it measures.
+// Threads wait as those of `frugal`, which this program measures.
 runtime::bound_spinning!();
 
 fn main() -> ExitCode {

@@ -19,7 +19,7 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure every method against the resident model

@@ -11,7 +11,7 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is compared.
+/// The predictions to compare with measurements.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Train beside a process on every core, under each way in which threads can wait

@@ -13,7 +13,7 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is tried.
+/// The group of failures to inject.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Kill commands at random instants and run them again

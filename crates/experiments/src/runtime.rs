@@ -15,7 +15,7 @@ use clap::Subcommand;
 use crate::driver::{Bench, Driver};
 use cost::Part;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Print the device, its memory, and libtorch's version
@@ -38,7 +38,7 @@ pub(crate) enum Verb {
     },
     /// Compare transfers between two processes with Gloo's own collectives
     Collectives,
-    /// One of the processes of `collectives`; rank 0 prints the seconds of each round
+    /// A process of `collectives`; rank 0 prints the seconds of each round
     #[command(hide = true)]
     CollectivesRank {
         #[arg(long)]

@@ -19,9 +19,9 @@ pub(crate) enum Shape {
     Large,
     /// A block or two that keep the proportions.
     Tiny,
-    /// As many layers as [`Self::Small`] and hardly any arithmetic: what is left is the host's time for a step's operators.
+    /// As many layers as [`Self::Small`] with hardly any arithmetic: a step takes the host's time for its operators.
     Narrow,
-    /// Of a `config.json`, or of the folder of one.
+    /// The shape of a `config.json`, or of a folder that has one.
     File(PathBuf),
 }
 

@@ -10,14 +10,14 @@ use clap::Subcommand;
 
 use crate::driver::Driver;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Memory, transfers and time of one, two and four ranks, by ZeRO stage, and a timeline
     Cost(cost::CostArgs),
     /// Steps over two ranks, and their losses, for a comparison with another program
     Bench(bench::BenchArgs),
-    /// One of the ranks of `cost` and `bench`
+    /// A rank of `cost` and `bench`
     #[command(hide = true)]
     Rank(rank::Rank),
 }

@@ -18,7 +18,7 @@ impl StepPeak {
     /// Starts the first region.
     ///
     /// # Errors
-    /// Those of [`Region::start`].
+    /// Errors of [`Region::start`].
     pub(crate) fn start(device: Device) -> Result<Self> {
         Ok(Self { device, stretch: Region::start(device)?, peak: 0 })
     }
@@ -26,7 +26,7 @@ impl StepPeak {
     /// A step's record came.
     ///
     /// # Errors
-    /// Those of [`Region`].
+    /// Errors of [`Region`].
     pub(crate) fn after_step(&mut self) -> Result<()> {
         self.peak = self.next_stretch()?.max(self.peak);
         Ok(())
@@ -35,7 +35,7 @@ impl StepPeak {
     /// An evaluation ended; what it held does not count.
     ///
     /// # Errors
-    /// Those of [`Region`].
+    /// Errors of [`Region`].
     pub(crate) fn after_evaluation(&mut self) -> Result<()> {
         self.next_stretch().map(drop)
     }

@@ -14,7 +14,7 @@ use bench::{Configuration, Gradients, Outcome, Variant};
 use crate::driver::{Bench, Driver};
 use crate::dtype;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure time and memory of training steps, level by level
@@ -84,7 +84,7 @@ fn measure(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()> {
     // The machine's rate for the products of a configuration, measured once for each that fits.
     let mut rate: Option<(&Configuration, f64)> = None;
     bench.each(configurations.iter().flat_map(levels), label, |bench, (config, variant)| {
-        // What is cast up takes the bytes of fp32.
+        // Inputs that are cast up take the bytes of fp32.
         let counted = if bench::is_predicted(variant, dtype, device) { dtype } else { Kind::Float };
         let needed = config.predict(variant, counted, Gradients::Freed)?.bytes;
         let metrics = if needed <= limit {

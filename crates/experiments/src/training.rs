@@ -21,7 +21,7 @@ use clap::Subcommand;
 use crate::corpus::DataArgs;
 use crate::driver::Driver;
 
-/// What is measured.
+/// The group of figures to measure.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     /// Measure whole trainings, one for each batching strategy

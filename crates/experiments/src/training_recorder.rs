@@ -9,7 +9,7 @@ use training::observer::{Observer, StepRecord};
 
 use crate::step_peak::StepPeak;
 
-/// What was recorded of a training.
+/// The records of a training.
 #[derive(Debug)]
 pub(crate) struct RecordedTraining {
     /// Every step.

@@ -6,8 +6,8 @@
 //!   one that they replace. The two folders exchange names in one step (`renameat2` with `RENAME_EXCHANGE`), after the other
 //!   entries of the old folder were linked into the new one. Of several writers, the last one wins completely.
 //!
-//! What is replaced passes its mode on, and where the system permits it its owner ([`keep_access`]); what is new has the mode that the user's
-//! mask allows.
+//! A replacement takes on the mode of what it replaces, and where the system permits it its owner ([`keep_access`]); a new file
+//! has the mode that the user's mask allows.
 //!
 //! Temporary names are `.NAME.RANDOM.new`, locked while they are written. The next writer of a name removes what a killed process
 //! left.
@@ -52,7 +52,7 @@ pub use folder::Folder;
 /// Writes a file atomically, replacing an existing one, whose mode it keeps ([`keep_access`]).
 ///
 /// # Errors
-/// Those of `content`; a folder that does not exist, is not writable, or is full. The old file is then unchanged.
+/// Errors of `content`; a folder that does not exist, is not writable, or is full. The old file is then unchanged.
 pub fn file<T>(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<T>) -> io::Result<T> {
     checked_file(path, content, |_| Ok(()))
 }
@@ -60,7 +60,7 @@ pub fn file<T>(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<T
 /// Writes a file as [`file()`](file()) does, and gives it its name only after `check`, which reads it under a temporary one.
 ///
 /// # Errors
-/// As [`file()`](file()); those of `check`. The old file is then unchanged.
+/// Same as [`file()`](file()); errors of `check`. The old file is then unchanged.
 pub fn checked_file<T>(
     path: &Path,
     content: impl FnOnce(&mut dyn Write) -> io::Result<T>,
@@ -80,7 +80,7 @@ pub fn checked_file<T>(
 /// Writes a file as [`file()`](file()) does, without waiting for the disk: for content that can be made again.
 ///
 /// # Errors
-/// As [`file()`](file()).
+/// Same as [`file()`](file()).
 pub fn unsynced(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut temporary = temporary::file(path)?;
     temporary.write_all(content)?;
@@ -107,7 +107,7 @@ pub fn link(link: &Path, target: &Path, file: &Path) -> io::Result<()> {
 /// result is from one folder.
 ///
 /// # Errors
-/// Those of `read`.
+/// Errors of `read`.
 pub fn read<T, E>(folder: &Path, mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     loop {
         // The open handle prevents reuse of the folder's inode number.
@@ -138,11 +138,11 @@ pub fn parent(path: &Path) -> &Path {
 pub fn is_at(open: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
 
-    let of = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-    open.metadata().ok().map(of).is_some_and(|open| std::fs::metadata(path).ok().map(of) == Some(open))
+    let inode = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    open.metadata().ok().map(inode).is_some_and(|open| std::fs::metadata(path).ok().map(inode) == Some(open))
 }
 
-/// As on Unix; on other systems an open file prevents renaming its folder.
+/// Same as on Unix; on other systems an open file prevents renaming its folder.
 #[cfg(not(unix))]
 pub fn is_at(_: &File, path: &Path) -> bool {
     path.exists()

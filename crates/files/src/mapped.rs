@@ -1,6 +1,6 @@
 //! Memory-mapped files: opened instantly whatever their size, read page by page when touched.
 //!
-//! For weights and token stores, which are written once and then only read. A file must not be shortened or rewritten in place
+//! Its use is for weights and token stores, which are written once and then only read. A file must not be shortened or rewritten in place
 //! while it is mapped (write a new one and rename it, as all of this project does): the operating system would end the process at
 //! the first access to a removed page. A program can have the file named then ([`report_shortened_files`]).
 //!
@@ -21,9 +21,9 @@ use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
 
-/// From now on, when a page of a mapped file cannot be read because the file has become shorter or its disk fails, names the file on
-/// standard error and ends the process with status 1. Without this the system ends it by SIGBUS, without a word. For programs; a library
-/// leaves signals alone.
+/// Installs a handler for mapped files whose pages cannot be read because the file has become shorter or its disk fails: it names the
+/// file on standard error and ends the process with status 1. Without it the system ends the process by SIGBUS, without a message.
+/// For programs; a library leaves signals alone.
 ///
 /// # Errors
 /// A system that refuses the handler.

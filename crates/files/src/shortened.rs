@@ -74,11 +74,11 @@ fn file_at(address: usize, path: &mut [u8]) -> Option<usize> {
                 }
                 continue;
             }
-            let found = path_of(&line[..filled], address);
+            let name = path_of(&line[..filled], address);
             filled = 0;
-            if let Some(found) = found {
-                path[..found.len()].copy_from_slice(found);
-                return Some(found.len());
+            if let Some(name) = name {
+                path[..name.len()].copy_from_slice(name);
+                return Some(name.len());
             }
         }
     }

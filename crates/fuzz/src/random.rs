@@ -32,7 +32,7 @@ impl Random {
     ///
     /// # Panics
     /// `of` is empty.
-    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())]
+    pub fn pick<T: Copy>(&mut self, items: &[T]) -> T {
+        items[self.below(items.len())]
     }
 }

@@ -2,10 +2,10 @@
 
 use crate::scalar::{Scalar, signed, truncate};
 
-/// One value for each lane of a warp. The bits above a register's width are zero.
+/// A value for each lane of a warp. The bits above a register's width are zero.
 pub(crate) type Lanes = [u64; 32];
 
-/// What an instruction computes of up to four inputs; lane by lane, so that lanes that do not run may compute nonsense.
+/// Computes an instruction of up to four inputs, lane by lane, so that lanes that do not run may compute nonsense.
 pub(crate) type Compute = Box<dyn Fn([&Lanes; 4]) -> Lanes + Send + Sync>;
 
 pub(crate) fn lanes(f: impl Fn(usize) -> u64) -> Lanes {
@@ -55,7 +55,7 @@ pub(crate) fn integer(words: &[&str], scalar: Scalar) -> Option<Compute> {
     if scalar.is_signed() { of_signed(words, width) } else { of_unsigned(words, width) }
 }
 
-/// What does not depend on the sign.
+/// Operations that do not depend on the sign.
 fn logical(words: &[&str], width: usize) -> Option<Compute> {
     let bits = 8 * width as u64;
     Some(match words {

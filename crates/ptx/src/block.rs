@@ -7,7 +7,7 @@ use crate::kernel::{Kernel, Launch};
 use crate::memory::{Memory, Region};
 use crate::warp::{Grid, State, Warp};
 
-/// What the warps of a block share.
+/// The state that the warps of a block share.
 pub(crate) struct Block<'k> {
     pub(crate) kernel: &'k Kernel,
     pub(crate) launch: Launch,
@@ -98,7 +98,7 @@ impl Block<'_> {
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// Of seed 0 everything runs in order.
+    /// With seed 0 everything runs in order.
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
@@ -110,7 +110,7 @@ impl Random {
         (self.0 % below.max(1) as u64) as usize
     }
 
-    /// One of some warps, and how many instructions it runs in a row.
+    /// Chooses a warp, and how many instructions it runs in a row.
     fn choose(&mut self, count: usize) -> (usize, usize) {
         const LONGEST: usize = 1 << 16;
         if self.0 == 0 { (0, LONGEST) } else { (self.draw(count), 1 + self.draw(64)) }

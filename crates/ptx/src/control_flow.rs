@@ -3,7 +3,7 @@
 
 use crate::instruction::{Instruction, Operation};
 
-/// For each instruction, where its paths meet; the number of instructions stands for the end of the kernel.
+/// Returns where the paths after each instruction meet; the number of instructions stands for the end of the kernel.
 pub(crate) fn reconvergences(instructions: &[Instruction]) -> Vec<usize> {
     let end = instructions.len();
     let successors: Vec<Vec<usize>> = (0..end).map(|at| successors(instructions, at)).collect();
@@ -54,36 +54,36 @@ fn post_dominators(successors: &[Vec<usize>]) -> Vec<usize> {
         number[*at] = index;
     }
     const UNKNOWN: usize = usize::MAX;
-    let mut found = vec![UNKNOWN; end + 1];
-    found[end] = end;
+    let mut dominators = vec![UNKNOWN; end + 1];
+    dominators[end] = end;
     let mut changed = true;
     while changed {
         changed = false;
         for &at in order.iter().rev().skip(1) {
             let mut common = UNKNOWN;
             for &next in &successors[at] {
-                if found[next] == UNKNOWN {
+                if dominators[next] == UNKNOWN {
                     continue;
                 }
-                common = if common == UNKNOWN { next } else { meet(common, next, &found, &number) };
+                common = if common == UNKNOWN { next } else { meet(common, next, &dominators, &number) };
             }
-            if found[at] != common {
-                found[at] = common;
+            if dominators[at] != common {
+                dominators[at] = common;
                 changed = true;
             }
         }
     }
-    found.truncate(end);
-    found.into_iter().map(|found| if found == UNKNOWN { end } else { found }).collect()
+    dominators.truncate(end);
+    dominators.into_iter().map(|at| if at == UNKNOWN { end } else { at }).collect()
 }
 
-fn meet(mut a: usize, mut b: usize, found: &[usize], number: &[usize]) -> usize {
+fn meet(mut a: usize, mut b: usize, dominators: &[usize], number: &[usize]) -> usize {
     while a != b {
         while number[a] < number[b] {
-            a = found[a];
+            a = dominators[a];
         }
         while number[b] < number[a] {
-            b = found[b];
+            b = dominators[b];
         }
     }
     a

@@ -46,12 +46,12 @@ pub(crate) fn convert(words: &[&str], to: Scalar, from: Scalar) -> Option<Comput
     let flushed = move |bits: u64| {
         if flush && f32_of(bits).is_subnormal() { bits & 0x8000_0000 } else { bits }
     };
-    let whole = words.iter().any(|word| word.ends_with('i'));
+    let to_integer = words.iter().any(|word| word.ends_with('i'));
     Some(match (from.is_integer(), to.is_integer()) {
         (true, true) => unary(move |a| integer_to_integer(a, from, to, saturate)),
         (true, false) => {
             let rounding = rounding.filter(|rounding| *rounding == Rounding::Nearest)?;
-            // Of a wide integer to fp32 at once: by way of fp64 it would be rounded twice.
+            // A wide integer becomes fp32 at once: by way of fp64 it would be rounded twice.
             match to {
                 Scalar::F32 => unary(move |a| {
                     of_f32(if from.is_signed() {
@@ -79,10 +79,10 @@ pub(crate) fn convert(words: &[&str], to: Scalar, from: Scalar) -> Option<Comput
             }
         }
         (false, true) => {
-            let rounding = rounding.filter(|_| whole)?;
+            let rounding = rounding.filter(|_| to_integer)?;
             unary(move |a| float_to_integer(decode(from, flushed(a)), to, rounding))
         }
-        (false, false) if whole => {
+        (false, false) if to_integer => {
             let rounding = rounding?;
             if from != to {
                 return None;
@@ -172,7 +172,7 @@ fn encode(scalar: Scalar, number: f64, rounding: Rounding) -> u64 {
         return infinity;
     }
     let exponent = ((number.to_bits() >> 52 & 2047) as i32 - 1023).max(least);
-    // In units of the last digit, of which a normal number has 2^digits or more. The rounding knows the sign.
+    // In units of the last digit; a normal number has at least 2^digits of them. The rounding knows the sign.
     let units = round(number * 2f64.powi(digits - exponent), rounding).abs() as u64;
     let biased = (exponent - least) as u64;
     let bits = (biased << digits) + units;

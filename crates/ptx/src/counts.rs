@@ -1,4 +1,4 @@
-//! What a launch did, counted.
+//! Counts of a launch: instructions, accesses, sectors.
 
 use crate::instruction::Class;
 

@@ -105,7 +105,7 @@ impl Decoder<'_> {
         let scalar = scalar(Some(last))?;
         let compute = float(modifiers, scalar).or_else(|| integer(modifiers, scalar)).ok_or("unknown")?;
         let (to, inputs) = operands.split_first().ok_or_else(|| operands_expected(2))?;
-        // Of `mad.wide` the third operand is as wide as the result, the distance of a shift is of 32 bits.
+        // The third operand of `mad.wide` is as wide as the result; the distance of a shift has 32 bits.
         let types: Vec<Scalar> = (0..inputs.len())
             .map(|index| match (modifiers[0], index) {
                 ("mad", 2) if modifiers.contains(&"wide") => widened(scalar),
@@ -213,8 +213,8 @@ impl Decoder<'_> {
 }
 
 /// Where the shared memory of a launch begins, behind that of the kernel.
-pub(crate) fn dynamic_shared(own: usize) -> usize {
-    own.next_multiple_of(16)
+pub(crate) fn dynamic_shared(declared: usize) -> usize {
+    declared.next_multiple_of(16)
 }
 
 fn arity(opcode: &str) -> usize {

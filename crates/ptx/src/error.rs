@@ -1,4 +1,4 @@
-//! What can go wrong: text that is not understood, a launch that does not fit, a fault of the kernel.
+//! Errors: text that is not understood, a launch that does not fit, a fault of the kernel.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ pub enum Error {
     Syntax {
         /// Line of the text, from 1.
         line: usize,
-        /// What was expected.
+        /// The expected text.
         message: String,
     },
     /// PTX that this interpreter does not execute. It never skips an instruction.
@@ -26,7 +26,7 @@ pub enum Error {
     /// A name that the module does not have.
     #[error("the module has no kernel `{name}`; it has {}", .known.join(", "))]
     NoKernel {
-        /// What was asked for.
+        /// The name that was looked up.
         name: String,
         /// The kernels that there are.
         known: Vec<String>,
@@ -36,7 +36,7 @@ pub enum Error {
     Launch {
         /// The kernel.
         kernel: String,
-        /// What does not fit.
+        /// The mismatch.
         message: String,
     },
     /// A buffer that is read on the host before a kernel has written all of it.
@@ -69,7 +69,7 @@ pub struct Fault {
     pub block: u32,
     /// The thread in its block; the first one, where several are concerned.
     pub thread: u32,
-    /// What happened.
+    /// The kind of fault.
     pub kind: FaultKind,
 }
 
@@ -107,7 +107,7 @@ pub enum FaultKind {
         /// The address.
         place: String,
     },
-    /// Two asynchronous copies of a thread to one place, of which the second begins before the first is waited for: either may
+    /// Two asynchronous copies of a thread to one place, the second begun before the wait for the first: either may
     /// end last.
     #[error("a race: an asynchronous copy to {place} begins while another one to it is in flight")]
     CopiesOverlap {
@@ -147,7 +147,7 @@ pub enum FaultKind {
     UnmetBarrier {
         /// The other warp.
         warp: usize,
-        /// What it does.
+        /// The behaviour that was observed instead.
         instead: String,
     },
     /// An exchange between lanes whose mask is not the lanes that are there.
@@ -155,7 +155,7 @@ pub enum FaultKind {
     LaneMask {
         /// The mask.
         mask: u32,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// `bra.uni` with threads that disagree.

@@ -1,4 +1,4 @@
-//! One instruction of one warp.
+//! Executes an instruction of a warp.
 
 mod access;
 mod copies;

@@ -18,7 +18,7 @@ pub(crate) struct Instruction {
     pub(crate) reconvergence: usize,
 }
 
-/// What an instruction does.
+/// The operation of an instruction.
 pub(crate) enum Operation {
     /// `to = f(inputs)`; `count` of them are used.
     Compute {
@@ -148,7 +148,7 @@ pub(crate) enum Vote {
     Ballot,
 }
 
-/// What part of a processor an instruction occupies.
+/// The part of a processor that an instruction occupies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// fp32 additions, products and their combinations.

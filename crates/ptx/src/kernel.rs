@@ -121,7 +121,7 @@ impl Module {
     /// Returns the kernel of this name, which is mangled where it is C++.
     ///
     /// # Errors
-    /// Where there is none.
+    /// There is no kernel of this name.
     pub fn kernel(&self, name: &str) -> Result<&Kernel, Error> {
         self.kernels.iter().find(|kernel| kernel.name == name).ok_or_else(|| Error::NoKernel {
             name: name.to_owned(),
@@ -173,7 +173,7 @@ impl Kernel {
             let mut block = Block { kernel: self, launch, arguments: &arguments, index, shared, epoch: 0 };
             block
                 .run(&mut warps, memory, &mut counts, &mut random)
-                .map_err(|found| self.fault(index, found))?;
+                .map_err(|fault| self.fault(index, fault))?;
         }
         (counts.bytes_read, counts.bytes_written) = memory.touched();
         Ok(counts)
@@ -205,14 +205,14 @@ impl Kernel {
         for (index, (argument, Parameter { bytes: expected, offset, .. })) in
             given.iter().zip(&self.parameters).enumerate()
         {
-            let own = argument.bytes();
-            if own.len() != *expected {
+            let value = argument.bytes();
+            if value.len() != *expected {
                 return Err(self.refused(format!(
                     "argument {index} is {argument:?}; the kernel's parameter has {expected} bytes"
                 )));
             }
             bytes.resize(*offset, 0);
-            bytes.extend(own);
+            bytes.extend(value);
         }
         Ok(bytes)
     }

@@ -43,7 +43,7 @@
 //! assert_eq!(memory.read::<f32>(numbers)?, [2.0, 4.0, 6.0]);
 //! assert_eq!(counts.sector_ratio(), 1.0);
 //!
-//! // One number too many: the error names the instruction and the thread.
+// A count beyond the buffer: the error names the instruction and the thread.
 //! let error = kernel.launch(Launch::new(2, 32), &[numbers.into(), Argument::U32(4)], &mut memory).unwrap_err();
 //! assert_eq!(
 //!     error.to_string(),

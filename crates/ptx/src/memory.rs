@@ -30,9 +30,9 @@ macro_rules! numbers {
                     out.extend_from_slice(&self.to_le_bytes());
                 }
                 fn read(bytes: &[u8]) -> Self {
-                    let mut own = [0; size_of::<$number>()];
-                    own.copy_from_slice(bytes);
-                    Self::from_le_bytes(own)
+                    let mut array = [0; size_of::<$number>()];
+                    array.copy_from_slice(bytes);
+                    Self::from_le_bytes(array)
                 }
             }
         )*
@@ -40,7 +40,7 @@ macro_rules! numbers {
 }
 numbers!(u8, u16, u32, u64, i32, i64, f32, f64);
 
-/// What a buffer begins with.
+/// The initial content of a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Data {
     bytes: Vec<u8>,
@@ -103,7 +103,7 @@ pub(crate) struct Region {
     name: String,
     base: u64,
     bytes: Vec<u8>,
-    /// Of each byte, whether it has a value.
+    /// For each byte, whether it has a value.
     written: Vec<bool>,
     read_only: bool,
     pub(crate) marks: Marks,

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::scalar::Scalar;
 use crate::token::{Located, Token, tokens};
 
-/// What a module's text declares.
+/// The declarations of a module.
 #[derive(Debug)]
 pub(crate) struct Source {
     /// `sm_80`.
@@ -138,9 +138,9 @@ impl<'a> Parser<'a> {
     }
 
     fn take(&mut self, sign: char) -> bool {
-        let found = self.peek() == Some(Token::Sign(sign));
-        self.at += usize::from(found);
-        found
+        let matches = self.peek() == Some(Token::Sign(sign));
+        self.at += usize::from(matches);
+        matches
     }
 
     fn expect(&mut self, sign: char) -> Result<(), Error> {
@@ -163,13 +163,13 @@ impl<'a> Parser<'a> {
     }
 
     fn expected(&self, what: &str) -> Error {
-        let found = match self.peek() {
+        let token = match self.peek() {
             Some(Token::Word(word)) => format!("`{word}`"),
             Some(Token::Quoted(text)) => format!("\"{text}\""),
             Some(Token::Sign(sign)) => format!("`{sign}`"),
             None => "the end".to_owned(),
         };
-        Error::Syntax { line: self.line(), message: format!("expected {what}, found {found}") }
+        Error::Syntax { line: self.line(), message: format!("expected {what}, found {token}") }
     }
 
     fn scalar(&mut self) -> Result<Scalar, Error> {

@@ -4,7 +4,7 @@
 //! between them, or by a barrier of the warp. Nothing orders the blocks of a grid. Each place remembers its last write and its
 //! last reads, which finds every such pair whatever order the threads happened to run in.
 
-/// Who accesses: a thread, and how many barriers it has passed.
+/// The origin of an access: a thread, and how many barriers it has passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Who {
     pub(crate) block: u32,
@@ -197,12 +197,12 @@ mod tests {
         let mut marks = Marks::new(8);
         let mut last = false;
         for (index, (kind, who)) in accesses.iter().enumerate() {
-            let found = match kind {
+            let ordered = match kind {
                 'r' => marks.read((4, 4), *who, false, &|_| 1),
                 'n' => marks.read((4, 4), *who, true, &|_| 1),
                 _ => marks.write((4, 4), *who, &|_| 1),
             };
-            last = found.is_err();
+            last = ordered.is_err();
             assert!(!last || index == accesses.len() - 1, "{index}");
         }
         last
@@ -216,7 +216,7 @@ mod tests {
         assert!(races(&[('r', thread(1)), ('w', thread(2))]));
         assert!(races(&[('w', thread(1)), ('w', thread(40))]));
         assert!(!races(&[('r', thread(1)), ('r', thread(2)), ('r', who(5, 0, 0, 0))]));
-        // A barrier of the block, and one of the warp, which is none for other warps.
+        // A barrier of the block, and a barrier of the warp, which orders nothing for other warps.
         assert!(!races(&[('w', thread(1)), ('r', who(0, 40, 1, 0))]));
         assert!(!races(&[('w', thread(1)), ('r', who(0, 2, 0, 1))]));
         assert!(races(&[('w', thread(1)), ('r', who(0, 40, 0, 1))]));

@@ -14,7 +14,7 @@ pub(crate) enum Token<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Located<'a> {
     pub(crate) token: Token<'a>,
-    /// From 1.
+    /// The line, counted from 1.
     pub(crate) line: usize,
     pub(crate) start: usize,
 }
@@ -22,7 +22,7 @@ pub(crate) struct Located<'a> {
 /// All tokens, without comments.
 pub(crate) fn tokens(text: &str) -> Result<Vec<Located<'_>>, Error> {
     let bytes = text.as_bytes();
-    let (mut found, mut at, mut line) = (Vec::new(), 0, 1);
+    let (mut tokens, mut at, mut line) = (Vec::new(), 0, 1);
     while at < bytes.len() {
         let (start, rest) = (at, &text[at..]);
         let token = match bytes[at] {
@@ -60,9 +60,9 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<Located<'_>>, Error> {
             }
             _ => return Err(Error::Syntax { line, message: "a character that PTX does not have".into() }),
         };
-        found.push(Located { token, line, start });
+        tokens.push(Located { token, line, start });
     }
-    Ok(found)
+    Ok(tokens)
 }
 
 fn unfinished(line: usize, what: &str) -> Error {

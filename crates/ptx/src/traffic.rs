@@ -1,4 +1,4 @@
-//! What a warp's access asks of memory: sectors of global memory, passes over the banks of shared memory.
+//! The traffic of a warp's access: sectors of global memory, passes over the banks of shared memory.
 
 /// Bytes of a sector, the unit in which global memory is moved.
 pub(crate) const SECTOR: u64 = 32;

@@ -30,7 +30,7 @@ struct Copies {
     groups: Vec<Vec<Pending>>,
 }
 
-/// What a warp does.
+/// The state of a warp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     Running,
@@ -45,10 +45,10 @@ pub(crate) struct Warp {
     /// Barriers of the warp that it has passed.
     pub(crate) epoch: u16,
     frames: Vec<Frame>,
-    /// Of each lane, the copies that are on their way.
+    /// For each lane, its copies in flight.
     copies: Vec<Copies>,
     registers: Vec<Lanes>,
-    /// Of each register, the lanes in which it has a value.
+    /// For each register, the lanes in which it has a value.
     defined: Vec<u32>,
 }
 

@@ -6,7 +6,7 @@ use crate::record::{Case, Metric, Record};
 use crate::spec::Specs;
 use crate::unit;
 
-/// One measurement in two runs.
+/// A measurement in two runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Change {
     /// The experiment's name.

@@ -123,7 +123,7 @@ impl CheckedClaim {
         !matches!(self.verdict, Verdict::NotMeasured { .. })
     }
 
-    /// What stands behind the verdict: the machine where another report has the value, the note, or why there is no value.
+    /// Remarks on the verdict: the machine where another report has the value, the note, or why there is no value.
     pub fn remarks(&self) -> Option<String> {
         let machine = self.machine.as_ref().map(|machine| format!("on {machine}"));
         let words = match &self.verdict {

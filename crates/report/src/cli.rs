@@ -66,7 +66,7 @@ impl Scale {
 pub struct Failure {
     /// The exit status.
     pub status: u8,
-    /// What is wrong, and the remedy.
+    /// The problem, and the remedy.
     pub message: String,
 }
 

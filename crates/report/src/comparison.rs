@@ -108,11 +108,13 @@ fn ratio_of_round(
     }
     let mut others = peers.iter().filter(same_round);
     let (Some(peer), None) = (others.next(), others.next()) else {
-        let found = peers.iter().filter(same_round).count();
-        return Err(if found == 0 {
+        let matching = peers.iter().filter(same_round).count();
+        return Err(if matching == 0 {
             format!("no record of {} to divide by", ratio.metric)
         } else {
-            format!("{found} records to divide by in one round; add a key that distinguishes them to `per`")
+            format!(
+                "{matching} records to divide by in one round; add a key that distinguishes them to `per`"
+            )
         });
     };
     let value = |r: &Record| {

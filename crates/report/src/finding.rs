@@ -1,6 +1,6 @@
 //! Sentences whose figures are computed from records.
 //!
-//! The words follow the sign and the size of the figure: a difference inside the spread is none, whatever its sign.
+//! The words follow the sign and the size of the figure: a difference inside the spread counts as no difference, whatever its sign.
 
 mod words;
 
@@ -13,7 +13,7 @@ use crate::spec::{Finding, Operand, Piece, Quantity, Template, Wording};
 use crate::unit;
 use words::{Change, Value};
 
-/// A sentence of a finding, or why there is none.
+/// A sentence of a finding, or why it is missing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sentence {
     /// The words.
@@ -128,8 +128,8 @@ impl Group<'_> {
                 self.side(&self.finding.of, &operand.metric)?.metric.value.unwrap_or_default() * 100.0,
             ),
             Quantity::Against => {
-                let of = self.side(&self.finding.of, &operand.metric)?;
-                amount(&self.baseline(&of, &operand.metric)?)
+                let record = self.side(&self.finding.of, &operand.metric)?;
+                amount(&self.baseline(&record, &operand.metric)?)
             }
             Quantity::Ratio => Value::Amount(self.change(operand)?.ratio, "ratio".into()),
             Quantity::Change => Value::Change(self.change(operand)?),
@@ -140,44 +140,44 @@ impl Group<'_> {
 
     /// How the group's value relates to its baseline.
     fn change(&self, operand: &Operand) -> Result<Change, Lack> {
-        let of = self.side(&self.finding.of, &operand.metric)?;
-        let value = of.metric.value.unwrap_or_default();
+        let record = self.side(&self.finding.of, &operand.metric)?;
+        let value = record.metric.value.unwrap_or_default();
         let single =
             |record: &Record| record.metric.n == 1 && record.metric.spread.is_some() && varies(record);
         let spread = |record: &Record| record.metric.spread.unwrap_or(0.0);
         let (base, spread, single, shown) = match operand.baseline {
-            Some(number) => (number, spread(&of), single(&of), number.to_string()),
+            Some(number) => (number, spread(&record), single(&record), number.to_string()),
             None => {
-                let against = self.baseline(&of, &operand.metric)?;
+                let against = self.baseline(&record, &operand.metric)?;
                 let base = against.metric.value.unwrap_or_default();
                 let shown = unit::human(base, &against.metric.unit);
-                (base, spread(&of) + spread(&against), single(&of) || single(&against), shown)
+                (base, spread(&record) + spread(&against), single(&record) || single(&against), shown)
             }
         };
         let ratio = if value == base { 1.0 } else { value / base };
         if !ratio.is_finite() {
-            let value = unit::human(value, &of.metric.unit);
+            let value = unit::human(value, &record.metric.unit);
             return Err(Lack::Value(format!("{value} is divided by {shown}")));
         }
         let within = value != base && (value - base).abs() <= spread;
-        Ok(Change { ratio, within, single, what: unit::heading(&operand.metric, &of.metric.unit) })
+        Ok(Change { ratio, within, single, what: unit::heading(&operand.metric, &record.metric.unit) })
     }
 
     /// The baseline of the group's value `of`, which is another case.
-    fn baseline(&self, of: &Record, metric: &str) -> Result<Record, Lack> {
+    fn baseline(&self, record: &Record, metric: &str) -> Result<Record, Lack> {
         let filter = self.finding.against.as_ref().ok_or(Lack::Difference)?;
         let against = self.side(filter, metric)?;
-        if of.case == against.case { Err(Lack::Difference) } else { Ok(against) }
+        if record.case == against.case { Err(Lack::Difference) } else { Ok(against) }
     }
 
-    /// The one measurement of `metric` that `filter` takes, or why there is none.
+    /// Returns the one measurement of `metric` that `filter` takes, or why it is missing.
     fn side(&self, filter: &Filter, metric: &str) -> Result<Record, String> {
         // A list of values leaves it to the group which of them is meant.
         let wanted = self.case.without(|key| filter.0.get(key).is_some_and(|value| !value.is_array()));
         let takes =
             |r: &&Record| r.metric.name == metric && filter.matches(&r.case) && r.case.matches(&wanted);
-        let found: Vec<&Record> = self.measured.records().iter().filter(takes).collect();
-        match found.as_slice() {
+        let matching: Vec<&Record> = self.measured.records().iter().filter(takes).collect();
+        match matching.as_slice() {
             [] => Err(format!("no record of {metric}")),
             [one] if one.metric.value.is_some() => Ok((*one).clone()),
             [one] => Err(one.metric.note.clone().unwrap_or_else(|| format!("no value of {metric}"))),
@@ -208,7 +208,7 @@ fn varies(record: &Record) -> bool {
     }
 }
 
-/// One sentence for all groups, whose quantities are ranges. Groups that lack a value are counted at its end.
+/// Writes a sentence for all groups, whose quantities are ranges. Groups that lack a value are counted at its end.
 fn over_all(finding: &Finding, measured: &Measurements, groups: &[Case]) -> Sentence {
     let template = match &finding.wording {
         Wording::Always(text) => text,

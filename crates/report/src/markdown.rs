@@ -105,9 +105,9 @@ fn index(document: &Document) -> String {
         let row = |headline: &Headline| {
             let Headline { title, claim, baseline } = headline;
             let (value, limit) = claim.figures();
-            let of = baseline.as_ref().map(|name| format!(" × {name}")).unwrap_or_default();
+            let factor = baseline.as_ref().map(|name| format!(" × {name}")).unwrap_or_default();
             let on = claim.machine.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
-            let value = value.map_or_else(|| "–".into(), |value| format!("{value}{of}{on}"));
+            let value = value.map_or_else(|| "–".into(), |value| format!("{value}{factor}{on}"));
             vec![
                 title.clone(),
                 value,

@@ -65,7 +65,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One element: a group, a command, a number, a letter or a sign.
+    /// Parses an element: a group, a command, a number, a letter or a sign.
     fn element(&mut self) -> Result<String, String> {
         self.rest = self.rest.trim_start();
         let c = self.rest.chars().next().ok_or("the formula ends too early")?;

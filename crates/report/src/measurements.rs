@@ -76,8 +76,8 @@ impl Measurements {
     }
 }
 
-/// Of the records with the same experiment, case and metric the newest, in the place of the first. Of two that are
-/// equally new, the later in the list.
+/// Returns the newest record of each experiment, case and metric, at the position of the first. If two are equally new,
+/// the later in the list counts.
 pub fn newest<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Record> {
     let mut place = HashMap::new();
     let mut kept: Vec<Record> = Vec::new();

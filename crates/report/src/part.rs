@@ -56,7 +56,7 @@ pub struct Document {
 /// The first screen.
 #[derive(Clone, Debug)]
 pub struct Opening {
-    /// What the project is, in Markdown.
+    /// Description of the project, in Markdown.
     pub about: String,
     /// The figures that stand first.
     pub headlines: Vec<Headline>,
@@ -65,11 +65,11 @@ pub struct Opening {
 /// A claim's figure, ready to be drawn.
 #[derive(Clone, Debug)]
 pub struct Headline {
-    /// What the figure is.
+    /// Name of the figure.
     pub title: String,
     /// The claim with its verdict.
     pub claim: CheckedClaim,
-    /// What has the value 1.
+    /// The value that counts as 1.
     pub baseline: Option<String>,
 }
 
@@ -80,7 +80,7 @@ pub struct Part {
     pub name: String,
     /// Heading.
     pub title: String,
-    /// What it is about, in Markdown.
+    /// Its subject, in Markdown.
     pub about: String,
     /// The assignment's questions with their answers.
     pub rows: Vec<Row>,
@@ -144,8 +144,8 @@ fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[Other
     for section in &mut left {
         let has = |other: &&OtherReport| other.records.iter().any(|record| record.experiment == section.name);
         let machine = |other: &OtherReport| other.machine_of(&section.name).to_owned();
-        let found = others.iter().filter(has).map(|other| (machine(other), other.page()));
-        section.elsewhere = found.collect();
+        let pages = others.iter().filter(has).map(|other| (machine(other), other.page()));
+        section.elsewhere = pages.collect();
     }
     let row = |row: &spec::Row| answer(specs, row, records, others);
     let mut parts: Vec<Part> = specs
@@ -186,9 +186,9 @@ fn answer(specs: &Specs, row: &spec::Row, records: &[Record], others: &[OtherRep
     for spec::Answer { experiment, finding } in &row.answers {
         let here = finding::of(finding, &Measurements::of(specs, experiment, records));
         let elsewhere = others.iter().flat_map(|other| {
-            let said = finding::of(finding, &Measurements::of(specs, experiment, &other.records));
-            let said = said.into_iter().filter(|sentence| sentence.measured);
-            said.map(|sentence| format!("On {}: {}", other.machine_of(experiment), sentence.text))
+            let sentences = finding::of(finding, &Measurements::of(specs, experiment, &other.records));
+            let sentences = sentences.into_iter().filter(|sentence| sentence.measured);
+            sentences.map(|sentence| format!("On {}: {}", other.machine_of(experiment), sentence.text))
         });
         let elsewhere: Vec<String> = elsewhere.collect();
         let anywhere = !elsewhere.is_empty() || here.iter().any(|sentence| sentence.measured);

@@ -19,7 +19,7 @@ fn are_lines() -> bool {
     std::env::var(PROGRESS_VARIABLE).is_ok_and(|value| value == "lines")
 }
 
-/// One `@progress DONE TOTAL MESSAGE` line.
+/// A `@progress DONE TOTAL MESSAGE` line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     /// Returns the number of completed steps.

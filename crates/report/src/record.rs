@@ -1,4 +1,4 @@
-//! One measurement, and where measurements are kept: JSON lines, one [`Record`] a line.
+//! A measurement, and its file: JSON lines, one [`Record`] a line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -88,7 +88,7 @@ impl Metric {
     }
 }
 
-/// One measurement: experiment, case, metric, environment.
+/// A measurement: experiment, case, metric, environment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// The experiment's name, as it is registered ([`crate::Specs`]).

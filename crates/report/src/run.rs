@@ -49,8 +49,8 @@ impl RunState {
             Self::Done { seconds } if *seconds < 59.95 => format!("{seconds:.1} s"),
             Self::Done { seconds } => {
                 // Rounded first: 119.7 s is 2 min 00 s, not 1 min 60 s.
-                let whole = seconds.round();
-                format!("{:.0} min {:02.0} s", (whole / 60.0).floor(), whole % 60.0)
+                let rounded = seconds.round();
+                format!("{:.0} min {:02.0} s", (rounded / 60.0).floor(), rounded % 60.0)
             }
             Self::Failed { message } => message.clone(),
             Self::Skipped { why } => why.clone(),

@@ -1,4 +1,4 @@
-//! One experiment as the report shows it: its tables, plots and findings, filled with records.
+//! An experiment as the report shows it: its tables, plots and findings, filled with records.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub struct Section {
     pub name: String,
     /// Heading.
     pub title: String,
-    /// What it shows, in Markdown.
+    /// Description of what it shows, in Markdown.
     pub about: String,
     /// Tables that have records.
     pub tables: Vec<Table>,

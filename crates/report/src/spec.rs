@@ -1,5 +1,4 @@
-//! What is registered for a crate in `crates/experiments/experiments/<crate>.toml`: experiments, claims, and comparisons with
-//! another program.
+//! The registered experiments, claims and comparisons of a crate, from `crates/experiments/experiments/<crate>.toml`.
 //!
 //! Everything that runs and renders an experiment reads it from there, so that a new experiment is a new file and no
 //! change in this crate or in `xtask`. An unknown field is an error.
@@ -105,7 +104,7 @@ pub struct Experiment {
     pub name: String,
     /// Heading of its section.
     pub title: String,
-    /// What it shows, in Markdown.
+    /// Description of what it shows, in Markdown.
     pub about: String,
     /// Cargo package, whose binary has the same name; `experiments` where this is missing.
     #[serde(default = "experiments")]
@@ -235,7 +234,7 @@ pub struct Comparison {
     pub name: String,
     /// Heading of its section.
     pub title: String,
-    /// What is compared, in Markdown.
+    /// Description of what is compared, in Markdown.
     pub about: String,
     /// Cargo package of our program, whose binary has the same name; `experiments` where this is missing.
     #[serde(default = "experiments")]

@@ -9,7 +9,7 @@ pub struct Summary {
     pub spread: f64,
 }
 
-/// Summarizes `samples` (any order, finite); `None` when there are none.
+/// Summarizes `samples` (any order, finite); `None` without samples.
 pub fn summarize(samples: &[f64]) -> Option<Summary> {
     if samples.is_empty() {
         return None;

@@ -171,17 +171,19 @@ fn value_cell(metrics: &[&Metric], shared: Option<(&Multiple, usize)>, notes: &m
             let Some(value) = metric.value else {
                 return Cell { note: metric.note.clone().and_then(note), ..Cell::text("not measured") };
             };
-            let own = unit::multiple(value, &metric.unit);
+            let multiple = unit::multiple(value, &metric.unit);
             let (multiple, decimals, symbol) = match shared {
                 Some((multiple, decimals)) => (multiple, decimals, ""),
-                None => {
-                    (&own, unit::decimals(&[value / own.divisor], &own, &metric.unit), own.symbol.as_str())
-                }
+                None => (
+                    &multiple,
+                    unit::decimals(&[value / multiple.divisor], &multiple, &metric.unit),
+                    multiple.symbol.as_str(),
+                ),
             };
             let seen =
                 |quotient: f64| quotient == 0.0 || quotient.abs() >= 0.5 * 0.1f64.powi(decimals as i32);
             let show = |quotient: f64| match metric.unit.as_str() {
-                // What is exact never looks like 0.
+                // An exact value never looks like 0.
                 "exact" if !seen(quotient) => format!("{quotient:.2e}"),
                 _ => unit::fixed(quotient, decimals),
             };

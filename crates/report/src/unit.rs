@@ -3,9 +3,9 @@
 /// A divisor and the symbol that it brings: 1 GiB, 1 ms, 1 TFLOP/s.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Multiple {
-    /// What a value is divided by.
+    /// The divisor of values.
     pub divisor: f64,
-    /// What stands behind the quotient; empty for pure numbers.
+    /// The text after the quotient; empty for pure numbers.
     pub symbol: String,
 }
 
@@ -120,8 +120,8 @@ pub fn fixed(value: f64, decimals: usize) -> String {
 /// full, and so are bytes where `exact` asks for it.
 pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize, exact: bool) -> (String, String) {
     let multiple = multiple(if limit == 0.0 { value } else { limit }, unit);
-    let whole = |v: f64| v == v.trunc() && v.abs() < 1e15;
-    if (matches!(unit, "count" | "") || exact && unit == "B") && whole(value) && whole(limit) {
+    let is_integer = |v: f64| v == v.trunc() && v.abs() < 1e15;
+    if (matches!(unit, "count" | "") || exact && unit == "B") && is_integer(value) && is_integer(limit) {
         let symbol = if unit == "B" { "B" } else { "" };
         return (
             with_symbol(&grouped(&format!("{value}")), symbol),
@@ -144,10 +144,10 @@ pub fn decimals_of_limit(limit: f64, unit: &str) -> usize {
 /// Commas between the thousands of a decimal number's whole part.
 pub(crate) fn grouped(number: &str) -> String {
     let (sign, digits) = number.strip_prefix('-').map_or(("", number), |digits| ("-", digits));
-    let (whole, fraction) = digits.find('.').map_or((digits, ""), |at| digits.split_at(at));
+    let (integer, fraction) = digits.find('.').map_or((digits, ""), |at| digits.split_at(at));
     let mut text = String::from(sign);
-    for (index, digit) in whole.chars().enumerate() {
-        if index > 0 && (whole.len() - index) % 3 == 0 {
+    for (index, digit) in integer.chars().enumerate() {
+        if index > 0 && (integer.len() - index) % 3 == 0 {
             text.push(',');
         }
         text.push(digit);
@@ -161,7 +161,7 @@ pub fn heading(metric: &str, unit: &str) -> String {
         "s" => "_seconds".to_owned(),
         "B" => "_bytes".to_owned(),
         "FLOP" => "_flops".to_owned(),
-        // What is a ratio or a count says so in its name only.
+        // Ratios and counts are named without a unit.
         "ratio" | "count" | "" => return metric.replace('_', " "),
         other => format!("_{other}"),
     };

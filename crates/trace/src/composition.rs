@@ -1,6 +1,6 @@
 //! The composition of the median step.
 //!
-//! For a step of length T on its thread,
+//! A step of length T on its thread is
 //!
 //! T = data + forward + backward + clip + optimizer + rest,
 //!
@@ -60,7 +60,7 @@ impl Phase {
     }
 }
 
-/// One step.
+/// A step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepTimes {
     /// Duration.
@@ -162,9 +162,9 @@ impl Composition {
             let Some(index) = context.step.filter(|_| !context.worker) else { continue };
             let step = &mut steps[index as usize];
             running[index as usize].push((operator.start, operator.end));
-            let (calls, own) = by_name.entry(operator.name).or_default().entry(index).or_default();
+            let (calls, self_time) = by_name.entry(operator.name).or_default().entry(index).or_default();
             *calls += 1;
-            *own += context.self_time;
+            *self_time += context.self_time;
             if context.called {
                 step.calls[context.phase as usize] += 1;
             }
@@ -269,19 +269,19 @@ fn device_times(profile: &Profile, timeline: &Timeline) -> Vec<DeviceTime> {
 }
 
 fn median_step(steps: &[StepTimes]) -> StepTimes {
-    let of = |field: &dyn Fn(&StepTimes) -> f64| median(steps.iter().map(field));
-    let device = |field: fn(&DeviceTime) -> f64| of(&|step| step.device.as_ref().map_or(0.0, field));
+    let per_step = |field: &dyn Fn(&StepTimes) -> f64| median(steps.iter().map(field));
+    let device = |field: fn(&DeviceTime) -> f64| per_step(&|step| step.device.as_ref().map_or(0.0, field));
     StepTimes {
-        seconds: of(&|step| step.seconds),
-        phases: Phase::ALL.map(|phase| of(&|step| step.phases[phase as usize])),
-        calls: Phase::ALL.map(|phase| of(&|step| step.calls[phase as usize] as f64) as usize),
-        idle_seconds: of(&|step| step.idle_seconds),
-        host_seconds: of(&|step| step.host_seconds),
-        allocated_bytes: of(&|step| step.allocated_bytes),
+        seconds: per_step(&|step| step.seconds),
+        phases: Phase::ALL.map(|phase| per_step(&|step| step.phases[phase as usize])),
+        calls: Phase::ALL.map(|phase| per_step(&|step| step.calls[phase as usize] as f64) as usize),
+        idle_seconds: per_step(&|step| step.idle_seconds),
+        host_seconds: per_step(&|step| step.host_seconds),
+        allocated_bytes: per_step(&|step| step.allocated_bytes),
         copies: Copies {
-            count: of(&|step| step.copies.count),
-            conversions: of(&|step| step.copies.conversions),
-            seconds: of(&|step| step.copies.seconds),
+            count: per_step(&|step| step.copies.count),
+            conversions: per_step(&|step| step.copies.conversions),
+            seconds: per_step(&|step| step.copies.seconds),
         },
         device: steps.iter().all(|step| step.device.is_some()).then(|| DeviceTime {
             kernels: device(|time| time.kernels),
@@ -304,12 +304,12 @@ fn operator_times(
         .iter()
         .map(|(&name, by_step)| {
             let in_step = |index: usize| by_step.get(&(index as u32)).copied().unwrap_or_default();
-            let own = median((0..steps).map(|index| seconds(in_step(index).1)));
+            let seconds_per_step = median((0..steps).map(|index| seconds(in_step(index).1)));
             OperatorTime {
                 name: profile.name(name).to_owned(),
                 calls: median((0..steps).map(|index| in_step(index).0 as f64)),
-                seconds: own,
-                share: if step_seconds > 0.0 { own / step_seconds } else { 0.0 },
+                seconds: seconds_per_step,
+                share: if step_seconds > 0.0 { seconds_per_step / step_seconds } else { 0.0 },
             }
         })
         .collect();

@@ -15,12 +15,12 @@ pub(super) fn human(value: f64, unit: &str) -> String {
     };
     // 0.9995 ms is written as 1.00 ms, so the unit changes a little before.
     let least = if value == 0.0 && unit == "s" { 0 } else { multiples.len() - 1 };
-    let found = multiples.iter().find(|(divisor, _)| value.abs() >= divisor * 0.9995);
-    let (divisor, symbol) = found.unwrap_or(&multiples[least]);
+    let multiple = multiples.iter().find(|(divisor, _)| value.abs() >= divisor * 0.9995);
+    let (divisor, symbol) = multiple.unwrap_or(&multiples[least]);
     let quotient = value / divisor;
-    let whole = *divisor == 1.0 && quotient == quotient.trunc();
+    let is_integer = *divisor == 1.0 && quotient == quotient.trunc();
     let digits_before = (quotient.abs() * 1.0005).log10().floor();
-    let decimals = if whole || quotient == 0.0 { 0 } else { (2.0 - digits_before).max(0.0) as usize };
+    let decimals = if is_integer || quotient == 0.0 { 0 } else { (2.0 - digits_before).max(0.0) as usize };
     format!("{quotient:.decimals$} {symbol}")
 }
 

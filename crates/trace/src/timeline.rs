@@ -168,15 +168,15 @@ fn nest(profile: &Profile, contexts: &mut [OperatorContext]) {
         context.called = !context.node && around.is_none_or(|around| around.node);
         open.push(index);
     }
-    // From the inside out: an operator that calls one that computes does not compute itself, unless most of its time is its
-    // own: `addmm` copies the bias first, attention fills its gradients.
+    // From the inside out: an operator that calls one that computes does not compute itself, unless it spends most of its time
+    // outside of its calls: `addmm` copies the bias first, attention fills its gradients.
     let mut calls_work = vec![false; contexts.len()];
     for &index in order.iter().rev() {
         let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
         let computes = !contexts[index].node && !is_free(name);
-        let own = contexts[index].self_time;
+        let self_time = contexts[index].self_time;
         let mostly_own =
-            own >= LONGER_THAN_A_CALL && 2 * own >= operators[index].end - operators[index].start;
+            self_time >= LONGER_THAN_A_CALL && 2 * self_time >= operators[index].end - operators[index].start;
         contexts[index].works = computes && (!calls_work[index] || mostly_own);
         let calls = calls_work[index] || computes && !of_numbers(&operators[index]);
         if let Some(parent) = contexts[index].parent.filter(|_| calls) {

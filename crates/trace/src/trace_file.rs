@@ -248,16 +248,16 @@ impl<'de> Visitor<'de> for TraceSeed<'_> {
         f.write_str("an object with \"traceEvents\"")
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let mut found = false;
+        let mut has_events = false;
         while let Some(key) = map.next_key::<String>()? {
             if key == "traceEvents" {
                 map.next_value_seed(EventsSeed(self.0))?;
-                found = true;
+                has_events = true;
             } else {
                 map.next_value::<IgnoredAny>()?;
             }
         }
-        if found { Ok(()) } else { Err(serde::de::Error::missing_field("traceEvents")) }
+        if has_events { Ok(()) } else { Err(serde::de::Error::missing_field("traceEvents")) }
     }
 }
 

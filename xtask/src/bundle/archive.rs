@@ -11,7 +11,7 @@ use liblzma::write::XzEncoder;
 /// The folder that an unpacked bundle makes.
 pub(super) const TOP: &str = "frugal-bundle";
 
-/// One file of a bundle.
+/// A file of a bundle.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Entry {
     /// Its path, relative to the bundle's top folder.

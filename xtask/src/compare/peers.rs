@@ -46,8 +46,8 @@ impl Pythons {
 
     /// The interpreter with this PyTorch.
     pub(super) fn with(&self, torch: PeerTorch) -> &Path {
-        let found = self.0.iter().find(|(has, _)| *has == torch);
-        &found.expect("there is one for each chosen comparison").1
+        let environment = self.0.iter().find(|(has, _)| *has == torch);
+        &environment.expect("there is one for each chosen comparison").1
     }
 }
 

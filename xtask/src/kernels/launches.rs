@@ -1,4 +1,4 @@
-//! One launch of each kernel as a training step of a large model makes it, on a few rows.
+//! A launch of each kernel as a training step of a large model makes it, on a few rows.
 
 use ptx::{Argument, Data, Kernel, Launch, Memory};
 
@@ -53,16 +53,17 @@ const HIDDEN: u32 = 4096;
 const FEATURES: u32 = 14_336;
 
 /// `of` is [`Inputs::single`], or [`Inputs::half`] for a tile in 16 bits.
-fn statistics(inputs: &mut Inputs, rows: u32, threads: u32, of: OfNumbers) -> (Launch, Vec<Argument>) {
-    let mut all = vec![of(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY), long(0)];
+fn statistics(inputs: &mut Inputs, rows: u32, threads: u32, numbers: OfNumbers) -> (Launch, Vec<Argument>) {
+    let mut all =
+        vec![numbers(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY), long(0)];
     all.extend([NONE, Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
     all.extend(["maximum", "sum", "target"].map(|name| inputs.single(name, rows)));
     all.extend([NONE; 4]);
     (Launch::new(rows, threads), all)
 }
 
-fn gradient(inputs: &mut Inputs, rows: u32, blocks: Option<u32>, of: OfNumbers) -> Vec<Argument> {
-    let mut all = vec![of(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY)];
+fn gradient(inputs: &mut Inputs, rows: u32, blocks: Option<u32>, numbers: OfNumbers) -> Vec<Argument> {
+    let mut all = vec![numbers(inputs, "tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY)];
     all.extend(blocks.map(int));
     all.extend([Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
     all.extend(["maximum", "powers", "target"].map(|name| inputs.single(name, rows)));
@@ -79,7 +80,7 @@ fn norm_forward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch { dynamic_shared: 2 * 2 * 2 * 256 * 16, ..Launch::new(rows, 256) }, all)
 }
 
-/// As many partial sums for every number of rows, and no more than the fewest rows: theirs are few bytes of a large size, too.
+/// The number of partial sums is the same for every number of rows, at most the fewest rows: with many rows their bytes do not count.
 fn norm_backward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     const PARTS: u32 = 2;
     let mut all = ["x", "upstream", "added"].map(|name| inputs.half(name, rows * HIDDEN)).to_vec();
@@ -111,16 +112,16 @@ fn rotate(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
 
 fn swiglu(inputs: &mut Inputs, rows: u32, names: &[&str]) -> (Launch, Vec<Argument>) {
     let blocks = FEATURES.div_ceil(256 * 8);
-    let of = |name: &&str| match *name {
+    let argument = |name: &&str| match *name {
         "" => [NONE, long(0)],
         name => [inputs.half(name, rows * FEATURES), long(FEATURES)],
     };
-    let mut all: Vec<Argument> = names.iter().flat_map(of).collect();
+    let mut all: Vec<Argument> = names.iter().flat_map(argument).collect();
     all.extend([int(FEATURES), int(blocks)]);
     (Launch::new(rows * blocks, 256), all)
 }
 
-/// One tensor of a block for each row.
+/// A tensor of a block for each row.
 fn adam(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     const CHUNK: u32 = 1024;
     const TABLE: usize = 60 * 64;
@@ -144,7 +145,7 @@ fn adam(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 128), all)
 }
 
-/// One gradient of a block for each row, with the arguments after the table.
+/// A gradient of a block for each row, with the arguments after the table.
 fn gradients(inputs: &mut Inputs, rows: u32, scaled: bool) -> (Launch, Vec<Argument>) {
     const CHUNK: u32 = 16_384;
     const TABLE: usize = 160 * 24;

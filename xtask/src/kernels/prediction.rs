@@ -27,7 +27,7 @@ pub(super) const MACHINES: [Machine; 3] = [
 /// Warps' instructions for which a special function occupies its unit, which has 16 lanes of the 128.
 const SPECIAL: f64 = 8.0;
 
-/// What a kernel does for some size.
+/// The work of a kernel at some size.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Work {
     pub(super) bytes: f64,
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn what_is_read_once_is_counted_once() {
-        let of = |rows: f64| Work { bytes: 100.0 + 7.0 * rows, instructions: rows, special: 0.0 };
-        assert_eq!(Work::extrapolated((2.0, of(2.0)), (4.0, of(4.0)), 1000.0), of(1000.0));
+        let work = |rows: f64| Work { bytes: 100.0 + 7.0 * rows, instructions: rows, special: 0.0 };
+        assert_eq!(Work::extrapolated((2.0, work(2.0)), (4.0, work(4.0)), 1000.0), work(1000.0));
     }
 }

@@ -98,13 +98,14 @@ fn row(sample: &Sample, compiled: &Compiled, name: &str, code: &str) -> Result<V
         format!("{} B", module.kernel(name)?.shared_bytes()),
         opcodes(code).count().to_string(),
     ];
-    row.extend(COLUMNS.map(|(_, of, widths)| count(code, of, widths)));
+    row.extend(COLUMNS.map(|(_, names, widths)| count(code, names, widths)));
     Ok(row)
 }
 
 /// Counts instructions of some opcodes; with `widths`, those of each number of bits.
-fn count(code: &str, of: &[&str], widths: bool) -> String {
-    let matching = opcodes(code).filter(|opcode| of.contains(&opcode.split('.').next().unwrap_or_default()));
+fn count(code: &str, names: &[&str], widths: bool) -> String {
+    let matching =
+        opcodes(code).filter(|opcode| names.contains(&opcode.split('.').next().unwrap_or_default()));
     if !widths {
         return matching.count().to_string();
     }
@@ -122,14 +123,14 @@ fn count(code: &str, of: &[&str], widths: bool) -> String {
 
 /// Returns the bits that an access has for each thread.
 fn bits(opcode: &str) -> u32 {
-    let of = |modifier: &str| match modifier {
+    let width = |modifier: &str| match modifier {
         "128" => Some(128),
         "64" => Some(64),
         "U16" | "S16" => Some(16),
         "U8" | "S8" => Some(8),
         _ => None,
     };
-    opcode.split('.').skip(1).find_map(of).unwrap_or(32)
+    opcode.split('.').skip(1).find_map(width).unwrap_or(32)
 }
 
 #[cfg(test)]

@@ -14,11 +14,11 @@ pub(super) fn check(variable: impl Fn(&str) -> Option<OsString>) -> Result<()> {
         return Ok(());
     }
     let path = variable("PATH").unwrap_or_default();
-    let found = |name: &str| std::env::split_paths(&path).any(|folder| folder.join(name).is_file());
-    if found("c++") {
+    let exists = |name: &str| std::env::split_paths(&path).any(|folder| folder.join(name).is_file());
+    if exists("c++") {
         return Ok(());
     }
-    match ["g++", "clang++"].into_iter().find(|name| found(name)) {
+    match ["g++", "clang++"].into_iter().find(|name| exists(name)) {
         Some(other) => bail!("no C++ compiler is called c++ here, but there is {other}; export CXX={other}"),
         None => bail!(
             "no C++ compiler was found, and the bindings to libtorch are compiled with one; install it (Debian, Ubuntu: \

@@ -63,10 +63,10 @@ fn tools(folder: &Path) -> Option<PathBuf> {
         let entries = std::fs::read_dir(tools.join("cu13/lib")).into_iter().flatten().flatten();
         entries.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with(beginning))
     };
-    let whole = library("libnvrtc.so.")
+    let is_complete = library("libnvrtc.so.")
         && library("libnvrtc-builtins.so.")
         && tools.join("cu13/bin/nvdisasm").is_file();
-    whole.then_some(tools)
+    is_complete.then_some(tools)
 }
 
 /// Removes the second build of the compiler, half of the package, which nothing here loads. Where it stays, it only takes room.

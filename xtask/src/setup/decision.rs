@@ -8,7 +8,7 @@ use super::Environment;
 use crate::torch::{Pair, Torch, Variant};
 use crate::venv;
 
-/// What `setup` does.
+/// The action of `setup`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Decision {
     /// Keep the existing link.

@@ -74,8 +74,8 @@ mod tests {
                 |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| PathBuf::from(value));
             assert_eq!(choose_cache(variable), expected.map(PathBuf::from), "{set:?}");
         };
-        let (home, xdg, own) = (("HOME", "/h"), ("XDG_CACHE_HOME", "/x"), ("FRUGAL_CACHE", "/f"));
-        check(&[home, xdg, own], Some("/f"));
+        let (home, xdg, frugal_cache) = (("HOME", "/h"), ("XDG_CACHE_HOME", "/x"), ("FRUGAL_CACHE", "/f"));
+        check(&[home, xdg, frugal_cache], Some("/f"));
         check(&[home, xdg], Some("/x/frugal"));
         check(&[home, ("XDG_CACHE_HOME", "relative")], Some("/h/.cache/frugal"));
         check(&[home], Some("/h/.cache/frugal"));

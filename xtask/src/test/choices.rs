@@ -7,7 +7,7 @@
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Choice {
     pub(super) name: &'static str,
-    /// What the processor must have.
+    /// The features that the processor must have.
     needs: &'static str,
     pub(super) variables: &'static [(&'static str, &'static str)],
     /// The packages whose results depend on it.
@@ -69,7 +69,7 @@ const ONCE: &[&str] = &[
     "scalers::",
     "set_grad::",
     "trace::",
-    // For a GPU, or interpreted.
+    // Needs a GPU, or is interpreted.
     "cuda::",
     "device_graph::",
     "kernels_interpreted::",
@@ -176,9 +176,9 @@ mod tests {
 
     #[test]
     fn what_the_processor_chooses_itself_does_not_run_twice() {
-        let own = |flags: &str| CHOICES.map(|choice| choice.is_own(flags));
-        assert_eq!(own("avx2 avx512_bf16 GenuineIntel"), [false; 3]);
-        assert_eq!(own("avx2 avx512_bf16 AuthenticAMD"), [false, true, false]);
-        assert_eq!(own("avx2 avx512_bf16 amx_bf16 GenuineIntel"), [false, true, false]);
+        let chosen = |flags: &str| CHOICES.map(|choice| choice.is_own(flags));
+        assert_eq!(chosen("avx2 avx512_bf16 GenuineIntel"), [false; 3]);
+        assert_eq!(chosen("avx2 avx512_bf16 AuthenticAMD"), [false, true, false]);
+        assert_eq!(chosen("avx2 avx512_bf16 amx_bf16 GenuineIntel"), [false, true, false]);
     }
 }

@@ -1,4 +1,4 @@
-//! Test executables as jobs, several of which run concurrently.
+//! Test executables as jobs that run concurrently.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use anyhow::{Context, Result};
 
 use super::output::Filter;
 
-/// One executable under one choice of implementations, or the documentation's examples.
+/// An executable under one choice of implementations, or the documentation's examples.
 pub(super) struct Job {
     /// Its displayed name.
     pub(super) name: String,
     pub(super) command: Command,
-    /// Of the jobs that wait, the one with the largest runs first.
+    /// Of the waiting jobs, the one with the largest weight runs first.
     pub(super) weight: u64,
 }
 
@@ -154,8 +154,8 @@ fn lines(stream: impl std::io::Read) -> Vec<String> {
 
 /// The package's folder: `crates/<package>`, or `<package>` at the top of the workspace.
 pub(super) fn folder(root: &Path, package: &str) -> PathBuf {
-    let own = root.join(package);
-    if own.join("Cargo.toml").exists() { own } else { root.join("crates").join(package) }
+    let folder = root.join(package);
+    if folder.join("Cargo.toml").exists() { folder } else { root.join("crates").join(package) }
 }
 
 #[cfg(test)]

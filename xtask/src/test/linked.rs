@@ -8,22 +8,22 @@ use crate::cargo::Executable;
 pub(super) struct Linked {
     /// Packages whose program is not linked yet.
     without_program: BTreeSet<String>,
-    held: Vec<Executable>,
+    waiting: Vec<Executable>,
 }
 
 impl Linked {
     pub(super) fn new(packages_with_programs: BTreeSet<String>) -> Self {
-        Self { without_program: packages_with_programs, held: Vec::new() }
+        Self { without_program: packages_with_programs, waiting: Vec::new() }
     }
 
     /// Returns the tests that can run now that cargo has linked `executable`.
     pub(super) fn runnable(&mut self, executable: Executable) -> Vec<Executable> {
         if !executable.test {
             self.without_program.remove(&executable.package);
-            return self.held.extract_if(.., |test| test.package == executable.package).collect();
+            return self.waiting.extract_if(.., |test| test.package == executable.package).collect();
         }
         if self.without_program.contains(&executable.package) {
-            self.held.push(executable);
+            self.waiting.push(executable);
             return Vec::new();
         }
         vec![executable]
@@ -31,7 +31,7 @@ impl Linked {
 
     /// Returns the tests that are still held at the end of the build: cargo links a program only for integration tests.
     pub(super) fn rest(&mut self) -> Vec<Executable> {
-        std::mem::take(&mut self.held)
+        std::mem::take(&mut self.waiting)
     }
 }
 

@@ -14,12 +14,12 @@ pub(crate) struct Pair {
     pub(crate) tch: &'static str,
     /// `TORCH_VERSION` in the build script of `torch-sys`.
     pub(crate) torch: &'static str,
-    /// What libtorch's CPU library itself links to on Linux, as pip is asked for it: the profiler's library and CUDA's
+    /// The packages that libtorch's CPU library itself links to on Linux, as pip names them: the profiler's library and CUDA's
     /// runtime, of the release of `cuda-toolkit` that torch's wheel requires.
     pub(crate) slim: [(&'static str, &'static str); 2],
 }
 
-/// From the oldest to the newest. `tch` 0.25, for torch 2.12, was never published.
+/// All pairs, from the oldest to the newest. `tch` 0.25, for torch 2.12, was never published.
 pub(crate) const PAIRS: [Pair; 2] = [
     Pair {
         tch: "0.24.0",
@@ -101,8 +101,8 @@ mod tests {
     #[test]
     fn the_lock_says_which_torch_is_expected() {
         let check = |versions: &[&str], expected: Result<&str, &str>| {
-            let found = Pair::of_lock(&lock(versions)).map(|pair| pair.torch).map_err(|e| format!("{e:#}"));
-            assert_eq!(found, expected.map_err(str::to_owned));
+            let torch = Pair::of_lock(&lock(versions)).map(|pair| pair.torch).map_err(|e| format!("{e:#}"));
+            assert_eq!(torch, expected.map_err(str::to_owned));
         };
         check(&["0.24.0"], Ok("2.11.0"));
         check(&["0.24.3"], Ok("2.11.0"));

@@ -1,4 +1,4 @@
-//! One run of pip: its progress, and the remedy when it fails.
+//! A run of pip: its progress, and the remedy when it fails.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, IsTerminal, Write};

@@ -10,7 +10,7 @@ fn experiment(name: &str) -> String {
     format!("[[experiment]]\nname = \"{name}\"\ntitle = \"{name}\"\nabout = \"\"\npackage = \"{name}\"\n")
 }
 
-/// One experiment that works, one that fails, one that crashes; each notes that it ran.
+/// Three experiments: one works, one fails, one crashes; each notes that it ran.
 fn three() -> Bundle {
     let mut bundle = Bundle::new();
     bundle.register(&["fine", "fails", "crashes"].map(experiment).concat());
@@ -54,9 +54,9 @@ fn only_a_smoke_run_runs_several_beside_each_other() {
     let mut bundle = Bundle::new();
     bundle.register(&["first", "second"].map(experiment).concat());
     // Each waits until the other has begun, and fails if it does not.
-    let waits = |own: &str, other: &str, tenths: u32| {
+    let waits = |mine: &str, other: &str, tenths: u32| {
         format!(
-            "touch {own}; for _ in $(seq {tenths}); do [ -e {other} ] && break; sleep 0.1; done; [ -e {other} ] || exit 3\n\
+            "touch {mine}; for _ in $(seq {tenths}); do [ -e {other} ] && break; sleep 0.1; done; [ -e {other} ] || exit 3\n\
              echo \"threads $OMP_NUM_THREADS\" >> ran{RECORD}"
         )
     };
@@ -216,8 +216,8 @@ fn bundled_tests_find_their_fixtures_and_say_what_they_skip() {
         ran.out
     );
     let root = bundle.path("").canonicalize().unwrap();
-    let found = bundle.read("crates/sample/where");
-    assert_eq!(found, format!("{0}/crates/sample\n{0}/data/fixtures\n", root.display()));
+    let output = bundle.read("crates/sample/where");
+    assert_eq!(output, format!("{0}/crates/sample\n{0}/data/fixtures\n", root.display()));
     bundle.script("bin/traces", "exit 101\n");
     let ran = bundle.run(&["test"]);
     assert!(ran.err.ends_with("error: failed: traces of sample\n"), "{}", ran.err);

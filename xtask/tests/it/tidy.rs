@@ -45,8 +45,8 @@ fn the_files_that_the_report_names_exist() {
 /// Runs every check on a sample.
 fn check(files: &[(&str, &str)], expected: Expect) {
     let tree = Tree::of(files);
-    let found = [dependencies::check(&tree), layout::check(&tree), sources::check(&tree)].concat();
-    expected.assert_eq(&found.join("\n"));
+    let problems = [dependencies::check(&tree), layout::check(&tree), sources::check(&tree)].concat();
+    expected.assert_eq(&problems.join("\n"));
 }
 
 const MEMBER: &str = "[lints]\nworkspace = true\n[dependencies]\n";

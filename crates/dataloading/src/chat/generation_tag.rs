@@ -15,7 +15,7 @@ pub(super) const CLOSE: char = '\u{fdd1}';
 
 /// Returns a template with its generation tags rewritten, and whether it has any. Comments, raw blocks and strings keep their text.
 pub(super) fn rewrite(source: &str) -> (String, bool) {
-    let (mut text, mut found) = (String::with_capacity(source.len() + 64), false);
+    let (mut text, mut has_tag) = (String::with_capacity(source.len() + 64), false);
     let mut rest = source;
     while let Some(at) = rest.find('{') {
         text.push_str(&rest[..at]);
@@ -33,7 +33,7 @@ pub(super) fn rewrite(source: &str) -> (String, bool) {
                 _ => None,
             };
             if let Some(filter) = filter {
-                found = true;
+                has_tag = true;
                 // Line breaks stay, so that errors name the template's own lines.
                 let lines = "\n".repeat(rest[..length].matches('\n').count());
                 text.push_str(&format!("{{%{} {filter}{lines} {}%}}", tag.before, tag.after));
@@ -48,7 +48,7 @@ pub(super) fn rewrite(source: &str) -> (String, bool) {
         rest = &rest[length..];
     }
     text.push_str(rest);
-    (text, found)
+    (text, has_tag)
 }
 
 /// A block tag.
@@ -90,8 +90,8 @@ fn end_of(text: &str, close: &str) -> usize {
 /// Returns the length of a raw block whose first tag has `length` bytes.
 fn end_of_raw(text: &str, length: usize) -> usize {
     let mut at = length;
-    while let Some(found) = text[at..].find("{%") {
-        at += found;
+    while let Some(offset) = text[at..].find("{%") {
+        at += offset;
         let end = text[at..].find("%}").map_or(text.len(), |end| at + end + 2);
         if Tag::of(&text[at..end]).words == "endraw" {
             return end;
@@ -151,9 +151,9 @@ mod tests {
             ("{# ", "{# "),
             ("{% raw %}{%", "{% raw %}{%"),
         ] {
-            let (text, found) = rewrite(source);
+            let (text, has_tag) = rewrite(source);
             assert_eq!(text, expected.replace('F', FILTER), "{source}");
-            assert_eq!(found, source != expected, "{source}");
+            assert_eq!(has_tag, source != expected, "{source}");
         }
     }
 

@@ -40,7 +40,7 @@ pub(super) fn add_to(environment: &mut Environment<'_>) {
     // It breaks lines where Python does not.
     environment.remove_filter("pprint");
     environment.add_function("joiner", minijinja_contrib::globals::joiner);
-    // What Python calls iterable, a sequence and a number.
+    // Python's iterables, sequences and numbers.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
@@ -87,15 +87,17 @@ fn int(value: &Value, default: Option<Value>, base: Option<u32>, named: Kwargs) 
     if base == 1 || base > 36 {
         return Err(Error::new(ErrorKind::InvalidOperation, "the base of int is 0, or 2 to 36"));
     }
-    let whole = |number: f64| {
+    let truncated = |number: f64| {
         let number = number.trunc();
         (number.abs() < 1e38).then_some(Value::from(number as i128))
     };
     let number = match value.as_str() {
-        Some(text) => python_int(text, base).map(Value::from).or_else(|| python_float(text).and_then(whole)),
+        Some(text) => {
+            python_int(text, base).map(Value::from).or_else(|| python_float(text).and_then(truncated))
+        }
         None if value.is_integer() => Some(value.clone()),
         None if value.kind() == ValueKind::Bool => Some(Value::from(i64::from(value.is_true()))),
-        None => f64::try_from(value.clone()).ok().and_then(whole),
+        None => f64::try_from(value.clone()).ok().and_then(truncated),
     };
     Ok(number.or(default).unwrap_or_else(|| Value::from(0)))
 }
@@ -111,8 +113,8 @@ fn python_int(text: &str, base: u32) -> Option<i128> {
         digits.strip_prefix('0').and_then(|rest| rest.strip_prefix([letter, letter.to_ascii_uppercase()]))
     };
     let prefixes = [(16, 'x'), (8, 'o'), (2, 'b')];
-    let prefix = prefixes.iter().find_map(|(own, letter)| {
-        prefixed(*letter).filter(|_| base == 0 || base == *own).map(|digits| (*own, digits))
+    let prefix = prefixes.iter().find_map(|(prefix_base, letter)| {
+        prefixed(*letter).filter(|_| base == 0 || base == *prefix_base).map(|digits| (*prefix_base, digits))
     });
     let (base, digits) = prefix.unwrap_or((if base == 0 { 10 } else { base }, digits));
     let is_grouped =

@@ -121,7 +121,7 @@ fn of_text(state: &State, text: &str, method: &str, args: &[Value]) -> Result<Op
             let (length, width) = (text.chars().count(), usize::try_from(width).unwrap_or(0));
             let added = width.saturating_sub(length);
             pay(state, added.saturating_mul(fill.len()))?;
-            // As CPython: the odd character goes to the left where the width is odd.
+            // CPython puts the odd character to the left if the width is odd.
             let left = match method {
                 "ljust" => 0,
                 "rjust" => added,

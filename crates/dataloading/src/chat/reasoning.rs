@@ -98,15 +98,15 @@ impl ChatTemplate {
             rendered.ok().map(|rendered| rendered.text)
         };
         let prompt = render(std::slice::from_ref(&question), true)?;
-        let whole = render(&[question.clone(), answer.clone()], false)?;
+        let rendered = render(&[question.clone(), answer.clone()], false)?;
         let conversation = Conversation::new([question.clone(), answer.clone()]);
-        if !whole.starts_with(&prompt) {
+        if !rendered.starts_with(&prompt) {
             let around = self.around_answer(&conversation, 1)?;
             let opening = Opening::of(prompt.strip_prefix(&around[0])?)?;
             return Some(TrainingVariant::OpenedReasoning { tag: opening.tag.to_owned() });
         }
         let history = render(&[question.clone(), answer, question], false)?;
-        let is_left_out = whole.contains(REASONING) && !history.contains(REASONING);
+        let is_left_out = rendered.contains(REASONING) && !history.contains(REASONING);
         is_left_out.then_some(TrainingVariant::ReasoningOfLastAnswer)
     }
 
@@ -117,7 +117,7 @@ impl ChatTemplate {
         conversation: &Conversation,
         at: usize,
         prompt: &str,
-        whole: &str,
+        rendered: &str,
     ) -> Option<String> {
         let message = &conversation.messages[at];
         let [before, after] = self.around_answer(conversation, at)?;
@@ -125,7 +125,7 @@ impl ChatTemplate {
         Some(match message.fields.get("content").and_then(Value::as_str) {
             Some(content) => opening.answer(message, content) + &after,
             // Calls of tools alone.
-            None => opening.answer(message, "") + whole.strip_prefix(&before)?,
+            None => opening.answer(message, "") + rendered.strip_prefix(&before)?,
         })
     }
 
@@ -137,13 +137,13 @@ impl ChatTemplate {
         conversation: &Conversation,
         at: usize,
         prompt: &str,
-        whole: &str,
+        rendered: &str,
     ) -> Option<String> {
         let [before, _] = self.around_answer(conversation, at)?;
         let question = conversation.messages.get(at.checked_sub(1)?)?.fields.get("content")?.as_str()?.trim();
         let end =
             |text: &str| (!question.is_empty()).then(|| Some(text.rfind(question)? + question.len()))?;
-        let answer = whole.strip_prefix(before.get(..end(&before)?)?)?;
+        let answer = rendered.strip_prefix(before.get(..end(&before)?)?)?;
         Some(answer.strip_prefix(prompt.get(end(prompt)?..)?)?.to_owned())
     }
 

@@ -97,7 +97,7 @@ impl ChatTemplate {
                 format!("{} bytes are more than {LONGEST_TEMPLATE}; is it a template?", source.len());
             return Err(Error::Template { from: from.to_owned(), line: None, reason });
         }
-        // As Jinja2, which knows one line break only.
+        // Jinja2 knows a single kind of line break.
         let source = &source.replace("\r\n", "\n").replace('\r', "\n");
         let (rewritten, marks_generation) = generation_tag::rewrite(&python_format::rewrite(source));
         let mut environment = Environment::new();

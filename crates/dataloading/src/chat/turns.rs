@@ -213,19 +213,19 @@ impl Turns<'_> {
                 let messages = &self.messages()[..count];
                 Ok(self.template.render_messages(self.conversation, messages, prompt)?.text)
             };
-            let whole = render(at + 1, false)?;
-            let prompt = if at == 0 { self.first_prompt(&whole)? } else { render(at, true)? };
-            let answer = match whole.strip_prefix(&prompt) {
+            let rendered = render(at + 1, false)?;
+            let prompt = if at == 0 { self.first_prompt(&rendered)? } else { render(at, true)? };
+            let answer = match rendered.strip_prefix(&prompt) {
                 Some(answer) => answer.to_owned(),
                 None => self
                     .template
-                    .after_opening(self.conversation, at, &prompt, &whole)
-                    .or_else(|| self.template.after_question(self.conversation, at, &prompt, &whole))
-                    .ok_or_else(|| self.no_prefix(at, &prompt, &whole))?,
+                    .after_opening(self.conversation, at, &prompt, &rendered)
+                    .or_else(|| self.template.after_question(self.conversation, at, &prompt, &rendered))
+                    .ok_or_else(|| self.no_prefix(at, &prompt, &rendered))?,
             };
             let mut end = "";
             if !self.ends.at_end(&answer) {
-                end = match self.end_by_next_turn(at, &whole)? {
+                end = match self.end_by_next_turn(at, &rendered)? {
                     Some(token) => token,
                     None => return Err(self.without_end(&answer)),
                 };
@@ -243,14 +243,14 @@ impl Turns<'_> {
 
     /// Returns the part of a conversation's first message, an answer, that is written before what is learned. Templates that read the first
     /// message cannot render none; there it ends with what they write to begin an answer.
-    fn first_prompt(&self, whole: &str) -> Result<String> {
+    fn first_prompt(&self, rendered: &str) -> Result<String> {
         let render = |messages: &[Message], prompt| {
             self.template
                 .render_messages(self.conversation, messages, prompt)
                 .ok()
                 .map(|rendered| rendered.text)
         };
-        if let Some(prompt) = render(&[], true).filter(|prompt| whole.starts_with(prompt.as_str())) {
+        if let Some(prompt) = render(&[], true).filter(|prompt| rendered.starts_with(prompt.as_str())) {
             return Ok(prompt);
         }
         let asked = [Message::new("user", "?")];
@@ -260,9 +260,9 @@ impl Turns<'_> {
             .and_then(|(before, after)| Some(after.strip_prefix(&before)?.to_owned()));
         let end = opening
             .filter(|opening| !opening.is_empty())
-            .and_then(|opening| Some(whole.find(&opening)? + opening.len()));
+            .and_then(|opening| Some(rendered.find(&opening)? + opening.len()));
         match end {
-            Some(end) => Ok(whole[..end].to_owned()),
+            Some(end) => Ok(rendered[..end].to_owned()),
             None => Err(self.template.refuse(
                 "the conversation begins with an assistant's message, before which the template writes no prompt; begin it with \
                  a user's message"
@@ -272,7 +272,7 @@ impl Turns<'_> {
     }
 
     /// Returns the token with which a user's next message begins, if it ends a generation.
-    fn end_by_next_turn(&self, at: usize, whole: &str) -> Result<Option<&str>> {
+    fn end_by_next_turn(&self, at: usize, rendered: &str) -> Result<Option<&str>> {
         let mut messages = self.messages()[..=at].to_vec();
         messages.push(Message::new("user", "?"));
         let next = match self.template.render_messages(self.conversation, &messages, false) {
@@ -280,12 +280,12 @@ impl Turns<'_> {
             // A template may not allow a user's message here.
             Err(_) => return Ok(None),
         };
-        let token = next.strip_prefix(whole).and_then(|next| self.ends.at_start(next));
+        let token = next.strip_prefix(rendered).and_then(|next| self.ends.at_start(next));
         Ok(token.filter(|token| self.ends.model.iter().any(|end| end == token)))
     }
 
     fn without_end(&self, answer: &str) -> crate::Error {
-        // What the template wrote, without the answer: the same in all records.
+        // The template's text without the answer: the same in all records.
         let end = tail(answer, 40);
         let end = end.rfind('<').map_or(&*end, |at| &end[at..]).trim_end();
         self.template.refuse(format!(
@@ -295,8 +295,8 @@ impl Turns<'_> {
         ))
     }
 
-    fn no_prefix(&self, at: usize, prompt: &str, whole: &str) -> crate::Error {
-        let same = prompt.chars().zip(whole.chars()).take_while(|(one, other)| one == other);
+    fn no_prefix(&self, at: usize, prompt: &str, rendered: &str) -> crate::Error {
+        let same = prompt.chars().zip(rendered.chars()).take_while(|(one, other)| one == other);
         let same: usize = same.map(|(c, _)| c.len_utf8()).sum();
         let from = same - tail(&prompt[..same], 30).len();
         let part = |text: &str| text[from..].chars().take(80).collect::<String>();
@@ -305,7 +305,7 @@ impl Turns<'_> {
              not what it learns after; give a template for training, which marks answers with `{{% generation %}}`",
             at + 1,
             part(prompt),
-            part(whole)
+            part(rendered)
         ))
     }
 }

@@ -22,7 +22,7 @@ impl<S: Samples> BaseDataset<S> {
     /// Creates the data set over all samples that have a token.
     ///
     /// # Errors
-    /// As [`RandomBatchSampler::new`]; a batch too large for memory.
+    /// Same as [`RandomBatchSampler::new`]; a batch too large for memory.
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
         let rows = options.batch_size.min(sampler.usable().len());

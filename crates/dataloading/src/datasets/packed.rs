@@ -59,7 +59,7 @@ impl<S: Samples> PackedDataset<S> {
     /// Plans the rows in `O(n)` time and keeps the [`PackingPlan`].
     ///
     /// # Errors
-    /// As [`PackingPlan::new`]; a batch of 0 rows; fewer rows than a batch has if incomplete batches are dropped.
+    /// Same as [`PackingPlan::new`]; a batch of 0 rows; fewer rows than a batch has if incomplete batches are dropped.
     pub fn new(samples: S, options: &PackedOptions) -> Result<Self> {
         const WHAT: &str = "PackedDataset";
         let plan = PackingPlan::new(&lengths_of(WHAT, &samples)?, &options.plan)?;

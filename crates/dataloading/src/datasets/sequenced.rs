@@ -46,7 +46,7 @@ impl<S: Samples> SequencedDataset<S> {
     /// Creates the data set over all samples that have a token.
     ///
     /// # Errors
-    /// As [`RandomBatchSampler::new`]; a capacity smaller than `max_length`, with which a sequence could be empty.
+    /// Same as [`RandomBatchSampler::new`]; a capacity smaller than `max_length`, with which a sequence could be empty.
     pub fn new(samples: S, options: &BatchOptions, capacity: Option<Capacity>) -> Result<Self> {
         const WHAT: &str = "SequencedDataset";
         let sampler = RandomBatchSampler::named(WHAT, &samples, options)?;

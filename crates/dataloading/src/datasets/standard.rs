@@ -54,7 +54,7 @@ impl<S: Samples> StandardDataset<S> {
     /// Creates standard batching: random batches of all samples that have a token.
     ///
     /// # Errors
-    /// As [`RandomBatchSampler::new`].
+    /// Same as [`RandomBatchSampler::new`].
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("StandardDataset", &samples, options)?;
         Self::with_sampler(samples, sampler, options.max_length, options.pad)
@@ -65,7 +65,7 @@ impl<S: Samples> StandardDataset<S, BalancedBatchSampler> {
     /// Creates batches of samples of similar length, padded with `pad`.
     ///
     /// # Errors
-    /// As [`BalancedBatchSampler::new`].
+    /// Same as [`BalancedBatchSampler::new`].
     pub fn balanced(samples: S, options: &BalancedOptions, pad: u32) -> Result<Self> {
         let sampler = BalancedBatchSampler::new(&samples, options)?;
         Self::with_sampler(samples, sampler, options.max_length, pad)

@@ -11,7 +11,7 @@ pub(super) struct Cursor {
     pub(super) position: u64,
 }
 
-/// One batch of the sequence.
+/// A batch of the sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BatchId {
     pub(super) epoch: u64,
@@ -76,9 +76,9 @@ impl Cursor {
         options: &LoaderOptions,
         source: &dyn BatchSource,
     ) -> Result<Option<BatchId>> {
-        let Some(own) = self.advanced(options.rank, options.epochs, source)? else { return Ok(None) };
+        let Some(next) = self.advanced(options.rank, options.epochs, source)? else { return Ok(None) };
         let Some(last) = self.advanced(options.ranks - 1, options.epochs, source)? else { return Ok(None) };
         *self = Self { position: last.position + 1, ..last };
-        Ok(Some(BatchId { epoch: own.epoch, index: own.position as usize }))
+        Ok(Some(BatchId { epoch: next.epoch, index: next.position as usize }))
     }
 }

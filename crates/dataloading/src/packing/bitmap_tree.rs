@@ -44,7 +44,7 @@ impl BitmapTree {
     /// Removes a number, if present.
     ///
     /// # Panics
-    /// As [`BitmapTree::insert`].
+    /// Same as [`BitmapTree::insert`].
     pub fn remove(&mut self, number: usize) {
         let mut position = number;
         for level in &mut self.levels {

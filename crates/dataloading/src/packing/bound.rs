@@ -36,7 +36,7 @@ pub fn lower_bound(lengths: &[u32], capacity: usize) -> Result<usize> {
 /// Returns the rows of next-fit: documents in the given order, with a new row whenever the next one does not fit.
 ///
 /// # Errors
-/// As [`lower_bound`].
+/// Same as [`lower_bound`].
 pub fn next_fit(lengths: &[u32], capacity: usize) -> Result<usize> {
     let capacity = check_capacity(capacity)?;
     let (mut rows, mut room) = (0, 0);

@@ -16,7 +16,7 @@ pub enum Content {
     Conversation(Conversation),
     /// A question and its answer, as messages and as texts, for models with and without a chat template.
     Exchange {
-        /// As messages.
+        /// The record as messages.
         conversation: Conversation,
         /// The text before the answer.
         prompt: String,
@@ -36,7 +36,7 @@ pub enum Content {
     Tokens {
         /// Ids.
         ids: Vec<u32>,
-        /// For each id whether it is learned.
+        /// For each id, whether it is learned.
         is_trained: Vec<bool>,
     },
 }
@@ -112,7 +112,7 @@ fn prompt_completion(fields: &Map<String, Value>) -> Result<Content, String> {
         false => Ok(vec![Message::new(role, &string(fields, field)?)]),
     };
     let mut prompt = part("prompt", "user")?;
-    // What is asked is not learned, whatever it holds.
+    // The prompt is not learned, whatever its messages are.
     prompt.iter_mut().for_each(|message| message.is_trained = false);
     prompt.extend(part("completion", "assistant")?);
     Ok(Content::Conversation(Conversation { messages: prompt, ..messages::beside(fields)? }))

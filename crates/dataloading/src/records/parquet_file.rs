@@ -40,7 +40,7 @@ impl ParquetRows {
             if reader.metadata().file_metadata().schema_descr().num_columns() == 0 {
                 return Err("it has no columns".to_owned());
             }
-            // Of a page only its own header says how large it is; of a column the end of the file says it.
+            // Only a page's own header has its size; the size of a column is at the end of the file.
             for group in reader.metadata().row_groups() {
                 for column in group.columns() {
                     let values = column.num_values().max(1);
@@ -147,7 +147,7 @@ fn value(field: &Field) -> Value {
         // A column without a declared type, as older writers make of texts.
         Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
             Ok(text) => Value::from(text),
-            // Of a column that may not be read, such as an image.
+            // A column that may not be read, such as an image.
             Err(_) => Value::Object(Map::from_iter([(NOT_TEXT.to_owned(), bytes.len().into())])),
         },
         Field::Group(row) => Value::Object(fields(row, false)),

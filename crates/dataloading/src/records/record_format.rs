@@ -164,7 +164,7 @@ impl Detected {
         };
         match RecordFormat::ALL
             .into_iter()
-            .filter(|format| self.formats.iter().any(|(own, _)| own == format))
+            .filter(|format| self.formats.iter().any(|(known, _)| known == format))
             .find(|format| has(*format))
         {
             Some(format) => Ok(format),

@@ -44,9 +44,9 @@ impl Header {
         bytes.extend(self.store);
         let check = Sha256::digest(&bytes);
         bytes.extend(&check[..BYTES - CHECKED]);
-        let mut whole = [0; BYTES];
-        whole.copy_from_slice(&bytes);
-        whole
+        let mut header = [0; BYTES];
+        header.copy_from_slice(&bytes);
+        header
     }
 
     /// Parses the header at the start of the file `path`.

@@ -93,8 +93,8 @@ pub(super) fn sync_folder(path: &Path) -> Result<()> {
 pub(super) fn is_at(open: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
 
-    let of = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-    open.metadata().ok().map(of).is_some_and(|open| std::fs::metadata(path).ok().map(of) == Some(open))
+    let inode = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    open.metadata().ok().map(inode).is_some_and(|open| std::fs::metadata(path).ok().map(inode) == Some(open))
 }
 
 /// Returns whether `path` exists: outside Unix a folder with an open file cannot be renamed.
@@ -131,7 +131,7 @@ mod tests {
         folder(&partial, "new");
         place(&partial, &target, &aside).unwrap();
         assert_eq!((words(&target), words(&aside)), ("new".into(), "former".into()));
-        // As if the process had ended here.
+        // The state of a process that ended here.
         recover(&target, &aside).unwrap();
         assert_eq!(words(&target), "new");
         assert!(!aside.exists());

@@ -22,8 +22,8 @@ use std::ops::Range;
 pub struct Encoded {
     /// The ids.
     pub ids: Vec<u32>,
-    /// For each id the bytes of the text that it is of. The tokens of one character (byte fallback) have the same span, and the mark
-    /// of a start that is a token of its own has that of the first character after it.
+    /// The bytes of the text that each id covers. The tokens of one character (byte fallback) have the same span, and a
+    /// separate token that marks a start has the span of the first character after it.
     pub spans: Vec<Range<usize>>,
 }
 

@@ -65,8 +65,8 @@ fn a_history_that_stays_is_one_row_and_one_that_changes_is_a_row_for_each_answer
     let check = |name: &str, answers, expected: &[&[&str]]| {
         let Some(rows) = rows(name, answers) else { return };
         let rows = rows.unwrap();
-        let found: Vec<Vec<&str>> = rows.iter().map(|row| learned(row)).collect();
-        assert_eq!(found, expected, "{name}");
+        let texts: Vec<Vec<&str>> = rows.iter().map(|row| learned(row)).collect();
+        assert_eq!(texts, expected, "{name}");
     };
     check("qwen2_5", plain, &[&["Hello!<|im_end|>\n", "4<|im_end|>\n"]]);
     check(
@@ -102,7 +102,7 @@ fn a_prompt_that_does_not_begin_the_answer_is_refused_with_both_texts() {
     assert!(error.contains("Answer: ") && error.contains("Hello!"), "both texts are shown: {error}");
 }
 
-/// As Mistral Nemo's: the system message is in the last turn of the user, and in no turn where an answer is the last.
+/// Mistral Nemo's template: the system message is in the last turn of the user, and in no turn where an answer is the last.
 #[test]
 fn a_prompt_with_another_text_before_its_question_has_its_answer() {
     let source = "{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last and messages[0].role == 'system' %}\
@@ -124,7 +124,7 @@ fn a_prompt_with_another_text_before_its_question_has_its_answer() {
     assert_eq!(learned(&rows[1]), [" 2+2?<|im_end|>"]);
 }
 
-/// As DeepSeek-R1's: the prompt opens the reasoning, which is left out of answers.
+/// DeepSeek-R1's template: the prompt opens the reasoning, which is left out of answers.
 const R1: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}\
                   {% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}\
                   {{ '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}{% else %}\
@@ -188,7 +188,7 @@ fn templates_of_thinking_models_have_variants_for_training() {
     }
 }
 
-/// What inference reads before each answer is what stands before it in its row.
+/// Inference reads before each answer exactly the text before it in its row.
 #[test]
 fn every_answer_stands_after_what_inference_reads() {
     let fixtures = fixtures();
@@ -236,20 +236,20 @@ fn an_answer_may_begin_a_conversation() {
         template("begun", source).rows(conversation, Mask::Answers, &ends())
     };
     let expected = "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n";
-    // As Qwen's: with a system message of its own where the first message is none.
+    // Qwen's template: it adds a system message if the first message is another.
     let system = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}";
     for (before, written) in [("", ""), (system, "<|im_start|>system\nBe kind.<|im_end|>\n")] {
-        let found = rows(&format!("{before}{CHATML}"), &begun("user")).unwrap();
-        assert_eq!(found.len(), 1, "{found:?}");
+        let answers = rows(&format!("{before}{CHATML}"), &begun("user")).unwrap();
+        assert_eq!(answers.len(), 1, "{answers:?}");
         assert_eq!(
-            (text(&found[0]), learned(&found[0])),
+            (text(&answers[0]), learned(&answers[0])),
             (format!("{written}{expected}"), vec!["Hello!<|im_end|>\n", "4<|im_end|>\n"])
         );
     }
     let fixtures = fixtures();
     if let Some(source) = fixtures["templates"]["qwen2_5"].as_str() {
-        let found = rows(source, &begun("system")).unwrap();
-        assert_eq!(learned(&found[0]), ["Hello!<|im_end|>\n", "4<|im_end|>\n"]);
+        let answers = rows(source, &begun("system")).unwrap();
+        assert_eq!(learned(&answers[0]), ["Hello!<|im_end|>\n", "4<|im_end|>\n"]);
     }
     // It writes nothing that begins an answer.
     let bare = "{{ messages[0].role }}{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}";
@@ -263,15 +263,15 @@ fn weights_and_masks_choose_the_answers() {
     let mut conversation = turns(["a", "b"]);
     let check = |conversation: &Conversation, mask, expected: &[&[&str]]| {
         let rows = template.rows(conversation, mask, &ends()).unwrap();
-        let found: Vec<Vec<&str>> = rows.iter().map(|row| learned(row)).collect();
-        assert_eq!(found, expected, "{mask:?}");
+        let texts: Vec<Vec<&str>> = rows.iter().map(|row| learned(row)).collect();
+        assert_eq!(texts, expected, "{mask:?}");
         rows
     };
     check(&conversation, Mask::Answers, &[&["a<|im_end|>\n", "b<|im_end|>\n"]]);
     let rows = check(&conversation, Mask::Last, &[&["b<|im_end|>\n"]]);
-    let whole = template.render(&conversation, false).unwrap().text;
-    assert_eq!(text(&rows[0]), whole, "the first answer is read");
-    assert_eq!(check(&conversation, Mask::All, &[&[&whole]]).len(), 1);
+    let rendered = template.render(&conversation, false).unwrap().text;
+    assert_eq!(text(&rows[0]), rendered, "the first answer is read");
+    assert_eq!(check(&conversation, Mask::All, &[&[&rendered]]).len(), 1);
     conversation.messages[3].is_trained = false;
     let rows = check(&conversation, Mask::Answers, &[&["a<|im_end|>\n"]]);
     assert!(text(&rows[0]).ends_with("a<|im_end|>\n"), "nothing follows the last learned part");

@@ -44,14 +44,14 @@ fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<us
         None => (0..=rows).map(|row| (row * length) as usize).collect(),
     };
     assert_eq!((starts[0], *starts.last().unwrap()), (0, (rows * length) as usize));
-    let mut found = Vec::new();
+    let mut ranges = Vec::new();
     let (mut of_tokens, mut targets) = (0, 0);
     for (id, range) in starts.windows(2).map(|ends| ends[0]..ends[1]).enumerate() {
         assert!(range.is_empty() || range.start / length as usize == (range.end - 1) / length as usize);
         if let Some(packing) = &batch.packing {
             let (positions, ids) = (numbers(&packing.positions), numbers(&packing.document_ids));
             assert_eq!(positions[range.clone()], (0..range.len() as i64).collect::<Vec<_>>());
-            assert!(ids[range.clone()].iter().all(|&of| of == id as i64));
+            assert!(ids[range.clone()].iter().all(|&actual| actual == id as i64));
             assert!(range.len() as i64 <= packing.longest);
         }
         let within = &tokens[range.clone()];
@@ -69,7 +69,7 @@ fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<us
             let (sample, start) = ((within[0] - 1) as usize / 1000, (within[0] - 1) as usize % 1000);
             assert_eq!(within[..kept], (within[0]..within[0] + kept as i64).collect::<Vec<_>>());
             assert!(start + kept <= lengths[sample]);
-            found.push((sample, start..start + kept));
+            ranges.push((sample, start..start + kept));
             of_tokens += kept;
             targets += kept - 1;
         }
@@ -81,9 +81,9 @@ fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<us
         );
     }
     let counts = batch.counts;
-    assert_eq!((counts.documents, counts.tokens, counts.targets), (found.len(), of_tokens, targets));
+    assert_eq!((counts.documents, counts.tokens, counts.targets), (ranges.len(), of_tokens, targets));
     assert_eq!(counts.padding, (rows * length) as usize - of_tokens);
-    found
+    ranges
 }
 
 /// Returns all documents of an epoch, and the number of tokens dropped.
@@ -147,13 +147,13 @@ proptest! {
         let standard = StandardDataset::new(Numbered(lengths.clone()), &options).unwrap();
         for index in 0..dataset.batches(2) {
             let batch = dataset.batch(2, index).unwrap();
-            let found = documents(&batch, &lengths, 0);
-            let whole = documents(&standard.batch(2, index).unwrap(), &lengths, 0);
+            let ranges = documents(&batch, &lengths, 0);
+            let expected_ranges = documents(&standard.batch(2, index).unwrap(), &lengths, 0);
             prop_assert_eq!(batch.counts.padding, 0);
             prop_assert_eq!(batch.tokens.size()[0], 1);
             let mut left = capacity.map_or(usize::MAX, |capacity| capacity.tokens);
             let mut expected = Vec::new();
-            for (sample, positions) in whole.clone() {
+            for (sample, positions) in expected_ranges.clone() {
                 let fits = positions.len() <= left;
                 if !fits && cut && left > 0 {
                     expected.push((sample, 0..left));
@@ -163,8 +163,8 @@ proptest! {
                 if !fits { break }
                 left -= positions.len();
             }
-            prop_assert_eq!(&found, &expected);
-            let given: usize = whole.iter().map(|(sample, _)| lengths[*sample]).sum();
+            prop_assert_eq!(&ranges, &expected);
+            let given: usize = expected_ranges.iter().map(|(sample, _)| lengths[*sample]).sum();
             prop_assert_eq!(batch.counts.tokens + batch.counts.dropped, given);
         }
     }
@@ -204,8 +204,8 @@ fn neighbours_change_from_epoch_to_epoch() {
     let pairs = |number| {
         let mut pairs = std::collections::BTreeSet::new();
         for index in 0..dataset.batches(number) {
-            let found = documents(&dataset.batch(number, index).unwrap(), &lengths, 0);
-            for pair in found.windows(2) {
+            let ranges = documents(&dataset.batch(number, index).unwrap(), &lengths, 0);
+            for pair in ranges.windows(2) {
                 pairs.insert((pair[0].0, pair[1].0));
             }
         }
@@ -319,11 +319,11 @@ fn reading_part_of_a_sample_is_correct() {
     for part in [0..0, 0..5, 2..4, 3..9, 7..9] {
         let (mut of_vectors, mut by_default) = (vec![99], vec![99]);
         let samples = Numbered(vec![5, 5]);
-        let mut whole = Vec::new();
-        samples.read(1, &mut whole).unwrap();
-        vec![Vec::new(), whole.clone()].read_part(1, part.clone(), &mut of_vectors).unwrap();
+        let mut document = Vec::new();
+        samples.read(1, &mut document).unwrap();
+        vec![Vec::new(), document.clone()].read_part(1, part.clone(), &mut of_vectors).unwrap();
         samples.read_part(1, part.clone(), &mut by_default).unwrap();
-        let expected: Vec<u32> = whole.into_iter().skip(part.start).take(part.len()).collect();
+        let expected: Vec<u32> = document.into_iter().skip(part.start).take(part.len()).collect();
         assert_eq!(of_vectors, [vec![99], expected].concat(), "{part:?}");
         assert_eq!(by_default, of_vectors, "{part:?}");
     }

@@ -54,10 +54,10 @@ fn token_store() {
             // `verify` reads everything but holds none of it.
             let opened = fuzz::within(64 << 10, || {
                 let store = TokenStore::open(&path).ok()?;
-                let whole = store.verify().is_ok();
-                Some((store, whole))
+                let is_valid = store.verify().is_ok();
+                Some((store, is_valid))
             });
-            let Some((store, whole)) = opened else { return Outcome::Refused };
+            let Some((store, is_valid)) = opened else { return Outcome::Refused };
             // A damaged store that opens never returns ids outside the vocabulary, or more ids than the file has.
             assert!(store.len() <= bytes.len() && store.tokens() <= bytes.len() as u64);
             let mut read = Vec::new();
@@ -65,11 +65,11 @@ fn token_store() {
                 let mut ids = Vec::new();
                 let result = store.read(index, &mut ids);
                 assert!(ids.iter().all(|id| (*id as usize) < store.vocabulary()));
-                assert!(result.is_ok() || !whole, "{result:?}");
+                assert!(result.is_ok() || !is_valid, "{result:?}");
                 assert!(store.length(index) <= bytes.len());
                 read.push(ids);
             }
-            if !whole {
+            if !is_valid {
                 return Outcome::Refused;
             }
             if signed == 0 {

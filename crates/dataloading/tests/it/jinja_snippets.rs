@@ -52,7 +52,7 @@ fn snippets_are_rendered_as_jinja2_renders_them() {
     assert!(wrong.is_empty(), "{} of {} differ:\n{}", wrong.len(), snippets.len(), wrong.join("\n"));
 }
 
-/// What a template asks for is refused before the memory is taken.
+/// A template's request for memory is refused before the memory is taken.
 #[test]
 fn a_template_cannot_take_all_memory() {
     for source in [

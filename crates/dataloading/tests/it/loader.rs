@@ -28,8 +28,8 @@ fn any_number_of_workers_makes_the_same_sequence() {
             // The last two exceed all batches of both epochs.
             for prefetch in [1, 3, 1000, usize::MAX] {
                 let mut loader = Loader::new(source.clone(), &options(workers, prefetch)).unwrap();
-                let found: Vec<_> = loader.by_ref().map(|batch| content(&batch.unwrap())).collect();
-                assert_eq!(found, expected, "{workers} workers, prefetch {prefetch}");
+                let batches: Vec<_> = loader.by_ref().map(|batch| content(&batch.unwrap())).collect();
+                assert_eq!(batches, expected, "{workers} workers, prefetch {prefetch}");
                 assert_eq!(loader.stats().batches, expected.len() as u64);
                 assert!(loader.stats().worked_seconds > 0.0);
                 assert!(loader.next().is_none());
@@ -76,13 +76,13 @@ proptest! {
         let source = strategies(29, seed).remove(strategy);
         let expected = reference(&source, 2);
         let with = |rank, ranks| LoaderOptions { rank, ranks, ..options((rank % 2) as usize, 2) };
-        let mut found = Vec::new();
+        let mut batches = Vec::new();
         let mut loaders: Vec<Loader> =
             (0..before).map(|rank| Loader::new(source.clone(), &with(rank, before)).unwrap()).collect();
         for _ in 0..rounds {
             let round: Vec<_> = loaders.iter_mut().map(|loader| loader.next()).collect();
             prop_assert!(round.iter().all(Option::is_some) || round.iter().all(Option::is_none));
-            found.extend(round.into_iter().flatten().map(|batch| content(&batch.unwrap())));
+            batches.extend(round.into_iter().flatten().map(|batch| content(&batch.unwrap())));
         }
         let states: Vec<LoaderState> = loaders.iter().map(Loader::state).collect();
         prop_assert!(states.iter().all(|state| *state == states[0]));
@@ -94,10 +94,10 @@ proptest! {
             if round.iter().all(Option::is_none) {
                 break;
             }
-            found.extend(round.into_iter().map(|batch| content(&batch.unwrap().unwrap())));
+            batches.extend(round.into_iter().map(|batch| content(&batch.unwrap().unwrap())));
         }
-        prop_assert!(expected.len() - found.len() < after.max(before) as usize);
-        prop_assert_eq!(&found[..], &expected[..found.len()]);
+        prop_assert!(expected.len() - batches.len() < after.max(before) as usize);
+        prop_assert_eq!(&batches[..], &expected[..batches.len()]);
     }
 }
 

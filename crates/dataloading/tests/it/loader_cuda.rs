@@ -12,11 +12,11 @@ use tch::{Device, Kind, Tensor};
 /// loaded.)
 #[expect(clippy::print_stdout, reason = "a test that does nothing says so")]
 fn has_cuda() -> bool {
-    let found = cuda_count().unwrap() > 0;
-    if !found {
+    let has_cuda = cuda_count().unwrap() > 0;
+    if !has_cuda {
         println!("skipped: no CUDA device");
     }
-    found
+    has_cuda
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn a_loader_works_while_a_step_is_captured() {
     let options =
         LoaderOptions { workers: 2, prefetch: 8, device, epochs: Some(4), ..LoaderOptions::default() };
     let mut loader = Loader::new(source.clone(), &options).unwrap();
-    let mut found = vec![content(&loader.next().unwrap().unwrap())];
+    let mut batches = vec![content(&loader.next().unwrap().unwrap())];
     let sum = Tensor::zeros([4], (Kind::Float, device));
     let mut inside = sum.shallow_clone();
     let mut step = CapturedStep::capture(device, 1, move || {
@@ -37,10 +37,10 @@ fn a_loader_works_while_a_step_is_captured() {
         Ok(())
     })
     .unwrap();
-    found.extend(loader.map(|batch| content(&batch.unwrap())));
+    batches.extend(loader.map(|batch| content(&batch.unwrap())));
     step.replay().unwrap();
     synchronize(device).unwrap();
-    assert_eq!(found, reference(&source, 4));
+    assert_eq!(batches, reference(&source, 4));
     assert_eq!(Vec::<f32>::try_from(sum.to_device(Device::Cpu)).unwrap(), [2.0; 4]);
 }
 
@@ -65,8 +65,8 @@ fn a_device_gets_the_batches_of_the_cpu() {
             for workers in [0, 2] {
                 let loader = || Loader::new(source.clone(), &options(workers, pinned)).unwrap();
                 // One at a time: memory is reused.
-                let found: Vec<_> = loader().map(|batch| content(&batch.unwrap())).collect();
-                assert_eq!(found, expected, "{workers} workers, pinned: {pinned}");
+                let batches: Vec<_> = loader().map(|batch| content(&batch.unwrap())).collect();
+                assert_eq!(batches, expected, "{workers} workers, pinned: {pinned}");
 
                 // All held while others are made.
                 let kept: Vec<Batch> = loader().collect::<Result<_>>().unwrap();

@@ -62,16 +62,16 @@ fn the_last_epoch_is_finished_without_asking_for_the_next() {
             let expected: Vec<(i64, i64)> =
                 (0..epochs as i64).flat_map(|epoch| [(epoch, 0), (epoch, 1)]).collect();
             for ranks in [1, 2, epochs * 2] {
-                let mut found = Vec::new();
+                let mut seen = Vec::new();
                 for rank in 0..ranks {
                     let options = LoaderOptions { rank, ranks, epochs: Some(epochs), ..options(workers, 3) };
                     let (positions, error) =
                         positions(Loader::new(short(|_| true, epochs), &options).unwrap());
                     assert_eq!(error, None);
-                    found.extend(positions);
+                    seen.extend(positions);
                 }
-                found.sort();
-                assert_eq!(found, expected, "{workers} workers, {ranks} ranks");
+                seen.sort();
+                assert_eq!(seen, expected, "{workers} workers, {ranks} ranks");
             }
         }
     }
@@ -155,8 +155,8 @@ fn balanced_batches_skip_epochs_without_full_windows() {
     assert!(batches.contains(&0) && batches.contains(&1), "{batches:?}");
     for ranks in [1, 2] {
         let options = LoaderOptions { ranks, epochs: Some(20), ..options(2, 2) };
-        let found: Vec<Batch> = Loader::new(source.clone(), &options).unwrap().map(Result::unwrap).collect();
-        assert_eq!(found.len(), batches.iter().sum::<usize>() / ranks as usize);
-        assert!(found.iter().all(|batch| batch.counts.documents == 32));
+        let taken: Vec<Batch> = Loader::new(source.clone(), &options).unwrap().map(Result::unwrap).collect();
+        assert_eq!(taken.len(), batches.iter().sum::<usize>() / ranks as usize);
+        assert!(taken.iter().all(|batch| batch.counts.documents == 32));
     }
 }

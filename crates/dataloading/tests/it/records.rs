@@ -215,7 +215,7 @@ fn columns_that_cannot_be_read_are_named_with_the_remedy() {
     );
 }
 
-/// As in the other formats.
+/// The same bound as in the other formats.
 #[test]
 fn a_text_beyond_the_bound_of_a_record_is_refused() {
     let files = Files::new();
@@ -351,17 +351,17 @@ fn the_format_is_found_from_the_first_hundred_records() {
         "{\"text\": \"t\"}\n".repeat(39),
         "{\"question\": \"q\", \"answer\": \"a\"}\n"
     );
-    let found = detect(&mixed).unwrap();
-    assert_eq!(found.formats, [(RecordFormat::PromptCompletion, 60), (RecordFormat::Text, 39)]);
+    let detected = detect(&mixed).unwrap();
+    assert_eq!(detected.formats, [(RecordFormat::PromptCompletion, 60), (RecordFormat::Text, 39)]);
     assert_eq!(
-        (found.to_string().as_str(), found.ignored.clone()),
+        (detected.to_string().as_str(), detected.ignored.clone()),
         ("prompt and completion; or text", vec!["id".to_owned()])
     );
     let path = files.write("rows.jsonl", &mixed);
     let errors: Vec<String> = records::read(&path)
         .unwrap()
         .filter_map(Result::ok)
-        .filter_map(|record| found.format(&record, "text").err())
+        .filter_map(|record| detected.format(&record, "text").err())
         .map(|error: Error| error.to_string())
         .collect();
     assert_eq!(errors.len(), 1);
@@ -370,8 +370,8 @@ fn the_format_is_found_from_the_first_hundred_records() {
     assert!(error.contains("preference optimization"), "{error}");
     let error = detect("{\"a\": 1}\n").unwrap_err().to_string();
     assert!(error.contains("line 1: the fields are a; expected `messages`"), "{error}");
-    let found = detect("{\"a\": 1}\n{\"text\": \"t\"}\n").unwrap();
-    assert_eq!(found.formats, [(RecordFormat::Text, 1)], "who reads the first record gets its error");
+    let detected = detect("{\"a\": 1}\n{\"text\": \"t\"}\n").unwrap();
+    assert_eq!(detected.formats, [(RecordFormat::Text, 1)], "who reads the first record gets its error");
     assert!(detect("\n").unwrap_err().to_string().contains("there is no record in it"));
     assert!(detect("{\n").unwrap_err().to_string().contains("line 1: not JSON"));
 }
@@ -472,28 +472,28 @@ fn templates_make_prompts_of_any_fields() {
 #[test]
 fn fields_that_nearly_fit_are_named() {
     let place = tempfile::tempdir().unwrap();
-    let told = |name: &str, text: &str| {
+    let error = |name: &str, text: &str| {
         let path = place.path().join(name);
         std::fs::write(&path, text).unwrap();
         Detected::of(records::read_all(&[path]).unwrap(), "text").unwrap_err().to_string()
     };
-    let null = told("null.jsonl", "{\"prompt\": null, \"completion\": \"b\"}\n");
+    let null = error("null.jsonl", "{\"prompt\": null, \"completion\": \"b\"}\n");
     assert!(
         null.ends_with("line 1: `prompt` is null, expected a value; correct or remove the record"),
         "{null}"
     );
-    let near = told("near.jsonl", "{\"prompt\": \"a\", \"completions\": \"b\"}\n");
+    let near = error("near.jsonl", "{\"prompt\": \"a\", \"completions\": \"b\"}\n");
     assert!(near.contains("did you mean `completion` instead of `completions`?"), "{near}");
-    let line = told("semicolons.jsonl", "{\"a;b\": 1}\n");
+    let line = error("semicolons.jsonl", "{\"a;b\": 1}\n");
     assert!(!line.contains("separated") && line.contains("the fields are a;b; expected"), "{line}");
-    let semicolons = told("semicolons.csv", "prompt;completion\na;b\n");
+    let semicolons = error("semicolons.csv", "prompt;completion\na;b\n");
     assert!(
         semicolons.contains("the only column is `prompt;completion`: values seem to be separated by ;"),
         "{semicolons}"
     );
     // Templates are suggested of fields that are there, or not at all.
-    let alone = told("alone.jsonl", "{\"prompt\": \"a\"}\n");
+    let alone = error("alone.jsonl", "{\"prompt\": \"a\"}\n");
     assert!(alone.contains("named with --field)") && !alone.contains("--prompt-template"), "{alone}");
-    let others = told("others.jsonl", "{\"body\": \"a\", \"reply\": \"b\"}\n");
+    let others = error("others.jsonl", "{\"body\": \"a\", \"reply\": \"b\"}\n");
     assert!(others.contains("--prompt-template '{body}' --completion-template '{reply}'"), "{others}");
 }

@@ -22,8 +22,8 @@ fn read(content: &[u8], format: Format) -> Result<Vec<Record>> {
 
 fn check(content: &str, format: Format, expected: &[(u64, &str)]) {
     let records = read(content.as_bytes(), format).unwrap();
-    let found: Vec<(u64, &str)> = records.iter().map(|r| (r.location.line, &*r.text)).collect();
-    assert_eq!(found, expected);
+    let texts: Vec<(u64, &str)> = records.iter().map(|r| (r.location.line, &*r.text)).collect();
+    assert_eq!(texts, expected);
 }
 
 #[test]
@@ -81,10 +81,10 @@ fn files_are_read_in_order_and_records_name_theirs() {
         write(folder.path(), "a", "3"),
     ];
     let mut records = Corpus::new(files.clone(), Format::Lines).records().unwrap();
-    let found: Vec<_> =
+    let texts: Vec<_> =
         records.by_ref().map(|r| r.map(|r| (r.text, r.location.path.to_path_buf())).unwrap()).collect();
-    let of = |text: &str, file: usize| (text.to_owned(), files[file].clone());
-    assert_eq!(found, [of("1", 0), of("2", 0), of("3", 2)]);
+    let record = |text: &str, file: usize| (text.to_owned(), files[file].clone());
+    assert_eq!(texts, [record("1", 0), record("2", 0), record("3", 2)]);
     assert_eq!((records.bytes(), records.replaced()), (5, 0));
 }
 

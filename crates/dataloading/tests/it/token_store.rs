@@ -340,7 +340,7 @@ fn a_replaced_store_is_unchanged_for_open_readers() {
     assert_ne!(TokenStore::open(&path).unwrap().fingerprint(), old.fingerprint());
 }
 
-/// As if the process had ended between the two renames.
+/// The state of a process that ended between the two renames.
 #[test]
 fn a_store_with_an_interrupted_replacement_is_recovered() {
     let folder = tempfile::tempdir().unwrap();

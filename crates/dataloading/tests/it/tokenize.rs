@@ -132,14 +132,14 @@ fn long_documents_are_split_cut_or_dropped_and_empty_ones_skipped() {
         (TooLong::Drop, vec!["abc."], 6),
     ] {
         let options = TokenizeOptions { end_of_text: Some(0), longest: Some(4), too_long };
-        let (found, counts) = documents(&options, text);
-        assert_eq!(found, expected.iter().map(|text| ids(text)).collect::<Vec<_>>());
+        let (texts, counts) = documents(&options, text);
+        assert_eq!(texts, expected.iter().map(|text| ids(text)).collect::<Vec<_>>());
         let tokens = expected.iter().map(|text| text.len() as u64).sum();
         let documents = expected.len() as u64;
         assert_eq!(counts, Tokenized { documents, tokens, too_long: 1, dropped_tokens, ..base });
     }
-    let (found, counts) = documents(&TokenizeOptions::default(), text);
-    assert_eq!((found.len(), counts.tokens, counts.too_long), (2, 8, 0));
+    let (texts, counts) = documents(&TokenizeOptions::default(), text);
+    assert_eq!((texts.len(), counts.tokens, counts.too_long), (2, 8, 0));
 }
 
 #[test]

@@ -32,7 +32,7 @@ impl Section {
     /// The experiment's name in the records.
     fn experiment(self) -> String {
         let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        // What it is about is the techniques, not this crate.
+        // Its subject is the techniques, not this crate.
         match self {
             Self::LongContext | Self::OffloadCondition => name,
             _ => format!("accounting-{name}"),

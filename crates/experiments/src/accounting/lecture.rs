@@ -22,10 +22,10 @@ struct Cell {
     statement: String,
     /// The unit of both figures; `holds` for a statement that is true (1) or not (0).
     unit: &'static str,
-    /// What the lecture, corrected, gives; `None` where only a measurement can say.
+    /// The result of the lecture, corrected; `None` if only a measurement has one.
     expected: Option<f64>,
-    /// What was found; `Err` with the reason why it was not measured.
-    found: Result<f64, String>,
+    /// Our result; `Err` with the reason why it was not measured.
+    computed: Result<f64, String>,
     /// Largest relative distance at which the two agree.
     tolerance: f64,
 }
@@ -37,8 +37,8 @@ impl Cell {
     }
 
     /// A figure that must be exact.
-    fn equal(part: &'static str, statement: &str, unit: &'static str, expected: f64, found: f64) -> Self {
-        Self { expected: Some(expected), ..Self::measured(part, statement, unit, Ok(found)) }
+    fn equal(part: &'static str, statement: &str, unit: &'static str, expected: f64, computed: f64) -> Self {
+        Self { expected: Some(expected), ..Self::measured(part, statement, unit, Ok(computed)) }
     }
 
     /// A figure that must be within a relative distance.
@@ -47,24 +47,29 @@ impl Cell {
     }
 
     /// A figure without an expectation.
-    fn measured(part: &'static str, statement: &str, unit: &'static str, found: Result<f64, String>) -> Self {
-        Self { part, statement: statement.to_owned(), unit, expected: None, found, tolerance: 0.0 }
+    fn measured(
+        part: &'static str,
+        statement: &str,
+        unit: &'static str,
+        computed: Result<f64, String>,
+    ) -> Self {
+        Self { part, statement: statement.to_owned(), unit, expected: None, computed, tolerance: 0.0 }
     }
 
     /// Whether the found figure is as expected; `None` where nothing was expected or measured.
     fn agrees(&self) -> Option<bool> {
-        let (expected, found) = (self.expected?, *self.found.as_ref().ok()?);
-        Some(expected == found || (found / expected - 1.0).abs() <= self.tolerance)
+        let (expected, computed) = (self.expected?, *self.computed.as_ref().ok()?);
+        Some(expected == computed || (computed / expected - 1.0).abs() <= self.tolerance)
     }
 
     fn metrics(&self) -> Vec<Metric> {
-        let found = match &self.found {
+        let computed = match &self.computed {
             Ok(value) => Metric::exact("found", self.unit, *value),
             Err(why) => Metric::not_measured("found", self.unit, why),
         };
         let expected = self.expected.map(|value| Metric::exact("expected", self.unit, value));
         let agrees = self.agrees().map(|agrees| Metric::exact("agrees", "", f64::from(u8::from(agrees))));
-        [expected, Some(found), agrees].into_iter().flatten().collect()
+        [expected, Some(computed), agrees].into_iter().flatten().collect()
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a number format can hold: its range, its precision, and how numbers round to it.
+//! Limits of number formats: range, precision, and how numbers round to them.
 //!
 //! Sources: CS336 (Stanford, 2025), lecture 2; [`FloatFormat`] for the bits.
 

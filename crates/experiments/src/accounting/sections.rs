@@ -36,7 +36,7 @@ use report::{Case, Environment, Metric, Record};
 
 use super::number_limits::Limits;
 
-/// What each number format can hold.
+/// The limits of each number format.
 pub(crate) fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     for dtype in Dtype::ALL {
@@ -64,7 +64,7 @@ pub(crate) fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
     Ok(records)
 }
 
-/// One record.
+/// Creates a record.
 pub(crate) fn record(experiment: &str, case: &Case, metric: Metric, environment: &Environment) -> Record {
     Record { experiment: experiment.into(), case: case.clone(), metric, environment: environment.clone() }
 }

@@ -37,22 +37,22 @@ pub(crate) fn run(folder: &Path, dtype: Kind) -> Result<Vec<(String, f64)>> {
     let mut sums: BTreeMap<String, (f64, f64)> = BTreeMap::new();
     for batch in 0..fixture.tensor("tokens")?.size().first().copied().unwrap_or(0) {
         let exact = fixture.figures(&exact, batch)?;
-        let found = {
+        let gradients = {
             let _scope = autocast.enter();
             fixture.figures(&low, batch)?
         };
-        for ((name, found), (_, exact)) in found.into_iter().zip(exact) {
+        for ((name, gradients), (_, exact)) in gradients.into_iter().zip(exact) {
             let square =
                 |t: &Tensor| -> Result<f64> { Ok(t.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?) };
-            let (off, whole) = (square(&found.f_sub(&exact)?)?, square(&exact)?);
+            let (error, norm) = (square(&gradients.f_sub(&exact)?)?, square(&exact)?);
             let sum = sums.entry(name).or_default();
-            *sum = (sum.0 + off, sum.1 + whole);
+            *sum = (sum.0 + error, sum.1 + norm);
         }
     }
     let gradients = sums.iter().filter(|(name, _)| *name != LOSS).map(|(_, sum)| *sum);
     let all = gradients.fold((0.0, 0.0), |all, sum| (all.0 + sum.0, all.1 + sum.1));
     sums.insert(ALL.to_owned(), all);
-    Ok(sums.into_iter().map(|(name, (off, whole))| (name, (off / whole).sqrt())).collect())
+    Ok(sums.into_iter().map(|(name, (error, norm))| (name, (error / norm).sqrt())).collect())
 }
 
 struct Fixture {
@@ -74,10 +74,12 @@ impl Fixture {
     }
 
     fn tensor(&self, name: &str) -> Result<&Tensor> {
-        self.tensors.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor).ok_or_else(|| {
-            let (path, reason) = ("cases.safetensors".into(), format!("it has no tensor `{name}`"));
-            training::Error::File { path, reason }.into()
-        })
+        self.tensors.iter().find(|(parameter, _)| parameter == name).map(|(_, tensor)| tensor).ok_or_else(
+            || {
+                let (path, reason) = ("cases.safetensors".into(), format!("it has no tensor `{name}`"));
+                training::Error::File { path, reason }.into()
+            },
+        )
     }
 
     fn model(&self, kind: Kind) -> Result<Gpt2Like> {

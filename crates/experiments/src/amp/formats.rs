@@ -8,10 +8,10 @@ use crate::driver::Bench;
 pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     for format in Format::ALL {
         let case = Case::new().with("number", 1e-8).with("format", format.name());
-        let held = format.round(1e-8);
+        let stored = format.round(1e-8);
         let metrics = vec![
-            Metric::exact("stored", "exact", held),
-            Metric::exact("relative_error", "exact", (held / 1e-8 - 1.0).abs()),
+            Metric::exact("stored", "exact", stored),
+            Metric::exact("relative_error", "exact", (stored / 1e-8 - 1.0).abs()),
         ];
         bench.put(&case, metrics)?;
     }

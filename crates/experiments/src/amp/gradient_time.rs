@@ -26,7 +26,7 @@ pub(crate) struct Sizes {
     pub rows: usize,
     /// Where.
     pub device: Device,
-    /// Of weights and data.
+    /// Seed of weights and data.
     pub seed: u64,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Gradient {
     batch: MicroBatches,
 }
 
-/// What one gradient cost.
+/// The cost of a gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Cost {
     /// Seconds of forward.
@@ -86,7 +86,7 @@ impl Gradient {
     /// The model and its batch.
     ///
     /// # Errors
-    /// Those of the model and of the scaler.
+    /// Errors of the model and of the scaler.
     pub(crate) fn new(setup: Setup, sizes: &Sizes, scales: &Scales) -> Result<Self> {
         let &Sizes { ref model, rows, device, seed } = sizes;
         runtime::random::seed(seed)?;
@@ -111,7 +111,7 @@ impl Gradient {
     /// Computes the gradient once under the profiler, whose trace is written to `path`.
     ///
     /// # Errors
-    /// Those of [`Gradient::compute`] and of the profiler.
+    /// Errors of [`Gradient::compute`] and of the profiler.
     pub(crate) fn profile(&mut self, path: &Path) -> Result<OperatorSeconds> {
         let trace = Trace::start(TraceOptions { cuda: false, shapes: false, memory: false })?;
         {
@@ -125,7 +125,7 @@ impl Gradient {
     /// Computes the gradient once, and lets it go.
     ///
     /// # Errors
-    /// Those of the model and of the scaler.
+    /// Errors of the model and of the scaler.
     pub(crate) fn compute(&mut self) -> Result<Cost> {
         let device = self.batch.batches[0].tokens.device();
         let region = Region::start(device)?;

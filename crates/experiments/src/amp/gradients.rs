@@ -17,19 +17,19 @@ use tch::{Kind, Tensor};
 
 /// The least exponent that is told apart; below fp32's own.
 const LEAST: i64 = -150;
-/// One beyond fp32's largest, for infinities and NaN.
+/// The exponent for infinities and NaN, the one after fp32's largest.
 const NOT_FINITE: i64 = 128;
 
 /// Which gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Of {
-    /// Of inputs and outputs.
+pub(crate) enum GradientKind {
+    /// Gradients of inputs and outputs.
     Activations,
-    /// Of weights and biases.
+    /// Gradients of weights and biases.
     Weights,
 }
 
-impl Of {
+impl GradientKind {
     /// Both.
     pub(crate) const ALL: [Self; 2] = [Self::Activations, Self::Weights];
 
@@ -57,7 +57,7 @@ impl Histogram {
     /// Adds a tensor's numbers, of any floating dtype.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub(crate) fn add(&mut self, tensor: &Tensor) -> runtime::Result<()> {
         let _no_grad = autograd::GradMode::off();
         // fp64 holds every subnormal of fp32 as a normal number. `frexp` gives a mantissa in [½, 1).
@@ -88,8 +88,9 @@ impl Histogram {
 
     fn share(&self, wanted: impl Fn(i64) -> bool) -> f64 {
         let nonzero: u64 = self.exponents.values().sum();
-        let of: u64 = self.exponents.iter().filter(|(exponent, _)| wanted(**exponent)).map(|(_, n)| n).sum();
-        of as f64 / nonzero.max(1) as f64
+        let count: u64 =
+            self.exponents.iter().filter(|(exponent, _)| wanted(**exponent)).map(|(_, n)| n).sum();
+        count as f64 / nonzero.max(1) as f64
     }
 
     /// The share of the numbers other than zero that fp16 makes zero at the scale 2^`log2_scale`.
@@ -108,7 +109,7 @@ impl Histogram {
     }
 }
 
-type Seen = Arc<Mutex<BTreeMap<Of, Histogram>>>;
+type Seen = Arc<Mutex<BTreeMap<GradientKind, Histogram>>>;
 
 /// Records the gradients of products that another policy computes; with `None`, in the operands' own dtypes.
 #[derive(Debug)]
@@ -124,12 +125,12 @@ impl GradientRecorder {
     }
 
     /// Returns the gradients recorded so far.
-    pub(crate) fn histogram(&self, of: Of) -> Histogram {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).get(&of).cloned().unwrap_or_default()
+    pub(crate) fn histogram(&self, kind: GradientKind) -> Histogram {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).get(&kind).cloned().unwrap_or_default()
     }
 
-    fn watched(&self, tensor: &Tensor, of: Of) -> runtime::Result<Tensor> {
-        let [y] = autograd::apply(Watched { of, seen: self.seen.clone() }, &[tensor])?;
+    fn watched(&self, tensor: &Tensor, kind: GradientKind) -> runtime::Result<Tensor> {
+        let [y] = autograd::apply(Watched { kind, seen: self.seen.clone() }, &[tensor])?;
         Ok(y)
     }
 }
@@ -142,13 +143,14 @@ impl Policy for GradientRecorder {
         bias: Option<&Tensor>,
         product: Product<'_>,
     ) -> runtime::Result<Tensor> {
-        let (x, weight) = (self.watched(x, Of::Activations)?, self.watched(weight, Of::Weights)?);
-        let bias = bias.map(|bias| self.watched(bias, Of::Weights)).transpose()?;
+        let (x, weight) =
+            (self.watched(x, GradientKind::Activations)?, self.watched(weight, GradientKind::Weights)?);
+        let bias = bias.map(|bias| self.watched(bias, GradientKind::Weights)).transpose()?;
         let y = match &self.inner {
             Some(inner) => inner.linear(&x, &weight, bias.as_ref(), product)?,
             None => x.f_linear(&weight, bias.as_ref())?,
         };
-        self.watched(&y, Of::Activations)
+        self.watched(&y, GradientKind::Activations)
     }
 
     fn matmul(&self, a: &Tensor, b: &Tensor) -> runtime::Result<Tensor> {
@@ -156,7 +158,7 @@ impl Policy for GradientRecorder {
             Some(inner) => inner.matmul(a, b)?,
             None => a.f_matmul(b)?,
         };
-        self.watched(&y, Of::Activations)
+        self.watched(&y, GradientKind::Activations)
     }
 
     fn attend(&self, [q, k, v]: [&Tensor; 3], attention: Attention<'_>) -> runtime::Result<Tensor> {
@@ -164,7 +166,7 @@ impl Policy for GradientRecorder {
             Some(inner) => inner.attend([q, k, v], attention)?,
             None => attention(q, k, v)?,
         };
-        self.watched(&y, Of::Activations)
+        self.watched(&y, GradientKind::Activations)
     }
 
     fn operand(&self, x: &Tensor) -> runtime::Result<Tensor> {
@@ -194,7 +196,7 @@ impl Policy for GradientRecorder {
 
 /// Its input, whose gradient it looks at.
 struct Watched {
-    of: Of,
+    kind: GradientKind,
     seen: Seen,
 }
 
@@ -205,7 +207,12 @@ impl Function for Watched {
 
     fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
         if let Some(Some(grad)) = grads.first() {
-            self.seen.lock().unwrap_or_else(PoisonError::into_inner).entry(self.of).or_default().add(grad)?;
+            self.seen
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .entry(self.kind)
+                .or_default()
+                .add(grad)?;
         }
         Ok(grads)
     }
@@ -278,11 +285,11 @@ mod tests {
         for tensor in [&plain[2], &plain[3]] {
             expected.add(tensor).unwrap();
         }
-        assert_eq!(probe.histogram(Of::Weights), expected);
+        assert_eq!(probe.histogram(GradientKind::Weights), expected);
         let mut expected = Histogram::default();
         for tensor in [&plain[1], &(&plain[0] * 2.0)] {
             expected.add(tensor).unwrap();
         }
-        assert_eq!(probe.histogram(Of::Activations), expected);
+        assert_eq!(probe.histogram(GradientKind::Activations), expected);
     }
 }

@@ -19,7 +19,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Numerics) -> anyhow::Result<()>
     for (tensor, error) in exact::run(&arguments.fixture, Kind::BFloat16)? {
         let metrics = vec![
             Metric::exact("error", "ratio", error),
-            // What is held against the peer's error and the tolerance.
+            // The limit: the peer's error and the tolerance.
             Metric::exact("allowed_error", "ratio", error),
         ];
         bench.put(&Case::new().with("tensor", tensor), metrics)?;

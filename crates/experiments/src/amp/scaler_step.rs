@@ -54,16 +54,16 @@ impl Size {
 pub(crate) struct Overhead {
     /// The optimizer's step by itself.
     pub plain: Vec<f64>,
-    /// With a scaler that decides on the host.
+    /// Seconds with a scaler that decides on the host.
     pub host: Vec<f64>,
-    /// With one that decides on the device.
+    /// Seconds with a scaler that decides on the device.
     pub device: Vec<f64>,
     /// Dividing and checking the gradients alone.
     pub unscale: Vec<f64>,
 }
 
 impl Overhead {
-    /// What `scaled` took more than the plain step of the same round.
+    /// Seconds that `scaled` took beyond the plain step of the same round.
     pub(crate) fn beyond_plain(&self, scaled: &[f64]) -> Vec<f64> {
         scaled.iter().zip(&self.plain).map(|(scaled, plain)| scaled - plain).collect()
     }
@@ -72,7 +72,7 @@ impl Overhead {
 /// Measures `rounds` rounds of all ways in turns, after two that are not counted.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub(crate) fn run(size: Size, rounds: usize, device: Device) -> Result<Overhead> {
     const WARMUP: usize = 2;
     let mut optimizer = size.optimizer(device)?;

@@ -57,7 +57,7 @@ pub(crate) struct Scales {
 }
 
 impl Scales {
-    /// Those that fit a training of so many steps: the scale grows eight times, the restless one a hundred times.
+    /// Scales that fit a training of so many steps: the scale grows eight times, the restless one a hundred times.
     pub(crate) fn fitting(steps: u64) -> Self {
         let interval = |growths: u64| u32::try_from((steps / growths).max(2)).unwrap_or(u32::MAX);
         Self {
@@ -72,14 +72,14 @@ impl Scales {
     }
 }
 
-/// What a set-up gives to a training.
+/// The parts of a training that a setup decides.
 #[derive(Debug)]
 pub(crate) struct Parts {
     /// The dtype of the model's tensors.
     pub weights: Kind,
-    /// What its products are computed in; `None`: fp32.
+    /// The dtype of products; `None`: fp32.
     pub autocast: Option<Autocast>,
-    /// What scales the loss.
+    /// The loss scaler.
     pub scaler: Box<dyn GradScaler>,
 }
 
@@ -114,7 +114,7 @@ impl Setup {
     /// The parts, new.
     ///
     /// # Errors
-    /// [`amp::Error::Option`] for constants that are none.
+    /// [`amp::Error::Option`] for invalid constants.
     pub(crate) fn parts(self, scales: &Scales) -> Result<Parts> {
         let [low, right, high] = scales.initial;
         let dynamic =
@@ -145,7 +145,7 @@ impl Setup {
         Ok(Parts { weights, autocast, scaler })
     }
 
-    /// What becomes of steps that overflow.
+    /// The treatment of steps that overflow.
     pub(crate) fn overflow(self) -> Overflow {
         if self == Self::Retry { Overflow::Retry { most: 40 } } else { Overflow::Skip }
     }
@@ -153,7 +153,7 @@ impl Setup {
     /// Adam over `parameters`.
     ///
     /// # Errors
-    /// Those of [`DeviceOptimizer::new`].
+    /// Errors of [`DeviceOptimizer::new`].
     pub(crate) fn adam(self, parameters: Group) -> Result<DeviceOptimizer> {
         Ok(match self {
             Self::PureFp16 => DeviceOptimizer::new(Fp16Adam(Adam::default()), vec![parameters])?,
@@ -161,7 +161,7 @@ impl Setup {
         })
     }
 
-    /// What a device multiplies in for it: "fp16", or "fp16 operands, multiplied in fp32" where it has no products of that dtype.
+    /// The dtype in which a device multiplies: "fp16", or "fp16 operands, multiplied in fp32" if it has no products of that dtype.
     pub(crate) fn products(self, device: Device) -> String {
         let name = self.dtype();
         if self.is_native(device) { name.to_owned() } else { format!("{name} operands, multiplied in fp32") }

@@ -66,7 +66,7 @@ fn totals(outcomes: &[Outcome], full: &[Outcome], unigram: f64) -> Vec<Metric> {
             None => Metric::not_measured(name, unit, &format!("diverged: {}", why.unwrap_or_default())),
         }
     };
-    let last = |of: fn(&Outcome) -> Option<f64>| outcomes.iter().map(of).collect::<Vec<_>>();
+    let last = |value: fn(&Outcome) -> Option<f64>| outcomes.iter().map(value).collect::<Vec<_>>();
     let against =
         outcomes.iter().zip(full).map(|(low, full)| Some(low.last()?.loss / full.last()?.loss)).collect();
     let last_vs_unigram = outcomes.iter().map(|outcome| Some(outcome.last()?.loss / unigram)).collect();
@@ -89,9 +89,9 @@ fn totals(outcomes: &[Outcome], full: &[Outcome], unigram: f64) -> Vec<Metric> {
         each("final_scale", "ratio", &|outcome| outcome.steps.last().map_or(1.0, |step| step.scale)),
     ];
     if outcomes.iter().all(|outcome| outcome.casts.is_some()) {
-        let casts = |of: fn(amp::CastStatistics) -> u64| {
+        let casts = |counter: fn(amp::CastStatistics) -> u64| {
             move |outcome: &Outcome| {
-                outcome.casts.map_or(0.0, |casts| of(casts) as f64 / outcome.steps.len().max(1) as f64)
+                outcome.casts.map_or(0.0, |casts| counter(casts) as f64 / outcome.steps.len().max(1) as f64)
             }
         };
         metrics.push(each("cast_hits_per_step", "count", &casts(|casts| casts.hits)));
@@ -103,7 +103,7 @@ fn totals(outcomes: &[Outcome], full: &[Outcome], unigram: f64) -> Vec<Metric> {
     metrics
 }
 
-/// What one training did, step by step.
+/// Curves of a training, step by step.
 fn curves(bench: &mut Bench, case: &Case, outcome: &Outcome) -> anyhow::Result<()> {
     for point in &outcome.curve {
         let metrics = vec![
@@ -130,9 +130,9 @@ fn curves(bench: &mut Bench, case: &Case, outcome: &Outcome) -> anyhow::Result<(
 
 /// The dynamic scalers' losses over that of the static scaler with the same initial scale, seed by seed.
 fn against_static(bench: &mut Bench, setups: &[Setup], outcomes: &[Vec<Outcome>]) -> anyhow::Result<()> {
-    let of = |wanted| setups.iter().position(|setup| *setup == wanted).map(|index| &outcomes[index]);
+    let outcome = |wanted| setups.iter().position(|setup| *setup == wanted).map(|index| &outcomes[index]);
     for (setup, fixed) in Setup::DYNAMIC {
-        let (Some(dynamic), Some(fixed)) = (of(setup), of(fixed)) else { continue };
+        let (Some(dynamic), Some(fixed)) = (outcome(setup), outcome(fixed)) else { continue };
         let pairs = dynamic.iter().zip(fixed);
         let ratios: Option<Vec<f64>> =
             pairs.map(|(dynamic, fixed)| Some(dynamic.last()?.loss / fixed.last()?.loss)).collect();

@@ -26,7 +26,7 @@ use super::setup::{Parts, Scales, Setup};
 use crate::corpus::Corpus;
 use crate::training_recorder::TrainingRecorder;
 
-/// What all trainings of a comparison share.
+/// Settings that all trainings of a comparison share.
 #[derive(Debug, Clone)]
 pub(crate) struct Training {
     /// The model; its vocabulary is set by the corpus.
@@ -62,7 +62,7 @@ pub(crate) struct Point {
     pub accuracy: f64,
 }
 
-/// What a training came to.
+/// The result of a training.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outcome {
     /// Every step.
@@ -73,7 +73,7 @@ pub(crate) struct Outcome {
     pub diverged: Option<String>,
     /// The most bytes that were live during a training step, beyond what was before the training.
     pub peak_bytes: u64,
-    /// What the cache of casts did.
+    /// Statistics of the cache of casts.
     pub casts: Option<CastStatistics>,
 }
 
@@ -117,7 +117,7 @@ impl Outcome {
 /// Trains once in `setup`. A divergence is an outcome, no error.
 ///
 /// # Errors
-/// Those of the data, the model and the loop.
+/// Errors of the data, the model and the loop.
 pub(crate) fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outcome> {
     let device = training.device;
     let before = runtime::memory::live_bytes(device)?;
@@ -197,7 +197,7 @@ impl Trained {
     /// Trains once.
     ///
     /// # Errors
-    /// Those of the data, the model and the loop; validation data without a batch.
+    /// Errors of the data, the model and the loop; validation data without a batch.
     pub(crate) fn in_fp32(corpus: &Corpus, training: &Training) -> Result<Self> {
         let Prepared { mut trainer, mut batches, mut validation, .. } =
             prepare(corpus, Setup::Fp32, training)?;
@@ -212,7 +212,7 @@ impl Trained {
     /// The gradients of `scale` times the batch's mean loss, computed under `policy`, which sees them; they are not kept.
     ///
     /// # Errors
-    /// Those of the model and of the policy.
+    /// Errors of the model and of the policy.
     pub(crate) fn backward(&self, policy: Arc<dyn Policy>, scale: f64) -> Result<()> {
         let _within = precision::enter(Some(policy));
         for batch in &self.batch.batches {
@@ -230,7 +230,7 @@ impl Trained {
 /// The assignment's model with the weights that fp32 draws, rounded to `kind`.
 ///
 /// # Errors
-/// Those of the model.
+/// Errors of the model.
 pub(crate) fn gpt2_like(
     config: &Gpt2LikeConfig,
     vocabulary: i64,

@@ -6,7 +6,7 @@ use amp::Autocast;
 use report::{Case, Metric};
 use tch::Kind;
 
-use super::gradients::{GradientRecorder, Histogram, Of};
+use super::gradients::{GradientKind, GradientRecorder, Histogram};
 use super::sizes::Sizes;
 use super::training::{Trained, Training};
 use crate::corpus::DataArgs;
@@ -27,17 +27,17 @@ pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
     bench.message("gradients in fp32");
     let exact = Arc::new(GradientRecorder::new(None));
     trained.backward(exact.clone(), 1.0)?;
-    for of in Of::ALL {
-        put_exact(bench, of, &exact.histogram(of))?;
+    for kind in GradientKind::ALL {
+        put_exact(bench, kind, &exact.histogram(kind))?;
     }
     let label = |log2: &i64| format!("gradients in fp16, scale 2^{log2}");
     bench.each(COUNTED, label, |bench, log2| {
         let rounded = Arc::new(GradientRecorder::new(Some(Autocast::new(Kind::Half)?.policy())));
         trained.backward(rounded.clone(), 2f64.powi(i32::try_from(log2)?))?;
-        for of in Of::ALL {
-            let (full, low) = (exact.histogram(of), rounded.histogram(of));
-            let case = Case::new().with("gradients", of.name()).with("log2_scale", log2);
-            // What is zero in fp32 too (a unit that is off, a token that did not occur) is no underflow.
+        for kind in GradientKind::ALL {
+            let (full, low) = (exact.histogram(kind), rounded.histogram(kind));
+            let case = Case::new().with("gradients", kind.name()).with("log2_scale", log2);
+            // Gradients that are zero in fp32 too (a unit that is off, a token that did not occur) do not count as underflow.
             let lost =
                 low.zeros.saturating_sub(full.zeros) as f64 / (full.total() - full.zeros).max(1) as f64;
             bench.put(&case, vec![Metric::exact("counted_underflow", "ratio", lost)])?;
@@ -46,8 +46,8 @@ pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
     })
 }
 
-fn put_exact(bench: &mut Bench, of: Of, histogram: &Histogram) -> anyhow::Result<()> {
-    let case = || Case::new().with("gradients", of.name());
+fn put_exact(bench: &mut Bench, kind: GradientKind, histogram: &Histogram) -> anyhow::Result<()> {
+    let case = || Case::new().with("gradients", kind.name());
     let total = histogram.total().max(1) as f64;
     for (exponent, count) in &histogram.exponents {
         let case = case().with("exponent", *exponent);

@@ -154,7 +154,7 @@ impl Data {
 pub enum Network {
     /// Only what is on this machine.
     Never,
-    /// From the hub, unless `HF_HUB_OFFLINE` forbids it.
+    /// Downloaded from the hub, unless `HF_HUB_OFFLINE` forbids it.
     IfMissing,
 }
 
@@ -165,8 +165,8 @@ fn of_folder(folder: &Path, name: &str) -> Result<Texts, String> {
         let plain = names.iter().flat_map(|name| {
             [format!("{name}.txt"), format!("wiki.{name}.tokens"), format!("wiki.{name}.raw")]
         });
-        let found = plain.map(|file| folder.join(file)).find(|file| file.is_file());
-        found.map_or_else(|| names.iter().flat_map(|name| shards(folder, name)).collect(), |file| vec![file])
+        let file = plain.map(|file| folder.join(file)).find(|file| file.is_file());
+        file.map_or_else(|| names.iter().flat_map(|name| shards(folder, name)).collect(), |file| vec![file])
     };
     let (train, test) = (split(&["train"]), split(&["test"]));
     let validation: Vec<PathBuf> = split(&["valid", "validation"]);

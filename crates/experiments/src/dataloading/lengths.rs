@@ -59,7 +59,7 @@ pub struct Counted {
 }
 
 impl Batching {
-    /// As records call it.
+    /// The name in records.
     pub fn name(self) -> String {
         match self {
             Self::OneLength => format!("all to {LENGTH}"),

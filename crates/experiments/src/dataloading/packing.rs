@@ -71,7 +71,7 @@ pub(crate) const PACKERS: [Packer; 5] = [
 ];
 
 impl Packer {
-    /// As records call it.
+    /// The name in records.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Plan(algorithm) => algorithm.name(),
@@ -106,7 +106,7 @@ impl Packer {
     }
 }
 
-/// One packer on `n` lengths uniform in `1..=512`: fill over several seeds, time on the first.
+/// Measures a packer on `n` lengths uniform in `1..=512`: fill over several seeds, time on the first.
 fn measure(packer: Packer, n: usize, bench: &Bench) -> Result<Vec<Metric>> {
     let seed = bench.seed;
     let (draws, runs) = if n > 100_000 { (1, 3) } else { (201, repeats(bench)) };

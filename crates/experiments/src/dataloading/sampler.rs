@@ -49,7 +49,7 @@ pub(crate) fn run(bench: &mut Bench, sizes: &Sizes) -> anyhow::Result<()> {
     })
 }
 
-/// One size and one `k`, batches of 32, lengths of text.
+/// Measures one size and one `k`, with batches of 32 and lengths of text.
 fn measure(n: usize, k: usize, bench: &Bench) -> Result<Vec<Metric>> {
     let seed = bench.seed;
     const BATCHES: usize = 1000;
@@ -64,8 +64,9 @@ fn measure(n: usize, k: usize, bench: &Bench) -> Result<Vec<Metric>> {
     let (mut full, mut gap) = (0, 0);
     for index in (0..batches).step_by((batches / BATCHES).max(1)) {
         let of_batch = sampler.choose_counted(0, index, &mut chosen)?;
-        let of = |sample: &u32| lengths.length(*sample as usize).min(options.max_length);
-        gap = gap.max(chosen.iter().map(of).max().unwrap_or(0) - chosen.iter().map(of).min().unwrap_or(0));
+        let length = |sample: &u32| lengths.length(*sample as usize).min(options.max_length);
+        gap = gap
+            .max(chosen.iter().map(length).max().unwrap_or(0) - chosen.iter().map(length).min().unwrap_or(0));
         if chosen.len() == 32 {
             full += 1;
             done.comparisons += of_batch.comparisons;
@@ -94,7 +95,7 @@ fn measure(n: usize, k: usize, bench: &Bench) -> Result<Vec<Metric>> {
     ])
 }
 
-/// One element of a shuffled order of `n`, at scattered indices.
+/// Measures one element of a shuffled order of `n`, at scattered indices.
 fn permutation(n: usize, bench: &Bench) -> Metric {
     const CALLS: u64 = 1 << 20;
     let (len, order) = (n as u64, Permutation::new(n as u64, bench.seed, 0, 0));

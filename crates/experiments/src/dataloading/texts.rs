@@ -25,7 +25,7 @@ impl Text {
     /// The measured ones.
     pub const ALL: [Self; 2] = [Self::Embedded, Self::WikiText2];
 
-    /// As records call it.
+    /// The name in records.
     pub fn name(self) -> &'static str {
         match self {
             Self::Embedded => "embedded",

@@ -45,7 +45,7 @@ const STRATEGIES: [Strategy; 5] =
     [Strategy::Base, Strategy::Standard, Strategy::Balanced, Strategy::Sequenced, Strategy::Packed];
 
 impl Strategy {
-    /// As records call it.
+    /// The name in records.
     fn name(self) -> &'static str {
         match self {
             Self::Base => "base",
@@ -113,7 +113,7 @@ pub(crate) struct ThroughputArgs {
 /// Strategies over the same samples.
 struct Table {
     samples: Arc<dyn Samples>,
-    /// What records add to the name of a strategy.
+    /// The suffix of a strategy's name in records.
     suffix: &'static str,
     strategies: Vec<Strategy>,
 }
@@ -159,7 +159,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &ThroughputArgs) -> anyhow::Resu
     })
 }
 
-/// One strategy with so many workers: whole epochs, one to warm up.
+/// Measures a strategy with so many workers: whole epochs, one to warm up.
 fn measure(
     samples: &Arc<dyn Samples>,
     strategy: Strategy,

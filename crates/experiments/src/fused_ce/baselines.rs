@@ -1,4 +1,4 @@
-//! From what every framework does to what `fused-ce` does: one loss of classes, by several implementations.
+//! One loss of classes by several implementations, from the usual one of frameworks to `fused-ce`.
 //!
 //! | implementation | logits at a time | products | gradient of W summed in | rows without a label |
 //! |---|---|---|---|---|
@@ -37,7 +37,7 @@ pub enum Implementation {
     ChunkedRecompute,
     /// Chunk by chunk, with the gradients computed in forward, in the operands' dtypes.
     GradInForward,
-    /// That of `fused-ce`.
+    /// The loss of `fused-ce`.
     LinearCrossEntropy,
     /// The same with `round_logits_gradient`, as `frugal` has it: the gradient of logits is rounded to the operands' dtype, as in the others.
     RoundedGradient,
@@ -84,7 +84,7 @@ impl Implementation {
     /// training's host knows it.
     ///
     /// # Errors
-    /// As [`LinearCrossEntropy::run`].
+    /// Same as [`LinearCrossEntropy::run`].
     pub fn loss(
         self,
         [x, w, targets]: [&Tensor; 3],

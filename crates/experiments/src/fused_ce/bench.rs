@@ -129,11 +129,11 @@ fn metrics(shape: &Shape, implementation: Implementation, outcome: &Outcome, lim
 
 /// Time for each token with a label, and the peak, over those of the implementation's first shape: what more tokens cost.
 fn against_first(shape: &Shape, outcome: &Outcome, first: &mut Option<(f64, f64)>) -> Vec<Metric> {
-    let own =
+    let this =
         (outcome.time.time.median() / shape.labelled().max(1) as f64, outcome.peak_above_bytes.max(1) as f64);
-    let (seconds, peak) = *first.get_or_insert(own);
+    let (seconds, peak) = *first.get_or_insert(this);
     vec![
-        Metric::exact("time_per_token_vs_first", "ratio", own.0 / seconds),
-        Metric::exact("peak_vs_first", "ratio", own.1 / peak),
+        Metric::exact("time_per_token_vs_first", "ratio", this.0 / seconds),
+        Metric::exact("peak_vs_first", "ratio", this.1 / peak),
     ]
 }

@@ -40,13 +40,13 @@ impl Exact {
     /// ‖found − exact‖ / ‖exact‖ of [`TENSORS`] for one implementation, with so many tokens a chunk.
     ///
     /// # Errors
-    /// Those of the implementation.
+    /// Errors of the implementation.
     pub(crate) fn errors(&self, implementation: Implementation, chunk: Option<i64>) -> Result<[f64; 3]> {
         let Tensors { hidden, weight, targets } = &self.tensors;
-        let found = run(hidden, weight, targets, implementation, chunk.map(Chunk::Tokens))?;
+        let results = run(hidden, weight, targets, implementation, chunk.map(Chunk::Tokens))?;
         let mut errors = [0.0; 3];
-        for ((error, found), exact) in errors.iter_mut().zip(&found).zip(&self.values) {
-            let difference = found.f_to_kind(Kind::Double)?.f_sub(exact)?;
+        for ((error, results), exact) in errors.iter_mut().zip(&results).zip(&self.values) {
+            let difference = results.f_to_kind(Kind::Double)?.f_sub(exact)?;
             *error = difference.f_norm()?.double_value(&[]) / exact.f_norm()?.double_value(&[]);
         }
         Ok(errors)

@@ -14,7 +14,7 @@ use crate::dtype;
 const SHAPE: Shape = Shape { tokens: 509, hidden: 251, vocabulary: 4093, kind: Kind::Float, ignored: 0.25 };
 /// Tokens of a chunk: all of them at once, down to two.
 const CHUNKS: [i64; 4] = [509, 64, 8, 2];
-/// What fp32 sums in another order may differ by, relative to the result: four roundings. Low precision is held to libtorch's own
+/// The relative difference that another order of fp32 sums may make: four roundings. Low precision is compared with libtorch's own
 /// error without any.
 const ORDER_OF_FP32: f64 = 1.0 / (1 << 22) as f64;
 

@@ -1,4 +1,4 @@
-//! One table of shapes, and how one of them is measured.
+//! The table of shapes, and the measurement of one of them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -52,7 +52,7 @@ pub(crate) const FULL: &[Shape] = &[
 /// A length, and eight times as many tokens.
 pub(crate) const LONG: &[Shape] = &[shape(1024, 256, 32_000), shape(8192, 256, 32_000)];
 
-/// As [`LONG`], small.
+/// A small [`LONG`].
 pub(crate) const LONG_SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(1024, 64, 4000)];
 
 /// The sizes of GPUs: Qwen2.5-0.5B's head, and Llama-3-8B's, whose sequence is the assignment's.
@@ -104,8 +104,8 @@ impl FromStr for Shape {
         };
         let parts: Vec<&str> = text.split(',').map(str::trim).collect();
         let size = |index: usize| -> std::result::Result<i64, String> {
-            let found = parts.get(index).and_then(|part| part.parse().ok());
-            found.filter(|size| *size > 0).ok_or_else(help)
+            let size = parts.get(index).and_then(|part| part.parse().ok());
+            size.filter(|size| *size > 0).ok_or_else(help)
         };
         let kind = parts.get(3).map_or(Ok(Kind::Float), |name| dtype::parse(name)).map_err(|_| help())?;
         let ignored: f64 = match parts.get(4) {
@@ -155,7 +155,7 @@ impl Tensors {
     }
 }
 
-/// What a shape came to.
+/// The result of a shape.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// Seconds of `forward`, `backward` and both, per repeat.
@@ -197,7 +197,7 @@ pub(crate) fn measure(
 /// The device's rate for a product of this shape's width in FLOP/s.
 ///
 /// # Errors
-/// As [`measure()`].
+/// Same as [`measure()`].
 pub(crate) fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
     let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];

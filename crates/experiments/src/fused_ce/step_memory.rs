@@ -25,15 +25,15 @@ use super::training::{Variant, model};
 /// Bytes of a step's parts, as the allocator counted them or as they are predicted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct StepMemory {
-    /// Of the parameters.
+    /// Bytes of the parameters.
     pub parameters: u64,
-    /// Of the optimizer's state.
+    /// Bytes of the optimizer's state.
     pub optimizer: u64,
-    /// Of the parameters' gradients, when all are there.
+    /// Bytes of the parameters' gradients, when all are there.
     pub gradients: u64,
-    /// What the blocks' forward keeps.
+    /// Bytes that the blocks' forward keeps.
     pub activations: u64,
-    /// What the projection and the loss add to that at their most, the gradients that they make left out.
+    /// Bytes that the projection and the loss add to that at most, without the gradients that they make.
     pub logits: u64,
     /// The most of the whole step.
     pub peak: u64,
@@ -44,7 +44,7 @@ pub(crate) struct StepMemory {
 /// Takes two steps of AdamW on drawn tokens `[rows, sequence]`, and watches the second.
 ///
 /// # Errors
-/// Those of the model and of the optimizer.
+/// Errors of the model and of the optimizer.
 pub(crate) fn measure(
     config: &DecoderConfig,
     variant: Variant,
@@ -84,7 +84,7 @@ fn step(
     labels: &Tensor,
     device: Device,
 ) -> Result<StepMemory> {
-    let whole = Region::start(device)?;
+    let step = Region::start(device)?;
     let at_start = live_bytes(device)?;
     let context = Context { training: true, ..Context::default() };
     let hidden = model.hidden(&Input { context, ..Input::new(tokens) })?;
@@ -107,7 +107,7 @@ fn step(
     optimizer.step()?;
     optimizer.zero_grad(ZeroGrad::ToNone)?;
     runtime::device::synchronize(device)?;
-    let peak = whole.finish()?.peak;
+    let peak = step.finish()?.peak;
     let weights = models::module::parameters(model.head());
     let of_weights: u64 = weights.iter().map(|(_, weight)| bytes_of(weight)).sum();
     Ok(StepMemory {
@@ -119,7 +119,7 @@ fn step(
     })
 }
 
-/// What `accounting` predicts of the same step, from the configuration and the chunks that the implementation takes.
+/// Predicts the same step by `accounting`, from the configuration and the chunks of the implementation.
 ///
 /// # Errors
 /// Sizes that it cannot count.
@@ -170,11 +170,11 @@ impl Sampler {
     fn start(device: Device) -> Self {
         const EVERY: Duration = Duration::from_micros(200);
         let stop = Arc::new(AtomicBool::new(false));
-        let told = stop.clone();
+        let stopped = stop.clone();
         let started = Instant::now();
         let thread = std::thread::spawn(move || {
             let mut seen = Vec::new();
-            while !told.load(Ordering::Relaxed) {
+            while !stopped.load(Ordering::Relaxed) {
                 if let Ok(bytes) = live_bytes(device) {
                     seen.push((started.elapsed().as_secs_f64(), bytes));
                 }
@@ -198,16 +198,16 @@ pub(crate) fn thinned(timeline: &[(f64, u64)], count: usize) -> Vec<(f64, u64)> 
     let mut points: Vec<(f64, u64)> = Vec::new();
     let mut stretch = 0;
     for &(at, bytes) in timeline {
-        let of = (at / width) as usize;
+        let segment = (at / width) as usize;
         match points.last_mut() {
-            Some(last) if of == stretch => {
+            Some(last) if segment == stretch => {
                 if bytes > last.1 {
                     *last = (at, bytes);
                 }
             }
             _ => {
                 points.push((at, bytes));
-                stretch = of;
+                stretch = segment;
             }
         }
     }

@@ -11,7 +11,7 @@ use crate::corpus::{Corpus, Limits};
 use crate::driver::Bench;
 use crate::dtype;
 
-/// Of the loss, at every step: what rounding in another order may make of the losses over a few dozen steps.
+/// The tolerance for the loss of every step: rounding in another order changes losses by so much over a few dozen steps.
 fn tolerance(kind: Kind) -> f64 {
     if kind == Kind::Float { 1e-4 } else { 1e-2 }
 }

@@ -33,7 +33,7 @@ pub(crate) enum Variant {
     Malek,
     /// Liger's: the same, and as many tokens at a time as make a chunk's logits about as large as the hidden states.
     Liger,
-    /// That of `fused-ce`.
+    /// The loss of `fused-ce`.
     Frugal,
 }
 
@@ -65,7 +65,7 @@ impl Variant {
     /// The same in the words of `accounting`.
     ///
     /// # Errors
-    /// As [`Implementation::loss`].
+    /// Same as [`Implementation::loss`].
     pub(crate) fn predicted_loss(
         self,
         tokens: i64,
@@ -117,11 +117,11 @@ pub(crate) struct Training {
     pub lr: f64,
     /// Where.
     pub device: Device,
-    /// Of weights and order.
+    /// Seed of weights and order.
     pub seed: u64,
 }
 
-/// What a training came to.
+/// The result of a training.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outcome {
     /// The loss of each step.
@@ -137,7 +137,7 @@ pub(crate) struct Outcome {
 /// A model whose loss is computed by `variant`.
 ///
 /// # Errors
-/// Those of the model.
+/// Errors of the model.
 pub(crate) fn model(
     config: &DecoderConfig,
     variant: Variant,
@@ -153,7 +153,7 @@ pub(crate) fn model(
 /// Trains once.
 ///
 /// # Errors
-/// Those of the data, the model and the loop.
+/// Errors of the data, the model and the loop.
 pub(crate) fn train(corpus: &Corpus, variant: Variant, training: &Training) -> Result<Outcome> {
     let &Training { batch_size, sequence, steps, lr, device, seed, .. } = training;
     let before = live_bytes(device)?;

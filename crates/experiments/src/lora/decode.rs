@@ -66,15 +66,15 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Decode) -> anyhow::Result<()> {
             let multiplied = 2.0 * shape.config()?.parameter_count() as f64 * batch as f64;
             let measured = measure(&models, device, (batch, repeats), multiplied, arguments)?;
             let bf16 = arguments.dtype.iter().position(|kind| *kind == Kind::BFloat16);
-            for (&kind, of) in arguments.dtype.iter().zip(&measured) {
+            for (&kind, model_figures) in arguments.dtype.iter().zip(&measured) {
                 let case = Case::new()
                     .with("shape", shape.name())
                     .with("dtype", dtype::name(kind))
                     .with("batch", batch)
                     .with("prompt", arguments.prompt);
-                let mut metrics = of.metrics(batch);
+                let mut metrics = model_figures.metrics(batch);
                 if let Some(bf16) = bf16.filter(|_| kind != Kind::BFloat16) {
-                    let pairs = measured[bf16].decoding.iter().zip(&of.decoding);
+                    let pairs = measured[bf16].decoding.iter().zip(&model_figures.decoding);
                     let speeds: Vec<f64> = pairs.map(|(bf16, seconds)| bf16 / seconds).collect();
                     metrics.push(Metric::of_samples("speed_over_bf16", "ratio", &speeds));
                 }
@@ -86,16 +86,16 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Decode) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What was measured of one model and number of prompts.
+/// Measurements of one model and number of prompts.
 struct Decoding {
-    /// What a token must read: every weight once, but of the embedding one row, unless it is the head too.
+    /// Bytes that a token must read: every weight once, but a single row of the embedding, unless it is the head too.
     weight_bytes: f64,
     /// Seconds of a token's products at the rate of a large one in the dtype of the computation.
     computed: f64,
-    /// Of each repeat: seconds of the prompts, and of a token of each row.
+    /// For each repeat: seconds of the prompts, and of a token of each row.
     reading: Vec<f64>,
     decoding: Vec<f64>,
-    /// Of each repeat: bytes per second of a copy and of reading, the means of before and after.
+    /// For each repeat: bytes per second of a copy and of reading, means of before and after.
     copied: Vec<f64>,
     read: Vec<f64>,
 }
@@ -121,7 +121,8 @@ fn measure(
     };
     let mut measured: Vec<Decoding> = models.iter().map(empty).collect();
     let memory = || -> anyhow::Result<[f64; 2]> {
-        let rate = |of: runtime::Result<Measurement>| of?.rate().context("the rate of the memory");
+        let rate =
+            |measurement: runtime::Result<Measurement>| measurement?.rate().context("the rate of the memory");
         Ok([rate(physical::copy_bandwidth(device))?, rate(physical::read_bandwidth(device))?])
     };
     // The first time fills caches.
@@ -130,13 +131,13 @@ fn measure(
     }
     let mut before = memory()?;
     for _ in 0..repeats {
-        for ((model, _), of) in models.iter().zip(&mut measured) {
+        for ((model, _), model_figures) in models.iter().zip(&mut measured) {
             let [reading, decoding] = decode(model, batch, arguments)?;
             let after = memory()?;
-            of.reading.push(reading);
-            of.decoding.push(decoding);
-            of.copied.push(f64::midpoint(before[0], after[0]));
-            of.read.push(f64::midpoint(before[1], after[1]));
+            model_figures.reading.push(reading);
+            model_figures.decoding.push(decoding);
+            model_figures.copied.push(f64::midpoint(before[0], after[0]));
+            model_figures.read.push(f64::midpoint(before[1], after[1]));
             before = after;
         }
     }
@@ -165,7 +166,7 @@ fn decode(model: &dyn LanguageModel, batch: i64, arguments: &Decode) -> anyhow::
 
 impl Decoding {
     fn metrics(&self, batch: i64) -> Vec<Metric> {
-        let of = |value: &dyn Fn(usize, f64) -> f64| -> Vec<f64> {
+        let per_repeat = |value: &dyn Fn(usize, f64) -> f64| -> Vec<f64> {
             self.decoding.iter().enumerate().map(|(repeat, seconds)| value(repeat, *seconds)).collect()
         };
         let copied = |repeat: usize| self.weight_bytes / self.copied[repeat];
@@ -173,13 +174,29 @@ impl Decoding {
         vec![
             Metric::of_samples("prompt_seconds", "s", &self.reading),
             Metric::of_samples("token_seconds", "s", &self.decoding),
-            Metric::of_samples("tokens_per_second", "tokens/s", &of(&|_, seconds| batch as f64 / seconds)),
+            Metric::of_samples(
+                "tokens_per_second",
+                "tokens/s",
+                &per_repeat(&|_, seconds| batch as f64 / seconds),
+            ),
             Metric::exact("weight_bytes", "B", self.weight_bytes),
-            Metric::of_samples("weight_bandwidth", "B/s", &of(&|_, seconds| self.weight_bytes / seconds)),
+            Metric::of_samples(
+                "weight_bandwidth",
+                "B/s",
+                &per_repeat(&|_, seconds| self.weight_bytes / seconds),
+            ),
             Metric::of_samples("copy_bandwidth", "B/s", &self.copied),
             Metric::of_samples("read_bandwidth", "B/s", &self.read),
-            Metric::of_samples("share_of_copy_bandwidth", "ratio", &of(&|of, seconds| copied(of) / seconds)),
-            Metric::of_samples("share_of_limit", "ratio", &of(&|of, seconds| least(of) / seconds)),
+            Metric::of_samples(
+                "share_of_copy_bandwidth",
+                "ratio",
+                &per_repeat(&|repeat, seconds| copied(repeat) / seconds),
+            ),
+            Metric::of_samples(
+                "share_of_limit",
+                "ratio",
+                &per_repeat(&|repeat, seconds| least(repeat) / seconds),
+            ),
         ]
     }
 }

@@ -1,7 +1,7 @@
 //! `lora families`: models of every family that transformers made, with adapters of PEFT.
 //!
-//! With `--folder`, the middle of `xtask/peers/model_families.py`: each model and adapter there is read and compared, and both are
-//! written beside it: what we read, and an adapter of our own. Without it, the cases of the tests are read and compared.
+//! With `--folder`, the middle of `xtask/peers/model_families.py`: each model and adapter there is read and compared, and is
+//! written beside it, together with an adapter of our own. Without it, the cases of the tests are read and compared.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -198,10 +198,10 @@ fn greedy(model: &Llama, inputs: &Cases, key: &str, last: usize, cache: bool) ->
     let prompts: Vec<Vec<i64>> = ids.iter().zip(&mask).map(real).collect();
     let new = expected.first().map_or(0, Vec::len);
     let options = GenerateOptions { max_new_tokens: new, cache, ..GenerateOptions::default() };
-    let found = generate(model, &prompts, &options, &mut ())?;
-    let found: Vec<Vec<i64>> = found.into_iter().map(|row| row.tokens).collect();
-    if found != expected {
-        bail!("{key}, cache {cache}: tokens {found:?}; transformers has {expected:?}");
+    let generated = generate(model, &prompts, &options, &mut ())?;
+    let generated: Vec<Vec<i64>> = generated.into_iter().map(|row| row.tokens).collect();
+    if generated != expected {
+        bail!("{key}, cache {cache}: tokens {generated:?}; transformers has {expected:?}");
     }
     Ok(())
 }

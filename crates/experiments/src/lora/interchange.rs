@@ -1,7 +1,7 @@
 //! `lora interchange`: adapters that PEFT wrote, and others for PEFT to read.
 //!
-//! With `--folder`, the middle of `xtask/peers/peft_interchange.py`: each adapter that PEFT wrote there is read and compared, and one
-//! of our own is written beside it. Without it, the adapters among the fixtures are read, compared and written back.
+//! With `--folder`, the middle of `xtask/peers/peft_interchange.py`: each adapter that PEFT wrote there is read and compared, and an
+//! adapter of our own is written beside it. Without it, the adapters among the fixtures are read, compared and written back.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -46,7 +46,8 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
         let mut model = Folder::open(&folder)?.load(Some(Kind::Float), Device::Cpu)?;
         let adapters = Adapters::load(&mut model, &folder.join("adapter"))?;
         // The row without padding.
-        let row = |of: &BTreeMap<String, Tensor>, key: &str| of.get(key).map(|all| all.narrow(0, 1, 1));
+        let row =
+            |tensors: &BTreeMap<String, Tensor>, key: &str| tensors.get(key).map(|all| all.narrow(0, 1, 1));
         let tokens = row(&cases, "input_ids").context("no input_ids among the cases")?;
         let expected = row(&adapted, "logits").context("no logits among the adapter's cases")?;
         let difference = (model.logits(&Input::new(&tokens))? - expected).abs().max().double_value(&[]);

@@ -27,11 +27,11 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
         ("with adapters", count.total, 495_114_112),
         ("trainable", count.trainable, 1_081_344),
     ];
-    for (what, found, expected) in rows {
+    for (what, counted, expected) in rows {
         let metrics = vec![
-            Metric::exact("parameters", "count", found as f64),
+            Metric::exact("parameters", "count", counted as f64),
             Metric::exact("expected_parameters", "count", f64::from(expected)),
-            Metric::exact("difference", "count", found as f64 - f64::from(expected)),
+            Metric::exact("difference", "count", counted as f64 - f64::from(expected)),
         ];
         bench.put(&Case::new().with("parameters_of", what), metrics)?;
     }

@@ -25,7 +25,7 @@ use crate::driver::Bench;
 use crate::dtype;
 use crate::shape::Shape;
 
-/// What a step keeps.
+/// The activations that a step keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Method {
     /// All that backward needs
@@ -34,7 +34,7 @@ enum Method {
     Recompute,
 }
 
-/// What a step updates.
+/// The parameters that a step updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Trained {
     /// Adapters on q, k, v and o
@@ -70,10 +70,10 @@ pub(crate) struct Step {
     /// Dtypes of the base: fp32, bf16, fp16, nf4
     #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse_weights)]
     dtype: Vec<Kind>,
-    /// What a step keeps for backward
+    /// Activations that a step keeps for backward
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
     methods: Vec<Method>,
-    /// What a step updates
+    /// Parameters that a step updates
     #[arg(long, value_enum, value_delimiter = ',', default_value = "adapters")]
     train: Vec<Trained>,
     /// Rank of the adapters

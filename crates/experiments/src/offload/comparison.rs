@@ -30,7 +30,7 @@ use rounds::{Moved, Sample, moved, ratios, samples, unexplained};
 pub(crate) enum Placement {
     /// On the device, and nothing is computed again.
     Resident,
-    /// As the options say.
+    /// Offloaded with these options.
     Offloaded(OffloadConfig),
     /// On the host, which computes.
     Host,
@@ -39,7 +39,7 @@ pub(crate) enum Placement {
 /// A method under measurement.
 #[derive(Clone, Debug)]
 pub(crate) struct Variant {
-    /// What the table calls it.
+    /// The method's name in the table.
     pub(crate) method: &'static str,
     pub(crate) tier: &'static str,
     pub(crate) placement: Placement,
@@ -87,7 +87,7 @@ pub(crate) fn case(pass: &str, method: &str, tier: &str) -> Case {
         .with("memory", "–")
 }
 
-/// What all variants of a comparison have in common.
+/// Conditions that all variants of a comparison share.
 #[derive(Clone, Debug)]
 pub(crate) struct Conditions {
     pub(crate) config: DecoderConfig,
@@ -103,8 +103,8 @@ struct Once {
     /// Device bytes at the peak of a pass over those that others hold.
     inference_peak: u64,
     /// Device bytes that the model holds between passes.
-    held: u64,
-    /// Those at the peak of a training step, whose memory on the host has been used before: first uses fault every page in, which
+    model_bytes: u64,
+    /// Bytes at the peak of a training step. The host's memory has been used before: first uses fault every page in, which
     /// slows the stores, and gradients pile up on the device.
     training_peak: u64,
     host_bytes: u64,
@@ -124,7 +124,7 @@ struct Runner {
 /// Runs variants in turns. The first is resident; the second, if it trains, is resident with recomputation.
 ///
 /// # Errors
-/// Those of the models.
+/// Errors of the models.
 pub(crate) fn run(
     conditions: &Conditions,
     variants: &[Variant],
@@ -203,7 +203,7 @@ impl Runner {
         if let Some(offload) = &model.offload {
             offload.synchronize()?;
         }
-        once.held = live_bytes(device)? - before;
+        once.model_bytes = live_bytes(device)? - before;
         Ok(Self { host_optimizer, model, once, inference: Vec::new(), training: Vec::new() })
     }
 
@@ -223,7 +223,7 @@ impl Runner {
             training.push(traced(model, || model.gradients())?);
             model.drop_gradients()?;
         }
-        let peak = once.held + region.finish()?.peak_above_start();
+        let peak = once.model_bytes + region.finish()?.peak_above_start();
         once.training_peak = once.training_peak.max(peak);
         Ok(())
     }
@@ -341,7 +341,7 @@ fn traced(model: &MeasuredModel, passes: impl FnOnce() -> anyhow::Result<Passes>
     Ok(Sample { passes, moved: Some(moved) })
 }
 
-/// One step of an optimizer on the host; the seconds of its two passes, and those of what remains to be updated then.
+/// Takes a step of an optimizer on the host; returns the seconds of its two passes, and of the updates that remain then.
 fn step_on_host(model: &MeasuredModel, optimizer: &mut HostAdamW) -> anyhow::Result<(Passes, f64)> {
     let passes = model.gradients()?;
     let began = Instant::now();

@@ -6,20 +6,21 @@ use tch::{Device, Tensor};
 ///
 /// # Errors
 /// Shapes that differ.
-pub(crate) fn largest(expected: &[Tensor], found: &[Tensor]) -> anyhow::Result<f64> {
-    if expected.len() != found.len() {
+pub(crate) fn largest(expected: &[Tensor], actual: &[Tensor]) -> anyhow::Result<f64> {
+    if expected.len() != actual.len() {
         return Ok(f64::INFINITY);
     }
     let mut most: f64 = 0.0;
-    for (expected, found) in expected.iter().zip(found) {
-        if expected.defined() != found.defined() {
+    for (expected, actual) in expected.iter().zip(actual) {
+        if expected.defined() != actual.defined() {
             return Ok(f64::INFINITY);
         }
         if !expected.defined() {
             continue;
         }
-        let difference = (expected - found.f_to_device(Device::Cpu)?).f_abs()?.f_max()?.f_double_value(&[])?;
-        // A number that is none differs from everything.
+        let difference =
+            (expected - actual.f_to_device(Device::Cpu)?).f_abs()?.f_max()?.f_double_value(&[])?;
+        // NaN differs from everything.
         most = if difference.is_nan() { f64::INFINITY } else { most.max(difference) };
     }
     Ok(most)

@@ -20,7 +20,7 @@ use crate::shape::Shape;
 
 /// "Hello, world!" by Qwen2's tokenizer.
 const TOKENS: [i64; 4] = [9707, 11, 1879, 0];
-/// Those that can train.
+/// The methods that can train.
 const METHODS: [Method; 3] = [Method::Checkpointing, Method::Function, Method::Overlap];
 
 #[derive(Args)]
@@ -33,10 +33,10 @@ pub(crate) struct Equality {
     steps: u32,
 }
 
-/// What a training leaves.
+/// The result of a training.
 struct Left {
     losses: Vec<f64>,
-    /// Those of the last step.
+    /// Gradients of the last step.
     gradients: Vec<Tensor>,
     weights: Vec<Tensor>,
 }
@@ -163,7 +163,7 @@ impl OnHost {
         Ok(Self(pairs))
     }
 
-    /// What the optimizer steps.
+    /// The tensors that the optimizer steps.
     fn stepped<'a>(&'a self, model: &'a Llama) -> Vec<(String, &'a Tensor)> {
         let copy = |name: &str| self.0.iter().find(|pair| pair.name == name).map(|pair| &pair.host);
         let all = trainable(model).into_iter();

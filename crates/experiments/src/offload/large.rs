@@ -92,7 +92,7 @@ impl Planned {
         let rates = MachineRates::measure(product, (KIND, device), &tier)?;
         runtime::memory::empty_cache(device)?;
 
-        // One plan for both: that of the step which needs more.
+        // One plan for both steps: that of the step that needs more.
         let costs = |step| predicted::costs(&config, (KIND, device), tokens, step, &rates);
         let costs = [costs(Step::Inference)?, costs(Step::Lora(RANK.unsigned_abs()))?];
         let parameters = accounting::Decoder::of(&config)?.parameters()?;
@@ -126,7 +126,7 @@ impl Planned {
         Case::new().with("model", self.name).with("layers", layers).with("pass", pass)
     }
 
-    /// What is measured of a pass, beside what was predicted.
+    /// Metrics of a pass beside its prediction.
     fn figures(&self, predicted: &Predicted, passes: &Passes, device: Device) -> Vec<Metric> {
         let exact = |name: &str, unit: &str, value: u64| Metric::exact(name, unit, value as f64);
         let step = &predicted.step;

@@ -66,7 +66,7 @@ impl MeasuredModel {
     /// Reads all tokens, and gives the last one's logits. Returns the seconds.
     ///
     /// # Errors
-    /// Those of the model.
+    /// Errors of the model.
     pub(crate) fn infer(&self) -> anyhow::Result<f64> {
         let _no_grad = tch::no_grad_guard();
         device::synchronize(self.device)?;
@@ -82,7 +82,7 @@ impl MeasuredModel {
     /// Computes gradients, which stay.
     ///
     /// # Errors
-    /// Those of the model.
+    /// Errors of the model.
     pub(crate) fn gradients(&self) -> anyhow::Result<Passes> {
         device::synchronize(self.device)?;
         let began = Instant::now();
@@ -101,7 +101,7 @@ impl MeasuredModel {
     /// Drops the gradients.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub(crate) fn drop_gradients(&self) -> anyhow::Result<()> {
         for (_, tensor) in trainable(&self.model) {
             set_grad(tensor, None)?;
@@ -109,7 +109,7 @@ impl MeasuredModel {
         Ok(())
     }
 
-    /// What is trained, for an optimizer.
+    /// The trained parameters, for an optimizer.
     pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
         trainable(&self.model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
     }

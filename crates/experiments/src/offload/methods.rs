@@ -77,13 +77,13 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
             placement: Placement::Offloaded(options),
             paper: on_paper,
             infers: true,
-            // What is trained does not live in files.
+            // Trained layers cannot live in files.
             trains: method != Method::OneLayer && *tier == Tier::Host,
             host_optimizer: false,
             reported: true,
         }
     };
-    // What every group is compared with.
+    // The references that every group is compared with.
     let references = |reported: bool| {
         let all =
             OffloadConfig { device, resident: (0..layers as usize).collect(), ..OffloadConfig::default() };

@@ -31,7 +31,7 @@ pub(crate) struct OptimizerArgs {
     steps: Option<u64>,
 }
 
-/// What is asked of an optimizer.
+/// Requirements on an optimizer.
 #[derive(Clone, Copy, Debug)]
 struct Demand {
     name: &'static str,
@@ -47,7 +47,7 @@ const DEMANDS: [Demand; 4] = [
     Demand { name: "clipping, accumulation, cosine", clip: Some(0.5), micro_batches: 2, schedule: true },
 ];
 
-/// What a training was.
+/// The result of a training.
 struct Trained {
     losses: Vec<f64>,
     seconds: Vec<f64>,

@@ -10,7 +10,7 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     runtime::memory::track_cpu()?;
     let every = if bench.scale == Scale::Smoke { 10 } else { 1 };
     let rows = rows();
-    // What is made once for the whole process.
+    // The first run makes all that a process makes once.
     rows[0].measure()?;
     let label = |row: &&Row| format!("{}, {}, {}", row.shape, row.pass_name(), row.place_names()[0]);
     bench.each(rows.iter().step_by(every), label, |bench, row| {

@@ -14,7 +14,7 @@ use super::measured_model::HEAD_TOKENS;
 /// A step that is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// One forward, up to the last token's logits.
+    /// A forward, up to the last token's logits.
     Inference,
     /// Forward, backward and optimizer over adapters of this rank on q, k, v and o.
     Lora(u64),
@@ -25,7 +25,7 @@ pub(crate) enum Step {
 /// The step of a model that reads one row.
 ///
 /// # Errors
-/// A shape that is none.
+/// An invalid shape.
 pub(crate) fn costs(
     config: &DecoderConfig,
     (kind, device): (Kind, Device),
@@ -53,7 +53,7 @@ pub(crate) fn costs(
 /// gradients that the host takes are not in it.
 ///
 /// # Errors
-/// Those of the simulation.
+/// Errors of the simulation.
 pub(crate) fn peak(costs: &StepCosts, method: Method, with_optimizer: bool) -> anyhow::Result<u64> {
     let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
     let mut costs = costs.clone();

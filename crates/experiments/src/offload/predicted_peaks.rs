@@ -12,7 +12,7 @@ use training::activations::LayerPlan;
 
 pub use rows::rows;
 
-/// What a step does.
+/// The work of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Pass {
     /// Reads the batch and computes the logits of each row's last token.
@@ -37,7 +37,7 @@ pub enum Pass {
 pub enum AdapterKind {
     /// Low-rank terms.
     Lora,
-    /// With magnitudes of rows.
+    /// With a magnitude for each row.
     Dora,
     /// Which begin at the principal components of the weights.
     Pissa,
@@ -66,7 +66,7 @@ pub enum Placement {
         ring: usize,
         /// In files instead of the host's memory.
         in_files: bool,
-        /// Those that stay on the device.
+        /// Layers that stay on the device.
         resident: Vec<usize>,
     },
 }
@@ -76,9 +76,9 @@ pub enum Placement {
 pub enum OptimizerPlace {
     /// Forward and backward alone.
     None,
-    /// With the parameters on the device.
+    /// State and parameters on the device.
     Device,
-    /// With the layers on the host.
+    /// State on the host, with the layers.
     Host,
 }
 
@@ -94,7 +94,7 @@ pub enum Head {
 /// A row of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
-    /// What the table calls its model and batch.
+    /// The name of the model and batch in the table.
     pub shape: &'static str,
     /// The model.
     pub config: DecoderConfig,
@@ -102,7 +102,7 @@ pub struct Row {
     pub batch: [i64; 2],
     /// Dtype of the weights.
     pub kind: Kind,
-    /// What a step does.
+    /// The work of a step.
     pub pass: Pass,
     /// Where layers are.
     pub placement: Placement,
@@ -124,7 +124,7 @@ impl OptimizerPlace {
 }
 
 impl Row {
-    /// What a step does, for tables.
+    /// The name of the step's work, for tables.
     pub fn pass_name(&self) -> String {
         match &self.pass {
             Pass::Inference => "inference".to_owned(),
@@ -142,7 +142,7 @@ impl Row {
     pub fn place_names(&self) -> [String; 3] {
         let none = || "–".to_owned();
         match &self.placement {
-            Placement::Resident(plan) if plan.iter().all(|of| *of == plan[0]) => {
+            Placement::Resident(plan) if plan.iter().all(|layer| *layer == plan[0]) => {
                 [format!("resident, {}", plan[0]), none(), none()]
             }
             Placement::Resident(_) => ["resident, one plan for each layer".to_owned(), none(), none()],

@@ -40,9 +40,9 @@ pub(crate) fn held_up(spans: &[Span]) -> f64 {
     let loads = || spans.iter().filter(|span| span.stream == StreamKind::Load);
     let gaps = computes.windows(2).filter(|pair| pair[0].direction == pair[1].direction);
     gaps.map(|pair| {
-        let own = loads().filter(|load| load.layer == pair[1].layer && load.start < pair[1].start);
-        // From then on the later layer is there.
-        let there = own.map(|load| load.end).fold(pair[0].end, f64::max);
+        let before = loads().filter(|load| load.layer == pair[1].layer && load.start < pair[1].start);
+        // From then on the later layer is loaded.
+        let there = before.map(|load| load.end).fold(pair[0].end, f64::max);
         let others = loads().filter(|load| load.layer != pair[1].layer);
         others.map(|load| (load.end.min(pair[1].start) - load.start.max(there)).max(0.0)).sum::<f64>()
     })
@@ -51,7 +51,7 @@ pub(crate) fn held_up(spans: &[Span]) -> f64 {
 
 /// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with its stream, layer and number, and has
 /// a `start` and an `end` in seconds, the first span's start being 0.
-pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
+pub(crate) fn timeline(case: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
     let origin = spans.iter().map(|span| span.start).fold(f64::INFINITY, f64::min);
     let measure = |(number, span): (usize, &Span)| {
         let what = match (span.stream, span.direction) {
@@ -61,7 +61,7 @@ pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
             (StreamKind::Store, _) => "gradients",
             (StreamKind::Host, _) => "step",
         };
-        let case = of
+        let case = case
             .clone()
             .with("stream", span.stream.name())
             .with("what", what)

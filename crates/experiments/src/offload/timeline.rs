@@ -69,7 +69,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Timeline) -> anyhow::Result<()>
     })
 }
 
-/// What the traces of some steps say of the streams.
+/// Activity of the streams in the traces of some steps.
 #[derive(Default)]
 struct Seen {
     seconds: Vec<f64>,

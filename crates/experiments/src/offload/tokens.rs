@@ -33,7 +33,7 @@ pub(crate) struct Tokens {
     folder: Option<PathBuf>,
 }
 
-/// One tier at one number of tokens.
+/// Measurements of a tier at a number of tokens.
 #[derive(Default)]
 struct Seen {
     seconds: Vec<f64>,
@@ -145,7 +145,7 @@ impl Seen {
     }
 }
 
-/// From the first layer's beginning, or that of its load, to the last one's end.
+/// From the beginning of the first layer, or of its load, to the end of the last one.
 fn ends(trace: &[offload::Span]) -> (f64, f64) {
     let first = trace.iter().map(|span| span.start).fold(f64::INFINITY, f64::min);
     let compute = trace.iter().filter(|span| span.stream == StreamKind::Compute);

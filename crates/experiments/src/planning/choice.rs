@@ -140,7 +140,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Choice) -> anyhow::Result<()> {
         for round in 0..rounds {
             for (variant, trained) in &mut times {
                 bench.message(&format!("{}, {}: {}", job.model, job.method, variant.0));
-                // What did not fit once is not tried again.
+                // A configuration that did not fit once is not tried again.
                 if round == 0 || !trained.is_empty() {
                     trained.extend(sandbox.train(&job.arguments(steps, *variant))?);
                 }
@@ -167,15 +167,15 @@ fn put(bench: &mut Bench, job: &Job, times: &[(Variant, Vec<Trained>)]) -> anyho
     let (_, chosen) = &times[0];
     let best = times.iter().filter_map(|(variant, trained)| Some((variant.0, seconds(trained)?)));
     let best = best.min_by(|(_, a), (_, b)| a.total_cmp(b));
-    let (Some(own), Some((fastest, least))) = (seconds(chosen), best) else {
+    let (Some(chosen_seconds), Some((fastest, least))) = (seconds(chosen), best) else {
         return bench.put(&case, vec![Metric::not_measured("time_ratio", "ratio", "nothing fits")]);
     };
     let plan = chosen.iter().find_map(|one| one.chosen.clone()).unwrap_or_default();
     let fitting = times.iter().filter(|(_, trained)| !trained.is_empty()).count();
     let mut metrics = vec![
-        Metric::exact("step_seconds", "s", own),
+        Metric::exact("step_seconds", "s", chosen_seconds),
         Metric::exact("best_seconds", "s", least),
-        Metric::exact("time_ratio", "ratio", own / least),
+        Metric::exact("time_ratio", "ratio", chosen_seconds / least),
         Metric::exact("tried", "", times.len() as f64),
         Metric::exact("fitting", "", fitting as f64),
     ];

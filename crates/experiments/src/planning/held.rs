@@ -71,18 +71,22 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
                 .map(str::to_owned)
                 .collect()
         };
-        let said = sandbox.sampled(&words("20MiB"))?.said;
+        let stderr = sandbox.sampled(&words("20MiB"))?.stderr;
         let least =
-            said.trim_end().rsplit_once("give --budget ").with_context(|| format!("{name}: {said}"))?.1;
-        let bytes: u64 = least.strip_suffix("MiB").with_context(|| said.clone())?.parse::<u64>()? << 20;
+            stderr.trim_end().rsplit_once("give --budget ").with_context(|| format!("{name}: {stderr}"))?.1;
+        let bytes: u64 = least.strip_suffix("MiB").with_context(|| stderr.clone())?.parse::<u64>()? << 20;
         sandbox.remove_out()?;
-        let Sampled { is_well, said, resident, anonymous } = sandbox.sampled(&words(least))?;
-        ensure!(is_well, "{name} at {least}: {said}");
+        let Sampled { is_well, stderr, resident, anonymous } = sandbox.sampled(&words(least))?;
+        ensure!(is_well, "{name} at {least}: {stderr}");
         sandbox.remove_out()?;
         let mut metrics = vec![Metric::exact("budget_bytes", "B", bytes as f64)];
-        for (name, held) in [("resident", resident), ("held", anonymous)] {
-            metrics.push(Metric::exact(&format!("{name}_bytes"), "B", held as f64));
-            metrics.push(Metric::exact(&format!("{name}_ratio"), "ratio", held as f64 / bytes as f64));
+        for (name, bytes_in_use) in [("resident", resident), ("held", anonymous)] {
+            metrics.push(Metric::exact(&format!("{name}_bytes"), "B", bytes_in_use as f64));
+            metrics.push(Metric::exact(
+                &format!("{name}_ratio"),
+                "ratio",
+                bytes_in_use as f64 / bytes as f64,
+            ));
         }
         bench.put(&Case::new().with("training", *name), metrics)
     })

@@ -9,7 +9,7 @@ use super::sandbox::Sandbox;
 use crate::driver::Bench;
 use crate::shape::Shape;
 
-/// Rows of the data, one of which is a step.
+/// Rows of the data; each is a step.
 const ROWS: usize = 16;
 
 #[derive(clap::Args)]

@@ -39,15 +39,15 @@ pub(super) struct Sandbox {
 pub(super) struct Trained {
     /// Median over the steps after the first three.
     pub(super) step_seconds: f64,
-    /// What the program chose; `None` where it predicts nothing.
+    /// The activation plan that the program chose; `None` without a prediction.
     pub(super) chosen: Option<String>,
-    /// What it predicted for a step before the first, and after three; `None` without kept rates.
+    /// The predicted seconds of a step, before the first and after three; `None` without kept rates.
     pub(super) predicted: Option<(f64, f64)>,
     /// The most bytes that it held, as its budget counts them.
     pub(super) held_bytes: f64,
-    /// From its start to its end.
+    /// Seconds from the process's start to its end.
     pub(super) seconds: f64,
-    /// Of the first and of the last step.
+    /// Losses of the first and of the last step.
     pub(super) losses: (f64, f64),
 }
 
@@ -55,8 +55,8 @@ pub(super) struct Trained {
 pub(super) struct Sampled {
     /// Whether it ended well.
     pub(super) is_well: bool,
-    /// What it said on standard error.
-    pub(super) said: String,
+    /// Standard error.
+    pub(super) stderr: String,
     /// The most bytes of it that were in RAM, those of its program, of libraries and of mapped weights included.
     pub(super) resident: u64,
     /// The most bytes of it that were in no file.
@@ -185,9 +185,9 @@ impl Sandbox {
     /// # Errors
     /// A system that does not count.
     pub(super) fn sampled(&self, arguments: &[String]) -> anyhow::Result<Sampled> {
-        let said = self.folder.path().join("said");
+        let stderr = self.folder.path().join("stderr");
         let mut command = self.command();
-        command.args(arguments).stdout(Stdio::null()).stderr(File::create(&said)?);
+        command.args(arguments).stdout(Stdio::null()).stderr(File::create(&stderr)?);
         let mut child = command.spawn()?;
         let memory = PathBuf::from(format!("/proc/{}/smaps_rollup", child.id()));
         let (mut resident, mut anonymous) = (0, 0);
@@ -195,7 +195,7 @@ impl Sandbox {
             if let Some(status) = child.try_wait()? {
                 break status;
             }
-            // Of a process that is ending there is none.
+            // A process that is ending has no such file.
             let text = std::fs::read_to_string(&memory).unwrap_or_default();
             let of = |name: &str| {
                 let line = text.lines().find_map(|line| line.strip_prefix(name));
@@ -206,7 +206,12 @@ impl Sandbox {
             anonymous = anonymous.max(of("Anonymous:"));
             std::thread::sleep(SAMPLED);
         };
-        Ok(Sampled { is_well: status.success(), said: std::fs::read_to_string(&said)?, resident, anonymous })
+        Ok(Sampled {
+            is_well: status.success(),
+            stderr: std::fs::read_to_string(&stderr)?,
+            resident,
+            anonymous,
+        })
     }
 
     /// Writes `count` sentences of random lengths as a text file.
@@ -279,7 +284,7 @@ impl Sandbox {
             "out",
         ]);
         let Output { status, stdout, stderr } = command.output()?;
-        let said = String::from_utf8_lossy(&stderr);
+        let message = String::from_utf8_lossy(&stderr);
         let lines = std::fs::read_to_string(&records).unwrap_or_default();
         let outcome = RunRecord::read(&out).ok().flatten().and_then(|record| record.outcome);
         for path in [&records, &out] {
@@ -290,10 +295,10 @@ impl Sandbox {
             }
         }
         // The allocator's words for what a budget refuses.
-        if status.code() == Some(NOTHING_FITS) || !status.success() && said.contains("out of memory") {
+        if status.code() == Some(NOTHING_FITS) || !status.success() && message.contains("out of memory") {
             return Ok(None);
         }
-        ensure!(status.success(), "{command:?} failed with {status}: {said}");
+        ensure!(status.success(), "{command:?} failed with {status}: {message}");
         let (mut seconds, mut losses) = (Vec::new(), Vec::new());
         for line in lines.lines() {
             let record: Record = serde_json::from_str(line).with_context(|| line.to_owned())?;

@@ -92,7 +92,7 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     })
 }
 
-/// What came of the refusals in one step.
+/// The outcomes of the refusals in one step.
 #[derive(Debug, Default)]
 struct Outcome {
     tried: u64,

@@ -24,14 +24,14 @@ pub(crate) struct Faults {
     only: Vec<String>,
 }
 
-/// What happens to a call.
+/// A failure to inject into a call.
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     /// Its name in the report.
     name: &'static str,
     /// Its name in `faults.c`.
     kind: &'static str,
-    /// What an error has to say; `None` where the program is killed or notices nothing.
+    /// A text that the error must contain; `None` where the program is killed or notices nothing.
     says: Option<&'static str>,
 }
 
@@ -44,7 +44,7 @@ const FAULTS: [Fault; 6] = [
     Fault { name: "time of day jumps by years from there on", kind: "clock", says: None },
 ];
 
-/// What came of the failures of one kind in one command.
+/// The outcomes of one kind of failure in one command.
 #[derive(Debug, Default)]
 struct Outcome {
     tries: usize,
@@ -156,15 +156,15 @@ fn of(
         let out = format!("fault-{number}");
         let mut command = command(sandbox, work, &out, library, fault.kind);
         let Output { status, stderr, .. } = command.env("FAULT_AT", number.to_string()).output()?;
-        let said = String::from_utf8_lossy(&stderr);
+        let message = String::from_utf8_lossy(&stderr);
         outcome.tries += 1;
         if status.success() {
             outcome.tolerated += 1;
-        } else if fault.says.is_some_and(|says| said.contains(says)) && !said.contains("panicked") {
+        } else if fault.says.is_some_and(|says| message.contains(says)) && !message.contains("panicked") {
             outcome.clear += 1;
         } else if fault.kind != "kill" || status.code().is_some() {
             outcome.unclear += 1;
-            note(&format!("{status}: {said}"));
+            note(&format!("{status}: {message}"));
         }
         outcome.recovery.inspect((sandbox, work), &out, expected, &note);
         outcome.recovery.run_again((sandbox, work), &out, expected, &note)?;

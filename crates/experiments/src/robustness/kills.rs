@@ -25,7 +25,7 @@ pub(crate) struct Kills {
     only: Vec<String>,
 }
 
-/// What came of the kills of one command.
+/// The outcomes of the kills of one command.
 #[derive(Debug, Default)]
 struct Outcome {
     kills: usize,

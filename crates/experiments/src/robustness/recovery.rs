@@ -1,4 +1,4 @@
-//! What a command leaves after it was stopped or failed, and its run after that, counted over all tries.
+//! Files that a command leaves when it is stopped or fails, and its run after that, counted over all tries.
 
 use report::Metric;
 

@@ -14,15 +14,15 @@ use crate::driver::Bench;
 /// A quantity of what a process holds.
 type Quantity = fn(&ResourceUse) -> f64;
 
-/// What must not grow: the metric, its unit, and the quantity.
+/// Quantities that must not grow: the metric, its unit, and the quantity.
 const GROWTHS: [(&str, &str, Quantity); 4] = [
-    ("resident_growth_bytes", "B", |held| held.resident),
-    ("locked_growth_bytes", "B", |held| held.locked),
-    ("open_files_growth", "", |held| held.files),
-    ("threads_growth", "", |held| held.threads),
+    ("resident_growth_bytes", "B", |resources| resources.resident),
+    ("locked_growth_bytes", "B", |resources| resources.locked),
+    ("open_files_growth", "", |resources| resources.files),
+    ("threads_growth", "", |resources| resources.threads),
 ];
 
-/// What a process holds at one moment.
+/// Resources that a process holds at one moment.
 #[derive(Clone, Copy, Debug)]
 struct ResourceUse {
     resident: f64,
@@ -38,19 +38,23 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     bench.each(SOAKED, label, |bench, (work, steps)| {
         let steps = steps / share;
         let start = Instant::now();
-        let held = watch(&sandbox, &work, steps)?;
+        let resources = watch(&sandbox, &work, steps)?;
         let case = Case::new().with("command", work.name);
         let mut metrics = vec![
             Metric::exact("steps", "", steps as f64),
             Metric::exact("seconds", "s", start.elapsed().as_secs_f64()),
         ];
-        for (name, unit, of) in GROWTHS {
-            metrics.push(match growth(&held, of) {
+        for (name, unit, quantity) in GROWTHS {
+            metrics.push(match growth(&resources, quantity) {
                 Some(growth) => Metric::exact(name, unit, growth),
                 None => Metric::not_measured(name, unit, "the run is too short"),
             });
         }
-        metrics.push(Metric::exact("resident_bytes", "B", held.last().map_or(0.0, |held| held.resident)));
+        metrics.push(Metric::exact(
+            "resident_bytes",
+            "B",
+            resources.last().map_or(0.0, |resources| resources.resident),
+        ));
         bench.put(&case, metrics)
     })
 }
@@ -60,18 +64,18 @@ fn watch(sandbox: &Sandbox, work: &Work, steps: u64) -> anyhow::Result<Vec<Resou
     let mut command = sandbox.command(work, "soaked");
     command.args(["--steps", &steps.to_string()]);
     let mut child = command.spawn()?;
-    let mut held = Vec::new();
+    let mut resources = Vec::new();
     while child.try_wait()?.is_none() {
-        held.extend(now(child.id()));
+        resources.extend(now(child.id()));
         std::thread::sleep(Duration::from_millis(500));
     }
     let output = child.wait_with_output()?;
     ensure!(output.status.success(), "{}: {}", work.name, String::from_utf8_lossy(&output.stderr));
     sandbox.remove("soaked")?;
-    Ok(held)
+    Ok(resources)
 }
 
-/// What a process holds, from /proc; `None` when it has ended.
+/// Reads a process's resources from /proc; `None` when it has ended.
 fn now(process: u32) -> Option<ResourceUse> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let field = |name: &str| -> Option<f64> {
@@ -88,17 +92,17 @@ fn now(process: u32) -> Option<ResourceUse> {
 }
 
 /// The median over the last tenth less that over the second; `None` for fewer than 40 moments.
-fn growth(held: &[ResourceUse], of: Quantity) -> Option<f64> {
-    if held.len() < 40 {
+fn growth(resources: &[ResourceUse], quantity: Quantity) -> Option<f64> {
+    if resources.len() < 40 {
         return None;
     }
-    let tenth = held.len() / 10;
+    let tenth = resources.len() / 10;
     let median = |part: &[ResourceUse]| {
-        let mut values: Vec<f64> = part.iter().map(of).collect();
+        let mut values: Vec<f64> = part.iter().map(quantity).collect();
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    Some(median(&held[held.len() - tenth..]) - median(&held[tenth..2 * tenth]))
+    Some(median(&resources[resources.len() - tenth..]) - median(&resources[tenth..2 * tenth]))
 }
 
 #[cfg(test)]
@@ -107,11 +111,11 @@ mod tests {
 
     #[test]
     fn growth_is_what_a_leak_makes_and_not_what_the_start_takes() {
-        let held = |resident: f64| ResourceUse { resident, locked: 0.0, files: 3.0, threads: 1.0 };
-        let steady: Vec<ResourceUse> = (0..100).map(|at| held(if at < 5 { 1.0 } else { 9.0 })).collect();
-        assert_eq!(growth(&steady, |held| held.resident), Some(0.0));
-        let leaking: Vec<ResourceUse> = (0..100).map(|at| held(f64::from(at))).collect();
-        assert_eq!(growth(&leaking, |held| held.resident), Some(80.0));
-        assert_eq!(growth(&steady[..20], |held| held.resident), None);
+        let resources = |resident: f64| ResourceUse { resident, locked: 0.0, files: 3.0, threads: 1.0 };
+        let steady: Vec<ResourceUse> = (0..100).map(|at| resources(if at < 5 { 1.0 } else { 9.0 })).collect();
+        assert_eq!(growth(&steady, |resources| resources.resident), Some(0.0));
+        let leaking: Vec<ResourceUse> = (0..100).map(|at| resources(f64::from(at))).collect();
+        assert_eq!(growth(&leaking, |resources| resources.resident), Some(80.0));
+        assert_eq!(growth(&steady[..20], |resources| resources.resident), None);
     }
 }

@@ -34,7 +34,7 @@ pub(super) struct Work {
     pub(super) kind: Kind,
 }
 
-/// What a command is of.
+/// The kind of work that a command does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
     /// `frugal`, without a network.
@@ -288,7 +288,7 @@ impl Sandbox {
     fn start(&self, program: &Path, arguments: &str, folder: &Path) -> Command {
         let mut command = Command::new(program);
         command.args(arguments.split_whitespace()).current_dir(folder);
-        // One thread: the same order of summation at each try.
+        // A single thread: the same order of summation at each try.
         command.env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
         command.env("FRUGAL_CACHE", self.path("cache")).env("TMPDIR", self.scratch());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -322,9 +322,9 @@ impl Sandbox {
     /// A command that fails.
     pub(super) fn succeed(&self, mut command: Command) -> anyhow::Result<String> {
         let Output { status, stderr, .. } = command.output()?;
-        let said = String::from_utf8_lossy(&stderr).into_owned();
-        ensure!(status.success(), "{command:?} failed with {status}: {said}");
-        Ok(said)
+        let message = String::from_utf8_lossy(&stderr).into_owned();
+        ensure!(status.success(), "{command:?} failed with {status}: {message}");
+        Ok(message)
     }
 
     /// The results of a command that has ended: each file's bytes, and the losses by step.
@@ -342,14 +342,14 @@ impl Sandbox {
         Ok(Results { files, losses })
     }
 
-    /// What is wrong with an output after its command was stopped: a result that is neither whole nor missing, or a checkpoint that is
-    /// visible and cannot be read.
+    /// Describes the damage of an output whose command was stopped: a result that is neither complete nor missing, or a visible
+    /// checkpoint that cannot be read.
     pub(super) fn damage(&self, work: &Work, out: &str, expected: &Results) -> Option<String> {
         let path = self.output(out);
         if work.resumes {
             let folder = path.join("checkpoints");
             return match checkpoint::latest(&folder) {
-                Ok(found) => found.refused.first().cloned(),
+                Ok(checkpoints) => checkpoints.refused.first().cloned(),
                 Err(error) => folder.exists().then(|| error.to_string()),
             };
         }
@@ -364,14 +364,14 @@ impl Sandbox {
     /// Temporary files that are left in an output and in the scratch folder.
     pub(super) fn left(&self, out: &str) -> Vec<PathBuf> {
         let mut left = entries(&self.scratch());
-        let mut found = entries(&self.outputs());
+        let mut paths = entries(&self.outputs());
         let mut folders = vec![self.output(out)];
         while let Some(folder) = folders.pop() {
             let inside = entries(&folder);
             folders.extend(inside.iter().filter(|path| path.is_dir() && !path.is_symlink()).cloned());
-            found.extend(inside);
+            paths.extend(inside);
         }
-        left.extend(found.into_iter().filter(|path| is_temporary(path)));
+        left.extend(paths.into_iter().filter(|path| is_temporary(path)));
         left
     }
 

@@ -21,7 +21,7 @@ pub(crate) fn parts(bench: &Bench, parameters: Option<i64>) -> Vec<Part> {
     vec![Part { about: "Adam", run: Box::new(run) }]
 }
 
-/// What both sides step. The model's gradient and weight are bf16; the same gradient is there in fp32.
+/// The parameters of both sides: bf16 weights and gradients, and the same gradients in fp32.
 struct Model {
     gradient: Tensor,
     wide_gradient: Tensor,

@@ -61,12 +61,12 @@ fn transfers(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     Ok(figures)
 }
 
-/// What each process does.
+/// Runs `rounds` rounds as a process of the group.
 pub(crate) fn rank(rounds: usize) -> anyhow::Result<()> {
     let launch = Launch::from_environment()?.context("this verb is run by `collectives`, as its ranks")?;
     let store = Store::connect(&launch, Duration::from_secs(60))?;
     let group = Group::new(&store, "measured", GroupOptions::default())?;
-    let whole = Tensor::f_ones([ELEMENTS], (Kind::Float, Device::Cpu))?;
+    let ones = Tensor::f_ones([ELEMENTS], (Kind::Float, Device::Cpu))?;
     let division = Division::even(ELEMENTS, group.size());
     let shard = Tensor::f_ones([division.len(group.rank())], (Kind::Float, Device::Cpu))?;
     let ordered = ReduceOptions::default();
@@ -74,12 +74,12 @@ pub(crate) fn rank(rounds: usize) -> anyhow::Result<()> {
     let once = |operation: &str, ours: bool| -> runtime::Result<()> {
         let options = if ours { ordered } else { native };
         match (operation, ours) {
-            ("all-gather", true) => group.all_gather(&whole, division, &shard, operation)?.wait(),
-            ("all-gather", false) => group.all_gather_native(&whole, &shard, operation)?.wait(),
+            ("all-gather", true) => group.all_gather(&ones, division, &shard, operation)?.wait(),
+            ("all-gather", false) => group.all_gather_native(&ones, &shard, operation)?.wait(),
             ("reduce-scatter", _) => {
-                group.reduce_scatter(&whole, division, &shard, options, operation)?.wait()
+                group.reduce_scatter(&ones, division, &shard, options, operation)?.wait()
             }
-            _ => group.all_reduce(&whole, options, operation),
+            _ => group.all_reduce(&ones, options, operation),
         }
     };
     let seconds = |operation: &str, ours: bool| -> runtime::Result<f64> {
@@ -98,7 +98,7 @@ pub(crate) fn rank(rounds: usize) -> anyhow::Result<()> {
                 writeln!(std::io::stdout(), "{operation}\t{ours:e}\t{native:e}")?;
             }
             // Sums of sums would overflow.
-            let _ = whole.shallow_clone().f_fill_(1.0)?;
+            let _ = ones.shallow_clone().f_fill_(1.0)?;
         }
     }
     group.barrier("end")?;

@@ -21,7 +21,7 @@ pub(crate) type Figures = Vec<(Case, Metric)>;
 /// Measures a group of figures.
 pub(crate) type Measure = Box<dyn Fn(Device, Scale) -> anyhow::Result<Figures>>;
 
-/// One group of figures.
+/// A group of figures.
 pub(crate) struct Part {
     pub(crate) about: &'static str,
     pub(crate) run: Measure,
@@ -32,7 +32,7 @@ fn short(scale: Scale) -> bool {
     matches!(scale, Scale::Smoke | Scale::Laptop)
 }
 
-/// What can be measured on the device.
+/// Returns the groups that can be measured on the device.
 pub(crate) fn parts(bench: &Bench) -> Vec<Part> {
     let mut parts = vec![
         Part { about: "hand-written functions", run: Box::new(functions) },

@@ -38,10 +38,10 @@ pub(crate) fn parts(_: &Bench) -> Vec<Part> {
     ]
 }
 
-/// One call; it is given its number, to choose among several sets of tensors that do not fit a cache together.
+/// A call of the kernel. Its number chooses among several sets of tensors that together exceed a cache.
 type Call = Box<dyn FnMut(usize) -> runtime::Result<()>>;
 
-/// One line of the table.
+/// A line of the table.
 struct Line {
     what: &'static str,
     shape: String,
@@ -51,7 +51,7 @@ struct Line {
     libtorch: Option<Call>,
 }
 
-/// One of three sizes: of a step of Llama-3-8B with 8192 tokens on CUDA, of Qwen2.5-0.5B with 1024 on a CPU, or a small one.
+/// Returns the size for CUDA (a step of Llama-3-8B with 8192 tokens), for a CPU (Qwen2.5-0.5B with 1024), or for a smoke run.
 fn sized<T>(device: Device, scale: Scale, [of_cuda, of_cpu, of_smoke]: [T; 3]) -> T {
     match scale {
         Scale::Smoke => of_smoke,
@@ -120,7 +120,7 @@ fn measure_line(line: Line, device: Device, scale: Scale, figures: &mut Figures)
     Ok(())
 }
 
-/// Of the rate of a copy of as many bytes, and of a copy that is large enough for the launch not to count.
+/// Shares of the rate of a copy of as many bytes, and of a copy so large that its launch does not count.
 fn shares(samples: &[f64], bytes: f64, copied: f64, device: Device) -> anyhow::Result<[Metric; 2]> {
     let rate = physical::copy_bandwidth(device)?.rate().unwrap_or(f64::NAN);
     let of_equal: Vec<f64> = samples.iter().map(|seconds| copied / seconds).collect();
@@ -282,34 +282,35 @@ fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
         let stride = pass_for(device).row_stride(vocabulary, Kind::Float);
         let tile = Tensor::f_randn([tokens, stride], (Kind::Float, device))?.f_narrow(1, 0, vocabulary)?;
         let labels = Tensor::f_randint(vocabulary, [tokens], (Kind::Int64, device))?;
-        let logits = (tokens * vocabulary) as f64;
+        let elements = (tokens * vocabulary) as f64;
         let shape = format!("{tokens} × {vocabulary}");
         let mut known = Statistics::new(tokens, false, Wanted::default(), (Kind::Float, device))?;
-        let (mut own, of, theirs) = (tile.shallow_clone(), labels.shallow_clone(), tile.shallow_clone());
+        let (mut logits, columns, theirs) =
+            (tile.shallow_clone(), labels.shallow_clone(), tile.shallow_clone());
         let statistics = Line {
             what: "cross-entropy, statistics",
             shape: shape.clone(),
-            bytes: 4.0 * logits,
+            bytes: 4.0 * elements,
             ours: Box::new(move |_| {
-                let targets = Targets::Columns(&of);
-                pass_for(device).statistics(&mut own, TileInputs::new(targets), &mut known)
+                let targets = Targets::Columns(&columns);
+                pass_for(device).statistics(&mut logits, TileInputs::new(targets), &mut known)
             }),
             libtorch: Some(Box::new(move |_| discard(theirs.f_logsumexp([1].as_slice(), false)))),
         };
         measure_line(statistics, device, scale, &mut figures)?;
         let row = |value: f64| Tensor::f_full([tokens], value, (Kind::Float, device));
         let (maximum, powers, target) = (row(4.0)?, row(1e-3)?, row(-1e-3)?);
-        let (mut own, theirs) = (tile.shallow_clone(), tile);
+        let (mut logits, theirs) = (tile.shallow_clone(), tile);
         let gradient = Line {
             what: "cross-entropy, gradient",
             shape,
-            bytes: 6.0 * logits,
+            bytes: 6.0 * elements,
             ours: Box::new(move |_| {
                 let targets = Targets::Columns(&labels);
                 let coefficients =
                     Coefficients { maximum: &maximum, powers: &powers, target: &target, constant: None };
                 let inputs = TileInputs::new(targets);
-                pass_for(device).gradient_as(&mut own, inputs, coefficients, KIND).map(drop)
+                pass_for(device).gradient_as(&mut logits, inputs, coefficients, KIND).map(drop)
             }),
             libtorch: Some(Box::new(move |_| discard(theirs.f_softmax(-1, Kind::Float)?.f_to_kind(KIND)))),
         };

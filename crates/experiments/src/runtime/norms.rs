@@ -25,7 +25,7 @@ pub(crate) fn parts(_: &Bench) -> Vec<Part> {
     vec![Part { about: "norms", run: Box::new(norms) }]
 }
 
-/// What follows a norm, with a gradient that is ready: backward gives it away, as a product's backward does.
+/// Takes a norm's output, and gives a ready gradient away in backward, as a product's backward does.
 struct Follower(Mutex<Option<Tensor>>);
 
 impl Function for Follower {
@@ -71,12 +71,12 @@ fn memory(leaf: &Tensor, upstream: &Tensor, norm: Norm) -> anyhow::Result<(f64, 
     let region = Region::start(device)?;
     let y = norm(&leaf.f_neg()?)?;
     let of_y = y.numel() * y.kind().elt_size_in_bytes();
-    let held = live_bytes(device)? - before - of_y as u64;
+    let kept = live_bytes(device)? - before - of_y as u64;
     let gradient = upstream.f_add_scalar(0.0)?;
     let [end] = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?;
     drop(y);
     autograd::backward(&[&end])?;
-    Ok((held as f64, region.finish()?.peak_above_start() as f64))
+    Ok((kept as f64, region.finish()?.peak_above_start() as f64))
 }
 
 fn norms(device: Device, scale: Scale) -> anyhow::Result<Figures> {
@@ -141,7 +141,7 @@ fn norms(device: Device, scale: Scale) -> anyhow::Result<Figures> {
 /// held and those of the peak. A copy of as many bytes takes `copied` seconds.
 fn beside(
     [ours, theirs]: [&[(f64, f64)]; 2],
-    [(held, peak), (libtorch_held, libtorch_peak)]: [(f64, f64); 2],
+    [(kept, peak), (libtorch_kept, libtorch_peak)]: [(f64, f64); 2],
     copied: f64,
 ) -> Vec<Metric> {
     type Value = fn(&(f64, f64)) -> f64;
@@ -162,9 +162,9 @@ fn beside(
         seconds("libtorch_step_seconds", theirs, step),
         ratio("step_ratio", step),
         Metric::of_samples("share_of_copy_rate", "ratio", &shares),
-        Metric::exact("held_bytes", "B", held),
-        Metric::exact("libtorch_held_bytes", "B", libtorch_held),
-        Metric::exact("held_ratio", "ratio", held / libtorch_held),
+        Metric::exact("held_bytes", "B", kept),
+        Metric::exact("libtorch_held_bytes", "B", libtorch_kept),
+        Metric::exact("held_ratio", "ratio", kept / libtorch_kept),
         Metric::exact("peak_bytes", "B", peak),
         Metric::exact("libtorch_peak_bytes", "B", libtorch_peak),
     ]

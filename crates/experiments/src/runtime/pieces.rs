@@ -37,12 +37,12 @@ pub(crate) fn parts(_: &Bench) -> Vec<Part> {
 
 type Piece<'a> = &'a dyn Fn(&[Tensor]) -> runtime::Result<Vec<Tensor>>;
 
-/// What is compared, over which inputs.
+/// Two implementations and their inputs.
 struct Comparison<'a> {
     what: &'static str,
     ours: Piece<'a>,
     theirs: Piece<'a>,
-    /// Of the inputs together: how often forward, and backward, must move them.
+    /// How often forward and backward must move the bytes of all inputs.
     moves: [f64; 2],
     inputs: Vec<Tensor>,
 }
@@ -110,7 +110,7 @@ fn leaves(shapes: &[[i64; 4]], kind: Kind, device: Device) -> runtime::Result<Ve
     shapes.iter().map(leaf).collect()
 }
 
-/// One forward without a graph, or forward and backward to every input from gradients that the caller holds, so that neither
+/// Runs one forward without a graph, or forward and backward to every input. The caller owns the upstream gradients, so neither
 /// side writes over them.
 fn step(piece: Piece, inputs: &[Tensor], upstream: &[Tensor], backward: bool) -> runtime::Result<()> {
     if backward {
@@ -136,8 +136,8 @@ fn memory(piece: Piece, inputs: &[Tensor]) -> anyhow::Result<(f64, f64)> {
     let peak = region.finish()?.peak_above_start();
     drop(fresh);
     let bytes: usize = outputs.iter().map(|y| y.numel() * y.kind().elt_size_in_bytes()).sum();
-    let held = live_bytes(device)? as f64 - before as f64 - bytes as f64;
-    Ok((held, peak as f64))
+    let kept = live_bytes(device)? as f64 - before as f64 - bytes as f64;
+    Ok((kept, peak as f64))
 }
 
 fn compare(

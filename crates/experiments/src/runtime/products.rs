@@ -124,7 +124,7 @@ impl Pass {
         let mut seconds = vec![Vec::new(); candidates.len()];
         for round in 0..=effort.rounds {
             for (candidate, seconds) in candidates.iter_mut().zip(&mut seconds) {
-                // With operands in the cache, as far as they fit, whatever ran before.
+                // The first run brings as many operands into the cache as fit.
                 (candidate.run)()?;
                 synchronize(device)?;
                 let start = Instant::now();
@@ -150,8 +150,9 @@ impl Pass {
         }
         for &kind in kinds {
             let Some(chosen) = of(kind, CHOSEN) else { continue };
-            let median = |of: usize| {
-                report::statistics::summarize(&seconds[of]).map_or(f64::INFINITY, |found| found.median)
+            let median = |candidate: usize| {
+                report::statistics::summarize(&seconds[candidate])
+                    .map_or(f64::INFINITY, |summary| summary.median)
             };
             // A product into fp32 is another one.
             let of_kind = (0..candidates.len())
@@ -212,12 +213,12 @@ impl Pass {
     }
 }
 
-/// What `kernels::matmul` does.
+/// The implementation that `kernels::matmul` chooses.
 const CHOSEN: &str = "chosen";
-/// What `kernels::matmul` does for an output in fp32, as sums of gradients are.
+/// The implementation that `kernels::matmul` chooses for an output in fp32, as sums of gradients need.
 const INTO_FP32: &str = "into_fp32";
 
-/// One way of computing a product.
+/// An implementation of a product.
 struct Candidate {
     kind: Kind,
     name: &'static str,

@@ -23,7 +23,7 @@ fn variants() -> Vec<&'static str> {
     [ALONE, RECOMPUTED].into_iter().chain(STAGES).collect()
 }
 
-/// What is measured of so many tokens.
+/// The figures that are measured with so many tokens.
 enum Figure {
     /// Steps over ranks, beside none.
     Time,

@@ -19,7 +19,7 @@ use crate::driver::Bench;
 
 /// Ranks of the timeline.
 const SHOWN: usize = 2;
-/// The number of ranks, one of which runs.
+/// The size of a group that is pretended, with a single rank that runs.
 const MANY: usize = 1024;
 
 #[derive(clap::Args)]
@@ -71,7 +71,7 @@ struct Cost {
     steps: usize,
 }
 
-/// What is measured.
+/// The figures that are measured.
 enum Figure {
     /// Memory and transfers of a stage over so many ranks, in processes with one training each.
     Memory(&'static str, usize),

@@ -90,8 +90,9 @@ impl Sizes {
             if tensor.dim() < 2 {
                 continue;
             }
-            let of = |index: u32| ((f64::from(hash(index, number)) / 4_294_967_296.0 - 0.5) * 0.07) as f32;
-            let values: Vec<f32> = (0..u32::try_from(tensor.numel())?).map(of).collect();
+            let weight =
+                |index: u32| ((f64::from(hash(index, number)) / 4_294_967_296.0 - 0.5) * 0.07) as f32;
+            let values: Vec<f32> = (0..u32::try_from(tensor.numel())?).map(weight).collect();
             tensor.shallow_clone().f_copy_(&Tensor::f_from_slice(&values)?.f_view_as(tensor)?)?;
         }
         Ok(model)
@@ -104,8 +105,8 @@ pub(crate) fn projections(trainer: &Trainer) -> anyhow::Result<Vec<f64>> {
     const COUNT: u32 = 4;
     let (mut sums, mut squares) = ([0.0; COUNT as usize], 0.0);
     for (number, (_, tensor)) in (0..).zip(module::parameters(trainer.model.as_ref())) {
-        let whole = trainer.optimizer.whole_weight(tensor)?.f_reshape([-1])?.f_to_kind(Kind::Float)?;
-        for (index, value) in (0..).zip(Vec::<f32>::try_from(whole)?) {
+        let weights = trainer.optimizer.whole_weight(tensor)?.f_reshape([-1])?.f_to_kind(Kind::Float)?;
+        for (index, value) in (0..).zip(Vec::<f32>::try_from(weights)?) {
             let value = f64::from(value);
             squares += value * value;
             for (direction, sum) in (0..).zip(&mut sums) {
@@ -132,7 +133,7 @@ pub(crate) struct HashedBatches {
     pub(crate) sizes: Sizes,
     /// The next one's number.
     pub(crate) next: u32,
-    /// What is added to the number after each.
+    /// The distance to the number of the next batch.
     pub(crate) stride: u32,
 }
 

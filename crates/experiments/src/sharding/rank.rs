@@ -1,4 +1,4 @@
-//! One rank of a measured training.
+//! A rank of a measured training.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use training::{Trainer, trainer};
 use super::model::{self, HashedBatches, Sizes};
 use super::timeline::{self, Span};
 
-/// What each rank does by itself.
+/// A training of each rank by itself.
 pub(crate) const ALONE: &str = "alone";
 /// The same, with every layer run again in backward.
 pub(crate) const RECOMPUTED: &str = "alone recomputed";
@@ -57,7 +57,7 @@ pub(crate) struct Rank {
     trace: Option<PathBuf>,
 }
 
-/// What a rank measured of a variant; printed as a line.
+/// Measurements of a variant on a rank; printed as a line.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Measured {
     pub(crate) variant: String,
@@ -157,7 +157,7 @@ pub(crate) fn is_recomputed(variant: &str) -> bool {
     variant.ends_with("recomputed")
 }
 
-/// What computes the same as a variant, by itself.
+/// Returns the variant that computes the same without other ranks.
 fn baseline(variant: &str) -> &'static str {
     if is_recomputed(variant) { RECOMPUTED } else { ALONE }
 }

@@ -33,10 +33,10 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Span>> {
     let mut spans = Vec::new();
     for range in profile.ranges.iter().filter(|range| range.start >= step.start && range.end <= step.end) {
         let name = profile.range_name(range);
-        let phase = PHASES.iter().find(|(of, _)| *of == name && range.thread == step.thread);
+        let phase = PHASES.iter().find(|(known, _)| *known == name && range.thread == step.thread);
         let transfer = TRANSFERS
             .iter()
-            .find(|(of, _)| name.split_once(' ').is_some_and(|(operation, _)| operation == *of));
+            .find(|(known, _)| name.split_once(' ').is_some_and(|(operation, _)| operation == *known));
         let (lane, what) = match (phase, transfer) {
             (Some((_, what)), _) => ("compute", (*what).to_owned()),
             (None, Some((_, lane))) => (*lane, (*lane).to_owned()),

@@ -10,7 +10,7 @@ use tch::Kind;
 use super::bench::{self, Configuration, Gradients, Outcome, Variant};
 use crate::driver::Bench;
 
-/// One shape of the assignment, and the steps that it is given at each scale.
+/// A shape of the assignment, and its steps at each scale.
 struct Shape {
     config: Configuration,
     /// Warm-up steps and measured steps at scale laptop; `None`: the shape takes too long there.
@@ -96,7 +96,7 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     bench.put(&Case::new().with("config", "all measured shapes"), changes.ranges())
 }
 
-/// What level 1 changes against level 0, in percent, over the shapes.
+/// Changes from level 0 to level 1, in percent, over the shapes.
 #[derive(Default)]
 struct Changes {
     backward: Vec<f64>,

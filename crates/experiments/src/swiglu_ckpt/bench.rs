@@ -84,9 +84,9 @@ impl Configuration {
     /// # Errors
     /// Sizes that make no stack.
     pub fn predict(&self, variant: Variant, kind: Kind, gradients: Gradients) -> anyhow::Result<Peak> {
-        let positive = |name: &str, found: i64| {
-            ensure!(found > 0, "swiglu: {name} is {found}; expected at least 1");
-            Ok(found.unsigned_abs())
+        let positive = |name: &str, size: i64| {
+            ensure!(size > 0, "swiglu: {name} is {size}; expected at least 1");
+            Ok(size.unsigned_abs())
         };
         let (level, tile_bytes) = match variant {
             Variant::Operators => (SwigluLevel::Eager, None),
@@ -113,7 +113,7 @@ impl Configuration {
     }
 }
 
-/// What becomes of a step's gradients.
+/// The use of a step's gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
     /// They are freed after the step.
@@ -171,7 +171,7 @@ pub fn is_predicted(variant: Variant, kind: Kind, device: Device) -> bool {
     compute_kind(device, kind) == kind && !(low && tiled)
 }
 
-/// What a case came to.
+/// The result of a case.
 #[derive(Debug)]
 pub struct Outcome {
     /// Seconds of `forward`, `backward` and both, per repeat.
@@ -180,7 +180,7 @@ pub struct Outcome {
     pub peak_bytes: u64,
     /// Bytes held between forward and backward, without the stack's own input and output.
     pub held_bytes: u64,
-    /// What `accounting` says of both.
+    /// The prediction of `accounting` for both.
     pub predicted: Peak,
 }
 
@@ -198,7 +198,7 @@ pub fn measure(
     let predicted = config.predict(variant, kind, gradients)?;
     let &Configuration { batch, seq, hidden, intermediate, layers } = config;
     let device = plan.device;
-    // What was there before has no part in the peak, and what is predicted has none in what is measured.
+    // Tensors from before have no part in the peak, and the prediction has none in the measurement.
     let before = live_bytes(device)?;
     let level = match variant {
         Variant::Operators => CheckpointLevel::SaveAll,
@@ -260,7 +260,7 @@ fn operators(mlp: &SwigluMlp, x: &Tensor) -> runtime::Result<Tensor> {
 /// The device's rate for this configuration's largest product in FLOP/s.
 ///
 /// # Errors
-/// As [`measure()`].
+/// Same as [`measure()`].
 pub fn product_rate(config: &Configuration, kind: Kind, device: Device) -> anyhow::Result<f64> {
     let (tokens, inner, hidden) = (config.tokens(), config.intermediate, config.hidden);
     Ok(physical::gemm_rate(device, kind, tokens, inner, hidden)?.rate().unwrap_or(0.0))

@@ -16,7 +16,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::activations::{Activations, LayerPlan, StepCost, StepPredictor, every_kth};
 
-/// What is run.
+/// A stack of layers and its steps.
 #[derive(Debug, Clone)]
 pub struct Stack {
     /// Rows of a batch.
@@ -35,7 +35,7 @@ pub struct Stack {
     pub dropout: f64,
     /// Where.
     pub device: Device,
-    /// Of the weights and tokens.
+    /// Seed of the weights and tokens.
     pub seed: u64,
 }
 
@@ -44,13 +44,13 @@ pub struct Stack {
 pub struct NamedPlan {
     /// Its name.
     pub name: String,
-    /// One entry for each layer.
+    /// The plan of each layer.
     pub plan: Vec<LayerPlan>,
     /// The bytes beyond those alive between steps that it was made for.
     pub budget: Option<u64>,
 }
 
-/// What a plan was said to take, and took.
+/// The predicted and the measured cost of a plan.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     /// Which.
@@ -99,10 +99,10 @@ impl Stack {
         Ok(Bench { tokens: draw()?, labels: draw()?, model, activations, device })
     }
 
-    /// What steps of this stack will take, measured on one layer of it.
+    /// Predicts steps of this stack from a measurement of one of its layers.
     ///
     /// # Errors
-    /// Those of [`StepPredictor::measure`].
+    /// Errors of [`StepPredictor::measure`].
     pub fn step_predictor(&self, rounds: usize) -> Result<StepPredictor> {
         let Bench { mut model, activations, tokens, labels, .. } = self.bench(1)?;
         let input = Input { tokens: &tokens, positions: None, context: context() };
@@ -113,7 +113,7 @@ impl Stack {
     /// the least that a plan takes and what keeping everything takes.
     ///
     /// # Errors
-    /// Those of the planner.
+    /// Errors of the planner.
     pub fn plans(&self, predictor: &StepPredictor) -> Result<Vec<NamedPlan>> {
         let layers = self.layers as usize;
         let mut plans: Vec<NamedPlan> = LayerPlan::ALL
@@ -147,7 +147,7 @@ impl Bench {
     /// `probes` times. `tell` hears of each run.
     ///
     /// # Errors
-    /// Those of the model.
+    /// Errors of the model.
     pub fn run(
         &self,
         stack: &Stack,

@@ -48,7 +48,7 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a layer holds and recomputes under one of its plans; the first keeps everything.
+/// Bytes that a layer keeps and time that it recomputes under a plan; the first plan keeps everything.
 fn layer_metrics(predictor: &StepPredictor, plan: usize) -> Vec<Metric> {
     let choices = &predictor.layer.choices;
     let (kept, cost) = (choices[0].cost.held_bytes, choices[plan].cost);

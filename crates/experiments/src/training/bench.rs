@@ -125,7 +125,7 @@ impl Batches for Drawn {
         self.source.state()
     }
 
-    /// What is drawn does not come back.
+    /// Does nothing: a drawn batch is not drawn again.
     fn resume(&mut self, state: &Value) -> training::Result<()> {
         Err(training::Error::Config {
             what: "drawn batches",

@@ -38,7 +38,7 @@ type Axis = (&'static str, fn(&mut Sizes, i64), i64);
 fn axes(part: i64) -> [Axis; 5] {
     [
         ("rows", |sizes, value| sizes.rows = value, 2),
-        // One row, so that the pairs of tokens grow with the square.
+        // A single row, so that the number of token pairs grows with the square of its length.
         ("tokens of one row", |sizes, value| (sizes.rows, sizes.length) = (1, value), 256 / part),
         ("layers", |sizes, value| sizes.layers = value, 2),
         ("vocabulary", |sizes, value| sizes.vocabulary = value, 8192 / part),
@@ -136,7 +136,7 @@ fn step(sizes: &Sizes, plan: &MeasurementPlan, seed: u64) -> anyhow::Result<(mea
     };
     let mut before = 0;
     let measured = measure::run(plan, |timer| {
-        // What the optimizer holds exists from the first step on.
+        // The optimizer's state exists from the first step on.
         let result = one(timer).map_err(|error| runtime::Error::Other(error.into()));
         before = live_bytes(device)?;
         result

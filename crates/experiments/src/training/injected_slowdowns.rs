@@ -19,7 +19,7 @@ pub use indexed_loss::IndexedLossHead;
 pub use tokenize_per_item::TokenizePerItem;
 pub use unused_projection::UnusedProjection;
 
-/// One of them.
+/// An inefficiency that can be switched on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inefficiency {

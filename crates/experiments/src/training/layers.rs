@@ -36,7 +36,7 @@ pub(crate) struct Layers {
 #[derive(Clone, Copy, Debug)]
 enum Variant {
     Plain,
-    /// With the MLP's activations recomputed in backward.
+    /// Recomputes the MLP's activations in backward.
     Recomputed,
 }
 

@@ -51,7 +51,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Loading) -> anyhow::Result<()> 
     let label = |strategy: &Strategy| format!("{}, {strategy}", corpus.name);
     let outcomes =
         bench.in_turns(rounds, strategies, label, |_, strategy| train(&corpus, *strategy, &training))?;
-    // What every strategy has reached.
+    // The loss that every strategy has reached.
     let target = outcomes.iter().flatten().map(Outcome::best_loss).fold(f64::NEG_INFINITY, f64::max);
     for (&strategy, outcomes) in strategies.iter().zip(&outcomes) {
         bench.put(&case(strategy), totals(outcomes, target))?;
@@ -104,7 +104,8 @@ fn totals(outcomes: &[Outcome], target: f64) -> Vec<Metric> {
 fn values(outcome: &Outcome, target: f64) -> [f64; TOTALS.len()] {
     let &Outcome { steps, seconds, tokens, padding, waited_seconds, loader, .. } = outcome;
     let last = outcome.curve.last();
-    let of_last = |of: fn(f64, f64) -> f64| last.map_or(f64::NAN, |point| of(point.loss, point.accuracy));
+    let of_last =
+        |value: fn(f64, f64) -> f64| last.map_or(f64::NAN, |point| value(point.loss, point.accuracy));
     [
         seconds,
         tokens as f64 / seconds,

@@ -264,8 +264,8 @@ fn steps(turns: &[Turn]) -> Vec<f64> {
 /// each part, `idle_seconds`, `host_seconds`, `copy_seconds`, `operators`, `copies`, `allocated_bytes`, and on CUDA
 /// `device_idle_share` and `kernels`.
 fn composition_metrics(composition: &Composition) -> Vec<Metric> {
-    let metric = |name: &str, unit: &str, of: &dyn Fn(&StepTimes) -> f64| {
-        Metric::of_samples(name, unit, &composition.steps.iter().map(of).collect::<Vec<f64>>())
+    let metric = |name: &str, unit: &str, value: &dyn Fn(&StepTimes) -> f64| {
+        Metric::of_samples(name, unit, &composition.steps.iter().map(value).collect::<Vec<f64>>())
     };
     let mut metrics = vec![metric("step_seconds", "s", &|step| step.seconds)];
     for phase in Phase::ALL {

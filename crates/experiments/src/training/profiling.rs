@@ -35,7 +35,7 @@ impl Turn {
     /// Runs and times `steps` steps; the device is idle at the beginning and at the end.
     ///
     /// # Errors
-    /// Those of the setup.
+    /// Errors of the setup.
     pub(crate) fn of(setup: &mut Setup, steps: u64) -> Result<Self> {
         let start = Instant::now();
         // The losses are read at the end, which waits for the device.
@@ -49,7 +49,7 @@ impl Turn {
 /// Two setups that were run in turns, so that a drift of the machine is in both.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Pair {
-    /// With the inefficiency.
+    /// Turns with the inefficiency.
     pub on: Vec<Turn>,
     /// Without.
     pub off: Vec<Turn>,
@@ -65,7 +65,7 @@ impl Pair {
 /// Measures `on` against `off` in turns.
 ///
 /// # Errors
-/// Those of the setups.
+/// Errors of the setups.
 pub(crate) fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> Result<Pair> {
     on.run(effort.warmup)?;
     off.run(effort.warmup)?;
@@ -77,10 +77,10 @@ pub(crate) fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> R
     Ok(pair)
 }
 
-/// What a profile of a setup shows.
+/// Profiles a setup.
 ///
 /// # Errors
-/// Those of the setup and of the profiler.
+/// Errors of the setup and of the profiler.
 pub(crate) fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Composition, Diagnosis)> {
     let (profile, facts) = setup.trace(effort.traced, trace)?;
     Ok((Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?))

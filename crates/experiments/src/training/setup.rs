@@ -28,7 +28,7 @@ use super::injected_slowdowns::{
 };
 use crate::corpus::Corpus;
 
-/// What every setup has in common.
+/// Settings that all setups share.
 #[derive(Debug, Clone)]
 pub struct Common {
     /// The model; its vocabulary is set by the corpus.
@@ -45,7 +45,7 @@ pub struct Common {
     pub seed: u64,
 }
 
-/// What a training may have beyond the assignment's script.
+/// Techniques that a training may have beyond the assignment's script.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Techniques {
     /// Products in bf16, weights in fp32.
@@ -71,7 +71,7 @@ impl Setup {
     /// A training with the inefficiencies that are `on`, and none of the others, and with the fused norm.
     ///
     /// # Errors
-    /// Those of the data, the model and the loop.
+    /// Errors of the data, the model and the loop.
     pub fn new(corpus: &Corpus, on: &BTreeSet<Inefficiency>, common: &Common) -> Result<Self> {
         Self::with(corpus, on, Techniques { fused_norms: true, ..Default::default() }, common)
     }
@@ -79,7 +79,7 @@ impl Setup {
     /// A training with the inefficiencies that are `on` and these techniques, and none of the others.
     ///
     /// # Errors
-    /// Those of the data, the model and the loop.
+    /// Errors of the data, the model and the loop.
     pub fn with(
         corpus: &Corpus,
         on: &BTreeSet<Inefficiency>,
@@ -145,7 +145,7 @@ impl Setup {
     /// Runs so many steps more, and returns their records.
     ///
     /// # Errors
-    /// Those of the loop.
+    /// Errors of the loop.
     pub fn run(&mut self, steps: u64) -> Result<Vec<StepRecord>> {
         self.trainer.options.steps = self.trainer.step() + steps;
         self.trainer.run(&mut self.batches, None)?;
@@ -155,7 +155,7 @@ impl Setup {
     /// The mean loss over the corpus's validation lines, computed as the training computes.
     ///
     /// # Errors
-    /// Those of the data and the model.
+    /// Errors of the data and the model.
     pub fn validation_loss(&self, corpus: &Corpus, common: &Common) -> Result<f64> {
         let &Common { batch_size, device, .. } = common;
         let max_length = self.trainer.model.max_sequence() as usize;
@@ -172,7 +172,7 @@ impl Setup {
     /// can be known of the run besides.
     ///
     /// # Errors
-    /// Those of the loop and of the profiler; a file that cannot be written.
+    /// Errors of the loop and of the profiler; a file that cannot be written.
     pub fn trace(&mut self, steps: u64, path: &Path) -> Result<(Profile, TrainingFacts)> {
         let loading = Loading { workers: self.workers, pinned: self.pinned };
         let until = self.trainer.step() + steps;
@@ -203,15 +203,15 @@ impl ModuleMapper for Heads<'_> {
         let on = std::mem::replace(&mut self.0, NONE.get_or_init(BTreeSet::new));
         let mut wrap = |with: fn(Box<dyn LossHead>) -> Box<dyn LossHead>| -> models::Result<()> {
             let placeholder = ProjectionHead::new(Linear::new(1, 1, false, (Kind::Float, Device::Cpu))?);
-            let own = std::mem::replace(slot, Box::new(placeholder) as Box<dyn LossHead>);
-            *slot = with(own);
+            let head = std::mem::replace(slot, Box::new(placeholder) as Box<dyn LossHead>);
+            *slot = with(head);
             Ok(())
         };
         if on.contains(&Inefficiency::IndexedLoss) {
-            wrap(|own| Box::new(IndexedLossHead(own)))?;
+            wrap(|head| Box::new(IndexedLossHead(head)))?;
         }
         if on.contains(&Inefficiency::HostReads) {
-            wrap(|own| Box::new(HostReadsHead(own)))?;
+            wrap(|head| Box::new(HostReadsHead(head)))?;
         }
         Ok(())
     }

@@ -7,9 +7,9 @@ use crate::corpus::{Corpus, DataArgs, Limits};
 
 /// The sizes of a run.
 pub(crate) struct Sizes {
-    /// What the loading strategies train.
+    /// The model of the loading strategies.
     pub(crate) model: Gpt2LikeConfig,
-    /// What is profiled: wide enough that products take most of a step.
+    /// The profiled model: wide enough that products take most of a step.
     pub(crate) profiled: Gpt2LikeConfig,
     /// The profiled width less one, and heads that divide it.
     pub(crate) odd: (i64, i64),

@@ -32,7 +32,7 @@ enum Part {
 }
 
 impl Part {
-    /// Those that change something, in the assignment's order.
+    /// The stages that change a training, in the assignment's order.
     const ALL: [Self; 4] = [Self::Data, Self::Precision, Self::Profiling, Self::Bonus];
 
     fn name(self) -> &'static str {
@@ -95,7 +95,7 @@ fn stages(device: Device, gains: bool) -> Vec<Stage> {
     stages
 }
 
-/// What a stage came to.
+/// The result of a stage.
 #[derive(Debug, Clone, Default)]
 struct Measured {
     turns: Vec<Turn>,
@@ -131,8 +131,8 @@ pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
     bench.expect(with_precision.len() + effort.rounds as usize + 1);
     bench.message("does mixed precision gain on this device?");
     let trial = Effort { rounds: 3, ..effort };
-    let found = measure(&corpus, &common, &with_precision[1..3], trial, |_| {})?;
-    let gain = Metric::of_samples("speedup", "ratio", &found[1].speedups(&found[0]));
+    let trials = measure(&corpus, &common, &with_precision[1..3], trial, |_| {})?;
+    let gain = Metric::of_samples("speedup", "ratio", &trials[1].speedups(&trials[0]));
     let stages = stages(device, gain.value.is_some_and(|gain| gain > 1.0));
     bench.step();
     let measured = measure(&corpus, &common, &stages, effort, |message| {
@@ -204,17 +204,17 @@ impl Measured {
 }
 
 fn put_stages(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Result<()> {
-    for (number, (stage, of)) in stages.iter().zip(measured).enumerate() {
-        let steps: Vec<f64> = of.turns.iter().map(|turn| turn.step).collect();
+    for (number, (stage, result)) in stages.iter().zip(measured).enumerate() {
+        let steps: Vec<f64> = result.turns.iter().map(|turn| turn.step).collect();
         let mut metrics = vec![
-            of.rates(),
+            result.rates(),
             Metric::of_samples("step_seconds", "s", &steps),
-            Metric::exact("peak_bytes", "B", of.peak_bytes as f64),
-            Metric::exact("validation_loss", "nat", of.validation_loss),
+            Metric::exact("peak_bytes", "B", result.peak_bytes as f64),
+            Metric::exact("validation_loss", "nat", result.validation_loss),
             Metric::exact("kept", "count", f64::from(u8::from(stage.kept))),
         ];
         if number > 0 {
-            let speedups = of.speedups(&measured[stage.before]);
+            let speedups = result.speedups(&measured[stage.before]);
             let faster = speedups.iter().filter(|&&speedup| speedup > 1.0).count();
             metrics.push(Metric::of_samples("stage_speedup", "ratio", &speedups));
             metrics.push(Metric::exact(
@@ -222,7 +222,7 @@ fn put_stages(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Res
                 "ratio",
                 faster as f64 / speedups.len().max(1) as f64,
             ));
-            metrics.push(Metric::of_samples("cumulative_speedup", "ratio", &of.speedups(&measured[0])));
+            metrics.push(Metric::of_samples("cumulative_speedup", "ratio", &result.speedups(&measured[0])));
         }
         let case = Case::new()
             .with("shows", "stage")
@@ -234,7 +234,7 @@ fn put_stages(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Res
     Ok(())
 }
 
-/// What each part of the assignment gave, and all of them: its last stage beside the stage before its first.
+/// Writes the gain of each part of the assignment and of all parts: its last stage beside the stage before its first.
 fn put_parts(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Result<()> {
     let mut ends: Vec<(&str, usize, usize)> = Vec::new();
     for part in Part::ALL {
@@ -248,11 +248,11 @@ fn put_parts(bench: &mut Bench, stages: &[Stage], measured: &[Measured]) -> Resu
     for (part, before, after) in ends {
         let case = |end: &str| Case::new().with("shows", "part").with("part", part).with("end", end);
         for (end, index) in [("before", before), ("after", after)] {
-            let of = &measured[index];
+            let result = &measured[index];
             let metrics = vec![
-                of.rates(),
-                Metric::exact("peak_bytes", "B", of.peak_bytes as f64),
-                Metric::exact("validation_loss", "nat", of.validation_loss),
+                result.rates(),
+                Metric::exact("peak_bytes", "B", result.peak_bytes as f64),
+                Metric::exact("validation_loss", "nat", result.validation_loss),
             ];
             bench.put(&case(end), metrics)?;
         }
@@ -290,8 +290,8 @@ mod tests {
         for stage in &stages[1..] {
             let before = &stages[stage.before];
             let repaired = before.on.len() - stage.on.len();
-            let techniques = |of: &Stage| {
-                let Techniques { mixed_precision, fused_norms, fused_loss } = of.techniques;
+            let techniques = |stage: &Stage| {
+                let Techniques { mixed_precision, fused_norms, fused_loss } = stage.techniques;
                 usize::from(mixed_precision) + usize::from(fused_norms) + usize::from(fused_loss)
             };
             assert_eq!(repaired + techniques(stage) - techniques(before), 1, "{}", stage.name);

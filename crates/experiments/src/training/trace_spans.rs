@@ -12,7 +12,7 @@ const MOST: usize = 24;
 pub(crate) enum TracePart {
     /// All of it.
     Step,
-    /// From its beginning until some time after its batch is there.
+    /// The span from its beginning until some time after its batch is there.
     Beginning,
     /// The forward pass.
     Forward,
@@ -49,7 +49,7 @@ pub(crate) struct Span {
     pub row: &'static str,
     /// Its name.
     pub what: String,
-    /// What kind of work it is, for its colour.
+    /// The kind of work, for its colour.
     pub kind: &'static str,
     /// Seconds from the beginning of the part.
     pub start: f64,
@@ -66,17 +66,17 @@ pub(crate) fn spans(profile: &Profile, part: TracePart) -> Vec<Span> {
         range.thread == step.thread && range.start >= step.start && range.end <= step.end
     };
     let phase = |name| ranges(name).filter(within).map(|range| (range.start, range.end));
-    let whole = (step.start, step.end);
+    let step_span = (step.start, step.end);
     let called = called(profile, step);
     let (from, until) = match part {
-        TracePart::Step => whole,
+        TracePart::Step => step_span,
         TracePart::Beginning => {
             let (start, end) = phase("data").next().unwrap_or((step.start, step.start));
             (start, (end + 2 * (end - start)).max(end + (step.end - step.start) / 200))
         }
-        TracePart::Forward => phase("forward").next().unwrap_or(whole),
+        TracePart::Forward => phase("forward").next().unwrap_or(step_span),
         TracePart::Loss => {
-            let (start, end) = phase("forward").next().unwrap_or(whole);
+            let (start, end) = phase("forward").next().unwrap_or(step_span);
             let mut inside = called.iter().filter(|operator| operator.start >= start && operator.end <= end);
             let projection = inside.rfind(|operator| kind(profile.operator_name(operator)) == "product");
             (projection.map_or(start, |operator| operator.start), end)

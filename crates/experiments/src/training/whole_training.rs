@@ -20,7 +20,7 @@ use training::trainer::Options;
 use crate::corpus::Corpus;
 use crate::training_recorder::TrainingRecorder;
 
-/// What all trainings of a comparison share.
+/// Settings that all trainings of a comparison share.
 #[derive(Debug, Clone)]
 pub(crate) struct Training {
     /// The model; its vocabulary is set by the corpus.
@@ -58,7 +58,7 @@ pub(crate) struct Point {
     pub accuracy: f64,
 }
 
-/// What a whole training came to.
+/// The result of a training.
 #[derive(Debug, Clone)]
 pub(crate) struct Outcome {
     /// Steps.
@@ -76,7 +76,7 @@ pub(crate) struct Outcome {
     pub peak_with_evaluation_bytes: u64,
     /// Seconds that the training waited for the loader.
     pub waited_seconds: f64,
-    /// What the loader did.
+    /// Statistics of the loader.
     pub loader: LoaderStats,
     /// Validation.
     pub curve: Vec<Point>,
@@ -104,7 +104,7 @@ impl Outcome {
 /// Trains once with `strategy`.
 ///
 /// # Errors
-/// Those of the data, the model and the loop.
+/// Errors of the data, the model and the loop.
 pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result<Outcome> {
     let &Training { batch_size, epochs, lr, warmup, evaluate_every, workers, device, seed, .. } = training;
     runtime::random::seed(seed)?;

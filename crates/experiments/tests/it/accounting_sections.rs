@@ -37,15 +37,16 @@ fn every_cell_of_the_lecture_gives_what_it_says() {
     let output = program.args(["lecture", "--scale", "smoke", "--records"]).arg(&path).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let records = report::read_records(&path).unwrap();
-    let of = |name: &str| records.iter().filter(|record| record.metric.name == name).collect::<Vec<_>>();
-    let wrong: Vec<String> = of("agrees")
+    let records_of =
+        |name: &str| records.iter().filter(|record| record.metric.name == name).collect::<Vec<_>>();
+    let wrong: Vec<String> = records_of("agrees")
         .into_iter()
         .filter(|record| record.metric.value != Some(1.0))
         .map(|record| record.case.describe())
         .collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
     let parts: std::collections::BTreeSet<_> =
-        of("found").into_iter().filter_map(|record| record.case.get("part")?.as_str()).collect();
+        records_of("found").into_iter().filter_map(|record| record.case.get("part")?.as_str()).collect();
     assert_eq!(parts.len(), 17, "{parts:?}");
-    assert!(of("agrees").len() >= 60, "{}", of("agrees").len());
+    assert!(records_of("agrees").len() >= 60, "{}", records_of("agrees").len());
 }

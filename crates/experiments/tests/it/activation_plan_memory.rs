@@ -5,8 +5,8 @@ use experiments::training::activation_plan::{NamedPlan, Outcome, Stack};
 use tch::Device;
 use training::activations::LayerPlan;
 
-fn within(found: u64, expected: u64, share: f64) -> bool {
-    (found as f64 / expected as f64 - 1.0).abs() <= share
+fn within(measured: u64, expected: u64, share: f64) -> bool {
+    (measured as f64 / expected as f64 - 1.0).abs() <= share
 }
 
 #[test]

@@ -134,7 +134,7 @@ fn told(text: &str) -> (Vec<i64>, String) {
     (numbers, shape.join(" "))
 }
 
-/// What a story goes on with when its facts are told.
+/// The end of a story after its facts.
 const AFTER_THE_FACTS: [&str; 8] = [
     " We count ",
     " First ",

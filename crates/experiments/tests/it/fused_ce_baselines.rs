@@ -1,4 +1,4 @@
-//! One loss, four implementations.
+//! Tests that four implementations of one loss agree.
 
 #![expect(clippy::print_stdout, reason = "errors are printed beside their bounds")]
 
@@ -31,10 +31,10 @@ fn all_implementations_agree() {
                         runtime::autograd::backward(&[&(&loss * upstream)]).unwrap();
                         [loss.detach(), x.grad(), w.grad()]
                     });
-                    for (name, found) in Implementation::ALL.iter().zip(&results) {
-                        for (found, expected) in found.iter().zip(&results[0]) {
-                            assert_eq!(found.size(), expected.size(), "{name}");
-                            let error = (found - expected).abs().max().double_value(&[]);
+                    for (name, actual) in Implementation::ALL.iter().zip(&results) {
+                        for (actual, expected) in actual.iter().zip(&results[0]) {
+                            assert_eq!(actual.size(), expected.size(), "{name}");
+                            let error = (actual - expected).abs().max().double_value(&[]);
                             assert!(error <= 1e-12, "{name} {reduction:?} {chunk:?}: {error:e}");
                         }
                     }
@@ -67,7 +67,7 @@ fn a_budget_below_a_row_of_logits_is_refused() {
         .assert_eq(&refused.unwrap_err().to_string());
 }
 
-/// What `fused-ce` avoids: a sum in bf16 loses more with each chunk.
+/// `fused-ce` avoids this: a sum in bf16 loses more with each chunk.
 #[test]
 fn a_sum_in_the_weights_own_dtype_loses_more_with_each_chunk() {
     const TOKENS: i64 = 1024;
@@ -87,8 +87,8 @@ fn a_sum_in_the_weights_own_dtype_loses_more_with_each_chunk() {
     let exact = of_weight(Implementation::Naive, Kind::Double, TOKENS);
     let norm = |tensor: &Tensor| tensor.norm().double_value(&[]);
     let errors = [1, 64, TOKENS].map(|chunks| {
-        let found = of_weight(Implementation::GradInForward, Kind::BFloat16, TOKENS / chunks);
-        norm(&(found - &exact)) / norm(&exact)
+        let actual = of_weight(Implementation::GradInForward, Kind::BFloat16, TOKENS / chunks);
+        norm(&(actual - &exact)) / norm(&exact)
     });
     println!("grad-in-forward in bf16: {errors:?} in 1, 64 and {TOKENS} chunks");
     assert!(errors[1] > 2.0 * errors[0] && errors[2] > 2.0 * errors[1], "{errors:?}");

@@ -71,9 +71,9 @@ fn a_step_has_exactly_the_predicted_flops() {
             )
             .unwrap();
             let hardware = expected.hardware().unwrap();
-            let found = counts.total.flops;
+            let flops = counts.total.flops;
             assert_eq!(
-                (u128::from(found.dense), u128::from(found.causal)),
+                (u128::from(flops.dense), u128::from(flops.causal)),
                 (hardware.dense, hardware.causal),
                 "{names}, recomputed {full}: {expected:#?}\n{counts}"
             );

@@ -1,4 +1,4 @@
-//! What `accounting` says of a step that trains adapters is what the allocator counts. The counts are the
+//! Tests that the prediction of `accounting` for a step that trains adapters is the allocator's count. The counts are the
 //! whole process's, so no other test may run at the same time.
 
 use accounting::candidates::{Batch, Candidate, Job, Placement};
@@ -38,7 +38,7 @@ const SHAPE: Shape = Shape {
 const BATCH: i64 = 2;
 const SEQUENCE: i64 = 128;
 const RANK: i64 = 8;
-/// Of logits.
+/// Size of a chunk of logits.
 const CHUNK: i64 = 64;
 
 fn config() -> DecoderConfig {
@@ -82,7 +82,7 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
     let labels = tokens.copy();
     let _ = labels.narrow(1, 0, SEQUENCE / 2).fill_(IGNORE_INDEX);
     let context = Context { training: true, ..Context::default() };
-    let mut found = [0; 2];
+    let mut measured = [0; 2];
     for _ in 0..2 {
         let states = live() - before;
         let region = Region::start(device).unwrap();
@@ -93,9 +93,9 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
         drop(loss);
         optimizer.step().unwrap();
         optimizer.zero_grad(ZeroGrad::ToNone).unwrap();
-        found = [region.finish().unwrap().peak - before, states];
+        measured = [region.finish().unwrap().peak - before, states];
     }
-    found
+    measured
 }
 
 /// The most that libtorch takes for itself in a product, where it packs the operands into AMX's tiles; 0 where it does not.
@@ -146,7 +146,7 @@ fn the_peak_of_a_step_is_the_one_predicted() {
             let [peak, states] = measured(names, dropout, kind, full);
             let expected = predicted(targets, dropout > 0.0, kind, full).peak;
             let packing = packing(kind);
-            let share = |found: u64, expected: u64| found as f64 / expected as f64 - 1.0;
+            let share = |measured: u64, expected: u64| measured as f64 / expected as f64 - 1.0;
             let within = share(peak, expected.total) > -0.05 && share(peak, expected.total + packing) < 0.05;
             assert!(within, "{case}: {peak} of {expected:?}");
             // The base is as large as the rest: what comes and goes is to be right by itself. A block that runs again has

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 fn program(folder: &Path, arguments: &str) -> Output {
     let mut command = crate::program("offload");
-    // One thread: no other order of summation, and room for other tests.
+    // A single thread: one order of summation, and room for other tests.
     command.args(arguments.split_whitespace()).current_dir(folder).env("OMP_NUM_THREADS", "1");
     command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", folder.join("no-cache")).output().unwrap()
 }
@@ -23,9 +23,9 @@ fn succeed(folder: &Path, arguments: &str) -> (String, String) {
 
 fn refuse(folder: &Path, arguments: &str, status: i32) -> String {
     let output = program(folder, arguments);
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(status), "{arguments}: {said}");
-    said
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(status), "{arguments}: {stderr}");
+    stderr
 }
 
 /// Runs an experiment at the smallest scale, and checks that every table, plot and claim of it finds what it shows.
@@ -34,9 +34,11 @@ fn experiment(name: &str) -> Vec<Record> {
     let text = include_str!("../../experiments/offload.toml");
     let spec: toml::Table = toml::from_str(text).unwrap();
     let list = |key: &str| spec[key].as_array().unwrap().clone();
-    let found = list("experiment").into_iter().find(|one| one["name"].as_str() == Some(name)).unwrap();
-    let arguments: Vec<&str> =
-        found["args"].as_array().unwrap()[1..].iter().map(|argument| argument.as_str().unwrap()).collect();
+    let experiment = list("experiment").into_iter().find(|one| one["name"].as_str() == Some(name)).unwrap();
+    let arguments: Vec<&str> = experiment["args"].as_array().unwrap()[1..]
+        .iter()
+        .map(|argument| argument.as_str().unwrap())
+        .collect();
     let line = format!("{} --scale smoke --device cpu --seed 0 --records records.jsonl", arguments.join(" "));
     succeed(folder.path(), &line);
     let left: Vec<_> =
@@ -56,7 +58,7 @@ fn experiment(name: &str) -> Vec<Record> {
     let known = |what: &str| {
         assert!(names.contains(what) || keys.contains(what) || of_a_gpu(what), "{name}: nothing is `{what}`");
     };
-    for part in ["table", "plot"].iter().filter_map(|part| found.get(*part)) {
+    for part in ["table", "plot"].iter().filter_map(|part| experiment.get(*part)) {
         for shown in part.as_array().unwrap() {
             for key in ["columns", "rows", "facet"] {
                 shown
@@ -73,7 +75,7 @@ fn experiment(name: &str) -> Vec<Record> {
     for claim in list("claim").iter().filter(|claim| claim["experiment"].as_str() == Some(name)) {
         let metric = claim["metric"].as_str().unwrap();
         assert!(names.contains(metric) || of_a_gpu(metric), "{}: nothing is `{metric}`", claim["name"]);
-        // Of a GPU, of the whole model, and of long rows there is nothing here.
+        // Claims about a GPU, about the whole model and about long rows have no record here.
         let case: Value = serde_json::to_value(&claim["case"]).unwrap();
         let elsewhere = of_a_gpu(metric)
             || ["pinned", "Qwen2.5-7B", "2048"].iter().any(|one| case.to_string().contains(one));
@@ -85,8 +87,8 @@ fn experiment(name: &str) -> Vec<Record> {
 }
 
 fn values(records: &[Record], metric: &str) -> Vec<f64> {
-    let of = records.iter().filter(|record| record.metric.name == metric);
-    of.filter_map(|record| record.metric.value).collect()
+    let values = records.iter().filter(|record| record.metric.name == metric);
+    values.filter_map(|record| record.metric.value).collect()
 }
 
 #[test]
@@ -95,10 +97,10 @@ fn methods_are_measured() {
     assert_eq!(values(&records, "peak_bytes").len(), 11 + 9, "eleven of inference, nine of training");
     let peak = |pass: &str, method: &str, ring: &str| {
         let case = report::Case::new().with("pass", pass).with("method", method).with("ring", ring);
-        let found = records.iter().find(|one| one.case.matches(&case) && one.metric.name == "peak_bytes");
-        found.unwrap().metric.value.unwrap()
+        let record = records.iter().find(|one| one.case.matches(&case) && one.metric.name == "peak_bytes");
+        record.unwrap().metric.value.unwrap()
     };
-    // Of inference: how many gradients of so small a model are on their way at once is the lanes' luck.
+    // Inference only: how many gradients of so small a model are in flight at once depends on the lanes' timing.
     let peaks = [
         peak("inference", "function", "–"),
         peak("inference", "overlap", "2"),
@@ -137,8 +139,8 @@ fn a_large_model_keeps_its_budget() {
     assert!(values(&records, "resident_layers").iter().all(|layers| *layers < 6.0), "some layers move");
     assert!(values(&records, "loaded_bytes").iter().all(|bytes| *bytes > 0.0));
     let folder = tempfile::tempdir().unwrap();
-    let said = refuse(folder.path(), "large --scale smoke --budget 1MiB", 1);
-    assert!(said.starts_with("error: a budget of 1.00 MiB is below the "), "{said}");
+    let stderr = refuse(folder.path(), "large --scale smoke --budget 1MiB", 1);
+    assert!(stderr.starts_with("error: a budget of 1.00 MiB is below the "), "{stderr}");
 }
 
 #[test]
@@ -170,8 +172,8 @@ fn what_makes_no_sense_is_refused() {
         ),
     ];
     for (arguments, status, expected) in cases {
-        let said = refuse(folder.path(), arguments, status);
-        assert!(said.contains(expected), "{arguments}: {said}");
-        assert!(status == 2 || said.trim_end().lines().count() == 1, "{arguments}: one line: {said}");
+        let stderr = refuse(folder.path(), arguments, status);
+        assert!(stderr.contains(expected), "{arguments}: {stderr}");
+        assert!(status == 2 || stderr.trim_end().lines().count() == 1, "{arguments}: one line: {stderr}");
     }
 }

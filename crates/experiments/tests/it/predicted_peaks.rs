@@ -8,7 +8,7 @@ fn the_peak_of_every_combination_is_within_two_percent_of_the_prediction() {
     runtime::memory::track_cpu().unwrap();
     let rows = rows();
     assert!(rows.len() >= 40);
-    // What is made once for the whole process.
+    // The first run makes all that a process makes once.
     rows[0].measure().unwrap();
     let mut wrong = Vec::new();
     for row in rows {

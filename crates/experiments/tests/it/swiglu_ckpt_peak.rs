@@ -16,11 +16,13 @@ fn predicted_peaks_are_within_five_percent_and_kept_bytes_exact() {
             for gradients in [Gradients::Freed, Gradients::Accumulated] {
                 let plan = MeasurementPlan { warmup: 1, repeats: 1, ..MeasurementPlan::new(Device::Cpu) };
                 let outcome = measure(config, variant, Kind::Float, gradients, &plan).unwrap();
-                let (found, expected) = (outcome.peak_bytes as f64, outcome.predicted.bytes as f64);
-                let (case, error) =
-                    (format!("{} {variant}, {gradients:?}", config.name()), (expected - found).abs() / found);
+                let (measured, expected) = (outcome.peak_bytes as f64, outcome.predicted.bytes as f64);
+                let (case, error) = (
+                    format!("{} {variant}, {gradients:?}", config.name()),
+                    (expected - measured).abs() / measured,
+                );
                 eprintln!("{case}: {:.2} % of the tolerance", error / 0.02 * 100.0);
-                assert!(error <= 0.02, "{case}: predicted {expected}, measured {found}");
+                assert!(error <= 0.02, "{case}: predicted {expected}, measured {measured}");
                 assert_eq!(outcome.held_bytes, outcome.predicted.kept, "{case}");
             }
         }

@@ -1,4 +1,4 @@
-//! What the vocabulary-parallel loss reduces over its ranks, beside the prediction.
+//! Tests the bytes that the vocabulary-parallel loss reduces over its ranks against the prediction.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,4 @@
-//! Who may read and write what takes the place of something else: as before, so that a private file stays private.
+//! Permissions of a replacement: those of the replaced file, so that a private file stays private.
 
 use std::fs;
 use std::io;

@@ -28,7 +28,7 @@ impl Folder {
     /// `target` is a file, or has no name; a folder that cannot be created.
     pub fn beside(target: &Path) -> io::Result<Self> {
         let target = match fs::metadata(target) {
-            Ok(found) if !found.is_dir() => {
+            Ok(metadata) if !metadata.is_dir() => {
                 return Err(io::Error::new(io::ErrorKind::NotADirectory, "a file; expected a folder"));
             }
             Ok(_) => fs::canonicalize(target)?,
@@ -64,7 +64,7 @@ impl Folder {
     /// files by which a reader finds the others; they matter if folders cannot be exchanged (see the [module](super)).
     ///
     /// # Errors
-    /// Those of the file system. The old content is then unchanged; or, if folders cannot be exchanged and renaming failed halfway,
+    /// Errors of the file system. The old content is then unchanged; or, if folders cannot be exchanged and renaming failed halfway,
     /// it lacks its `marks`.
     pub fn publish(self, marks: &[&str], is_former: &dyn Fn(&str) -> bool) -> io::Result<()> {
         for entry in fs::read_dir(self.path())? {
@@ -223,7 +223,7 @@ fn link(from: &Path, to: &Path, _: bool) -> io::Result<()> {
 fn is_mount_point(folder: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
 
-    let device = |path: &Path| fs::metadata(path).map(|found| found.dev()).ok();
+    let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev()).ok();
     folder.is_dir() && (folder.parent().is_none() || device(folder) != device(parent(folder)))
 }
 
@@ -323,7 +323,7 @@ mod tests {
         let (target, new) = prepared(root.path());
         let before = words(&target);
         let before: Vec<_> = before.into_iter().filter(|(_, word)| word != "new").collect();
-        // As if its process was killed: the lock ends, the folder stays.
+        // The state after its process was killed: the lock ends, the folder stays.
         let Folder { stage, _lock: lock, .. } = new;
         let left = stage.keep();
         drop(lock);

@@ -25,9 +25,9 @@ fn files_that_cannot_be_mapped_are_errors() {
     let empty = folder.path().join("empty");
     std::fs::write(&empty, b"").unwrap();
     assert!(MappedFile::open(&empty).unwrap().is_empty());
-    let of = |path| MappedFile::open(path).unwrap_err().to_string();
-    assert_eq!(of(folder.path()), "not a regular file");
-    assert!(of(&folder.path().join("none")).starts_with("No such file"));
+    let error_of = |path| MappedFile::open(path).unwrap_err().to_string();
+    assert_eq!(error_of(folder.path()), "not a regular file");
+    assert!(error_of(&folder.path().join("none")).starts_with("No such file"));
 }
 
 /// Run by the test below, as a process of its own.
@@ -50,9 +50,9 @@ fn a_file_that_becomes_shorter_is_named() {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "mapped::reads_a_file_that_becomes_shorter", "--nocapture"]);
     let output = command.env("FRUGAL_TEST_SHORTENED", &path).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let expected =
         format!("error: a part of a file that is in use is gone: {}; another program", path.display());
-    assert!(said.contains(&expected), "{said}");
+    assert!(stderr.contains(&expected), "{stderr}");
 }

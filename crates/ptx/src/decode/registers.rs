@@ -30,7 +30,7 @@ pub(crate) struct Registers {
     specials: HashMap<String, Register>,
 }
 
-/// What a register holds from the beginning.
+/// The fixed value of a register.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fixed {
     Constant(u64),

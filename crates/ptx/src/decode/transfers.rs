@@ -115,7 +115,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// `mov`, of which some build a value of parts.
+    /// `mov`, in all its forms; some build a value of parts.
     pub(super) fn copy(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let (&["mov", last], [to, from]) = (words, operands) else { return Err("unknown".into()) };
         let scalar = scalar(Some(&last))?;

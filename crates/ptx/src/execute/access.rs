@@ -18,10 +18,10 @@ impl Step<'_, '_> {
         let mut values = [[0; 32]; 4];
         for (lane, address) in lanes_of(mask).zip(&addresses) {
             let who = self.who(at, lane);
-            let found = self.region(access.space, *address, bytes);
+            let region = self.region(access.space, *address, bytes);
             let instructions = &self.block.kernel.code.instructions;
             let lines = |instruction: u32| instructions[instruction as usize].line;
-            let loaded = match found {
+            let loaded = match region {
                 Ok((Where::Shared, place)) => self.block.shared.load((place, bytes), access, who, &lines),
                 Ok((Where::Global, _)) => self
                     .memory
@@ -58,10 +58,10 @@ impl Step<'_, '_> {
                 value[index * width..(index + 1) * width].copy_from_slice(&bits[..width]);
             }
             let who = self.who(at, lane);
-            let found = self.region(access.space, *address, bytes);
+            let region = self.region(access.space, *address, bytes);
             let instructions = &self.block.kernel.code.instructions;
             let lines = |instruction: u32| instructions[instruction as usize].line;
-            let stored = match found {
+            let stored = match region {
                 Ok((Where::Shared, place)) => self.block.shared.store(place, &value[..bytes], who, &lines),
                 Ok((Where::Global, _)) => self
                     .memory
@@ -91,11 +91,11 @@ impl Step<'_, '_> {
         for lane in lanes_of(mask) {
             let at = bases[lane].wrapping_add_signed(offset);
             let end = at.checked_add(bytes as u64).map(|end| end as usize);
-            let Some(found) = end.and_then(|end| self.block.arguments.get(at as usize..end)) else {
+            let Some(bytes_read) = end.and_then(|end| self.block.arguments.get(at as usize..end)) else {
                 let place = format!("the parameters + {at} (of {} bytes)", self.block.arguments.len());
                 return Err((lane as u32, FaultKind::OutOfBounds { bytes, place }));
             };
-            let bits = found.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
+            let bits = bytes_read.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
             values[lane] =
                 if scalar.is_signed() { truncate(signed(bits, bytes) as u64, width) } else { bits };
         }

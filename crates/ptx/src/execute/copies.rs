@@ -1,8 +1,8 @@
 //! Asynchronous copies from global to shared memory.
 //!
-//! What a copy will overwrite has no value from its beginning to the end of the wait for its group, so a read in between is an
-//! error. So is another copy of the thread to the place before the wait: either may end last. At both ends the copy is a write of
-//! its thread: whoever else touches the place needs a barrier.
+//! The target of a copy has no value from its beginning to the end of the wait for its group, so a read in between is an
+//! error. So is another copy of the thread to the target before the wait: either may end last. At both ends the copy is a write of
+//! its thread: other threads need a barrier before they touch the target.
 
 use super::{Faulted, Step};
 use crate::error::FaultKind;

@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::scalar::Scalar;
 use crate::token::Token;
 
-/// What a body has.
+/// The parts of a body.
 #[derive(Default)]
 pub(super) struct BodyParts {
     pub(super) registers: Vec<(String, Scalar)>,

@@ -94,11 +94,11 @@ fn asynchronous_copies_have_values_once_their_group_is_waited_for() {
         let message = copies(wait, at).unwrap_err();
         assert!(message.contains("is read, but was never written"), "{message}");
     }
-    // What another thread copied needs a barrier, too.
+    // Data that another thread copied needs a barrier, too.
     let message = copies("cp.async.wait_all; xor.b32 %r0, %r0, 16;", "0").unwrap_err();
     assert!(message.contains("a race"), "{message}");
     assert!(copies("cp.async.wait_all; bar.sync 0; xor.b32 %r0, %r0, 16;", "0").is_ok());
-    // Of two copies to one place, the second has to begin after the wait for the first.
+    // The second of two copies to one place has to begin after the wait for the first.
     let again = "cp.async.cg.shared.global [%r0], [%d0], 16; cp.async.wait_all;";
     assert!(copies(&format!("cp.async.wait_group 1; {again}"), "0").is_ok());
     let message = copies(&format!("cp.async.wait_group 2; {again}"), "0").unwrap_err();

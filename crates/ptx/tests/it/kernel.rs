@@ -35,7 +35,7 @@ pub(crate) fn text(body: &str) -> String {
     )
 }
 
-/// What `body` leaves in `out`, of one word of 64 bits for each thread.
+/// Runs `body` and returns `out`, a word of 64 bits for each thread.
 pub(crate) fn run(body: &str, launch: Launch, input: &[u64]) -> Result<(Vec<u64>, Counts), Error> {
     let module = Module::parse(&text(body))?;
     let mut memory = Memory::new();

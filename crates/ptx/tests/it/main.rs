@@ -1,4 +1,4 @@
-//! The tests of `ptx` by its public interface: small kernels in PTX, each of which shows one rule.
+//! Tests of `ptx` by its public interface, with small kernels in PTX that show one rule each.
 
 mod arithmetic;
 mod faults;

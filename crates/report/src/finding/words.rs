@@ -26,7 +26,7 @@ pub(super) struct Change {
     pub(super) within: bool,
     /// Whether one of them is a single run, which has no spread.
     pub(super) single: bool,
-    /// What changes, in words.
+    /// The quantity that changes, in words.
     pub(super) what: String,
 }
 
@@ -73,7 +73,7 @@ impl Value {
 
 fn percents(values: &[Value]) -> Vec<f64> {
     let percent = |value: &Value| match value {
-        // Who takes half of the time is twice as fast, and who has half of the rate twice as slow.
+        // Half of the time is twice as fast, half of the rate is twice as slow.
         Value::Time(change) | Value::Rate(change) if change.ratio < 1.0 && !change.within => {
             100.0 * (1.0 - 1.0 / change.ratio)
         }
@@ -136,7 +136,7 @@ fn size(percent: f64) -> String {
     if size < 0.05 { "under 0.1".into() } else { unit::grouped(&format!("{size:.1}")) }
 }
 
-/// What a reader must know of the changes: which are within the spread, and which are of single runs.
+/// Reservations about the changes: which are within the spread, and which are of single runs.
 pub(super) fn reservations(columns: &[Vec<Value>]) -> String {
     let about = |takes: fn(&Change) -> bool| {
         let name = |column: &Vec<Value>| {

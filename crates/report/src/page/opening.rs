@@ -143,13 +143,13 @@ fn claims(checked: &[CheckedClaim]) -> String {
         return String::new();
     }
     let group = |word: &str, heading: &str, open: &str| {
-        let of: Vec<&CheckedClaim> = checked.iter().filter(|claim| claim.word() == word).collect();
-        match of.len() {
+        let claims: Vec<&CheckedClaim> = checked.iter().filter(|claim| claim.word() == word).collect();
+        match claims.len() {
             0 => String::new(),
             count => format!(
                 "<details class=\"folded\"{open}><summary>{count} of {} claims {heading}</summary>\n{}</details>\n",
                 checked.len(),
-                claim_table(&of)
+                claim_table(&claims)
             ),
         }
     };

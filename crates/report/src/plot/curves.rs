@@ -19,11 +19,11 @@ pub struct Curve {
 /// The names of a figure of curves.
 #[derive(Clone, Copy, Debug)]
 pub struct CurveAxes<'a> {
-    /// What the figure shows, for screen readers.
+    /// The subject of the figure, for screen readers.
     pub title: &'a str,
-    /// What is counted from left to right.
+    /// The quantity from left to right.
     pub x: &'a str,
-    /// What is measured upwards.
+    /// The quantity upwards.
     pub y: &'a str,
 }
 

@@ -1,4 +1,4 @@
-//! What a plot draws: panels of points or bars, taken from records.
+//! The data of a plot: panels of points or bars, taken from records.
 
 use serde_json::Value;
 
@@ -30,7 +30,7 @@ pub(super) struct Panel<T> {
     pub(super) items: Vec<T>,
 }
 
-/// What an axis shows.
+/// The quantity of an axis.
 pub(super) struct Dimension {
     pub(super) heading: String,
     pub(super) unit: String,
@@ -53,7 +53,7 @@ pub(super) struct Point {
 /// The bars of one category.
 pub(super) struct Group {
     pub(super) name: String,
-    /// One per series, in the series' order; `None` where there is no record.
+    /// A bar for each series, in the series' order; `None` without a record.
     pub(super) bars: Vec<Option<Bar>>,
 }
 

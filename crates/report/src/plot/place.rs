@@ -96,7 +96,7 @@ pub(super) fn spread_apart(heights: &[f64], gap: f64, top: f64, bottom: f64) -> 
     placed
 }
 
-/// What stands before a name in a legend.
+/// The sign before a name in a legend.
 pub(super) enum Sample {
     Mark(usize),
     Block(usize),

@@ -31,7 +31,7 @@ pub enum SpecError {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The mistake.
         message: String,
     },
     /// Two entries have one name.
@@ -55,7 +55,7 @@ pub enum SpecError {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// Who names it.
+        /// The part or README that names it.
         by: String,
         /// `experiment` or `claim`.
         what: &'static str,

@@ -14,7 +14,7 @@ pub struct Part {
     pub name: String,
     /// Heading.
     pub title: String,
-    /// What the assignment asks in a sentence or two, and formulas that belong to the whole part, in Markdown.
+    /// The assignment's question in a sentence or two, and formulas that belong to the whole part, in Markdown.
     pub about: String,
     /// The experiments and comparisons whose sections it has, in the order of the page. Each belongs to one part; those
     /// that no part names stand in the last one.
@@ -83,7 +83,7 @@ impl TryFrom<AnswerFields> for Answer {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Opening {
-    /// What the project is, in Markdown.
+    /// Description of the project, in Markdown.
     pub about: String,
     /// `[[opening.headline]]`: the figures that stand first.
     #[serde(default, rename = "headline")]
@@ -94,11 +94,11 @@ pub struct Opening {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Headline {
-    /// What the figure is, in a few words.
+    /// Name of the figure, in a few words.
     pub title: String,
     /// The claim that has its metric, limit and section.
     pub claim: String,
-    /// What has the value 1 where the figure is a ratio: `eager PyTorch`.
+    /// The value that counts as 1 if the figure is a ratio: `eager PyTorch`.
     #[serde(default)]
     pub baseline: Option<String>,
 }

@@ -20,7 +20,7 @@ use serde::Deserialize;
 /// | `{slower:step_time_vs_eager@1}` | the same for a ratio, whose baseline is the number after the `@` |
 /// | `{{`, `}}` | a brace |
 ///
-/// A change that is not larger than both spreads together is none: the sentence says `neither more nor less`, and ends
+/// A change that is not larger than both spreads together counts as no change: the sentence has `neither more nor less`, and ends
 /// with `(no difference beyond the spread: backward)`. One of single runs, which have no spread, ends with
 /// `(single runs: backward)`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]

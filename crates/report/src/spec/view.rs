@@ -157,10 +157,10 @@ pub struct Finding {
 /// The words of a finding.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Wording {
-    /// One sentence, whose figures carry their sign in words.
+    /// A sentence whose figures carry their sign in words.
     Always(Template),
     /// The sentence that the sign of a figure chooses: `decides = "step_seconds"` or `"speed_ratio@0.95"`. A difference within
-    /// the spread is none. Over several groups `less` is chosen where one of them is below, else `more` where one is above.
+    /// the spread counts as no change. Over several groups `less` is chosen where one of them is below, else `more` where one is above.
     BySign {
         /// The figure.
         decides: Operand,

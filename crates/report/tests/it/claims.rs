@@ -1,4 +1,4 @@
-//! One line per claim, and what decides it.
+//! Tests the line of each claim, and what decides it.
 
 use crate::fixed_records::{record, rounds, specs, swiglu};
 use expect_test::expect;
@@ -60,7 +60,7 @@ fn the_worst_of_all_cases_decides_in_every_direction() {
     assert_eq!(verdict("==", 2.0, &[a, b]), "0.50 == 2.00 falls short");
     // A limit is written as it was stated.
     assert_eq!(verdict(">=", 0.997, &[Some(0.99712)]), "0.997 >= 0.997 holds");
-    // What is missing leaves a claim open, but never hides a case that falls short.
+    // A missing value leaves a claim open, but never hides a case that falls short.
     assert_eq!(verdict("<=", 3.0, &[a, None, b]), "not measured (no GPU)");
     assert_eq!(verdict("<=", 1.0, &[a, None, b]), "2.00 <= 1.00 falls short");
 }

@@ -44,7 +44,7 @@ fn records() {
             }
             assert_eq!(written["metric"]["value"].as_f64(), line["metric"]["value"].as_f64());
             assert_eq!(written["metric"]["name"], line["metric"]["name"]);
-            // What was read can be appended and read again.
+            // A record that was read can be appended and read again.
             assert_eq!(serde_json::from_value::<Record>(written).unwrap(), *read);
         }
         Outcome::Read
@@ -55,8 +55,8 @@ fn records() {
 fn specifications() {
     let folder = scratch();
     let path = folder.path().join("experiments.toml");
-    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("../experiments/experiments/swiglu-ckpt.toml");
-    let text = fs::read_to_string(own).unwrap();
+    let committed = Path::new(env!("CARGO_MANIFEST_DIR")).join("../experiments/experiments/swiglu-ckpt.toml");
+    let text = fs::read_to_string(committed).unwrap();
     // Its first tables, claims and comparisons; a case takes time for each line.
     let good: String = text.lines().take(60).map(|line| format!("{line}\n")).collect();
     fuzz::run("experiments.toml", |random| {

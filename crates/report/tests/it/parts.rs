@@ -6,7 +6,7 @@ use crate::fixed_records::record;
 use report::spec::Finding;
 use report::{Case, Document, Filter, Measurements, Metric, OtherReport, Record, Specs, finding};
 
-/// What the workspace registers.
+/// All experiments and claims that the workspace registers.
 fn registered() -> Specs {
     Specs::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")).unwrap()
 }
@@ -223,7 +223,7 @@ fn made_up(experiment: &str, finding: &Finding, times: f64, spread: f64) -> Vec<
     };
     let of = one_of(&finding.of, "of");
     let against = finding.against.as_ref().map(|filter| {
-        // What the baseline does not fix is the group's.
+        // A key that the baseline does not fix has the group's value.
         let mut case = one_of(filter, "against");
         for key in finding.per.iter().chain(&finding.over) {
             if !filter.fixes(key) {
@@ -248,7 +248,7 @@ fn every_finding_follows_the_sign_of_its_figures() {
     let specs = registered();
     for (experiment, finding) in findings(&specs) {
         for template in finding.wording.templates() {
-            // What stands in backquotes is a name.
+            // Words in backquotes are names.
             let words: String = template.plain_text().to_lowercase().split('`').step_by(2).collect();
             let verdict = words.split(|c: char| !c.is_alphanumeric()).find(|word| VERDICTS.contains(word));
             // A text that a sign has chosen may say what the sign is.
@@ -261,9 +261,9 @@ fn every_finding_follows_the_sign_of_its_figures() {
         }
         let text = |times: f64, spread: f64| {
             let records = made_up(&experiment, &finding, times, spread);
-            let said = finding::of(&finding, &Measurements::from_records(&records));
-            assert!(said.iter().all(|sentence| sentence.measured), "{experiment}: {said:?}");
-            said.into_iter().map(|sentence| sentence.text).collect::<Vec<_>>().join("\n")
+            let sentences = finding::of(&finding, &Measurements::from_records(&records));
+            assert!(sentences.iter().all(|sentence| sentence.measured), "{experiment}: {sentences:?}");
+            sentences.into_iter().map(|sentence| sentence.text).collect::<Vec<_>>().join("\n")
         };
         let relates = finding.wording.templates().iter().any(|template| template.relates());
         if !relates {

@@ -1,4 +1,4 @@
-//! What a person reads who made a mistake in a file of experiments.
+//! Tests the messages for mistakes in a file of experiments.
 
 use std::path::{Path, PathBuf};
 

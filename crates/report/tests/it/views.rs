@@ -224,7 +224,7 @@ fn a_ratio_says_which_pytorch_it_is_against() {
     check(Some("2.11.0"), Some("2.15.0"), Some("against PyTorch 2.15.0; ours links libtorch 2.11.0"));
     check(None, Some("2.15.0"), Some("against PyTorch 2.15.0"));
     check(Some("2.11.0"), None, None);
-    // Of two cases of ours there is no PyTorch to name.
+    // If both cases are ours there is no PyTorch to name.
     let mut specs = specs();
     specs.comparisons[0].ratios[0].theirs = report::Filter(Case::new().with("impl", "frugal"));
     let ratios = comparison::ratios(&specs.comparisons[0], &rounds());

@@ -29,7 +29,8 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         }
     }
     for (step, shape) in scores {
-        let of_scores = products.iter().find(|(of, product, _)| (*of, *product) == (step, shape));
+        let of_scores =
+            products.iter().find(|(product_step, product, _)| (*product_step, *product) == (step, shape));
         if let Some((_, _, seconds)) = of_scores {
             // The product before it does as much work as the one after.
             tally.add(step, 2.0 * seconds);

@@ -26,8 +26,8 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     for (step, seen) in view.in_phase(Phase::Optimizer) {
         // The input differs: x.mul_(0.9) calls a product of 0.9 and x.
         let mut inputs = seen.operator.inputs.iter().map(|input| input.dims.shape());
-        let whole = inputs.any(|shape| !shape.is_empty() && shapes.contains(&shape));
-        if seen.context.works && whole {
+        let covers_parameters = inputs.any(|shape| !shape.is_empty() && shapes.contains(&shape));
+        if seen.context.works && covers_parameters {
             tally.add(step, seen.seconds());
         }
     }

@@ -1,4 +1,4 @@
-//! One event of the file.
+//! An event of the file.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
@@ -29,10 +29,10 @@ pub(super) struct Args {
     pub(super) dims: Vec<Dims>,
     #[serde(default, rename = "Input type")]
     pub(super) kinds: Vec<String>,
-    /// For `[memory]`.
+    /// Bytes of a `[memory]` event.
     #[serde(default, rename = "Bytes")]
     pub(super) bytes: i64,
-    /// For copies and fills on a device.
+    /// Bytes of a copy or fill on a device.
     #[serde(default, rename = "bytes")]
     pub(super) copied: i64,
 }

@@ -1,4 +1,4 @@
-//! Who depends on whom, and what each member's manifest says.
+//! Checks on dependencies between crates, and on each member's manifest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,9 +8,9 @@ use super::Tree;
 const PROGRAMS: [&str; 3] = ["experiments", "frugal-cli", "xtask"];
 /// The library that puts the techniques together: programs alone build on it.
 const FACADE: &str = "frugal";
-/// What only a program needs.
+/// Packages that only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
-/// What every technique may build on; all other libraries are techniques.
+/// Crates that every technique may build on; all other libraries are techniques.
 const LAYERS: [&str; 10] = [
     "report",
     "files",
@@ -23,7 +23,7 @@ const LAYERS: [&str; 10] = [
     "dataloading",
     "training",
 ];
-/// What tests alone use: never a dependency of what is built without them.
+/// Crates for tests alone: never a dependency of what is built without tests.
 const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
 /// Members that build in seconds on a machine without libtorch.
 const WITHOUT_TORCH: [&str; 9] =
@@ -41,24 +41,24 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
             (name, (*folder, dependencies_of(manifest)))
         })
         .collect();
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     for (name, (folder, dependencies)) in &by_name {
         for dependency in dependencies {
             let known = by_name.contains_key(&**dependency);
             match (known && is_technique(dependency), is_technique(name)) {
-                (true, true) => found.push(format!(
+                (true, true) => problems.push(format!(
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
                      belongs into runtime, kernels, models or training"
                 )),
                 (true, false) if PROGRAMS.contains(name) || *name == FACADE => {}
-                (true, false) => found.push(format!(
+                (true, false) => problems.push(format!(
                     "{folder}/Cargo.toml: `{name}` depends on the technique `{dependency}`; techniques build on it, not \
                      the other way round"
                 )),
                 (false, _) => {}
             }
             if (PROGRAMS.contains(&&**dependency) || dependency == FACADE) && !PROGRAMS.contains(name) {
-                found.push(format!(
+                problems.push(format!(
                     "{folder}/Cargo.toml: the library `{name}` depends on `{dependency}`, which puts libraries together; it \
                      builds on them, not the other way round"
                 ));
@@ -67,7 +67,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         if WITHOUT_TORCH.contains(name)
             && let Some(chain) = chain_to_torch(name, &by_name, &mut BTreeSet::new())
         {
-            found.push(format!(
+            problems.push(format!(
                 "{name} links libtorch: {}; it must build on a machine without",
                 chain.join(" -> ")
             ));
@@ -80,7 +80,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
             if (*folder, *dependency) == ("xtask", "ptx") {
                 continue;
             }
-            found.push(format!(
+            problems.push(format!(
                 "{folder}/Cargo.toml: `{dependency}` is for tests; name it under [dev-dependencies]"
             ));
         }
@@ -91,7 +91,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
                 if is_optional(manifest, dependency) {
                     continue;
                 }
-                found.push(format!(
+                problems.push(format!(
                     "{folder}/Cargo.toml: the library `{name}` depends on `{dependency}`, which is for programs"
                 ));
             }
@@ -99,11 +99,11 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         let inherited =
             manifest.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
         if inherited != Some(true) && !WITH_UNSAFE.contains(folder) {
-            found.push(format!("{folder}/Cargo.toml: add `[lints]` with `workspace = true`"));
+            problems.push(format!("{folder}/Cargo.toml: add `[lints]` with `workspace = true`"));
         }
-        found.extend(binaries(tree, folder, manifest));
+        problems.extend(binaries(tree, folder, manifest));
     }
-    found
+    problems
 }
 
 fn is_technique(name: &str) -> bool {
@@ -160,14 +160,14 @@ fn chain_to_torch<'a>(
 /// Programs have one binary, of the crate's own name without `-cli`, and libraries none.
 fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
     let package = folder.rsplit('/').next().unwrap_or(folder);
-    let own = package.strip_suffix("-cli").unwrap_or(package);
+    let name = package.strip_suffix("-cli").unwrap_or(package);
     let mut names: BTreeSet<String> = BTreeSet::new();
     for (path, _) in tree.with_extension(&["rs"]) {
         let Some(source) = path.strip_prefix(folder).and_then(|rest| rest.strip_prefix("/src/")) else {
             continue;
         };
         if source == "main.rs" {
-            names.insert(own.to_owned());
+            names.insert(name.to_owned());
         } else if let Some(name) = source.strip_prefix("bin/") {
             let name = name.strip_suffix("/main.rs").or_else(|| name.strip_suffix(".rs")).unwrap_or(name);
             if !name.contains('/') {
@@ -188,7 +188,7 @@ fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
                 PROGRAMS.join(", ")
             )]
         }
-        [one] if *one == own => Vec::new(),
+        [one] if *one == name => Vec::new(),
         [one] => vec![format!("{folder}: the binary `{one}` has another name than its crate")],
         all => vec![format!(
             "{folder}: {} binaries ({}); a crate has at most one, of its own name",

@@ -23,11 +23,11 @@ const LONGEST: usize = 500;
 const NAMED_BY_GLOO: &str = "crates/runtime/cpp/gloo/";
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     let tops: BTreeSet<&str> = tree.files.iter().filter_map(|(path, _)| path.split('/').next()).collect();
     for top in tops {
         if !TOP.contains(&top) && !top.starts_with("LICENSE-") && !top.starts_with('.') {
-            found.push(format!(
+            problems.push(format!(
                 "{top}: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md SECURITY.md LICENSE-* crates data \
                  reports xtask and dotfiles only"
             ));
@@ -38,15 +38,15 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         if !path.starts_with(NAMED_BY_GLOO)
             && let Some(name) = parts.rfind(|part| EMPTY_NAMES.contains(part))
         {
-            found.push(format!("{path}: `{name}` names no subject; name the file by what it is about"));
+            problems.push(format!("{path}: `{name}` names no subject; name the file by what it is about"));
         }
         let lines = text.lines().count();
         if lines > LONGEST {
-            found.push(format!(
+            problems.push(format!(
                 "{path}: {lines} lines; a file has at most {LONGEST}: give the part that has a subject of its own its own \
                  file"
             ));
         }
     }
-    found
+    problems
 }

@@ -1,4 +1,4 @@
-//! What the tidy test looks at, and the checks on it.
+//! The checks of the tidy test, and the files that they read.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,7 +8,7 @@ pub(crate) mod dependencies;
 pub(crate) mod layout;
 pub(crate) mod sources;
 
-/// The files of the project by their path from its top folder, with their text (empty where it is none).
+/// The files of the project by their path from its top folder, with their text (empty if they are not text).
 pub(crate) struct Tree {
     pub(crate) files: Vec<(String, String)>,
 }
@@ -64,9 +64,9 @@ impl Tree {
     }
 }
 
-/// For an unpacked archive without git: everything but dotfiles and what builds leave.
+/// Lists the files of an unpacked archive without git: everything but dotfiles and build outputs.
 fn walk(root: &Path) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut files = Vec::new();
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).expect("the project's folders are readable").flatten() {
@@ -77,9 +77,9 @@ fn walk(root: &Path) -> Vec<String> {
             if entry.path().is_dir() {
                 folders.push(entry.path());
             } else if let Ok(path) = entry.path().strip_prefix(root) {
-                found.push(path.to_string_lossy().into_owned());
+                files.push(path.to_string_lossy().into_owned());
             }
         }
     }
-    found
+    files
 }

@@ -1,4 +1,4 @@
-//! What the text of the files says: unsafe code, C++, paths of one machine.
+//! Checks on the text of files: unsafe code, C++, paths of one machine.
 
 use super::Tree;
 
@@ -8,7 +8,7 @@ const UNSAFE: [&str; 4] =
 const CPP: &str = "crates/runtime/cpp/";
 /// Loaded into other programs by an experiment; linked to nothing.
 const PRELOADED: &str = "crates/experiments/src/robustness/faults.c";
-/// What differs between versions of libtorch is here alone.
+/// The only file that depends on libtorch's version.
 const VERSIONS: &str = "crates/runtime/cpp/versions.h";
 const TEXTS: [&str; 9] = ["rs", "toml", "md", "cpp", "h", "hpp", "py", "sh", "yml"];
 /// Folders of a person or of a machine; a remedy may name a system folder, but never these.
@@ -47,25 +47,25 @@ const PANICKING: [&str; 28] = [
 ];
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     for (path, text) in tree.with_extension(&["rs"]) {
         // These very checks are about such words.
         if path.starts_with("xtask/tests/it/tidy") {
             continue;
         }
-        found.extend(unsafe_code(path, text));
+        problems.extend(unsafe_code(path, text));
         // Experiments and tests may end by a panic.
         if path.contains("/src/") && !path.starts_with("crates/experiments/") && !path.contains("/tests") {
-            found.extend(panicking_methods(path, text));
+            problems.extend(panicking_methods(path, text));
         }
     }
     for (path, text) in tree.with_extension(&["cpp", "cc", "cxx", "cu", "c", "h", "hpp"]) {
         if !path.starts_with(CPP) && path != PRELOADED {
-            found.push(format!("{path}: C++ outside of crates/runtime/cpp"));
+            problems.push(format!("{path}: C++ outside of crates/runtime/cpp"));
         }
         for (number, line) in (1..).zip(text.lines()) {
             if line.contains("TORCH_VERSION_M") && path != VERSIONS {
-                found.push(format!("{path}:{number}: asks for libtorch's version outside of {VERSIONS}"));
+                problems.push(format!("{path}:{number}: asks for libtorch's version outside of {VERSIONS}"));
             }
         }
     }
@@ -75,11 +75,11 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         }
         for (number, line) in (1..).zip(text.lines()) {
             if let Some(folder) = MACHINE.iter().find(|folder| names_folder(line, folder)) {
-                found.push(format!("{path}:{number}: a path of one machine ({folder})"));
+                problems.push(format!("{path}:{number}: a path of one machine ({folder})"));
             }
         }
     }
-    found
+    problems
 }
 
 /// `folder` at the start of a path: `/w/home/x` is none of `/home/`.
@@ -93,37 +93,37 @@ fn names_folder(line: &str, folder: &str) -> bool {
 fn unsafe_code(path: &str, text: &str) -> Vec<String> {
     let is_allowed = UNSAFE.iter().any(|place| path.starts_with(place));
     let lines: Vec<&str> = text.lines().collect();
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     for (index, line) in lines.iter().enumerate() {
         let (at, code) = (format!("{path}:{}", index + 1), code_of(line));
         if code.contains("allow(unsafe_code)") {
-            found.push(format!("{at}: allows `unsafe_code`; a crate that needs it states its own lints"));
+            problems.push(format!("{at}: allows `unsafe_code`; a crate that needs it states its own lints"));
         }
         if !opens_unsafe(&code) {
             continue;
         }
         if !is_allowed {
-            found.push(format!("{at}: `unsafe` outside of {}", UNSAFE.join(", ")));
+            problems.push(format!("{at}: `unsafe` outside of {}", UNSAFE.join(", ")));
         } else if !has_reason(&lines[..index]) {
-            found.push(format!("{at}: `unsafe` without `// SAFETY:` just above"));
+            problems.push(format!("{at}: `unsafe` without `// SAFETY:` just above"));
         }
     }
-    found
+    problems
 }
 
 fn panicking_methods(path: &str, text: &str) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         let code = code_of(line);
         let calls = code.split(|c: char| !c.is_alphanumeric() && c != '_');
         let calls =
             calls.filter(|word| PANICKING.contains(&word.trim_end_matches('_')) || *word == "f_fill_");
-        found.extend(calls.map(|word| {
+        problems.extend(calls.map(|word| {
             let instead = word.replacen("f_", "try_", 1);
             format!("{path}:{number}: `{word}` panics where its operator fails; use `{instead}` of runtime::ops::TryScalar")
         }));
     }
-    found
+    problems
 }
 
 /// A line without its strings and its comment. Good enough for lines that a formatter has laid out.

@@ -86,15 +86,21 @@ fn initialisation(cells: &mut Vec<Cell>, device: Device) -> anyhow::Result<()> {
     let bound = (6.0 / (inputs + outputs) as f64).sqrt();
     let xavier = Tensor::f_empty([inputs, outputs], options)?.f_uniform_(-bound, bound)?;
     let expected = (2.0 / (inputs + outputs) as f64).sqrt();
-    let found = f64::try_from(xavier.f_std(true)?)?;
+    let deviation = f64::try_from(xavier.f_std(true)?)?;
     cells.push(
-        Cell::equal(INIT, "deviation of Xavier's uniform weights: √(2 / (in + out))", "", expected, found)
-            .near(0.02),
+        Cell::equal(
+            INIT,
+            "deviation of Xavier's uniform weights: √(2 / (in + out))",
+            "",
+            expected,
+            deviation,
+        )
+        .near(0.02),
     );
     // A normal distribution cut at ±3 deviations has 0.98658 of its deviation left.
     let cut = w.f_masked_select(&w.f_abs()?.f_le(3.0)?)?;
-    let found = f64::try_from(cut.f_std(true)?)?;
-    cells.push(Cell::equal(INIT, "deviation of normal weights cut at ±3", "", 0.98658, found).near(0.01));
+    let deviation = f64::try_from(cut.f_std(true)?)?;
+    cells.push(Cell::equal(INIT, "deviation of normal weights cut at ±3", "", 0.98658, deviation).near(0.01));
     Ok(())
 }
 
@@ -198,8 +204,8 @@ fn memory(cells: &mut Vec<Cell>, device: Device) -> anyhow::Result<()> {
     let since = |before: u64| -> anyhow::Result<f64> { Ok((live_bytes(device)? - before) as f64) };
     let model = Cruncher::new(d, layers, device)?;
     let parameters = model.parameters() as f64;
-    let found = since(start)?;
-    cells.push(Cell::equal(MEMORY, "parameters: 4 bytes · (D·D·L + D)", "B", 4.0 * parameters, found));
+    let bytes = since(start)?;
+    cells.push(Cell::equal(MEMORY, "parameters: 4 bytes · (D·D·L + D)", "B", 4.0 * parameters, bytes));
     let before = live_bytes(device)?;
     let counter = Counter::on_this_thread()?;
     let y = model.forward(&x)?;

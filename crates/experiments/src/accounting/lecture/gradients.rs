@@ -49,7 +49,7 @@ fn known_trainings(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
 
 fn products(cells: &mut Vec<Cell>, device: Device, scale: Scale) -> anyhow::Result<()> {
     let options = (Kind::Float, device);
-    // What is promised: a data sheet's rate for a GPU, the largest measured one for a processor.
+    // The promised rate: a data sheet's for a GPU, the largest measured one for a processor.
     let promised = physical::gemm_rate(device, Kind::Float, 2048, 2048, 2048)?.rate().unwrap_or(0.0);
     cells.push(Cell::measured(
         FLOPS,
@@ -137,10 +137,9 @@ fn backward(cells: &mut Vec<Cell>, device: Device) -> anyhow::Result<()> {
                 expected,
                 forward,
             ));
-            let shapes = gradients
-                .iter()
-                .zip(&wanted)
-                .all(|(gradient, of)| gradient.as_ref().is_some_and(|gradient| gradient.size() == of.size()));
+            let shapes = gradients.iter().zip(&wanted).all(|(gradient, weight)| {
+                gradient.as_ref().is_some_and(|gradient| gradient.size() == weight.size())
+            });
             cells.push(Cell::holds(BACKWARD, "h1, h2, w1 and w2 have gradients of their own shapes", shapes));
         }
         let (statement, expected) = if of_input {

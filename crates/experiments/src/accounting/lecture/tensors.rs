@@ -12,7 +12,7 @@ const VIEWS: &str = "4 storage, views and slices";
 const ELEMENTWISE: &str = "5 element-wise operations";
 const PRODUCTS: &str = "6 products and broadcasting";
 
-/// Device `index` of CUDA, or the processor where there is none: the lecture's `get_device`.
+/// Device `index` of CUDA, or the processor without CUDA: the lecture's `get_device`.
 fn get_device(index: usize) -> Device {
     if Cuda::is_available() { Device::Cuda(index) } else { Device::Cpu }
 }
@@ -42,9 +42,9 @@ fn creation(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
     cells.push(Cell::equal(CREATION, statement, "", 1.0, deviation).near(0.01));
     let before = live_bytes(Device::Cpu)?;
     let x = Tensor::f_empty([4, 8], CPU)?;
-    let found = (live_bytes(Device::Cpu)? - before) as f64;
+    let bytes = (live_bytes(Device::Cpu)? - before) as f64;
     drop(x);
-    cells.push(Cell::equal(CREATION, "bytes that empty(4, 8) takes, by the allocator", "B", 128.0, found));
+    cells.push(Cell::equal(CREATION, "bytes that empty(4, 8) takes, by the allocator", "B", 128.0, bytes));
     Ok(())
 }
 
@@ -61,10 +61,10 @@ fn memory(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
     ));
     let before = live_bytes(Device::Cpu)?;
     let matrix = Tensor::f_empty([4 * 12288, 12288], CPU)?;
-    let found = (live_bytes(Device::Cpu)? - before) as f64;
+    let bytes = (live_bytes(Device::Cpu)? - before) as f64;
     drop(matrix);
     let statement = "a feed-forward matrix of GPT-3 in fp32, by the allocator: 2304 MiB (the lecture's \"2.3 GB\" is 2.25 GiB or 2.42 GB)";
-    cells.push(Cell::equal(MEMORY, statement, "B", 2304.0 * f64::from(1 << 20), found));
+    cells.push(Cell::equal(MEMORY, statement, "B", 2304.0 * f64::from(1 << 20), bytes));
     let half = Tensor::f_zeros([4, 8], (Kind::Half, Device::Cpu))?;
     let element = half.kind().elt_size_in_bytes();
     cells.push(Cell::equal(MEMORY, "bytes of an fp16 element", "B", 2.0, element as f64));
@@ -155,8 +155,8 @@ fn element_wise(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
         ("[1, 4, 9] · 2", x.f_mul_scalar(2.0)?, [2.0, 8.0, 18.0]),
         ("[1, 4, 9] / 0.5", x.f_div_scalar(0.5)?, [2.0, 8.0, 18.0]),
     ];
-    for (name, found, expected) in cases {
-        let near = values(&found)?.iter().zip(expected).all(|(a, b)| (a / b - 1.0).abs() < 1e-6);
+    for (name, computed, expected) in cases {
+        let near = values(&computed)?.iter().zip(expected).all(|(a, b)| (a / b - 1.0).abs() < 1e-6);
         let [a, b, c] = expected.map(|value| (1000.0 * value).round() / 1000.0);
         cells.push(Cell::holds(ELEMENTWISE, &format!("{name} is [{a}, {b}, {c}]"), near));
     }

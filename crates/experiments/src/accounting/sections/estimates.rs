@@ -73,7 +73,7 @@ fn all_series() -> [Series; 4] {
     ]
 }
 
-/// From keeping everything to keeping as little as possible.
+/// Recomputation plans, from keeping everything to keeping as little as possible.
 fn recomputation(step: Step) -> Vec<(String, Step)> {
     let with = |recomputation, loss| Step { recomputation, loss, ..step };
     let eager = Recomputation { attention: AttentionKernel::Eager, ..Recomputation::default() };

@@ -79,6 +79,6 @@ pub(super) fn longest_sequence(model: &Decoder, step: &Step, available: u64) -> 
 }
 
 fn largest_model(template: &Decoder, step: &Step, available: u64) -> Result<Decoder, Error> {
-    let found = bisect("model", available, u64::MAX, |n| peak(&scaled(template, n)?, step))?;
-    scaled(template, found.largest)
+    let sizes = bisect("model", available, u64::MAX, |n| peak(&scaled(template, n)?, step))?;
+    scaled(template, sizes.largest)
 }

@@ -87,7 +87,7 @@ fn assignment(sequence: u64) -> Step {
     }
 }
 
-/// From nothing but a flash kernel to everything, one technique more at each step.
+/// Steps with ever more techniques, from a flash kernel alone to all of them.
 fn series(sequence: u64) -> Vec<(&'static str, Step)> {
     let device = Step { work: Workload { batch: 1, sequence }, ..Step::default() };
     let states = Step { host: ALL_STATES, ..device };
@@ -108,9 +108,9 @@ fn series(sequence: u64) -> Vec<(&'static str, Step)> {
 /// The parts of the peak, the temporaries split by what they are; and the largest that logits, activations and the
 /// optimizer each take at any moment.
 fn terms(model: &Decoder, plan: &Step) -> Result<Vec<Metric>, Error> {
-    let found = memory(model, plan)?;
-    let peak = found.peak();
-    let one_block = if matches!(peak.moment, Moment::Backward(_)) { found.block_backward } else { 0 };
+    let predicted = memory(model, plan)?;
+    let peak = predicted.peak();
+    let one_block = if matches!(peak.moment, Moment::Backward(_)) { predicted.block_backward } else { 0 };
     let states = ["parameters", "master weights", "optimizer state", "gradients"];
     let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
     let mut total = bytes("peak_bytes", peak.total);
@@ -122,10 +122,10 @@ fn terms(model: &Decoder, plan: &Step) -> Result<Vec<Metric>, Error> {
         bytes("logits_and_loss_bytes", peak.bytes("logits and loss")),
         bytes("one_block_bytes", one_block),
         total,
-        bytes("host_bytes", found.host_bytes),
-        bytes("largest_logits_bytes", found.largest("logits and loss")),
-        bytes("largest_activations_bytes", largest_of_the_blocks(&found)),
-        bytes("largest_optimizer_bytes", optimizer(&found)),
+        bytes("host_bytes", predicted.host_bytes),
+        bytes("largest_logits_bytes", predicted.largest("logits and loss")),
+        bytes("largest_activations_bytes", largest_of_the_blocks(&predicted)),
+        bytes("largest_optimizer_bytes", optimizer(&predicted)),
     ])
 }
 
@@ -169,11 +169,11 @@ fn two_gpus(model: &Decoder) -> Result<Vec<(Case, Vec<Metric>)>, Error> {
     ] {
         for loss in [Loss::Eager, FUSED] {
             let plan = Step { work, loss, stage, devices, ..assignment(all.sequence) };
-            let found = memory(model, &plan)?;
+            let predicted = memory(model, &plan)?;
             let metrics = vec![
                 bytes("logits_and_loss_bytes", total(&logits::peak(model, work, &recipe, loss, None)?)?),
                 bytes("sent_for_the_loss_bytes", ring_sends(whole.matrix_gradient, devices)?),
-                bytes("peak_bytes", found.peak().total),
+                bytes("peak_bytes", predicted.peak().total),
             ];
             rows.push((case(ranks, if loss == Loss::Eager { "eager" } else { "fused" }), metrics));
         }
@@ -197,7 +197,7 @@ const STATES: [(&str, Recipe, OnHost); 4] = [
     ("all on the host", Recipe::BF16_MASTER, ALL_STATES),
 ];
 
-/// One combination of the techniques: its names, and the plan for one token.
+/// All combinations of the techniques: their names, and the plan for one token.
 fn combinations() -> Result<Vec<(Case, Step)>, Error> {
     let mut all = Vec::new();
     for (states, recipe, host) in STATES {
@@ -243,13 +243,13 @@ mod tests {
     fn value(records: &[Record], metric: &str, case: &[(&str, &str)]) -> Option<f64> {
         let is_case = |record: &&Record| {
             record.metric.name == metric
-                && case
-                    .iter()
-                    .all(|(key, value)| record.case.get(key).and_then(|found| found.as_str()) == Some(*value))
+                && case.iter().all(|(key, value)| {
+                    record.case.get(key).and_then(|actual| actual.as_str()) == Some(*value)
+                })
         };
-        let mut found = records.iter().filter(is_case);
-        let one = found.next().expect("a record of the case");
-        assert!(found.next().is_none(), "{case:?} is not one case");
+        let mut matching = records.iter().filter(is_case);
+        let one = matching.next().expect("a record of the case");
+        assert!(matching.next().is_none(), "{case:?} is not one case");
         one.metric.value
     }
 
@@ -288,9 +288,9 @@ mod tests {
     fn model_states_in_16_bytes_do_not_fit_the_card() {
         let records = long_context(&environment()).unwrap();
         for (case, plan) in combinations().unwrap() {
-            let found = records.iter().find(|record| record.case == case).unwrap();
+            let record = records.iter().find(|record| record.case == case).unwrap();
             let fits = plan.recipe == Recipe::BF16 || plan.host.optimizer;
-            assert_eq!(found.metric.value.is_some(), fits, "{case:?}");
+            assert_eq!(record.metric.value.is_some(), fits, "{case:?}");
         }
     }
 }

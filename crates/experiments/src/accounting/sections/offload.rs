@@ -51,7 +51,7 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
                     .with("step", step)
                     .with("tokens", tokens);
                 match plan(&costs, &rates, AvailableMemory { device: BUDGET, host: None }) {
-                    Ok(found) => metrics(&found).into_iter().for_each(|metric| put(&case, metric)),
+                    Ok(plan) => metrics(&plan).into_iter().for_each(|metric| put(&case, metric)),
                     Err(error @ Error::NoOffloadFits { .. }) => {
                         put(&case, Metric::not_measured("resident_share", "ratio", &error.to_string()));
                     }
@@ -78,10 +78,10 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
 
 /// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `stream`, `what`, `layer` (`–`
 /// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
-fn span_metrics(of: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
+fn span_metrics(case: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
     let measure = |(number, span): (usize, &Span)| {
         let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
-        let case = of
+        let case = case
             .clone()
             .with("stream", span.stream.name())
             .with("what", span.operation.name())
@@ -152,12 +152,12 @@ mod tests {
             let mut last = 0.0;
             for tokens in [1, 512, 2048, 8192, 24_000] {
                 let [(_, costs), _] = costs(tokens, gpu).unwrap();
-                let Ok(found) = plan(&costs, &rates, AvailableMemory { device: BUDGET, host: None }) else {
+                let Ok(chosen) = plan(&costs, &rates, AvailableMemory { device: BUDGET, host: None }) else {
                     assert!(tokens > 8192, "the logits alone take too much");
                     continue;
                 };
-                let least = found.least_tokens(gpu.flops, &rates, 2.0, Direction::Forward).unwrap();
-                let share = found.share_of_resident_speed();
+                let least = chosen.least_tokens(gpu.flops, &rates, 2.0, Direction::Forward).unwrap();
+                let share = chosen.share_of_resident_speed();
                 // Attention's core and the head compute too, so that fewer tokens than the condition's may be enough.
                 assert!(tokens < least || share > 0.999, "{} {tokens} {least} {share}", gpu.name);
                 assert!(share >= last || share > 0.999, "{} {tokens}: {share} after {last}", gpu.name);

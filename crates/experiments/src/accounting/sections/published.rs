@@ -16,7 +16,7 @@ use report::{Case, Environment, Metric, Record};
 use super::record;
 use crate::accounting::number_limits::Limits;
 
-/// What it is, where it is published, the unit, the published value and its last digit's unit, ours.
+/// A published figure: its name, its source, the unit, the value, the unit of its last digit, and our value.
 type Figure = (String, &'static str, &'static str, f64, f64, f64);
 
 /// A published value with the unit of its last digit, and ours.
@@ -94,7 +94,7 @@ fn flops() -> Result<Vec<Figure>, Error> {
     let mut figures: Vec<Figure> = published.into_iter().map(figure).collect::<Result<_, Error>>()?;
     let Value { published, last_digit, ours } = training_gpt3()?;
     figures.push(("training GPT-3: 6·N·D".into(), "Brown et al. 2020", "FLOP", published, last_digit, ours));
-    // As speculated in 2023: 25,000 A100, 90 to 100 days, an MFU of 0.32 to 0.36.
+    // Speculation of 2023: 25,000 A100, 90 to 100 days, an MFU of 0.32 to 0.36.
     let gpt4 = promised_flops(hardware::find("a100")?.bf16, 25_000, 95.0 * SECONDS_PER_DAY)? * 0.34;
     figures.push(("training GPT-4, speculated".into(), "CS336 lecture 2: 2e25", "FLOP", 2e25, 1e25, gpt4));
     Ok(figures)

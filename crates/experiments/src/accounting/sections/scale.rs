@@ -11,7 +11,7 @@ use super::record;
 
 const EXPERIMENT: &str = "accounting-scale";
 const SEQUENCE: u64 = 8192;
-/// What a 400 Gb/s link reaches.
+/// The rate that a 400 Gb/s link reaches.
 const LINK: f64 = 46e9;
 /// Rates of NVLink and of eight links to a node; the FLOP/s are calibrated.
 const H100: Network = Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6 };

@@ -1,4 +1,4 @@
-//! What a model answers to held-out problems.
+//! Grades a model's answers to held-out problems.
 
 use frugal::tasks::gsm8k::{EvaluateOptions, Evaluation, FewShot, Solver, evaluate_generation};
 use models::generation::Sampling;

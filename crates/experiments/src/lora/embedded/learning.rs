@@ -21,7 +21,7 @@ pub(crate) struct Learner<'m> {
 }
 
 impl<'m> Learner<'m> {
-    /// With `AdamW`, whose decay leaves vectors alone.
+    /// Creates `AdamW`, whose decay leaves vectors alone.
     pub(crate) fn new(model: &'m dyn LanguageModel, lr: f64, weight_decay: f64) -> anyhow::Result<Self> {
         let groups = Group::by_dimension(trainable(model), lr, weight_decay);
         let rule = AdamW { beta2: 0.98, ..AdamW::default() };
@@ -29,7 +29,7 @@ impl<'m> Learner<'m> {
         Ok(Self { model, optimizer, losses: Vec::new(), seconds: Vec::new() })
     }
 
-    /// One step at `factor` of the learning rate.
+    /// Takes a step at `factor` of the learning rate.
     pub(crate) fn step(&mut self, (tokens, labels): &(Tensor, Tensor), factor: f64) -> anyhow::Result<()> {
         let start = Instant::now();
         self.optimizer.set_factor(factor)?;

@@ -1,4 +1,4 @@
-//! What the model reads: rows of running text, and problems with their answers masked in.
+//! The model's training data: rows of running text, and problems with their answers masked in.
 
 use std::path::Path;
 
@@ -38,7 +38,7 @@ pub(crate) struct World {
     pad: i64,
 }
 
-/// Of 100 rows to pretrain on, so many are stories, lists of calculations, and lines of the encyclopedia.
+/// Shares of stories, lists of calculations, and lines of the encyclopedia among the rows of pretraining.
 const SHARES: [f64; 3] = [0.72, 0.20, 0.08];
 
 impl World {
@@ -145,7 +145,7 @@ struct Stream {
 }
 
 impl<'w> Reading<'w> {
-    /// From the beginning.
+    /// Starts from the first row.
     pub(crate) fn new(world: &'w World, seed: u64) -> anyhow::Result<Self> {
         Ok(Self { world, generator: Generator::new(seed)?, streams: Default::default() })
     }

@@ -1,10 +1,10 @@
-//! What the rounds of a variant measured, as metrics.
+//! Metrics of the rounds of a variant.
 
 use report::Metric;
 
 use super::Passes;
 
-/// One pass of one variant in a round.
+/// A pass of a variant in a round.
 #[derive(Clone, Copy)]
 pub(super) struct Sample {
     pub(super) passes: Passes,
@@ -30,7 +30,9 @@ pub(super) fn ratios(
     [more_of_it, more]: [f64; 2],
 ) -> impl Iterator<Item = f64> {
     let pairs = reference.iter().zip(rounds);
-    pairs.map(move |(of, round)| (of.passes.total() + more_of_it) / (round.passes.total() + more))
+    pairs.map(move |(reference, round)| {
+        (reference.passes.total() + more_of_it) / (round.passes.total() + more)
+    })
 }
 
 /// The share of a step in which what computes waits between two layers, and no transfer is why.
@@ -44,8 +46,8 @@ pub(super) fn unexplained(rounds: &[Sample]) -> Metric {
 
 pub(super) fn moved(rounds: &[Sample]) -> Vec<Metric> {
     let all: Vec<Moved> = rounds.iter().filter_map(|round| round.moved).collect();
-    let bytes = |name: &str, of: fn(&Moved) -> f64| {
-        samples(name, "B", rounds.iter().map(move |round| round.moved.as_ref().map_or(0.0, of)))
+    let bytes = |name: &str, counter: fn(&Moved) -> f64| {
+        samples(name, "B", rounds.iter().map(move |round| round.moved.as_ref().map_or(0.0, counter)))
     };
     let mut metrics =
         vec![bytes("loaded_bytes", |moved| moved.loaded), bytes("stored_bytes", |moved| moved.stored)];

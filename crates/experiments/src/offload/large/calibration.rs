@@ -22,7 +22,7 @@ pub(super) const RING: usize = 2;
 pub(super) struct PartTimes {
     forward: f64,
     backward: f64,
-    /// Of what is no layer's.
+    /// Seconds outside of the layers.
     outside: f64,
     /// Bytes per second of loads beside layers.
     load: Option<f64>,

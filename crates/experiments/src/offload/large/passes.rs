@@ -26,7 +26,7 @@ impl Measured {
     /// Reads, installs adapters, and trains them; each pass once to warm up and `repeats` times. `step` is called after each.
     ///
     /// # Errors
-    /// Those of the model.
+    /// Errors of the model.
     pub(super) fn of(
         mut subject: MeasuredModel,
         repeats: u32,

@@ -53,7 +53,7 @@ impl Row {
     /// The most bytes of a step that the CPU's allocator counts.
     ///
     /// # Errors
-    /// Those of the model and of the step.
+    /// Errors of the model and of the step.
     pub fn measure(&self) -> anyhow::Result<u64> {
         let device = Device::Cpu;
         let before = live_bytes(device)?;

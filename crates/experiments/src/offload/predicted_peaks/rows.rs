@@ -46,9 +46,9 @@ pub fn rows() -> Vec<Row> {
 /// Steps that train all weights of resident layers, without an optimizer.
 struct Shapes {
     square: Row,
-    /// Of few tokens: its weights are most of a step.
+    /// A row with few tokens: its weights are most of a step.
     wide: Row,
-    /// Of many tokens: its activations are most of a step.
+    /// A row with many tokens: its activations are most of a step.
     long: Row,
     llama: Row,
     qwen3: Row,
@@ -154,7 +154,7 @@ fn plans_and_methods(row: &Row) -> Vec<Row> {
     rows
 }
 
-/// Of another family: the plans that differ, and offloaded layers.
+/// Rows of another family: the plans that differ, and offloaded layers.
 fn other_family(row: &Row, plan: LayerPlan) -> Vec<Row> {
     vec![
         row.clone(),

@@ -23,19 +23,20 @@ pub(super) fn gradients(device: Device, scale: Scale) -> anyhow::Result<Figures>
         discard(Tensor::f_stack(&norms, 0)?.f_norm())
     };
     let mut figures = Vec::new();
-    let (own, theirs, found) = (shared(&all), shared(&all), Tensor::f_zeros([1], (Kind::Float, device))?);
+    let (mine, theirs, found_inf) =
+        (shared(&all), shared(&all), Tensor::f_zeros([1], (Kind::Float, device))?);
     let (of_ours, of_theirs) =
         (shared(&factors), shared(if device == Device::Cpu { &factors } else { &narrow }));
     let unscale = Line {
         what: "unscaling, overflow check and norm",
         shape: shape.clone(),
         bytes: 2.0 * bytes,
-        ours: Box::new(move |index| unscale_(&own, &of_ours[index % 2], true).map(drop)),
+        ours: Box::new(move |index| unscale_(&mine, &of_ours[index % 2], true).map(drop)),
         libtorch: Some(Box::new(move |index| {
             // On CUDA the scaler's operator has no bf16; a norm that is not finite says that a gradient is not.
             match device {
                 Device::Cpu => {
-                    ops::amp::non_finite_check_and_unscale_(&theirs, &found, &of_theirs[index % 2])?
+                    ops::amp::non_finite_check_and_unscale_(&theirs, &found_inf, &of_theirs[index % 2])?
                 }
                 _ => foreach::mul_tensor_(&theirs, &of_theirs[index % 2])?,
             }
@@ -47,21 +48,21 @@ pub(super) fn gradients(device: Device, scale: Scale) -> anyhow::Result<Figures>
     if norm_many(&all)?.is_none() {
         return Ok(figures);
     }
-    let (own, theirs) = (shared(&all), shared(&all));
+    let (mine, theirs) = (shared(&all), shared(&all));
     let norm = Line {
         what: "norm of all gradients",
         shape: shape.clone(),
         bytes,
-        ours: Box::new(move |_| norm_many(&own).map(drop)),
+        ours: Box::new(move |_| norm_many(&mine).map(drop)),
         libtorch: Some(Box::new(move |_| norm_of(&theirs))),
     };
     measure_line(norm, device, scale, &mut figures)?;
-    let (own, theirs, of_ours) = (shared(&all), all, factors);
+    let (mine, theirs, of_ours) = (shared(&all), all, factors);
     let multiply = Line {
         what: "scaling of all gradients",
         shape,
         bytes: 2.0 * bytes,
-        ours: Box::new(move |index| scale_many_(&own, &of_ours[index % 2]).map(drop)),
+        ours: Box::new(move |index| scale_many_(&mine, &of_ours[index % 2]).map(drop)),
         libtorch: Some(Box::new(move |index| foreach::mul_tensor_(&theirs, &narrow[index % 2]))),
     };
     measure_line(multiply, device, scale, &mut figures)?;

@@ -16,7 +16,7 @@ impl TokenizePerItem {
     /// Tokenizes all texts once, for their lengths, and drops the tokens. Each is cut to `max_length` tokens.
     ///
     /// # Errors
-    /// Those of the tokenizer.
+    /// Errors of the tokenizer.
     pub fn new(texts: Vec<String>, tokenizer: Tokenizer, max_length: usize) -> Result<Self> {
         let lengths = tokenizer.encode_batch(&texts)?.iter().map(|ids| ids.len().min(max_length)).collect();
         Ok(Self { texts, lengths, tokenizer, max_length })
