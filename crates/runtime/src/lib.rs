@@ -14,6 +14,7 @@
 //! | [`precision`] | the interface through which models compute in mixed precision |
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
 //! | [`file_memory`] | tensors whose memory is an unnamed file |
+//! | [`tensor_layout`] | a tensor's shape, strides, dtype, device and addresses from one call |
 //! | [`tensor_memory`] | a tensor's identity, address range and version, for kernels that read and write memory themselves |
 //! | [`parallel`] | tasks on libtorch's own threads |
 //! | [`shared_library`] | libraries that are loaded at run time |
@@ -62,6 +63,7 @@ mod sys;
 pub mod wait_policy;
 
 pub use error::{Error, Result};
+pub use sys::layout as tensor_layout;
 pub use sys::parallel;
 pub use sys::tensor as tensor_memory;
 

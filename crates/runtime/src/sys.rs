@@ -39,6 +39,7 @@ pub(crate) mod graph;
 pub(crate) mod heap;
 pub(crate) mod host_memory;
 pub(crate) mod kernel_caches;
+pub mod layout;
 pub(crate) mod memory;
 pub(crate) mod ops;
 pub mod parallel;

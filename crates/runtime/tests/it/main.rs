@@ -21,6 +21,7 @@ mod device_synchronize;
 mod file;
 mod file_memory;
 mod held;
+mod layout;
 mod measure;
 mod memory_limit;
 mod memory_region;

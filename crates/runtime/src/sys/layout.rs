@@ -1,0 +1,145 @@
+//! What a kernel checks of a tensor, from one call into libtorch instead of one for each property (`cpp/layout.cpp`).
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
+
+use super::{Status, check};
+use crate::error::{Error, Result};
+
+/// The most dimensions of a tensor that a kernel takes.
+const DIMENSIONS: usize = 8;
+
+const STRIDED: u8 = 1;
+const NEGATED: u8 = 2;
+const CONTIGUOUS: u8 = 4;
+const MEMORY: u8 = 8;
+const OTHER_DEVICE: u8 = 16;
+
+/// `TensorLayout` of `cpp/layout.cpp`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Raw {
+    sizes: [i64; DIMENSIONS],
+    strides: [i64; DIMENSIONS],
+    begin: usize,
+    end: usize,
+    dims: i32,
+    device: i16,
+    kind: i8,
+    flags: u8,
+}
+
+unsafe extern "C" {
+    fn rt_layout(tensor: *const C_tensor, out: *mut Raw) -> Status;
+}
+
+/// Shape, strides, dtype, device and addresses of a tensor at the time of [`Layout::of`].
+#[derive(Clone, Copy, Debug)]
+pub struct Layout {
+    raw: Raw,
+    kind: Kind,
+}
+
+impl Layout {
+    /// Describes a tensor. Allocates nothing.
+    ///
+    /// # Errors
+    /// A tensor that is not defined, of more than 8 dimensions, of a dtype that `tch` does not know, or on another device than a CPU
+    /// or a CUDA device.
+    pub fn of(tensor: &Tensor) -> Result<Self> {
+        let mut raw = Raw::default();
+        // SAFETY: the tensor and the out-parameter outlive the call, which writes one `TensorLayout`, whose fields are those of `Raw`.
+        unsafe { check(rt_layout(tensor.as_ptr(), &mut raw)) }?;
+        if raw.kind < 0 {
+            return Err(Error::Torch("the tensor is undefined".to_owned()));
+        }
+        if raw.flags & OTHER_DEVICE != 0 {
+            let reason = format!("a tensor is on {:?}; expected the CPU or a CUDA device", tensor.device());
+            return Err(Error::invalid("layout", reason));
+        }
+        let kind = kind(raw.kind).ok_or_else(|| {
+            Error::invalid("layout", format!("a tensor has the unknown dtype {}", raw.kind))
+        })?;
+        Ok(Self { raw, kind })
+    }
+
+    /// Returns the size of each dimension.
+    pub fn size(&self) -> &[i64] {
+        &self.raw.sizes[..self.raw.dims as usize]
+    }
+
+    /// Returns the distance of neighbours in each dimension, in elements; zeros for a sparse tensor.
+    pub fn stride(&self) -> &[i64] {
+        &self.raw.strides[..self.raw.dims as usize]
+    }
+
+    /// Returns the number of elements.
+    pub fn numel(&self) -> usize {
+        self.size().iter().product::<i64>() as usize
+    }
+
+    /// Returns the dtype.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Returns the device.
+    pub fn device(&self) -> Device {
+        usize::try_from(self.raw.device).map_or(Device::Cpu, Device::Cuda)
+    }
+
+    /// Returns whether the elements are at strides in memory: not sparse, not of another library.
+    pub fn is_strided(&self) -> bool {
+        self.raw.flags & STRIDED != 0
+    }
+
+    /// Returns whether libtorch negates the elements when they are read.
+    pub fn is_neg(&self) -> bool {
+        self.raw.flags & NEGATED != 0
+    }
+
+    /// Returns whether the elements are dense, in the order of the dimensions.
+    pub fn is_contiguous(&self) -> bool {
+        self.raw.flags & CONTIGUOUS != 0
+    }
+
+    /// Returns the addresses of the elements; empty without elements.
+    ///
+    /// # Errors
+    /// A tensor whose memory is detached ([`MovableMemory`](crate::memory::MovableMemory)), or that has no storage.
+    pub fn range(&self) -> Result<Range<usize>> {
+        if self.raw.flags & MEMORY == 0 {
+            return Err(Error::Torch("the tensor has elements, but no memory".to_owned()));
+        }
+        Ok(self.raw.begin..self.raw.end)
+    }
+}
+
+/// The dtype of a number of `c10::ScalarType` (torch/headeronly/core/ScalarType.h).
+fn kind(number: i8) -> Option<Kind> {
+    Some(match number {
+        0 => Kind::Uint8,
+        1 => Kind::Int8,
+        2 => Kind::Int16,
+        3 => Kind::Int,
+        4 => Kind::Int64,
+        5 => Kind::Half,
+        6 => Kind::Float,
+        7 => Kind::Double,
+        8 => Kind::ComplexHalf,
+        9 => Kind::ComplexFloat,
+        10 => Kind::ComplexDouble,
+        11 => Kind::Bool,
+        12 => Kind::QInt8,
+        13 => Kind::QUInt8,
+        14 => Kind::QInt32,
+        15 => Kind::BFloat16,
+        23 => Kind::Float8e5m2,
+        24 => Kind::Float8e4m3fn,
+        25 => Kind::Float8e5m2fnuz,
+        26 => Kind::Float8e4m3fnuz,
+        _ => return None,
+    })
+}

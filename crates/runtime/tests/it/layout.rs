@@ -1,0 +1,68 @@
+//! What one call says of a tensor is what libtorch says of it property by property.
+
+use runtime::memory::MovableMemory;
+use runtime::tensor_layout::Layout;
+use runtime::tensor_memory::memory_range;
+use tch::{Device, Kind, Tensor};
+
+fn check(tensor: &Tensor) {
+    let layout = Layout::of(tensor).unwrap();
+    assert_eq!(layout.size(), tensor.size());
+    assert_eq!(layout.numel(), tensor.numel());
+    assert_eq!((layout.kind(), layout.device()), (tensor.kind(), tensor.device()));
+    assert_eq!((layout.is_strided(), layout.is_neg()), (!tensor.is_sparse(), tensor.is_neg()));
+    if layout.is_strided() {
+        assert_eq!(layout.stride(), tensor.stride());
+        assert_eq!(layout.is_contiguous(), tensor.is_contiguous());
+        assert_eq!(layout.range().unwrap(), memory_range(tensor).unwrap());
+    }
+}
+
+#[test]
+fn it_agrees_with_each_property() {
+    const KINDS: [Kind; 11] = [
+        Kind::Uint8,
+        Kind::Int8,
+        Kind::Int16,
+        Kind::Int,
+        Kind::Int64,
+        Kind::Half,
+        Kind::Float,
+        Kind::Double,
+        Kind::Bool,
+        Kind::BFloat16,
+        Kind::Float8e4m3fn,
+    ];
+    for kind in KINDS {
+        check(&Tensor::zeros([2, 3], (kind, Device::Cpu)));
+    }
+    let x = Tensor::zeros([4, 6, 5], tch::kind::FLOAT_CPU);
+    for view in [
+        x.transpose(0, 2),
+        x.narrow(1, 2, 3),
+        x.select(1, 0),
+        x.slice(2, 0, 5, 2),
+        x.narrow(0, 0, 0),
+        x.sum(Kind::Float),
+        x.unsqueeze(0).expand([7, 4, 6, 5], false),
+        x.view([1, 4, 1, 6, 1, 5, 1, 1].as_slice()),
+        x.to_sparse_sparse_dim(3),
+        Tensor::zeros([3], (Kind::ComplexFloat, Device::Cpu)).conj().imag(),
+    ] {
+        check(&view);
+    }
+}
+
+#[test]
+fn what_kernels_cannot_take_is_refused() {
+    let error = |tensor: &Tensor| Layout::of(tensor).unwrap_err().to_string();
+    assert_eq!(error(&Tensor::new()), "the tensor is undefined");
+    assert_eq!(
+        error(&Tensor::zeros([1; 9].as_slice(), tch::kind::FLOAT_CPU)),
+        "a tensor of 9 dimensions; kernels take at most 8"
+    );
+    let detached = MovableMemory::new(16, Device::Cpu).unwrap();
+    let layout = Layout::of(detached.bytes()).unwrap();
+    assert_eq!(layout.size(), [16]);
+    assert_eq!(layout.range().unwrap_err().to_string(), "the tensor has elements, but no memory");
+}
