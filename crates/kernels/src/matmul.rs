@@ -24,6 +24,7 @@ mod operators;
 use runtime::autograd::GradMode;
 use runtime::ops::TryScalar;
 use runtime::profile::{Flops, kernel, record_external};
+use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -49,25 +50,32 @@ const SMALL: i64 = 1 << 12;
 /// Shapes, dtypes or devices that do not match; an output that shares memory with an operand; operands that require a
 /// gradient while gradients are recorded; a choice of [`processor`] that this machine does not support.
 pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
-    check(out, a, b)?;
+    let matrices = Matrices::of(out, a, b)?;
     let _ = processor::choices()?;
-    if out.numel() == 0 {
+    let [m, n, k] = matrices.dimensions();
+    if m * n == 0 {
         return Ok(());
     }
-    if a.size()[1] == 0 {
+    if k == 0 {
         if !accumulate {
             let _ = out.f_zero_()?;
         }
         return Ok(());
     }
-    let kind = a.kind();
-    if kind == out.kind() && kind == b.kind() && kind == compute_kind(out.device(), kind) {
-        return same_kind(out, a, b, accumulate);
+    let (device, kinds) = (matrices.out.device(), matrices.kinds());
+    let one_kind = kinds[0] == kinds[1] && kinds[0] == kinds[2];
+    if one_kind && kinds[0] == compute_kind(device, kinds[0]) && !matrices.need_fp32_gemm() {
+        if accumulate {
+            let _ = out.f_addmm_(a, b)?;
+        } else {
+            let _ = a.f_mm_out(out, b)?;
+        }
+        return Ok(());
     }
-    if out.device().is_cuda() && out.kind() == Kind::Float {
+    if device.is_cuda() && matrices.out.kind() == Kind::Float {
         return operators::mm_widened(out, a, b, accumulate);
     }
-    in_fp32(out, a, b, accumulate)
+    in_fp32(out, a, b, accumulate, &matrices)
 }
 
 /// Returns `a·b` in a new tensor of the operands' dtype. See [`mm_into`].
@@ -92,7 +100,7 @@ pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
     let matrices = a.dim() == 2 && b.dim() == 2 && a.numel() > 0 && b.numel() > 0;
     if factor != 1.0 && a.device().is_cuda() && matrices {
         let out = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
-        check(&out, a, b)?;
+        let _ = Matrices::of(&out, a, b)?;
         operators::mm_scaled(&out, a, b, factor)?;
         return Ok(out);
     }
@@ -157,85 +165,101 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
     Ok(Some(product))
 }
 
-fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
-    let fp32_on_cpu = out.device() == Device::Cpu && out.kind() == Kind::Float;
-    if fp32_on_cpu
-        && (out.size().into_iter().min() >= Some(MIN_DIMENSION) || ![a, b].into_iter().all(is_dense))
-    {
-        return in_fp32(out, a, b, accumulate);
-    }
-    if accumulate {
-        let _ = out.f_addmm_(a, b)?;
-    } else {
-        let _ = a.f_mm_out(out, b)?;
-    }
-    Ok(())
-}
-
 /// [`mm_into`] on the CPU in fp32, with operands and an output each in fp32, bf16 or fp16.
-fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
-    let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
+fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices: &Matrices) -> Result<()> {
+    let [m, n, k] = matrices.dimensions();
     // A tensor may be a lazily negated view.
     let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
     let _scope = kernel("runtime::mm", [a, b]);
     gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
     let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
-    let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
-    let bytes = bytes(a) + bytes(b) + bytes(out) * if accumulate { 2 } else { 1 };
+    let bytes = |matrix: &TensorLayout| matrix.numel() * matrix.kind().elt_size_in_bytes();
+    let written = bytes(&matrices.out) * if accumulate { 2 } else { 1 };
+    let bytes = bytes(&matrices.a) + bytes(&matrices.b) + written;
     record_external("runtime::mm", Flops::from(flops), u64::try_from(bytes).unwrap_or(u64::MAX))
+}
+
+/// The layouts of the matrices of one product.
+struct Matrices {
+    out: TensorLayout,
+    a: TensorLayout,
+    b: TensorLayout,
+}
+
+impl Matrices {
+    /// Describes the matrices, or refuses those that [`mm_into`] cannot multiply.
+    fn of(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<Self> {
+        let refuse = |reason: String| Err(Error::invalid("matrix product", reason));
+        let requires_grad =
+            GradMode::enabled() && (a.requires_grad() || b.requires_grad() || out.requires_grad());
+        let matrices = Self { out: TensorLayout::of(out)?, a: TensorLayout::of(a)?, b: TensorLayout::of(b)? };
+        let Self { out, a, b } = &matrices;
+        let (o, l, r) = (out.size(), a.size(), b.size());
+        let fits = matches!((o, l, r), (&[m, n], &[m2, k], &[k2, n2]) if m == m2 && n == n2 && k == k2);
+        if !fits {
+            return refuse(format!("{l:?} times {r:?} into {o:?}; expected [m, k] times [k, n] into [m, n]"));
+        }
+        if a.device() != out.device() || b.device() != out.device() {
+            return refuse(format!(
+                "operands on {:?} and {:?}, output on {:?}; move them to one",
+                a.device(),
+                b.device(),
+                out.device()
+            ));
+        }
+        let kinds = (a.kind(), b.kind(), out.kind());
+        let low = |kind| matches!(kind, Kind::BFloat16 | Kind::Half);
+        let one_kind = kinds.0 == kinds.1 && (kinds.2 == kinds.0 || low(kinds.0) && kinds.2 == Kind::Float);
+        let supported = low(kinds.0) || matches!(kinds.0, Kind::Float | Kind::Double);
+        let mixes = [kinds.0, kinds.1, kinds.2].into_iter().all(|kind| kind == Kind::Float || low(kind));
+        if !(supported && one_kind || mixes && out.device() == Device::Cpu) {
+            return refuse(format!(
+                "{:?} times {:?} into {:?}; expected one floating dtype, or Float for products of BFloat16 or Half, or on the \
+                 CPU each of these three",
+                kinds.0, kinds.1, kinds.2
+            ));
+        }
+        if out.is_neg() {
+            return refuse("the output is a lazily negated view; give it memory of its own".to_owned());
+        }
+        if [out, a, b].into_iter().any(|matrix| !matrix.is_strided()) {
+            return refuse("an operand or the output is sparse; make it dense".to_owned());
+        }
+        let mut operands = Operands::new("matrix product", out.device());
+        operands.unchecked(Access::Read, "a", a)?;
+        operands.unchecked(Access::Read, "b", b)?;
+        operands.unchecked(Access::Write, "out", out)?;
+        operands.check()?;
+        if requires_grad {
+            return refuse(
+                "an operand requires a gradient, which is not recorded here; use Tensor::matmul".to_owned(),
+            );
+        }
+        Ok(matrices)
+    }
+
+    /// Returns m, n and k of `[m, k]` times `[k, n]`.
+    fn dimensions(&self) -> [i64; 3] {
+        [self.out.size()[0], self.out.size()[1], self.a.size()[1]]
+    }
+
+    fn kinds(&self) -> [Kind; 3] {
+        [&self.out, &self.a, &self.b].map(TensorLayout::kind)
+    }
+
+    /// Returns whether this crate's own product serves matrices in fp32 better than libtorch's: not for small ones.
+    fn need_fp32_gemm(&self) -> bool {
+        let [m, n, _] = self.dimensions();
+        let fp32_on_cpu = self.out.device() == Device::Cpu && self.out.kind() == Kind::Float;
+        fp32_on_cpu && (m.min(n) >= MIN_DIMENSION || !(is_dense(&self.a) && is_dense(&self.b)))
+    }
 }
 
 /// Returns whether rows or columns are dense, so that a BLAS reads them directly. libtorch copies other operands first, such as the
 /// expanded gradient of a sum.
-fn is_dense(matrix: &Tensor) -> bool {
-    let (&[rows, columns], &[row, column]) = (&matrix.size()[..], &matrix.stride()[..]) else { return false };
+fn is_dense(matrix: &TensorLayout) -> bool {
+    let (&[rows, columns], &[row, column]) = (matrix.size(), matrix.stride()) else { return false };
     column == 1 && row >= columns.max(1) || row == 1 && column >= rows.max(1)
-}
-
-fn check(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
-    let refuse = |reason: String| Err(Error::invalid("matrix product", reason));
-    let (o, l, r) = (out.size(), a.size(), b.size());
-    let fits =
-        matches!((&o[..], &l[..], &r[..]), (&[m, n], &[m2, k], &[k2, n2]) if m == m2 && n == n2 && k == k2);
-    if !fits {
-        return refuse(format!("{l:?} times {r:?} into {o:?}; expected [m, k] times [k, n] into [m, n]"));
-    }
-    if a.device() != out.device() || b.device() != out.device() {
-        let devices = (a.device(), b.device(), out.device());
-        return refuse(format!(
-            "operands on {:?} and {:?}, output on {:?}; move them to one",
-            devices.0, devices.1, devices.2
-        ));
-    }
-    let kinds = (a.kind(), b.kind(), out.kind());
-    let low = |kind| matches!(kind, Kind::BFloat16 | Kind::Half);
-    let one_kind = kinds.0 == kinds.1 && (kinds.2 == kinds.0 || low(kinds.0) && kinds.2 == Kind::Float);
-    let supported = low(kinds.0) || matches!(kinds.0, Kind::Float | Kind::Double);
-    let mixes = [kinds.0, kinds.1, kinds.2].into_iter().all(|kind| kind == Kind::Float || low(kind));
-    if !(supported && one_kind || mixes && out.device() == Device::Cpu) {
-        return refuse(format!(
-            "{:?} times {:?} into {:?}; expected one floating dtype, or Float for products of BFloat16 or Half, or on the CPU \
-             each of these three",
-            kinds.0, kinds.1, kinds.2
-        ));
-    }
-    if out.is_neg() {
-        return refuse("the output is a lazily negated view; give it memory of its own".to_owned());
-    }
-    if [out, a, b].into_iter().any(Tensor::is_sparse) {
-        return refuse("an operand or the output is sparse; make it dense".to_owned());
-    }
-    let mut operands = Operands::new("matrix product", out.device());
-    operands.unchecked(Access::Read, "a", a)?;
-    operands.unchecked(Access::Read, "b", b)?;
-    operands.unchecked(Access::Write, "out", out)?;
-    operands.check()?;
-    if GradMode::enabled() && (a.requires_grad() || b.requires_grad() || out.requires_grad()) {
-        return refuse(
-            "an operand requires a gradient, which is not recorded here; use Tensor::matmul".to_owned(),
-        );
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use runtime::tensor_memory::{address, memory_range};
+use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -98,18 +98,17 @@ enum Layout {
 }
 
 impl Layout {
-    fn fits(self, tensor: &Tensor) -> bool {
-        let (size, stride) = (tensor.size(), tensor.stride());
+    fn fits(self, tensor: &TensorLayout) -> bool {
         match self {
             Self::Contiguous => tensor.is_contiguous(),
-            Self::DenseRows => match (&size[..], &stride[..]) {
+            Self::DenseRows => match (tensor.size(), tensor.stride()) {
                 (&[rows, columns], &[row_stride, column_stride]) => {
                     (rows == 0 || columns < 2 || column_stride == 1) && (rows < 2 || row_stride >= columns)
                 }
                 _ => false,
             },
-            Self::DenseHeads => has_dense_heads(tensor),
-            Self::WithoutGaps => tensor.numel() == 0 || has_no_gaps(tensor),
+            Self::DenseHeads => dense_heads(tensor.size(), tensor.stride()),
+            Self::WithoutGaps => tensor.numel() == 0 || no_gaps(tensor.size(), tensor.stride()),
         }
     }
 }
@@ -117,17 +116,22 @@ impl Layout {
 /// Returns whether the last dimension is dense and no stride is negative. libtorch calls any strides of a tensor without elements
 /// contiguous, and any stride of a dimension of 1.
 pub(crate) fn has_dense_heads(tensor: &Tensor) -> bool {
-    let stride = tensor.stride();
-    tensor.numel() == 0
-        || (stride.last() == Some(&1) || tensor.size().last() == Some(&1))
-            && stride.iter().all(|stride| *stride >= 0)
+    dense_heads(&tensor.size(), &tensor.stride())
+}
+
+fn dense_heads(size: &[i64], stride: &[i64]) -> bool {
+    size.contains(&0)
+        || (stride.last() == Some(&1) || size.last() == Some(&1)) && stride.iter().all(|stride| *stride >= 0)
 }
 
 /// Returns whether the elements are contiguous and distinct in memory, in any order of the dimensions.
 pub(crate) fn has_no_gaps(tensor: &Tensor) -> bool {
-    let (size, stride) = (tensor.size(), tensor.stride());
-    let mut dimensions: Vec<(i64, i64)> =
-        stride.into_iter().zip(size).filter(|&(_, size)| size != 1).collect();
+    no_gaps(&tensor.size(), &tensor.stride())
+}
+
+fn no_gaps(size: &[i64], stride: &[i64]) -> bool {
+    let dimensions = stride.iter().copied().zip(size.iter().copied());
+    let mut dimensions: Vec<(i64, i64)> = dimensions.filter(|&(_, size)| size != 1).collect();
     dimensions.sort_unstable();
     let mut expected = 1;
     dimensions.into_iter().all(|(stride, size)| {
@@ -187,9 +191,10 @@ impl Operands {
         extent: impl Into<Extent<'a>>,
     ) -> Result<Rows> {
         let name = name.into();
-        check_view(self.operation, name, tensor, (kind, self.device), extent.into(), Layout::DenseRows)?;
-        let rows = Rows::of(tensor)?;
-        let (range, bytes) = (memory_range(tensor)?, kind.elt_size_in_bytes());
+        let options = (kind, self.device);
+        let tensor = check_view(self.operation, name, tensor, options, extent.into(), Layout::DenseRows)?;
+        let rows = Rows::of(&tensor)?;
+        let (range, bytes) = (tensor.range()?, kind.elt_size_in_bytes());
         let row = rows.columns * bytes;
         let stride = if rows.rows > 1 { rows.row_stride * bytes } else { row };
         self.operands.push(Operand { name, access, memory: Memory { range, row, stride } });
@@ -220,7 +225,12 @@ impl Operands {
     }
 
     /// Adds a tensor of a layout that the caller has checked.
-    pub(crate) fn unchecked(&mut self, access: Access, name: impl Into<Name>, tensor: &Tensor) -> Result<()> {
+    pub(crate) fn unchecked(
+        &mut self,
+        access: Access,
+        name: impl Into<Name>,
+        tensor: &TensorLayout,
+    ) -> Result<()> {
         self.push(access, name.into(), tensor).map(drop)
     }
 
@@ -233,12 +243,12 @@ impl Operands {
         extent: Extent<'_>,
         layout: Layout,
     ) -> Result<usize> {
-        check_view(self.operation, name, tensor, (kind, self.device), extent, layout)?;
-        self.push(access, name, tensor)
+        let tensor = check_view(self.operation, name, tensor, (kind, self.device), extent, layout)?;
+        self.push(access, name, &tensor)
     }
 
-    fn push(&mut self, access: Access, name: Name, tensor: &Tensor) -> Result<usize> {
-        let range = memory_range(tensor)?;
+    fn push(&mut self, access: Access, name: Name, tensor: &TensorLayout) -> Result<usize> {
+        let range = tensor.range()?;
         let (start, row) = (range.start, range.len());
         self.operands.push(Operand { name, access, memory: Memory { range, row, stride: row } });
         Ok(start)
@@ -307,10 +317,10 @@ pub(crate) fn check_contiguous<'a>(
     extent: impl Into<Extent<'a>>,
     options: (Kind, Device),
 ) -> Result<()> {
-    check_view(operation, name.into(), tensor, options, extent.into(), Layout::Contiguous)
+    check_view(operation, name.into(), tensor, options, extent.into(), Layout::Contiguous).map(drop)
 }
 
-/// Refuses a tensor that is not of this dtype, device, shape and layout.
+/// Describes a tensor, or refuses it if it is not of this dtype, device, shape and layout.
 fn check_view(
     operation: &'static str,
     name: Name,
@@ -318,29 +328,32 @@ fn check_view(
     (kind, device): (Kind, Device),
     extent: Extent<'_>,
     layout: Layout,
-) -> Result<()> {
-    if !tensor.defined() {
-        return Err(Error::invalid(operation, format!("{name} is undefined")));
-    }
-    let size = tensor.size();
+) -> Result<TensorLayout> {
+    let actual = match TensorLayout::of(tensor) {
+        Err(_) if !tensor.defined() => {
+            return Err(Error::invalid(operation, format!("{name} is undefined")));
+        }
+        described => described?,
+    };
+    let size = actual.size();
     let has_extent = match extent {
         Extent::Any => true,
-        Extent::Elements(count) => tensor.numel() == count,
+        Extent::Elements(count) => actual.numel() == count,
         Extent::Size(expected) => size == expected,
     };
-    let fault = if tensor.is_sparse() {
+    let fault = if !actual.is_strided() {
         ", sparse (`to_dense`)".to_owned()
-    } else if tensor.is_neg() {
+    } else if actual.is_neg() {
         ", lazily negated (`resolve_neg`)".to_owned()
-    } else if layout.fits(tensor) {
+    } else if layout.fits(&actual) {
         String::new()
     } else if matches!(layout, Layout::Contiguous) {
         ", not contiguous".to_owned()
     } else {
-        format!(", with strides {:?}", tensor.stride())
+        format!(", with strides {:?}", actual.stride())
     };
-    if has_extent && fault.is_empty() && (tensor.kind(), tensor.device()) == (kind, device) {
-        return Ok(());
+    if has_extent && fault.is_empty() && (actual.kind(), actual.device()) == (kind, device) {
+        return Ok(actual);
     }
     let shape = match extent {
         Extent::Size(size) => format!("{kind:?} {size:?}"),
@@ -354,9 +367,9 @@ fn check_view(
         (Layout::DenseHeads, _) => format!("{shape} with a dense last dimension"),
         (Layout::WithoutGaps, _) => format!("{shape} without gaps or overlaps in memory"),
     };
-    let (actual, place) = (tensor.kind(), tensor.device());
+    let (dtype, place) = (actual.kind(), actual.device());
     let reason =
-        format!("{name} is {actual:?} {size:?} on {place:?}{fault}; expected {expected} on {device:?}");
+        format!("{name} is {dtype:?} {size:?} on {place:?}{fault}; expected {expected} on {device:?}");
     Err(Error::invalid(operation, reason))
 }
 
@@ -375,10 +388,11 @@ impl Rows {
         self.rows == 0 || self.columns == 0
     }
 
-    fn of(matrix: &Tensor) -> Result<Self> {
+    fn of(matrix: &TensorLayout) -> Result<Self> {
         let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
         let [rows, columns] = [0, 1].map(|dimension| as_usize(matrix.size()[dimension]));
-        Ok(Self { pointer: address(matrix)?, rows, columns, row_stride: as_usize(matrix.stride()[0]) })
+        let row_stride = as_usize(matrix.stride()[0]);
+        Ok(Self { pointer: matrix.range()?.start, rows, columns, row_stride })
     }
 }
 
@@ -389,6 +403,5 @@ pub(crate) fn rows(
     tensor: &Tensor,
     options: (Kind, Device),
 ) -> Result<Rows> {
-    check_view(operation, name.into(), tensor, options, Extent::Any, Layout::DenseRows)?;
-    Rows::of(tensor)
+    Rows::of(&check_view(operation, name.into(), tensor, options, Extent::Any, Layout::DenseRows)?)
 }

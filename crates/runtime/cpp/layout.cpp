@@ -17,7 +17,7 @@ constexpr uint8_t kStrided = 1, kNegated = 2, kContiguous = 4, kMemory = 8, kOth
 }  // namespace
 
 extern "C" {
-// Describes `tensor` (borrowed): sizes and strides of at most eight dimensions, the address range of its elements (zero without
+// Describes `tensor` (borrowed): the number of dimensions, sizes and strides of the first eight, the address range of its elements (zero without
 // elements), its dtype, and its device: the index of a CUDA device, or -1. A tensor that is not defined has the dtype -1.
 rt_status rt_layout(const at::Tensor* tensor, TensorLayout* out) {
   return guard([&] {
@@ -31,15 +31,14 @@ rt_status rt_layout(const at::Tensor* tensor, TensorLayout* out) {
       if (!device.is_cuda() && !device.is_cpu()) layout.flags |= kOtherDevice;
       const int64_t dims = tensor->dim();
       layout.dims = static_cast<int32_t>(dims);
-      TORCH_CHECK(dims <= kLayoutDims, "a tensor of ", dims, " dimensions; kernels take at most ", kLayoutDims);
-      for (int64_t i = 0; i < dims; i++) layout.sizes[i] = tensor->size(i);
+      for (int64_t i = 0; i < dims && i < kLayoutDims; i++) layout.sizes[i] = tensor->size(i);
       if (tensor->is_neg()) layout.flags |= kNegated;
       if (tensor->layout() == c10::kStrided) {
         layout.flags |= kStrided;
         int64_t last = 0;
         for (int64_t i = 0; i < dims; i++) {
-          layout.strides[i] = tensor->stride(i);
-          last += (layout.sizes[i] - 1) * layout.strides[i];
+          last += (tensor->size(i) - 1) * tensor->stride(i);
+          if (i < kLayoutDims) layout.strides[i] = tensor->stride(i);
         }
         if (tensor->is_contiguous()) layout.flags |= kContiguous;
         const c10::StorageImpl* storage = tensor->has_storage() ? tensor->storage().unsafeGetStorageImpl() : nullptr;

@@ -8,7 +8,7 @@ use torch_sys::C_tensor;
 use super::{Status, check};
 use crate::error::{Error, Result};
 
-/// The most dimensions of a tensor that a kernel takes.
+/// Dimensions whose sizes and strides come with the call.
 const DIMENSIONS: usize = 8;
 
 const STRIDED: u8 = 1;
@@ -35,19 +35,20 @@ unsafe extern "C" {
     fn rt_layout(tensor: *const C_tensor, out: *mut Raw) -> Status;
 }
 
-/// Shape, strides, dtype, device and addresses of a tensor at the time of [`Layout::of`].
-#[derive(Clone, Copy, Debug)]
-pub struct Layout {
+/// Shape, strides, dtype, device and addresses of a tensor at the time of [`TensorLayout::of`].
+#[derive(Clone, Debug)]
+pub struct TensorLayout {
     raw: Raw,
     kind: Kind,
+    /// Sizes and strides of a tensor of more than 8 dimensions.
+    many: Option<(Vec<i64>, Vec<i64>)>,
 }
 
-impl Layout {
-    /// Describes a tensor. Allocates nothing.
+impl TensorLayout {
+    /// Describes a tensor. Allocates nothing for one of at most 8 dimensions.
     ///
     /// # Errors
-    /// A tensor that is not defined, of more than 8 dimensions, of a dtype that `tch` does not know, or on another device than a CPU
-    /// or a CUDA device.
+    /// A tensor that is not defined, of a dtype that `tch` does not know, or on another device than a CPU or a CUDA device.
     pub fn of(tensor: &Tensor) -> Result<Self> {
         let mut raw = Raw::default();
         // SAFETY: the tensor and the out-parameter outlive the call, which writes one `TensorLayout`, whose fields are those of `Raw`.
@@ -62,17 +63,18 @@ impl Layout {
         let kind = kind(raw.kind).ok_or_else(|| {
             Error::invalid("layout", format!("a tensor has the unknown dtype {}", raw.kind))
         })?;
-        Ok(Self { raw, kind })
+        let many = raw.dims as usize > DIMENSIONS;
+        Ok(Self { raw, kind, many: many.then(|| (tensor.size(), tensor.stride())) })
     }
 
     /// Returns the size of each dimension.
     pub fn size(&self) -> &[i64] {
-        &self.raw.sizes[..self.raw.dims as usize]
+        self.many.as_ref().map_or_else(|| &self.raw.sizes[..self.raw.dims as usize], |(size, _)| size)
     }
 
     /// Returns the distance of neighbours in each dimension, in elements; zeros for a sparse tensor.
     pub fn stride(&self) -> &[i64] {
-        &self.raw.strides[..self.raw.dims as usize]
+        self.many.as_ref().map_or_else(|| &self.raw.strides[..self.raw.dims as usize], |(_, stride)| stride)
     }
 
     /// Returns the number of elements.
