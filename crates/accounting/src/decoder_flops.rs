@@ -1,7 +1,7 @@
 //! FLOPs of a whole decoder, forward and backward, compared with the rule of thumb.
 //!
 //! For `T = b·t` tokens, with `N` weights in matrix products ([`Decoder::product_parameters`]), `L` blocks of `a`
-//! attentions (one, except in [`Family::Gpt2Like`]), `h` heads of `k`:
+//! attentions (one, except in [`Gpt2Like`](decoder::Family::Gpt2Like)), `h` heads of `k`:
 //!
 //! ```text
 //! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal), within the window in layers with one
@@ -30,7 +30,7 @@
 
 use crate::exact::{positive, wide_sum};
 use crate::flops::{AttentionCore, Convention, MatrixProduct};
-use crate::model::{Decoder, Family, Part};
+use crate::model::{Decoder, Part};
 use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use crate::{Error, exact};
 
@@ -172,9 +172,9 @@ fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error>
     }
     let scores = Flops::of_core(|convention| core(model, work).score_flops(convention))?;
     let times = exact::product("attentions of a model", &[model.layers, model.family.attentions()])?;
-    let windowed = model.windows().map_or(0, |windows| windows.layers);
+    let windowed = model.windows.map_or(0, |windows| windows.layers);
     let mut all = scores.times(times - windowed)?;
-    if let Some(windows) = model.windows() {
+    if let Some(windows) = model.windows {
         let within = |convention| core(model, work).windowed_score_flops(windows.tokens, convention);
         all = Flops::sum([all, Flops::of_core(within)?.times(windows.layers)?])?;
     }
@@ -219,7 +219,7 @@ fn recomputed(
 
 /// Refuses a sequence that is longer than a table of learned positions.
 pub(crate) fn check_positions(model: &Decoder, sequence: u64) -> Result<(), Error> {
-    if model.family == Family::Gpt2 && sequence > model.context {
+    if model.family.has_learned_positions() && sequence > model.context {
         return Err(Error::Shape {
             what: format!("a sequence of {sequence} tokens has no position vectors beyond {}", model.context),
             remedy: format!("give a sequence of at most {}, or a model of that context", model.context),

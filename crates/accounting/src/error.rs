@@ -119,48 +119,15 @@ pub enum Error {
         /// The budget as given, for people.
         available: String,
     },
-    /// A configuration file that cannot be read.
-    #[error("cannot read {path}: {cause}; give the path of a model's config.json")]
-    ConfigRead {
-        /// The path as given.
-        path: PathBuf,
-        /// The operating system's error.
-        cause: std::io::Error,
-    },
-    /// A configuration file that is not JSON.
-    #[error("{path} is not JSON: {cause}; download the model's config.json again")]
-    ConfigJson {
-        /// The path as given.
-        path: PathBuf,
-        /// The parser's error.
-        cause: serde_json::Error,
-    },
-    /// A configuration of a decoder that is invalid or not supported.
-    #[error("{}: {reason}", path.display())]
-    Config {
-        /// The path as given.
-        path: PathBuf,
-        /// What is wrong, and the remedy.
-        reason: String,
-    },
-    /// A field of a configuration that is missing or invalid.
-    #[error("{path}: field `{field}` {problem}; {remedy}")]
-    ConfigField {
-        /// The path as given.
-        path: PathBuf,
-        /// The field's name.
-        field: String,
-        /// What is wrong with it.
-        problem: String,
-        /// The remedy.
-        remedy: String,
-    },
+    /// A configuration file that is missing, invalid or not supported.
+    #[error(transparent)]
+    Config(#[from] decoder::Error),
     /// A configuration with valid fields whose sizes contradict each other.
     #[error("{path}: {cause}")]
     ConfigShape {
         /// The path as given.
         path: PathBuf,
-        /// Which sizes.
+        /// The sizes.
         cause: Box<Error>,
     },
 }

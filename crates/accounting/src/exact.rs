@@ -42,7 +42,7 @@ pub(crate) fn positive(what: &'static str, value: u64) -> Result<u64, Error> {
     if value == 0 { Err(Error::Zero { what }) } else { Ok(value) }
 }
 
-fn overflow<T: ToString>(what: &'static str, bits: u32, terms: &[T], sign: &str) -> Error {
+pub(crate) fn overflow<T: ToString>(what: &'static str, bits: u32, terms: &[T], sign: &str) -> Error {
     const SHOWN: usize = 6;
     let mut text = terms.iter().take(SHOWN).map(T::to_string).collect::<Vec<_>>().join(sign);
     if terms.len() > SHOWN {

@@ -12,7 +12,7 @@
 use crate::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers};
 use crate::decoder_flops::Workload;
 use crate::exact::product;
-use crate::model::{Decoder, Family, Shape, Windows};
+use crate::model::{Decoder, Family, Sizes, WindowedLayers};
 use crate::offload::AvailableMemory;
 use crate::quantity::bytes_text;
 use crate::{Error, exact};
@@ -183,28 +183,27 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
         |size: u64| Ok::<_, Error>((exact::sum(WHAT, [product(WHAT, &[size, n])?, q / 2])? / q).max(1));
     let kv_heads = nearest(template.kv_heads)?;
     let heads = product(WHAT, &[template.heads / template.kv_heads, kv_heads])?;
-    let hidden = match template.family {
-        // Their heads fill the hidden size exactly.
-        Family::Gpt2 | Family::Gpt2Like => product(WHAT, &[heads, template.head_dim])?,
-        _ => up(template.hidden)?,
+    let hidden = if template.family.is_rotary() {
+        up(template.hidden)?
+    } else {
+        // The heads fill the hidden size exactly.
+        product(WHAT, &[heads, template.head_dim])?
     };
-    let model = Decoder::new(Shape {
+    let layers = nearest(template.layers)?;
+    // The same part of the layers has a window.
+    let windowed = |windows: WindowedLayers| -> Result<WindowedLayers, Error> {
+        Ok(WindowedLayers { layers: product(WHAT, &[windows.layers, layers])? / template.layers, ..windows })
+    };
+    Decoder::new(Sizes {
         hidden,
         embedding: if template.family == Family::Gpt2Like { up(template.embedding)? } else { hidden },
-        layers: nearest(template.layers)?,
+        layers,
         heads,
         kv_heads,
         feed_forward: up(template.feed_forward)?,
-        ..(**template).clone()
-    })?;
-    match template.windows() {
-        // The same part of the layers.
-        Some(windows) => {
-            let layers = product(WHAT, &[windows.layers, model.layers])? / template.layers;
-            model.with_windows(Windows { layers, ..windows })
-        }
-        None => Ok(model),
-    }
+        windows: template.windows.map(windowed).transpose()?,
+        ..**template
+    })
 }
 
 /// Returns the largest `n` in `1..=highest` with `cost(n) <= available`, where `cost` never decreases.

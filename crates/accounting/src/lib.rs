@@ -28,7 +28,7 @@
 //! | question | module |
 //! |---|---|
 //! | how many bytes does a tensor take? | [`dtype`] |
-//! | which tensors does a model have? | [`model`], [`parameters`], [`presets`], [`config`] |
+//! | which tensors does a model have? | [`model`], [`parameters`], [`presets`] |
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes does a step of this project take, and which way to run it is the fastest that fits a budget? | [`candidates`] |
 //! | how many bytes are formats, state, logits and caches? | [`memory`] |
@@ -46,7 +46,6 @@
 
 pub mod activation_plan;
 pub mod candidates;
-pub mod config;
 pub mod decoder_flops;
 pub mod dtype;
 mod error;

@@ -23,88 +23,51 @@
 //! ```
 
 use std::ops::Deref;
+use std::path::Path;
+
+use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, Width};
 
 use crate::exact::positive;
 use crate::{Error, exact};
 
-use decoder::{AttentionBias, BiasOption, DecoderConfig, Projection, QueryKeyNorm, Width};
-
-pub use decoder::Family;
-
-/// The sizes of a decoder. [`Decoder::new`] checks that they are consistent.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shape {
-    /// The kind of decoder.
-    pub family: Family,
-    /// Rows of the embedding and of the output projection.
-    pub vocabulary: u64,
-    /// Positions that the model supports. A limit only if positions are learned.
-    pub context: u64,
-    /// Width of the embedding; other than `hidden` only in [`Family::Gpt2Like`].
-    pub embedding: u64,
-    /// Width of the residual stream.
-    pub hidden: u64,
-    /// Blocks.
-    pub layers: u64,
-    /// Query heads.
-    pub heads: u64,
-    /// Key-value heads; fewer than `heads` is grouped-query attention.
-    pub kv_heads: u64,
-    /// Width of a head.
-    pub head_dim: u64,
-    /// Width of the feed-forward layer.
-    pub feed_forward: u64,
-    /// Whether the output projection is the embedding's matrix.
-    pub tied: bool,
-    /// Whether the four attention projections have biases; the GPT-2s, Qwen2, Mistral and Phi-3 decide this themselves.
-    pub attention_bias: bool,
-    /// Whether the three feed-forward projections of Llama, SmolLM3 and Granite have biases; the others decide this themselves.
-    pub mlp_bias: bool,
-}
-
-/// Layers in which a token attends only to the last tokens before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Windows {
-    /// Number of these layers.
-    pub layers: u64,
-    /// Tokens that a token attends to, itself included.
-    pub tokens: u64,
-}
+pub use decoder::{Family, Sizes, WindowedLayers};
 
 /// A decoder with consistent sizes whose parameters can be counted in 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decoder {
-    shape: Shape,
-    windows: Option<Windows>,
+    sizes: Sizes,
 }
 
 impl Deref for Decoder {
-    type Target = Shape;
+    type Target = Sizes;
 
-    fn deref(&self) -> &Shape {
-        &self.shape
+    fn deref(&self) -> &Sizes {
+        &self.sizes
     }
 }
 
 impl Decoder {
-    /// Checks `shape`: every size is at least 1, key-value heads divide heads, the family supports the options, and the
-    /// parameters can be counted.
-    pub fn new(shape: Shape) -> Result<Self, Error> {
-        let sizes = [
-            ("vocabulary", shape.vocabulary),
-            ("context", shape.context),
-            ("embedding", shape.embedding),
-            ("hidden", shape.hidden),
-            ("layers", shape.layers),
-            ("heads", shape.heads),
-            ("kv-heads", shape.kv_heads),
-            ("head-dim", shape.head_dim),
-            ("feed-forward", shape.feed_forward),
-        ];
-        for (what, value) in sizes {
+    /// Checks `sizes`: each is at least 1, key-value heads divide heads, the family supports the options, no more layers have a
+    /// window than there are, and the parameters can be counted.
+    ///
+    /// # Errors
+    /// The sizes that are invalid or contradict each other.
+    pub fn new(sizes: Sizes) -> Result<Self, Error> {
+        for (what, value) in [
+            ("vocabulary", sizes.vocabulary),
+            ("context", sizes.context),
+            ("embedding", sizes.embedding),
+            ("hidden", sizes.hidden),
+            ("layers", sizes.layers),
+            ("heads", sizes.heads),
+            ("kv-heads", sizes.kv_heads),
+            ("head-dim", sizes.head_dim),
+            ("feed-forward", sizes.feed_forward),
+            ("the window", sizes.windows.map_or(1, |windows| windows.tokens)),
+        ] {
             positive(what, value)?;
         }
-        let Shape { family, heads, kv_heads, hidden, head_dim, embedding, .. } = shape;
+        let Sizes { family, layers, heads, kv_heads, hidden, head_dim, embedding, .. } = sizes;
         let wrong = |what: String, remedy: String| Err(Error::Shape { what, remedy });
         if !heads.is_multiple_of(kv_heads) {
             return wrong(
@@ -135,14 +98,21 @@ impl Decoder {
                 "give them the same width, or the family gpt2-like".into(),
             );
         }
-        if shape.tied && family == Family::Gpt2Like {
+        if sizes.tied && family == Family::Gpt2Like {
             return wrong(
                 "gpt2-like cannot tie its output projection, which has another input than the embedding"
                     .into(),
                 "give it untied embeddings".into(),
             );
         }
-        let model = Self { shape, windows: None };
+        if let Some(windows) = sizes.windows.filter(|windows| windows.layers > layers) {
+            return wrong(
+                format!("{} of {layers} layers have a window", windows.layers),
+                "give at most as many as the model has".into(),
+            );
+        }
+        let windows = sizes.windows.filter(|windows| windows.layers > 0);
+        let model = Self { sizes: Sizes { windows, ..sizes } };
         model.parameters()?;
         Ok(model)
     }
@@ -154,59 +124,37 @@ impl Decoder {
     /// use decoder::DecoderConfig;
     ///
     /// let config = DecoderConfig::qwen2(1000, 64, 128, 2, 4);
-    /// assert_eq!(Decoder::of(&config)?.parameters()?, config.parameter_count());
+    /// assert_eq!(Decoder::from_config(&config)?.parameters()?, config.parameter_count());
     /// # Ok::<(), accounting::Error>(())
     /// ```
     ///
     /// # Errors
-    /// A size below 1; sizes that contradict each other.
-    pub fn of(config: &DecoderConfig) -> Result<Self, Error> {
-        // A negative size is refused as 0 is.
-        let size = |size: i64| u64::try_from(size).unwrap_or(0);
-        let model = Self::new(Shape {
-            family: config.family,
-            vocabulary: size(config.vocab_size),
-            context: size(config.max_position_embeddings),
-            embedding: size(config.hidden_size),
-            hidden: size(config.hidden_size),
-            layers: size(config.num_hidden_layers),
-            heads: size(config.num_attention_heads),
-            kv_heads: size(config.num_key_value_heads),
-            head_dim: size(config.head_dim),
-            feed_forward: size(config.intermediate_size),
-            tied: config.tie_word_embeddings,
-            attention_bias: config.attention_bias,
-            mlp_bias: config.mlp_bias,
-        })?;
-        let layers = usize::try_from(config.num_hidden_layers).unwrap_or(0);
-        let windowed = (0..layers).filter(|&layer| config.window(layer).is_some()).count() as u64;
-        match config.sliding_window {
-            Some(window) => model.with_windows(Windows { layers: windowed, tokens: size(window) }),
-            None => Ok(model),
-        }
+    /// As [`Decoder::new`].
+    pub fn from_config(config: &DecoderConfig) -> Result<Self, Error> {
+        Self::new(config.sizes())
     }
 
-    /// Returns the same decoder with windows in some of its layers.
+    /// Reads the sizes in a Hugging Face `config.json`; the GPT-2s' are read, too.
     ///
     /// # Errors
-    /// More layers than the model has, a window of no token.
-    pub fn with_windows(self, windows: Windows) -> Result<Self, Error> {
-        positive("the window", windows.tokens)?;
-        if windows.layers > self.layers {
-            return Err(Error::Shape {
-                what: format!("{} of {} layers have a window", windows.layers, self.layers),
-                remedy: "give at most as many as the model has".into(),
-            });
-        }
-        Ok(Self { windows: Some(windows).filter(|windows| windows.layers > 0), ..self })
+    /// A file that is missing or invalid, with its path and the field; sizes that contradict each other.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        Self::from_file(path, Sizes::read(path))
     }
 
-    /// Returns the layers with a window, if there are any.
-    pub fn windows(&self) -> Option<Windows> {
-        self.windows
+    /// Reads the text of a `config.json`; `path` only names it in errors.
+    ///
+    /// # Errors
+    /// As [`Decoder::read`].
+    pub fn parse(path: &Path, text: &str) -> Result<Self, Error> {
+        Self::from_file(path, Sizes::parse(path, text))
     }
 
-    /// Refuses a model the memory of whose passes is not modelled operation by operation for rows of `sequence` tokens.
+    fn from_file(path: &Path, sizes: decoder::Result<Sizes>) -> Result<Self, Error> {
+        Self::new(sizes?).map_err(|cause| Error::ConfigShape { path: path.into(), cause: Box::new(cause) })
+    }
+
+    /// Refuses a model if the memory of its passes over rows of `sequence` tokens is not modelled operation by operation.
     ///
     /// # Errors
     /// [`Error::Shape`] with the family or the window.
@@ -224,7 +172,7 @@ impl Decoder {
         if !is_modelled {
             return refuse(format!("the activations of {} are not modelled", self.family.model_type()));
         }
-        match self.windows {
+        match self.sizes.windows {
             Some(windows) if windows.tokens < sequence => refuse(format!(
                 "the activations of {sequence} tokens in windows of {} are not modelled",
                 windows.tokens
@@ -238,69 +186,40 @@ impl Decoder {
         Ok(match self.family.facts().query_key_norm {
             QueryKeyNorm::None => None,
             QueryKeyNorm::PerHead => Some([(self.head_dim, self.heads), (self.head_dim, self.kv_heads)]),
-            QueryKeyNorm::Whole => Some([(self.query_width()?, 1), (self.kv_width()?, 1)]),
+            QueryKeyNorm::AllHeads => Some([(self.query_width()?, 1), (self.kv_width()?, 1)]),
         })
     }
 
     /// Returns the width of all heads together, `h · k`.
     pub fn query_width(&self) -> Result<u64, Error> {
-        exact::product("width of the query heads", &[self.heads, self.head_dim])
+        self.checked_width(Width::Queries)
     }
 
     /// Returns the width of all key-value heads together, `n · k`.
     pub fn kv_width(&self) -> Result<u64, Error> {
-        exact::product("width of the key-value heads", &[self.kv_heads, self.head_dim])
+        self.checked_width(Width::Keys)
+    }
+
+    fn checked_width(&self, width: Width) -> Result<u64, Error> {
+        self.sizes.width(width).ok_or_else(|| {
+            exact::overflow(
+                "width of a projection",
+                64,
+                &[self.heads, self.head_dim, self.feed_forward],
+                ", ",
+            )
+        })
     }
 
     /// Returns the matrix products with weights of one block, in order of execution.
     pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
-        let (d, f) = (self.hidden, self.feed_forward);
-        let (q, kv) = (self.query_width()?, self.kv_width()?);
-        let packed = exact::product("width of the packed query, key and value", &[3, q])?;
-        let attention =
-            |name, inputs, outputs, bias| Linear::new(name, Part::Attention, inputs, outputs, bias);
-        let mlp = |name, inputs, outputs, bias| Linear::new(name, Part::FeedForward, inputs, outputs, bias);
-        Ok(match self.family {
-            Family::Gpt2 => vec![
-                attention("attn.c_attn", d, packed, true),
-                attention("attn.c_proj", q, d, true),
-                mlp("mlp.c_fc", d, f, true),
-                mlp("mlp.c_proj", f, d, true),
-            ],
-            Family::Gpt2Like => vec![
-                attention("self_attn.in_proj", d, packed, true),
-                attention("self_attn.out_proj", q, d, true),
-                attention("multihead_attn.in_proj", d, packed, true),
-                attention("multihead_attn.out_proj", q, d, true),
-                mlp("linear1", d, f, true),
-                mlp("linear2", f, d, true),
-            ],
-            family => {
-                let facts = family.facts();
-                let output_bias = facts.attention_bias == AttentionBias::Configured && self.attention_bias;
-                let qkv_bias = facts.attention_bias == AttentionBias::QueriesKeysValues || output_bias;
-                let width = |width: Width| match width {
-                    Width::Hidden => Ok(d),
-                    Width::Queries => Ok(q),
-                    Width::Keys => Ok(kv),
-                    Width::QueriesKeysValues => exact::sum("width of qkv_proj", [q, kv, kv]),
-                    Width::FeedForward => Ok(f),
-                    Width::GateUp => exact::product("width of gate_up_proj", &[2, f]),
-                };
-                let linear = |projection: &Projection| {
-                    let bias = match projection.bias {
-                        BiasOption::Never => false,
-                        BiasOption::QueriesKeysValues => qkv_bias,
-                        BiasOption::AttentionOutput => output_bias,
-                        BiasOption::Mlp => facts.reads_mlp_bias && self.mlp_bias,
-                    };
-                    let part = if projection.is_attention() { Part::Attention } else { Part::FeedForward };
-                    let (inputs, outputs) = (width(projection.input)?, width(projection.output)?);
-                    Ok(Linear::new(projection.name, part, inputs, outputs, bias))
-                };
-                family.projections().iter().map(linear).collect::<Result<_, Error>>()?
-            }
-        })
+        let linear = |projection: &Projection| {
+            let part = if projection.is_attention() { Part::Attention } else { Part::FeedForward };
+            let (inputs, outputs) =
+                (self.checked_width(projection.input)?, self.checked_width(projection.output)?);
+            Ok(Linear::new(projection.name, part, inputs, outputs, self.has_bias(projection.bias)))
+        };
+        self.family.projections().iter().map(linear).collect()
     }
 
     /// Returns the matrix products with weights outside the blocks: the output projection, and in front of it
@@ -317,10 +236,12 @@ impl Decoder {
     }
 }
 
-/// Returns whether the memory of the passes of a family's blocks is modelled operation by operation, as `models` runs them, where no window
-/// is shorter than the sequence.
+/// Returns whether the memory of a family's blocks is modelled operation by operation, as `models` runs them, for rows that no window
+/// is shorter than.
 pub const fn has_modelled_passes(family: Family) -> bool {
-    family.is_swiglu() && family.has_separate_projections() && !matches!(family, Family::Olmo2)
+    family.is_swiglu()
+        && family.has_separate_projections()
+        && matches!(family.facts().norms, NormPlacement::Pre)
 }
 
 /// The part of a decoder that a parameter or a FLOP belongs to.

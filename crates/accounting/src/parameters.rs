@@ -155,11 +155,9 @@ impl Decoder {
 
     pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
         // The order of the models' modules: `sharding` cuts its buckets along it.
-        let (norms_before, norms_after): (&[&str], &[&str]) = match self.family {
-            Family::Gpt2 => (&["ln_1", "ln_2"], &[]),
-            Family::Gpt2Like => (&[], &["norm1", "norm2", "norm3"]),
-            _ => (&[], self.family.norm_names()),
-        };
+        let norms = self.family.norm_names();
+        let (norms_before, norms_after) =
+            if self.family == Family::Gpt2 { (norms, &[][..]) } else { (&[][..], norms) };
         let linears = self.block_linears()?;
         let (attention, others): (Vec<&Linear>, Vec<&Linear>) =
             linears.iter().partition(|linear| linear.part == Part::Attention);
@@ -219,7 +217,7 @@ fn count(tensors: &[ParameterTensor]) -> Result<u64, Error> {
 
 #[cfg(test)]
 mod tests {
-    use crate::model::{Decoder, Family, Shape};
+    use crate::model::{Decoder, Family, Sizes};
     use crate::presets;
 
     #[test]
@@ -273,7 +271,7 @@ mod tests {
             (Phi3, [32064, 3072, 32, 32, 32, 96, 8192], false, 3_821_079_552),
             (Phi3, [200_064, 3072, 32, 24, 8, 128, 8192], true, 3_836_021_760),
         ] {
-            let model = Decoder::new(Shape {
+            let model = Decoder::new(Sizes {
                 family,
                 vocabulary,
                 context: 4096,
@@ -287,6 +285,7 @@ mod tests {
                 tied,
                 attention_bias: false,
                 mlp_bias: false,
+                windows: None,
             });
             assert_eq!(model.unwrap().parameters().unwrap(), parameters, "{family:?}");
         }

@@ -1,9 +1,9 @@
 //! Known models by name: those of [`decoder::PRESETS`].
 
-use decoder::{PRESETS, Preset};
+use decoder::PRESETS;
 
 use crate::Error;
-use crate::model::{Decoder, Shape};
+use crate::model::Decoder;
 
 /// Returns the names of all known models.
 pub fn names() -> impl Iterator<Item = &'static str> {
@@ -20,32 +20,5 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// ```
 pub fn find(name: &str) -> Result<Decoder, Error> {
     let known = PRESETS.iter().find(|preset| preset.name.eq_ignore_ascii_case(name));
-    let &Preset {
-        family,
-        vocabulary,
-        context,
-        hidden,
-        layers,
-        heads,
-        kv_heads,
-        head_dim,
-        feed_forward,
-        tied,
-        ..
-    } = known.ok_or_else(|| Error::unknown("model", name, names()))?;
-    Decoder::new(Shape {
-        family,
-        vocabulary,
-        context,
-        embedding: hidden,
-        hidden,
-        layers,
-        heads,
-        kv_heads,
-        head_dim,
-        feed_forward,
-        tied,
-        attention_bias: false,
-        mlp_bias: false,
-    })
+    Decoder::new(known.ok_or_else(|| Error::unknown("model", name, names()))?.sizes)
 }

@@ -3,6 +3,7 @@
 mod file;
 mod layers;
 mod rope_file;
+mod sizes_file;
 mod window_file;
 
 use std::path::Path;
@@ -14,7 +15,7 @@ use serde_json::{Map, Value};
 pub use layers::{LayerType, LongRope};
 
 use crate::error::{Error, Result};
-use crate::family::{AttentionBias, Family};
+use crate::family::Family;
 use crate::rope::Frequencies;
 use crate::strict_json;
 use file::HuggingFace;
@@ -101,7 +102,7 @@ pub struct DecoderConfig {
     pub attention_multiplier: Option<f64>,
     /// s of a factor 1/√s of the attention scores, instead of 1/√head.
     pub query_pre_attn_scalar: Option<f64>,
-    /// Factor of what attention and MLP add to the residual stream.
+    /// Factor of the outputs of attention and MLP before they are added to the residual stream.
     pub residual_multiplier: f64,
     /// Divides the logits.
     pub logits_scaling: f64,
@@ -179,8 +180,8 @@ impl DecoderConfig {
         })
     }
 
-    /// Reads of a `config.json`'s text what parameters, FLOPs and bytes follow from: options that they do not depend on, such as the
-    /// scaling of the rotary embedding or the activation, may be of a kind that is not supported otherwise.
+    /// Reads a `config.json` for its sizes alone: options that no size depends on, such as the scaling of the rotary embedding or the
+    /// activation, are ignored, so they may be of a kind that is not supported otherwise.
     ///
     /// # Errors
     /// Those of serde; invalid JSON with its place.
@@ -188,16 +189,6 @@ impl DecoderConfig {
         let mut file: HuggingFace = strict_json::from_str(text)?;
         file.keep_sizes();
         file.try_into().map_err(serde::de::Error::custom)
-    }
-
-    /// Returns whether queries, keys and values have biases.
-    pub fn qkv_bias(&self) -> bool {
-        self.family.facts().attention_bias == AttentionBias::QueriesKeysValues || self.output_bias()
-    }
-
-    /// Returns whether the projection after attention has one.
-    pub fn output_bias(&self) -> bool {
-        self.family.facts().attention_bias == AttentionBias::Configured && self.attention_bias
     }
 
     /// Refuses invalid sizes and numbers outside their bounds, by the file's field names.

@@ -3,38 +3,7 @@
 use std::str::FromStr;
 
 use crate::error::Error;
-
-/// A family of decoders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Family {
-    /// Llama 1 to 3, SmolLM2.
-    #[default]
-    Llama,
-    /// Qwen2 and Qwen2.5: biases of queries, keys and values.
-    Qwen2,
-    /// Qwen3, dense: each head's queries and keys are normalized before they rotate.
-    Qwen3,
-    /// Mistral: a sliding window, in later versions none.
-    Mistral,
-    /// SmolLM3: some layers do not rotate queries and keys.
-    SmolLm3,
-    /// Granite 3, dense: factors of the embedding, the scores, the residual branches and the logits.
-    Granite,
-    /// OLMo 2: norms after attention and MLP instead of before, and norms of all queries and of all keys together.
-    Olmo2,
-    /// Gemma 3's text model: norms before and after, per head of queries and keys, and windows in most layers, with their own
-    /// rotary frequencies.
-    Gemma3,
-    /// Gemma 2: as Gemma 3, with caps of scores and logits instead of norms of queries and keys.
-    Gemma2,
-    /// Phi-3, Phi-3.5 and Phi-4-mini: one projection for queries, keys and values, and one for gate and up.
-    Phi3,
-    /// GPT-2 as published: `GPT2LMHeadModel` of transformers.
-    Gpt2,
-    /// The model of the training assignment: an embedding, a projection to the hidden size, and
-    /// `TransformerDecoderLayer`s whose memory is their own input, so each attends twice.
-    Gpt2Like,
-}
+use crate::tensors::BiasOption;
 
 /// Where a block has norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,39 +19,54 @@ pub enum NormPlacement {
 /// How queries and keys are normalized before they rotate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueryKeyNorm {
-    /// Not at all.
+    /// They are not.
     None,
     /// Each head, with one weight `[head]` for all.
     PerHead,
     /// All heads of a token together, with a weight `[heads·head]`.
-    Whole,
+    AllHeads,
 }
 
-/// Which of the four attention projections have biases.
+/// Biases of the four attention projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionBias {
-    /// None.
+    /// No projection has a bias.
     None,
-    /// Those of queries, keys and values.
+    /// Queries, keys and values have biases.
     QueriesKeysValues,
-    /// All, if `attention_bias` is true.
+    /// All have biases if `attention_bias` is true.
     Configured,
-    /// All.
+    /// All have biases.
     All,
 }
 
-/// Which layers attend only to a window of the last tokens.
+/// When layers attend only to a window of the last tokens. `layer_types`, or else the [`WindowRule`], says which layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Windows {
-    /// None: a configuration with a window is refused.
+    /// Never: a configuration with a window is refused.
     None,
-    /// With `use_sliding_window`, those that `layer_types` or a rule says.
+    /// If `use_sliding_window` is true.
     Optional,
-    /// With a `sliding_window`, those that `layer_types` or a rule says.
+    /// If there is a `sliding_window`.
     Configured,
 }
 
-/// What a family decides, and transformers' defaults of the fields that a `config.json` leaves out.
+/// The layers with a window in a file without `layer_types`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WindowRule {
+    /// All layers; a list that says otherwise is refused.
+    All,
+    /// Layers 0, 2, 4, …
+    Alternate,
+    /// All but each sixth, or each `sliding_window_pattern`-th.
+    Pattern,
+    /// Those that do not rotate queries and keys.
+    Unrotated,
+    /// Those from `max_window_layers` on, by default 28.
+    From,
+}
+
+/// A row of the table: the structure of a family's blocks, and transformers' defaults of the fields that a `config.json` leaves out.
 #[derive(Debug)]
 pub struct Facts {
     /// `model_type`, and the family's name for [`FromStr`], where hyphens and underscores are equal.
@@ -101,16 +85,28 @@ pub struct Facts {
     pub attention_bias: AttentionBias,
     /// Whether the three projections of the MLP have biases if `mlp_bias` is true.
     pub reads_mlp_bias: bool,
-    /// Layers with a window.
+    /// When layers have a window.
     pub windows: Windows,
+    /// The layers with a window in a file without `layer_types`.
+    pub window_rule: WindowRule,
+    /// Whether `no_rope_layers` lists layers that do not rotate queries and keys, without a list each fourth.
+    pub has_unrotated_layers: bool,
+    /// Whether `partial_rotary_factor` limits the columns of a head that rotate, and `longrope` may scale them.
+    pub has_partial_rotation: bool,
     /// Whether the branches of a block, the embedding, the scores and the logits have factors.
     pub has_multipliers: bool,
+    /// Defaults of `attn_logit_softcapping` and `final_logit_softcapping`.
+    pub softcaps: Option<[f64; 2]>,
+    /// Fields that have to be 0: dropouts of what has none here.
+    pub zero_fields: &'static [&'static str],
     /// Default of `max_position_embeddings`.
     pub positions: i64,
     /// Default of `rms_norm_eps`.
     pub eps: f64,
     /// Default of `rope_theta`.
     pub theta: f64,
+    /// Default of `rope_local_base_freq`, where layers with a window have their own frequencies.
+    pub local_theta: Option<f64>,
     /// Default of `head_dim`; `None` for hidden size / heads.
     pub head_dim: Option<i64>,
     /// Default of `tie_word_embeddings`.
@@ -119,166 +115,199 @@ pub struct Facts {
     pub window: Option<i64>,
 }
 
-const LLAMA: Facts = Facts {
-    model_type: "llama",
-    architecture: "LlamaForCausalLM",
-    norms: NormPlacement::Pre,
-    query_key_norm: QueryKeyNorm::None,
-    is_gemma: false,
-    has_joint_projections: false,
-    attention_bias: AttentionBias::Configured,
-    reads_mlp_bias: true,
-    windows: Windows::None,
-    has_multipliers: false,
-    positions: 2048,
-    eps: 1e-6,
-    theta: 1e4,
-    head_dim: None,
-    tied: false,
-    window: None,
-};
-
-const QWEN2: Facts = Facts {
-    model_type: "qwen2",
-    architecture: "Qwen2ForCausalLM",
-    attention_bias: AttentionBias::QueriesKeysValues,
-    reads_mlp_bias: false,
-    windows: Windows::Optional,
-    positions: 32768,
-    window: Some(4096),
-    ..LLAMA
-};
-
-const QWEN3: Facts = Facts {
-    model_type: "qwen3",
-    architecture: "Qwen3ForCausalLM",
-    query_key_norm: QueryKeyNorm::PerHead,
-    attention_bias: AttentionBias::Configured,
-    head_dim: Some(128),
-    ..QWEN2
-};
-
-const MISTRAL: Facts = Facts {
-    model_type: "mistral",
-    architecture: "MistralForCausalLM",
-    attention_bias: AttentionBias::None,
-    reads_mlp_bias: false,
-    windows: Windows::Configured,
-    positions: 131_072,
-    window: Some(4096),
-    ..LLAMA
-};
-
-const SMOL_LM3: Facts = Facts {
-    model_type: "smollm3",
-    architecture: "SmolLM3ForCausalLM",
-    windows: Windows::Optional,
-    positions: 32768,
-    theta: 2e6,
-    tied: true,
-    ..LLAMA
-};
-
-const GRANITE: Facts =
-    Facts { model_type: "granite", architecture: "GraniteForCausalLM", has_multipliers: true, ..LLAMA };
-
-const OLMO2: Facts = Facts {
-    model_type: "olmo2",
-    architecture: "Olmo2ForCausalLM",
-    norms: NormPlacement::Post,
-    query_key_norm: QueryKeyNorm::Whole,
-    reads_mlp_bias: false,
-    eps: 1e-5,
-    ..LLAMA
-};
-
-const GEMMA3: Facts = Facts {
-    model_type: "gemma3_text",
-    architecture: "Gemma3ForCausalLM",
-    norms: NormPlacement::Both,
-    query_key_norm: QueryKeyNorm::PerHead,
-    is_gemma: true,
-    reads_mlp_bias: false,
-    windows: Windows::Configured,
-    positions: 131_072,
-    theta: 1e6,
-    head_dim: Some(256),
-    tied: true,
-    window: Some(4096),
-    ..LLAMA
-};
-
-const GEMMA2: Facts = Facts {
-    model_type: "gemma2",
-    architecture: "Gemma2ForCausalLM",
-    query_key_norm: QueryKeyNorm::None,
-    positions: 8192,
-    theta: 1e4,
-    ..GEMMA3
-};
-
-const PHI3: Facts = Facts {
-    model_type: "phi3",
-    architecture: "Phi3ForCausalLM",
-    has_joint_projections: true,
-    attention_bias: AttentionBias::None,
-    reads_mlp_bias: false,
-    windows: Windows::Configured,
-    positions: 4096,
-    eps: 1e-5,
-    ..LLAMA
-};
-
-const GPT2: Facts = Facts {
-    model_type: "gpt2",
-    architecture: "GPT2LMHeadModel",
-    has_joint_projections: true,
-    attention_bias: AttentionBias::All,
-    reads_mlp_bias: false,
-    positions: 1024,
-    eps: 1e-5,
-    tied: true,
-    ..LLAMA
-};
-
-const GPT2_LIKE: Facts =
-    Facts { model_type: "gpt2-like", architecture: "", norms: NormPlacement::Post, tied: false, ..GPT2 };
-
-impl Family {
-    /// All families.
-    pub const ALL: [Self; 12] = [
-        Self::Llama,
-        Self::Qwen2,
-        Self::Qwen3,
-        Self::Mistral,
-        Self::SmolLm3,
-        Self::Granite,
-        Self::Olmo2,
-        Self::Gemma3,
-        Self::Gemma2,
-        Self::Phi3,
-        Self::Gpt2,
-        Self::Gpt2Like,
-    ];
-
-    /// Returns the family's row of the table.
-    pub const fn facts(self) -> &'static Facts {
-        match self {
-            Self::Llama => &LLAMA,
-            Self::Qwen2 => &QWEN2,
-            Self::Qwen3 => &QWEN3,
-            Self::Mistral => &MISTRAL,
-            Self::SmolLm3 => &SMOL_LM3,
-            Self::Granite => &GRANITE,
-            Self::Olmo2 => &OLMO2,
-            Self::Gemma3 => &GEMMA3,
-            Self::Gemma2 => &GEMMA2,
-            Self::Phi3 => &PHI3,
-            Self::Gpt2 => &GPT2,
-            Self::Gpt2Like => &GPT2_LIKE,
+/// Defines [`Family`] and its table: a variant and a row for each family.
+macro_rules! families {
+    ($($(#[$meta:meta])* $family:ident = $row:ident { $($facts:tt)* })*) => {
+        /// A family of decoders.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+        pub enum Family {
+            $($(#[$meta])* $family,)*
         }
+
+        $(const $row: Facts = Facts { $($facts)* };)*
+
+        impl Family {
+            /// All families.
+            pub const ALL: [Self; [$(stringify!($family)),*].len()] = [$(Self::$family),*];
+
+            /// Returns the family's row of the table.
+            pub const fn facts(self) -> &'static Facts {
+                match self {
+                    $(Self::$family => &$row,)*
+                }
+            }
+        }
+    };
+}
+
+families! {
+    /// Llama 1 to 3, SmolLM2.
+    #[default]
+    Llama = LLAMA {
+        model_type: "llama",
+        architecture: "LlamaForCausalLM",
+        norms: NormPlacement::Pre,
+        query_key_norm: QueryKeyNorm::None,
+        is_gemma: false,
+        has_joint_projections: false,
+        attention_bias: AttentionBias::Configured,
+        reads_mlp_bias: true,
+        windows: Windows::None,
+        window_rule: WindowRule::All,
+        has_unrotated_layers: false,
+        has_partial_rotation: false,
+        has_multipliers: false,
+        softcaps: None,
+        zero_fields: &[],
+        positions: 2048,
+        eps: 1e-6,
+        theta: 1e4,
+        local_theta: None,
+        head_dim: None,
+        tied: false,
+        window: None,
     }
 
+    /// Qwen2 and Qwen2.5: biases of queries, keys and values.
+    Qwen2 = QWEN2 {
+        model_type: "qwen2",
+        architecture: "Qwen2ForCausalLM",
+        attention_bias: AttentionBias::QueriesKeysValues,
+        reads_mlp_bias: false,
+        windows: Windows::Optional,
+        window_rule: WindowRule::From,
+        positions: 32768,
+        window: Some(4096),
+        ..LLAMA
+    }
+
+    /// Qwen3, dense: each head's queries and keys are normalized before they rotate.
+    Qwen3 = QWEN3 {
+        model_type: "qwen3",
+        architecture: "Qwen3ForCausalLM",
+        query_key_norm: QueryKeyNorm::PerHead,
+        attention_bias: AttentionBias::Configured,
+        head_dim: Some(128),
+        ..QWEN2
+    }
+
+    /// Mistral: a sliding window, in later versions none.
+    Mistral = MISTRAL {
+        model_type: "mistral",
+        architecture: "MistralForCausalLM",
+        attention_bias: AttentionBias::None,
+        reads_mlp_bias: false,
+        windows: Windows::Configured,
+        positions: 131_072,
+        window: Some(4096),
+        ..LLAMA
+    }
+
+    /// SmolLM3: some layers do not rotate queries and keys.
+    SmolLm3 = SMOL_LM3 {
+        model_type: "smollm3",
+        architecture: "SmolLM3ForCausalLM",
+        windows: Windows::Optional,
+        window_rule: WindowRule::Unrotated,
+        has_unrotated_layers: true,
+        positions: 32768,
+        theta: 2e6,
+        tied: true,
+        ..LLAMA
+    }
+
+    /// Granite 3, dense: factors of the embedding, the scores, the residual branches and the logits.
+    Granite = GRANITE {
+        model_type: "granite",
+        architecture: "GraniteForCausalLM",
+        has_multipliers: true,
+        ..LLAMA
+    }
+
+    /// OLMo 2: norms after attention and MLP instead of before, and norms of all queries and of all keys together.
+    Olmo2 = OLMO2 {
+        model_type: "olmo2",
+        architecture: "Olmo2ForCausalLM",
+        norms: NormPlacement::Post,
+        query_key_norm: QueryKeyNorm::AllHeads,
+        reads_mlp_bias: false,
+        eps: 1e-5,
+        ..LLAMA
+    }
+
+    /// Gemma 3's text model: norms before and after, per head of queries and keys, and windows in most layers, with their own
+    /// rotary frequencies.
+    Gemma3 = GEMMA3 {
+        model_type: "gemma3_text",
+        architecture: "Gemma3ForCausalLM",
+        norms: NormPlacement::Both,
+        query_key_norm: QueryKeyNorm::PerHead,
+        is_gemma: true,
+        reads_mlp_bias: false,
+        windows: Windows::Configured,
+        window_rule: WindowRule::Pattern,
+        positions: 131_072,
+        theta: 1e6,
+        local_theta: Some(1e4),
+        head_dim: Some(256),
+        tied: true,
+        window: Some(4096),
+        ..LLAMA
+    }
+
+    /// Gemma 2: as Gemma 3, with caps of scores and logits instead of norms of queries and keys.
+    Gemma2 = GEMMA2 {
+        model_type: "gemma2",
+        architecture: "Gemma2ForCausalLM",
+        query_key_norm: QueryKeyNorm::None,
+        window_rule: WindowRule::Alternate,
+        softcaps: Some([50.0, 30.0]),
+        positions: 8192,
+        theta: 1e4,
+        local_theta: None,
+        ..GEMMA3
+    }
+
+    /// Phi-3, Phi-3.5 and Phi-4-mini: one projection for queries, keys and values, and one for gate and up.
+    Phi3 = PHI3 {
+        model_type: "phi3",
+        architecture: "Phi3ForCausalLM",
+        has_joint_projections: true,
+        attention_bias: AttentionBias::None,
+        reads_mlp_bias: false,
+        windows: Windows::Configured,
+        has_partial_rotation: true,
+        zero_fields: &["resid_pdrop", "embd_pdrop"],
+        positions: 4096,
+        eps: 1e-5,
+        ..LLAMA
+    }
+
+    /// GPT-2 as published: `GPT2LMHeadModel` of transformers.
+    Gpt2 = GPT2 {
+        model_type: "gpt2",
+        architecture: "GPT2LMHeadModel",
+        has_joint_projections: true,
+        attention_bias: AttentionBias::All,
+        reads_mlp_bias: false,
+        positions: 1024,
+        eps: 1e-5,
+        tied: true,
+        ..LLAMA
+    }
+
+    /// The model of the training assignment: an embedding, a projection to the hidden size, and
+    /// `TransformerDecoderLayer`s whose memory is their own input, so each attends twice.
+    Gpt2Like = GPT2_LIKE {
+        model_type: "gpt2-like",
+        architecture: "",
+        norms: NormPlacement::Post,
+        tied: false,
+        ..GPT2
+    }
+}
+
+impl Family {
     /// Returns the name in `model_type`.
     pub const fn model_type(self) -> &'static str {
         self.facts().model_type
@@ -334,20 +363,35 @@ impl Family {
     }
 }
 
+impl Facts {
+    /// Returns whether projections with this option have a bias, where `attention_bias` and `mlp_bias` are those of the file.
+    pub(crate) fn has_bias(&self, option: BiasOption, attention_bias: bool, mlp_bias: bool) -> bool {
+        match (option, self.attention_bias) {
+            (BiasOption::Never, _) => false,
+            (BiasOption::Always, _) => true,
+            (BiasOption::Mlp, _) => self.reads_mlp_bias && mlp_bias,
+            (_, AttentionBias::None) => false,
+            (_, AttentionBias::All) => true,
+            (_, AttentionBias::Configured) => attention_bias,
+            (option, AttentionBias::QueriesKeysValues) => option == BiasOption::QueriesKeysValues,
+        }
+    }
+}
+
 impl FromStr for Family {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wanted = text.to_ascii_lowercase().replace('_', "-");
-        let named = |family: &Self| family.model_type().replace('_', "-") == wanted;
-        Self::ALL.into_iter().find(named).ok_or_else(|| Error::UnknownFamily {
+        let name = text.to_ascii_lowercase().replace('_', "-");
+        let has_name = |family: &Self| family.model_type().replace('_', "-") == name;
+        Self::ALL.into_iter().find(has_name).ok_or_else(|| Error::UnknownFamily {
             given: text.chars().take(40).collect(),
             known: Self::ALL.map(Self::model_type).join(", "),
         })
     }
 }
 
-/// Returns the reason why a known `model_type` or architecture is not supported, if more than its name is to be said.
+/// Returns why a known `model_type` or architecture is not supported, where its name alone does not explain it.
 pub(crate) fn why_not(name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));

@@ -24,12 +24,14 @@ mod family;
 mod presets;
 pub mod rope;
 mod shapes;
+mod sizes;
 pub mod strict_json;
 mod tensors;
 
 pub use config::{AttentionPath, DecoderConfig, LayerType, LongRope};
 pub use error::{Error, Result};
-pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, Windows};
+pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
 pub use presets::{PRESETS, Preset};
 pub use shapes::{EMBEDDING, LM_HEAD};
+pub use sizes::{Sizes, WindowedLayers};
 pub use tensors::{BiasOption, Projection, Width};

@@ -6,6 +6,7 @@
 //! assignment (BERT's uncased vocabulary, 1024 wide, 8 heads, one layer).
 
 use crate::family::Family;
+use crate::sizes::Sizes;
 use Family::{Gpt2, Gpt2Like, Llama, Qwen2};
 
 /// A known model.
@@ -13,36 +14,18 @@ use Family::{Gpt2, Gpt2Like, Llama, Qwen2};
 pub struct Preset {
     /// Its name.
     pub name: &'static str,
-    /// Its family.
-    pub family: Family,
-    /// Rows of the embedding.
-    pub vocabulary: u64,
-    /// Positions.
-    pub context: u64,
-    /// Width of the residual stream.
-    pub hidden: u64,
-    /// Blocks.
-    pub layers: u64,
-    /// Query heads.
-    pub heads: u64,
-    /// Key-value heads.
-    pub kv_heads: u64,
-    /// Width of a head.
-    pub head_dim: u64,
-    /// Width of the MLP.
-    pub feed_forward: u64,
-    /// Whether the head is the embedding.
-    pub tied: bool,
+    /// Its sizes.
+    pub sizes: Sizes,
 }
 
 /// A row of the table: vocabulary, context, hidden, layers, heads, key-value heads, head size, feed-forward; tied.
 const fn preset(name: &'static str, family: Family, sizes: [u64; 8], tied: bool) -> Preset {
     let [vocabulary, context, hidden, layers, heads, kv_heads, head_dim, feed_forward] = sizes;
-    Preset {
-        name,
+    let sizes = Sizes {
         family,
         vocabulary,
         context,
+        embedding: hidden,
         hidden,
         layers,
         heads,
@@ -50,10 +33,14 @@ const fn preset(name: &'static str, family: Family, sizes: [u64; 8], tied: bool)
         head_dim,
         feed_forward,
         tied,
-    }
+        attention_bias: false,
+        mlp_bias: false,
+        windows: None,
+    };
+    Preset { name, sizes }
 }
 
-/// All of them.
+/// All known models.
 pub static PRESETS: [Preset; 25] = [
     preset("gpt2", Gpt2, [50257, 1024, 768, 12, 12, 12, 64, 3072], true),
     preset("gpt2-medium", Gpt2, [50257, 1024, 1024, 24, 16, 16, 64, 4096], true),

@@ -79,12 +79,12 @@ impl Frequencies {
             ));
         }
         let unscaled = (0..head / 2).map(|pair| self.theta.powf(-2.0 * pair as f64 / head as f64));
-        Ok(unscaled.map(|angle| self.scaling.of(angle)).collect())
+        Ok(unscaled.map(|angle| self.scaling.apply(angle)).collect())
     }
 }
 
 impl Scaling {
-    fn of(self, angle: f64) -> f64 {
+    fn apply(self, angle: f64) -> f64 {
         match self {
             Self::None => angle,
             Self::Linear { factor } => angle / factor,
@@ -112,13 +112,13 @@ mod tests {
             original_positions: 8192.0,
         };
         let frequencies = Frequencies { theta: 500_000.0, scaling };
-        let found = frequencies.angles(16).unwrap();
+        let scaled = frequencies.angles(16).unwrap();
         let plain = Frequencies { scaling: Scaling::None, ..frequencies }.angles(16).unwrap();
-        assert_eq!(found[..4], plain[..4], "up to pair 3 a pair turns more than 4 times");
+        assert_eq!(scaled[..4], plain[..4], "up to pair 3 a pair turns more than 4 times");
         let middle = 0.000_429_556_796_559_368_15;
-        assert!((found[4] / middle - 1.0).abs() < 1e-12, "{}", found[4]);
+        assert!((scaled[4] / middle - 1.0).abs() < 1e-12, "{}", scaled[4]);
         for pair in 5..8 {
-            assert!((found[pair] / (plain[pair] / 32.0) - 1.0).abs() < 1e-12, "{pair}");
+            assert!((scaled[pair] / (plain[pair] / 32.0) - 1.0).abs() < 1e-12, "{pair}");
         }
         let linear = Frequencies { scaling: Scaling::Linear { factor: 4.0 }, ..frequencies };
         assert_eq!(linear.angles(16).unwrap()[3], plain[3] / 4.0);
@@ -134,7 +134,7 @@ mod tests {
             high_freq_factor,
             original_positions: 8192.0,
         };
-        for (found, expected) in [
+        for (message, expected) in [
             (
                 words(1e4, Scaling::None, 7),
                 "rotary embedding: heads of width 7; expected an even width from 2 on",
@@ -158,7 +158,7 @@ mod tests {
                  numbers above 0, the first below the second",
             ),
         ] {
-            assert_eq!(found, expected);
+            assert_eq!(message, expected);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::config::DecoderConfig;
 use crate::family::QueryKeyNorm;
-use crate::tensors::{BiasOption, Projection, Width};
+use crate::tensors::{Projection, Width};
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
 pub const EMBEDDING: &str = "embed_tokens.weight";
@@ -16,9 +16,9 @@ impl DecoderConfig {
     /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
     /// `models::state_dict`. A tied head shares the embedding's tensor and is not listed again.
     pub fn shapes(&self) -> Vec<(String, Vec<i64>)> {
-        let of_block = self.block_shapes();
+        let block = self.block_shapes();
         let blocks = (0..self.num_hidden_layers).flat_map(|index| {
-            of_block.iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape.clone()))
+            block.iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape.clone()))
         });
         let embedding = (EMBEDDING.to_owned(), vec![self.vocab_size, self.hidden_size]);
         std::iter::once(embedding).chain(blocks).chain(self.end_shapes()).collect()
@@ -49,30 +49,17 @@ impl DecoderConfig {
     }
 
     fn block_shapes(&self) -> Vec<Shape> {
-        let queries = self.num_attention_heads.saturating_mul(self.head_dim);
-        let keys = self.num_key_value_heads.saturating_mul(self.head_dim);
-        let width = |width: Width| match width {
-            Width::Hidden => self.hidden_size,
-            Width::Queries => queries,
-            Width::Keys => keys,
-            Width::QueriesKeysValues => queries.saturating_add(keys.saturating_mul(2)),
-            Width::FeedForward => self.intermediate_size,
-            Width::GateUp => self.intermediate_size.saturating_mul(2),
-        };
+        let sizes = self.sizes();
+        let width =
+            |width: Width| sizes.width(width).and_then(|width| i64::try_from(width).ok()).unwrap_or(i64::MAX);
         let projection = |projection: &Projection| {
             let Projection { name, input, output, bias } = *projection;
-            let has_bias = match bias {
-                BiasOption::Never => false,
-                BiasOption::QueriesKeysValues => self.qkv_bias(),
-                BiasOption::AttentionOutput => self.output_bias(),
-                BiasOption::Mlp => self.mlp_bias,
-            };
             let weight = (format!("{name}.weight"), vec![width(output), width(input)]);
-            let bias = has_bias.then(|| (format!("{name}.bias"), vec![width(output)]));
+            let bias = sizes.has_bias(bias).then(|| (format!("{name}.bias"), vec![width(output)]));
             std::iter::once(weight).chain(bias)
         };
         let norm_widths = match self.family.facts().query_key_norm {
-            QueryKeyNorm::Whole => [queries, keys],
+            QueryKeyNorm::AllHeads => [width(Width::Queries), width(Width::Keys)],
             QueryKeyNorm::None | QueryKeyNorm::PerHead => [self.head_dim; 2],
         };
         let (attention, mlp): (Vec<_>, Vec<_>) =

@@ -1,4 +1,4 @@
-//! The tensors of a block of a decoder with rotary positions, by family: names without `.weight`, and widths.
+//! The tensors of a block, by family: names without `.weight`, and widths.
 
 use crate::family::{Family, NormPlacement, QueryKeyNorm};
 
@@ -22,13 +22,15 @@ pub enum Width {
 /// The option that gives a projection a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BiasOption {
-    /// None: it never has one.
+    /// It never has one.
     Never,
-    /// That of queries, keys and values.
+    /// It always has one.
+    Always,
+    /// The option of queries, keys and values.
     QueriesKeysValues,
-    /// That of the attention's output.
+    /// The option of the attention's output.
     AttentionOutput,
-    /// That of the MLP.
+    /// The option of the MLP.
     Mlp,
 }
 
@@ -49,7 +51,7 @@ const fn projection(name: &'static str, input: Width, output: Width, bias: BiasO
     Projection { name, input, output, bias }
 }
 
-use BiasOption::{AttentionOutput, Mlp, Never};
+use BiasOption::{Always, AttentionOutput, Mlp, Never};
 use Width::{FeedForward, GateUp, Hidden, Keys, Queries, QueriesKeysValues};
 
 const SEPARATE: [Projection; 7] = [
@@ -69,25 +71,48 @@ const JOINT: [Projection; 4] = [
     projection("mlp.down_proj", FeedForward, Hidden, Mlp),
 ];
 
+const GPT2: [Projection; 4] = [
+    projection("attn.c_attn", Hidden, QueriesKeysValues, BiasOption::QueriesKeysValues),
+    projection("attn.c_proj", Queries, Hidden, AttentionOutput),
+    projection("mlp.c_fc", Hidden, FeedForward, Always),
+    projection("mlp.c_proj", FeedForward, Hidden, Always),
+];
+
+const GPT2_LIKE: [Projection; 6] = [
+    projection("self_attn.in_proj", Hidden, QueriesKeysValues, BiasOption::QueriesKeysValues),
+    projection("self_attn.out_proj", Queries, Hidden, AttentionOutput),
+    projection("multihead_attn.in_proj", Hidden, QueriesKeysValues, BiasOption::QueriesKeysValues),
+    projection("multihead_attn.out_proj", Queries, Hidden, AttentionOutput),
+    projection("linear1", Hidden, FeedForward, Always),
+    projection("linear2", FeedForward, Hidden, Always),
+];
+
 impl Projection {
-    /// Returns whether it belongs to the attention, not to the MLP.
+    /// Returns whether it belongs to an attention, not to the MLP.
     pub fn is_attention(&self) -> bool {
-        self.name.starts_with("self_attn")
+        self.name.contains("attn")
     }
 }
 
 impl Family {
     /// Returns the projections of a block, in order of execution.
     pub const fn projections(self) -> &'static [Projection] {
-        if self.facts().has_joint_projections { &JOINT } else { &SEPARATE }
+        match self {
+            Self::Gpt2 => &GPT2,
+            Self::Gpt2Like => &GPT2_LIKE,
+            _ if self.facts().has_joint_projections => &JOINT,
+            _ => &SEPARATE,
+        }
     }
 
     /// Returns the names of a block's norms, in order of execution.
     pub const fn norm_names(self) -> &'static [&'static str] {
-        match self.facts().norms {
-            NormPlacement::Pre => &["input_layernorm", "post_attention_layernorm"],
-            NormPlacement::Post => &["post_attention_layernorm", "post_feedforward_layernorm"],
-            NormPlacement::Both => &[
+        match (self, self.facts().norms) {
+            (Self::Gpt2, _) => &["ln_1", "ln_2"],
+            (Self::Gpt2Like, _) => &["norm1", "norm2", "norm3"],
+            (_, NormPlacement::Pre) => &["input_layernorm", "post_attention_layernorm"],
+            (_, NormPlacement::Post) => &["post_attention_layernorm", "post_feedforward_layernorm"],
+            (_, NormPlacement::Both) => &[
                 "input_layernorm",
                 "post_attention_layernorm",
                 "pre_feedforward_layernorm",
@@ -100,7 +125,7 @@ impl Family {
     pub const fn query_key_norm_names(self) -> &'static [&'static str] {
         match self.facts().query_key_norm {
             QueryKeyNorm::None => &[],
-            QueryKeyNorm::PerHead | QueryKeyNorm::Whole => &["self_attn.q_norm", "self_attn.k_norm"],
+            QueryKeyNorm::PerHead | QueryKeyNorm::AllHeads => &["self_attn.q_norm", "self_attn.k_norm"],
         }
     }
 }

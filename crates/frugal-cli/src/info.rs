@@ -66,7 +66,7 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
         (kind, None) => kind.map_or_else(|| "several".to_owned(), dtype_name),
     };
     let bytes = match recipe {
-        Some(recipe) => Some(nf4::model_bytes(&Decoder::of(config)?, &recipe)?),
+        Some(recipe) => Some(nf4::model_bytes(&Decoder::from_config(config)?, &recipe)?),
         None => kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64),
     };
     let adapter = arguments.adapter.adapter(&arguments.folder)?;

@@ -52,7 +52,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
-pub use decoder::{DecoderConfig, Family, LayerType, LongRope, NormPlacement, QueryKeyNorm};
+pub use decoder::{DecoderConfig, Family};
 pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use rotary::Rotaries;
 

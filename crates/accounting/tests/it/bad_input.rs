@@ -4,9 +4,9 @@ use std::path::Path;
 
 use accounting::decoder_flops::{Recomputation, Workload, step};
 use accounting::memory::zero::ZeroStage;
-use accounting::model::{Family, Shape};
+use accounting::model::{Family, Sizes};
 use accounting::textbook::{self, OnHost};
-use accounting::{Decoder, config, presets};
+use accounting::{Decoder, presets};
 use expect_test::{Expect, expect};
 
 fn check(error: impl ToString, expected: Expect) {
@@ -14,7 +14,7 @@ fn check(error: impl ToString, expected: Expect) {
 }
 
 fn parse(text: &str) -> String {
-    config::parse(Path::new("config.json"), text).unwrap_err().to_string()
+    Decoder::parse(Path::new("config.json"), text).unwrap_err().to_string()
 }
 
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2,
@@ -32,14 +32,12 @@ fn a_file_that_is_not_a_config_is_refused() {
     check(
         parse("{\"model_type\": "),
         expect![
-            "config.json is not JSON: EOF while parsing a value at line 1 column 15; download the model's config.json again"
+            "config.json: not JSON (EOF while parsing a value at line 1 column 15); copy or download it again"
         ],
     );
     check(
         parse("[1, 2]"),
-        expect![
-            "config.json: field `(the whole file)` is an array, not an object; give the path of a model's config.json"
-        ],
+        expect!["config.json: an array, not an object; give the path of a model's config.json"],
     );
     check(
         parse("{}"),
@@ -54,9 +52,9 @@ fn a_file_that_is_not_a_config_is_refused() {
         ],
     );
     check(
-        config::read(Path::new("/nowhere/config.json")).unwrap_err(),
+        Decoder::read(Path::new("/nowhere/config.json")).unwrap_err(),
         expect![
-            "cannot read /nowhere/config.json: No such file or directory (os error 2); give the path of a model's config.json"
+            "/nowhere/config.json: No such file or directory (os error 2); give the path of a model's config.json"
         ],
     );
 }
@@ -64,7 +62,7 @@ fn a_file_that_is_not_a_config_is_refused() {
 #[test]
 fn an_invalid_field_is_refused() {
     assert_eq!(
-        config::parse(Path::new("config.json"), LLAMA).unwrap().parameters().unwrap(),
+        Decoder::parse(Path::new("config.json"), LLAMA).unwrap().parameters().unwrap(),
         2 * (3 * 64 * 160 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64) + 2 * 500 * 64 + 64
     );
     check(
@@ -125,35 +123,35 @@ fn an_invalid_field_is_refused() {
 
 #[test]
 fn inconsistent_sizes_are_refused() {
-    let gpt2 = || (*presets::find("gpt2").unwrap()).clone();
-    let wrong = |shape: Shape| Decoder::new(shape).unwrap_err();
-    check(wrong(Shape { heads: 0, ..gpt2() }), expect!["heads is 0; give a number of at least 1"]);
+    let gpt2 = || *presets::find("gpt2").unwrap();
+    let wrong = |shape: Sizes| Decoder::new(shape).unwrap_err();
+    check(wrong(Sizes { heads: 0, ..gpt2() }), expect!["heads is 0; give a number of at least 1"]);
     check(
-        wrong(Shape { kv_heads: 5, ..gpt2() }),
+        wrong(Sizes { kv_heads: 5, ..gpt2() }),
         expect![
             "12 heads are not a multiple of 5 key-value heads; give key-value heads that divide the heads"
         ],
     );
     check(
-        wrong(Shape { kv_heads: 4, ..gpt2() }),
+        wrong(Sizes { kv_heads: 4, ..gpt2() }),
         expect![
             "gpt2 has 4 key-value heads for 12 heads; give as many key-value heads as heads, or the family qwen2 or llama"
         ],
     );
     check(
-        wrong(Shape { embedding: 100, ..gpt2() }),
+        wrong(Sizes { embedding: 100, ..gpt2() }),
         expect![
             "the embedding is 100 wide and the hidden size is 768; give them the same width, or the family gpt2-like"
         ],
     );
     check(
-        wrong(Shape { family: Family::Gpt2Like, ..gpt2() }),
+        wrong(Sizes { family: Family::Gpt2Like, ..gpt2() }),
         expect![
             "gpt2-like cannot tie its output projection, which has another input than the embedding; give it untied embeddings"
         ],
     );
     check(
-        wrong(Shape { layers: u64::MAX, ..gpt2() }),
+        wrong(Sizes { layers: u64::MAX, ..gpt2() }),
         expect![
             "parameters of all blocks: 18446744073709551615 × 7087872 does not fit in 64 bits; give smaller sizes"
         ],

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use accounting::{Decoder, config};
+use accounting::Decoder;
 
 fn fixtures() -> PathBuf {
     match std::env::var_os("FRUGAL_FIXTURES") {
@@ -41,7 +41,7 @@ fn listed(model: &Decoder) -> BTreeMap<String, Vec<u64>> {
 fn for_each(folders: &[&str], name: &str, compare: impl Fn(&Decoder, BTreeMap<String, Vec<u64>>)) {
     for folder in folders {
         let folder = fixtures().join(folder);
-        let model = config::read(&folder.join("config.json")).unwrap();
+        let model = Decoder::read(&folder.join("config.json")).unwrap();
         compare(&model, header(&folder.join(name)));
     }
 }

@@ -9,7 +9,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::ZeroStage;
-use accounting::model::{Family, Shape, has_modelled_passes};
+use accounting::model::{Family, Sizes, has_modelled_passes};
 use accounting::offload::sizes::Choices;
 use accounting::offload::{AvailableMemory, Rates};
 use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
@@ -25,7 +25,7 @@ fn models() -> impl Strategy<Value = Decoder> {
             let grouped = family.is_swiglu();
             let heads = if grouped { kv_heads * group } else { kv_heads };
             let hidden = heads * head_dim;
-            Decoder::new(Shape {
+            Decoder::new(Sizes {
                 family,
                 vocabulary,
                 context: 512,
@@ -39,6 +39,7 @@ fn models() -> impl Strategy<Value = Decoder> {
                 tied: flags[0],
                 attention_bias: flags[1],
                 mlp_bias: flags[2],
+                windows: None,
             })
             .unwrap()
         },
@@ -164,7 +165,7 @@ proptest! {
             prop_assert!(flops(more).dense > flops(one.work).dense);
             prop_assert!(flops(more).causal > flops(one.work).causal);
         }
-        let deeper = Decoder::new(Shape { layers: model.layers + 1, ..(*model).clone() }).unwrap();
+        let deeper = Decoder::new(Sizes { layers: model.layers + 1, ..*model }).unwrap();
         prop_assert!(peak(&deeper, &one) >= before);
         let larger = scaled(&model, template_size(&model) + 1).unwrap();
         prop_assert!(peak(&larger, &one) >= before);
@@ -257,12 +258,12 @@ proptest! {
     #[test]
     fn no_configuration_causes_a_panic(text in "\\PC{0,200}", value in any::<i64>()) {
         let path = std::path::Path::new("config.json");
-        let _ = accounting::config::parse(path, &text);
+        let _ = Decoder::parse(path, &text);
         let config = format!(
             r#"{{"model_type": "qwen2", "vocab_size": {value}, "hidden_size": {value}, "num_hidden_layers": {value},
             "num_attention_heads": 1, "intermediate_size": {value}}}"#
         );
-        if let Ok(model) = accounting::config::parse(path, &config) {
+        if let Ok(model) = Decoder::parse(path, &config) {
             let _ = memory(&model, &textbook::Step::default());
             let _ = step(&model, textbook::Step::default().work, &Recomputation::default());
         }

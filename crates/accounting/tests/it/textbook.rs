@@ -5,7 +5,7 @@ use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::ZeroStage;
-use accounting::model::{Family, Shape};
+use accounting::model::{Family, Sizes};
 use accounting::presets;
 use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use accounting::textbook::{OnHost, Step, korthikanti, memory, model_states};
@@ -17,7 +17,7 @@ fn step(recipe: Recipe, attention: AttentionKernel, checkpoint: Recompute, work:
 
 /// What a block keeps: the difference of two models.
 fn kept(model: &Decoder, step: &Step) -> u64 {
-    let deeper = Decoder::new(Shape { layers: model.layers + 1, ..(**model).clone() }).unwrap();
+    let deeper = Decoder::new(Sizes { layers: model.layers + 1, ..**model }).unwrap();
     let activations = |model: &Decoder| memory(model, step).unwrap().moments[0].bytes("activations");
     activations(&deeper) - activations(model)
 }
@@ -29,7 +29,7 @@ fn kept(model: &Decoder, step: &Step) -> u64 {
 #[test]
 fn kept_tensors_match_what_torch_saves() {
     let saved = |family: Family, kv_heads, feed_forward, recipe: Recipe| {
-        let shape = Shape {
+        let shape = Sizes {
             family,
             vocabulary: 10,
             context: 128,
@@ -43,6 +43,7 @@ fn kept_tensors_match_what_torch_saves() {
             tied: true,
             attention_bias: false,
             mlp_bias: false,
+            windows: None,
         };
         let work = Workload { batch: 2, sequence: 128 };
         let step = step(recipe, AttentionKernel::Flash, Recompute::None, work);

@@ -124,7 +124,7 @@ impl HuggingFace {
 }
 
 /// A number as transformers writes it where it expects an integer.
-pub(super) fn whole(number: f64) -> Value {
+pub(super) fn integral(number: f64) -> Value {
     const EXACT: f64 = 9_007_199_254_740_992.0;
     if number.fract() == 0.0 && number.abs() < EXACT { json!(number as i64) } else { json!(number) }
 }
@@ -137,24 +137,24 @@ pub(super) fn refuse(reason: String) -> Error {
 fn family(file: &HuggingFace) -> Result<Family> {
     let families = || Family::ALL.into_iter().filter(|family| family.is_rotary());
     let known = |name: fn(Family) -> &'static str| families().map(name).collect::<Vec<_>>().join(", ");
-    let unknown = |field: &str, found: &str, name: fn(Family) -> &'static str| {
-        let why = why_not(found).map(|why| format!(" ({why})")).unwrap_or_default();
-        refuse(format!("{field} `{found}`{why}; expected one of {}", known(name)))
+    let unknown = |field: &str, value: &str, name: fn(Family) -> &'static str| {
+        let why = why_not(value).map(|why| format!(" ({why})")).unwrap_or_default();
+        refuse(format!("{field} `{value}`{why}; expected one of {}", known(name)))
     };
     let architecture = file.architectures.as_ref().and_then(|names| names.first());
-    let by_architecture = architecture.map(|found| {
+    let by_architecture = architecture.map(|class| {
         families()
-            .find(|family| family.architecture() == found)
-            .ok_or_else(|| unknown("`architectures` names", found, Family::architecture))
+            .find(|family| family.architecture() == class)
+            .ok_or_else(|| unknown("`architectures` names", class, Family::architecture))
     });
     match &file.model_type {
-        Some(found) => {
+        Some(model_type) => {
             let family = families()
-                .find(|family| family.model_type() == found)
-                .ok_or_else(|| unknown("`model_type` is", found, Family::model_type))?;
+                .find(|family| family.model_type() == model_type)
+                .ok_or_else(|| unknown("`model_type` is", model_type, Family::model_type))?;
             match by_architecture.transpose()? {
                 Some(other) if other != family => Err(refuse(format!(
-                    "`model_type` is `{found}`, but `architectures` names `{}`; they must agree",
+                    "`model_type` is `{model_type}`, but `architectures` names `{}`; they must agree",
                     other.architecture()
                 ))),
                 _ => Ok(family),
@@ -170,10 +170,10 @@ fn family(file: &HuggingFace) -> Result<Family> {
 fn check_activation(file: &mut HuggingFace, family: Family) -> Result<()> {
     let (field, expected) =
         if family.is_gemma() { ("hidden_activation", GELU_TANH) } else { ("hidden_act", SILU) };
-    let own: Option<String> = if family.is_gemma() { file.take(field)? } else { None };
-    match own.or(file.hidden_act.take()) {
-        Some(found) if found != expected => {
-            Err(refuse(format!("`{field}` is `{found}`; expected {expected}")))
+    let hidden_activation: Option<String> = if family.is_gemma() { file.take(field)? } else { None };
+    match hidden_activation.or(file.hidden_act.take()) {
+        Some(activation) if activation != expected => {
+            Err(refuse(format!("`{field}` is `{activation}`; expected {expected}")))
         }
         _ => Ok(()),
     }
@@ -202,28 +202,22 @@ impl TryFrom<HuggingFace> for DecoderConfig {
     fn try_from(mut file: HuggingFace) -> Result<Self> {
         let family = family(&file)?;
         let facts = family.facts();
-        // Whoever writes the file says these anew.
+        // Each writer sets these anew.
         for name in ["dtype", "torch_dtype", "transformers_version"] {
             file.other.shift_remove(name);
         }
         check_activation(&mut file, family)?;
         let (sliding_window, layer_types) = windows(&mut file, family)?;
-        let rotary_layers = if family == Family::SmolLm3 {
-            let layers = rotary_layers(&file)?;
+        let rotary_layers = if facts.has_unrotated_layers { rotary_layers(&file)? } else { Vec::new() };
+        if facts.has_unrotated_layers {
             file.other.shift_remove("no_rope_layers");
-            layers
-        } else {
-            Vec::new()
-        };
-        if family == Family::Phi3 {
-            for name in ["resid_pdrop", "embd_pdrop"] {
-                if let Some(rate) =
-                    file.other.get(name).filter(|rate| rate.as_f64().is_none_or(|rate| rate != 0.0))
-                {
-                    return Err(refuse(format!(
-                        "`{name}` is {rate}; expected 0, since only attention has dropout"
-                    )));
-                }
+        }
+        for name in facts.zero_fields {
+            let rate = file.other.get(*name);
+            if let Some(rate) = rate.filter(|rate| rate.as_f64().is_none_or(|rate| rate != 0.0)) {
+                return Err(refuse(format!(
+                    "`{name}` is {rate}; expected 0, since only attention has dropout"
+                )));
             }
         }
         let positions = file.max_position_embeddings.unwrap_or(facts.positions);
@@ -235,23 +229,24 @@ impl TryFrom<HuggingFace> for DecoderConfig {
                 "`num_attention_heads` {heads} does not divide `hidden_size` {hidden}; take a divisor, or give `head_dim`"
             )));
         }
-        let granite = facts.has_multipliers;
-        let gemma = family.is_gemma();
+        // Factors of the families that have them.
+        let (has_factors, gemma) = (facts.has_multipliers, family.is_gemma());
         let mut number = |name: &str, is_read: bool| if is_read { file.take_number(name) } else { Ok(None) };
-        let embedding_multiplier = number("embedding_multiplier", granite)?.unwrap_or(1.0);
-        let attention_multiplier = number("attention_multiplier", granite)?.or(granite.then_some(1.0));
-        let residual_multiplier = number("residual_multiplier", granite)?.unwrap_or(1.0);
-        let logits_scaling = number("logits_scaling", granite)?.unwrap_or(1.0);
+        let embedding_multiplier = number("embedding_multiplier", has_factors)?.unwrap_or(1.0);
+        let attention_multiplier =
+            number("attention_multiplier", has_factors)?.or(has_factors.then_some(1.0));
+        let residual_multiplier = number("residual_multiplier", has_factors)?.unwrap_or(1.0);
+        let logits_scaling = number("logits_scaling", has_factors)?.unwrap_or(1.0);
         let query_pre_attn_scalar = number("query_pre_attn_scalar", gemma)?.or(gemma.then_some(256.0));
-        // Gemma 2 has caps unless the file says null.
-        let of_gemma2 = |file: &HuggingFace, name: &str, value| {
-            (family == Family::Gemma2 && !file.other.contains_key(name)).then_some(value)
+        // Caps have the family's default only where the file has no such field; null is no cap.
+        let mut cap = |name: &str, is_read: bool, default: Option<f64>| match file.other.contains_key(name) {
+            true if is_read => file.take_number(name),
+            true => Ok(None),
+            false => Ok(default),
         };
-        let caps = [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)];
-        let caps = caps.map(|(name, value)| of_gemma2(&file, name, value));
-        let attn_cap =
-            if family == Family::Gemma2 { file.take_number("attn_logit_softcapping")? } else { None };
-        let final_cap = if gemma { file.take_number("final_logit_softcapping")? } else { None };
+        let [attn_cap, final_cap] = facts.softcaps.map_or([None; 2], |caps| caps.map(Some));
+        let attn_logit_softcapping = cap("attn_logit_softcapping", facts.softcaps.is_some(), attn_cap)?;
+        let final_logit_softcapping = cap("final_logit_softcapping", gemma, final_cap)?;
         let config = Self {
             family,
             vocab_size: file.vocab_size,
@@ -281,8 +276,8 @@ impl TryFrom<HuggingFace> for DecoderConfig {
             query_pre_attn_scalar,
             residual_multiplier,
             logits_scaling,
-            attn_logit_softcapping: attn_cap.or(caps[0]),
-            final_logit_softcapping: final_cap.or(caps[1]),
+            attn_logit_softcapping,
+            final_logit_softcapping,
             attention: AttentionPath::default(),
             other_fields: file.other,
         };
@@ -312,7 +307,7 @@ impl From<DecoderConfig> for HuggingFace {
         if !config.layer_types.is_empty() {
             put("layer_types", json!(types(&config)));
         }
-        if family == Family::SmolLm3 {
+        if facts.has_unrotated_layers {
             let all = vec![true; usize::try_from(config.num_hidden_layers).unwrap_or(0)];
             let rotates = if config.rotary_layers.is_empty() { &all } else { &config.rotary_layers };
             put(
@@ -328,10 +323,10 @@ impl From<DecoderConfig> for HuggingFace {
         }
         if family.is_gemma() {
             put("hidden_activation", json!(GELU_TANH));
-            put("query_pre_attn_scalar", whole(config.query_pre_attn_scalar.unwrap_or(256.0)));
+            put("query_pre_attn_scalar", integral(config.query_pre_attn_scalar.unwrap_or(256.0)));
             put("final_logit_softcapping", json!(config.final_logit_softcapping));
         }
-        if family == Family::Gemma2 {
+        if facts.softcaps.is_some() {
             put("attn_logit_softcapping", json!(config.attn_logit_softcapping));
         }
         Self {

@@ -1,15 +1,15 @@
-//! What differs from layer to layer: windows and rotary embeddings.
+//! Differences between layers: windows and rotary embeddings.
 
 use super::{DecoderConfig, WHAT};
 use crate::error::{Error, Result};
 use crate::rope::Frequencies;
 
-/// What a layer attends to: an entry of `layer_types`.
+/// The tokens that a layer attends to: an entry of `layer_types`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerType {
     /// Every token before.
     Full,
-    /// Those within [`DecoderConfig::sliding_window`].
+    /// The tokens within [`DecoderConfig::sliding_window`].
     Sliding,
 }
 
@@ -21,7 +21,7 @@ impl LayerType {
         }
     }
 
-    pub(super) fn of_name(name: &str) -> Result<Self> {
+    pub(super) fn from_name(name: &str) -> Result<Self> {
         [Self::Full, Self::Sliding].into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let reason = format!(
                 "`layer_types` has a `{name}` layer; expected {} or {}",
@@ -47,7 +47,7 @@ pub struct LongRope {
     pub original_positions: i64,
     /// `attention_factor`: the amplitude, if the file gives it.
     pub attention_factor: Option<f64>,
-    /// `factor`: what the amplitude follows from, if the file gives it; else the ratio of maximum and original positions.
+    /// `factor`: the ratio that the amplitude follows from, if the file gives it; else that of maximum and original positions.
     pub factor: Option<f64>,
 }
 
@@ -71,7 +71,7 @@ impl DecoderConfig {
     }
 
     /// Returns the frequencies of a layer's rotary embedding; `None` for a layer without.
-    pub fn rope_of(&self, layer: usize) -> Option<&Frequencies> {
+    pub fn layer_rope(&self, layer: usize) -> Option<&Frequencies> {
         let local = self.local_rope.as_ref().filter(|_| self.window(layer).is_some());
         let rotates = self.rotary_layers.get(layer).copied().unwrap_or(true);
         rotates.then(|| local.unwrap_or(&self.rope))
@@ -135,9 +135,10 @@ impl DecoderConfig {
             for (name, factors) in [("short_factor", &long.short_factor), ("long_factor", &long.long_factor)]
             {
                 if factors.len() as i64 != rotary / 2 {
-                    let (found, pairs) = (factors.len(), rotary / 2);
                     return config(format!(
-                        "`{name}` has {found} numbers; expected {pairs}, one for each pair"
+                        "`{name}` has {} numbers; expected {}, one for each pair",
+                        factors.len(),
+                        rotary / 2
                     ));
                 }
                 if let Some(factor) = factors.iter().find(|factor| !(1e-6..=1e6).contains(*factor)) {

@@ -14,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::file::{HuggingFace, refuse, whole};
+use super::file::{HuggingFace, integral, refuse};
 use super::{DecoderConfig, LayerType, LongRope};
 use crate::error::Result;
 use crate::family::Family;
@@ -68,9 +68,9 @@ impl Rope {
     }
 
     fn list(&self, name: &str) -> Result<Vec<f64>> {
-        let found = self.numbers.get(name).unwrap_or(&Value::Null);
+        let value = self.numbers.get(name).unwrap_or(&Value::Null);
         let numbers: Option<Vec<f64>> =
-            found.as_array().and_then(|values| values.iter().map(Value::as_f64).collect());
+            value.as_array().and_then(|values| values.iter().map(Value::as_f64).collect());
         numbers.ok_or_else(|| {
             refuse(format!(
                 "`{name}` of the rotary embedding is no list of numbers; expected one for each pair"
@@ -122,7 +122,7 @@ impl Rope {
     }
 
     /// The entry of a layer type, where each has its own.
-    fn of_layers(&self, layers: LayerType) -> Result<Option<Self>> {
+    fn entry(&self, layers: LayerType) -> Result<Option<Self>> {
         match self.numbers.get(layers.name()) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => serde_json::from_value(value.clone())
@@ -131,7 +131,7 @@ impl Rope {
         }
     }
 
-    fn of(frequencies: &Frequencies) -> Self {
+    fn from_frequencies(frequencies: &Frequencies) -> Self {
         let (kind, mut numbers) = match frequencies.scaling {
             Scaling::None => ("default", json!({})),
             Scaling::Linear { factor } => ("linear", json!({ "factor": factor })),
@@ -141,7 +141,7 @@ impl Rope {
                     "factor": factor,
                     "low_freq_factor": low_freq_factor,
                     "high_freq_factor": high_freq_factor,
-                    ORIGINAL: whole(original_positions),
+                    ORIGINAL: integral(original_positions),
                 }),
             ),
         };
@@ -151,7 +151,7 @@ impl Rope {
     }
 }
 
-/// What a file says about the rotary embedding.
+/// The rotary embedding of a file.
 pub(super) struct Read {
     pub(super) rope: Frequencies,
     pub(super) local: Option<Frequencies>,
@@ -161,27 +161,27 @@ pub(super) struct Read {
 
 /// Reads it, and removes its fields from `file`'s others.
 pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Result<Read> {
-    let default_theta = family.facts().theta;
+    let facts = family.facts();
     let older_theta = file.rope_theta;
     let older_partial = file.take_number(PARTIAL)?;
     let (new, older) = (file.rope_parameters.take(), file.rope_scaling.take());
-    if family == Family::Gemma3 {
-        return read_by_layer(file, (new, older), positions);
+    if let Some(local_theta) = facts.local_theta {
+        return read_by_layer(file, (new, older), positions, [facts.theta, local_theta]);
     }
     let none = || Rope { rope_type: None, numbers: Map::new() };
     let rope = older.filter(|older| !older.is_empty()).or(new).unwrap_or_else(none);
     let rope = rope.with(THETA, THETA, older_theta)?.with(PARTIAL, PARTIAL, older_partial)?;
     let partial = rope.optional(PARTIAL)?.unwrap_or(1.0);
-    if partial != 1.0 && family != Family::Phi3 {
+    if partial != 1.0 && !facts.has_partial_rotation {
         return Err(refuse(format!(
             "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
         )));
     }
-    let whole = |rope: &Rope| -> Result<Read> {
-        Ok(Read { rope: rope.frequencies(positions, default_theta)?, local: None, long: None, partial })
+    let plain = |rope: &Rope| -> Result<Read> {
+        Ok(Read { rope: rope.frequencies(positions, facts.theta)?, local: None, long: None, partial })
     };
-    if family != Family::Phi3 {
-        return whole(&rope);
+    if !facts.has_partial_rotation {
+        return plain(&rope);
     }
     let original = file.take_number(ORIGINAL)?;
     // Older files call it su, and once yarn.
@@ -189,7 +189,7 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
         if let Some(original) = original {
             file.other.insert(ORIGINAL.to_owned(), json!(original as i64));
         }
-        return whole(&rope);
+        return plain(&rope);
     }
     let original = rope.optional(ORIGINAL)?.or(original);
     let long = LongRope {
@@ -199,23 +199,24 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
         attention_factor: rope.optional("attention_factor")?,
         factor: rope.optional("factor")?,
     };
-    let rope = Frequencies { theta: rope.optional(THETA)?.unwrap_or(default_theta), scaling: Scaling::None };
+    let rope = Frequencies { theta: rope.optional(THETA)?.unwrap_or(facts.theta), scaling: Scaling::None };
     Ok(Read { rope, local: None, long: Some(long), partial })
 }
 
-/// Reads the two of Gemma 3: of layers that attend to everything, and of those with a window.
+/// Reads two embeddings: one for layers that attend to everything, one for layers with a window.
 fn read_by_layer(
     file: &mut HuggingFace,
     (new, older): (Option<Rope>, Option<Rope>),
     positions: i64,
+    [default_theta, default_local_theta]: [f64; 2],
 ) -> Result<Read> {
     let local_theta = file.take_number(LOCAL_THETA)?;
     let none = || Rope { rope_type: None, numbers: Map::new() };
     let (full, local) = match &new {
-        Some(new) => (new.of_layers(LayerType::Full)?, new.of_layers(LayerType::Sliding)?),
+        Some(new) => (new.entry(LayerType::Full)?, new.entry(LayerType::Sliding)?),
         None => (None, None),
     };
-    // A list without layers is that of layers that attend to everything.
+    // Parameters without layer types are those of layers that attend to everything.
     let full = full.or(new.filter(|_| local.is_none()));
     let mut full = full.unwrap_or_else(none);
     if let Some(older) = older {
@@ -231,8 +232,8 @@ fn read_by_layer(
         )));
     }
     Ok(Read {
-        rope: full.frequencies(positions, Family::Gemma3.facts().theta)?,
-        local: Some(local.frequencies(positions, 1e4)?),
+        rope: full.frequencies(positions, default_theta)?,
+        local: Some(local.frequencies(positions, default_local_theta)?),
         long: None,
         partial,
     })
@@ -251,19 +252,20 @@ pub(super) struct Written {
 /// Returns the fields of both spellings, and inserts those that are not of the embedding alone into `other`.
 pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> Written {
     let theta = config.rope.theta;
-    let mut parameters = Rope::of(&config.rope);
+    let mut parameters = Rope::from_frequencies(&config.rope);
     let mut scaling = (config.rope.scaling != Scaling::None).then(|| parameters.clone());
     scaling.iter_mut().for_each(|scaling| drop(scaling.numbers.shift_remove(THETA)));
     if let Some(local) = &config.local_rope {
         let both = [(LayerType::Full, &config.rope), (LayerType::Sliding, local)];
-        let of = |(layers, rope): (LayerType, &Frequencies)| {
-            (layers.name().to_owned(), serde_json::to_value(Rope::of(rope)).unwrap_or_default())
+        let entry = |(layers, rope): (LayerType, &Frequencies)| {
+            let rope = Rope::from_frequencies(rope);
+            (layers.name().to_owned(), serde_json::to_value(rope).unwrap_or_default())
         };
         other.insert(LOCAL_THETA.to_owned(), json!(local.theta));
-        parameters = Rope { rope_type: None, numbers: both.into_iter().map(of).collect() };
+        parameters = Rope { rope_type: None, numbers: both.into_iter().map(entry).collect() };
         return Written { parameters, scaling, theta };
     }
-    if config.family == Family::Phi3 {
+    if config.family.facts().has_partial_rotation {
         parameters.numbers.insert(PARTIAL.to_owned(), json!(config.partial_rotary_factor));
         other.insert(PARTIAL.to_owned(), json!(config.partial_rotary_factor));
     }

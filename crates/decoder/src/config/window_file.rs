@@ -6,27 +6,27 @@ use serde_json::Value;
 use super::file::{HuggingFace, refuse};
 use super::{LayerType, MAX_LAYERS};
 use crate::error::Result;
-use crate::family::{Family, Windows};
+use crate::family::{Family, WindowRule, Windows};
 
-/// The window, and which layers have it.
+/// Returns the window and the layers' types.
 pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<i64>, Vec<LayerType>)> {
     if file.get::<bool>("use_bidirectional_attention")? == Some(true) {
         return Err(refuse("`use_bidirectional_attention` is true; expected causal attention".to_owned()));
     }
     let names: Option<Vec<String>> = file.take("layer_types")?;
     let types: Option<Vec<LayerType>> =
-        names.map(|names| names.iter().map(|name| LayerType::of_name(name)).collect()).transpose()?;
+        names.map(|names| names.iter().map(|name| LayerType::from_name(name)).collect()).transpose()?;
     let listed = types.as_ref().is_some_and(|types| types.contains(&LayerType::Sliding));
-    let wanted = file.get::<bool>("use_sliding_window")? == Some(true);
+    let is_used = file.get::<bool>("use_sliding_window")? == Some(true);
     let facts = family.facts();
-    if facts.windows == Windows::None && (listed || wanted) {
+    if facts.windows == Windows::None && (listed || is_used) {
         return Err(refuse(format!(
             "attention has a sliding window, which `{}` does not have; set `use_sliding_window` to false if every layer attends \
              in full",
             family.model_type()
         )));
     }
-    if facts.windows == Windows::None || facts.windows == Windows::Optional && !wanted {
+    if facts.windows == Windows::None || facts.windows == Windows::Optional && !is_used {
         if listed {
             return Err(refuse(
                 "`layer_types` has sliding_attention layers, but `use_sliding_window` is not true; they must agree"
@@ -42,9 +42,9 @@ pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<
     let window = file.take("sliding_window")?;
     let window = if named { window } else { facts.window };
     match types {
-        // transformers computes windows in all layers of these two, whatever the list says.
+        // transformers computes windows in all layers of such a family, whatever the list says.
         Some(types)
-            if matches!(family, Family::Mistral | Family::Phi3)
+            if facts.window_rule == WindowRule::All
                 && window.is_some()
                 && types.contains(&LayerType::Full) =>
         {
@@ -65,27 +65,27 @@ fn layers_by_rule(file: &HuggingFace, family: Family) -> Result<Vec<LayerType>> 
     let sliding = |rule: &dyn Fn(usize) -> bool| {
         (0..layers).map(|layer| if rule(layer) { LayerType::Sliding } else { LayerType::Full }).collect()
     };
-    Ok(match family {
-        Family::Gemma2 => sliding(&|layer| layer % 2 == 0),
-        Family::Gemma3 => {
+    Ok(match family.facts().window_rule {
+        WindowRule::All => Vec::new(),
+        WindowRule::Alternate => sliding(&|layer| layer % 2 == 0),
+        WindowRule::Pattern => {
             // transformers writes `_sliding_window_pattern`, and reads this one alone.
             let every: Option<usize> = file.get("sliding_window_pattern")?;
             let every = every.unwrap_or(6).max(1);
             sliding(&|layer| (layer + 1) % every != 0)
         }
-        Family::SmolLm3 => {
+        WindowRule::Unrotated => {
             let rotates = rotary_layers(file)?;
             sliding(&|layer| rotates.get(layer) == Some(&false))
         }
-        Family::Qwen2 | Family::Qwen3 => {
+        WindowRule::From => {
             let first: usize = file.get("max_window_layers")?.unwrap_or(28);
             sliding(&|layer| layer >= first)
         }
-        _ => Vec::new(),
     })
 }
 
-/// Which layers of a SmolLM3 rotate queries and keys.
+/// Returns whether each layer rotates queries and keys.
 pub(super) fn rotary_layers(file: &HuggingFace) -> Result<Vec<bool>> {
     let wrong = |name: &str, value: &Value, expected: &str| {
         Err(refuse(format!("`{name}` is {value}; expected {expected}")))

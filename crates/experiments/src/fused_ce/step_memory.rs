@@ -129,7 +129,7 @@ pub(crate) fn predict(
     [rows, sequence]: [i64; 2],
     device: Device,
 ) -> Result<StepMemory> {
-    let model = accounting::Decoder::of(config)?;
+    let model = accounting::Decoder::from_config(config)?;
     let work = Workload { batch: rows.unsigned_abs(), sequence: sequence.unsigned_abs() };
     let choices = Choices {
         recipe: Recipe::FP32,

@@ -162,7 +162,7 @@ fn predict(
     };
     let work = Workload { batch: size(arguments.batch)?, sequence: size(arguments.sequence)? };
     let batch = Batch { work, labelled: Some(size(labelled)?) };
-    let model = accounting::Decoder::of(&shape.config()?)?;
+    let model = accounting::Decoder::from_config(&shape.config()?)?;
     let layers = size(shape.config()?.num_hidden_layers)?;
     let rates = frugal::planning::MachineRates::NOMINAL.transfers;
     let job = Job { on_cpu, ..Job::new(model, lora, choices, batch, rates) };

@@ -95,7 +95,7 @@ impl Planned {
         // One plan for both steps: that of the step that needs more.
         let costs = |step| predicted::costs(&config, (KIND, device), tokens, step, &rates);
         let costs = [costs(Step::Inference)?, costs(Step::Lora(RANK.unsigned_abs()))?];
-        let parameters = accounting::Decoder::of(&config)?.parameters()?;
+        let parameters = accounting::Decoder::from_config(&config)?.parameters()?;
         let weights = planning::recipe(KIND).parameters.bytes(parameters)?;
         let mut tensors = planning::Budget::new(budget, device)?.free()?;
         if bench.scale == Scale::Smoke {

@@ -33,7 +33,7 @@ pub(crate) fn costs(
     step: Step,
     rates: &MachineRates,
 ) -> anyhow::Result<StepCosts> {
-    let model = accounting::Decoder::of(config)?;
+    let model = accounting::Decoder::from_config(config)?;
     let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
     let choices = Choices {
         widens: widens(kind, device),

@@ -143,7 +143,7 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
     let peak = measured.iter().map(|one| one.peak_bytes).max().unwrap_or(0) as f64;
     let mut metrics = vec![Metric::exact("peak_bytes", "B", peak)];
     let recipe = Recipe::FP32;
-    let model = Decoder::of(&sizes.config())?;
+    let model = Decoder::from_config(&sizes.config())?;
     let work = Workload { batch: 1, sequence: sizes.tokens.unsigned_abs() };
     let choices = Choices { recipe, loss: Loss::Eager, norm: NormKernel::Output, ..Choices::default() };
     let mut costs = sizes::training(&model, work, &choices)?;

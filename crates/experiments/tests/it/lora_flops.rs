@@ -2,7 +2,7 @@
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::lora::{self as predicted, LowRank};
-use accounting::model::{Decoder, Family, Shape};
+use accounting::model::{Decoder, Family, Sizes};
 use accounting::recompute::Recompute;
 use fused_ce::LinearCrossEntropy;
 use lora::{LoraConfig, Names};
@@ -13,7 +13,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind};
 use training::activations::{Activations, LayerPlan};
 
-const SHAPE: Shape = Shape {
+const SIZES: Sizes = Sizes {
     family: Family::Llama,
     vocabulary: 90,
     context: 24,
@@ -27,6 +27,7 @@ const SHAPE: Shape = Shape {
     tied: false,
     attention_bias: false,
     mlp_bias: false,
+    windows: None,
 };
 
 #[test]
@@ -63,7 +64,7 @@ fn a_step_has_exactly_the_predicted_flops() {
 
             let checkpoint = if full { Recompute::Full } else { Recompute::None };
             let expected = predicted::flops::step(
-                &Decoder::new(SHAPE).unwrap(),
+                &Decoder::new(SIZES).unwrap(),
                 &LowRank { rank: 4, targets: names.parse().unwrap(), ..LowRank::default() },
                 Workload { batch: batch as u64, sequence: sequence as u64 },
                 Some(labelled as u64),

@@ -6,7 +6,7 @@ use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
-use accounting::model::{Decoder, Family, Shape};
+use accounting::model::{Decoder, Family, Sizes};
 use accounting::offload::{Rates, sizes::Choices};
 use accounting::recompute::NormKernel;
 use fused_ce::{Chunk, LinearCrossEntropy};
@@ -20,7 +20,7 @@ use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 /// Qwen2.5-0.5B's proportions, a quarter as wide, of few layers and words.
-const SHAPE: Shape = Shape {
+const SIZES: Sizes = Sizes {
     family: Family::Qwen2,
     vocabulary: 1500,
     context: 256,
@@ -34,6 +34,7 @@ const SHAPE: Shape = Shape {
     tied: true,
     attention_bias: false,
     mlp_bias: false,
+    windows: None,
 };
 const BATCH: i64 = 2;
 const SEQUENCE: i64 = 128;
@@ -44,14 +45,14 @@ const CHUNK: i64 = 64;
 fn config() -> DecoderConfig {
     let size = |n: u64| i64::try_from(n).unwrap();
     DecoderConfig {
-        num_key_value_heads: size(SHAPE.kv_heads),
-        max_position_embeddings: size(SHAPE.context),
+        num_key_value_heads: size(SIZES.kv_heads),
+        max_position_embeddings: size(SIZES.context),
         ..DecoderConfig::qwen2(
-            size(SHAPE.vocabulary),
-            size(SHAPE.hidden),
-            size(SHAPE.feed_forward),
-            size(SHAPE.layers),
-            size(SHAPE.heads),
+            size(SIZES.vocabulary),
+            size(SIZES.hidden),
+            size(SIZES.feed_forward),
+            size(SIZES.layers),
+            size(SIZES.heads),
         )
     }
 }
@@ -73,12 +74,12 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
     let loss = LinearCrossEntropy { chunk: Some(Chunk::Tokens(CHUNK)), ..LinearCrossEntropy::default() };
     loss.install(&mut model).unwrap();
     let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
-    let _plan = Activations::install(&mut model, &vec![plan; SHAPE.layers as usize]).unwrap();
+    let _plan = Activations::install(&mut model, &vec![plan; SIZES.layers as usize]).unwrap();
     let mut optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-4)]).unwrap();
 
     let drawn = Generator::new(2).unwrap().uniform(&[BATCH, SEQUENCE], (0.0, 1.0), (Kind::Double, device));
-    let tokens = (drawn.unwrap() * SHAPE.vocabulary as f64).to_kind(Kind::Int64);
+    let tokens = (drawn.unwrap() * SIZES.vocabulary as f64).to_kind(Kind::Int64);
     let labels = tokens.copy();
     let _ = labels.narrow(1, 0, SEQUENCE / 2).fill_(IGNORE_INDEX);
     let context = Context { training: true, ..Context::default() };
@@ -101,14 +102,14 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
 /// The most that libtorch takes for itself in a product, where it packs the operands into AMX's tiles; 0 where it does not.
 fn packing(kind: Kind) -> u64 {
     let device = Device::Cpu;
-    let hidden = Tensor::randn([CHUNK, SHAPE.hidden as i64], (kind, device));
-    let matrix = Tensor::randn([SHAPE.vocabulary as i64, SHAPE.hidden as i64], (kind, device));
+    let hidden = Tensor::randn([CHUNK, SIZES.hidden as i64], (kind, device));
+    let matrix = Tensor::randn([SIZES.vocabulary as i64, SIZES.hidden as i64], (kind, device));
     let region = Region::start(device).unwrap();
     let product = hidden.matmul(&matrix.tr());
     let after = live_bytes(device).unwrap();
     let took = region.finish().unwrap().peak - after;
     drop(product);
-    if took > 0 { 3 * SHAPE.vocabulary * SHAPE.hidden * kind.elt_size_in_bytes() as u64 } else { 0 }
+    if took > 0 { 3 * SIZES.vocabulary * SIZES.hidden * kind.elt_size_in_bytes() as u64 } else { 0 }
 }
 
 fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Candidate {
@@ -122,9 +123,9 @@ fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Candida
     let lora = LowRank { rank: RANK as u64, targets, dropout, on_cpu: true, ..LowRank::default() };
     let batch = Batch { work, labelled: Some((BATCH * SEQUENCE) as u64 / 2) };
     let rates = Rates::of_memory(1e9, 1e9, 1e9);
-    let job = Job::new(Decoder::new(SHAPE).unwrap(), Some(lora), choices, batch, rates);
+    let job = Job::new(Decoder::new(SIZES).unwrap(), Some(lora), choices, batch, rates);
     let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
-    job.evaluate(Placement::Resident(vec![plan; SHAPE.layers as usize]), None).unwrap()
+    job.evaluate(Placement::Resident(vec![plan; SIZES.layers as usize]), None).unwrap()
 }
 
 #[test]

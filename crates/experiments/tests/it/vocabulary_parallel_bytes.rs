@@ -26,7 +26,7 @@ impl ProcessGroup for Counting {
 #[test]
 fn as_many_bytes_are_reduced_as_predicted() {
     let (tokens, tile) = (24, 7);
-    let model = accounting::Decoder::of(&DecoderConfig::qwen2(40, 16, 24, 1, 2)).unwrap();
+    let model = accounting::Decoder::from_config(&DecoderConfig::qwen2(40, 16, 24, 1, 2)).unwrap();
     for (kind, recipe) in [(Kind::Float, Recipe::FP32), (Kind::BFloat16, Recipe::BF16)] {
         let group = Counting::default();
         let reduced = group.0.clone();

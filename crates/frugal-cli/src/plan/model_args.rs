@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use crate::download_bar;
-use accounting::model::{Family, Shape, Windows};
+use accounting::model::{Family, Sizes, WindowedLayers};
 use accounting::quantity::parse_count;
-use accounting::{Decoder, config, presets};
+use accounting::{Decoder, presets};
 use anyhow::Context;
 use frugal::models::hub::{Hub, RepositoryKind};
 use frugal::models::hugging_face::Folder;
@@ -69,36 +69,22 @@ struct Source {
 impl ModelArgs {
     /// The model, checked.
     pub(crate) fn decoder(&self) -> anyhow::Result<Decoder> {
-        let (base, windows) = match &self.source {
-            Source { model: Some(name), .. } => {
-                let found = self.find(name)?;
-                ((*found).clone(), found.windows())
-            }
-            Source { family: Some(family), .. } => (self.all_sizes(*family)?, None),
+        let base = match &self.source {
+            Source { model: Some(name), .. } => *self.find(name)?,
+            Source { family: Some(family), .. } => self.all_sizes(*family)?,
             _ => anyhow::bail!("no model is given; give --model or --family"),
         };
-        let model = Decoder::new(self.replace(base))?;
-        Ok(match windows {
-            Some(windows) => {
-                let layers = windows.layers.min(model.layers);
-                model.with_windows(Windows { layers, ..windows })?
-            }
-            None => model,
-        })
+        Ok(Decoder::new(self.replace(base))?)
     }
 
     /// A file, a folder, a preset, or a model on the hub.
     fn find(&self, name: &str) -> anyhow::Result<Decoder> {
         let path = Path::new(name);
         if path.is_dir() {
-            let decoder = config::read(&path.join(CONFIG))?;
+            let decoder = Decoder::read(&path.join(CONFIG))?;
             // The files may have a head that config.json does not know of.
             if Folder::open(path).is_ok_and(|folder| folder.has_own_head()) {
-                let untied = Decoder::new(Shape { tied: false, ..(*decoder).clone() })?;
-                return Ok(match decoder.windows() {
-                    Some(windows) => untied.with_windows(windows)?,
-                    None => untied,
-                });
+                return Ok(Decoder::new(Sizes { tied: false, ..*decoder })?);
             }
             return Ok(decoder);
         }
@@ -108,7 +94,7 @@ impl ModelArgs {
             );
         }
         if path.exists() || path.extension().is_some_and(|extension| extension == "json") {
-            return Ok(config::read(path)?);
+            return Ok(Decoder::read(path)?);
         }
         let unknown = match presets::find(name) {
             Ok(known) => return Ok(known),
@@ -122,7 +108,7 @@ impl ModelArgs {
         }
         let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.hub.offline) };
         let folder = hub.fetch_files(RepositoryKind::Model, name, self.hub.revision.as_deref(), &[CONFIG])?;
-        Ok(config::read(&folder.join(CONFIG))?)
+        Ok(Decoder::read(&folder.join(CONFIG))?)
     }
 
     /// The folder of the model, where it is one.
@@ -157,14 +143,14 @@ impl ModelArgs {
         self.tied.is_some() || sizes.iter().any(Option::is_some)
     }
 
-    fn all_sizes(&self, family: Family) -> anyhow::Result<Shape> {
+    fn all_sizes(&self, family: Family) -> anyhow::Result<Sizes> {
         let required = |value: Option<u64>, flag: &str| {
             value.with_context(|| format!("--family {} needs --{flag}", family.model_type()))
         };
         let hidden = required(self.hidden, "hidden")?;
         let heads = required(self.heads, "heads")?;
         let head_dim = self.head_dim.map_or_else(|| head_dim(hidden, heads), Ok)?;
-        Ok(Shape {
+        Ok(Sizes {
             family,
             vocabulary: required(self.vocabulary, "vocabulary")?,
             context: 1024,
@@ -178,11 +164,12 @@ impl ModelArgs {
             tied: family == Family::Gpt2,
             attention_bias: false,
             mlp_bias: false,
+            windows: None,
         })
     }
 
     /// `base` with the sizes that were given. A head's width follows hidden size and heads, if it did so in `base`.
-    fn replace(&self, base: Shape) -> Shape {
+    fn replace(&self, base: Sizes) -> Sizes {
         let hidden = self.hidden.unwrap_or(base.hidden);
         let heads = self.heads.unwrap_or(base.heads);
         let follows = base.heads.checked_mul(base.head_dim) == Some(base.hidden);
@@ -194,17 +181,21 @@ impl ModelArgs {
         };
         let kv_heads = if base.kv_heads == base.heads { heads } else { base.kv_heads };
         let embedding = if base.embedding == base.hidden { hidden } else { base.embedding };
-        Shape {
+        let layers = self.layers.unwrap_or(base.layers);
+        let windowed =
+            |windows: WindowedLayers| WindowedLayers { layers: windows.layers.min(layers), ..windows };
+        Sizes {
             vocabulary: self.vocabulary.unwrap_or(base.vocabulary),
             context: self.context.unwrap_or(base.context),
             embedding: self.embedding.unwrap_or(embedding),
             hidden,
-            layers: self.layers.unwrap_or(base.layers),
+            layers,
             heads,
             kv_heads: self.kv_heads.unwrap_or(kv_heads),
             head_dim: self.head_dim.unwrap_or(head_dim),
             feed_forward: self.feed_forward.unwrap_or(base.feed_forward),
             tied: self.tied.unwrap_or(base.tied),
+            windows: base.windows.map(windowed),
             ..base
         }
     }

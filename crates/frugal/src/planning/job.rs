@@ -69,7 +69,7 @@ pub fn job(
     if lora.is_none() && !is_adam {
         return Err(refused("an optimizer other than Adam and AdamW on all weights"));
     }
-    let model = Decoder::of(shape)?;
+    let model = Decoder::from_config(shape)?;
     let mixed = mixed(config, (kind, device))?;
     let row = model.vocabulary.saturating_mul(4).max(1);
     let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {

@@ -233,7 +233,7 @@ fn check_sent(count: usize, others: &str, layout: &Layout) -> Vec<Vec<String>> {
 
 #[test]
 fn bytes_on_the_wire_and_in_memory_are_the_predicted_ones() {
-    let model = accounting::Decoder::of(&counted(1, "").llama()).unwrap();
+    let model = accounting::Decoder::from_config(&counted(1, "").llama()).unwrap();
     let recipe = AccountingRecipe::BF16_MASTER;
     for count in [2, 3] {
         let ranks = count as u64;
@@ -255,7 +255,7 @@ fn bytes_on_the_wire_and_in_memory_are_the_predicted_ones() {
 
 #[test]
 fn bytes_between_replicas_are_the_predicted_ones() {
-    let model = accounting::Decoder::of(&counted(1, "").llama()).unwrap();
+    let model = accounting::Decoder::from_config(&counted(1, "").llama()).unwrap();
     let layout = |ranks| {
         let layout =
             Layout::of_decoder(&model, &AccountingRecipe::BF16_MASTER, ZeroStage::Three, ranks).unwrap();
@@ -268,7 +268,7 @@ fn bytes_between_replicas_are_the_predicted_ones() {
 
 #[test]
 fn the_frozen_base_of_adapters_is_gathered_as_often_as_predicted() {
-    let model = accounting::Decoder::of(&counted(1, "").llama()).unwrap();
+    let model = accounting::Decoder::from_config(&counted(1, "").llama()).unwrap();
     let lora = LowRank { rank: 4, ..LowRank::default() };
     let layout = Layout::of_adapters(&model, &lora, Dtype::Bf16, ZeroStage::Three, 2).unwrap();
     let adapter = "[adapter]\nr = 4\ntarget_modules = [\"q_proj\", \"k_proj\", \"v_proj\", \"o_proj\"]\n";

@@ -289,7 +289,7 @@ impl Sizes {
         let (rows, columns) = match (projection, module.rsplit('.').next()?) {
             (Some(projection), _) => (width(projection.output), width(projection.input)),
             (None, "embed_tokens" | "lm_head") => (u64::from(self.vocabulary), hidden),
-            (None, "q_norm" | "k_norm") if family.query_key_norm == QueryKeyNorm::Whole => return None,
+            (None, "q_norm" | "k_norm") if family.query_key_norm == QueryKeyNorm::AllHeads => return None,
             (None, "q_norm" | "k_norm") => return Some(vec![u64::from(self.head_dim)]),
             _ => return Some(vec![hidden]),
         };

@@ -1,9 +1,10 @@
 //! A block's attention: projections, norms of queries and keys, rotation, attention within the window.
 
+use decoder::{BiasOption, QueryKeyNorm};
 use tch::{Device, Kind, Tensor};
 
 use super::rotary::Rotary;
-use super::{DecoderConfig, QueryKeyNorm, norm};
+use super::{DecoderConfig, norm};
 use crate::attention::{AttentionOptions, attention};
 use crate::error::{Error, Result};
 use crate::init::Init;
@@ -59,19 +60,19 @@ impl SelfAttention {
             Projections::Joint { qkv, widths: [of_queries, of_keys] }
         } else {
             Projections::Separate {
-                q: linear(hidden, of_queries, config.qkv_bias())?,
-                k: linear(hidden, of_keys, config.qkv_bias())?,
-                v: linear(hidden, of_keys, config.qkv_bias())?,
+                q: linear(hidden, of_queries, config.has_bias(BiasOption::QueriesKeysValues))?,
+                k: linear(hidden, of_keys, config.has_bias(BiasOption::QueriesKeysValues))?,
+                v: linear(hidden, of_keys, config.has_bias(BiasOption::QueriesKeysValues))?,
             }
         };
-        let o_proj = linear(of_queries, hidden, config.output_bias())?;
+        let o_proj = linear(of_queries, hidden, config.has_bias(BiasOption::AttentionOutput))?;
         let norms = |widths: [i64; 2], whole: bool| -> Result<_> {
             Ok(Some(([norm(config, widths[0], options)?, norm(config, widths[1], options)?], whole)))
         };
         let norms = match config.family.facts().query_key_norm {
             QueryKeyNorm::None => None,
             QueryKeyNorm::PerHead => norms([head; 2], false)?,
-            QueryKeyNorm::Whole => norms([of_queries, of_keys], true)?,
+            QueryKeyNorm::AllHeads => norms([of_queries, of_keys], true)?,
         };
         let options = AttentionOptions {
             path: config.attention,

@@ -5,12 +5,12 @@
 //! x = x + m·post(mlp(pre(x)))         each pre and post is an RMS norm or nothing, m the residual multiplier
 //! ```
 
+use decoder::{BiasOption, NormPlacement};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use super::attention::SelfAttention;
-use super::rotary::Rotary;
-use super::{DecoderConfig, NormPlacement};
+use super::{DecoderConfig, rotary::Rotary};
 use crate::error::Result;
 use crate::init::Init;
 use crate::module::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut};
@@ -35,32 +35,22 @@ impl LlamaBlock {
         init: Init,
         options: (Kind, Device),
     ) -> Result<Self> {
-        let &DecoderConfig { family, hidden_size, intermediate_size, mlp_bias, .. } = config;
-        let placement = family.facts().norms;
-        let names: &[&'static str] = match placement {
-            NormPlacement::Pre => &["input_layernorm", "post_attention_layernorm"],
-            NormPlacement::Post => &["post_attention_layernorm", "post_feedforward_layernorm"],
-            NormPlacement::Both => &[
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ],
-        };
+        let &DecoderConfig { family, hidden_size, intermediate_size, .. } = config;
         let self_attn = Box::new(SelfAttention::new(config, rope, layer, init, options)?);
         let mlp: Box<dyn Mlp> = if family.is_gemma() {
             Box::new(Geglu::new(hidden_size, intermediate_size, init, options)?)
         } else if family.facts().has_joint_projections {
             Box::new(JointSwiglu::new(hidden_size, intermediate_size, init, options)?)
         } else {
-            Box::new(Swiglu::new(hidden_size, intermediate_size, mlp_bias, init, options)?)
+            let bias = config.has_bias(BiasOption::Mlp);
+            Box::new(Swiglu::new(hidden_size, intermediate_size, bias, init, options)?)
         };
         let norm = |&name| Ok((name, super::norm(config, hidden_size, options)?));
         Ok(Self {
             self_attn,
             mlp,
-            norms: names.iter().map(norm).collect::<Result<_>>()?,
-            placement,
+            norms: family.norm_names().iter().map(norm).collect::<Result<_>>()?,
+            placement: family.facts().norms,
             residual_multiplier: config.residual_multiplier,
         })
     }

@@ -19,7 +19,7 @@ impl Rotaries {
     pub(super) fn new(config: &DecoderConfig, device: Device) -> Result<Self> {
         let mut all: Vec<(Frequencies, Rotary)> = Vec::new();
         for layer in 0..usize::try_from(config.num_hidden_layers).unwrap_or(0) {
-            let Some(frequencies) = config.rope_of(layer) else { continue };
+            let Some(frequencies) = config.layer_rope(layer) else { continue };
             if all.iter().all(|(known, _)| known != frequencies) {
                 all.push((*frequencies, Rotary::new(config, frequencies, device)?));
             }
@@ -29,7 +29,7 @@ impl Rotaries {
 
     /// The rotary embedding of a layer; `None` for a layer without.
     pub(super) fn of_layer(&self, config: &DecoderConfig, layer: usize) -> Option<Rotary> {
-        let wanted = config.rope_of(layer)?;
+        let wanted = config.layer_rope(layer)?;
         self.all.iter().find(|(known, _)| known == wanted).map(|(_, rotary)| rotary.clone())
     }
 }

@@ -63,7 +63,7 @@ fn published_files_are_read_as_transformers_reads_them() {
         json!({ "no_rope_layer_interval": 4, "rope_theta": 5e6, "use_sliding_window": false, "sliding_window": null }),
         3_075_098_624,
     );
-    assert!((0..36).all(|layer| smollm3.rope_of(layer).is_none() == ((layer + 1) % 4 == 0)));
+    assert!((0..36).all(|layer| smollm3.layer_rope(layer).is_none() == ((layer + 1) % 4 == 0)));
     // Granite-3.1-2B.
     let fields = json!({
         "embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8.0,
@@ -84,7 +84,7 @@ fn published_files_are_read_as_transformers_reads_them() {
         let full = (layer + 1) % 6 == 0;
         assert_eq!(gemma3.window(layer), (!full).then_some(512));
         let theta = if full { 1e6 } else { 1e4 };
-        assert_eq!(gemma3.rope_of(layer), Some(&Frequencies { theta, ..Frequencies::default() }));
+        assert_eq!(gemma3.layer_rope(layer), Some(&Frequencies { theta, ..Frequencies::default() }));
     }
     assert_eq!(gemma3.attention_scale(), Some(1.0 / 16.0));
     // Gemma 2 2B, whose older files leave the caps out.

@@ -138,7 +138,7 @@ impl Case {
     /// The tensors that `accounting` predicts, and the layers with a window.
     fn predicted(&self, model: &Llama) {
         let path = self.folder.join("config.json");
-        let predicted = accounting::config::read(&path).unwrap();
+        let predicted = accounting::Decoder::read(&path).unwrap();
         let shape = |shape: &[u64]| shape.iter().map(|&size| size as i64).collect::<Vec<_>>();
         let listed = predicted.parameter_tensors().unwrap();
         let listed: BTreeSet<_> =
@@ -149,7 +149,7 @@ impl Case {
         assert_eq!(predicted.parameters().unwrap(), config.parameter_count(), "{}", self.name);
         assert_eq!(parameter_count(model).total, config.parameter_count(), "{}", self.name);
         let windowed = (0..config.num_hidden_layers as usize).filter(|&layer| config.window(layer).is_some());
-        let windows = predicted.windows();
+        let windows = predicted.windows;
         assert_eq!(windows.map_or(0, |windows| windows.layers), windowed.count() as u64, "{}", self.name);
         assert!(windows.is_none_or(|windows| Some(windows.tokens as i64) == config.sliding_window));
     }

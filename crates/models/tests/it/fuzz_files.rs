@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use decoder::BiasOption;
 use fuzz::Outcome;
 use models::hugging_face::{self, Folder};
 use models::{DecoderConfig, Llama, strict_json, tensors_file};
@@ -162,7 +163,9 @@ fn config_json() {
                 "num_key_value_heads" => config.num_attention_heads,
                 "head_dim" => config.hidden_size / config.num_attention_heads,
                 "max_position_embeddings" => {
-                    if config.qkv_bias() && !config.output_bias() {
+                    if config.has_bias(BiasOption::QueriesKeysValues)
+                        && !config.has_bias(BiasOption::AttentionOutput)
+                    {
                         32_768
                     } else {
                         2048

@@ -1,6 +1,7 @@
 //! The decoder: `config.json`, names of weights, and the separation of packed documents.
 
-use accounting::config as paper;
+use accounting::Decoder;
+use decoder::BiasOption;
 use decoder::rope::{Frequencies, Scaling};
 use models::module::{
     Context, Input, LanguageModel, Mlp, Module, ModuleMapper, Projection, map_modules, parameter_count,
@@ -94,9 +95,10 @@ fn both_forms_of_config_json_are_read() {
     }
     let config = parse(&json!({})).unwrap();
     assert_eq!((config.num_key_value_heads, config.head_dim, config.max_position_embeddings), (6, 4, 2048));
-    assert!(!config.qkv_bias() && !config.tie_word_embeddings);
+    assert!(!config.has_bias(BiasOption::QueriesKeysValues) && !config.tie_word_embeddings);
     let qwen2 = parse(&json!({ "model_type": "qwen2", "tie_word_embeddings": true })).unwrap();
-    assert!(qwen2.qkv_bias() && !qwen2.output_bias() && qwen2.tie_word_embeddings);
+    assert!(qwen2.has_bias(BiasOption::QueriesKeysValues) && !qwen2.has_bias(BiasOption::AttentionOutput));
+    assert!(qwen2.tie_word_embeddings);
     assert_eq!(qwen2.max_position_embeddings, 32768);
 }
 
@@ -268,7 +270,7 @@ fn parameter_counts_match_accounting() {
     ];
     for fields in cases {
         let text = with(&fields).to_string();
-        let expected = paper::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap();
+        let expected = Decoder::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap();
         let model = Llama::new(&serde_json::from_str(&text).unwrap(), F32).unwrap();
         assert_eq!(parameter_count(&model).total, expected, "{fields}");
     }

@@ -1,6 +1,6 @@
 //! Computed shapes of a model's tensors: equal to the model's and to published counts, without allocating them.
 
-use accounting::config as paper;
+use accounting::Decoder;
 use models::module::{parameter_count, tensors};
 use models::{DecoderConfig, Llama};
 use serde_json::{Value, json};
@@ -35,7 +35,7 @@ fn computed_shapes_match_the_model_for_every_option() {
                 assert_eq!(config.shapes(), own, "{fields}");
                 assert_eq!(config.parameter_count(), parameter_count(&model).total, "{fields}");
                 // Qwen2 has no options for biases; it ignores those of the file.
-                let on_paper = paper::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap();
+                let on_paper = Decoder::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap();
                 assert_eq!(config.parameter_count(), on_paper, "{fields}");
                 cases += 1;
             }
@@ -88,7 +88,7 @@ fn published_models_have_the_published_parameter_counts() {
         let (config, text) = config(&fields);
         assert_eq!(config.parameter_count(), expected, "{name}");
         assert_eq!(
-            paper::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap(),
+            Decoder::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap(),
             expected,
             "{name}"
         );

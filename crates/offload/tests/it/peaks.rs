@@ -11,7 +11,7 @@ use accounting::activation_plan::LayerPlan;
 use accounting::decoder_flops::Workload;
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
-use accounting::model::{Family, Shape};
+use accounting::model::{Family, Sizes};
 use accounting::offload::{self as paper, OptimizerPlace, Rates, Setup, Start, StepCosts, sizes};
 use accounting::recompute::NormKernel;
 use models::module::{Input, LanguageModel, trainable};
@@ -24,7 +24,7 @@ use runtime::memory::{self, Region};
 use tch::{Device, Tensor};
 
 const CPU: Device = Device::Cpu;
-const SHAPE: Shape = Shape {
+const SIZES: Sizes = Sizes {
     family: Family::Qwen2,
     vocabulary: 60,
     context: 32,
@@ -38,15 +38,16 @@ const SHAPE: Shape = Shape {
     tied: true,
     attention_bias: false,
     mlp_bias: false,
+    windows: None,
 };
 
 fn model() -> Box<Llama> {
     runtime::random::seed(4).unwrap();
     let config = DecoderConfig {
-        num_key_value_heads: SHAPE.kv_heads as i64,
+        num_key_value_heads: SIZES.kv_heads as i64,
         tie_word_embeddings: true,
-        max_position_embeddings: SHAPE.context as i64,
-        ..DecoderConfig::qwen2(60, 256, 1024, SHAPE.layers as i64, 4)
+        max_position_embeddings: SIZES.context as i64,
+        ..DecoderConfig::qwen2(60, 256, 1024, SIZES.layers as i64, 4)
     };
     Box::new(Llama::new(&config, FLOAT).unwrap())
 }
@@ -87,7 +88,7 @@ fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) ->
     let mut model = model();
     let in_step = Arc::new(InStep::default());
     let offload = method.map(|(method, ring)| {
-        let keep = (SHAPE.layers as usize - kept..SHAPE.layers as usize).collect();
+        let keep = (SIZES.layers as usize - kept..SIZES.layers as usize).collect();
         let options = OffloadConfig {
             method,
             ring,
@@ -101,7 +102,7 @@ fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) ->
     let layer = offload.as_ref().map_or(0, |offload| offload.layer_bytes());
     if let Some(offload) = &offload {
         // Only on the host: exactly the flat buffers of all layers.
-        assert_eq!(offload.host_bytes().unwrap() - host_before, SHAPE.layers * layer);
+        assert_eq!(offload.host_bytes().unwrap() - host_before, SIZES.layers * layer);
     }
     let step = || {
         let loss = if training {
@@ -114,7 +115,7 @@ fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) ->
                 let gradients: u64 =
                     trained.iter().filter(of_layers).map(|(_, tensor)| tensor.numel() as u64 * 4).sum();
                 let host = offload.host_bytes().unwrap() - host_before;
-                assert_eq!(host, SHAPE.layers * layer + gradients);
+                assert_eq!(host, SIZES.layers * layer + gradients);
             }
             trainable(&*model).into_iter().for_each(|(_, tensor)| set_grad(tensor, None).unwrap());
             loss
@@ -165,7 +166,7 @@ fn peaks_are_ordered_and_match_the_prediction() {
     memory::track_cpu().unwrap();
     // Allocations made once per process.
     peak(None, true);
-    let decoder = Decoder::new(SHAPE).unwrap();
+    let decoder = Decoder::new(SIZES).unwrap();
     let work = Workload { batch: 2, sequence: 9 };
     let choices = sizes::Choices {
         recipe: Recipe::FP32,
@@ -203,12 +204,12 @@ fn peaks_are_ordered_and_match_the_prediction() {
         if !training {
             continue;
         }
-        let plan = vec![LayerPlan::KeepAll; SHAPE.layers as usize];
+        let plan = vec![LayerPlan::KeepAll; SIZES.layers as usize];
         let keeps =
             sizes::with_activation_plan(costs.clone(), &decoder, None, work, &choices, &plan).unwrap();
         for (kept, ring) in [(8, 1), (8, 2), (3, 1), (3, 2)] {
             let mut some = costs.clone();
-            for layer in SHAPE.layers as usize - kept..SHAPE.layers as usize {
+            for layer in SIZES.layers as usize - kept..SIZES.layers as usize {
                 some.layers[layer].kept = keeps.layers[layer].kept;
             }
             let found = peak_keeping(Some((Method::Overlap, ring)), true, kept);

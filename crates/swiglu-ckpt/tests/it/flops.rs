@@ -2,7 +2,7 @@
 
 use accounting::Decoder;
 use accounting::decoder_flops::{Recomputation, Workload, step};
-use accounting::model::{Family, Shape};
+use accounting::model::{Family, Sizes};
 use accounting::recompute::{Recompute, SwigluLevel};
 use runtime::Result;
 use runtime::autograd::{self, Checkpoint, Keep};
@@ -10,7 +10,7 @@ use runtime::profile::{Counter, Counts};
 use swiglu_ckpt::{CheckpointLevel, swiglu};
 use tch::{Kind, Tensor, kind};
 
-const SHAPE: Shape = Shape {
+const SIZES: Sizes = Sizes {
     family: Family::Llama,
     vocabulary: 101,
     context: 64,
@@ -24,6 +24,7 @@ const SHAPE: Shape = Shape {
     tied: false,
     attention_bias: false,
     mlp_bias: false,
+    windows: None,
 };
 const WORK: Workload = Workload { batch: 3, sequence: 20 };
 
@@ -37,8 +38,8 @@ struct Block {
 
 impl Block {
     fn new() -> Self {
-        let (h, f) = (SHAPE.hidden as i64, SHAPE.feed_forward as i64);
-        let (q, kv) = ((SHAPE.heads * SHAPE.head_dim) as i64, (SHAPE.kv_heads * SHAPE.head_dim) as i64);
+        let (h, f) = (SIZES.hidden as i64, SIZES.feed_forward as i64);
+        let (q, kv) = ((SIZES.heads * SIZES.head_dim) as i64, (SIZES.kv_heads * SIZES.head_dim) as i64);
         Self {
             q: weight(h, q),
             k: weight(h, kv),
@@ -59,10 +60,10 @@ impl Block {
     }
 
     fn forward(&self, x: &Tensor, level: Option<CheckpointLevel>) -> Result<Tensor> {
-        let (b, t, d) = (WORK.batch as i64, WORK.sequence as i64, SHAPE.head_dim as i64);
+        let (b, t, d) = (WORK.batch as i64, WORK.sequence as i64, SIZES.head_dim as i64);
         let heads =
             |w: &Tensor| -> Result<Tensor> { Ok(x.f_matmul(w)?.f_view([b, t, -1, d])?.f_transpose(1, 2)?) };
-        let group = (SHAPE.heads / SHAPE.kv_heads) as i64;
+        let group = (SIZES.heads / SIZES.kv_heads) as i64;
         let repeat = |kv: Tensor| kv.repeat_interleave_self_int(group, 1, None);
         let (q, k, v) = (heads(&self.q)?, repeat(heads(&self.k)?), repeat(heads(&self.v)?));
         let attention =
@@ -85,11 +86,11 @@ fn weight(rows: i64, columns: i64) -> Tensor {
 
 /// One step of the whole decoder, counted.
 fn count(level: Option<CheckpointLevel>, checkpoint_blocks: bool) -> Counts {
-    let embedding = weight(SHAPE.vocabulary as i64, SHAPE.hidden as i64);
-    let head = weight(SHAPE.hidden as i64, SHAPE.vocabulary as i64);
-    let blocks: Vec<Block> = (0..SHAPE.layers).map(|_| Block::new()).collect();
+    let embedding = weight(SIZES.vocabulary as i64, SIZES.hidden as i64);
+    let head = weight(SIZES.hidden as i64, SIZES.vocabulary as i64);
+    let blocks: Vec<Block> = (0..SIZES.layers).map(|_| Block::new()).collect();
     let ids =
-        Tensor::randint(SHAPE.vocabulary as i64, [WORK.batch as i64, WORK.sequence as i64], kind::INT64_CPU);
+        Tensor::randint(SIZES.vocabulary as i64, [WORK.batch as i64, WORK.sequence as i64], kind::INT64_CPU);
 
     let counter = Counter::on_this_thread().unwrap();
     let mut x = Tensor::embedding(&embedding, &ids, -1, false, false);
@@ -98,7 +99,7 @@ fn count(level: Option<CheckpointLevel>, checkpoint_blocks: bool) -> Counts {
         let options = Checkpoint { recompute: checkpoint_blocks, ..Checkpoint::default() };
         [x] = options.run(move |[x]| Ok([shared.forward(x, level)?]), [&x]).unwrap();
     }
-    let logits = x.matmul(&head).view([-1, SHAPE.vocabulary as i64]);
+    let logits = x.matmul(&head).view([-1, SIZES.vocabulary as i64]);
     let loss = logits.cross_entropy_for_logits(&ids.view([-1]));
     autograd::backward_with(&[&loss], &[None], Keep::default()).unwrap();
     let counts = counter.finish().unwrap();
@@ -110,7 +111,7 @@ fn count(level: Option<CheckpointLevel>, checkpoint_blocks: bool) -> Counts {
 
 fn check(level: Option<CheckpointLevel>, checkpoint_blocks: bool, choice: Recomputation) {
     let counts = count(level, checkpoint_blocks);
-    let expected = step(&Decoder::new(SHAPE).unwrap(), WORK, &choice).unwrap();
+    let expected = step(&Decoder::new(SIZES).unwrap(), WORK, &choice).unwrap();
     let hardware = expected.hardware().unwrap();
     let found = counts.total.flops;
     assert_eq!(

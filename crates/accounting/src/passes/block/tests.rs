@@ -1,7 +1,7 @@
 //! What a block's passes leave.
 
 use super::*;
-use crate::model::{Family, Shape};
+use crate::model::{Family, Sizes};
 use crate::passes::PeakTracker;
 use crate::{lora::Targets, presets};
 
@@ -9,7 +9,7 @@ use crate::{lora::Targets, presets};
 fn models() -> Vec<Decoder> {
     let qwen2 = presets::find("qwen2.5-0.5b").unwrap();
     let families = [Family::Qwen2, Family::Qwen3, Family::Granite];
-    families.map(|family| Decoder::new(Shape { family, ..(*qwen2).clone() }).unwrap()).into()
+    families.map(|family| Decoder::new(Sizes { family, ..*qwen2 }).unwrap()).into()
 }
 
 /// Every set of targets, in either dtype, with either norm, with and without a gradient of the input.

@@ -18,7 +18,7 @@ impl Row {
     /// # Errors
     /// A shape that is not modelled.
     pub fn predict(&self) -> anyhow::Result<Footprint> {
-        let model = Decoder::of(&self.config)?;
+        let model = Decoder::from_config(&self.config)?;
         let [rows, tokens] = self.batch;
         let work = Workload { batch: rows.unsigned_abs(), sequence: tokens.unsigned_abs() };
         let choices = Choices {

@@ -1,47 +1,55 @@
-//! Reads a decoder's sizes from a Hugging Face `config.json`.
+//! The sizes in a `config.json`.
 //!
-//! Files of the families with rotary positions are read by [`DecoderConfig`]. Those of the GPT-2s are read here: a file without `model_type`
-//! that has `embedding_dim` and `ff_dim` is the training assignment's model ([`Family::Gpt2Like`]), and fields that transformers
-//! leaves out when they have their default get the same default: `n_inner` (4 · `n_embd`), tied embeddings (true for gpt2).
+//! Files of the families with rotary positions are read as [`DecoderConfig`]s. The GPT-2s have fields of their own: a file without
+//! `model_type` that has `embedding_dim` and `ff_dim` is the training assignment's model ([`Family::Gpt2Like`]), and fields that
+//! transformers leaves out when they have their default get the same default: `n_inner` (4 · `n_embd`), tied embeddings (true for gpt2).
 
 use std::path::Path;
 
-use decoder::DecoderConfig;
 use serde_json::{Map, Value};
 
-use crate::Error;
-use crate::model::{Decoder, Family, Shape};
+use crate::config::DecoderConfig;
+use crate::error::{Error, Result};
+use crate::family::Family;
+use crate::sizes::Sizes;
 
-/// Reads the `config.json` at `path`. Errors name the file, and the field if there is one.
-pub fn read(path: &Path) -> Result<Decoder, Error> {
-    let text =
-        std::fs::read_to_string(path).map_err(|cause| Error::ConfigRead { path: path.into(), cause })?;
-    parse(path, &text)
+impl Sizes {
+    /// Reads the `config.json` at `path`.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the path, and with the field if there is one.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|cause| file_error(path, format!("{cause}; give the path of a model's config.json")))?;
+        Self::parse(path, &text)
+    }
+
+    /// Reads the text of a `config.json`; `path` only names it in errors.
+    ///
+    /// # Errors
+    /// As [`Sizes::read`].
+    pub fn parse(path: &Path, text: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(text)
+            .map_err(|cause| file_error(path, format!("not JSON ({cause}); copy or download it again")))?;
+        let Value::Object(object) = value else {
+            let kind = describe(&value);
+            let reason = format!("{kind}, not an object; give the path of a model's config.json");
+            return Err(file_error(path, reason));
+        };
+        let fields = Fields { path, object: &object };
+        match fields.family()? {
+            Family::Gpt2 => fields.gpt2(),
+            Family::Gpt2Like => fields.gpt2_like(),
+            _ => {
+                let config = DecoderConfig::sizes_from_str(text);
+                Ok(config.map_err(|cause| file_error(path, cause.to_string()))?.sizes())
+            }
+        }
+    }
 }
 
-/// Reads the text of a `config.json`; `path` only names it in errors.
-pub fn parse(path: &Path, text: &str) -> Result<Decoder, Error> {
-    let value: Value =
-        serde_json::from_str(text).map_err(|cause| Error::ConfigJson { path: path.into(), cause })?;
-    let Value::Object(object) = value else {
-        return Err(Error::ConfigField {
-            path: path.into(),
-            field: "(the whole file)".into(),
-            problem: format!("is {}, not an object", describe(&value)),
-            remedy: "give the path of a model's config.json".into(),
-        });
-    };
-    let fields = Fields { path, object: &object };
-    let model = match fields.family()? {
-        Family::Gpt2 => Decoder::new(fields.gpt2()?),
-        Family::Gpt2Like => Decoder::new(fields.gpt2_like()?),
-        _ => {
-            let config = DecoderConfig::sizes_from_str(text)
-                .map_err(|cause| Error::Config { path: path.into(), reason: cause.to_string() })?;
-            Decoder::of(&config)
-        }
-    };
-    model.map_err(|cause| Error::ConfigShape { path: path.into(), cause: Box::new(cause) })
+fn file_error(path: &Path, reason: String) -> Error {
+    Error::File { path: path.to_owned(), reason }
 }
 
 struct Fields<'a> {
@@ -50,7 +58,7 @@ struct Fields<'a> {
 }
 
 impl Fields<'_> {
-    fn family(&self) -> Result<Family, Error> {
+    fn family(&self) -> Result<Family> {
         let known = format!("known are {}", Family::ALL.map(Family::model_type).join(", "));
         let known = known.as_str();
         match self.object.get("model_type") {
@@ -67,9 +75,9 @@ impl Fields<'_> {
         }
     }
 
-    fn gpt2(&self) -> Result<Shape, Error> {
+    fn gpt2(&self) -> Result<Sizes> {
         let (hidden, heads) = (self.size("n_embd")?, self.size("n_head")?);
-        Ok(Shape {
+        Ok(Sizes {
             family: Family::Gpt2,
             vocabulary: self.size("vocab_size")?,
             context: self.size("n_positions")?,
@@ -83,12 +91,13 @@ impl Fields<'_> {
             tied: self.flag_or("tie_word_embeddings", true)?,
             attention_bias: false,
             mlp_bias: false,
+            windows: None,
         })
     }
 
-    fn gpt2_like(&self) -> Result<Shape, Error> {
+    fn gpt2_like(&self) -> Result<Sizes> {
         let (hidden, heads) = (self.size("hidden_dim")?, self.size("num_heads")?);
-        Ok(Shape {
+        Ok(Sizes {
             family: Family::Gpt2Like,
             vocabulary: self.size("vocab_size")?,
             context: self.size("max_length")?,
@@ -102,6 +111,7 @@ impl Fields<'_> {
             tied: false,
             attention_bias: false,
             mlp_bias: false,
+            windows: None,
         })
     }
 
@@ -110,7 +120,7 @@ impl Fields<'_> {
         self.object.get(field).filter(|value| !value.is_null())
     }
 
-    fn size(&self, field: &str) -> Result<u64, Error> {
+    fn size(&self, field: &str) -> Result<u64> {
         const REMEDY: &str = "write a whole number of at least 1";
         let Some(value) = self.optional(field) else {
             return Err(self.wrong(field, "is missing".into(), REMEDY));
@@ -124,11 +134,11 @@ impl Fields<'_> {
         }
     }
 
-    fn size_or(&self, field: &str, default: u64) -> Result<u64, Error> {
+    fn size_or(&self, field: &str, default: u64) -> Result<u64> {
         if self.optional(field).is_some() { self.size(field) } else { Ok(default) }
     }
 
-    fn flag_or(&self, field: &str, default: bool) -> Result<bool, Error> {
+    fn flag_or(&self, field: &str, default: bool) -> Result<bool> {
         match self.optional(field) {
             None => Ok(default),
             Some(Value::Bool(flag)) => Ok(*flag),
@@ -139,17 +149,17 @@ impl Fields<'_> {
         }
     }
 
-    /// Returns `whole / part`, which must divide evenly.
-    fn divide(&self, whole: (&str, u64), part: (&str, u64)) -> Result<u64, Error> {
-        if whole.1.is_multiple_of(part.1) {
-            return Ok(whole.1 / part.1);
+    /// Returns `width / parts`, which must divide evenly; both have their field's name.
+    fn divide(&self, (field, width): (&str, u64), (divisor, parts): (&str, u64)) -> Result<u64> {
+        if width.is_multiple_of(parts) {
+            return Ok(width / parts);
         }
-        let problem = format!("is {}, which `{}` = {} does not divide", whole.1, part.0, part.1);
-        Err(self.wrong(whole.0, problem, &format!("write a multiple of `{}`", part.0)))
+        let problem = format!("is {width}, which `{divisor}` = {parts} does not divide");
+        Err(self.wrong(field, problem, &format!("write a multiple of `{divisor}`")))
     }
 
     fn wrong(&self, field: &str, problem: String, remedy: &str) -> Error {
-        Error::ConfigField { path: self.path.into(), field: field.into(), problem, remedy: remedy.into() }
+        file_error(self.path, format!("field `{field}` {problem}; {remedy}"))
     }
 }
 

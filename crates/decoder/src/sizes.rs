@@ -1,0 +1,107 @@
+//! The sizes of any decoder, the GPT-2s included: what parameters, FLOPs and bytes follow from.
+
+use crate::config::DecoderConfig;
+use crate::family::Family;
+use crate::tensors::{BiasOption, Width};
+
+/// The sizes of a decoder.
+///
+/// ```
+/// use decoder::{DecoderConfig, Sizes, Width};
+///
+/// let sizes: Sizes = DecoderConfig::qwen2(1000, 64, 128, 2, 4).sizes();
+/// assert_eq!((sizes.layers, sizes.head_dim), (2, 16));
+/// assert_eq!(sizes.width(Width::QueriesKeysValues), Some(3 * 64));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// The family.
+    pub family: Family,
+    /// Rows of the embedding and of the output projection.
+    pub vocabulary: u64,
+    /// Positions that the model supports. A limit only if positions are learned.
+    pub context: u64,
+    /// Width of the embedding; other than `hidden` only in [`Family::Gpt2Like`].
+    pub embedding: u64,
+    /// Width of the residual stream.
+    pub hidden: u64,
+    /// Blocks.
+    pub layers: u64,
+    /// Query heads.
+    pub heads: u64,
+    /// Key-value heads; fewer than `heads` is grouped-query attention.
+    pub kv_heads: u64,
+    /// Width of a head.
+    pub head_dim: u64,
+    /// Width of the feed-forward layer.
+    pub feed_forward: u64,
+    /// Whether the output projection is the embedding's matrix.
+    pub tied: bool,
+    /// `attention_bias` of the file, which some families read.
+    pub attention_bias: bool,
+    /// `mlp_bias` of the file, which some families read.
+    pub mlp_bias: bool,
+    /// Layers with a window, if there are any.
+    pub windows: Option<WindowedLayers>,
+}
+
+/// Layers in which a token attends only to the last tokens before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowedLayers {
+    /// Number of these layers.
+    pub layers: u64,
+    /// Tokens that a token attends to, itself included.
+    pub tokens: u64,
+}
+
+impl Sizes {
+    /// Returns a width of a block; `None` for one beyond 64 bits.
+    pub fn width(&self, width: Width) -> Option<u64> {
+        let queries = || self.heads.checked_mul(self.head_dim);
+        let keys = || self.kv_heads.checked_mul(self.head_dim);
+        match width {
+            Width::Hidden => Some(self.hidden),
+            Width::Queries => queries(),
+            Width::Keys => keys(),
+            Width::QueriesKeysValues => queries()?.checked_add(keys()?.checked_mul(2)?),
+            Width::FeedForward => Some(self.feed_forward),
+            Width::GateUp => self.feed_forward.checked_mul(2),
+        }
+    }
+
+    /// Returns whether projections with this option have a bias.
+    pub fn has_bias(&self, option: BiasOption) -> bool {
+        self.family.facts().has_bias(option, self.attention_bias, self.mlp_bias)
+    }
+}
+
+impl DecoderConfig {
+    /// Returns the sizes. A negative number counts as 0.
+    pub fn sizes(&self) -> Sizes {
+        let size = |size: i64| u64::try_from(size).unwrap_or(0);
+        let layers = usize::try_from(self.num_hidden_layers).unwrap_or(0);
+        let windowed = (0..layers).filter(|&layer| self.window(layer).is_some()).count() as u64;
+        let windows = self.sliding_window.filter(|_| windowed > 0);
+        Sizes {
+            family: self.family,
+            vocabulary: size(self.vocab_size),
+            context: size(self.max_position_embeddings),
+            embedding: size(self.hidden_size),
+            hidden: size(self.hidden_size),
+            layers: size(self.num_hidden_layers),
+            heads: size(self.num_attention_heads),
+            kv_heads: size(self.num_key_value_heads),
+            head_dim: size(self.head_dim),
+            feed_forward: size(self.intermediate_size),
+            tied: self.tie_word_embeddings,
+            attention_bias: self.attention_bias,
+            mlp_bias: self.mlp_bias,
+            windows: windows.map(|tokens| WindowedLayers { layers: windowed, tokens: size(tokens) }),
+        }
+    }
+
+    /// Returns whether projections with this option have a bias.
+    pub fn has_bias(&self, option: BiasOption) -> bool {
+        self.family.facts().has_bias(option, self.attention_bias, self.mlp_bias)
+    }
+}
