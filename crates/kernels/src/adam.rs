@@ -25,7 +25,7 @@ use runtime::profile::{Flops, kernel, record_external};
 use runtime::{Error, Result};
 use tch::Tensor;
 
-/// The hyperparameters of a step. The defaults are those of PyTorch's AdamW, for the first step.
+/// The hyperparameters of a step. The defaults are PyTorch's for AdamW, for the first step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
     /// Learning rate.
@@ -78,7 +78,7 @@ pub struct AdamTensors<'a> {
 }
 
 /// Runs one step on the CPU, in place and without a graph, on any thread, in parallel on libtorch's threads. It increments the
-/// version counters of what it writes, so that autograd detects the change of a saved tensor.
+/// version counters of the tensors that it writes, so that autograd detects the change of a saved tensor.
 ///
 /// ```
 /// use kernels::adam::{AdamStep, AdamTensors, adam};
@@ -126,7 +126,7 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
 /// capability 8.0, and for [`AdamW::maximize`].
 ///
 /// `steps` has each tensor's number of completed steps, an fp32 scalar on the device, and is incremented. If `skip`, an fp32 scalar
-/// on the device, is 1, nothing changes; the host reads neither. Version counters of what is written are incremented.
+/// on the device, is 1, nothing changes; the host reads neither. It increments the version counters of the tensors that it writes.
 ///
 /// # Errors
 /// [`Error::Invalid`] for lists of different lengths, and for tensors that [`adam`] refuses.
@@ -163,6 +163,6 @@ pub fn adam_many(
 
 /// Returns the least bytes that a step reads and writes.
 pub fn bytes_moved(tensors: &AdamTensors<'_>) -> u64 {
-    let of = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-    of(tensors.gradient) + 6 * of(tensors.master) + tensors.weight.map_or(0, of)
+    let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+    bytes(tensors.gradient) + 6 * bytes(tensors.master) + tensors.weight.map_or(0, bytes)
 }

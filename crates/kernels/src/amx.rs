@@ -11,13 +11,13 @@ use super::simd;
 pub(super) const TILE: usize = 16;
 const ROW_BYTES: u8 = 64;
 
-/// Whether the processor has tiles of bf16 and the system lets this process use them.
+/// Returns whether the processor has tiles of bf16 and the system lets this process use them.
 pub(crate) fn is_there() -> bool {
     static IS_THERE: OnceLock<bool> = OnceLock::new();
     *IS_THERE.get_or_init(|| simd::tiles().0 && permitted())
 }
 
-/// Asks Linux for the tiles' registers, whose state it saves for processes that asked only.
+/// Requests the tiles' registers from Linux, which saves their state only for processes that did.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     /// `ARCH_REQ_XCOMP_PERM` and the number of the tiles' data among the states of `XSAVE`, of Linux's documentation of `x86/xstate`.

@@ -43,7 +43,7 @@ pub fn takes(device: Device, kind: Kind) -> bool {
 /// Options of [`causal_attention`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CausalOptions {
-    /// What scores are multiplied by; 1/√head if absent.
+    /// Factor of the scores; 1/√head if absent.
     pub scale: Option<f64>,
     /// Number of tokens that a query attends to, itself included; all before it if absent.
     pub window: Option<i64>,
@@ -90,7 +90,7 @@ pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptio
 pub struct SingleQueryOptions<'a> {
     /// `[batch, keys]` or `[1, keys]`, bool: which keys are seen, in each row at least one; all if absent.
     pub mask: Option<&'a Tensor>,
-    /// What scores are multiplied by; 1/√head if absent.
+    /// Factor of the scores; 1/√head if absent.
     pub scale: Option<f64>,
     /// c of c·tanh(s/c), which replaces a score s.
     pub cap: Option<f64>,
@@ -170,7 +170,7 @@ impl Function for Causal {
             Ok(vec![o, log_sums])
         })?;
         let [o, log_sums] = <[Tensor; 2]>::try_from(results)
-            .map_err(|_| Error::invalid(NAME, "what was kept is not an attention's result"))?;
+            .map_err(|_| Error::invalid(NAME, "the retained tensors are not an attention's result"))?;
         for tensor in [q, k, v, &o, &log_sums] {
             ctx.save(tensor);
         }
@@ -181,16 +181,26 @@ impl Function for Causal {
         let Some(upstream) = grads.into_iter().next().flatten() else { return Ok(vec![None, None, None]) };
         let saved = ctx.take_saved();
         let [q, k, v, o, log_sums] = &saved[..] else {
-            return Err(Error::invalid(NAME, "what forward kept is gone"));
+            return Err(Error::invalid(NAME, "the tensors that forward saved are gone"));
         };
         let upstream = readable(&upstream)?;
         let gradients = [heads_last(q)?, heads_last(k)?, heads_last(v)?];
-        let [of_q, of_k, of_v] = &gradients;
+        let [q_gradient, k_gradient, v_gradient] = &gradients;
         {
             let _scope = kernel(BACKWARD, [q, k, v]);
-            cpu::backward(&Tensors { q, k, v, o, log_sums }, &upstream, [of_q, of_k, of_v], self.scores)?;
+            cpu::backward(
+                &Tensors { q, k, v, o, log_sums },
+                &upstream,
+                [q_gradient, k_gradient, v_gradient],
+                self.scores,
+            )?;
         }
-        record(BACKWARD, q, (5, self.scores), &[q, k, v, o, &upstream, log_sums, of_q, of_k, of_v])?;
+        record(
+            BACKWARD,
+            q,
+            (5, self.scores),
+            &[q, k, v, o, &upstream, log_sums, q_gradient, k_gradient, v_gradient],
+        )?;
         Ok(gradients.into_iter().map(Some).collect())
     }
 }
@@ -199,13 +209,13 @@ const FORWARD: &str = "runtime::causal_attention";
 const BACKWARD: &str = "runtime::causal_attention_backward";
 const SINGLE: &str = "runtime::single_query_attention";
 
-/// The tensor, or a copy that the passes can read.
+/// Returns the tensor, or a copy that the passes can read.
 fn readable(x: &Tensor) -> Result<Tensor> {
     let x = x.f_resolve_neg()?;
     if has_dense_heads(&x) { Ok(x) } else { Ok(x.f_contiguous()?) }
 }
 
-/// A tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.
+/// Returns a tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.
 ///
 /// No view: libtorch refuses to change views that a function returns in place.
 fn heads_last(like: &Tensor) -> Result<Tensor> {
@@ -217,10 +227,10 @@ fn heads_last(like: &Tensor) -> Result<Tensor> {
 /// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.
 fn record(name: &str, q: &Tensor, (products, scores): (u64, Scores), moved: &[&Tensor]) -> Result<()> {
     let (batch, heads, tokens, head) = q.size4()?;
-    let of_pairs = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
+    let pair_flops = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
     let seen = scores.window.map_or(tokens, |window| tokens.min(window as i64));
-    let kept = seen * (seen + 1) / 2 + (tokens - seen) * seen;
-    let flops = Flops { dense: of_pairs(tokens * seen), causal: of_pairs(kept) };
+    let visible = seen * (seen + 1) / 2 + (tokens - seen) * seen;
+    let flops = Flops { dense: pair_flops(tokens * seen), causal: pair_flops(visible) };
     let bytes = moved.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum::<usize>();
     record_external(name, flops, bytes as u64)
 }

@@ -37,14 +37,13 @@ mod row;
 
 use std::fmt::Debug;
 
-use runtime::autograd::GradMode;
-use runtime::profile::{Flops, kernel, record_external};
-use runtime::{Error, Result};
+use runtime::Result;
 use tch::{Device, Kind, Tensor};
 
 use cuda::Cuda;
 
 pub use arguments::{Coefficients, Statistics, Targets, TileInputs, Transform, Wanted};
+pub use cpu::Cpu;
 pub use reference::Reference;
 
 /// The two passes over a tile. A tile without rows or columns has no effect.
@@ -113,87 +112,4 @@ pub trait LogitsPass: Debug + Send + Sync {
 /// Returns the fastest passes for tensors on `device`.
 pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
     if device == Device::Cpu { &Cpu } else { &Cuda }
-}
-
-/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only, and tiles in Float or Double, in
-/// which the products of a CPU are computed; another dtype is an error.
-#[derive(Clone, Copy, Debug)]
-pub struct Cpu;
-
-impl LogitsPass for Cpu {
-    fn temporaries(&self, _tile: Kind) -> u64 {
-        0
-    }
-
-    /// True for bf16; other dtypes are not products' operands on the CPU.
-    fn narrows_in_place(&self) -> bool {
-        true
-    }
-
-    fn statistics(
-        &self,
-        tile: &mut Tensor,
-        inputs: TileInputs<'_>,
-        statistics: &mut Statistics,
-    ) -> Result<()> {
-        not_recorded(tile)?;
-        let _scope = kernel("runtime::cross_entropy_statistics", [tile]);
-        cpu::statistics(tile, inputs, statistics)?;
-        let passes = 1 + u64::from(inputs.transform.changes()) + u64::from(inputs.is_dense());
-        record_external("runtime::cross_entropy_statistics", Flops::from(0), passes * bytes_of(tile))
-    }
-
-    fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
-        not_recorded(tile)?;
-        if !transform.changes() {
-            return Ok(());
-        }
-        let _scope = kernel("runtime::cross_entropy_logits", [tile]);
-        cpu::logits(tile, transform)?;
-        record_external("runtime::cross_entropy_logits", Flops::from(0), 2 * bytes_of(tile))
-    }
-
-    fn gradient(
-        &self,
-        tile: &mut Tensor,
-        inputs: TileInputs<'_>,
-        coefficients: Coefficients<'_>,
-    ) -> Result<()> {
-        not_recorded(tile)?;
-        let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
-        cpu::gradient(tile, inputs, coefficients)?;
-        let passes = 2 + u64::from(inputs.is_dense());
-        record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))
-    }
-
-    fn gradient_as(
-        &self,
-        tile: &mut Tensor,
-        inputs: TileInputs<'_>,
-        coefficients: Coefficients<'_>,
-        kind: Kind,
-    ) -> Result<Tensor> {
-        if (tile.kind(), kind) != (Kind::Float, Kind::BFloat16) {
-            self.gradient(tile, inputs, coefficients)?;
-            return Ok(tile.f_to_kind(kind)?);
-        }
-        not_recorded(tile)?;
-        let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
-        cpu::narrow_gradient(tile, inputs, coefficients)?;
-        let passes = 2 + u64::from(inputs.is_dense());
-        record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))?;
-        Ok(tile.f_view_dtype(kind)?.f_narrow(1, 0, tile.size()[1])?)
-    }
-}
-
-fn not_recorded(tile: &Tensor) -> Result<()> {
-    if GradMode::enabled() && tile.requires_grad() {
-        let reason = "the tile requires a gradient, which is not recorded here; work on a detached one";
-        return Err(Error::invalid(cpu::NAME, reason));
-    }
-    Ok(())
-}
-
-fn bytes_of(tile: &Tensor) -> u64 {
-    tile.numel() as u64 * tile.kind().elt_size_in_bytes() as u64
 }

@@ -38,13 +38,13 @@ pub(crate) struct Source(pub(crate) &'static str);
 /// Returns whether kernels can be compiled and launched on this device. On CUDA, the reason why not is printed once on
 /// standard error.
 pub(crate) fn are_ready(device: Device) -> bool {
-    static SAID: Once = Once::new();
+    static REPORTED: Once = Once::new();
     if !device.is_cuda() || is_off() {
         return false;
     }
     let reason = missing().map(str::to_owned).or_else(|| too_old(device));
     if let Some(reason) = &reason {
-        SAID.call_once(|| {
+        REPORTED.call_once(|| {
             eprintln!(
                 "runtime: our CUDA kernels are not available, libtorch's operators compute instead: {reason}"
             );
@@ -58,8 +58,8 @@ pub(crate) fn are_ready(device: Device) -> bool {
 fn too_old(device: Device) -> Option<String> {
     const OLDEST: (c_int, c_int) = (8, 0);
     let Device::Cuda(index) = device else { return None };
-    let found = driver::load().ok().zip(c_int::try_from(index).ok());
-    match found.map(|(driver, index)| capability(driver, index)) {
+    let device = driver::load().ok().zip(c_int::try_from(index).ok());
+    match device.map(|(driver, index)| capability(driver, index)) {
         Some(Ok(capability)) if capability >= OLDEST => None,
         Some(Ok((major, minor))) => {
             Some(format!("the GPU has compute capability {major}.{minor}, and they need 8.0"))
@@ -73,7 +73,7 @@ fn too_old(device: Device) -> Option<String> {
 fn capability(driver: &Driver, device: c_int) -> Result<(c_int, c_int)> {
     static KNOWN: Mutex<Vec<(c_int, (c_int, c_int))>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(&(_, capability)) = known.iter().find(|(of, _)| *of == device) {
+    if let Some(&(_, capability)) = known.iter().find(|(known, _)| *known == device) {
         return Ok(capability);
     }
     let capability = driver.capability(device)?;
@@ -129,7 +129,7 @@ pub(crate) fn launch_with(
     let stream = CudaStream::current(index)?;
     driver.make_current(stream)?;
     let kernel = loaded(source, expression, index, stream)?;
-    if grid.2 > UNASKED {
+    if grid.2 > DEFAULT_SHARED {
         driver.allow_shared(kernel, index, grid.2)?;
     }
     let queued = driver.launch(kernel, (blocks, grid.1, grid.2), arguments, stream);
@@ -142,7 +142,7 @@ pub(crate) fn launch_with(
 }
 
 /// Bytes of dynamic shared memory that a block has without opting in, beside some that the kernel declares.
-const UNASKED: u32 = 47 << 10;
+const DEFAULT_SHARED: u32 = 47 << 10;
 
 /// Returns the maximum bytes of shared memory of a block.
 pub(crate) fn shared_memory(device: Device) -> Result<c_int> {
@@ -150,7 +150,7 @@ pub(crate) fn shared_memory(device: Device) -> Result<c_int> {
     let Device::Cuda(index) = device else { return Ok(0) };
     let index = c_int::try_from(index).map_err(|_| Error::invalid(NAME, "a device index out of range"))?;
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(&(_, bytes)) = known.iter().find(|(of, _)| *of == index) {
+    if let Some(&(_, bytes)) = known.iter().find(|(known, _)| *known == index) {
         return Ok(bytes);
     }
     let bytes = driver::load().map_err(unavailable)?.shared_memory(index)?;
@@ -170,8 +170,8 @@ fn loaded(source: Source, expression: &str, device: c_int, stream: CudaStream) -
     let driver = driver::load().map_err(unavailable)?;
     let capability = capability(driver, device)?;
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let of_device = known.get_or_insert_default().entry(capability).or_default();
-    if let Some(kernel) = of_device.get(expression) {
+    let kernels = known.get_or_insert_default().entry(capability).or_default();
+    if let Some(kernel) = kernels.get(expression) {
         return Ok(*kernel);
     }
     if driver.is_capturing(stream)? {
@@ -184,7 +184,7 @@ fn loaded(source: Source, expression: &str, device: c_int, stream: CudaStream) -
     }
     let compiled = compiled(source, expression, capability)?;
     let kernel = driver.kernel(&compiled.cubin, &compiled.name)?;
-    of_device.insert(expression.to_owned(), kernel);
+    kernels.insert(expression.to_owned(), kernel);
     Ok(kernel)
 }
 
@@ -194,8 +194,8 @@ fn compiled(source: Source, expression: &str, capability: (c_int, c_int)) -> Res
     let options = options(capability);
     let key =
         cache::key(&[source.0, PRELUDE.1, expression, &options.join(" "), &format!("{:?}", nvrtc.version())]);
-    if let Some(found) = cache::read(&key) {
-        return Ok(found);
+    if let Some(compiled) = cache::read(&key) {
+        return Ok(compiled);
     }
     let made = nvrtc
         .compile(source.0, &[PRELUDE], expression, &options)
@@ -252,15 +252,16 @@ pub(crate) fn matrix(
     Ok(Matrix { rows: number(rows), columns: number(columns), stride: number(row_stride) })
 }
 
-/// Refuses a tensor that is not contiguous or not of this shape, dtype and device.
-pub(crate) fn expect(
+/// Refuses a tensor, if there is one, that is not contiguous or not of this shape, dtype and device.
+pub(crate) fn expect<'a>(
     operation: &'static str,
     name: &'static str,
-    tensor: &Tensor,
+    tensor: impl Into<Option<&'a Tensor>>,
     size: &[i64],
     options: (Kind, Device),
 ) -> Result<()> {
-    operands::check_contiguous(operation, name, tensor, size, options)
+    let tensor = tensor.into();
+    tensor.map_or(Ok(()), |tensor| operands::check_contiguous(operation, name, tensor, size, options))
 }
 
 pub(crate) fn pointer(tensor: &Tensor) -> Argument {

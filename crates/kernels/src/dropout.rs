@@ -34,7 +34,7 @@ impl Mask {
     /// same seed.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn draw(rate: f64) -> Result<Self> {
         let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
         Ok(Self { rate, seed: drawn.f_int64_value(&[0])?.cast_unsigned() })
@@ -43,10 +43,10 @@ impl Mask {
     /// Returns 1 for kept and 0 for dropped elements, in a floating dtype.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a rate outside [0, 1); those of libtorch and the driver.
+    /// [`Error::Invalid`] for a rate outside [0, 1); errors of libtorch and the driver.
     pub fn keep(self, shape: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
         self.check()?;
-        // Of a shape that no tensor has, libtorch says so.
+        // libtorch refuses a shape that no tensor has.
         let count =
             shape.iter().try_fold(1usize, |count, &size| count.checked_mul(usize::try_from(size).ok()?));
         let Some(count) = count.filter(|count| *count > 0) else {
@@ -114,11 +114,12 @@ impl Mask {
         cuda::dropout(x, out, self, factor)
     }
 
-    /// The mask, a vector of bools, by libtorch's operators on a device: drawn on the host it takes longer than the rest of a step on a GPU.
+    /// Returns the mask, a vector of bools, by libtorch's operators on a device: drawn on the host it takes longer than the rest of a
+    /// step on a GPU.
     fn by_operators(self, count: usize, device: Device) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let mask = Tensor::f_empty([count as i64], (Kind::Bool, device))?;
-        // Integers of 64 bits wrap around, and shifts keep the sign, which is masked away.
+        // Integers of 64 bits wrap around, and shifts keep the sign, which is masked out.
         let fold = |z: &Tensor, shift: i64| -> Result<Tensor> {
             let bits = z
                 .try_bitwise_right_shift_tensor_scalar(shift)?
@@ -162,7 +163,7 @@ impl Mask {
     }
 }
 
-/// The upper 32 bits.
+/// Returns the upper 32 bits.
 fn upper_half(z: &Tensor) -> Result<Tensor> {
     Ok(z.try_bitwise_right_shift_tensor_scalar(32)?.try_bitwise_and(0xffff_ffffi64)?)
 }

@@ -57,7 +57,7 @@ struct Matrix {
 }
 
 impl Matrix {
-    fn of(tensor: &Tensor) -> Result<Self> {
+    fn new(tensor: &Tensor) -> Result<Self> {
         let stored = match tensor.kind() {
             Kind::Float => Stored::Float,
             Kind::BFloat16 => Stored::Bfloat16,
@@ -75,7 +75,7 @@ impl Matrix {
         Self { row_stride: self.column_stride, column_stride: self.row_stride, ..self }
     }
 
-    /// The part that begins at this row and column.
+    /// Returns the part that begins at this row and column.
     fn from(self, row: usize, column: usize) -> Self {
         let elements = row as isize * self.row_stride + column as isize * self.column_stride;
         Self { at: self.at.wrapping_add_signed(elements * self.stored.bytes()), ..self }
@@ -98,7 +98,7 @@ pub(crate) fn gemm_f32(
     threads: usize,
 ) -> Result<()> {
     let (m, n, k) = (out.size()[0] as usize, out.size()[1] as usize, a.size()[1] as usize);
-    let (to, left, right) = (Matrix::of(out)?, Matrix::of(a)?, Matrix::of(b)?);
+    let (to, left, right) = (Matrix::new(out)?, Matrix::new(a)?, Matrix::new(b)?);
     // No two elements of the output share memory: it has dense rows or dense columns, also as a window of a larger matrix.
     let (row, column) = (to.row_stride, to.column_stride);
     let apart = match (m, n) {
@@ -111,7 +111,7 @@ pub(crate) fn gemm_f32(
         return Err(Error::invalid("matrix product", reason));
     }
     // For the whole product, not for its parts.
-    let method = Method::of(to, left, right, m);
+    let method = Method::choose(to, left, right, m);
     // The larger dimension is divided, so that the parts share the smaller operand. It is made that of the columns.
     let (to, short, long) =
         if n >= m { (to, left, right) } else { (to.transposed(), right.transposed(), left.transposed()) };
@@ -135,7 +135,7 @@ pub(crate) fn gemm_f32(
     bump_version(out)
 }
 
-/// What multiplies.
+/// The implementation of a product.
 #[derive(Clone, Copy)]
 enum Method {
     /// The `gemm` crate, after casts.
@@ -146,7 +146,7 @@ enum Method {
 }
 
 impl Method {
-    fn of(to: Matrix, a: Matrix, b: Matrix, rows: usize) -> Self {
+    fn choose(to: Matrix, a: Matrix, b: Matrix, rows: usize) -> Self {
         #[cfg(target_arch = "x86_64")]
         if packed::applies(to, a, b, rows) {
             return Self::Packed;
@@ -157,7 +157,7 @@ impl Method {
     }
 }
 
-/// The range of one of `parts` parts of about equal length.
+/// Returns the range of one of `parts` parts of about equal length.
 fn piece(length: usize, parts: usize, part: usize) -> std::ops::Range<usize> {
     let boundary = |part: usize| if part == parts { length } else { length * part / parts / STEP * STEP };
     boundary(part)..boundary(part + 1)

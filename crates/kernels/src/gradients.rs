@@ -13,12 +13,12 @@
 
 mod cpu;
 pub(crate) mod cuda;
+mod reference;
 pub(crate) mod scale;
 
 use std::borrow::Borrow;
 
 use runtime::Result;
-use runtime::ops;
 use runtime::profile::kernel;
 use tch::{Device, Kind, Tensor};
 
@@ -28,7 +28,7 @@ const NAME: &str = "fused unscale";
 /// over x is skipped, on CUDA without waiting for the device.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
     // A trace shows reading the factor as part of this kernel: on a CPU nothing waits for it.
     let _scope = kernel("runtime::scale", [x, factor]);
@@ -53,100 +53,70 @@ pub struct Unscaled {
 }
 
 /// Multiplies every gradient by `factor` in place. All on one device; on the CPU fp32, fp64 or bf16, each filling its memory
-/// without gaps or overlap (in any order of dimensions); on CUDA bf16 and what libtorch accepts. Without gradients: nothing found, a
-/// norm of 0.
+/// without gaps or overlap (in any order of dimensions); on CUDA bf16 and the dtypes that libtorch accepts. Without gradients, all are finite
+/// and the norm is 0.
 ///
 /// `factor` is a float tensor of one element on the gradients' device; the host does not read it.
 ///
 /// # Errors
-/// [`Error::Invalid`](runtime::Error::Invalid) for a gradient of another device, dtype or layout; those of libtorch.
+/// [`Error::Invalid`](runtime::Error::Invalid) for a gradient of another device, dtype or layout; errors of libtorch.
 pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> Result<Unscaled> {
-    let device = grads.first().map_or(Device::Cpu, |grad| grad.borrow().device());
-    if device != Device::Cpu {
-        if let Some(cuda::Survey { norm: found, found_inf }) = on_cuda(grads, Some(factor))? {
-            return Ok(Unscaled { found_inf, norm: norm.then_some(found) });
-        }
-        let found_inf = unscale_by_operators_(grads, factor, device)?;
-        let norm = norm.then(|| -> Result<Tensor> {
-            let norms = ops::foreach::norm(grads, 2.0)?;
-            let norms: Vec<Tensor> =
-                norms.iter().map(|n| n.f_to_kind(Kind::Float)).collect::<Result<_, _>>()?;
-            Ok(Tensor::f_stack(&norms, 0)?.f_norm()?)
-        });
-        return Ok(Unscaled { found_inf, norm: norm.transpose()? });
-    }
-    let _scope = kernel("runtime::unscale", []);
-    let value = cpu::factor(NAME, factor)?;
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
-    if !norm && value.abs() <= 1.0 {
-        // libtorch checks g and not f·g, which is equivalent for such a factor.
-        cpu::check(NAME, &grads)?;
-        let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
-        ops::amp::non_finite_check_and_unscale_(&grads, &found_inf, factor)?;
-        return Ok(Unscaled { found_inf, norm: None });
-    }
-    let found = cpu::scale_and_survey(NAME, &grads, value)?;
-    let flag = f32::from(u8::from(found.non_finite));
-    let norm = norm.then(|| Tensor::f_from_slice(&[found.sum_of_squares.sqrt()])?.f_reshape([] as [i64; 0]));
-    Ok(Unscaled { found_inf: Tensor::f_from_slice(&[flag])?, norm: norm.transpose()? })
+    let device = grads.first().map_or(Device::Cpu, |grad| grad.device());
+    pass_for(device).unscale(&grads, factor, norm)
 }
 
-/// Returns whether a gradient is not finite, float `[1]`. libtorch's operator has no bf16 on CUDA.
-fn unscale_by_operators_(grads: &[impl Borrow<Tensor>], factor: &Tensor, device: Device) -> Result<Tensor> {
-    let (narrow, others): (Vec<&Tensor>, Vec<&Tensor>) =
-        grads.iter().map(Borrow::borrow).partition(|grad| grad.kind() == Kind::BFloat16);
-    let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
-    ops::amp::non_finite_check_and_unscale_(&others, &found_inf, factor)?;
-    let mut found = vec![found_inf];
-    for grad in narrow {
-        let is_finite = grad.f_isfinite()?.f_all()?;
-        found.push(is_finite.f_logical_not()?.f_to_kind(Kind::Float)?.f_reshape([1])?);
-        // By the factor in fp32: a bf16 tensor would round it.
-        grad.shallow_clone().f_copy_(&grad.f_to_kind(Kind::Float)?.f_mul(factor)?)?;
-    }
-    Ok(Tensor::f_stack(&found, 0)?.f_amax([0], false)?)
+/// The pass on one kind of device.
+trait GradientPass {
+    /// See [`unscale_`].
+    fn unscale(&self, grads: &[&Tensor], factor: &Tensor, norm: bool) -> Result<Unscaled>;
+}
+
+/// Returns the fastest pass for gradients on `device`.
+fn pass_for(device: Device) -> &'static dyn GradientPass {
+    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 /// Returns the 2-norm of all gradients as one vector, double and without a dimension, from one read of them; `None` if the kernel cannot
 /// run: on other devices than CUDA, without NVRTC, for other dtypes than fp32, bf16 and fp16, and for gradients with gaps in memory.
 ///
 /// # Errors
-/// Those of libtorch and the driver.
+/// Errors of libtorch and the driver.
 pub fn norm_many(grads: &[impl Borrow<Tensor>]) -> Result<Option<Tensor>> {
-    Ok(on_cuda(grads, None)?.map(|found| found.norm))
+    Ok(on_cuda(grads, None)?.map(|survey| survey.norm))
 }
 
 /// Returns whether a tensor has an element that is infinite or NaN: float `[1]` on the first one's device, 1 if so, else 0. Each is read
 /// once and none is written; nothing waits for a device. Integers are finite. Unlike a norm, it does not depend on sums.
 ///
 /// # Errors
-/// Those of libtorch and the driver.
+/// Errors of libtorch and the driver.
 pub fn found_non_finite(tensors: &[impl Borrow<Tensor>]) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
-    if let Some(found) = on_cuda(tensors, None)? {
-        return Ok(found.found_inf);
+    if let Some(survey) = on_cuda(tensors, None)? {
+        return Ok(survey.found_inf);
     }
     let _scope = kernel("runtime::found_non_finite", []);
     let device = tensors.first().map_or(Device::Cpu, |tensor| tensor.borrow().device());
-    let (mut on_host, mut found) = (false, Vec::new());
+    let (mut on_host, mut flags) = (false, Vec::new());
     for tensor in tensors.iter().map(Borrow::borrow).filter(|tensor| tensor.is_floating_point()) {
         match cpu::has_non_finite(tensor)? {
             Some(has) => on_host |= has,
             None => {
                 let has = tensor.f_isfinite()?.f_all()?.f_logical_not()?;
-                found.push(has.f_to_kind(Kind::Float)?.f_reshape([1])?.f_to_device(device)?);
+                flags.push(has.f_to_kind(Kind::Float)?.f_reshape([1])?.f_to_device(device)?);
             }
         }
     }
-    found.push(Tensor::f_from_slice(&[f32::from(u8::from(on_host))])?.f_to_device(device)?);
-    Ok(Tensor::f_stack(&found, 0)?.f_amax([0], false)?)
+    flags.push(Tensor::f_from_slice(&[f32::from(u8::from(on_host))])?.f_to_device(device)?);
+    Ok(Tensor::f_stack(&flags, 0)?.f_amax([0], false)?)
 }
 
 /// Multiplies all gradients by `factor`, an fp32 scalar on their device, in place. If the factor is 1, which the host does not read, no
 /// gradient is read or written. Returns false, with nothing changed, where [`norm_many`] returns `None`.
 ///
 /// # Errors
-/// Those of libtorch and the driver.
+/// Errors of libtorch and the driver.
 pub fn scale_many_(grads: &[impl Borrow<Tensor>], factor: &Tensor) -> Result<bool> {
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
     if !is_on_cuda(&grads) {
@@ -190,12 +160,12 @@ mod tests {
             let expected: Vec<Tensor> = grads.iter().map(wide).collect();
             let squares: f64 = expected.iter().map(|e| e.square().sum(Kind::Double).double_value(&[])).sum();
             let twins: Vec<Tensor> = grads.iter().map(Tensor::copy).collect();
-            let found = unscale_(&twins, &factor(0.37), false).unwrap();
-            assert_eq!((found.found_inf.double_value(&[0]), found.norm.is_none()), (0.0, true));
-            let found = unscale_(&grads, &factor(0.37), true).unwrap();
-            assert_eq!(found.found_inf.double_value(&[0]), 0.0);
+            let unscaled = unscale_(&twins, &factor(0.37), false).unwrap();
+            assert_eq!((unscaled.found_inf.double_value(&[0]), unscaled.norm.is_none()), (0.0, true));
+            let unscaled = unscale_(&grads, &factor(0.37), true).unwrap();
+            assert_eq!(unscaled.found_inf.double_value(&[0]), 0.0);
             assert_eq!(twins, grads, "{kind:?}: with the norm and without");
-            let norm = found.norm.unwrap().double_value(&[]);
+            let norm = unscaled.norm.unwrap().double_value(&[]);
             assert!((norm / squares.sqrt() - 1.0).abs() < tolerance, "{kind:?}: {norm} {}", squares.sqrt());
             for (grad, expected) in grads.iter().zip(&expected) {
                 assert_eq!(grad, &expected.to_kind(kind), "{kind:?}");
@@ -212,29 +182,34 @@ mod tests {
                         [Tensor::zeros([7], (kind, Device::Cpu)), Tensor::zeros([size], (kind, Device::Cpu))];
                     let _ = grads[1].get(place).fill_(bad);
                     for norm in [false, true] {
-                        let found = unscale_(&grads, &factor(0.5), norm).unwrap();
-                        assert_eq!(found.found_inf.double_value(&[0]), 1.0, "{kind:?} {bad} {size} {place}");
-                        assert!(found.norm.is_none_or(|norm| !norm.double_value(&[]).is_finite()));
+                        let unscaled = unscale_(&grads, &factor(0.5), norm).unwrap();
+                        assert_eq!(
+                            unscaled.found_inf.double_value(&[0]),
+                            1.0,
+                            "{kind:?} {bad} {size} {place}"
+                        );
+                        assert!(unscaled.norm.is_none_or(|norm| !norm.double_value(&[]).is_finite()));
                     }
                 }
             }
         }
         // Their squares overflow fp32, but they do not.
         let grads = [Tensor::full([100], 1e30, kind::FLOAT_CPU)];
-        let found = unscale_(&grads, &factor(1.0), true).unwrap();
-        assert_eq!(found.found_inf.double_value(&[0]), 0.0);
-        let norm = found.norm.unwrap().double_value(&[]);
+        let unscaled = unscale_(&grads, &factor(1.0), true).unwrap();
+        assert_eq!(unscaled.found_inf.double_value(&[0]), 0.0);
+        let norm = unscaled.norm.unwrap().double_value(&[]);
         assert!((norm / 1e31 - 1.0).abs() < 1e-6, "{norm}");
         // The factor itself may make a gradient overflow.
-        let found = unscale_(&grads, &factor(1e20), false).unwrap();
-        assert_eq!(found.found_inf.double_value(&[0]), 1.0);
+        let unscaled = unscale_(&grads, &factor(1e20), false).unwrap();
+        assert_eq!(unscaled.found_inf.double_value(&[0]), 1.0);
     }
 
     #[test]
     fn a_number_that_is_not_finite_is_found_in_any_layout() {
-        let found = |tensors: &[Tensor]| found_non_finite(tensors).unwrap().double_value(&[0]) != 0.0;
-        assert!(!found(&[]));
-        assert!(!found(&[Tensor::from_slice(&[i64::MAX]), Tensor::zeros([0, 3], kind::FLOAT_CPU)]));
+        let has_non_finite =
+            |tensors: &[Tensor]| found_non_finite(tensors).unwrap().double_value(&[0]) != 0.0;
+        assert!(!has_non_finite(&[]));
+        assert!(!has_non_finite(&[Tensor::from_slice(&[i64::MAX]), Tensor::zeros([0, 3], kind::FLOAT_CPU)]));
         for (kind, largest) in [
             (Kind::Float, f64::from(f32::MAX)),
             (Kind::Double, f64::MAX),
@@ -244,17 +219,20 @@ mod tests {
             for (size, place) in [(1, 0), (64, 63), (65, 64), (100_000, 0), (100_000, 99_999)] {
                 let one = Tensor::full([size], largest, (kind, Device::Cpu));
                 let first = Tensor::full([3], -largest, (kind, Device::Cpu));
-                assert!(!found(&[first.shallow_clone(), one.shallow_clone()]), "{kind:?}");
+                assert!(!has_non_finite(&[first.shallow_clone(), one.shallow_clone()]), "{kind:?}");
                 for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
                     let _ = one.get(place).fill_(bad);
-                    assert!(found(&[first.shallow_clone(), one.shallow_clone()]), "{kind:?} {bad} {place}");
+                    assert!(
+                        has_non_finite(&[first.shallow_clone(), one.shallow_clone()]),
+                        "{kind:?} {bad} {place}"
+                    );
                 }
             }
             let wide = Tensor::zeros([4, 6], (kind, Device::Cpu));
             let _ = wide.get(1).get(4).fill_(f64::NAN);
             let layouts = [wide.tr(), wide.narrow(1, 3, 3), wide.get(1).expand([3, 6], false)];
-            layouts.into_iter().for_each(|layout| assert!(found(&[layout])));
-            assert!(!found(&[wide.narrow(1, 0, 3)]), "{kind:?}: beside it");
+            layouts.into_iter().for_each(|layout| assert!(has_non_finite(&[layout])));
+            assert!(!has_non_finite(&[wide.narrow(1, 0, 3)]), "{kind:?}: beside it");
         }
     }
 
@@ -269,12 +247,15 @@ mod tests {
     #[test]
     fn any_dense_layout_is_supported_and_others_are_refused() {
         let whole = Tensor::ones([8, 6], kind::FLOAT_CPU);
-        let found = unscale_(&[whole.tr()], &factor(2.0), true).unwrap();
-        assert_eq!(found.norm.unwrap().double_value(&[]), (48.0f64 * 4.0).sqrt());
+        let unscaled = unscale_(&[whole.tr()], &factor(2.0), true).unwrap();
+        assert_eq!(unscaled.norm.unwrap().double_value(&[]), (48.0f64 * 4.0).sqrt());
         assert_eq!(whole.sum(Kind::Float).double_value(&[]), 96.0);
         let none: [Tensor; 0] = [];
-        let found = unscale_(&none, &factor(2.0), true).unwrap();
-        assert_eq!((found.found_inf.double_value(&[0]), found.norm.unwrap().double_value(&[])), (0.0, 0.0));
+        let unscaled = unscale_(&none, &factor(2.0), true).unwrap();
+        assert_eq!(
+            (unscaled.found_inf.double_value(&[0]), unscaled.norm.unwrap().double_value(&[])),
+            (0.0, 0.0)
+        );
         for (grad, message) in [
             (whole.narrow(1, 0, 3), "with strides [6, 1]; expected Float without gaps or overlaps in memory"),
             (whole.select(0, 0).expand([4, 6], false), "with strides [0, 1]; expected Float without gaps"),

@@ -21,8 +21,9 @@
 //!
 //! A module is one operation: its mathematics and its public functions, its autograd `function`, and up to three implementations: `cpu`
 //! in Rust, vectorized, on libtorch's own threads; `cuda`, with its source in CUDA C++ beside it, compiled at first use; and `reference`,
-//! the shortest chain of libtorch's operators, for every other dtype and device. `FRUGAL_CUDA_KERNELS=off` chooses the operators, and
-//! `FRUGAL_CUDA_CHECK=1` finds the launch that failed.
+//! the shortest chain of libtorch's operators, for every other dtype and device. A trait such as [`cross_entropy::LogitsPass`] has them
+//! behind it, `pass_for` chooses one for a device, and `Operands` checks the tensors of a pass. `FRUGAL_CUDA_KERNELS=off` chooses the
+//! operators, and `FRUGAL_CUDA_CHECK=1` finds the launch that failed.
 //!
 //! [`norm`], [`rope`], [`swiglu::silu_mul`], [`attention`] and [`linear`](mod@linear) are nodes of the graph; the other functions record
 //! nothing, and are for use in a hand-written [`Function`](runtime::autograd::Function).

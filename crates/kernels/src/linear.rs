@@ -13,7 +13,7 @@ use crate::nf4::is_nf4;
 /// b `[out]`.
 ///
 /// # Errors
-/// Those of the policy and of [`product`].
+/// Errors of the policy and of [`product`].
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     precision::linear(x, weight, bias, &product)
 }
@@ -30,7 +30,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// A weight in NF4 ([`nf4`](crate::nf4)) is frozen, and x and b may have any floating dtype.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     if is_nf4(weight) {
         return crate::nf4::linear(x, weight, bias);
@@ -46,10 +46,10 @@ pub fn product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     Ok(y)
 }
 
-/// Returns whether the products are those of [`crate::matmul`]. Operands that do not fit are left to libtorch, which says why.
+/// Returns whether the products are those of [`crate::matmul`]. Operands that do not fit are left to libtorch, whose error names the reason.
 fn is_by_mm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
     let (shape, kind) = (x.size(), x.kind());
-    let Some((&width, of_rows)) = shape.split_last() else { return false };
+    let Some((&width, leading)) = shape.split_last() else { return false };
     let &[out, stored] = &weight.size()[..] else { return false };
     let on_cpu =
         |tensor: &Tensor| tensor.device() == Device::Cpu && tensor.kind() == kind && !tensor.is_sparse();
@@ -57,7 +57,7 @@ fn is_by_mm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
         && [Some(x), Some(weight), bias].into_iter().flatten().all(on_cpu)
         && (width, bias.map(Tensor::size)) == (stored, bias.map(|_| vec![out]))
         && width > 0
-        && of_rows.iter().product::<i64>().min(out) >= MIN_DIMENSION
+        && leading.iter().product::<i64>().min(out) >= MIN_DIMENSION
 }
 
 struct Linear {
@@ -114,10 +114,10 @@ impl Function for Linear {
         let grad = matrix(&grad)?;
         let by_mm = self.by_mm && !ctx.is_recorded();
         let product = |a: &Tensor, b: &Tensor| if by_mm { mm(a, b) } else { Ok(a.f_mm(b)?) };
-        let of_x = || -> Result<Tensor> { Ok(product(&grad, &weight)?.f_reshape(&self.shape)?) };
-        let of_weight = || -> Result<Tensor> { product(&grad.f_tr()?, &matrix(&x)?) };
-        let of_bias = || Ok(grad.f_sum_dim_intlist([0].as_slice(), false, grad.kind())?);
-        let gradients: [&dyn Fn() -> Result<Tensor>; 3] = [&of_x, &of_weight, &of_bias];
+        let x_gradient = || -> Result<Tensor> { Ok(product(&grad, &weight)?.f_reshape(&self.shape)?) };
+        let weight_gradient = || -> Result<Tensor> { product(&grad.f_tr()?, &matrix(&x)?) };
+        let bias_gradient = || Ok(grad.f_sum_dim_intlist([0].as_slice(), false, grad.kind())?);
+        let gradients: [&dyn Fn() -> Result<Tensor>; 3] = [&x_gradient, &weight_gradient, &bias_gradient];
         let wanted = gradients.into_iter().take(self.inputs).enumerate();
         wanted.map(|(index, of)| ctx.needs_input_grad(index).then(of).transpose()).collect()
     }

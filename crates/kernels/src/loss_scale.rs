@@ -46,7 +46,7 @@ pub struct Updated {
 /// CUDA, without NVRTC, below compute capability 8.0, and with `FRUGAL_CUDA_KERNELS=off`.
 ///
 /// # Errors
-/// [`Error::Invalid`](runtime::Error::Invalid) for tensors of other shapes, dtypes or devices; those of the driver.
+/// [`Error::Invalid`](runtime::Error::Invalid) for tensors of other shapes, dtypes or devices; errors of the driver.
 pub fn update(state: &Tensor, found_inf: &Tensor, options: &Dynamic) -> Result<Option<Updated>> {
     cuda::update(state, found_inf, options)
 }

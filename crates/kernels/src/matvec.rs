@@ -35,8 +35,8 @@ enum Stored {
     Pairs,
 }
 
-/// Returns `x·Wᵀ + b` in fp32, or in bf16 for x in bf16; or `None` if the weight does not qualify: fp32 or bf16, on the CPU, with dense rows of whole 32-bit
-/// words.
+/// Returns `x·Wᵀ + b` in fp32, or in bf16 for x in bf16; `None` unless the weight is fp32 or bf16, on the CPU, with dense rows of whole
+/// 32-bit words.
 ///
 /// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, and the bias `[n]`, which the caller has checked.
 pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
@@ -61,10 +61,10 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor, bias: Option<&Tensor>) -
         return Ok(None);
     };
     let words = weight.columns / per_word;
-    let whole = weight.columns % per_word == 0
+    let has_whole_words = weight.columns % per_word == 0
         && (weight.rows < 2 || weight.row_stride % per_word == 0)
         && weight.pointer % size_of::<u32>() == 0;
-    if !whole || words == 0 || weight.rows == 0 {
+    if !has_whole_words || words == 0 || weight.rows == 0 {
         return Ok(None);
     }
     let x = words_of(x_md, (stored, per_word), weight.columns)?;
@@ -97,7 +97,7 @@ impl Products for Words<'_> {
     fn task(&self, _: usize, _: usize) {}
 
     #[inline(always)]
-    fn of_rows<S: Simd>(&self, simd: S, (): &(), rows: [usize; STREAMS], number: usize, sums: &mut Sums) {
+    fn multiply<S: Simd>(&self, simd: S, (): &(), rows: [usize; STREAMS], number: usize, sums: &mut Sums) {
         let mut streams: [&[u32]; STREAMS] = [&[]; STREAMS];
         for (stream, row) in streams.iter_mut().zip(rows) {
             let start = self.weight.pointer + row * self.stride * size_of::<u32>();
@@ -212,15 +212,15 @@ fn dots_of_pairs<const N: usize>(streams: &[&[u32]; STREAMS], x: &[&[u32]; N], o
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn sums<const N: usize>(streams: &[&[u32]; STREAMS], x: &[&[u32]; N], out: &mut Sums) {
         let words = streams[0].len();
-        let whole = words / 16 * 16;
+        let vectorized = words / 16 * 16;
         let mut sums = [[_mm512_setzero_ps(); N]; STREAMS];
-        for at in (0..whole).step_by(16) {
+        for at in (0..vectorized).step_by(16) {
             // SAFETY: all 16 words are there.
             unsafe { add(&mut sums, (streams, x), at, u16::MAX) };
         }
-        if whole < words {
+        if vectorized < words {
             // SAFETY: the words of the mask are there.
-            unsafe { add(&mut sums, (streams, x), whole, u16::MAX >> (16 - (words - whole))) };
+            unsafe { add(&mut sums, (streams, x), vectorized, u16::MAX >> (16 - (words - vectorized))) };
         }
         for (out, sums) in out.iter_mut().zip(sums) {
             for (out, sum) in out.iter_mut().zip(sums) {
@@ -249,26 +249,27 @@ fn add<S: Simd, const N: usize>(
 ) -> [[S::f32s; N]; STREAMS] {
     let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
     let words = streams[0].len();
-    let whole = words / S::F32_LANES;
-    let (mut of_streams, mut of_x) = ([S::as_simd_u32s(streams[0]).0; STREAMS], [S::as_simd_u32s(x[0]).0; N]);
+    let vectors = words / S::F32_LANES;
+    let (mut stream_vectors, mut x_vectors) =
+        ([S::as_simd_u32s(streams[0]).0; STREAMS], [S::as_simd_u32s(x[0]).0; N]);
     for stream in 0..STREAMS {
-        of_streams[stream] = &S::as_simd_u32s(streams[stream]).0[..whole];
+        stream_vectors[stream] = &S::as_simd_u32s(streams[stream]).0[..vectors];
     }
     for vector in 0..N {
-        of_x[vector] = &S::as_simd_u32s(x[vector]).0[..whole];
+        x_vectors[vector] = &S::as_simd_u32s(x[vector]).0[..vectors];
     }
-    for at in 0..whole {
+    for at in 0..vectors {
         for stream in 0..STREAMS {
-            simd::prefetch_line((&raw const of_streams[stream][at]).addr() + simd::PREFETCHED);
-            let weight = simd.transmute_f32s_u32s(of_streams[stream][at]);
+            simd::prefetch_line((&raw const stream_vectors[stream][at]).addr() + simd::PREFETCHED);
+            let weight = simd.transmute_f32s_u32s(stream_vectors[stream][at]);
             for vector in 0..N {
-                let x = simd.transmute_f32s_u32s(of_x[vector][at]);
+                let x = simd.transmute_f32s_u32s(x_vectors[vector][at]);
                 sums[stream][vector] = simd.mul_add_e_f32s(weight, x, sums[stream][vector]);
             }
         }
     }
-    if whole * S::F32_LANES < words {
-        let rest = whole * S::F32_LANES..words;
+    if vectors * S::F32_LANES < words {
+        let rest = vectors * S::F32_LANES..words;
         for stream in 0..STREAMS {
             let weight = simd.transmute_f32s_u32s(simd.partial_load_u32s(&streams[stream][rest.clone()]));
             for vector in 0..N {
@@ -290,28 +291,28 @@ fn add_halves<S: Simd, const N: usize>(
 ) -> [[S::f32s; N]; STREAMS] {
     let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
     let words = streams[0].len();
-    let whole = words / S::F32_LANES;
-    let mut of_streams = [S::as_simd_u32s(streams[0]).0; STREAMS];
+    let vectors = words / S::F32_LANES;
+    let mut stream_vectors = [S::as_simd_u32s(streams[0]).0; STREAMS];
     let (mut first, mut second) = ([S::as_simd_u32s(x[0].0).0; N], [S::as_simd_u32s(x[0].1).0; N]);
     for stream in 0..STREAMS {
-        of_streams[stream] = &S::as_simd_u32s(streams[stream]).0[..whole];
+        stream_vectors[stream] = &S::as_simd_u32s(streams[stream]).0[..vectors];
     }
     for vector in 0..N {
-        first[vector] = &S::as_simd_u32s(x[vector].0).0[..whole];
-        second[vector] = &S::as_simd_u32s(x[vector].1).0[..whole];
+        first[vector] = &S::as_simd_u32s(x[vector].0).0[..vectors];
+        second[vector] = &S::as_simd_u32s(x[vector].1).0[..vectors];
     }
-    for at in 0..whole {
+    for at in 0..vectors {
         for stream in 0..STREAMS {
-            simd::prefetch_line((&raw const of_streams[stream][at]).addr() + simd::PREFETCHED);
+            simd::prefetch_line((&raw const stream_vectors[stream][at]).addr() + simd::PREFETCHED);
             for vector in 0..N {
                 let sum = sums[stream][vector];
                 sums[stream][vector] =
-                    add_pair(simd, sum, of_streams[stream][at], first[vector][at], second[vector][at]);
+                    add_pair(simd, sum, stream_vectors[stream][at], first[vector][at], second[vector][at]);
             }
         }
     }
-    if whole * S::F32_LANES < words {
-        let rest = whole * S::F32_LANES..words;
+    if vectors * S::F32_LANES < words {
+        let rest = vectors * S::F32_LANES..words;
         for stream in 0..STREAMS {
             let pairs = simd.partial_load_u32s(&streams[stream][rest.clone()]);
             for vector in 0..N {

@@ -55,7 +55,6 @@ pub use format::{NESTED_BLOCK, Scales, Sections, empty, is_nf4, matrix_shape, ne
 pub(crate) use product::few_vectors;
 pub use product::{TILE_BYTES, linear, matvec, mm_into, mm_transposed_into};
 
-use runtime::profile::kernel;
 use runtime::{Error, Result};
 
 /// Weights of a block, which share a scale.
@@ -106,9 +105,9 @@ pub fn quantize(weight: &Tensor, scales: Scales) -> Result<Tensor> {
     for start in (0..elements).step_by(PIECE as usize) {
         let length = PIECE.min(elements - start);
         let piece = flat.f_narrow(0, start, length)?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?;
-        let of_piece = absmax.f_narrow(0, start / BLOCK, (length + BLOCK - 1) / BLOCK)?;
+        let piece_absmax = absmax.f_narrow(0, start / BLOCK, (length + BLOCK - 1) / BLOCK)?;
         let codes = parts.codes.f_narrow(0, start / 2, length / 2)?;
-        if !cpu::quantize(&piece.f_contiguous()?, &of_piece, &codes)? {
+        if !cpu::quantize(&piece.f_contiguous()?, &piece_absmax, &codes)? {
             return Err(refuse("a weight that has a value which is not finite in fp32".to_owned()));
         }
     }
@@ -148,7 +147,7 @@ fn is_finite(tensor: &Tensor) -> Result<bool> {
 /// Returns ŵ as a matrix of `kind`: each value computed in fp32 and rounded once.
 ///
 /// # Errors
-/// A tensor that is not NF4; those of libtorch.
+/// A tensor that is not NF4; errors of libtorch.
 pub fn dequantize(weight: &Tensor, kind: Kind) -> Result<Tensor> {
     dequantize_rows(weight, 0..expect(weight)?[0], kind)
 }
@@ -163,8 +162,8 @@ pub fn dequantize_rows(weight: &Tensor, rows: Range<i64>, kind: Kind) -> Result<
     if rows.start < 0 || rows.start > rows.end || rows.end > out {
         return Err(refuse(format!("rows {rows:?} of a weight [{out}, {inner}]")));
     }
-    let own = stored_kind(kind, weight.device());
-    let mut values = Tensor::f_empty([rows.end - rows.start, inner], (own, weight.device()))?;
+    let options = (stored_kind(kind, weight.device()), weight.device());
+    let mut values = Tensor::f_empty([rows.end - rows.start, inner], options)?;
     dequantize_window(weight, [rows, 0..inner], &mut values)?;
     Ok(values.f_to_kind(kind)?)
 }
@@ -180,15 +179,18 @@ fn stored_kind(kind: Kind, device: Device) -> Kind {
 
 /// Writes a window of rows and columns of ŵ into a matrix of its shape: fp32 or bf16, on other devices than the CPU also fp16.
 fn dequantize_window(weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor) -> Result<()> {
-    if weight.device() == Device::Cpu {
-        return cpu::dequantize(weight, window, out);
-    }
-    let scope = kernel("kernels::nf4::dequantize", [weight]);
-    if cuda::dequantize(weight, window.clone(), out)? {
-        return Ok(());
-    }
-    drop(scope);
-    Ok(out.f_copy_(&reference::window(weight, window)?)?)
+    pass_for(weight.device()).dequantize(weight, window, out)
+}
+
+/// The pass on one kind of device.
+trait DequantizePass {
+    /// See [`dequantize_window`].
+    fn dequantize(&self, weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor) -> Result<()>;
+}
+
+/// Returns the fastest pass for a weight on `device`.
+fn pass_for(device: Device) -> &'static dyn DequantizePass {
+    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 pub(crate) fn expect(weight: &Tensor) -> Result<[i64; 2]> {

@@ -80,7 +80,7 @@ pub enum Keep {
 pub struct Options {
     /// Added to the variance, or to the mean square.
     pub eps: f64,
-    /// What is saved for backward.
+    /// The matrix that is saved for backward.
     pub keep: Keep,
     /// The dtype of the output: the input's (`None`), or [`Kind::Float`] from bf16 or fp16.
     pub output: Option<Kind>,
@@ -106,14 +106,14 @@ pub enum Norm {
 /// converted to fp32 (f64 for an f64 input).
 ///
 /// # Errors
-/// Shapes, dtypes or devices that do not fit; those of libtorch.
+/// Shapes, dtypes or devices that do not fit; errors of libtorch.
 pub fn layer_norm(
     x: &Tensor,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     options: Options,
 ) -> Result<Tensor> {
-    let [y] = apply(Norm::Layer, x, None, weight, bias, options)?;
+    let [y] = apply(&Inputs { norm: Norm::Layer, x, residual: None, weight, bias, options, mean: false })?;
     Ok(y)
 }
 
@@ -122,7 +122,8 @@ pub fn layer_norm(
 /// # Errors
 /// As [`layer_norm`].
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, options: Options) -> Result<Tensor> {
-    let [y] = apply(Norm::Rms, x, None, weight, None, options)?;
+    let inputs = Inputs { norm: Norm::Rms, x, residual: None, weight, bias: None, options, mean: false };
+    let [y] = apply(&inputs)?;
     Ok(y)
 }
 
@@ -139,31 +140,18 @@ pub fn add_norm(
     bias: Option<&Tensor>,
     options: Options,
 ) -> Result<(Tensor, Tensor)> {
-    let [y, sum] = apply(norm, x, Some(residual), weight, bias, options)?;
+    let inputs = Inputs { norm, x, residual: Some(residual), weight, bias, options, mean: false };
+    let [y, sum] = apply(&inputs)?;
     Ok((y, sum))
 }
 
-fn apply<const OUTPUTS: usize>(
-    norm: Norm,
-    x: &Tensor,
-    residual: Option<&Tensor>,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    options: Options,
-) -> Result<[Tensor; OUTPUTS]> {
-    check(x, residual, weight, bias, options)?;
-    let function = FusedNorm::new(norm, options, x, residual.is_some(), weight.is_some(), bias.is_some());
-    let inputs: Vec<&Tensor> = [Some(x), residual, weight, bias].into_iter().flatten().collect();
-    autograd::apply(function, &inputs)
+fn apply<const OUTPUTS: usize>(inputs: &Inputs<'_>) -> Result<[Tensor; OUTPUTS]> {
+    check(inputs)?;
+    let tensors: Vec<&Tensor> = inputs.tensors().into_iter().flatten().collect();
+    autograd::apply(FusedNorm::new(inputs), &tensors)
 }
 
-fn check(
-    x: &Tensor,
-    residual: Option<&Tensor>,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    options: Options,
-) -> Result<()> {
+fn check(&Inputs { x, residual, weight, bias, options, .. }: &Inputs<'_>) -> Result<()> {
     let invalid = |reason: String| Err(Error::invalid(NAME, reason));
     let (size, kind, device) = (x.size(), x.kind(), x.device());
     let Some(&width) = size.last().filter(|width| **width > 0) else {
@@ -181,15 +169,15 @@ fn check(
     if let Some(residual) = residual
         && (residual.size() != size || residual.kind() != kind || residual.device() != device)
     {
-        let found = format!("{:?} {:?} on {:?}", residual.kind(), residual.size(), residual.device());
-        return invalid(format!("residual is {found}; expected x's {kind:?} {size:?} on {device:?}"));
+        let actual = format!("{:?} {:?} on {:?}", residual.kind(), residual.size(), residual.device());
+        return invalid(format!("residual is {actual}; expected x's {kind:?} {size:?} on {device:?}"));
     }
     for (name, vector) in [("weight", weight), ("bias", bias)] {
         if let Some(vector) = vector
             && (vector.size() != [width] || vector.device() != device || !vector.is_floating_point())
         {
-            let found = format!("{:?} {:?} on {:?}", vector.kind(), vector.size(), vector.device());
-            return invalid(format!("{name} is {found}; expected floating-point [{width}] on {device:?}"));
+            let actual = format!("{:?} {:?} on {:?}", vector.kind(), vector.size(), vector.device());
+            return invalid(format!("{name} is {actual}; expected floating-point [{width}] on {device:?}"));
         }
     }
     Ok(())
@@ -202,7 +190,7 @@ fn check(
 /// Reads the weights, which waits for a device other than the CPU.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn recoverable(weight: Option<&Tensor>, bias: Option<&Tensor>, output: Kind) -> Result<bool> {
     const MOST: f64 = 8.0;
     let smallest = 2f64.powi(if output == Kind::Half { -6 } else { -60 });
@@ -246,9 +234,10 @@ pub fn forward(
     options: Options,
     mean: bool,
 ) -> Result<Normalized> {
-    check(x, residual, weight, bias, options)?;
-    not_recorded(&[Some(x), residual, weight, bias])?;
-    cpu::Cpu.forward(&Inputs { norm, x, residual, weight, bias, options, mean })
+    let inputs = Inputs { norm, x, residual, weight, bias, options, mean };
+    check(&inputs)?;
+    not_recorded(&inputs.tensors())?;
+    cpu::Cpu.forward(&inputs)
 }
 
 /// The saved tensors for [`backward`].
@@ -296,7 +285,7 @@ pub struct Gradients {
 /// gradient. `added`, of the input's shape and dtype, is added to the input's gradient.
 ///
 /// # Errors
-/// Shapes, dtypes or devices that do not fit; those of libtorch.
+/// Shapes, dtypes or devices that do not fit; errors of libtorch.
 pub fn backward(
     norm: Norm,
     saved: &Saved,
@@ -306,7 +295,7 @@ pub fn backward(
 ) -> Result<Gradients> {
     not_recorded(&[Some(&upstream), added, Some(saved.kept), saved.weight, saved.bias])?;
     let compute = cpu::compute_kind(saved.kind);
-    cpu::Cpu.backward(norm, saved, upstream, Requested { added, wanted, kinds: [compute; 2] })
+    cpu::Cpu.backward(saved, upstream, Requested { norm, added, wanted, kinds: [compute; 2] })
 }
 
 /// The inputs of a forward pass, checked.
@@ -322,9 +311,16 @@ struct Inputs<'a> {
     mean: bool,
 }
 
-/// What a backward pass computes from the upstream gradient.
+impl<'a> Inputs<'a> {
+    fn tensors(&self) -> [Option<&'a Tensor>; 4] {
+        [Some(self.x), self.residual, self.weight, self.bias]
+    }
+}
+
+/// The gradients that a backward pass computes from the upstream gradient.
 #[derive(Clone, Copy)]
 struct Requested<'a> {
+    norm: Norm,
     /// A gradient that is added to the input's.
     added: Option<&'a Tensor>,
     wanted: Wanted,
@@ -338,13 +334,7 @@ trait NormPass {
     fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized>;
 
     /// See [`backward`].
-    fn backward(
-        &self,
-        norm: Norm,
-        saved: &Saved<'_>,
-        upstream: Tensor,
-        requested: Requested<'_>,
-    ) -> Result<Gradients>;
+    fn backward(&self, saved: &Saved<'_>, upstream: Tensor, requested: Requested<'_>) -> Result<Gradients>;
 }
 
 /// Returns the fastest passes for tensors on `device`.

@@ -13,7 +13,7 @@ const NAME: &str = "CUDA C++";
 /// Returns NVRTC's version as (major, minor).
 ///
 /// # Errors
-/// If NVRTC is not found: the places that were searched, and the remedy.
+/// NVRTC is missing: the error names the folders that were searched, and the remedy.
 pub fn version() -> Result<(i32, i32)> {
     found().map(Nvrtc::version)
 }
@@ -21,7 +21,7 @@ pub fn version() -> Result<(i32, i32)> {
 /// Compiles `text`, which may include `headers` (name, text), and instantiates `expressions` such as `f<float, 4>`.
 ///
 /// # Errors
-/// NVRTC's log; or that NVRTC is not found.
+/// A compilation error, with NVRTC's log; no NVRTC.
 ///
 /// ```
 /// use kernels::nvrtc;

@@ -193,7 +193,7 @@ impl Operands {
         let name = name.into();
         let options = (kind, self.device);
         let tensor = check_view(self.operation, name, tensor, options, extent.into(), Layout::DenseRows)?;
-        let rows = Rows::of(&tensor)?;
+        let rows = Rows::new(&tensor)?;
         let (range, bytes) = (tensor.range()?, kind.elt_size_in_bytes());
         let row = rows.columns * bytes;
         let stride = if rows.rows > 1 { rows.row_stride * bytes } else { row };
@@ -388,7 +388,7 @@ impl Rows {
         self.rows == 0 || self.columns == 0
     }
 
-    fn of(matrix: &TensorLayout) -> Result<Self> {
+    fn new(matrix: &TensorLayout) -> Result<Self> {
         let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
         let [rows, columns] = [0, 1].map(|dimension| as_usize(matrix.size()[dimension]));
         let row_stride = as_usize(matrix.stride()[0]);
@@ -403,5 +403,5 @@ pub(crate) fn rows(
     tensor: &Tensor,
     options: (Kind, Device),
 ) -> Result<Rows> {
-    Rows::of(&check_view(operation, name.into(), tensor, options, Extent::Any, Layout::DenseRows)?)
+    Rows::new(&check_view(operation, name.into(), tensor, options, Extent::Any, Layout::DenseRows)?)
 }

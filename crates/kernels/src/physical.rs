@@ -48,8 +48,8 @@ pub fn gemm_rate(device: Device, kind: Kind, m: i64, n: i64, k: i64) -> Result<M
     if device != Device::Cpu || !matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half) {
         return Ok(libtorch);
     }
-    let own = run(&plan(device, work), |_| mm_into(black_box(&mut out), &a, &b, false))?;
-    Ok(if own.rate() > libtorch.rate() { own } else { libtorch })
+    let crate_product = run(&plan(device, work), |_| mm_into(black_box(&mut out), &a, &b, false))?;
+    Ok(if crate_product.rate() > libtorch.rate() { crate_product } else { libtorch })
 }
 
 /// Measures the rate of a copy on the device in B/s, counting both the bytes read and the bytes written.
@@ -67,7 +67,7 @@ pub fn copy_bandwidth(device: Device) -> Result<Measurement> {
     })
 }
 
-/// Measures the rate of reading on the device in B/s, by a sum of fp32 numbers. It is the limit of what reads weights and writes little:
+/// Measures the rate of reading on the device in B/s, by a sum of fp32 numbers. It is the limit of passes that read weights and write little:
 /// on processors that have separate ways for reads and for writes, a copy moves more bytes in the same time.
 ///
 /// # Errors

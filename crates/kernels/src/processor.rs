@@ -212,38 +212,38 @@ mod tests {
     #[test]
     fn a_forced_choice_applies_or_is_refused_by_name() {
         let best = Choices { simd: Simd::Scalar, native_bf16: false, native_f16: true };
-        let found = |simd, low| match forced(best, simd, low) {
+        let chosen = |simd, low| match forced(best, simd, low) {
             Ok(choices) => choices.to_string(),
             Err(reason) => reason,
         };
-        assert_eq!(found(None, None), "scalar, bf16 in fp32, fp16 native");
-        assert_eq!(found(Some("scalar"), Some("native")), "scalar, bf16 native, fp16 native");
-        assert_eq!(found(None, Some("fp32")), "scalar, bf16 in fp32, fp16 in fp32");
-        assert_eq!(found(None, Some("bf16")), "scalar, bf16 native, fp16 in fp32");
+        assert_eq!(chosen(None, None), "scalar, bf16 in fp32, fp16 native");
+        assert_eq!(chosen(Some("scalar"), Some("native")), "scalar, bf16 native, fp16 native");
+        assert_eq!(chosen(None, Some("fp32")), "scalar, bf16 in fp32, fp16 in fp32");
+        assert_eq!(chosen(None, Some("bf16")), "scalar, bf16 native, fp16 in fp32");
         assert_eq!(
-            found(None, Some("fp8")),
+            chosen(None, Some("fp8")),
             "FRUGAL_LOW_PRECISION is `fp8`; expected `native`, `bf16`, `fp16` or `fp32`"
         );
-        let refused = found(Some("mmx"), None);
+        let refused = chosen(Some("mmx"), None);
         assert!(refused.starts_with("FRUGAL_SIMD is `mmx`; this processor has scalar"), "{refused}");
         for simd in Simd::ALL {
-            let found = found(Some(simd.name()), None);
-            assert_eq!(found.starts_with(&format!("{},", simd.name())), simd.is_there(), "{found}");
+            let chosen = chosen(Some(simd.name()), None);
+            assert_eq!(chosen.starts_with(&format!("{},", simd.name())), simd.is_there(), "{chosen}");
         }
     }
 
     /// A choice by a variable applies to this process.
     #[test]
     fn the_process_uses_the_choices_of_its_variables() {
-        let found = choices().unwrap();
+        let chosen = choices().unwrap();
         if let Ok(name) = std::env::var("FRUGAL_SIMD") {
-            assert_eq!(found.simd.name(), name);
+            assert_eq!(chosen.simd.name(), name);
         }
         match std::env::var("FRUGAL_LOW_PRECISION").as_deref() {
-            Ok("bf16") => assert!(found.native_bf16 && !found.native_f16),
-            Ok("fp32") => assert!(!found.native_bf16 && !found.native_f16),
-            Ok(other) => assert_eq!((found.native_bf16, found.native_f16), (other != "fp16", true)),
-            _ => assert_eq!((found.native_bf16, found.native_f16), (best().native_bf16, best().native_f16)),
+            Ok("bf16") => assert!(chosen.native_bf16 && !chosen.native_f16),
+            Ok("fp32") => assert!(!chosen.native_bf16 && !chosen.native_f16),
+            Ok(other) => assert_eq!((chosen.native_bf16, chosen.native_f16), (other != "fp16", true)),
+            _ => assert_eq!((chosen.native_bf16, chosen.native_f16), (best().native_bf16, best().native_f16)),
         }
     }
 }

@@ -9,11 +9,10 @@
 //! so that the product of a query at p and a key at p′ depends on p − p′ alone. Column i is paired with column i + e/2, as in
 //! Hugging Face's Llama and Qwen2; Meta's own checkpoints pair neighbours, and are permuted when they are converted.
 //!
-//! # What is saved, and what it costs
+//! # Saved tensors and cost
 //!
 //! A rotation is orthogonal: the gradient of x is the upstream gradient rotated back by the same angle (and multiplied by the same
-//! amplitude). Backward reads only that
-//! gradient and the table, so forward saves nothing (except a reference to given positions), and the gradient overwrites the
+//! amplitude). Backward reads only that gradient and the table, so forward saves nothing (except a reference to given positions), and the gradient overwrites the
 //! upstream one if nothing else uses it. As a chain of operators, `x·cos + rotate_half(x)·sin` moves each of q and k about seven
 //! times and creates four temporaries of their size; here each is read and written once, and a row of the table is read once per
 //! token for all heads of both.
@@ -40,6 +39,7 @@
 mod cpu;
 pub(crate) mod cuda;
 mod function;
+mod reference;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -47,6 +47,7 @@ use std::sync::Arc;
 use function::Rotate;
 use parking_lot::Mutex;
 use runtime::autograd;
+use runtime::profile::{Flops, record_external};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -88,7 +89,7 @@ impl RotaryTable {
             return Err(Error::invalid(NAME, reason));
         }
         let angles = (0..head / 2).map(|pair| theta.powf(-2.0 * pair as f64 / head as f64));
-        Self::of_angles(angles.collect(), 1.0, positions, device)
+        Self::from_angles(angles.collect(), 1.0, positions, device)
     }
 
     /// Creates the table of positions 0 to `positions` − 1 for heads whose pair i rotates by `angles[i]` radians from one position to
@@ -96,7 +97,7 @@ impl RotaryTable {
     ///
     /// # Errors
     /// No angle; angles or an amplitude that are not finite; fewer than one position; too little memory.
-    pub fn of_angles(angles: Vec<f64>, amplitude: f64, positions: i64, device: Device) -> Result<Self> {
+    pub fn from_angles(angles: Vec<f64>, amplitude: f64, positions: i64, device: Device) -> Result<Self> {
         if positions < 1 {
             return Err(Error::invalid(NAME, format!("{positions} positions; expected at least 1")));
         }
@@ -164,7 +165,7 @@ impl RotaryTable {
     /// for the device.
     ///
     /// # Errors
-    /// Shapes, dtypes or devices that do not fit; a position outside the table; those of libtorch. Second derivatives are
+    /// Shapes, dtypes or devices that do not fit; a position outside the table; errors of libtorch. Second derivatives are
     /// supported.
     pub fn rotate(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         self.check(q, k, positions)?;
@@ -179,11 +180,11 @@ impl RotaryTable {
         let (size, kind, device) = (q.size(), q.kind(), self.shared.device);
         let head = self.head();
         for (name, x) in [("q", q), ("k", k)] {
-            let found = x.size();
-            if found.len() != 4 || found[3] != head || found[..2] != size[..2] {
+            let x_size = x.size();
+            if x_size.len() != 4 || x_size[3] != head || x_size[..2] != size[..2] {
                 let rows =
                     if size.len() == 4 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
-                return invalid(format!("`{name}` has shape {found:?}; expected [{rows}, heads, {head}]"));
+                return invalid(format!("`{name}` has shape {x_size:?}; expected [{rows}, heads, {head}]"));
             }
             if x.kind() != kind || !cpu::takes(kind) || x.device() != device {
                 return invalid(format!(
@@ -213,6 +214,34 @@ impl RotaryTable {
             _ => Ok(()),
         }
     }
+}
+
+/// A rotation of heads.
+#[derive(Clone, Copy)]
+struct Rotation<'a> {
+    /// `[positions, 2, head / 2]`, fp32: the cosines of a position, then its sines.
+    table: &'a Tensor,
+    /// `[b, t]`, int64, contiguous; the index in its row if absent.
+    positions: Option<&'a Tensor>,
+    /// Whether to rotate by the negative angles.
+    inverse: bool,
+}
+
+/// The pass on one kind of device.
+trait RotaryPass {
+    /// Rotates tensors `[b, t, heads, head]`; with `overwrite` in place where nothing else uses their memory.
+    fn rotate(&self, rotation: Rotation<'_>, tensors: Vec<Tensor>, overwrite: bool) -> Result<Vec<Tensor>>;
+}
+
+/// Returns the fastest pass for tensors on `device`.
+fn pass_for(device: Device) -> &'static dyn RotaryPass {
+    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
+}
+
+/// Reports the bytes that a pass over these tensors read and wrote to running counters. Elementwise work counts no FLOPs.
+fn record<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<()> {
+    let bytes = tensors.map(|x| (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64).sum();
+    record_external("runtime::rope", Flops::default(), bytes)
 }
 
 /// Returns the rows of some positions, on the CPU.

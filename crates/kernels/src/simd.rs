@@ -13,7 +13,7 @@ mod vectors;
 pub(super) use element::{Element, blocks, load, store};
 pub(super) use real::Real;
 
-/// The vector instructions of the kernels.
+/// Returns the vector instructions of the kernels.
 pub(crate) fn arch() -> Arch {
     match simd() {
         #[cfg(target_arch = "x86_64")]
@@ -26,7 +26,8 @@ pub(crate) fn arch() -> Arch {
     }
 }
 
-/// Bytes from what a stream of weights is read at to what is prefetched: the processor's own prefetch ends with a page of 4 KiB.
+/// Distance in bytes from the address that a stream of weights reads to the address that it prefetches: the processor's own prefetch ends
+/// with a page of 4 KiB.
 pub(super) const PREFETCHED: usize = 1024;
 
 /// Prefetches memory, which may be any.
@@ -49,7 +50,7 @@ pub(super) fn prefetch_line(at: usize) {
     let _ = at;
 }
 
-/// The same bits as pairs of bf16.
+/// Returns the same bits as pairs of bf16.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(super) fn pairs(words: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m512bh {
@@ -57,7 +58,7 @@ pub(super) fn pairs(words: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m
     unsafe { std::mem::transmute(words) }
 }
 
-/// Whether the processor has tiles that multiply bf16 (AMX-BF16), and fp16 (AMX-FP16).
+/// Returns whether the processor has tiles that multiply bf16 (AMX-BF16), and fp16 (AMX-FP16).
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn tiles() -> (bool, bool) {
     if cpuid(0, 0).eax < 7 {

@@ -18,8 +18,8 @@
 
 mod cpu;
 pub(crate) mod cuda;
+mod reference;
 
-use runtime::ops::TryScalar;
 use runtime::profile::{Flops, kernel, record_external};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -30,8 +30,8 @@ pub(crate) const NAME: &str = "stochastic rounding";
 const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 const MIX: [(i64, u64); 2] = [(30, 0xbf58_476d_1ce4_e5b9), (27, 0x94d0_49bb_1331_11eb)];
 
-/// Elements that operators round at a time, so that their integers of 64 bits take at most 32 MiB each.
-const PART: i64 = 1 << 22;
+/// fp16's least normal number, 2⁻¹⁴, as bits of fp32.
+const LEAST_NORMAL_F16: u32 = 0x3880_0000;
 
 /// SplitMix64's output at a counter.
 #[inline(always)]
@@ -64,7 +64,7 @@ impl Stream {
         Self { first, ..self }
     }
 
-    /// The seed of a step's hashes.
+    /// Returns the seed of a step's hashes.
     pub(crate) fn at(self, step: u64) -> u64 {
         hash(self.key, step)
     }
@@ -88,7 +88,7 @@ pub enum StepNumber<'a> {
     Device(&'a Tensor),
 }
 
-/// What is rounded.
+/// A tensor to round.
 #[derive(Debug, Clone, Copy)]
 pub struct Rounding<'a> {
     /// In fp32, contiguous; read.
@@ -120,7 +120,7 @@ pub struct Rounding<'a> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for another dtype, shape, device or layout; those of libtorch and the driver.
+/// [`Error::Invalid`] for another dtype, shape, device or layout; errors of libtorch and the driver.
 pub fn round(all: &[Rounding<'_>]) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     all.iter().try_for_each(check)?;
@@ -131,14 +131,10 @@ pub fn round(all: &[Rounding<'_>]) -> Result<()> {
         false => Ok(Tensor::f_empty(one.target.size(), (one.target.kind(), one.target.device()))?),
     });
     let dense: Vec<Tensor> = dense.collect::<Result<_>>()?;
-    let of_dense: Vec<Rounding<'_>> =
+    let dense_roundings: Vec<Rounding<'_>> =
         all.iter().zip(&dense).map(|(one, target)| Rounding { target, ..*one }).collect();
-    match all.first().map(|one| one.source.device()) {
-        None => return Ok(()),
-        Some(Device::Cpu) => of_dense.iter().try_for_each(cpu::round)?,
-        Some(_) if cuda::round(&of_dense)? => {}
-        Some(_) => of_dense.iter().try_for_each(by_operators)?,
-    }
+    let Some(first) = all.first() else { return Ok(()) };
+    pass_for(first.source.device()).round(&dense_roundings)?;
     for (one, dense) in all.iter().zip(&dense).filter(|(one, _)| !one.target.is_contiguous()) {
         runtime::ops::foreach::copy_(&[one.target], &[dense])?;
     }
@@ -156,8 +152,10 @@ fn check(one: &Rounding<'_>) -> Result<()> {
         return refuse(format!("`target` is {target:?}; expected a bf16 or fp16 tensor"));
     }
     if source.size() != target.size() || source.device() != target.device() {
-        let (found, expected) = (format!("{target:?}"), format!("{source:?}"));
-        return refuse(format!("`target` is {found} and `source` {expected}; expected one shape and device"));
+        let (actual, expected) = (format!("{target:?}"), format!("{source:?}"));
+        return refuse(format!(
+            "`target` is {actual} and `source` {expected}; expected one shape and device"
+        ));
     }
     match step {
         StepNumber::Device(number)
@@ -171,85 +169,16 @@ fn check(one: &Rounding<'_>) -> Result<()> {
     }
 }
 
-/// Rounds by libtorch's operators, on any device, without reading it.
-fn by_operators(one: &Rounding<'_>) -> Result<()> {
-    let Rounding { source, target, stream, step } = one;
-    let device = source.device();
-    // The seed of the step's hashes, an int64 of one element. Integers of 64 bits wrap around.
-    let mut seed = match step {
-        StepNumber::Host(step) => Tensor::f_from_slice(&[step.cast_signed()])?.f_to_device(device)?,
-        StepNumber::Device(step) => step.f_detach()?.f_reshape([1])?.f_to_kind(Kind::Int64)?,
-    };
-    seed = seed.try_mul_scalar(INCREMENT.cast_signed())?.try_add_scalar_(stream.key.cast_signed())?;
-    seed = mixed(seed)?;
-    let (source, target) = (source.f_view([-1])?, target.f_view([-1])?);
-    let numbers = source.numel() as i64;
-    for from in (0..numbers).step_by(PART as usize) {
-        let count = PART.min(numbers - from);
-        let begin = stream.first.cast_signed() + from;
-        let (first, last) = (begin / 4, (begin + count - 1) / 4);
-        let counters = Tensor::try_arange_start(first + 1, last + 2, (Kind::Int64, device))?;
-        let _ = counters.try_mul_scalar_(INCREMENT.cast_signed())?.f_add_(&seed)?;
-        let hashes = mixed(counters)?;
-        let quarters = (0..4).map(|quarter| {
-            Ok(hashes.try_bitwise_right_shift_tensor_scalar(16 * quarter)?.try_bitwise_and(0xffffi64)?)
-        });
-        let quarters: Vec<Tensor> = quarters.collect::<Result<_>>()?;
-        let random = Tensor::f_stack(&quarters, 1)?.f_view([-1])?.f_narrow(0, begin - 4 * first, count)?;
-        let (p, mut to) = (source.f_narrow(0, from, count)?, target.f_narrow(0, from, count)?);
-        let (candidate, largest) = match target.kind() {
-            Kind::BFloat16 => (candidate_in_bf16(&p, &random)?, LARGEST_BF16),
-            _ => (candidate_in_f16(&p, &random)?, LARGEST_F16),
-        };
-        let is_below = p.f_abs()?.try_lt(f64::from(largest))?;
-        to.f_copy_(&candidate.f_where_self(&is_below, &p)?)?;
-    }
-    Ok(())
+/// The pass on one kind of device.
+trait RoundingPass {
+    /// Rounds contiguous sources into contiguous targets; see [`round`].
+    fn round(&self, all: &[Rounding<'_>]) -> Result<()>;
 }
 
-/// The last of SplitMix64's steps, on int64.
-fn mixed(mut z: Tensor) -> Result<Tensor> {
-    // A shift keeps the sign, which is masked away.
-    let fold = |z: &Tensor, shift: i64| -> Result<Tensor> {
-        let bits =
-            z.try_bitwise_right_shift_tensor_scalar(shift)?.try_bitwise_and((1i64 << (64 - shift)) - 1)?;
-        Ok(z.f_bitwise_xor_tensor(&bits)?)
-    };
-    for (shift, factor) in MIX {
-        z = fold(&z, shift)?;
-        let _ = z.try_mul_scalar_(factor.cast_signed())?;
-    }
-    fold(&z, 31)
+/// Returns the fastest pass for tensors on `device`.
+fn pass_for(device: Device) -> &'static dyn RoundingPass {
+    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
 }
-
-/// Numbers that bf16 has, in fp32, for those below its largest.
-fn candidate_in_bf16(p: &Tensor, random: &Tensor) -> Result<Tensor> {
-    let mut bits = p.f_view_dtype(Kind::Int)?.f_to_kind(Kind::Int64)?;
-    Ok(bits.f_add_(random)?.try_bitwise_and(!0xffffi64)?.f_to_kind(Kind::Int)?.f_view_dtype(Kind::Float)?)
-}
-
-/// The same for fp16.
-fn candidate_in_f16(p: &Tensor, random: &Tensor) -> Result<Tensor> {
-    let magnitude = p.f_abs()?;
-    let mut bits = magnitude.f_view_dtype(Kind::Int)?.f_to_kind(Kind::Int64)?;
-    let of_13_bits = random.try_bitwise_right_shift_tensor_scalar(3i64)?;
-    let normal = bits.f_add_(&of_13_bits)?.try_bitwise_and(!0x1fffi64)?;
-    let normal = normal.f_to_kind(Kind::Int)?.f_view_dtype(Kind::Float)?;
-    let scaled = magnitude.try_mul_scalar(F16_SUBNORMALS)?;
-    let whole = scaled.f_floor()?;
-    let mut rest = scaled.f_sub(&whole)?.try_mul_scalar(65536.0)?.f_to_kind(Kind::Int64)?;
-    let up = rest.f_add_(random)?.try_bitwise_right_shift_tensor_scalar(16i64)?;
-    let subnormal = whole.f_add(&up)?.try_mul_scalar(1.0 / F16_SUBNORMALS)?;
-    let is_small = magnitude.try_lt(f64::from(f32::from_bits(LEAST_NORMAL_F16)))?;
-    Ok(subnormal.f_where_self(&is_small, &normal)?.f_copysign(p)?)
-}
-
-/// The largest numbers of the targets.
-const LARGEST_BF16: f32 = f32::from_bits(0x7f7f_0000);
-const LARGEST_F16: f32 = 65504.0;
-/// fp16's least normal number, 2⁻¹⁴, as bits of fp32; and the subnormal numbers in 1.
-pub(crate) const LEAST_NORMAL_F16: u32 = 0x3880_0000;
-const F16_SUBNORMALS: f64 = 16_777_216.0;
 
 #[cfg(test)]
 mod tests {
@@ -281,10 +210,11 @@ mod tests {
                 let stream = Stream::new(u64::MAX - first, "w").from_element(first);
                 let [a, b, c] = [(); 3].map(|()| source.to_kind(kind));
                 let counted = Tensor::from(step as f32);
-                let of = |target, step| Rounding { source: &source, target, stream, step };
-                round(&[of(&a, StepNumber::Host(step))]).unwrap();
-                by_operators(&of(&b, StepNumber::Host(step))).unwrap();
-                by_operators(&of(&c, StepNumber::Device(&counted))).unwrap();
+                let rounding = |target, step| Rounding { source: &source, target, stream, step };
+                round(&[rounding(&a, StepNumber::Host(step))]).unwrap();
+                let operators = reference::Reference;
+                operators.round(&[rounding(&b, StepNumber::Host(step))]).unwrap();
+                operators.round(&[rounding(&c, StepNumber::Device(&counted))]).unwrap();
                 assert_eq!(bits(&a), bits(&b), "{kind:?} from {first}");
                 assert_eq!(bits(&a), bits(&c), "{kind:?} from {first}");
             }

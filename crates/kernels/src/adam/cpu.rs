@@ -35,7 +35,7 @@ pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
         exp_avg: address(exp_avg),
         exp_avg_sq: address(exp_avg_sq),
         weight: weight.map_or(0, address),
-        coefficients: Coefficients::of(step),
+        coefficients: Coefficients::new(step),
     };
     let out = weight.map_or(Kind::BFloat16, Tensor::kind);
     macro_rules! run {
@@ -61,23 +61,23 @@ pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
 /// Refuses tensors that differ in shape, are not contiguous, not on `device`, of unsupported dtypes, or overlap.
 pub(crate) fn check(tensors: &AdamTensors<'_>, device: Device) -> Result<()> {
     let AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight } = *tensors;
-    of_kind("master", master, &[Kind::Float])?;
-    of_kind("gradient", gradient, &[Kind::Float, Kind::BFloat16, Kind::Half])?;
+    expect_kind("master", master, &[Kind::Float])?;
+    expect_kind("gradient", gradient, &[Kind::Float, Kind::BFloat16, Kind::Half])?;
     let size = &master.size()[..];
     let mut operands = Operands::new(NAME, device);
     operands.write("master", master, Kind::Float, size)?;
     operands.write("exp_avg", exp_avg, Kind::Float, size)?;
     operands.write("exp_avg_sq", exp_avg_sq, Kind::Float, size)?;
     if let Some(weight) = weight {
-        of_kind("weight", weight, &[Kind::BFloat16, Kind::Half])?;
+        expect_kind("weight", weight, &[Kind::BFloat16, Kind::Half])?;
         operands.write("weight", weight, weight.kind(), size)?;
     }
     operands.read("gradient", gradient, gradient.kind(), size)?;
     operands.check()
 }
 
-/// Refuses a tensor that is of none of `kinds`.
-fn of_kind(name: &str, tensor: &Tensor, kinds: &[Kind]) -> Result<()> {
+/// Refuses a tensor of another dtype than `kinds`.
+fn expect_kind(name: &str, tensor: &Tensor, kinds: &[Kind]) -> Result<()> {
     if !tensor.defined() {
         return Err(Error::invalid(NAME, format!("`{name}` is undefined")));
     }
@@ -122,7 +122,7 @@ struct Coefficients {
 }
 
 impl Coefficients {
-    fn of(step: &AdamStep) -> Self {
+    fn new(step: &AdamStep) -> Self {
         let AdamStep { lr, beta1, beta2, eps, weight_decay, decoupled, .. } = *step;
         // libtorch counts steps in fp32.
         let count = f64::from(step.step as f32);

@@ -51,10 +51,10 @@ pub(crate) fn adam(
     for group in table::launches(entries, CHUNK) {
         let (gradient, weight, width) = group.kind;
         let types = type_of(gradient).zip(type_of(weight.unwrap_or(Kind::BFloat16)));
-        let (of_gradient, of_weight) =
+        let (gradient_type, weight_type) =
             types.ok_or_else(|| Error::invalid(NAME, format!("a gradient of {gradient:?}")))?;
         let expression =
-            format!("adam<{of_gradient}, {of_weight}, {width}, {decoupled}, {THREADS}, {CHUNK}>");
+            format!("adam<{gradient_type}, {weight_type}, {width}, {decoupled}, {THREADS}, {CHUNK}>");
         let [table, entries] = group.arguments();
         let arguments = [
             table,

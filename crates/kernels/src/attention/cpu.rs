@@ -7,6 +7,7 @@
 mod backward;
 mod block;
 mod forward;
+mod pair;
 mod product;
 mod single;
 
@@ -49,17 +50,17 @@ struct Pass {
 }
 
 impl Pass {
-    /// The first key of the first block that a query sees.
+    /// Returns the first key of the first block that a query sees.
     fn first_key(&self, query: usize) -> usize {
         (query + 1).saturating_sub(self.window) / BLOCK * BLOCK
     }
 
-    /// The end of the queries that see a key.
+    /// Returns the end of the queries that see a key.
     fn end_of_queries(&self, key: usize) -> usize {
         key.saturating_add(self.window).min(self.tokens)
     }
 
-    /// The log-sum-exp of a block of queries.
+    /// Returns the log-sum-exp of a block of queries.
     ///
     /// # Safety
     /// The tensor is of this type, and nothing else uses these elements meanwhile, or nothing writes them.
@@ -90,7 +91,7 @@ pub(crate) struct Scores {
     pub(crate) cap: Option<f64>,
 }
 
-/// The dtype that elements of `kind` are computed in; `None` for one that the passes do not take.
+/// Returns the dtype that elements of `kind` are computed in; `None` for one that the passes do not take.
 pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
     match kind {
         Kind::Float | Kind::BFloat16 | Kind::Half => Some(Kind::Float),
@@ -179,19 +180,20 @@ pub(crate) fn backward(
 }
 
 fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> Result<()> {
-    let of_worker = backward::sums::<X>(pass.tokens, pass.head);
+    let worker_sums = backward::sums::<X>(pass.tokens, pass.head);
     let workers_at_most = threads();
     // Of the allocator that counts, because it grows with the rows.
-    let sums = Tensor::f_empty([(of_worker * workers_at_most) as i64], (X::Compute::KIND, Device::Cpu))?;
+    let sums = Tensor::f_empty([(worker_sums * workers_at_most) as i64], (X::Compute::KIND, Device::Cpu))?;
     let sums_at = sums.data_ptr() as usize;
     let kv_heads = pass.heads / pass.group;
     let blocks = pass.tokens.div_ceil(BLOCK);
     let run =
-        |units: usize, of_unit: &(dyn Fn(usize) -> (usize, usize, std::ops::Range<usize>, Parts) + Sync)| {
+        |units: usize,
+         unit_work: &(dyn Fn(usize) -> (usize, usize, std::ops::Range<usize>, Parts) + Sync)| {
             workers(units, |worker, next| {
                 let mut scratch = backward::scratch::<X>(pass.head);
                 while let Some(unit) = next() {
-                    let (batch, head, keys, parts) = of_unit(unit);
+                    let (batch, head, keys, parts) = unit_work(unit);
                     simd::arch().dispatch(Keys::<X> {
                         pass,
                         gradients,
@@ -200,7 +202,7 @@ fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> R
                         keys,
                         parts,
                         scratch: &mut scratch,
-                        sums: (sums_at as *mut X::Compute).wrapping_add(worker * of_worker),
+                        sums: (sums_at as *mut X::Compute).wrapping_add(worker * worker_sums),
                         element: PhantomData,
                     });
                 }

@@ -27,7 +27,7 @@ pub struct ScaledDotProductOptions<'a> {
 /// the CPU, whose backward needs no more. Otherwise (with dropout, on CUDA) the attention is recomputed.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn scaled_dot_product(
     q: &Tensor,
     k: &Tensor,
@@ -92,8 +92,9 @@ impl Function for FlashOnCpu {
             let name = "aten::_scaled_dot_product_flash_attention_for_cpu";
             Ok(tensors::<2>(call(name, "", &arguments, &self.named())?)?.into())
         })?;
-        let [output, sums] = <[Tensor; 2]>::try_from(results)
-            .map_err(|_| Error::invalid("kept attention", "what was kept is not an attention's result"))?;
+        let [output, sums] = <[Tensor; 2]>::try_from(results).map_err(|_| {
+            Error::invalid("kept attention", "the retained tensors are not an attention's result")
+        })?;
         for tensor in [inputs[0], inputs[1], inputs[2], &output, &sums] {
             ctx.save(tensor);
         }

@@ -117,7 +117,7 @@ impl Statistics {
     /// Returns log Σ eᶻ of each row.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn log_sum_exp(&self) -> Result<Tensor> {
         Ok(self.sum.f_log()?.f_add(&self.maximum)?)
     }
@@ -125,7 +125,7 @@ impl Statistics {
     /// Returns the entropy of each row's softmax in nats, log Σ eᶻ − Σ p·z. Requires the moment.
     ///
     /// # Errors
-    /// A moment that was not computed; those of libtorch.
+    /// A moment that was not computed; errors of libtorch.
     pub fn entropy(&self) -> Result<Tensor> {
         let moment = self.moment.as_ref().ok_or_else(|| {
             Error::invalid("cross-entropy statistics", "the entropy needs the moment; ask for it in `Wanted`")

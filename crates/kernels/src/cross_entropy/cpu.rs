@@ -1,48 +1,110 @@
 //! The passes over a tile of logits: their checks, and their division into rows.
 
+use runtime::autograd::GradMode;
 use runtime::parallel;
+use runtime::profile::{Flops, kernel, record_external};
 use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::row::{self, Formula, RowStatistics, RowTarget};
-use super::{Coefficients, Statistics, Targets, TileInputs, Transform};
+use super::{Coefficients, LogitsPass, Statistics, Targets, TileInputs, Transform};
 use crate::operands::{Access, Extent, Operands, Rows};
 use crate::simd::Real;
 
 pub(crate) const NAME: &str = "cross-entropy of a tile of logits";
 
-/// See [`super::LogitsPass::statistics`].
-pub(crate) fn statistics(tile: &Tensor, inputs: TileInputs<'_>, statistics: &mut Statistics) -> Result<()> {
-    match tile.kind() {
-        Kind::Double => typed_statistics::<f64>(tile, inputs, statistics),
-        _ => typed_statistics::<f32>(tile, inputs, statistics),
+/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only, and tiles in Float or Double, in
+/// which the products of a CPU are computed; another dtype is an error.
+#[derive(Clone, Copy, Debug)]
+pub struct Cpu;
+
+impl LogitsPass for Cpu {
+    fn temporaries(&self, _tile: Kind) -> u64 {
+        0
+    }
+
+    /// True for bf16; other dtypes are not products' operands on the CPU.
+    fn narrows_in_place(&self) -> bool {
+        true
+    }
+
+    fn statistics(
+        &self,
+        tile: &mut Tensor,
+        inputs: TileInputs<'_>,
+        statistics: &mut Statistics,
+    ) -> Result<()> {
+        not_recorded(tile)?;
+        let _scope = kernel("runtime::cross_entropy_statistics", [tile]);
+        match tile.kind() {
+            Kind::Double => typed_statistics::<f64>(tile, inputs, statistics),
+            _ => typed_statistics::<f32>(tile, inputs, statistics),
+        }?;
+        let passes = 1 + u64::from(inputs.transform.changes()) + u64::from(inputs.is_dense());
+        record_external("runtime::cross_entropy_statistics", Flops::from(0), passes * bytes_of(tile))
+    }
+
+    fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
+        not_recorded(tile)?;
+        if !transform.changes() {
+            return Ok(());
+        }
+        let _scope = kernel("runtime::cross_entropy_logits", [tile]);
+        match tile.kind() {
+            Kind::Double => typed_logits::<f64>(tile, transform),
+            _ => typed_logits::<f32>(tile, transform),
+        }?;
+        record_external("runtime::cross_entropy_logits", Flops::from(0), 2 * bytes_of(tile))
+    }
+
+    fn gradient(
+        &self,
+        tile: &mut Tensor,
+        inputs: TileInputs<'_>,
+        coefficients: Coefficients<'_>,
+    ) -> Result<()> {
+        not_recorded(tile)?;
+        let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
+        match tile.kind() {
+            Kind::Double => typed_gradient::<f64>(tile, inputs, coefficients, |_| ()),
+            _ => typed_gradient::<f32>(tile, inputs, coefficients, |_| ()),
+        }?;
+        let passes = 2 + u64::from(inputs.is_dense());
+        record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))
+    }
+
+    fn gradient_as(
+        &self,
+        tile: &mut Tensor,
+        inputs: TileInputs<'_>,
+        coefficients: Coefficients<'_>,
+        kind: Kind,
+    ) -> Result<Tensor> {
+        if (tile.kind(), kind) != (Kind::Float, Kind::BFloat16) {
+            self.gradient(tile, inputs, coefficients)?;
+            return Ok(tile.f_to_kind(kind)?);
+        }
+        not_recorded(tile)?;
+        let _scope = kernel("runtime::cross_entropy_gradient", [tile]);
+        // Each row's gradient in the first half of its memory.
+        typed_gradient::<f32>(tile, inputs, coefficients, row::narrow)?;
+        let passes = 2 + u64::from(inputs.is_dense());
+        record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))?;
+        Ok(tile.f_view_dtype(kind)?.f_narrow(1, 0, tile.size()[1])?)
     }
 }
 
-/// See [`super::LogitsPass::logits`].
-pub(crate) fn logits(tile: &Tensor, transform: Transform<'_>) -> Result<()> {
-    match tile.kind() {
-        Kind::Double => typed_logits::<f64>(tile, transform),
-        _ => typed_logits::<f32>(tile, transform),
+fn not_recorded(tile: &Tensor) -> Result<()> {
+    if GradMode::enabled() && tile.requires_grad() {
+        let reason = "the tile requires a gradient, which is not recorded here; work on a detached one";
+        return Err(Error::invalid(NAME, reason));
     }
+    Ok(())
 }
 
-/// See [`super::LogitsPass::gradient`].
-pub(crate) fn gradient(tile: &Tensor, inputs: TileInputs<'_>, coefficients: Coefficients<'_>) -> Result<()> {
-    match tile.kind() {
-        Kind::Double => typed_gradient::<f64>(tile, inputs, coefficients, |_| ()),
-        _ => typed_gradient::<f32>(tile, inputs, coefficients, |_| ()),
-    }
-}
-
-/// The gradient of a Float tile in bf16: each row's in the first half of its memory.
-pub(crate) fn narrow_gradient(
-    tile: &Tensor,
-    inputs: TileInputs<'_>,
-    coefficients: Coefficients<'_>,
-) -> Result<()> {
-    typed_gradient::<f32>(tile, inputs, coefficients, row::narrow)
+fn bytes_of(tile: &Tensor) -> u64 {
+    tile.numel() as u64 * tile.kind().elt_size_in_bytes() as u64
 }
 
 fn typed_statistics<R: Real>(
@@ -72,7 +134,7 @@ fn typed_statistics<R: Real>(
         // SAFETY: each row is one task's, and every vector has an element for it (`Operands`).
         unsafe {
             let get = |cells: Option<Cells<R>>| cells.map(|cells| cells.get(row).to_f64());
-            let mut of_row = RowStatistics {
+            let mut row_statistics = RowStatistics {
                 maximum: maximum.get(row),
                 sum: sum.get(row).to_f64(),
                 target: target.get(row).to_f64(),
@@ -81,19 +143,19 @@ fn typed_statistics<R: Real>(
                 moment: get(moment),
                 best: best.map(|best| best.get(row)),
             };
-            row::statistics(row_of::<R>(matrix, row), first, formula, targets.of(row), &mut of_row);
+            row::statistics(row_of::<R>(matrix, row), first, formula, targets.row(row), &mut row_statistics);
             let put = |cells: Option<Cells<R>>, value: Option<f64>| {
                 if let (Some(cells), Some(value)) = (cells, value) {
                     cells.set(row, R::from_f64(value));
                 }
             };
-            maximum.set(row, of_row.maximum);
-            sum.set(row, R::from_f64(of_row.sum));
-            target.set(row, R::from_f64(of_row.target));
-            put(mass, of_row.mass);
-            put(total, of_row.total);
-            put(moment, of_row.moment);
-            if let (Some(cells), Some(value)) = (best, of_row.best) {
+            maximum.set(row, row_statistics.maximum);
+            sum.set(row, R::from_f64(row_statistics.sum));
+            target.set(row, R::from_f64(row_statistics.target));
+            put(mass, row_statistics.mass);
+            put(total, row_statistics.total);
+            put(moment, row_statistics.moment);
+            if let (Some(cells), Some(value)) = (best, row_statistics.best) {
                 cells.set(row, value);
             }
         }
@@ -144,7 +206,7 @@ fn typed_gradient<R: Real>(
                 constant: constant.map(|constant| constant.get(row)),
             };
             let row_of_tile = row_of::<R>(matrix, row);
-            row::gradient(row_of_tile, formula, targets.of(row), coefficients);
+            row::gradient(row_of_tile, formula, targets.row(row), coefficients);
             finish(row_of_tile);
         }
     })?;
@@ -155,7 +217,7 @@ fn refuse(reason: impl Into<String>) -> Error {
     Error::invalid(NAME, reason.into())
 }
 
-/// A tile's memory, and checked views beside it.
+/// A tile's memory, and the other operands of a pass.
 struct Tile<'a, R> {
     rows: Rows,
     tensor: &'a Tensor,
@@ -236,7 +298,7 @@ unsafe fn row_of<'a, R>(tile: Rows, index: usize) -> &'a mut [R] {
     unsafe { std::slice::from_raw_parts_mut(start, tile.columns) }
 }
 
-/// One element for each row.
+/// A vector with an element for each row.
 struct Cells<T> {
     pointer: usize,
     element: std::marker::PhantomData<fn() -> T>,
@@ -274,7 +336,7 @@ enum TileTargets<R> {
 impl<R: Real> TileTargets<R> {
     /// # Safety
     /// `row` is one of the tile's, which has columns.
-    unsafe fn of(&self, row: usize) -> RowTarget<'_, R> {
+    unsafe fn row(&self, row: usize) -> RowTarget<'_, R> {
         match self {
             Self::Columns(cells, columns) => {
                 // SAFETY: the vector has an element for each row (`Operands`); nothing writes it.

@@ -69,15 +69,16 @@ impl LogitsPass for Cuda {
         let TileInputs { first, transform, targets, class_weights } = inputs;
         let view = Tile::new(tile, transform.bias, Some(targets))?;
         let Tile { matrix: Matrix { rows, columns, stride }, element, width, device } = view;
-        let of_rows = |name, tensor: &Tensor, kind| expect(NAME, name, tensor, &[rows], (kind, device));
+        let expect_rows =
+            |name, tensor: Option<&Tensor>, kind| expect(NAME, name, tensor, &[rows], (kind, device));
         let Statistics { maximum, sum, target, mass, total, moment, best } = &*statistics;
         for (name, tensor) in [("maximum", Some(maximum)), ("sum", Some(sum)), ("target", Some(target))]
             .into_iter()
             .chain([("mass", mass.as_ref()), ("total", total.as_ref()), ("moment", moment.as_ref())])
         {
-            tensor.map_or(Ok(()), |tensor| of_rows(name, tensor, Kind::Float))?;
+            expect_rows(name, tensor, Kind::Float)?;
         }
-        best.as_ref().map_or(Ok(()), |best| of_rows("best", best, Kind::Int64))?;
+        expect_rows("best", best.as_ref(), Kind::Int64)?;
         view.weights(class_weights)?;
         if rows == 0 || columns == 0 {
             return Ok(());
@@ -205,17 +206,15 @@ impl Tile {
                 format!("no CUDA kernel for a `tile` of {:?}; expected Float, BFloat16 or Half", tile.kind()),
             )
         })?;
-        if let Some(bias) = bias {
-            expect(NAME, "bias", bias, &[view.columns], options)?;
-        }
+        expect(NAME, "bias", bias, &[view.columns], options)?;
         match targets {
             None => {}
             Some(Targets::Columns(columns)) => {
                 expect(NAME, "targets", columns, &[view.rows], (Kind::Int64, device))?;
             }
             Some(Targets::Dense(dense)) => {
-                let found = matrix(NAME, "targets", dense, options)?;
-                if (found.rows, found.columns) != (view.rows, view.columns) {
+                let distributions = matrix(NAME, "targets", dense, options)?;
+                if (distributions.rows, distributions.columns) != (view.rows, view.columns) {
                     let reason = format!("the targets are {:?}; expected {:?}", dense.size(), tile.size());
                     return Err(Error::invalid(NAME, reason));
                 }
@@ -243,8 +242,7 @@ impl Tile {
             ("constant", constant),
         ];
         for (name, tensor) in all {
-            tensor
-                .map_or(Ok(()), |tensor| expect(NAME, name, tensor, &[rows], (Kind::Float, self.device)))?;
+            expect(NAME, name, tensor, &[rows], (Kind::Float, self.device))?;
         }
         self.weights(class_weights)?;
         let [_, scale, cap] = transform_arguments(transform);
@@ -262,9 +260,7 @@ impl Tile {
     }
 
     fn weights(&self, weights: Option<&Tensor>) -> Result<()> {
-        let options = (Kind::Float, self.device);
-        weights
-            .map_or(Ok(()), |weights| expect(NAME, "class weights", weights, &[self.matrix.columns], options))
+        expect(NAME, "class weights", weights, &[self.matrix.columns], (Kind::Float, self.device))
     }
 }
 
@@ -279,6 +275,6 @@ fn transform_arguments(transform: Transform<'_>) -> [Argument; 3] {
     [optional(transform.bias), float(transform.scale), float(transform.softcap.unwrap_or(0.0))]
 }
 
-fn blocks(columns: i64, of_block: i64) -> i64 {
-    (columns + of_block - 1) / of_block
+fn blocks(columns: i64, block_columns: i64) -> i64 {
+    (columns + block_columns - 1) / block_columns
 }

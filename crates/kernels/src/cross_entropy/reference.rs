@@ -32,18 +32,20 @@ impl LogitsPass for Reference {
             let unchanged = TileInputs { transform: Transform::default(), ..inputs };
             return self.statistics(&mut stored, unchanged, statistics);
         }
+        // argmax z, and m with the earlier tiles.
         let (largest, column) = tile.f_max_dim(1, false)?;
         if let Some(best) = &mut statistics.best {
             // Strictly larger, so that the first of equal ones stays.
-            let found = column
+            let column_of_maximum = column
                 .try_add_scalar(first)?
                 .f_where_self(&largest.f_gt_tensor(&statistics.maximum)?, best)?;
-            best.f_copy_(&found)?;
+            best.f_copy_(&column_of_maximum)?;
         }
         let maximum = statistics.maximum.f_maximum(&largest)?;
         // While every class is impossible, exponentials are of z itself.
         let finite = |m: &Tensor| m.f_where_self(&m.try_ne(f64::NEG_INFINITY)?, &m.f_zeros_like()?);
         let reference = finite(&maximum)?;
+        // Σ e^(z − m) and Σ e^(z − m)·z: the earlier sums are multiplied by e^(m before − m).
         let shrink = finite(&statistics.maximum)?.f_sub(&reference)?.f_exp()?;
         let powers = tile.f_sub(&reference.f_unsqueeze(1)?)?.f_exp_()?;
         let sums = powers.f_sum_dim_intlist(1, false, None::<Kind>)?;
@@ -59,6 +61,7 @@ impl LogitsPass for Reference {
             moment.f_copy_(&sum)?;
         }
         statistics.maximum.f_copy_(&maximum)?;
+        // Σ t·z and Σ t.
         match targets {
             Targets::Columns(columns) => {
                 let (within, index) = within(columns, tile.size()[1])?;
@@ -83,6 +86,7 @@ impl LogitsPass for Reference {
                 }
             }
         }
+        // Σ w·z.
         if let Some(total) = &mut statistics.total {
             let sums = match class_weights {
                 Some(weights) => tile.f_mv(weights)?,

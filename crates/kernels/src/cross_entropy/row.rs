@@ -238,19 +238,19 @@ fn powers<R: Real>(panel: &[R], reference: R, moment: bool) -> (f64, f64) {
             }
         }
     }
-    let (mut sum, mut of_z) = (0.0, 0.0);
+    let (mut sum, mut weighted) = (0.0, 0.0);
     for i in 0..BLOCK {
         sum += sums[i].to_f64();
-        of_z += moments[i].to_f64();
+        weighted += moments[i].to_f64();
     }
     for &z in rest {
         let power = (z - reference).exp_of_negative();
         sum += power.to_f64();
         if moment && power != R::ZERO {
-            of_z += (power * z).to_f64();
+            weighted += (power * z).to_f64();
         }
     }
-    (sum, of_z)
+    (sum, weighted)
 }
 
 /// Σ w·z, or Σ z.

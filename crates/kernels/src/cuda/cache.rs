@@ -31,7 +31,7 @@ pub(super) fn write(key: &str, compiled: &Compiled) {
     drop(written);
 }
 
-/// The file's content: a digest of what follows, the kernel's name, a NUL byte, the machine code.
+/// Returns the file's content: a digest of the rest, the kernel's name, a NUL byte, the machine code.
 fn bytes(compiled: &Compiled) -> Vec<u8> {
     let content = [compiled.name.as_bytes(), &[0], &compiled.cubin].concat();
     [&Sha256::digest(&content)[..], &content].concat()
@@ -66,13 +66,13 @@ mod tests {
     #[test]
     fn a_cached_kernel_round_trips_and_damaged_files_are_refused() {
         let compiled = Compiled { name: "_Z1fv".into(), cubin: vec![0x7f, b'E', 0, 3] };
-        let whole = bytes(&compiled);
-        assert_eq!(parse(&whole), Some(compiled));
-        for at in 0..whole.len() {
-            let mut other = whole.clone();
+        let content = bytes(&compiled);
+        assert_eq!(parse(&content), Some(compiled));
+        for at in 0..content.len() {
+            let mut other = content.clone();
             other[at] ^= 1;
             assert_eq!(parse(&other), None, "{at}");
-            assert_eq!(parse(&whole[..at]), None, "{at}");
+            assert_eq!(parse(&content[..at]), None, "{at}");
         }
     }
 

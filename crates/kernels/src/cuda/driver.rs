@@ -57,7 +57,7 @@ pub(crate) fn load() -> std::result::Result<&'static Driver, &'static str> {
     let find = || {
         // SAFETY: the driver may be loaded into a running process.
         let library = unsafe { open("libcuda.so.1") }?;
-        Functions::of(library)
+        Functions::resolve(library)
             .map(Driver)
             .map_err(|error| format!("the NVIDIA driver is older than CUDA 12: {error}"))
     };
@@ -135,7 +135,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Whether the stream is capturing.
+    /// Returns whether the stream is capturing.
     pub(crate) fn is_capturing(&self, stream: CudaStream) -> Result<bool> {
         let mut status = 0;
         let stream = stream.native()?;

@@ -11,7 +11,7 @@ macro_rules! functions {
         #[allow(non_snake_case)]
         impl $table {
             /// The error names the function that is missing.
-            fn of(library: *mut std::ffi::c_void) -> Result<Self, String> {
+            fn resolve(library: *mut std::ffi::c_void) -> Result<Self, String> {
                 $(
                     let address = super::library::symbol(library, stringify!($name))?;
                     // SAFETY: the library's function of this name has this type in every version that has it.
@@ -26,7 +26,7 @@ macro_rules! functions {
 }
 pub(super) use functions;
 
-/// The address of a library's function.
+/// Returns the address of a library's function.
 pub(super) fn symbol(library: *mut c_void, name: &str) -> Result<*mut c_void, String> {
     let text = std::ffi::CString::new(name).map_err(|_| "a name with a NUL byte".to_owned())?;
     // SAFETY: the handle is of a library that is never closed, the name is NUL-terminated.

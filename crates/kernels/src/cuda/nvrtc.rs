@@ -69,13 +69,13 @@ impl Nvrtc {
                     // SAFETY: NVRTC may be loaded into a running process, and its builtins with it.
                     unsafe { open(&builtins.to_string_lossy()) }?;
                 }
-                return Self::of(&library.to_string_lossy());
+                return Self::open(&library.to_string_lossy());
             }
             tried.push(folder.display().to_string());
         }
         for name in ["libnvrtc.so.13", "libnvrtc.so.12"] {
-            if let Ok(found) = Self::of(name) {
-                return Ok(found);
+            if let Ok(nvrtc) = Self::open(name) {
+                return Ok(nvrtc);
             }
         }
         Err(format!(
@@ -84,10 +84,10 @@ impl Nvrtc {
         ))
     }
 
-    fn of(path: &str) -> Result<Self, String> {
+    fn open(path: &str) -> Result<Self, String> {
         // SAFETY: NVRTC may be loaded into a running process.
         let library = unsafe { open(path) }?;
-        let functions = Functions::of(library).map_err(|error| format!("{path}: {error}"))?;
+        let functions = Functions::resolve(library).map_err(|error| format!("{path}: {error}"))?;
         let mut version = (0, 0);
         // SAFETY: the out-parameters are valid during the call.
         let status = unsafe { (functions.nvrtcVersion)(&mut version.0, &mut version.1) };
@@ -217,7 +217,7 @@ fn succeeded(status: c_int, what: &str) -> Result<(), String> {
     if status == 0 { Ok(()) } else { Err(format!("{what}: NVRTC error {status}")) }
 }
 
-/// The folders of NVIDIA's Python packages, relative to torch's `lib`.
+/// Returns the folders of NVIDIA's Python packages, relative to torch's `lib`.
 fn folders() -> Vec<PathBuf> {
     if let Some(given) = std::env::var_os("FRUGAL_NVRTC").filter(|given| !given.is_empty()) {
         return vec![PathBuf::from(given)];

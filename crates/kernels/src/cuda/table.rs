@@ -38,7 +38,7 @@ pub(crate) fn launches<K: PartialEq, const MEMBERS: usize>(
 }
 
 impl<K> Launch<K> {
-    /// The table and the number of its entries.
+    /// Returns the table and the number of its entries.
     pub(crate) fn arguments(&self) -> [Argument; 2] {
         let mut table = self.table.clone();
         table.resize(WORDS, 0);

@@ -17,10 +17,8 @@ const BLOCKS: i64 = 2112;
 /// Writes x·mask·scale to `out` of x's shape, or mask·scale without x; returns false if the kernel does not support the tensors.
 pub(crate) fn dropout(x: Option<&Tensor>, out: &Tensor, mask: Mask, scale: f64) -> Result<bool> {
     let (size, kind, device) = (out.size(), out.kind(), out.device());
-    let Some(of_out) = type_of(kind).filter(|_| are_ready(device)) else { return Ok(false) };
-    if let Some(x) = x {
-        expect(NAME, "x", x, &size, (kind, device))?;
-    }
+    let Some(element) = type_of(kind).filter(|_| are_ready(device)) else { return Ok(false) };
+    expect(NAME, "x", x, &size, (kind, device))?;
     expect(NAME, "out", out, &size, (kind, device))?;
     let numbers = out.numel() as i64;
     if numbers == 0 {
@@ -28,7 +26,7 @@ pub(crate) fn dropout(x: Option<&Tensor>, out: &Tensor, mask: Mask, scale: f64) 
     }
     let tensors: Vec<&Tensor> = x.into_iter().chain([out]).collect();
     let width = width(&[kind], &tensors, &[numbers]);
-    let of_block = width * i64::from(THREADS);
+    let block_numbers = width * i64::from(THREADS);
     let arguments = [
         optional(x),
         pointer(out),
@@ -37,8 +35,14 @@ pub(crate) fn dropout(x: Option<&Tensor>, out: &Tensor, mask: Mask, scale: f64) 
         Argument::I64(mask.threshold().cast_signed()),
         float(scale),
     ];
-    let blocks = ((numbers + of_block - 1) / of_block).min(BLOCKS);
-    launch(SOURCE, &format!("dropout<{of_out}, {width}, {THREADS}>"), device, (blocks, THREADS), &arguments)?;
+    let blocks = ((numbers + block_numbers - 1) / block_numbers).min(BLOCKS);
+    launch(
+        SOURCE,
+        &format!("dropout<{element}, {width}, {THREADS}>"),
+        device,
+        (blocks, THREADS),
+        &arguments,
+    )?;
     bump_version(out)?;
     Ok(true)
 }

@@ -151,7 +151,7 @@ unsafe fn copy(from: Matrix, [count, depth]: [usize; 2], tiles: &mut [u32]) {
     for (step, tile) in tiles.chunks_exact_mut(WORDS).enumerate() {
         let length = SIDE.min(depth - step * SIDE);
         for (line, row) in tile.chunks_exact_mut(TILE).enumerate().take(count) {
-            // SAFETY: so many elements of 16 bits lie at both.
+            // SAFETY: that many elements of 16 bits lie at both.
             unsafe {
                 let source = from.from(line, step * SIDE).at as *const u16;
                 std::ptr::copy_nonoverlapping(source, row.as_mut_ptr().cast(), length);
@@ -165,7 +165,7 @@ struct Sums {
     at: *mut f32,
     /// Elements from one row to the next.
     stride: usize,
-    /// Whether to add to what is there.
+    /// Whether to add to the output.
     add: bool,
 }
 
@@ -179,16 +179,16 @@ impl Sums {
             // SAFETY: by this function's contract.
             return unsafe { self.add_whole(steps, operands) };
         }
-        let mut whole = [0.0f32; SIDE * SIDE];
-        // SAFETY: rows of so many elements lie at both, by this function's contract.
+        let mut padded = [0.0f32; SIDE * SIDE];
+        // SAFETY: rows of that many elements lie at both, by this function's contract.
         unsafe {
             if self.add {
-                for (row, to) in whole.chunks_exact_mut(SIDE).enumerate().take(rows) {
+                for (row, to) in padded.chunks_exact_mut(SIDE).enumerate().take(rows) {
                     std::ptr::copy_nonoverlapping(self.at.add(row * self.stride), to.as_mut_ptr(), columns);
                 }
             }
-            Self { at: whole.as_mut_ptr(), stride: SIDE, add: self.add }.add_whole(steps, operands);
-            for (row, from) in whole.chunks_exact(SIDE).enumerate().take(rows) {
+            Self { at: padded.as_mut_ptr(), stride: SIDE, add: self.add }.add_whole(steps, operands);
+            for (row, from) in padded.chunks_exact(SIDE).enumerate().take(rows) {
                 std::ptr::copy_nonoverlapping(from.as_ptr(), self.at.add(row * self.stride), columns);
             }
         }

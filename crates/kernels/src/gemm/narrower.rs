@@ -34,7 +34,7 @@ macro_rules! product {
             use gemm_f32::microkernel::$module::f32::{H_M, H_N, H_UKR, MR_DIV_N, NR, UKR};
 
             let simd = <gemm_common::simd::$simd as MixedSimd<f32, f32, f32, f32>>::try_new()
-                .expect("`kernel` takes what the processor has");
+                .expect("`kernel` needs instructions that the processor has");
             // SAFETY: by this function's contract.
             unsafe {
                 gemm_basic_generic::<_, f32, $lanes, { MR_DIV_N * $lanes }, NR, MR_DIV_N, H_M, H_N>(

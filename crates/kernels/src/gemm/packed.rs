@@ -38,7 +38,7 @@ const WIDE: usize = 48;
 /// Rows or columns of a narrow panel: with [`WIDE`], 24 of the 32 registers hold sums.
 const NARROW: usize = 8;
 const ROWS: usize = 1024;
-/// Columns of a tile: four wide panels. Rows of b are read in so many adjacent elements.
+/// Columns of a tile: four wide panels. Rows of b are read in that many adjacent elements.
 const COLUMNS: usize = 192;
 const DEPTH: usize = 1024;
 /// Words of k that are summed in registers: a wide panel of them and a narrow one are in an L1 cache of 32 KiB.
@@ -52,9 +52,9 @@ thread_local! {
     static PACKED: RefCell<[Words; 2]> = const { RefCell::new([const { Words::new() }; 2]) };
 }
 
-/// Whether [`multiply`] is for this product with `m` rows on this processor: for two operands in bf16 where the processor multiplies these,
-/// and for few rows and a transposed b, which the `gemm` crate packs element by element. That depends on no number of columns, so a
-/// product by columns has the bits of the whole one.
+/// Returns whether [`multiply`] is for this product with `m` rows on this processor: for two operands in bf16 where the processor
+/// multiplies these, and for few rows and a transposed b, which the `gemm` crate packs element by element. That depends on no number of
+/// columns, so a product by columns has the bits of the whole one.
 pub(super) fn applies(to: Matrix, a: Matrix, b: Matrix, m: usize) -> bool {
     if simd() != Simd::Avx512 || to.row_stride != 1 && to.column_stride != 1 {
         return false;
@@ -102,14 +102,14 @@ impl Packing {
                     // SAFETY: windows within the operands' sizes, by this function's contract; the packed operands are this thread's own.
                     unsafe {
                         let block = a.from(rows.start, depth.start);
-                        let of_a = self.pack(0, block, [rows.len(), depth.len()], widths[0], packed_a);
+                        let left = self.pack(0, block, [rows.len(), depth.len()], widths[0], packed_a);
                         for columns in ranges(n, COLUMNS) {
                             let tile = b.from(depth.start, columns.start).transposed();
-                            let of_b = self.pack(1, tile, [columns.len(), depth.len()], widths[1], packed_b);
+                            let right = self.pack(1, tile, [columns.len(), depth.len()], widths[1], packed_b);
                             let tile = Tile {
                                 to: to.from(rows.start, columns.start),
                                 size: [rows.len(), columns.len()],
-                                packed: [of_a, of_b],
+                                packed: [left, right],
                                 words: depth.len().div_ceil(self.elements),
                                 add: accumulate || depth.start > 0,
                             };
@@ -170,7 +170,7 @@ struct Tile {
     packed: [*const u32; 2],
     /// Words of k.
     words: usize,
-    /// Whether to add to what is there.
+    /// Whether to add to the output.
     add: bool,
 }
 
@@ -217,7 +217,7 @@ struct Sums {
     stride: isize,
     lanes: usize,
     lines: usize,
-    /// Whether to add to what is there.
+    /// Whether to add to the output.
     add: bool,
 }
 
@@ -256,7 +256,7 @@ macro_rules! add_products {
         /// Adds the products of `words` words for [`WIDE`] lanes and [`NARROW`] lines.
         ///
         /// # Safety
-        /// `wide` and `narrow` have `words` times so many words; the elements of `sums` live, and nothing else uses them meanwhile; the
+        /// `wide` and `narrow` have `words` times that many words; the elements of `sums` live, and nothing else uses them meanwhile; the
         /// processor has the instructions.
         #[target_feature(enable = $features)]
         unsafe fn $name(words: usize, wide: *const u32, narrow: *const u32, sums: Sums) {
@@ -273,10 +273,10 @@ macro_rules! add_products {
                 });
                 for (line, total) in total.iter_mut().enumerate() {
                     // SAFETY: by this function's contract.
-                    let of_line = unsafe { narrow.add(word * NARROW + line).read() };
-                    let of_line = _mm512_set1_epi32(of_line.cast_signed());
+                    let value = unsafe { narrow.add(word * NARROW + line).read() };
+                    let value = _mm512_set1_epi32(value.cast_signed());
                     for (total, lanes) in total.iter_mut().zip(lanes) {
-                        *total = multiply_add(*total, lanes, of_line);
+                        *total = multiply_add(*total, lanes, value);
                     }
                 }
             }
@@ -328,7 +328,7 @@ mod tests {
                     let size = if by_rows { [a.size()[0], b.size()[1]] } else { [b.size()[1], a.size()[0]] };
                     let out = Tensor::full(size, 1.0, (Kind::Float, Device::Cpu));
                     let out = if by_rows { out } else { out.tr() };
-                    let [to, left, right] = [&out, a, b].map(|tensor| Matrix::of(tensor).unwrap());
+                    let [to, left, right] = [&out, a, b].map(|tensor| Matrix::new(tensor).unwrap());
                     let sizes = [out.size()[0], out.size()[1], a.size()[1]].map(|size| size as usize);
                     // SAFETY: CPU matrices of these sizes; the output is new, and the processor has the instructions.
                     unsafe { packing.multiply(to, left, right, sizes, true) };

@@ -96,7 +96,7 @@ unsafe fn into_fp32(
         // SAFETY: by this function's contract.
         return unsafe { super::multiply(kernel(), to, a, b, [m, n, k], accumulate) };
     }
-    CASTS.with_borrow_mut(|[of_a, of_b]| {
+    CASTS.with_borrow_mut(|[cast_a, cast_b]| {
         let [row_blocks, depths, tiles] = [m.div_ceil(ROWS), k.div_ceil(DEPTH), n.div_ceil(COLUMNS)];
         for rows in (0..row_blocks).map(|block| piece(m, row_blocks, block)) {
             for slab in 0..depths {
@@ -105,9 +105,10 @@ unsafe fn into_fp32(
                 let depth = (slab * length).min(k)..((slab + 1) * length).min(k);
                 // SAFETY: windows within the sizes, by this function's contract; the casts are this thread's own.
                 unsafe {
-                    let a = fp32(a.from(rows.start, depth.start), [rows.len(), depth.len()], of_a);
+                    let a = fp32(a.from(rows.start, depth.start), [rows.len(), depth.len()], cast_a);
                     for columns in (0..tiles).map(|tile| piece(n, tiles, tile)) {
-                        let b = fp32(b.from(depth.start, columns.start), [depth.len(), columns.len()], of_b);
+                        let b =
+                            fp32(b.from(depth.start, columns.start), [depth.len(), columns.len()], cast_b);
                         let to = to.from(rows.start, columns.start);
                         let sizes = [rows.len(), columns.len(), depth.len()];
                         super::multiply(kernel(), to, a, b, sizes, accumulate || slab > 0);
@@ -118,7 +119,7 @@ unsafe fn into_fp32(
     });
 }
 
-/// A matrix in fp32 with the layout of `like`, in memory that is made as large as needed.
+/// Returns a matrix in fp32 with the layout of `like`, in memory that is made as large as needed.
 fn room(like: Matrix, [rows, columns]: [usize; 2], memory: &mut Vec<f32>) -> Matrix {
     let by_columns = like.column_stride.abs() > like.row_stride.abs();
     let (lines, length) = if by_columns { (columns, rows) } else { (rows, columns) };
@@ -132,7 +133,7 @@ fn room(like: Matrix, [rows, columns]: [usize; 2], memory: &mut Vec<f32>) -> Mat
     Matrix { at: memory.as_mut_ptr() as usize, stored: Stored::Float, row_stride, column_stride }
 }
 
-/// The matrix in fp32: itself, or a cast of it.
+/// Returns the matrix in fp32: itself, or a cast of it.
 ///
 /// # Safety
 /// Its elements lie in memory that lives.

@@ -16,7 +16,7 @@ const AHEAD: usize = 128;
 /// Rows from a load to the prefetch, in words of k: rows of a wide matrix lie in pages of their own, which the processor does not foresee.
 const ROWS_AHEAD: usize = 8;
 
-/// What a 32-bit word holds.
+/// The contents of a 32-bit word.
 pub(super) trait Word {
     type Element: Copy;
     /// Elements of k in a word.
@@ -34,8 +34,8 @@ pub(super) trait Word {
     /// As [`Word::along`], for each row.
     unsafe fn across(rows: [*const Self::Element; 2], masks: [__mmask16; 2]) -> __m512i;
 
-    /// A word of one or two elements.
-    fn of(first: Self::Element, second: Option<Self::Element>) -> u32;
+    /// Returns the word of one or two elements.
+    fn word(first: Self::Element, second: Option<Self::Element>) -> u32;
 }
 
 /// Two elements in bf16, the first in the lower half.
@@ -46,7 +46,7 @@ impl Word for Pair {
     const ELEMENTS: usize = 2;
 
     /// # Safety
-    /// As the trait says.
+    /// As in the trait.
     #[inline(always)]
     unsafe fn along(at: *const u16, mask: __mmask16) -> __m512i {
         // SAFETY: by this function's contract.
@@ -54,7 +54,7 @@ impl Word for Pair {
     }
 
     /// # Safety
-    /// As the trait says.
+    /// As in the trait.
     #[inline(always)]
     unsafe fn across(rows: [*const u16; 2], masks: [__mmask16; 2]) -> __m512i {
         // SAFETY: by this function's contract.
@@ -66,7 +66,7 @@ impl Word for Pair {
     }
 
     #[inline(always)]
-    fn of(first: u16, second: Option<u16>) -> u32 {
+    fn word(first: u16, second: Option<u16>) -> u32 {
         u32::from(first) | u32::from(second.unwrap_or(0)) << 16
     }
 }
@@ -81,7 +81,7 @@ macro_rules! cast {
             const ELEMENTS: usize = 1;
 
             /// # Safety
-            /// As the trait says.
+            /// As in the trait.
             #[inline(always)]
             unsafe fn along($at: *const $element, $mask: __mmask16) -> __m512i {
                 // SAFETY: by this function's contract.
@@ -89,7 +89,7 @@ macro_rules! cast {
             }
 
             /// # Safety
-            /// As the trait says.
+            /// As in the trait.
             #[inline(always)]
             unsafe fn across(rows: [*const $element; 2], masks: [__mmask16; 2]) -> __m512i {
                 // SAFETY: by this function's contract.
@@ -97,7 +97,7 @@ macro_rules! cast {
             }
 
             #[inline(always)]
-            fn of($one: $element, _second: Option<$element>) -> u32 {
+            fn word($one: $element, _second: Option<$element>) -> u32 {
                 $word
             }
         }
@@ -130,7 +130,7 @@ impl Words {
         Self(Vec::new())
     }
 
-    /// So many words, whatever they hold.
+    /// That many words, whatever they hold.
     pub(crate) fn words(&mut self, count: usize) -> &mut [u32] {
         let lines = count.div_ceil(STEP);
         if self.0.len() < lines {
@@ -141,7 +141,7 @@ impl Words {
     }
 }
 
-/// Packs a matrix `[lines, depth]` into panels of `width` lines, 8 or a multiple of 16; `packed` has the words of so many panels.
+/// Packs a matrix `[lines, depth]` into panels of `width` lines, 8 or a multiple of 16; `packed` has the words of that many panels.
 ///
 /// # Safety
 /// The elements are of this type, in memory that lives; the processor has AVX-512 F, BW and VL.
@@ -179,7 +179,7 @@ pub(super) unsafe fn pack_panel<W: Word>(from: Matrix, size: [usize; 2], width: 
     }
 }
 
-/// The first `count` of 16.
+/// Returns the first `count` of 16.
 pub(super) fn mask(count: usize) -> __mmask16 {
     ((1u32 << count.min(STEP)) - 1) as __mmask16
 }
@@ -214,11 +214,11 @@ unsafe fn interleave<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: u
 /// As [`pack`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn transpose<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: usize, panel: &mut [u32]) {
-    let whole = depth / W::ELEMENTS;
-    for start in (0..whole).step_by(STEP) {
-        let length = STEP.min(whole - start);
+    let full = depth / W::ELEMENTS;
+    for start in (0..full).step_by(STEP) {
+        let length = STEP.min(full - start);
         for first in (0..count).step_by(STEP) {
-            // SAFETY: the lines have so many words from `start` on, and the panel `width` words for each; a prefetch may have any
+            // SAFETY: the lines have that many words from `start` on, and the panel `width` words for each; a prefetch may have any
             // address.
             unsafe {
                 let lines: [__m512i; STEP] = std::array::from_fn(|line| {
@@ -236,11 +236,11 @@ unsafe fn transpose<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: us
             }
         }
     }
-    if whole * W::ELEMENTS < depth {
+    if full * W::ELEMENTS < depth {
         for line in 0..count {
             // SAFETY: the last element of this line.
             let last = unsafe { (from.from(line, depth - 1).at as *const W::Element).read() };
-            panel[whole * width + line] = W::of(last, None);
+            panel[full * width + line] = W::word(last, None);
         }
     }
 }
@@ -281,7 +281,7 @@ unsafe fn gather<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: usize
             // SAFETY: an element within `depth` of this line.
             let element = |k: usize| unsafe { (from.from(line, k).at as *const W::Element).read() };
             let second = (W::ELEMENTS > 1 && k + 1 < depth).then(|| element(k + 1));
-            *word = W::of(element(k), second);
+            *word = W::word(element(k), second);
         }
     }
 }

@@ -1,13 +1,39 @@
 //! One pass over the gradients of a step: scales them, checks that they are finite, and computes their norm.
 
 use half::bf16;
+use runtime::ops;
 use runtime::parallel;
+use runtime::profile::kernel;
 use runtime::tensor_memory::{bump_version, memory_range};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
+use super::{GradientPass, NAME, Unscaled};
 use crate::operands::{Access, Operands, has_no_gaps};
 use crate::simd;
+
+/// One pass over memory, vectorized for the processor, on libtorch's threads; without the norm, libtorch's operator, which does less work.
+pub(super) struct Cpu;
+
+impl GradientPass for Cpu {
+    fn unscale(&self, grads: &[&Tensor], factor: &Tensor, norm: bool) -> Result<Unscaled> {
+        let _scope = kernel("runtime::unscale", []);
+        let value = read_factor(factor)?;
+        if !norm && value.abs() <= 1.0 {
+            // libtorch checks g and not f·g, which is equivalent for such a factor.
+            stretches(grads)?;
+            let found_inf = Tensor::f_zeros([1], (Kind::Float, Device::Cpu))?;
+            ops::amp::non_finite_check_and_unscale_(grads, &found_inf, factor)?;
+            return Ok(Unscaled { found_inf, norm: None });
+        }
+        let survey = survey(&stretches(grads)?, value)?;
+        grads.iter().try_for_each(|grad| bump_version(grad))?;
+        let flag = f32::from(u8::from(survey.non_finite));
+        let norm =
+            norm.then(|| Tensor::f_from_slice(&[survey.sum_of_squares.sqrt()])?.f_reshape([] as [i64; 0]));
+        Ok(Unscaled { found_inf: Tensor::f_from_slice(&[flag])?, norm: norm.transpose()? })
+    }
+}
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;
@@ -16,9 +42,9 @@ const TASK: usize = 32 * 1024;
 
 /// The result of a pass.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Survey {
-    pub(crate) non_finite: bool,
-    pub(crate) sum_of_squares: f64,
+struct Survey {
+    non_finite: bool,
+    sum_of_squares: f64,
 }
 
 impl Survey {
@@ -36,13 +62,6 @@ struct Stretch {
     pointer: usize,
     count: usize,
     kind: Kind,
-}
-
-/// Multiplies CPU tensors by `factor` in place, in the order of their memory.
-pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], factor: f64) -> Result<Survey> {
-    let survey = survey(&stretches(operation, grads)?, factor)?;
-    grads.iter().try_for_each(|grad| bump_version(grad))?;
-    Ok(survey)
 }
 
 /// Returns whether a CPU tensor has an element that is infinite or NaN, from one read of it; `None` for a dtype or layout that the pass
@@ -75,10 +94,10 @@ pub(crate) fn has_non_finite(tensor: &Tensor) -> Result<Option<bool>> {
     if threads < 2 || tasks <= 2 {
         return Ok(Some((0..tasks).any(run)));
     }
-    Ok(Some(parallel::map(tasks, run)?.into_iter().any(|found| found)))
+    Ok(Some(parallel::map(tasks, run)?.into_iter().any(|has| has)))
 }
 
-/// Whether one of the numbers has all bits of the exponent `mask`, as infinities and NaNs have.
+/// Returns whether one of the numbers has all bits of the exponent `mask`, as infinities and NaNs have.
 ///
 /// # Safety
 /// `count` numbers lie at `pointer`, and no other code writes them meanwhile.
@@ -88,29 +107,25 @@ where
 {
     // SAFETY: by this function's contract.
     let values = unsafe { std::slice::from_raw_parts(pointer, count) };
-    let mut found = [T::default(); BLOCK];
+    let mut flags = [T::default(); BLOCK];
     let (blocks, rest) = values.as_chunks::<BLOCK>();
     for block in blocks {
         for i in 0..BLOCK {
-            found[i] = found[i] | T::from(block[i] & mask == mask);
+            flags[i] = flags[i] | T::from(block[i] & mask == mask);
         }
     }
-    rest.iter().any(|value| *value & mask == mask) || found.iter().any(|found| *found != T::default())
+    rest.iter().any(|value| *value & mask == mask) || flags.iter().any(|flag| *flag != T::default())
 }
 
-/// Refuses tensors that a pass does not support.
-pub(crate) fn check(operation: &'static str, grads: &[&Tensor]) -> Result<()> {
-    stretches(operation, grads).map(drop)
-}
-
-fn stretches(operation: &'static str, grads: &[&Tensor]) -> Result<Vec<Stretch>> {
-    let mut operands = Operands::new(operation, Device::Cpu);
+/// Divides the memory of the gradients into tasks. Refuses tensors that the pass does not support.
+fn stretches(grads: &[&Tensor]) -> Result<Vec<Stretch>> {
+    let mut operands = Operands::new(NAME, Device::Cpu);
     let mut stretches = Vec::new();
     for (index, grad) in grads.iter().enumerate() {
         let (kind, count) = (grad.kind(), grad.numel());
         if !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16) {
             let reason = format!("`gradient {index}` is {kind:?}; expected Float, Double or BFloat16");
-            return Err(Error::invalid(operation, reason));
+            return Err(Error::invalid(NAME, reason));
         }
         let start = operands.without_gaps(Access::Write, ("gradient", index), grad, kind)?;
         stretches.extend((0..count).step_by(TASK).map(|first| Stretch {
@@ -124,13 +139,13 @@ fn stretches(operation: &'static str, grads: &[&Tensor]) -> Result<Vec<Stretch>>
 }
 
 /// Returns the one element of a float tensor on the CPU.
-pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
+fn read_factor(tensor: &Tensor) -> Result<f64> {
     let (kind, device, size) = (tensor.kind(), tensor.device(), tensor.size());
     if kind != Kind::Float || device != Device::Cpu || tensor.numel() != 1 || tensor.is_neg() {
-        let found = format!("`factor` is {kind:?} {size:?} on {device:?}");
+        let factor = format!("`factor` is {kind:?} {size:?} on {device:?}");
         return Err(Error::invalid(
-            operation,
-            format!("{found}; expected one element, Float, where the gradients are"),
+            NAME,
+            format!("{factor}; expected one element, Float, where the gradients are"),
         ));
     }
     let range = memory_range(tensor)?;
@@ -140,7 +155,7 @@ pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
 
 fn survey(stretches: &[Stretch], factor: f64) -> Result<Survey> {
     let run = |stretch: &Stretch| {
-        // SAFETY: the parts do not overlap and lie in tensors that the caller holds (`scale_and_survey`).
+        // SAFETY: the parts do not overlap and lie in tensors that the caller holds (`Cpu::unscale`).
         simd::arch().dispatch(|| unsafe {
             match stretch.kind {
                 Kind::Double => scale::<f64>(*stretch, factor),

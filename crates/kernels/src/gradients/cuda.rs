@@ -5,6 +5,8 @@ use runtime::Result;
 use runtime::tensor_memory::bump_version;
 use tch::{Device, Kind, Tensor};
 
+use super::reference::Reference;
+use super::{GradientPass, Unscaled};
 use crate::cuda::{Argument, Source, are_ready, launch, optional, pointer, table, type_of, width};
 use crate::operands::has_no_gaps;
 
@@ -16,7 +18,19 @@ const CHUNK: u64 = 16_384;
 /// Threads of the block that adds up the parts.
 const NORM_THREADS: u32 = 1024;
 
-/// What a pass found, on the device.
+/// The kernels in CUDA C++, and [`Reference`] for other dtypes and layouts, and without NVRTC.
+pub(super) struct Cuda;
+
+impl GradientPass for Cuda {
+    fn unscale(&self, grads: &[&Tensor], factor: &Tensor, norm: bool) -> Result<Unscaled> {
+        match super::on_cuda(grads, Some(factor))? {
+            Some(survey) => Ok(Unscaled { found_inf: survey.found_inf, norm: norm.then_some(survey.norm) }),
+            None => Reference.unscale(grads, factor, norm),
+        }
+    }
+}
+
+/// The result of a pass, on the device.
 pub(crate) struct Survey {
     /// Double, no dimension.
     pub(crate) norm: Tensor,
@@ -36,11 +50,11 @@ pub(crate) fn survey(gradients: &[&Tensor], factor: Option<&Tensor>) -> Result<O
     let mut first = 0;
     for group in &groups {
         let (Group { blocks, .. }, (kind, width)) = (group, group.kind);
-        let own = parts.f_narrow(0, first, *blocks)?;
+        let group_parts = parts.f_narrow(0, first, *blocks)?;
         let scaled = factor.is_some();
         let expression = format!("gradient_squares<{kind}, {width}, {scaled}, {THREADS}, {CHUNK}>");
         let [table, entries] = group.arguments();
-        let arguments = [table, entries, optional(factor), pointer(&own)];
+        let arguments = [table, entries, optional(factor), pointer(&group_parts)];
         launch(SOURCE, &expression, device, (*blocks, THREADS), &arguments)?;
         first += blocks;
     }

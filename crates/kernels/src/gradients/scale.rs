@@ -17,7 +17,7 @@ const BLOCKS: i64 = 2112;
 /// factor is 1, it costs a launch and no pass over memory.
 pub(crate) fn scale(x: &Tensor, factor: &Tensor) -> Result<bool> {
     let device = x.device();
-    let Some(of_x) = type_of(x.kind()).filter(|_| are_ready(device) && x.is_contiguous() && !x.is_neg())
+    let Some(element) = type_of(x.kind()).filter(|_| are_ready(device) && x.is_contiguous() && !x.is_neg())
     else {
         return Ok(false);
     };
@@ -31,10 +31,10 @@ pub(crate) fn scale(x: &Tensor, factor: &Tensor) -> Result<bool> {
         return Ok(true);
     }
     let width = width(&[x.kind()], &[x], &[numbers]);
-    let of_block = width * i64::from(THREADS);
-    let blocks = ((numbers + of_block - 1) / of_block).min(BLOCKS);
+    let block_numbers = width * i64::from(THREADS);
+    let blocks = ((numbers + block_numbers - 1) / block_numbers).min(BLOCKS);
     let arguments = [pointer(x), Argument::I64(numbers), pointer(&factor)];
-    launch(SOURCE, &format!("scale<{of_x}, {width}, {THREADS}>"), device, (blocks, THREADS), &arguments)?;
+    launch(SOURCE, &format!("scale<{element}, {width}, {THREADS}>"), device, (blocks, THREADS), &arguments)?;
     bump_version(x)?;
     Ok(true)
 }

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 /// their dtype. CUDA only.
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub(crate) fn mm_widened(out: &Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
     let named = [("out", out.into())];
     if accumulate {
@@ -21,7 +21,7 @@ pub(crate) fn mm_widened(out: &Tensor, a: &Tensor, b: &Tensor, accumulate: bool)
 /// `out = factor · a · b` in one launch, for operands and an output of one dtype. CUDA only: on a CPU, [`crate::matmul`] chooses the kernel.
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub(crate) fn mm_scaled(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
     // With beta = 0, `out` is not read.
     let named = [("beta", Value::Int(0)), ("alpha", Value::Double(factor)), ("out", out.into())];

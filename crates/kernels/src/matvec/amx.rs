@@ -32,36 +32,36 @@ pub(crate) const VECTORS: usize = TILE;
 /// Sums of a group of rows with all vectors.
 pub(crate) type Sums = [[f32; VECTORS]; GROUP];
 
-/// Returns whether [`run`] supports so many vectors and rows.
+/// Returns whether [`run`] supports that many vectors and rows.
 pub(super) fn applies(vectors: usize, rows: usize) -> bool {
     vectors <= VECTORS && rows >= GROUP
 }
 
-/// Computes the results of all rows: `of_group(start, end)` multiplies the [`GROUP`] rows from `start` on, with tiles configured; rows from
+/// Computes the results of all rows: `multiply(start, end)` multiplies the [`GROUP`] rows from `start` on, with tiles configured; rows from
 /// `end` on are another thread's.
-pub(crate) fn for_groups(results: &Results, of_group: impl Fn(usize, usize) -> Sums + Sync) -> Result<()> {
+pub(crate) fn for_groups(results: &Results, multiply: impl Fn(usize, usize) -> Sums + Sync) -> Result<()> {
     let [vectors, rows] = results.size();
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-    // One task per thread: the next rows are prefetched into the cache of the processor that multiplies them.
-    let of_task = rows.div_ceil(threads).next_multiple_of(GROUP);
-    parallel::for_each(rows.div_ceil(of_task), |task| {
-        let of_task = task * of_task..rows.min((task + 1) * of_task);
+    // A task for each thread: the next rows are prefetched into the cache of the processor that multiplies them.
+    let rows_per_task = rows.div_ceil(threads).next_multiple_of(GROUP);
+    parallel::for_each(rows.div_ceil(rows_per_task), |task| {
+        let task_rows = task * rows_per_task..rows.min((task + 1) * rows_per_task);
         // SAFETY: whoever multiplies here knows that the processor has tiles.
         let _tiles = unsafe { Tiles::configure() };
-        let mut sums = vec![0f32; vectors * of_task.len()];
-        for first in of_task.clone().step_by(GROUP) {
+        let mut sums = vec![0f32; vectors * task_rows.len()];
+        for first in task_rows.clone().step_by(GROUP) {
             // A short last group is read with rows before it.
             let start = first.min(rows - GROUP);
-            let found = of_group(start, of_task.end);
-            for row in first..of_task.end.min(first + GROUP) {
+            let group_sums = multiply(start, task_rows.end);
+            for row in first..task_rows.end.min(first + GROUP) {
                 for vector in 0..vectors {
-                    sums[vector * of_task.len() + row - of_task.start] = found[row - start][vector];
+                    sums[vector * task_rows.len() + row - task_rows.start] = group_sums[row - start][vector];
                 }
             }
         }
-        for (vector, sums) in sums.chunks_exact(of_task.len()).enumerate() {
+        for (vector, sums) in sums.chunks_exact(task_rows.len()).enumerate() {
             // SAFETY: both are among the results, and no other task has these rows.
-            unsafe { results.put(vector, of_task.start, sums) };
+            unsafe { results.put(vector, task_rows.start, sums) };
         }
     })
 }
@@ -78,7 +78,7 @@ pub(super) fn run(weight: Rows, words: usize, x: &[&[u32]], results: &Results) -
     }
     let x = Vectors { tiles: packed, words };
     for_groups(results, |start, end| {
-        // SAFETY: so many rows lie in the CPU tensor of the weight, which outlives the call; the tiles are configured.
+        // SAFETY: that many rows lie in the CPU tensor of the weight, which outlives the call; the tiles are configured.
         unsafe { x.multiply(weight, start, end) }
     })
 }
@@ -99,13 +99,13 @@ impl Vectors<'_> {
         let upper = (weight.pointer + first * stride) as *const u8;
         let lower = upper.wrapping_add(TILE * stride);
         let ahead = if first + GROUP < end { lower.wrapping_add(TILE * stride) } else { upper };
-        let (whole, rest) = (self.words / TILE, self.words % TILE);
-        // The last columns, padded: what lies behind a row may be no number.
+        let (full, rest) = (self.words / TILE, self.words % TILE);
+        // The last columns are copied and padded: the memory behind a row may not be numbers.
         let mut last = [[0u32; TILE]; GROUP];
         if rest > 0 {
             for (row, last) in last.iter_mut().enumerate() {
-                let from = upper.wrapping_add(row * stride).wrapping_add(whole * TILE * size_of::<u32>());
-                // SAFETY: so many words are left of the row.
+                let from = upper.wrapping_add(row * stride).wrapping_add(full * TILE * size_of::<u32>());
+                // SAFETY: that many words are left of the row.
                 unsafe {
                     std::ptr::copy_nonoverlapping(from, last.as_mut_ptr().cast(), rest * size_of::<u32>())
                 };
@@ -117,10 +117,12 @@ impl Vectors<'_> {
         // columns, and write the sums and the registers that are named. A prefetch may have any address.
         unsafe {
             asm!(
+                // The sums of the upper and the lower 16 rows: tmm0 and tmm1.
                 "tilezero tmm0",
                 "tilezero tmm1",
                 "test {steps}, {steps}",
                 "jz 4f",
+                // For each 16 words of the rows: prefetch 32 lines, 2 KiB, of the next rows.
                 "2:",
                 "mov {lines:e}, 8",
                 "3:",
@@ -131,16 +133,19 @@ impl Vectors<'_> {
                 "add {ahead}, 256",
                 "dec {lines:e}",
                 "jnz 3b",
+                // Multiply both tiles of the weight by one tile of the vectors.
                 "tileloadd tmm4, [{x} + {row}*1]",
                 "tileloadd tmm2, [{upper} + {stride}*1]",
                 "tdpbf16ps tmm0, tmm2, tmm4",
                 "tileloadd tmm3, [{lower} + {stride}*1]",
                 "tdpbf16ps tmm1, tmm3, tmm4",
+                // Go on by a tile of the vectors and 64 bytes of the rows.
                 "add {x}, 1024",
                 "add {upper}, 64",
                 "add {lower}, 64",
                 "dec {steps}",
                 "jnz 2b",
+                // The last columns, from their padded copy, unless the rows are whole tiles.
                 "4:",
                 "test {last}, {last}",
                 "jz 5f",
@@ -149,10 +154,11 @@ impl Vectors<'_> {
                 "tdpbf16ps tmm0, tmm2, tmm4",
                 "tileloadd tmm3, [{last} + {row}*1 + 1024]",
                 "tdpbf16ps tmm1, tmm3, tmm4",
+                // Write the sums.
                 "5:",
                 "tilestored [{sums} + {row}*1], tmm0",
                 "tilestored [{sums} + {row}*1 + 1024], tmm1",
-                steps = inout(reg) whole => _,
+                steps = inout(reg) full => _,
                 lines = out(reg) _,
                 ahead = inout(reg) ahead => _,
                 x = inout(reg) self.tiles.as_ptr() => _,

@@ -46,7 +46,7 @@ impl Results {
         })
     }
 
-    /// The numbers of vectors and of rows.
+    /// Returns the numbers of vectors and of rows.
     pub(crate) fn size(&self) -> [usize; 2] {
         [self.vectors, self.rows]
     }

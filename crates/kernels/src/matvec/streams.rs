@@ -18,12 +18,12 @@ pub(crate) type Sums = [[f32; VECTORS]; STREAMS];
 
 /// Products of the rows of a weight with vectors.
 pub(crate) trait Products: Sync {
-    /// What the rows of a task have in common.
+    /// State that the rows of a task share.
     type Task;
     fn task(&self, first: usize, end: usize) -> Self::Task;
     /// Writes the products of four rows with the `number`-th [`VECTORS`] vectors, or as many as there are, number by number: a vector
     /// that is read before its numbers are in the cache waits for them.
-    fn of_rows<S: Simd>(
+    fn multiply<S: Simd>(
         &self,
         simd: S,
         task: &Self::Task,
@@ -33,15 +33,15 @@ pub(crate) trait Products: Sync {
     );
 }
 
-/// Computes the products of all rows, about `of_task` in each task.
-pub(crate) fn run(products: &impl Products, results: &Results, of_task: usize) -> Result<()> {
+/// Computes the products of all rows, about `task_rows` in each task.
+pub(crate) fn run(products: &impl Products, results: &Results, task_rows: usize) -> Result<()> {
     let [vectors, rows] = results.size();
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-    let of_task = of_task.min(rows.div_ceil(threads)).max(STREAMS);
+    let task_rows = task_rows.min(rows.div_ceil(threads)).max(STREAMS);
     let arch = arch();
-    parallel::for_each(rows.div_ceil(of_task), |task| {
-        let first = task * of_task;
-        let end = rows.min(first + of_task);
+    parallel::for_each(rows.div_ceil(task_rows), |task| {
+        let first = task * task_rows;
+        let end = rows.min(first + task_rows);
         let mut sums = vec![0f32; vectors * (end - first)];
         arch.dispatch(Rows { products, vectors, first, end, sums: &mut sums });
         for (vector, sums) in sums.chunks_exact(end - first).enumerate() {
@@ -67,24 +67,24 @@ impl<P: Products> WithSimd for Rows<'_, P> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { products, vectors, first, end, sums } = self;
         let count = end - first;
-        let of_stream = count.div_ceil(STREAMS);
+        let stream_rows = count.div_ceil(STREAMS);
         let shared = products.task(first, end);
-        let mut found = [[0.0; VECTORS]; STREAMS];
-        for step in 0..of_stream {
+        let mut products_of_rows = [[0.0; VECTORS]; STREAMS];
+        for step in 0..stream_rows {
             // The last stream may be shorter: its last row is read again, and those sums are dropped.
             let mut rows = [0; STREAMS];
             for (stream, row) in rows.iter_mut().enumerate() {
-                *row = end.min(first + stream * of_stream + step + 1) - 1;
+                *row = end.min(first + stream * stream_rows + step + 1) - 1;
             }
             for number in 0..vectors.div_ceil(VECTORS) {
-                products.of_rows(simd, &shared, rows, number, &mut found);
-                for (stream, found) in found.iter().enumerate() {
-                    let row = stream * of_stream + step;
+                products.multiply(simd, &shared, rows, number, &mut products_of_rows);
+                for (stream, products_of_rows) in products_of_rows.iter().enumerate() {
+                    let row = stream * stream_rows + step;
                     if row >= count {
                         break;
                     }
                     for vector in number * VECTORS..vectors.min((number + 1) * VECTORS) {
-                        sums[vector * count + row] = found[vector - number * VECTORS];
+                        sums[vector * count + row] = products_of_rows[vector - number * VECTORS];
                     }
                 }
             }

@@ -1,6 +1,6 @@
 //! NF4 on the CPU: quantization, dequantization, and products of a few vectors.
 //!
-//! Vector instructions do not change a bit of what is quantized or dequantized: each element is one product in fp32. Products are summed
+//! Vector instructions do not change a bit of a quantized or dequantized element: each element is one product in fp32. Products are summed
 //! in another order for each choice of [`simd`].
 
 #[cfg(target_arch = "x86_64")]
@@ -20,7 +20,7 @@ use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::{Layout, NESTED_BLOCK, expect as expect_shape, layout, nested_map};
+use super::{DequantizePass, Layout, NESTED_BLOCK, expect as expect_shape, layout, nested_map};
 use crate::operands::rows;
 #[cfg(target_arch = "x86_64")]
 use crate::processor::{Simd, simd};
@@ -103,7 +103,7 @@ struct Output<T> {
 
 impl<T> Output<T> {
     /// The caller has checked that the tensor is contiguous, on the CPU, and of elements T.
-    fn of(tensor: &Tensor) -> Self {
+    fn new(tensor: &Tensor) -> Self {
         Self { at: tensor.data_ptr() as usize, elements: tensor.numel(), of: std::marker::PhantomData }
     }
 
@@ -123,12 +123,13 @@ pub(crate) fn quantize(values: &Tensor, absmax: &Tensor, codes: &Tensor) -> Resu
     let elements = values.numel();
     bump_version(codes)?;
     bump_version(absmax)?;
-    let (from, scales, to) = (Output::<f32>::of(values), Output::<f32>::of(absmax), Output::<u8>::of(codes));
+    let (from, scales, to) =
+        (Output::<f32>::new(values), Output::<f32>::new(absmax), Output::<u8>::new(codes));
     let finite = AtomicBool::new(true);
     let blocks = elements.div_ceil(BLOCK);
-    let of_task = TASK / BLOCK;
-    parallel::for_each(blocks.div_ceil(of_task), |task| {
-        let blocks = task * of_task..blocks.min((task + 1) * of_task);
+    let task_blocks = TASK / BLOCK;
+    parallel::for_each(blocks.div_ceil(task_blocks), |task| {
+        let blocks = task * task_blocks..blocks.min((task + 1) * task_blocks);
         let range = blocks.start * BLOCK..elements.min(blocks.end * BLOCK);
         // SAFETY: the three tensors outlive the call, their sizes are checked, and each task has its own blocks.
         let (values, scales, codes) = unsafe {
@@ -148,7 +149,7 @@ pub(crate) fn quantize_scales(scales: &Tensor, factors: &Tensor, codes: &Tensor)
     bump_version(codes)?;
     bump_version(factors)?;
     let blocks = scales.numel();
-    let (factors, codes) = (Output::<u8>::of(factors), Output::<u8>::of(codes));
+    let (factors, codes) = (Output::<u8>::new(factors), Output::<u8>::new(codes));
     for (group, start) in (0..blocks).step_by(NESTED_BLOCK as usize).enumerate() {
         let range = start..blocks.min(start + NESTED_BLOCK as usize);
         let values: Vec<f32> = range.clone().map(|index| float(bytes(scales), index)).collect();
@@ -159,42 +160,48 @@ pub(crate) fn quantize_scales(scales: &Tensor, factors: &Tensor, codes: &Tensor)
     Ok(())
 }
 
-/// Writes a window of rows and columns of ŵ into a contiguous matrix, fp32 or bf16. The weight is on the CPU.
-pub(crate) fn dequantize(
-    weight: &Tensor,
-    [of_rows, columns]: [Range<i64>; 2],
-    out: &mut Tensor,
-) -> Result<()> {
-    match out.kind() {
-        Kind::Float => window::<f32>(weight, of_rows, columns, out),
-        Kind::BFloat16 => window::<bf16>(weight, of_rows, columns, out),
-        other => Err(Error::invalid("nf4", format!("values in {other:?}; expected Float or BFloat16"))),
+/// One pass over memory, on libtorch's threads: fp32 and bf16.
+pub(super) struct Cpu;
+
+impl DequantizePass for Cpu {
+    fn dequantize(
+        &self,
+        weight: &Tensor,
+        [row_range, columns]: [Range<i64>; 2],
+        out: &mut Tensor,
+    ) -> Result<()> {
+        match out.kind() {
+            Kind::Float => window::<f32>(weight, row_range, columns, out),
+            Kind::BFloat16 => window::<bf16>(weight, row_range, columns, out),
+            other => Err(Error::invalid("nf4", format!("values in {other:?}; expected Float or BFloat16"))),
+        }
     }
 }
 
 fn window<E: Element<Compute = f32>>(
     weight: &Tensor,
-    of_rows: Range<i64>,
+    row_range: Range<i64>,
     columns: Range<i64>,
     out: &mut Tensor,
 ) -> Result<()> {
     let [height, inner] = expect_shape(weight)?;
     let kind = out.kind();
     let target = rows("nf4", "out", out, (kind, Device::Cpu))?;
-    let (count, width) = ((of_rows.end - of_rows.start) as usize, (columns.end - columns.start) as usize);
-    let inside = of_rows.start >= 0 && of_rows.end <= height && columns.start >= 0 && columns.end <= inner;
+    let (count, width) = ((row_range.end - row_range.start) as usize, (columns.end - columns.start) as usize);
+    let inside =
+        row_range.start >= 0 && row_range.end <= height && columns.start >= 0 && columns.end <= inner;
     if !inside || (target.rows, target.columns) != (count, width) || !out.is_contiguous() {
         let reason =
-            format!("rows {of_rows:?}, columns {columns:?} of [{height}, {inner}] into {:?}", out.size());
+            format!("rows {row_range:?}, columns {columns:?} of [{height}, {inner}] into {:?}", out.size());
         return Err(Error::invalid("nf4", reason));
     }
     bump_version(out)?;
     let packed = packed(weight)?;
-    let to = Output::<E>::of(out);
-    let first = of_rows.start as usize * inner as usize + columns.start as usize;
-    let of_task = (TASK / width.max(1)).max(1);
-    parallel::for_each(count.div_ceil(of_task), |task| {
-        for row in task * of_task..count.min((task + 1) * of_task) {
+    let to = Output::<E>::new(out);
+    let first = row_range.start as usize * inner as usize + columns.start as usize;
+    let task_rows = (TASK / width.max(1)).max(1);
+    parallel::for_each(count.div_ceil(task_rows), |task| {
+        for row in task * task_rows..count.min((task + 1) * task_rows) {
             // SAFETY: the output outlives the call, and each row belongs to one task.
             let out = unsafe { to.range(row * width..(row + 1) * width) };
             fill(&packed, first + row * inner as usize, out);
@@ -241,9 +248,9 @@ fn fill_by<E: Element<Compute = f32>>(
         match codes.first_chunk::<BYTES>() {
             Some(codes) => block(codes, scale, &mut values),
             None => {
-                let mut whole = [0; BYTES];
-                whole[..codes.len()].copy_from_slice(codes);
-                portable::block(&whole, scale, &mut values);
+                let mut padded = [0; BYTES];
+                padded[..codes.len()].copy_from_slice(codes);
+                portable::block(&padded, scale, &mut values);
             }
         }
         for (to, value) in now.iter_mut().zip(&values[skipped..]) {

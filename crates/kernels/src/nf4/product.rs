@@ -31,7 +31,7 @@ pub fn mm_transposed_into(out: &mut Tensor, g: &Tensor, weight: &Tensor, accumul
     multiply(out, g, weight, accumulate, Side::Columns)
 }
 
-/// What a tile has of the weight. Either way a tile gives whole elements of the output, so that none is summed over tiles.
+/// The part of the weight in a tile. Either way a tile gives whole elements of the output, so that none is summed over tiles.
 #[derive(Clone, Copy, PartialEq)]
 enum Side {
     Rows,
@@ -60,13 +60,13 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
     let stored = stored_kind(kind, device);
     let step =
         (TILE_BYTES / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK).max(LEAST).min(length);
-    let of_tile = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
+    let tile_size = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
     let memory = Tensor::f_empty([step * width], (stored, device))?;
     // On the CPU a product in fp32 casts operands in 16 bits itself.
     let x = if mixes(device, kind, x) { x.shallow_clone() } else { x.f_to_kind(kind)? };
     for start in (0..length).step_by(step as usize) {
         let count = step.min(length - start);
-        let mut tile = memory.f_narrow(0, 0, count * width)?.f_view(of_tile(count))?;
+        let mut tile = memory.f_narrow(0, 0, count * width)?.f_view(tile_size(count))?;
         let window = start..start + count;
         let window = if side == Side::Rows { [window, 0..columns] } else { [0..rows, window] };
         dequantize_window(weight, window, &mut tile)?;
@@ -77,7 +77,7 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
     Ok(())
 }
 
-/// Whether [`matmul::mm_into`] takes this operand or output beside others of `kind`.
+/// Returns whether [`matmul::mm_into`] takes this operand or output beside others of `kind`.
 fn mixes(device: Device, kind: Kind, matrix: &Tensor) -> bool {
     device == Device::Cpu && kind == Kind::Float && matrix.kind() != Kind::Double
 }

@@ -6,10 +6,19 @@ use runtime::Result;
 use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
-use super::{BLOCK, NESTED_BLOCK, Sections, TABLE, expect, nested_map, sections};
+use super::{BLOCK, DequantizePass, NESTED_BLOCK, Sections, TABLE, expect, nested_map, sections};
+
+/// libtorch's operators.
+pub(super) struct Reference;
+
+impl DequantizePass for Reference {
+    fn dequantize(&self, weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor) -> Result<()> {
+        Ok(out.f_copy_(&self::window(weight, window)?)?)
+    }
+}
 
 /// Returns a window of rows and columns of ŵ in fp32.
-pub(super) fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Result<Tensor> {
+fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Result<Tensor> {
     let [out, inner] = expect(weight)?;
     let parts = sections(weight)?;
     let (height, width) = (rows.end - rows.start, columns.end - columns.start);
@@ -27,9 +36,9 @@ pub(super) fn window(weight: &Tensor, [rows, columns]: [Range<i64>; 2]) -> Resul
     let first = (rows.start * inner + columns.start) / BLOCK;
     let last = ((rows.end - 1) * inner + columns.end - 1) / BLOCK;
     let options = (Kind::Int64, weight.device());
-    let of_rows =
+    let row_starts =
         Tensor::try_arange_start(rows.start, rows.end, options)?.try_mul_scalar(inner)?.f_unsqueeze(1)?;
-    let element = Tensor::try_arange_start(columns.start, columns.end, options)?.f_add(&of_rows)?;
+    let element = Tensor::try_arange_start(columns.start, columns.end, options)?.f_add(&row_starts)?;
     let block = element.try_floor_divide_scalar(BLOCK)?.try_sub_scalar(first)?.f_view([-1])?;
     let scales = scales(&parts, first..last + 1)?.f_index_select(0, &block)?;
     Ok(values.f_mul(&scales)?.f_view([height, width])?)
@@ -53,9 +62,9 @@ fn scales(parts: &Sections, blocks: Range<i64>) -> Result<Tensor> {
 
 /// Reads bytes, which may be at any address, as fp32.
 fn float(bytes: &Tensor) -> Result<Tensor> {
-    let mut own = bytes.f_empty_like()?;
-    own.f_copy_(bytes)?;
-    Ok(own.f_view_dtype(Kind::Float)?)
+    let mut packed = bytes.f_empty_like()?;
+    packed.f_copy_(bytes)?;
+    Ok(packed.f_view_dtype(Kind::Float)?)
 }
 
 #[cfg(test)]

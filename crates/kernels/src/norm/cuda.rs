@@ -73,10 +73,10 @@ impl Row {
         let row = (columns * bytes / inputs.len().max(1) as i64).max(1);
         // Two sums for each number leave registers for two thirds of the blocks.
         let at_work = if sums { AT_WORK * 2 / 3 } else { AT_WORK };
-        let of_processor = (at_work / row).min(RESIDENT.0 / threads.max(1)).clamp(1, RESIDENT.1);
-        let wanted = (AHEAD / (of_processor * row)).clamp(2, 3);
+        let processor_blocks = (at_work / row).min(RESIDENT.0 / threads.max(1)).clamp(1, RESIDENT.1);
+        let wanted = (AHEAD / (processor_blocks * row)).clamp(2, 3);
         let stages = (2..=wanted).rev().find(|stages| stages * stage <= room).unwrap_or(0);
-        let blocks = rows.min(PROCESSORS * of_processor);
+        let blocks = rows.min(PROCESSORS * processor_blocks);
         let shared = u32::try_from(stages * stage + beside).unwrap_or(0);
         let threads = u32::try_from(threads).unwrap_or(0);
         Ok(Some(Self { rows, columns, width, threads, packs, blocks, stages, shared }))
@@ -88,7 +88,7 @@ const STATIC: i64 = 1024;
 /// Maximum numbers of a row whose gradients of weight and bias are both summed in registers, as in `norm.cuh`.
 const IN_REGISTERS: i64 = 16_384;
 
-/// The kernels in CUDA C++, and [`Reference`] for what they do not support: f64, very wide rows, a machine without NVRTC.
+/// The kernels in CUDA C++, and [`Reference`] for f64, for very wide rows, and without NVRTC.
 pub(super) struct Cuda;
 
 impl NormPass for Cuda {
@@ -99,16 +99,10 @@ impl NormPass for Cuda {
         }
     }
 
-    fn backward(
-        &self,
-        norm: Norm,
-        saved: &Saved<'_>,
-        upstream: Tensor,
-        requested: Requested<'_>,
-    ) -> Result<Gradients> {
-        match backward(norm, saved, upstream, requested)? {
+    fn backward(&self, saved: &Saved<'_>, upstream: Tensor, requested: Requested<'_>) -> Result<Gradients> {
+        match backward(saved, upstream, requested)? {
             Ok(gradients) => Ok(gradients),
-            Err(upstream) => Reference.backward(norm, saved, upstream, requested),
+            Err(upstream) => Reference.backward(saved, upstream, requested),
         }
     }
 }
@@ -118,11 +112,11 @@ fn forward(inputs: &Inputs<'_>) -> Result<Option<Normalized>> {
     let &Inputs { norm, x, residual, weight, bias, options, .. } = inputs;
     let (size, kind, device) = (x.size(), x.kind(), x.device());
     let output = options.output.unwrap_or(kind);
-    let (Some(of_x), Some(of_y), true) = (type_of(kind), type_of(output), are_ready(device)) else {
+    let (Some(x_type), Some(y_type), true) = (type_of(kind), type_of(output), are_ready(device)) else {
         return Ok(None);
     };
     let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
-    let (of_parameters, weight, bias) = parameters(weight, bias)?;
+    let (parameter_type, weight, bias) = parameters(weight, bias)?;
     let columns = size.last().copied().unwrap_or(1);
     let all: Vec<&Tensor> =
         [Some(&x), residual.as_ref(), weight.as_ref(), bias.as_ref()].into_iter().flatten().collect();
@@ -151,7 +145,7 @@ fn forward(inputs: &Inputs<'_>) -> Result<Option<Normalized>> {
         ];
         let Row { width, threads, packs, stages, blocks, shared, .. } = row;
         let center = norm == Norm::Layer;
-        let types = format!("{of_x}, {of_parameters}, {of_y}");
+        let types = format!("{x_type}, {parameter_type}, {y_type}");
         let expression = format!("norm_forward<{types}, {width}, {threads}, {packs}, {stages}, {center}>");
         launch_with(SOURCE, &expression, device, (blocks, threads, shared), &arguments)?;
     }
@@ -159,20 +153,20 @@ fn forward(inputs: &Inputs<'_>) -> Result<Option<Normalized>> {
 }
 
 /// See [`super::backward`], with a saved input; returns `upstream` if the kernels do not support it. The gradients of weight
-/// and bias have the parameters' dtypes `of_parameters` if these are the same and the kernels support it, else fp32.
+/// and bias have the parameters' dtypes `parameter_kinds` if these are the same and the kernels support it, else fp32.
 fn backward(
-    norm: Norm,
     saved: &Saved<'_>,
     upstream: Tensor,
     requested: Requested<'_>,
 ) -> Result<std::result::Result<Gradients, Tensor>> {
-    let Requested { added, wanted, kinds: of_parameters } = requested;
+    let Requested { norm, added, wanted, kinds: parameter_kinds } = requested;
     let (size, kind, device) = (upstream.size(), saved.kind, upstream.device());
     let types = type_of(kind).zip(type_of(upstream.kind()));
-    let (Some((of_x, of_upstream)), true) = (types, are_ready(device)) else { return Ok(Err(upstream)) };
+    let (Some((x_type, upstream_type)), true) = (types, are_ready(device)) else { return Ok(Err(upstream)) };
     let upstream = if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+    // How a row is divided among threads: by the types, and by how many numbers a thread loads at once.
     let (kept, added) = (dense(saved.kept)?, added.map(dense).transpose()?);
-    let (of_weight_type, weight, _) = parameters(saved.weight, None)?;
+    let (weight_type, weight, _) = parameters(saved.weight, None)?;
     let columns = size.last().copied().unwrap_or(1);
     let all: Vec<&Tensor> =
         [Some(&kept), Some(&upstream), added.as_ref(), weight.as_ref()].into_iter().flatten().collect();
@@ -182,19 +176,18 @@ fn backward(
     let Some(row) = Row::new(BACKWARD, &size, width, &ahead, wanted.bias, device)? else {
         return Ok(Err(upstream));
     };
+    // The operands: the tensors that forward saved, and the outputs.
     expect(NAME, "kept", &kept, &size, (kind, device))?;
-    added.as_ref().map_or(Ok(()), |added| expect(NAME, "added", added, &size, (kind, device)))?;
-    weight
-        .as_ref()
-        .map_or(Ok(()), |weight| expect(NAME, "weight", weight, &[columns], (weight.kind(), device)))?;
-    let statistic = |name, tensor: &Tensor| expect(NAME, name, tensor, &[row.rows], (Kind::Float, device));
+    expect(NAME, "added", added.as_ref(), &size, (kind, device))?;
+    let weight_kind = weight.as_ref().map_or(Kind::Float, Tensor::kind);
+    expect(NAME, "weight", weight.as_ref(), &[columns], (weight_kind, device))?;
     // libtorch's operators, which may have run forward, return them with one more dimension.
     let flat = |tensor: &Tensor| tensor.f_reshape([-1]);
     let (rstd, mean) = (flat(saved.rstd)?, saved.mean.map(flat).transpose()?);
-    statistic("rstd", &rstd)?;
-    mean.as_ref().map_or(Ok(()), |mean| statistic("mean", mean))?;
+    expect(NAME, "rstd", &rstd, &[row.rows], (Kind::Float, device))?;
+    expect(NAME, "mean", mean.as_ref(), &[row.rows], (Kind::Float, device))?;
     if norm == Norm::Layer && mean.is_none() {
-        return Err(Error::invalid(NAME, "the means that forward kept are gone"));
+        return Err(Error::invalid(NAME, "the means that forward saved are gone"));
     }
     let in_place = kind == upstream.kind() && is_sole_owner(&upstream)?;
     let grad = match wanted.x {
@@ -205,7 +198,7 @@ fn backward(
     let parts = row.blocks;
     let partial =
         |wanted: bool| wanted.then(|| Tensor::f_empty([parts, columns], (Kind::Float, device))).transpose();
-    let (of_weight, of_bias) = (partial(wanted.weight)?, partial(wanted.bias)?);
+    let (weight_parts, bias_parts) = (partial(wanted.weight)?, partial(wanted.bias)?);
     if row.rows > 0 {
         let arguments = [
             pointer(&kept),
@@ -215,38 +208,39 @@ fn backward(
             optional(mean.as_ref()),
             pointer(&rstd),
             optional(grad.as_ref()),
-            optional(of_weight.as_ref()),
-            optional(of_bias.as_ref()),
+            optional(weight_parts.as_ref()),
+            optional(bias_parts.as_ref()),
             int(NAME, "the number of rows", row.rows)?,
             int(NAME, "the width", columns)?,
         ];
         let Row { width, threads, packs, stages, shared, .. } = row;
         let (center, biased) = (norm == Norm::Layer, wanted.bias);
-        let types = format!("{of_x}, {of_weight_type}, {of_upstream}");
+        let types = format!("{x_type}, {weight_type}, {upstream_type}");
         let expression =
             format!("norm_backward<{types}, {width}, {threads}, {packs}, {stages}, {center}, {biased}>");
         launch_with(SOURCE, &expression, device, (parts, threads, shared), &arguments)?;
         grad.as_ref().map_or(Ok(()), bump_version)?;
     }
-    let [weight, bias] = column_sums([of_weight, of_bias], of_parameters)?;
+    let [weight, bias] = column_sums([weight_parts, bias_parts], parameter_kinds)?;
     Ok(Ok(Gradients { x: grad, weight, bias }))
 }
 
-/// Returns the sums of the columns of each matrix that is there, all of one size, in one launch: in `kinds` if those that are needed are
+/// Returns the column sums of each given matrix, all of one size, in one launch: in `kinds` if the dtypes of the given ones are
 /// the same and have a kernel, else in fp32.
 fn column_sums(partial: [Option<Tensor>; 2], kinds: [Kind; 2]) -> Result<[Option<Tensor>; 2]> {
-    let mut there = partial.iter().zip(kinds).filter_map(|(partial, kind)| Some((partial.as_ref()?, kind)));
-    let Some((first, of_first)) = there.next() else { return Ok([None, None]) };
-    let second = there.next();
-    let alike = second.is_none_or(|(_, of_second)| of_second == of_first);
-    let kind = Some(of_first).filter(|kind| alike && type_of(*kind).is_some()).unwrap_or(Kind::Float);
+    let mut matrices =
+        partial.iter().zip(kinds).filter_map(|(partial, kind)| Some((partial.as_ref()?, kind)));
+    let Some((first, first_kind)) = matrices.next() else { return Ok([None, None]) };
+    let second = matrices.next();
+    let alike = second.is_none_or(|(_, second_kind)| second_kind == first_kind);
+    let kind = Some(first_kind).filter(|kind| alike && type_of(*kind).is_some()).unwrap_or(Kind::Float);
     let [parts, columns] = first.size()[..] else {
         return Err(Error::invalid(NAME, "partial sums that are no matrix"));
     };
     let sums = || Tensor::f_zeros([columns], (kind, first.device()));
     if parts == 0 {
-        let of = |partial: &Option<Tensor>| partial.as_ref().map(|_| sums()).transpose();
-        return Ok([of(&partial[0])?, of(&partial[1])?]);
+        let zeros = |partial: &Option<Tensor>| partial.as_ref().map(|_| sums()).transpose();
+        return Ok([zeros(&partial[0])?, zeros(&partial[1])?]);
     }
     let empty = || Tensor::f_empty([columns], (kind, first.device()));
     let sums = (empty()?, second.map(|_| empty()).transpose()?);

@@ -16,7 +16,7 @@ pub(super) struct FusedNorm {
     residual: bool,
     weight: bool,
     bias: bool,
-    /// What forward saved, and whether that includes the means.
+    /// The matrix that forward saved, and whether it saved the means.
     keep: Keep,
     mean: bool,
     /// The parameters' dtypes.
@@ -24,16 +24,11 @@ pub(super) struct FusedNorm {
 }
 
 impl FusedNorm {
-    pub(super) fn new(
-        norm: Norm,
-        options: Options,
-        x: &Tensor,
-        residual: bool,
-        weight: bool,
-        bias: bool,
-    ) -> Self {
+    pub(super) fn new(inputs: &Inputs<'_>) -> Self {
+        let &Inputs { norm, options, x, mean, .. } = inputs;
         let (device, kind) = (x.device(), x.kind());
-        let (keep, mean, kinds) = (Keep::Input, false, [kind; 2]);
+        let [_, residual, weight, bias] = inputs.tensors().map(|tensor| tensor.is_some());
+        let (keep, kinds) = (Keep::Input, [kind; 2]);
         Self { norm, options, device, kind, residual, weight, bias, keep, mean, kinds }
     }
 
@@ -106,10 +101,10 @@ impl Function for FusedNorm {
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let wanted = self.wanted(|index| ctx.needs_input_grad(index));
         let mut grads = grads.into_iter();
-        let (upstream, of_sum) = (grads.next().flatten(), grads.next().flatten());
+        let (upstream, sum_gradient) = (grads.next().flatten(), grads.next().flatten());
         let mut gradients = Gradients { x: None, weight: None, bias: None };
         match upstream {
-            None => gradients.x = of_sum.filter(|_| wanted.x),
+            None => gradients.x = sum_gradient.filter(|_| wanted.x),
             Some(upstream) if !wanted.x && !wanted.weight => {
                 gradients.bias =
                     wanted.bias.then(|| summed(&upstream, compute_kind(self.kind))).transpose()?;
@@ -122,15 +117,13 @@ impl Function for FusedNorm {
                 let (mean, weight) = (next(self.mean), next(self.weight));
                 let bias = next(self.bias && self.keep == Keep::Output);
                 let (Some(kept), Some(rstd)) = (kept, rstd) else {
-                    return Err(Error::invalid(
-                        NAME,
-                        "forward kept nothing for a gradient that is asked for",
-                    ));
+                    return Err(Error::invalid(NAME, "forward saved nothing for a requested gradient"));
                 };
                 let (keep, kind) = (self.keep, self.kind);
                 let saved = Saved { kept, keep, kind, mean, rstd, weight, bias };
-                let requested = Requested { added: of_sum.as_ref(), wanted, kinds: self.kinds };
-                gradients = pass_for(self.device).backward(self.norm, &saved, upstream, requested)?;
+                let (norm, added, kinds) = (self.norm, sum_gradient.as_ref(), self.kinds);
+                let requested = Requested { norm, added, wanted, kinds };
+                gradients = pass_for(self.device).backward(&saved, upstream, requested)?;
             }
         }
         let Gradients { x, weight, bias } = gradients;

@@ -11,103 +11,93 @@ use super::{Gradients, Inputs, Norm, NormPass, Normalized, Requested, Saved};
 pub(super) struct Reference;
 
 impl NormPass for Reference {
+    /// Always returns the means of the layer norm.
     fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized> {
-        forward(inputs)
+        let &Inputs { norm, x, residual, weight, bias, options, .. } = inputs;
+        let sum = residual.map(|residual| x.f_add(residual)).transpose()?;
+        let kind = options.output.unwrap_or(x.kind());
+        let x = sum.as_ref().unwrap_or(x).f_to_kind(kind)?;
+        // The kernels require parameters of the input's dtype; they compute in fp32.
+        let alike = |p: Option<&Tensor>| p.map(|p| p.f_to_kind(kind)).transpose();
+        let (weight, bias) = (alike(weight)?, alike(bias)?);
+        let width = vec![x.size().last().copied().unwrap_or(1)];
+        let (y, mean, rstd) = match norm {
+            Norm::Layer => {
+                let arguments = [
+                    (&x).into(),
+                    width.into(),
+                    weight.as_ref().into(),
+                    bias.as_ref().into(),
+                    Value::Double(options.eps),
+                ];
+                let results = ops::call("aten::native_layer_norm", "", &arguments, &[])?;
+                let [y, mean, rstd] = ops::tensors(results)?;
+                (y, Some(mean), rstd)
+            }
+            Norm::Rms => {
+                let (y, rstd) = ops::norm::fused_rms_norm(&x, &width, weight.as_ref(), Some(options.eps))?;
+                let y = match bias {
+                    Some(bias) => y.f_add(&bias)?,
+                    None => y,
+                };
+                (y, None, rstd)
+            }
+        };
+        Ok(Normalized { y, sum, mean, rstd })
     }
 
-    fn backward(
-        &self,
-        norm: Norm,
-        saved: &Saved<'_>,
-        upstream: Tensor,
-        requested: Requested<'_>,
-    ) -> Result<Gradients> {
-        backward(norm, saved, upstream, requested)
+    /// From the saved input.
+    fn backward(&self, saved: &Saved<'_>, upstream: Tensor, requested: Requested<'_>) -> Result<Gradients> {
+        let Requested { norm, added, wanted, .. } = requested;
+        let kind = upstream.kind();
+        let x = saved.kept.f_to_kind(kind)?;
+        let weight = saved.weight.map(|weight| weight.f_to_kind(kind)).transpose()?;
+        let width = vec![x.size().last().copied().unwrap_or(1)];
+        let bias_gradient =
+            wanted.bias.then(|| super::function::summed(&upstream, compute_kind(saved.kind))).transpose()?;
+        let results = match norm {
+            Norm::Layer => {
+                let arguments = [
+                    (&upstream).into(),
+                    (&x).into(),
+                    width.into(),
+                    saved.mean.into(),
+                    saved.rstd.into(),
+                    weight.as_ref().into(),
+                    Value::None,
+                    Value::BoolList(vec![wanted.x, wanted.weight && weight.is_some(), false]),
+                ];
+                ops::call("aten::native_layer_norm_backward", "", &arguments, &[])?
+            }
+            Norm::Rms => {
+                let arguments = [
+                    (&upstream).into(),
+                    (&x).into(),
+                    width.into(),
+                    saved.rstd.into(),
+                    weight.as_ref().into(),
+                    Value::BoolList(vec![wanted.x, wanted.weight && weight.is_some()]),
+                ];
+                ops::call("aten::_fused_rms_norm_backward", "", &arguments, &[])?
+            }
+        };
+        let mut results = results.into_iter().map(|value| match value {
+            Value::Tensor(tensor) if tensor.defined() => Some(tensor),
+            _ => None,
+        });
+        let x_gradient = match results.next().flatten().filter(|_| wanted.x) {
+            Some(grad) => {
+                let grad = grad.f_to_kind(saved.kind)?;
+                Some(added.map_or_else(|| Ok(grad.shallow_clone()), |added| grad.f_add(added))?)
+            }
+            None => None,
+        };
+        Ok(Gradients {
+            x: x_gradient,
+            weight: results.next().flatten().filter(|_| wanted.weight),
+            bias: bias_gradient,
+        })
     }
-}
-
-/// See [`super::forward`]; always returns the means of the layer norm.
-fn forward(inputs: &Inputs<'_>) -> Result<Normalized> {
-    let &Inputs { norm, x, residual, weight, bias, options, .. } = inputs;
-    let sum = residual.map(|residual| x.f_add(residual)).transpose()?;
-    let kind = options.output.unwrap_or(x.kind());
-    let x = sum.as_ref().unwrap_or(x).f_to_kind(kind)?;
-    // The kernels require parameters of the input's dtype; they compute in fp32.
-    let alike = |p: Option<&Tensor>| p.map(|p| p.f_to_kind(kind)).transpose();
-    let (weight, bias) = (alike(weight)?, alike(bias)?);
-    let width = vec![x.size().last().copied().unwrap_or(1)];
-    let (y, mean, rstd) = match norm {
-        Norm::Layer => {
-            let arguments = [
-                (&x).into(),
-                width.into(),
-                weight.as_ref().into(),
-                bias.as_ref().into(),
-                Value::Double(options.eps),
-            ];
-            let results = ops::call("aten::native_layer_norm", "", &arguments, &[])?;
-            let [y, mean, rstd] = ops::tensors(results)?;
-            (y, Some(mean), rstd)
-        }
-        Norm::Rms => {
-            let (y, rstd) = ops::norm::fused_rms_norm(&x, &width, weight.as_ref(), Some(options.eps))?;
-            let y = match bias {
-                Some(bias) => y.f_add(&bias)?,
-                None => y,
-            };
-            (y, None, rstd)
-        }
-    };
-    Ok(Normalized { y, sum, mean, rstd })
-}
-
-/// See [`super::backward`]; the input was saved.
-fn backward(norm: Norm, saved: &Saved<'_>, upstream: Tensor, requested: Requested<'_>) -> Result<Gradients> {
-    let Requested { added, wanted, .. } = requested;
-    let kind = upstream.kind();
-    let x = saved.kept.f_to_kind(kind)?;
-    let weight = saved.weight.map(|weight| weight.f_to_kind(kind)).transpose()?;
-    let width = vec![x.size().last().copied().unwrap_or(1)];
-    let of_bias =
-        wanted.bias.then(|| super::function::summed(&upstream, compute_kind(saved.kind))).transpose()?;
-    let results = match norm {
-        Norm::Layer => {
-            let arguments = [
-                (&upstream).into(),
-                (&x).into(),
-                width.into(),
-                saved.mean.into(),
-                saved.rstd.into(),
-                weight.as_ref().into(),
-                Value::None,
-                Value::BoolList(vec![wanted.x, wanted.weight && weight.is_some(), false]),
-            ];
-            ops::call("aten::native_layer_norm_backward", "", &arguments, &[])?
-        }
-        Norm::Rms => {
-            let arguments = [
-                (&upstream).into(),
-                (&x).into(),
-                width.into(),
-                saved.rstd.into(),
-                weight.as_ref().into(),
-                Value::BoolList(vec![wanted.x, wanted.weight && weight.is_some()]),
-            ];
-            ops::call("aten::_fused_rms_norm_backward", "", &arguments, &[])?
-        }
-    };
-    let mut results = results.into_iter().map(|value| match value {
-        Value::Tensor(tensor) if tensor.defined() => Some(tensor),
-        _ => None,
-    });
-    let of_x = match results.next().flatten().filter(|_| wanted.x) {
-        Some(grad) => {
-            let grad = grad.f_to_kind(saved.kind)?;
-            Some(added.map_or_else(|| Ok(grad.shallow_clone()), |added| grad.f_add(added))?)
-        }
-        None => None,
-    };
-    Ok(Gradients { x: of_x, weight: results.next().flatten().filter(|_| wanted.weight), bias: of_bias })
 }
 
 #[cfg(test)]
@@ -156,8 +146,9 @@ mod tests {
                 weight: Some(&weight),
                 bias: None,
             };
-            let requested = Requested { added: Some(&added), wanted, kinds: [Kind::Double; 2] };
-            let gradients = pass.backward(Norm::Layer, &saved, upstream.copy(), requested).unwrap();
+            let (norm, kinds) = (Norm::Layer, [Kind::Double; 2]);
+            let requested = Requested { norm, added: Some(&added), wanted, kinds };
+            let gradients = pass.backward(&saved, upstream.copy(), requested).unwrap();
             [gradients.x.unwrap(), gradients.weight.unwrap(), gradients.bias.unwrap()]
         };
         for (ours, theirs) in gradients(&ours, &Cpu).iter().zip(&gradients(&theirs, &Reference)) {

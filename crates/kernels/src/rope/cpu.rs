@@ -9,10 +9,12 @@ use std::ops::Range;
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 use runtime::parallel;
-use runtime::tensor_memory::bump_version;
+use runtime::profile::kernel;
+use runtime::tensor_memory::{bump_version, is_sole_owner};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
+use super::{RotaryPass, Rotation, record};
 use crate::operands::{Access, Operands, has_dense_heads};
 use crate::simd::{self, Element, Real, blocks, load, store};
 
@@ -20,15 +22,45 @@ pub(crate) const NAME: &str = "rotary embedding";
 
 /// The input and the output of a rotation: `[b, t, heads, head]` both, of one dtype and any strides except in the last
 /// dimension, which is dense. They are the same tensor, or do not overlap.
-pub(crate) type Turn<'a> = (&'a Tensor, &'a Tensor);
+type InOut<'a> = (&'a Tensor, &'a Tensor);
 
-/// Whether the pass supports this dtype.
-pub(crate) fn takes(kind: Kind) -> bool {
+/// One pass over memory, vectorized for the processor, on libtorch's threads.
+pub(super) struct Cpu;
+
+impl RotaryPass for Cpu {
+    fn rotate(&self, rotation: Rotation<'_>, tensors: Vec<Tensor>, overwrite: bool) -> Result<Vec<Tensor>> {
+        let mut pairs = Vec::with_capacity(tensors.len());
+        for x in tensors {
+            let x = if x.is_neg() { x.f_resolve_neg()? } else { x };
+            let output = if overwrite && writes(&x) && is_sole_owner(&x)? {
+                None
+            } else {
+                Some(Tensor::f_empty(x.size(), (x.kind(), Device::Cpu))?)
+            };
+            let x = if has_dense_heads(&x) { x } else { x.f_contiguous()? };
+            pairs.push((x, output));
+        }
+        let positions = rotation
+            .positions
+            .map(|positions| Vec::<i64>::try_from(positions.f_reshape([-1])?))
+            .transpose()?;
+        let views: Vec<InOut<'_>> =
+            pairs.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
+        let Some((first, _)) = pairs.first() else { return Ok(Vec::new()) };
+        let _scope = kernel("runtime::rope", [first]);
+        rotate(rotation.table, positions.as_deref(), &views, rotation.inverse)?;
+        record(pairs.iter().map(|(from, _)| from))?;
+        Ok(pairs.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())
+    }
+}
+
+/// Returns whether the pass supports this dtype.
+pub(super) fn takes(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half)
 }
 
-/// Whether the pass can write heads with these strides: no two elements share an address.
-pub(crate) fn writes(tensor: &Tensor) -> bool {
+/// Returns whether the pass can write heads with these strides: no two elements share an address.
+fn writes(tensor: &Tensor) -> bool {
     let mut dimensions: Vec<(i64, i64)> =
         tensor.stride().into_iter().zip(tensor.size()).filter(|(_, size)| *size != 1).collect();
     dimensions.sort_unstable();
@@ -41,30 +73,27 @@ pub(crate) fn writes(tensor: &Tensor) -> bool {
     tensor.numel() == 0 || has_dense_heads(tensor) && apart
 }
 
-/// Rotates all of `turns`, by the negative angles with `inverse`. The token at `[b, t]` has the position `positions[b·T + t]`, or t without
+/// Rotates all `pairs`, by the negative angles with `inverse`. The token at `[b, t]` has the position `positions[b·T + t]`, or t without
 /// `positions`; `table` is `[rows, 2, head / 2]` of fp32, contiguous: the cosines of a position, then its sines.
 ///
-/// All are on the CPU; `turns` share their batch, sequence, head and dtype.
-pub(crate) fn rotate(
-    table: &Tensor,
-    positions: Option<&[i64]>,
-    turns: &[Turn<'_>],
-    inverse: bool,
-) -> Result<()> {
+/// All are on the CPU; `pairs` share their batch, sequence, head and dtype.
+fn rotate(table: &Tensor, positions: Option<&[i64]>, pairs: &[InOut<'_>], inverse: bool) -> Result<()> {
     let invalid = |reason: String| Err(Error::invalid(NAME, reason));
+    // The table, and one dtype and shape for all pairs.
     let &[known, 2, half] = &table.size()[..] else {
         return invalid(format!("the table is {:?}; expected [positions, 2, head / 2]", table.size()));
     };
-    let Some(first) = turns.first().map(|(from, _)| *from) else { return Ok(()) };
+    let Some(first) = pairs.first().map(|(from, _)| *from) else { return Ok(()) };
     let kind = first.kind();
     if !takes(kind) {
         return invalid(format!("heads of {kind:?}; expected Float, Double, BFloat16 or Half"));
     }
     let (batch, sequence, _, _) = first.size4()?;
+    // The tensors: inputs and outputs of that shape.
     let mut operands = Operands::new(NAME, Device::Cpu);
     operands.read("table", table, Kind::Float, table.numel())?;
-    let mut passes = Vec::with_capacity(turns.len());
-    for (from, to) in turns {
+    let mut passes = Vec::with_capacity(pairs.len());
+    for (from, to) in pairs {
         let (_, _, heads, _) = from.size4()?;
         let size = [batch, sequence, heads, 2 * half];
         // A result may be its own source, element for element.
@@ -88,6 +117,7 @@ pub(crate) fn rotate(
         });
     }
     operands.check()?;
+    // Every position has a row in the table.
     let tokens = (batch * sequence) as usize;
     let wrong = match positions {
         None => (sequence > known).then_some(sequence - 1),
@@ -121,7 +151,7 @@ pub(crate) fn rotate(
             _ => run::<f32>(pass),
         }
     }?;
-    turns.iter().try_for_each(|(_, to)| bump_version(to))
+    pairs.iter().try_for_each(|(_, to)| bump_version(to))
 }
 
 /// Returns the error for a position outside the table.

@@ -73,14 +73,14 @@ mod x86 {
     /// As [`widen`](super::widen); the processor has AVX-512 F.
     #[target_feature(enable = "avx512f")]
     pub(super) unsafe fn widen_avx512(from: *const f16, to: *mut f32, length: usize) {
-        let whole = length / 16 * 16;
+        let vectorized = length / 16 * 16;
         // SAFETY: by this function's contract; each step has 16 of the elements.
         unsafe {
-            for at in (0..whole).step_by(16) {
+            for at in (0..vectorized).step_by(16) {
                 let values = _mm256_loadu_si256(from.add(at).cast());
                 _mm512_storeu_ps(to.add(at), _mm512_cvtph_ps(values));
             }
-            widen_from(from, to, whole, length);
+            widen_from(from, to, vectorized, length);
         }
     }
 
@@ -88,14 +88,14 @@ mod x86 {
     /// As [`round`](super::round); the processor has AVX-512 F.
     #[target_feature(enable = "avx512f")]
     pub(super) unsafe fn round_avx512(from: *const f32, to: *mut f16, length: usize) {
-        let whole = length / 16 * 16;
+        let vectorized = length / 16 * 16;
         // SAFETY: by this function's contract; each step has 16 of the elements.
         unsafe {
-            for at in (0..whole).step_by(16) {
+            for at in (0..vectorized).step_by(16) {
                 let values = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(from.add(at)));
                 _mm256_storeu_si256(to.add(at).cast(), values);
             }
-            round_from(from, to, whole, length);
+            round_from(from, to, vectorized, length);
         }
     }
 
@@ -103,14 +103,14 @@ mod x86 {
     /// As [`widen`](super::widen); the processor has AVX2 and F16C.
     #[target_feature(enable = "avx2,f16c")]
     pub(super) unsafe fn widen_avx2(from: *const f16, to: *mut f32, length: usize) {
-        let whole = length / 8 * 8;
+        let vectorized = length / 8 * 8;
         // SAFETY: by this function's contract; each step has 8 of the elements.
         unsafe {
-            for at in (0..whole).step_by(8) {
+            for at in (0..vectorized).step_by(8) {
                 let values = _mm_loadu_si128(from.add(at).cast());
                 _mm256_storeu_ps(to.add(at), _mm256_cvtph_ps(values));
             }
-            widen_from(from, to, whole, length);
+            widen_from(from, to, vectorized, length);
         }
     }
 
@@ -118,14 +118,14 @@ mod x86 {
     /// As [`round`](super::round); the processor has AVX2 and F16C.
     #[target_feature(enable = "avx2,f16c")]
     pub(super) unsafe fn round_avx2(from: *const f32, to: *mut f16, length: usize) {
-        let whole = length / 8 * 8;
+        let vectorized = length / 8 * 8;
         // SAFETY: by this function's contract; each step has 8 of the elements.
         unsafe {
-            for at in (0..whole).step_by(8) {
+            for at in (0..vectorized).step_by(8) {
                 let values = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(from.add(at)));
                 _mm_storeu_si128(to.add(at).cast(), values);
             }
-            round_from(from, to, whole, length);
+            round_from(from, to, vectorized, length);
         }
     }
 }

@@ -168,10 +168,10 @@ mod tests {
         let (mut worst, mut at) = (0.0, 0.0);
         for bits in (0..f32::INFINITY.to_bits()).step_by(7919) {
             for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
-                let (found, expected) = (Real::tanh(x), f64::from(x).tanh());
+                let (result, expected) = (Real::tanh(x), f64::from(x).tanh());
                 let rounded = expected as f32;
                 let unit = f64::from(rounded.abs().max(f32::MIN_POSITIVE)) * f64::from(f32::EPSILON) * 0.5;
-                let error = (f64::from(found) - expected).abs() / unit;
+                let error = (f64::from(result) - expected).abs() / unit;
                 if error > worst {
                     (worst, at) = (error, x);
                 }
@@ -192,10 +192,10 @@ mod tests {
         for (name, ours, exact, units) in table {
             for i in -120_000..=120_000 {
                 let x = i as f32 * 1e-3;
-                let (found, expected) = (f64::from(ours(x)), exact(f64::from(x)));
+                let (result, expected) = (f64::from(ours(x)), exact(f64::from(x)));
                 let limit = units * expected * f64::from(f32::EPSILON) * 0.5 + f64::from(f32::MIN_POSITIVE);
-                let error = (found - expected).abs();
-                assert!(error <= limit, "{name}({x}) is {found:e}, expected {expected:e}");
+                let error = (result - expected).abs();
+                assert!(error <= limit, "{name}({x}) is {result:e}, expected {expected:e}");
             }
         }
         assert_eq!((f32::NEG_INFINITY.sigmoid(), f32::NEG_INFINITY.exp_of_negative()), ((0.0, 1.0), 0.0));
@@ -212,12 +212,12 @@ mod tests {
                 (x.sigmoid().0, wide.sigmoid().0),
                 (x.sigmoid().1, wide.sigmoid().1),
             ];
-            for (index, (found, expected)) in pairs.into_iter().enumerate() {
+            for (index, (result, expected)) in pairs.into_iter().enumerate() {
                 let expected = expected as f32;
                 assert!(
-                    found.is_nan() == expected.is_nan()
-                        && (found.is_nan() || (found - expected).abs() < 1e-5),
-                    "function {index} of {x}: {found}, expected {expected}"
+                    result.is_nan() == expected.is_nan()
+                        && (result.is_nan() || (result - expected).abs() < 1e-5),
+                    "function {index} of {x}: {result}, expected {expected}"
                 );
             }
         }

@@ -11,7 +11,7 @@ pub(crate) trait Vectors: Copy {
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
     fn plus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     fn minus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
-    /// The larger of each pair.
+    /// Returns the larger of each pair.
     fn larger<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     /// a·b + c, rounded once if the processor supports it.
     fn mul_add<S: Simd>(
@@ -20,7 +20,7 @@ pub(crate) trait Vectors: Copy {
         b: Self::Vector<S>,
         c: Self::Vector<S>,
     ) -> Self::Vector<S>;
-    /// The sum of the lanes.
+    /// Returns the sum of the lanes.
     fn sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
     /// Splits a slice into whole vectors and the rest.
     fn split<S: Simd>(values: &[Self]) -> (&[Self::Vector<S>], &[Self]);

@@ -9,7 +9,7 @@ use runtime::parallel;
 use runtime::tensor_memory::bump_version;
 use tch::{Device, Kind};
 
-use super::{LEAST_NORMAL_F16, NAME, Rounding, StepNumber, hash};
+use super::{LEAST_NORMAL_F16, NAME, Rounding, RoundingPass, StepNumber, hash};
 use crate::operands::Operands;
 use crate::simd::{self, Element};
 
@@ -43,9 +43,9 @@ impl Target for f16 {
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(random >> 3) >> 13;
         // Exact: a power of two, and fewer than 2¹⁰ of the spacings of subnormal numbers.
         let scaled = f32::from_bits(magnitude.min(LEAST_NORMAL_F16)) * 2.0f32.powi(24);
-        let whole = scaled as i32;
-        let rest = ((scaled - whole as f32) * 65536.0) as i32;
-        let subnormal = (whole + ((rest + random as i32) >> 16)) as u32;
+        let floor = scaled as i32;
+        let rest = ((scaled - floor as f32) * 65536.0) as i32;
+        let subnormal = (floor + ((rest + random as i32) >> 16)) as u32;
         let rounded = if magnitude < LEAST_NORMAL_F16 { subnormal } else { normal };
         let rounded = f16::from_bits((rounded | (bits >> 16) & 0x8000) as u16);
         // From 65504 on.
@@ -53,8 +53,17 @@ impl Target for f16 {
     }
 }
 
+/// One pass over memory, on libtorch's threads.
+pub(super) struct Cpu;
+
+impl RoundingPass for Cpu {
+    fn round(&self, all: &[Rounding<'_>]) -> Result<()> {
+        all.iter().try_for_each(round)
+    }
+}
+
 /// Rounds a contiguous source into a contiguous target, both on the CPU and of one size, as the caller has checked.
-pub(crate) fn round(one: &Rounding<'_>) -> Result<()> {
+fn round(one: &Rounding<'_>) -> Result<()> {
     let &Rounding { source, target, stream, step } = one;
     let step = match step {
         StepNumber::Host(step) => step,

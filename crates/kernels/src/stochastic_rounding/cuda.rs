@@ -4,7 +4,8 @@ use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::Tensor;
 
-use super::{NAME, Rounding, StepNumber};
+use super::reference::Reference;
+use super::{NAME, Rounding, RoundingPass, StepNumber};
 use crate::cuda::{Source, are_ready, launch, table, type_of};
 
 pub(crate) const SOURCE: Source = Source(include_str!("stochastic_rounding.cuh"));
@@ -13,15 +14,27 @@ pub(crate) const SOURCE: Source = Source(include_str!("stochastic_rounding.cuh")
 const THREADS: u32 = 128;
 const CHUNK: u64 = 4096;
 
+/// The kernel in CUDA C++, many tensors in a launch, and [`Reference`] without NVRTC.
+pub(super) struct Cuda;
+
+impl RoundingPass for Cuda {
+    fn round(&self, all: &[Rounding<'_>]) -> Result<()> {
+        if round(all)? { Ok(()) } else { Reference.round(all) }
+    }
+}
+
 /// Rounds contiguous sources into contiguous targets on one device, as the caller has checked; returns false, with nothing changed,
 /// without kernels.
-pub(crate) fn round(all: &[Rounding<'_>]) -> Result<bool> {
+fn round(all: &[Rounding<'_>]) -> Result<bool> {
     let Some(device) = all.first().map(|first| first.source.device()) else { return Ok(true) };
     if !are_ready(device) {
         return Ok(false);
     }
     if let Some(other) = all.iter().find(|one| one.source.device() != device) {
-        let reason = format!("{:?} beside tensors on {device:?}; round those of one device", other.source);
+        let reason = format!(
+            "{:?} beside tensors on {device:?}; round the tensors of each device apart",
+            other.source
+        );
         return Err(Error::invalid(NAME, reason));
     }
     let address = |tensor: &Tensor| tensor.data_ptr() as u64;
@@ -35,9 +48,9 @@ pub(crate) fn round(all: &[Rounding<'_>]) -> Result<bool> {
         (target.kind(), members, source.numel())
     });
     for group in table::launches(entries, CHUNK) {
-        let of_target = type_of(group.kind)
+        let target_type = type_of(group.kind)
             .ok_or_else(|| Error::invalid(NAME, format!("a target of {:?}", group.kind)))?;
-        let expression = format!("stochastic_rounding<{of_target}, {THREADS}, {CHUNK}>");
+        let expression = format!("stochastic_rounding<{target_type}, {THREADS}, {CHUNK}>");
         launch(SOURCE, &expression, device, (group.blocks, THREADS), &group.arguments())?;
     }
     all.iter().try_for_each(|one| bump_version(one.target))?;

@@ -70,7 +70,7 @@ impl Function for Product {
         let (gate_needed, up_needed) = (self.up_was_kept && ctx.needs_input_grad(0), ctx.needs_input_grad(1));
         let mut saved = ctx.take_saved().into_iter();
         let Some(gate) = saved.next() else {
-            return Err(Error::invalid(NAME, "backward reads a tensor that was not kept"));
+            return Err(Error::invalid(NAME, "forward saved no gate for backward"));
         };
         let up = saved.next();
         let (size, kind, device) = (grad.size(), grad.kind(), grad.device());
@@ -133,11 +133,11 @@ mod tests {
             |shape: &[i64]| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true);
         let (gate, up, both) = (leaf(&[2, 3, 4]), leaf(&[2, 3, 4]), leaf(&[3, 8]));
         let product = |x: &[Tensor]| Ok(vec![silu_mul(&x[0], &x[1])?]);
-        let of_halves =
+        let halves_product =
             |x: &[Tensor]| Ok(vec![silu_mul(&x[0].f_narrow(1, 0, 4)?, &x[0].f_narrow(1, 4, 4)?)?]);
         for report in [
             gradcheck(product, &[&gate, &up], GradcheckOptions::default()).unwrap(),
-            gradcheck(of_halves, &[&both], GradcheckOptions::default()).unwrap(),
+            gradcheck(halves_product, &[&both], GradcheckOptions::default()).unwrap(),
         ] {
             assert!(report.percent_of_tolerance <= 100.0, "{report}");
         }

@@ -50,13 +50,13 @@ impl Rotary {
         let (width, positions) = (config.rotary_dim(), config.max_position_embeddings);
         let angles = frequencies.angles(width)?;
         let Some(rope) = &config.long_rope else {
-            let table = RotaryTable::of_angles(angles, 1.0, positions, device)?;
+            let table = RotaryTable::from_angles(angles, 1.0, positions, device)?;
             return Ok(Self { table, long: None, head: config.head_dim, width });
         };
         let amplitude = rope.amplitude(positions);
         let table = |factors: &[f64], positions: i64| {
             let angles = angles.iter().zip(factors).map(|(angle, factor)| angle / factor);
-            RotaryTable::of_angles(angles.collect(), amplitude, positions, device)
+            RotaryTable::from_angles(angles.collect(), amplitude, positions, device)
         };
         let short = table(&rope.short_factor, positions.min(rope.original_positions))?;
         let long = (rope.original_positions, table(&rope.long_factor, positions)?);

@@ -1,4 +1,4 @@
-//! Blocks of rows, and what of a pair of blocks is visible.
+//! Blocks of rows, and the visible part of a pair of blocks.
 
 use std::ops::Range;
 
@@ -40,10 +40,10 @@ impl Heads {
         Ok(Self { at, strides: std::array::from_fn(|dimension| stride[dimension] as usize) })
     }
 
-    /// The first element of a row.
+    /// Returns the first element of a row.
     pub(super) fn row<X>(self, batch: usize, head: usize, token: usize) -> *mut X {
-        let [of_batch, of_head, of_token] = self.strides;
-        (self.at as *mut X).wrapping_add(batch * of_batch + head * of_head + token * of_token)
+        let [batch_stride, head_stride, token_stride] = self.strides;
+        (self.at as *mut X).wrapping_add(batch * batch_stride + head * head_stride + token * token_stride)
     }
 
     pub(super) fn row_stride(self) -> usize {
@@ -58,7 +58,7 @@ pub(super) struct Rows<R> {
     pub(super) stride: usize,
 }
 
-/// Whether rows of this width are used in place.
+/// Returns whether rows of this width are used in place.
 pub(super) fn in_place<X: Element>(head: usize) -> bool {
     X::as_compute(&[]).is_some() && head.is_multiple_of(LANES)
 }
@@ -155,12 +155,12 @@ pub(super) unsafe fn untransposed<X: Element>(
     }
 }
 
-/// The first row and column of each tile.
+/// Returns the first row and column of each tile.
 fn tiles(rows: usize, columns: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).step_by(TILE).flat_map(move |row| (0..columns).step_by(TILE).map(move |column| (row, column)))
 }
 
-/// The parts of a pair of blocks in which a query sees a key: keys, and the first lane of the queries.
+/// Returns the parts of a pair of blocks in which a query sees a key: keys, and the first lane of the queries.
 pub(super) fn visible(keys: Range<usize>, first_query: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
     let count = keys.len();
     let on_diagonal = keys.end > first_query + 1;

@@ -10,7 +10,7 @@ use super::block::{BLOCK, LANES, Scratch, rows, transposed, untransposed, visibl
 use super::product::Product;
 use crate::simd::{Element, Real};
 
-/// Elements of scratch memory that a worker needs.
+/// Returns the number of elements of scratch memory that a worker needs.
 pub(super) fn scratch<X: Element>(head: usize) -> Scratch<X::Compute> {
     let padded = head.next_multiple_of(LANES);
     Scratch::new(BLOCK * BLOCK + 4 * BLOCK * padded)
@@ -37,10 +37,11 @@ impl<X: Element> WithSimd for Block<'_, X> {
         let [scores, q, o, keys, values] =
             scratch.parts([BLOCK * BLOCK, padded * BLOCK, padded * BLOCK, padded * BLOCK, padded * BLOCK]);
         let queries = BLOCK.min(pass.tokens - first);
-        let of_keys = head / pass.group;
+        let kv_head = head / pass.group;
         let one = X::Compute::ONE;
         let mut most = [X::Compute::from_f64(-3e38); BLOCK];
         let mut sums = [X::Compute::ZERO; BLOCK];
+        // c·q, transposed: a lane for each query.
         // SAFETY: the row lies in the tensor of queries.
         unsafe {
             let from = pass.q.row::<X>(batch, head, first);
@@ -54,10 +55,11 @@ impl<X: Element> WithSimd for Block<'_, X> {
             // SAFETY: the rows lie in the tensors of keys and values.
             let (keys, values) = unsafe {
                 (
-                    rows(pass.k.row::<X>(batch, of_keys, start), pass.k.row_stride(), size, keys),
-                    rows(pass.v.row::<X>(batch, of_keys, start), pass.v.row_stride(), size, values),
+                    rows(pass.k.row::<X>(batch, kv_head, start), pass.k.row_stride(), size, keys),
+                    rows(pass.v.row::<X>(batch, kv_head, start), pass.v.row_stride(), size, values),
                 )
             };
+            // Scores s_ij, and the largest of each query so far.
             let mut after = most;
             for (keys_here, lane) in visible(block.clone(), first) {
                 let product = Product {
@@ -78,21 +80,12 @@ impl<X: Element> WithSimd for Block<'_, X> {
                 mask(pass, scores, [start, first], keys_here.clone(), lane);
                 fold(simd, &mut after, scores, keys_here, lane, Fold::Largest);
             }
+            // Sums and outputs of earlier blocks are multiplied by exp(m_before − m_after).
             if start > begin {
-                let mut shrink = most;
-                for (shrink, after) in shrink.iter_mut().zip(&after) {
-                    *shrink = (*shrink - *after).exp_of_negative();
-                }
-                for (sum, shrink) in sums.iter_mut().zip(&shrink) {
-                    *sum = *sum * *shrink;
-                }
-                for row in o.chunks_exact_mut(BLOCK) {
-                    for (o, shrink) in row.iter_mut().zip(&shrink) {
-                        *o = *o * *shrink;
-                    }
-                }
+                rescale(most, &after, &mut sums, o);
             }
             most = after;
+            // Weights exp(s_ij − m), their sums, and their products with the values.
             for (keys_here, lane) in visible(block.clone(), first) {
                 for key in keys_here.clone() {
                     let scores = &mut scores[key * BLOCK + lane..(key + 1) * BLOCK];
@@ -117,6 +110,7 @@ impl<X: Element> WithSimd for Block<'_, X> {
                 unsafe { product.compute(simd) };
             }
         }
+        // o_i is divided by its sum, and L_i = m + ln Σ.
         let mut shares = sums;
         for share in &mut shares {
             *share = one / *share;
@@ -133,13 +127,30 @@ impl<X: Element> WithSimd for Block<'_, X> {
     }
 }
 
+/// Multiplies the sums and the output, transposed, by exp(before − after).
+#[inline(always)]
+fn rescale<R: Real>(before: [R; BLOCK], after: &[R; BLOCK], sums: &mut [R; BLOCK], o: &mut [R]) {
+    let mut shrink = before;
+    for (shrink, after) in shrink.iter_mut().zip(after) {
+        *shrink = (*shrink - *after).exp_of_negative();
+    }
+    for (sum, shrink) in sums.iter_mut().zip(&shrink) {
+        *sum = *sum * *shrink;
+    }
+    for row in o.chunks_exact_mut(BLOCK) {
+        for (o, shrink) in row.iter_mut().zip(&shrink) {
+            *o = *o * *shrink;
+        }
+    }
+}
+
 #[derive(Clone, Copy)]
 enum Fold {
     Largest,
     Sum,
 }
 
-/// Folds the scores of each query from `lane` on into what `to` has for it, over the keys in order.
+/// Folds the scores of each query from `lane` on into its element of `to`, over the keys in order.
 #[inline(always)]
 fn fold<R: Real, S: Simd>(
     simd: S,

@@ -55,7 +55,7 @@ impl Pass {
         self.head.next_multiple_of(LANES) + LANES
     }
 
-    /// What a unit leaves of a query: the output, then the largest score and the sum.
+    /// Returns a unit's partial result for a query: the output, then the largest score and the sum.
     ///
     /// # Safety
     /// The partial results are of this type, and nothing else uses this one meanwhile, or nothing writes it.
@@ -130,9 +130,9 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
             simd::arch().dispatch(Unit::<X> { pass, unit, scratch: &mut scratch, element: PhantomData });
         }
     })?;
-    for of_keys in 0..batch as usize * pass.kv_heads {
+    for key_head in 0..batch as usize * pass.kv_heads {
         for query in 0..group {
-            join::<X>(pass, of_keys, query);
+            join::<X>(pass, key_head, query);
         }
     }
     Ok(())
@@ -152,8 +152,8 @@ impl<X: Element> WithSimd for Unit<'_, X> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { pass, unit, scratch, .. } = self;
-        let (of_keys, chunk) = (unit / pass.chunks, unit % pass.chunks);
-        let (batch, kv_head) = (of_keys / pass.kv_heads, of_keys % pass.kv_heads);
+        let (key_head, chunk) = (unit / pass.chunks, unit % pass.chunks);
+        let (batch, kv_head) = (key_head / pass.kv_heads, key_head % pass.kv_heads);
         let (width, padded) = (pass.head, pass.head.next_multiple_of(LANES));
         let [queries, scores, keys, values] =
             scratch.parts([pass.group * padded, pass.group * BLOCK, BLOCK * padded, BLOCK * padded]);
@@ -312,11 +312,11 @@ fn mask<R: Real>(pass: &Pass, batch: usize, keys: Range<usize>, scores: &mut [R]
     }
 }
 
-/// The output of a query, from what the units of its head of keys left.
-fn join<X: Element>(pass: &Pass, of_keys: usize, query: usize) {
+/// Returns the output of a query, from what the units of its head of keys left.
+fn join<X: Element>(pass: &Pass, key_head: usize, query: usize) {
     let padded = pass.head.next_multiple_of(LANES);
     // SAFETY: all units have ended.
-    let partial = |chunk: usize| unsafe { pass.partial::<X::Compute>(of_keys * pass.chunks + chunk, query) };
+    let partial = |chunk: usize| unsafe { pass.partial::<X::Compute>(key_head * pass.chunks + chunk, query) };
     let mut most = partial(0)[padded];
     for chunk in 1..pass.chunks {
         let other = partial(chunk)[padded];
@@ -327,7 +327,7 @@ fn join<X: Element>(pass: &Pass, of_keys: usize, query: usize) {
     for chunk in 0..pass.chunks {
         sum += partial(chunk)[padded + 1] * factor(chunk);
     }
-    let (batch, kv_head) = (of_keys / pass.kv_heads, of_keys % pass.kv_heads);
+    let (batch, kv_head) = (key_head / pass.kv_heads, key_head % pass.kv_heads);
     // SAFETY: the row lies in the output, and nothing else uses it.
     let to = unsafe {
         let to = pass.o.row::<X>(batch, kv_head * pass.group + query, 0);
@@ -335,9 +335,9 @@ fn join<X: Element>(pass: &Pass, of_keys: usize, query: usize) {
     };
     let first = partial(0);
     if pass.chunks > 1 {
-        let of_first = factor(0);
+        let first_factor = factor(0);
         for value in &mut first[..padded] {
-            *value = *value * of_first;
+            *value = *value * first_factor;
         }
         for chunk in 1..pass.chunks {
             let factor = factor(chunk);

@@ -33,7 +33,7 @@ const COLUMNS: usize = 2 * BLOCK;
 #[repr(C, align(64))]
 struct Dequantized([[[u32; TILE]; GROUP]; PARTS]);
 
-/// Whether [`run`] is for so many vectors and rows on this processor. One vector is faster in fp32: dequantizing takes longer.
+/// Returns whether [`run`] is for that many vectors and rows on this processor. One vector is faster in fp32: dequantizing takes longer.
 pub(super) fn applies(vectors: usize, rows: usize) -> bool {
     (2..=VECTORS).contains(&vectors) && rows >= GROUP && is_x86_feature_detected!("avx512bf16")
 }
@@ -44,7 +44,7 @@ pub(super) fn run(packed: &Packed<'_>, x: &[bf16], inner: usize, results: &Resul
     let products = Products { packed, x: tiles_of(x, inner, &mut memory), blocks: inner / BLOCK };
     for_groups(results, |start, _| {
         // SAFETY: the processor has the instructions, and the tiles are configured.
-        unsafe { products.of_group(start) }
+        unsafe { products.multiply_group(start) }
     })
 }
 
@@ -78,7 +78,7 @@ impl Products<'_> {
     /// # Safety
     /// The processor has AVX-512 F, BW and BF16, and the tiles are configured.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    unsafe fn of_group(&self, first: usize) -> Sums {
+    unsafe fn multiply_group(&self, first: usize) -> Sums {
         let mut scales = vec![0f32; GROUP * self.blocks];
         self.packed.scales(first * self.blocks, &mut scales);
         let mut sums = [[0f32; VECTORS]; GROUP];
@@ -124,10 +124,9 @@ impl Products<'_> {
         for row in 0..GROUP {
             let scales = &scales[row * self.blocks..][blocks.clone()];
             let scaled = |scale: f32| _mm512_mul_ps(table, _mm512_set1_ps(scale));
-            let of_both =
-                _mm512_cvtne2ps_pbh(scaled(scales.get(1).copied().unwrap_or(0.0)), scaled(scales[0]));
+            let both = _mm512_cvtne2ps_pbh(scaled(scales.get(1).copied().unwrap_or(0.0)), scaled(scales[0]));
             // SAFETY: both are 512 bits without invalid values.
-            let of_both: __m512i = unsafe { std::mem::transmute(of_both) };
+            let both: __m512i = unsafe { std::mem::transmute(both) };
             let codes = &self.packed.codes[((first + row) * self.blocks + blocks.start) * BYTES..];
             let codes = &codes[..blocks.len() * BYTES];
             let next = self.packed.codes.as_ptr().wrapping_add(ahead + row * COLUMNS / 2);
@@ -137,7 +136,7 @@ impl Products<'_> {
                 let mut codes = _mm512_maskz_loadu_epi32(mask, codes.as_ptr().cast());
                 for part in &mut values.0 {
                     let index = _mm512_ternarylogic_epi32::<0xea>(codes, code, second);
-                    let looked_up = _mm512_permutexvar_epi16(index, of_both);
+                    let looked_up = _mm512_permutexvar_epi16(index, both);
                     _mm512_store_si512(part[row].as_mut_ptr().cast(), looked_up);
                     codes = _mm512_srli_epi16::<4>(codes);
                 }

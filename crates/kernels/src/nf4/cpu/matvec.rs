@@ -73,7 +73,7 @@ impl Products for Quantized<'_> {
     }
 
     #[inline(always)]
-    fn of_rows<S: Simd>(
+    fn multiply<S: Simd>(
         &self,
         _: S,
         (first, scales): &Self::Task,
@@ -81,14 +81,14 @@ impl Products for Quantized<'_> {
         number: usize,
         sums: &mut Sums,
     ) {
-        let mut of_rows = [Row { codes: &[], scales: &[] }; STREAMS];
-        for (one, row) in of_rows.iter_mut().zip(rows) {
+        let mut streams = [Row { codes: &[], scales: &[] }; STREAMS];
+        for (one, row) in streams.iter_mut().zip(rows) {
             one.codes = &self.packed.codes[row * self.blocks * BYTES..][..self.blocks * BYTES];
             one.scales = &scales[(row - first) * self.blocks..][..self.blocks];
         }
         match &self.x {
-            Vectors::Float(x) => dots(&of_rows, group(x, number), sums),
-            Vectors::Pairs(x) => dots_of_pairs(&of_rows, group(x, number), sums),
+            Vectors::Float(x) => dots(&streams, group(x, number), sums),
+            Vectors::Pairs(x) => dots_of_pairs(&streams, group(x, number), sums),
         }
     }
 }
@@ -106,7 +106,7 @@ enum Vectors {
     Pairs(Vec<Vec<bf16>>),
 }
 
-/// The `number`-th [`VECTORS`] vectors.
+/// Returns the `number`-th [`VECTORS`] vectors.
 fn group<T>(x: &[Vec<T>], number: usize) -> &[Vec<T>] {
     &x[number * VECTORS..x.len().min((number + 1) * VECTORS)]
 }
@@ -116,7 +116,7 @@ fn filled<T, const N: usize>(x: &[Vec<T>]) -> [&[T]; N] {
     std::array::from_fn(|index| x.get(index).unwrap_or(&x[0]).as_slice())
 }
 
-/// Products of rows with vectors that [`arranged_in_pairs`] returned; so many rows at a time as the registers have room for.
+/// Products of rows with vectors that [`arranged_in_pairs`] returned; as many rows at a time as fit the registers.
 #[cfg(target_arch = "x86_64")]
 fn dots_of_pairs(rows: &[Row<'_>; STREAMS], x: &[Vec<bf16>], sums: &mut Sums) {
     // SAFETY: there are such vectors only where the processor has the instructions; codes, scales and vectors are of the same whole

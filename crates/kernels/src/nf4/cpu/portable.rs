@@ -44,11 +44,11 @@ pub(super) fn quantize(values: &[f32], scales: &mut [f32], codes: &mut [u8]) -> 
     const LEAST: f32 = 1e-38;
     let mut finite = true;
     for ((values, scale), codes) in values.chunks(BLOCK).zip(scales).zip(codes.chunks_mut(BYTES)) {
-        let mut whole = [0f32; BLOCK];
-        whole[..values.len()].copy_from_slice(values);
+        let mut padded = [0f32; BLOCK];
+        padded[..values.len()].copy_from_slice(values);
         let mut most = 0f32;
         let mut all = true;
-        for value in whole {
+        for value in padded {
             most = most.max(value.abs());
             all &= value.abs() <= f32::MAX;
         }
@@ -56,16 +56,16 @@ pub(super) fn quantize(values: &[f32], scales: &mut [f32], codes: &mut [u8]) -> 
         if values.len() == BLOCK {
             *scale = most;
             let inverse = 1.0 / most.max(LEAST);
-            whole.iter_mut().for_each(|value| *value = (*value * inverse).clamp(-1.0, 1.0));
+            padded.iter_mut().for_each(|value| *value = (*value * inverse).clamp(-1.0, 1.0));
         } else {
             // bitsandbytes divides the values of a partial block, and stores the limited divisor.
             *scale = most.max(LEAST);
-            whole.iter_mut().for_each(|value| *value = (*value / *scale).clamp(-1.0, 1.0));
+            padded.iter_mut().for_each(|value| *value = (*value / *scale).clamp(-1.0, 1.0));
         }
         let mut nearest = [0u8; BLOCK];
         for pair in TABLE.windows(2) {
             let bound = (pair[0] + pair[1]) / 2.0;
-            for (code, value) in nearest.iter_mut().zip(whole) {
+            for (code, value) in nearest.iter_mut().zip(padded) {
                 *code += u8::from(value > bound);
             }
         }
@@ -86,14 +86,14 @@ pub(super) fn quantize_group(values: &[f32], codes: &mut [u8]) -> f32 {
     let nearest = NEAREST.get_or_init(|| {
         let map = nested_map();
         let mut code = 0;
-        let of_step = |step: usize| {
+        let step_sum = |step: usize| {
             let value = -1.0 + (2.0 * step as f32) / (STEPS - 1) as f32;
             while code < map.len() - 1 && 0.5 * (map[code] + map[code + 1]) < value {
                 code += 1;
             }
             code as u8
         };
-        (0..STEPS).map(of_step).collect()
+        (0..STEPS).map(step_sum).collect()
     });
     let most = values.iter().fold(0f32, |most, value| most.max(value.abs()));
     if most == 0.0 {

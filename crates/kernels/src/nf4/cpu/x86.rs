@@ -91,7 +91,7 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
                 _mm_prefetch::<_MM_HINT_T0>(row.codes.as_ptr().wrapping_add(4 * at + PREFETCHED).cast());
                 *word = _mm512_maskz_loadu_epi32(mask, row.codes.as_ptr().add(4 * at).cast());
             }
-            let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
+            let mut block_sums = [[_mm512_setzero_ps(); N]; R];
             for part in 0..8 {
                 let mut value = [_mm512_setzero_ps(); R];
                 for row in 0..R {
@@ -101,7 +101,7 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
                 for vector in 0..N {
                     let x = _mm512_maskz_loadu_ps(mask, x[vector].as_ptr().add(part * words + at));
                     for row in 0..R {
-                        of_blocks[row][vector] = _mm512_fmadd_ps(value[row], x, of_blocks[row][vector]);
+                        block_sums[row][vector] = _mm512_fmadd_ps(value[row], x, block_sums[row][vector]);
                     }
                 }
             }
@@ -110,7 +110,7 @@ pub(super) unsafe fn dots_avx512<const R: usize, const N: usize>(
                 let second = if is_pair { scales[1] } else { 0.0 };
                 let scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[0]), _mm512_set1_ps(second));
                 for vector in 0..N {
-                    sums[row][vector] = _mm512_fmadd_ps(of_blocks[row][vector], scale, sums[row][vector]);
+                    sums[row][vector] = _mm512_fmadd_ps(block_sums[row][vector], scale, sums[row][vector]);
                 }
             }
         }
@@ -178,7 +178,7 @@ unsafe fn add_blocks<const R: usize, const N: usize, const PAIR: bool>(
             prefetch_line(codes.wrapping_add(4 * at + PREFETCHED).addr());
             word[row] = _mm512_maskz_loadu_epi32(mask, codes.add(4 * at).cast());
         }
-        let mut of_blocks = [[_mm512_setzero_ps(); N]; R];
+        let mut block_sums = [[_mm512_setzero_ps(); N]; R];
         for part in 0..4 {
             let mut value = [_mm512_setzero_si512(); R];
             for row in 0..R {
@@ -189,7 +189,7 @@ unsafe fn add_blocks<const R: usize, const N: usize, const PAIR: bool>(
                 let x = x[vector].as_ptr().add(2 * (part * words + at));
                 let x = _mm512_maskz_loadu_epi32(mask, x.cast());
                 for row in 0..R {
-                    let sum = &mut of_blocks[row][vector];
+                    let sum = &mut block_sums[row][vector];
                     *sum = _mm512_dpbf16_ps(*sum, pairs(value[row]), pairs(x));
                 }
             }
@@ -202,7 +202,7 @@ unsafe fn add_blocks<const R: usize, const N: usize, const PAIR: bool>(
             }
             for vector in 0..N {
                 let sum = &mut sums[row][vector];
-                *sum = _mm512_fmadd_ps(of_blocks[row][vector], scale, *sum);
+                *sum = _mm512_fmadd_ps(block_sums[row][vector], scale, *sum);
             }
         }
     }
@@ -222,17 +222,17 @@ pub(super) unsafe fn dots_avx2<const N: usize>(row: &Row<'_>, x: [&[f32]; N], ou
         for (block, scale) in row.scales.iter().enumerate() {
             _mm_prefetch::<_MM_HINT_T0>(row.codes.as_ptr().wrapping_add(BYTES * block + PREFETCHED).cast());
             let mut word = _mm256_loadu_si256(row.codes.as_ptr().add(BYTES * block).cast());
-            let mut of_block = [_mm256_setzero_ps(); N];
+            let mut block_sums = [_mm256_setzero_ps(); N];
             for part in 0..8 {
                 let value = look_up_avx2(table, word);
                 for vector in 0..N {
                     let x = _mm256_loadu_ps(x[vector].as_ptr().add(part * words + block * BLOCK / 8));
-                    of_block[vector] = _mm256_fmadd_ps(value, x, of_block[vector]);
+                    block_sums[vector] = _mm256_fmadd_ps(value, x, block_sums[vector]);
                 }
                 word = _mm256_srli_epi32::<4>(word);
             }
             for vector in 0..N {
-                sums[vector] = _mm256_fmadd_ps(of_block[vector], _mm256_set1_ps(*scale), sums[vector]);
+                sums[vector] = _mm256_fmadd_ps(block_sums[vector], _mm256_set1_ps(*scale), sums[vector]);
             }
         }
         for (out, sums) in out.iter_mut().zip(sums) {
@@ -243,7 +243,7 @@ pub(super) unsafe fn dots_avx2<const N: usize>(row: &Row<'_>, x: [&[f32]; N], ou
     }
 }
 
-/// The lower and the upper half of the table.
+/// Returns the lower and the upper half of the table.
 ///
 /// # Safety
 /// The processor has AVX2.
@@ -253,7 +253,7 @@ unsafe fn table_avx2() -> [__m256; 2] {
     unsafe { [_mm256_loadu_ps(TABLE.as_ptr()), _mm256_loadu_ps(TABLE.as_ptr().add(8))] }
 }
 
-/// The values of the codes in the lowest four bits of each word.
+/// Returns the values of the codes in the lowest four bits of each word.
 ///
 /// # Safety
 /// The processor has AVX2.

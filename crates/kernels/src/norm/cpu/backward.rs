@@ -46,7 +46,7 @@ pub(super) struct Pass {
     pub(super) bias_parts: usize,
 }
 
-/// Number of parts of the rows. It depends on the number of rows only, so that the sums do not depend on the threads.
+/// Returns the number of parts of the rows. It depends on the number of rows only, so that the sums do not depend on the threads.
 pub(super) fn parts(rows: usize) -> usize {
     rows.div_ceil(part(rows))
 }
@@ -148,12 +148,14 @@ unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
     Y: Element<Compute = X::Compute>,
     X: Element,
 {
+    // First sweep: the statistics of each row, which leave the rows in the cache.
     let mut rows = [Row::<X::Compute>::default(); GROUP];
     let rows = &mut rows[..count];
     for (k, row) in rows.iter_mut().enumerate() {
         // SAFETY: the rows exist, by this function's contract.
-        *row = unsafe { survey::<S, Y, X, CENTER, OUTPUT>(pass, first + k) };
+        *row = unsafe { row_statistics::<S, Y, X, CENTER, OUTPUT>(pass, first + k) };
     }
+    // Second sweep, column by column: the gradients of the rows and their part of the parameters' gradients.
     let columns = pass.columns;
     let kept = (pass.kept as *const S).wrapping_add(first * columns);
     let upstream = (pass.upstream as *const Y).wrapping_add(first * columns);
@@ -166,20 +168,22 @@ unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
             let weight = vector::<X::Compute, N>(pass.weight, at, X::Compute::ONE);
             let inverse = vector::<X::Compute, N>(pass.inverse, at, X::Compute::ONE);
             let bias = vector::<X::Compute, N>(pass.bias, at, X::Compute::default());
-            let mut of_weight = [X::Compute::default(); N];
-            let mut of_bias = [X::Compute::default(); N];
+            let mut weight_sum = [X::Compute::default(); N];
+            let mut bias_sum = [X::Compute::default(); N];
             for (k, row) in rows.iter().enumerate() {
                 let place = k * columns + at;
                 let d = load::<Y, N>(upstream.add(place));
+                // x̂, and its part of ∂L/∂w = Σ d·x̂ and ∂L/∂b = Σ d.
                 let mut x = load::<S, N>(kept.add(place));
                 for i in 0..N {
                     x[i] = if OUTPUT { (x[i] - bias[i]) * inverse[i] } else { (x[i] - row.mean) * row.rstd };
                     if CENTER && !OUTPUT {
                         x[i] = x[i] - row.rest;
                     }
-                    of_weight[i] += d[i] * x[i];
-                    of_bias[i] += d[i];
+                    weight_sum[i] += d[i] * x[i];
+                    bias_sum[i] += d[i];
                 }
+                // ∂L/∂x = r·(g − mean(g) − x̂·mean(g·x̂)).
                 if pass.grad != 0 {
                     for i in 0..N {
                         let g = d[i] * weight[i];
@@ -196,43 +200,49 @@ unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
                 }
             }
             if pass.weight_parts != 0 {
-                add::<X::Compute, N>(weight_sums.add(at), &of_weight);
+                add::<X::Compute, N>(weight_sums.add(at), &weight_sum);
             }
             if pass.bias_parts != 0 {
-                add::<X::Compute, N>(bias_sums.add(at), &of_bias);
+                add::<X::Compute, N>(bias_sums.add(at), &bias_sum);
             }
         }
     });
 }
 
+/// Returns the statistics of a row: those that forward saved, and the means of g, x̂ and g·x̂.
+///
 /// # Safety
 /// As [`group`], for one row.
 #[inline(always)]
-unsafe fn survey<S, Y, X, const CENTER: bool, const OUTPUT: bool>(pass: Pass, row: usize) -> Row<X::Compute>
+unsafe fn row_statistics<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
+    pass: Pass,
+    row: usize,
+) -> Row<X::Compute>
 where
     S: Element<Compute = X::Compute>,
     Y: Element<Compute = X::Compute>,
     X: Element,
 {
     let columns = pass.columns;
-    let mut found = Row::default();
+    let mut statistics = Row::default();
     // SAFETY: the statistics have one element for each row.
     unsafe {
-        found.rstd = (pass.rstd as *const X::Compute).add(row).read();
+        statistics.rstd = (pass.rstd as *const X::Compute).add(row).read();
         if pass.mean != 0 {
-            found.mean = (pass.mean as *const X::Compute).add(row).read();
+            statistics.mean = (pass.mean as *const X::Compute).add(row).read();
         }
     }
     if pass.grad == 0 && (OUTPUT || !CENTER) {
-        return found;
+        return statistics;
     }
     let kept = (pass.kept as *const S).wrapping_add(row * columns);
     let upstream = (pass.upstream as *const Y).wrapping_add(row * columns);
+    // Sums of at most `STRETCH` numbers in the compute type, added up in f64.
     let (mut slope, mut curve, mut rest) = (0.0, 0.0, 0.0);
     for from in (0..columns).step_by(STRETCH) {
-        let mut of_g = [X::Compute::default(); BLOCK];
-        let mut of_gx = [X::Compute::default(); BLOCK];
-        let mut of_x = [X::Compute::default(); BLOCK];
+        let mut g_sums = [X::Compute::default(); BLOCK];
+        let mut gx_sums = [X::Compute::default(); BLOCK];
+        let mut x_sums = [X::Compute::default(); BLOCK];
         blocks!(BLOCK, from, columns.min(from + STRETCH), |at, N| {
             // SAFETY: the block lies in the row, and in the vectors.
             unsafe {
@@ -247,31 +257,32 @@ where
                     }
                 } else {
                     for x in &mut x {
-                        *x = (*x - found.mean) * found.rstd;
+                        *x = (*x - statistics.mean) * statistics.rstd;
                     }
                 }
                 for i in 0..N {
                     let g = d[i] * weight[i];
-                    of_gx[i] += g * x[i];
+                    gx_sums[i] += g * x[i];
                     if CENTER {
-                        of_g[i] += g;
-                        of_x[i] += x[i];
+                        g_sums[i] += g;
+                        x_sums[i] += x[i];
                     }
                 }
             }
         });
-        curve += total(of_gx);
+        curve += total(gx_sums);
         if CENTER {
-            slope += total(of_g);
-            rest += if OUTPUT { 0.0 } else { total(of_x) };
+            slope += total(g_sums);
+            rest += if OUTPUT { 0.0 } else { total(x_sums) };
         }
     }
+    // Σ g·x̂ is corrected for the mean of x̂, which rounding leaves above or below 0.
     let n = columns as f64;
     (slope, rest) = (slope / n, rest / n);
-    found.slope = X::Compute::from_f64(slope);
-    found.rest = X::Compute::from_f64(rest);
-    found.curve = X::Compute::from_f64(curve / n - rest * slope);
-    found
+    statistics.slope = X::Compute::from_f64(slope);
+    statistics.rest = X::Compute::from_f64(rest);
+    statistics.curve = X::Compute::from_f64(curve / n - rest * slope);
+    statistics
 }
 
 /// Returns the sum of all lanes, added pairwise by halves.

@@ -99,6 +99,7 @@ where
     X: Element,
     Y: Element<Compute = X::Compute>,
 {
+    // The row, after the sum with the residual, in the compute type.
     let columns = pass.columns;
     // SAFETY: the rows lie in their matrices, the statistics have one element for each row, and written memory overlaps nothing
     // else.
@@ -141,12 +142,14 @@ where
         (center, rest) = (X::Compute::default(), 0.0);
         variance = deviations(simd, values, center).1 / n;
     }
+    // Squares that overflow the compute type are summed again in f64.
     if !variance.is_finite() {
         let (mean, wide) = in_f64::<X::Compute, CENTER>(values);
         center = X::Compute::from_f64(mean);
         rest = mean - center.to_f64();
         variance = wide;
     }
+    // The statistics, and y from them.
     let scale = 1.0 / (variance + pass.eps).sqrt();
     let affine = Affine {
         center,
@@ -270,7 +273,7 @@ struct Affine<'a, C> {
 
 impl<C: Real> Affine<'_, C> {
     #[inline(always)]
-    fn of<S: Simd>(
+    fn vector<S: Simd>(
         &self,
         simd: S,
         v: C::Vector<S>,
@@ -283,7 +286,7 @@ impl<C: Real> Affine<'_, C> {
     }
 
     #[inline(always)]
-    fn of_one(&self, v: C, weight: C, bias: C) -> C {
+    fn element(&self, v: C, weight: C, bias: C) -> C {
         ((v - self.center) * self.scale + self.shift) * weight + bias
     }
 
@@ -294,10 +297,10 @@ impl<C: Real> Affine<'_, C> {
         let (weight, weight_tail) = C::split::<S>(self.weight);
         let (bias, bias_tail) = C::split::<S>(self.bias);
         for (((y, v), weight), bias) in y.iter_mut().zip(values).zip(weight).zip(bias) {
-            *y = self.of(simd, *v, *weight, *bias);
+            *y = self.vector(simd, *v, *weight, *bias);
         }
         for (((y, v), weight), bias) in y_tail.iter_mut().zip(values_tail).zip(weight_tail).zip(bias_tail) {
-            *y = self.of_one(*v, *weight, *bias);
+            *y = self.element(*v, *weight, *bias);
         }
     }
 
@@ -307,10 +310,10 @@ impl<C: Real> Affine<'_, C> {
         let (weight, weight_tail) = C::split::<S>(self.weight);
         let (bias, bias_tail) = C::split::<S>(self.bias);
         for ((v, weight), bias) in values.iter_mut().zip(weight).zip(bias) {
-            *v = self.of(simd, *v, *weight, *bias);
+            *v = self.vector(simd, *v, *weight, *bias);
         }
         for ((v, weight), bias) in values_tail.iter_mut().zip(weight_tail).zip(bias_tail) {
-            *v = self.of_one(*v, *weight, *bias);
+            *v = self.element(*v, *weight, *bias);
         }
     }
 }
