@@ -62,10 +62,13 @@ impl Autocast {
     /// Creates a policy that computes products in `dtype`: [`Kind::Half`] or [`Kind::BFloat16`].
     ///
     /// # Errors
-    /// [`Error::Dtype`] for any other dtype.
+    /// Any other dtype.
     pub fn new(dtype: Kind) -> Result<Self> {
         if !matches!(dtype, Kind::Half | Kind::BFloat16) {
-            return Err(Error::Dtype { found: dtype });
+            return Err(Error::config(
+                "autocast",
+                format!("{dtype:?} is not a low-precision dtype; expected Half or BFloat16"),
+            ));
         }
         Ok(Self(Arc::new(CastPolicy { dtype, fp8: false, pure: false, cache: CastCache::new() })))
     }
@@ -79,7 +82,7 @@ impl Autocast {
     /// included. Products have the numerics of native hardware. This is the baseline for mixed precision.
     ///
     /// # Errors
-    /// [`Error::Dtype`] for any dtype but [`Kind::Half`] and [`Kind::BFloat16`].
+    /// Any dtype but [`Kind::Half`] and [`Kind::BFloat16`].
     pub fn pure(dtype: Kind) -> Result<Self> {
         let CastPolicy { dtype, .. } = *Self::new(dtype)?.0;
         Ok(Self(Arc::new(CastPolicy { dtype, fp8: false, pure: true, cache: CastCache::disabled() })))

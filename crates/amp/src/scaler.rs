@@ -47,7 +47,7 @@ use training::clip::Norm;
 use training::optimizer::DeviceOptimizer;
 use training::scaler::UnscaleResult;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, foreign_state, refused};
 use dynamic_scale::{DynamicOptions, DynamicRule};
 use per_optimizer_state::PerOptimizerState;
 use static_scale::StaticRule;
@@ -63,7 +63,7 @@ pub trait ScaleRule: Debug + Send {
     /// Updates the scale after a step.
     ///
     /// # Errors
-    /// [`Error::Exhausted`] or [`Error::TooHigh`] if too many steps in a row overflowed.
+    /// [`Error::Overflowed`](crate::Error::Overflowed) if too many steps in a row overflowed.
     fn update(&mut self, overflow: bool) -> Result<()>;
 
     /// Returns the state for a checkpoint.
@@ -72,7 +72,7 @@ pub trait ScaleRule: Debug + Send {
     /// Restores a state returned by [`ScaleRule::state`].
     ///
     /// # Errors
-    /// [`Error::State`].
+    /// The state of another scaler.
     fn load_state(&mut self, state: &Value) -> Result<()>;
 }
 
@@ -93,7 +93,7 @@ impl StaticGradScaler {
     /// Creates a scaler with a constant scale.
     ///
     /// # Errors
-    /// [`Error::Option`] for a scale that is not finite or not above 0.
+    /// A scale that is not finite or not above 0.
     pub fn new(scale: f32) -> Result<Self> {
         Ok(Self::with_rule(StaticRule::new(scale)?))
     }
@@ -103,7 +103,7 @@ impl DynamicGradScaler {
     /// Creates a scaler whose scale starts at `options.init_scale`.
     ///
     /// # Errors
-    /// [`Error::Option`] for an option outside its range.
+    /// An option outside its range.
     pub fn new(options: DynamicOptions) -> Result<Self> {
         Ok(Self::with_rule(DynamicRule::new(options)?))
     }
@@ -133,7 +133,7 @@ impl<R: ScaleRule> Scaler<R> {
     /// Does not wait for the device. `norm` also computes their 2-norm, at no cost on the CPU.
     ///
     /// # Errors
-    /// [`Error::UnscaledTwice`], [`Error::SteppedTwice`] or [`Error::HalfGradients`], before any gradient is changed; those of
+    /// Gradients that are unscaled, an optimizer that has stepped, gradients in fp16, before any gradient is changed; those of
     /// [`unscale_`].
     pub fn unscale_(&mut self, optimizer: &str, grads: &[Tensor], norm: bool) -> Result<Unscaled> {
         // As in PyTorch: 1/s in fp64, rounded to fp32.
@@ -145,7 +145,7 @@ impl<R: ScaleRule> Scaler<R> {
     /// [`Scaler::unscale_`] was not called. Skips parameters without a gradient and frozen ones, as the optimizer does.
     ///
     /// # Errors
-    /// [`Error::SteppedTwice`]; those of [`Scaler::unscale_`] and of the optimizer.
+    /// An optimizer that has stepped; those of [`Scaler::unscale_`] and of the optimizer.
     pub fn step(&mut self, name: &str, optimizer: &mut DeviceOptimizer) -> Result<bool> {
         if !self.optimizers.is_unscaled(name) {
             let grads = optimizer.gradients()?;
@@ -161,7 +161,7 @@ impl<R: ScaleRule> Scaler<R> {
     /// Updates the scale. Call it once after all optimizers have stepped. Returns whether any of them overflowed.
     ///
     /// # Errors
-    /// [`Error::NothingStepped`]; those of [`ScaleRule::update`].
+    /// No optimizer has stepped; those of [`ScaleRule::update`].
     pub fn update(&mut self) -> Result<bool> {
         let overflow = self.optimizers.take_overflow()?;
         self.rule.update(overflow)?;
@@ -176,7 +176,7 @@ impl<R: ScaleRule> Scaler<R> {
     /// Restores a state returned by [`Scaler::state`].
     ///
     /// # Errors
-    /// [`Error::State`] for the state of another scaler.
+    /// The state of another scaler.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         self.rule.load_state(untagged(R::NAME, state)?)?;
         self.optimizers.clear();
@@ -194,7 +194,11 @@ fn unscale_once(
 ) -> Result<Unscaled> {
     optimizers.check_unscale(optimizer)?;
     if let Some(index) = grads.iter().position(|grad| grad.kind() == Kind::Half) {
-        return Err(Error::HalfGradients { optimizer: optimizer.into(), index });
+        return Err(refused(format!(
+            "gradient {index} of optimizer `{optimizer}` is fp16; dividing it by the scale would bring back the underflow that scaling \
+             prevents, with or without master weights. Keep the parameters in fp32 and let autocast cast them, or use bf16 parameters, \
+             which need no scaler"
+        )));
     }
     let inverse = match grads.first() {
         Some(grad) => inverse.f_to_device(grad.device())?,
@@ -215,8 +219,7 @@ fn untagged<'a>(name: &'static str, state: &'a Value) -> Result<&'a Value> {
     if state["kind"] == name {
         return Ok(&state["state"]);
     }
-    let reason = "its `kind` differs".into();
-    Err(Error::State { found: state.to_string(), expected: name, reason })
+    Err(foreign_state(state, name, "its `kind` differs"))
 }
 
 /// The name of the one optimizer of `training::Trainer`.
@@ -224,19 +227,18 @@ const TRAINER: &str = "training";
 
 impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
     fn scale(&self, loss: &Tensor) -> training::Result<Tensor> {
-        Scaler::scale(self, loss).map_err(to_training)
+        Scaler::scale(self, loss)
     }
 
     fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<UnscaleResult> {
-        let Unscaled { found_inf, norm } =
-            Scaler::unscale_(self, TRAINER, grads, norm).map_err(to_training)?;
+        let Unscaled { found_inf, norm } = Scaler::unscale_(self, TRAINER, grads, norm)?;
         Ok(UnscaleResult { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
     fn update(&mut self, overflow: bool) -> training::Result<()> {
         // The trainer has read the flag, in one copy with the norm.
         self.optimizers.clear();
-        self.rule.update(overflow).map_err(to_training)
+        self.rule.update(overflow)
     }
 
     fn current(&self) -> f64 {
@@ -248,19 +250,6 @@ impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
     }
 
     fn load_state(&mut self, state: &Value) -> training::Result<()> {
-        Scaler::load_state(self, state).map_err(to_training)
-    }
-}
-
-fn to_training(error: Error) -> training::Error {
-    match error {
-        Error::Training(error) => error,
-        Error::Runtime(error) => error.into(),
-        Error::Torch(error) => error.into(),
-        other => {
-            let (what, text) = ("gradient scaler", other.to_string());
-            let reason = text.strip_prefix(what).and_then(|text| text.strip_prefix(": ")).unwrap_or(&text);
-            training::Error::Config { what, reason: reason.to_owned() }
-        }
+        Scaler::load_state(self, state)
     }
 }

@@ -48,12 +48,12 @@ impl LossLog {
     /// A file that cannot be written.
     pub fn open(path: &Path, resume: bool) -> training::Result<Self> {
         let file = OpenOptions::new().create(true).write(true).append(resume).truncate(!resume).open(path);
-        let file = file.map_err(|cause| training::Error::Io { path: path.to_owned(), cause })?;
+        let file = file.map_err(|cause| training::Error::io(path, cause))?;
         Ok(Self { path: path.to_owned(), file, continues: false })
     }
 
     fn io(&self, result: std::io::Result<()>) -> training::Result<()> {
-        result.map_err(|cause| training::Error::Io { path: self.path.clone(), cause })
+        result.map_err(|cause| training::Error::io(&self.path, cause))
     }
 
     fn put(&mut self, value: &Value) -> training::Result<()> {

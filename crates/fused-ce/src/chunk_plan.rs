@@ -11,7 +11,7 @@ use kernels::cross_entropy::{LogitsPass, pass_for};
 use kernels::processor;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::inputs::{Sizes, compute_kind};
 use crate::options::{Chunk, LinearCrossEntropy};
 
@@ -57,7 +57,11 @@ impl ChunkPlan {
                 if trains_weight && bytes <= one { chunk.max(sizes.tokens) } else { chunk }
             }
             Chunk::Budget(budget) if budget < row => {
-                return Err(Error::Budget { budget, row, vocabulary: sizes.widest });
+                return Err(refused(format!(
+                    "a budget of {budget} bytes is less than the {row} bytes of one row of {} logits; increase it, or set a number of \
+                     tokens",
+                    sizes.widest
+                )));
             }
             Chunk::Budget(budget) => i64::try_from(budget / row).unwrap_or(i64::MAX),
         };

@@ -1,114 +1,40 @@
-//! Errors of the loss.
+//! Messages of the loss. The type is the runtime's.
 
-use tch::{Device, Kind};
+use std::fmt::Display;
 
-/// A result with this crate's [`enum@Error`].
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+pub use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor};
 
-/// An error of this crate.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// A tensor with an unexpected shape.
-    #[error("linear cross-entropy: `{name}` has shape {found:?}; expected {expected}")]
-    Shape {
-        /// Name of the tensor.
-        name: &'static str,
-        /// Its shape.
-        found: Vec<i64>,
-        /// The expected shape, in words.
-        expected: String,
-    },
-    /// A tensor with an unexpected dtype.
-    #[error("linear cross-entropy: `{name}` is {found:?}; expected {expected}; convert it with `to_kind`")]
-    Dtype {
-        /// Name of the tensor.
-        name: &'static str,
-        /// Its dtype.
-        found: Kind,
-        /// The expected dtype.
-        expected: String,
-    },
-    /// A tensor on another device than the hidden states.
-    #[error(
-        "linear cross-entropy: `{name}` is on {found:?} and `hidden` on {expected:?}; move one with `to_device`"
-    )]
-    DeviceMismatch {
-        /// Name of the tensor.
-        name: &'static str,
-        /// Its device.
-        found: Device,
-        /// The device of the hidden states.
-        expected: Device,
-    },
-    /// An undefined tensor.
-    #[error("linear cross-entropy: `{name}` is an undefined tensor; pass a tensor with values")]
-    Undefined {
-        /// Name of the tensor.
-        name: &'static str,
-    },
-    /// A target outside the vocabulary.
-    #[error(
-        "linear cross-entropy: target {found} at position {position} is outside the vocabulary of {vocabulary} (0 to {}) and is \
-         not the ignore index {ignore_index}; use the tokenizer of the model, or set the ignore index",
-        vocabulary - 1
-    )]
-    Target {
-        /// The target.
-        found: i64,
-        /// Its index among the targets of all rows in order.
-        position: usize,
-        /// Number of classes.
-        vocabulary: i64,
-        /// The target of ignored tokens.
-        ignore_index: i64,
-    },
-    /// A budget smaller than one row of logits.
-    #[error(
-        "linear cross-entropy: a budget of {budget} bytes is less than the {row} bytes of one row of {vocabulary} logits; \
-         increase it, or set a number of tokens"
-    )]
-    Budget {
-        /// The budget in bytes.
-        budget: u64,
-        /// Bytes of one row.
-        row: u64,
-        /// Length of a row.
-        vocabulary: i64,
-    },
-    /// An option outside its range, or options that exclude each other.
-    #[error("linear cross-entropy: {0}")]
-    Option(String),
-    /// A head that is not one projection.
-    #[error(
-        "linear cross-entropy cannot replace the head `{head}` with the tensors {found:?}; expected `weight` [vocabulary, \
-         hidden], with or without `bias`"
-    )]
-    Head {
-        /// Its name in the model.
-        head: String,
-        /// Names of its tensors.
-        found: Vec<String>,
-    },
-    /// An error of `models`.
-    #[error(transparent)]
-    Model(#[from] models::Error),
-    /// An error of `runtime`.
-    #[error(transparent)]
-    Runtime(#[from] runtime::Error),
+/// An invalid argument, or options that exclude each other.
+pub(crate) fn refused(reason: impl Display) -> Error {
+    Error::invalid("linear cross-entropy", reason)
 }
 
-impl From<tch::TchError> for Error {
-    fn from(error: tch::TchError) -> Self {
-        Self::Runtime(error.into())
-    }
+/// A tensor with an unexpected shape.
+pub(crate) fn shape(name: &str, tensor: &Tensor, expected: impl Display) -> Error {
+    refused(format!("`{name}` has shape {:?}; expected {expected}", tensor.size()))
 }
 
-impl From<Error> for runtime::Error {
-    fn from(error: Error) -> Self {
-        match error {
-            Error::Runtime(error) => error,
-            other => Self::Other(Box::new(other)),
-        }
+/// A tensor with an unexpected dtype.
+pub(crate) fn dtype(name: &str, kind: Kind, expected: impl Display) -> Error {
+    refused(format!("`{name}` is {kind:?}; expected {expected}; convert it with `to_kind`"))
+}
+
+/// A tensor on another device than the hidden states.
+pub(crate) fn device(name: &str, device: Device, hidden: Device) -> Error {
+    refused(format!("`{name}` is on {device:?} and `hidden` on {hidden:?}; move one with `to_device`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Without a second device, a call does not reach it.
+    #[test]
+    fn another_device_is_named() {
+        expect_test::expect![
+            "linear cross-entropy: `weight` is on Cuda(1) and `hidden` on Cpu; move one with `to_device`"
+        ]
+        .assert_eq(&device("weight", Device::Cuda(1), Device::Cpu).to_string());
     }
 }

@@ -7,7 +7,7 @@ use models::module::{
 };
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::inputs::Inputs;
 use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
 
@@ -77,7 +77,7 @@ impl LossHead for LinearCrossEntropyHead {
             labelled_tokens: context.labelled_tokens.map(|number| number.min(labels_bt.numel() as i64)),
             ..Inputs::new(hidden_btd, &self.weight, labels_bt)
         };
-        let output = loss.run(&inputs).map_err(runtime::Error::from)?;
+        let output = loss.run(&inputs)?;
         Ok(LossOutput { sum: output.loss, correct: output.correct })
     }
 }
@@ -98,7 +98,7 @@ impl LinearCrossEntropy {
     /// ```
     ///
     /// # Errors
-    /// The head is not one projection with a weight and perhaps a bias, the model has no head, an option is outside its range, or the
+    /// [`Error::Unsupported`] for a head that is not one projection with a weight and perhaps a bias; the model has no head, an option is outside its range, or the
     /// options' cap is not the model's.
     pub fn install(&self, model: &mut dyn Module) -> Result<()> {
         struct Install<'a> {
@@ -121,7 +121,7 @@ impl LinearCrossEntropy {
         let mut install = Install { loss: self, done: Ok(0) };
         map_modules(model, &mut install)?;
         match install.done? {
-            0 => Err(Error::Option("the model has no loss head to replace; pass a language model".into())),
+            0 => Err(refused("the model has no loss head to replace; pass a language model")),
             _ => Ok(()),
         }
     }
@@ -131,7 +131,7 @@ fn replaced(name: &str, head: &dyn LossHead, loss: &LinearCrossEntropy) -> Resul
     let own = head.transform();
     let softcap = match (own.softcap, loss.softcap) {
         (Some(own), Some(other)) if own != other => {
-            return Err(Error::Option(format!(
+            return Err(refused(format!(
                 "softcap is {other}, and the model limits its logits to {own}; leave the option out"
             )));
         }
@@ -139,14 +139,19 @@ fn replaced(name: &str, head: &dyn LossHead, loss: &LinearCrossEntropy) -> Resul
     };
     let loss = LinearCrossEntropy { scale: loss.scale * own.scale, softcap, ..loss.clone() };
     let mut tensors = models::module::tensors(head);
-    let found: Vec<String> = tensors.iter().map(|named| named.name.clone()).collect();
+    let names: Vec<String> = tensors.iter().map(|named| named.name.clone()).collect();
     tensors.sort_by_key(|named| named.name != "weight");
     let (weight, bias) = match tensors.as_slice() {
         [weight] if weight.name == "weight" => (weight.tensor, None),
         [weight, bias] if weight.name == "weight" && bias.name == "bias" => {
             (weight.tensor, Some(bias.tensor))
         }
-        _ => return Err(Error::Head { head: name.to_owned(), found }),
+        _ => {
+            return Err(Error::Unsupported(format!(
+                "linear cross-entropy cannot replace the head `{name}` with the tensors {names:?}; expected `weight` [vocabulary, hidden], \
+                 with or without `bias`"
+            )));
+        }
     };
     let head = LinearCrossEntropyHead::new(weight.shallow_clone(), bias.map(Tensor::shallow_clone), loss)?;
     Ok(LinearCrossEntropyHead { own, ..head })

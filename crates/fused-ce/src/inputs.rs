@@ -5,7 +5,7 @@ use std::sync::Arc;
 use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, device, dtype, refused, shape};
 use crate::options::{LinearCrossEntropy, Reduction};
 use crate::vocabulary_parallel::Shard;
 
@@ -153,7 +153,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
             same(name, tensor, kind, x.device())?;
         }
         if !adapter.scale.is_finite() {
-            return Err(Error::Option(format!(
+            return Err(refused(format!(
                 "the adapter's scale is {}; expected a finite number",
                 adapter.scale
             )));
@@ -172,7 +172,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     if let Some(labelled) = inputs.labelled_tokens
         && !(0..=tokens).contains(&labelled)
     {
-        return Err(Error::Option(format!("{labelled} labelled tokens of {tokens}; expected 0 to {tokens}")));
+        return Err(refused(format!("{labelled} labelled tokens of {tokens}; expected 0 to {tokens}")));
     }
     let widest = inputs.shard.as_ref().map_or(columns, |shard| shard.widest);
     Ok(Sizes { tokens, hidden, columns, vocabulary, first, widest })
@@ -206,12 +206,12 @@ fn targets(inputs: &Inputs<'_>, options: &LinearCrossEntropy, leading: &[i64], c
             same("targets", distributions, compute_kind(inputs.hidden.kind()), device)?;
             if options.shift != 0 {
                 let reason = "a shift needs classes as targets; shift the distributions themselves";
-                return Err(Error::Option(reason.into()));
+                return Err(refused(reason));
             }
         }
     }
     if options.shift != 0 && leading.is_empty() {
-        return Err(Error::Option("a shift needs rows of tokens; the hidden states are [hidden]".into()));
+        return Err(refused("a shift needs rows of tokens; the hidden states are [hidden]"));
     }
     Ok(())
 }
@@ -234,7 +234,7 @@ fn not_differentiated(inputs: &Inputs<'_>) -> Result<()> {
     for (name, tensor) in named {
         if tensor.is_some_and(Tensor::requires_grad) {
             let reason = format!("`{name}` requires a gradient, but is not differentiated; detach it");
-            return Err(Error::Option(reason));
+            return Err(refused(reason));
         }
     }
     Ok(())
@@ -244,21 +244,17 @@ fn denominator(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<()> 
     let Some(denominator) = inputs.denominator else { return Ok(()) };
     if options.reduction != Reduction::Mean {
         let reason = format!("a denominator needs the reduction Mean; it is {:?}", options.reduction);
-        return Err(Error::Option(reason));
+        return Err(refused(reason));
     }
     match denominator {
         Denominator::Number(number) if !(number.is_finite() && number > 0.0) => {
-            Err(Error::Option(format!("the denominator is {number}; expected a finite number above 0")))
+            Err(refused(format!("the denominator is {number}; expected a finite number above 0")))
         }
         Denominator::Tensor(tensor) if tensor.numel() != 1 => {
             Err(shape("denominator", tensor, "one element"))
         }
         Denominator::Tensor(tensor) if tensor.device() != inputs.hidden.device() => {
-            Err(Error::DeviceMismatch {
-                name: "denominator",
-                found: tensor.device(),
-                expected: inputs.hidden.device(),
-            })
+            Err(device("denominator", tensor.device(), inputs.hidden.device()))
         }
         _ => Ok(()),
     }
@@ -280,7 +276,9 @@ fn defined(inputs: &Inputs<'_>) -> Result<()> {
         ("denominator", denominator_tensor(inputs)),
     ];
     let undefined = named.into_iter().find(|(_, tensor)| tensor.is_some_and(|tensor| !tensor.defined()));
-    undefined.map_or(Ok(()), |(name, _)| Err(Error::Undefined { name }))
+    undefined.map_or(Ok(()), |(name, _)| {
+        Err(refused(format!("`{name}` is an undefined tensor; pass a tensor with values")))
+    })
 }
 
 fn denominator_tensor<'a>(inputs: &Inputs<'a>) -> Option<&'a Tensor> {
@@ -290,20 +288,12 @@ fn denominator_tensor<'a>(inputs: &Inputs<'a>) -> Option<&'a Tensor> {
     }
 }
 
-fn same(name: &'static str, tensor: &Tensor, kind: Kind, device: Device) -> Result<()> {
+fn same(name: &str, tensor: &Tensor, kind: Kind, hidden: Device) -> Result<()> {
     if tensor.kind() != kind {
-        return Err(dtype(name, tensor.kind(), &format!("{kind:?}")));
+        return Err(dtype(name, tensor.kind(), format!("{kind:?}")));
     }
-    if tensor.device() != device {
-        return Err(Error::DeviceMismatch { name, found: tensor.device(), expected: device });
+    if tensor.device() != hidden {
+        return Err(device(name, tensor.device(), hidden));
     }
     Ok(())
-}
-
-fn shape(name: &'static str, tensor: &Tensor, expected: impl Into<String>) -> Error {
-    Error::Shape { name, found: tensor.size(), expected: expected.into() }
-}
-
-fn dtype(name: &'static str, found: Kind, expected: &str) -> Error {
-    Error::Dtype { name, found, expected: expected.to_owned() }
 }

@@ -1,6 +1,6 @@
 //! Options of the loss: its definition, its outputs and how it is computed.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 
 /// The reduction of the per-token losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -151,7 +151,7 @@ impl Default for LinearCrossEntropy {
 
 impl LinearCrossEntropy {
     pub(crate) fn check(&self) -> Result<()> {
-        let refuse = |reason: String| Err(Error::Option(reason));
+        let refuse = |reason: String| Err(refused(reason));
         if !(0.0..=1.0).contains(&self.label_smoothing) {
             return refuse(format!(
                 "label_smoothing is {}; expected a number in [0, 1]",

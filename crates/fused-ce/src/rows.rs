@@ -7,7 +7,7 @@
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::inputs::{Inputs, Sizes, Targets, compute_kind};
 use crate::options::{CheckTargets, LinearCrossEntropy};
 
@@ -67,7 +67,7 @@ impl Rows {
 /// Refuses a number of labelled tokens that is less than was found.
 fn check_number(inputs: &Inputs<'_>, rows: &Rows) -> Result<()> {
     let Some(given) = inputs.labelled_tokens.filter(|given| *given < rows.count) else { return Ok(()) };
-    Err(Error::Option(format!(
+    Err(refused(format!(
         "{given} labelled tokens, and {} targets are not ignored; expected as many, or more",
         rows.count
     )))
@@ -82,9 +82,14 @@ fn labelled_rows(
 ) -> Result<Rows> {
     let vocabulary = sizes.vocabulary;
     let given = Vec::<i64>::try_from(classes.f_reshape([-1])?.f_contiguous()?)?;
-    for (position, &found) in given.iter().enumerate() {
-        if found != options.ignore_index && !(0..vocabulary).contains(&found) {
-            return Err(Error::Target { found, position, vocabulary, ignore_index: options.ignore_index });
+    for (position, &target) in given.iter().enumerate() {
+        if target != options.ignore_index && !(0..vocabulary).contains(&target) {
+            return Err(refused(format!(
+                "target {target} at position {position} is outside the vocabulary of {vocabulary} (0 to {}) and is not the ignore index \
+                 {}; use the tokenizer of the model, or set the ignore index",
+                vocabulary - 1,
+                options.ignore_index
+            )));
         }
     }
     let (mut index, mut labels) = (Vec::new(), Vec::new());

@@ -12,7 +12,7 @@ pub use runtime::collectives::ReduceOp;
 use runtime::collectives::{Group, ReduceOptions};
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 
 /// A group of ranks: processes ([`Group`]), or threads of one process.
 ///
@@ -59,14 +59,14 @@ impl Shard {
             let reason = format!(
                 "a shard of {rows} rows starting at class {first} exceeds the vocabulary of {vocabulary}; give each rank its own rows"
             );
-            return Err(Error::Option(reason));
+            return Err(refused(reason));
         }
         if !(rows..=vocabulary).contains(&widest) {
             let reason = format!(
                 "`widest` is {widest}, but this shard of {vocabulary} classes has {rows} rows; set it to the rows of the largest \
                  shard on every rank"
             );
-            return Err(Error::Option(reason));
+            return Err(refused(reason));
         }
         Ok((first, vocabulary))
     }

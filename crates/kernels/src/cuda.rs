@@ -133,12 +133,8 @@ pub(crate) fn launch_with(
         driver.allow_shared(kernel, index, grid.2)?;
     }
     let queued = driver.launch(kernel, (blocks, grid.1, grid.2), arguments, stream);
-    queued.and_then(|()| if checks() { driver.synchronize(stream) } else { Ok(()) }).map_err(|error| {
-        match error {
-            Error::Torch(message) => Error::Torch(format!("{expression}: {message}")),
-            other => other,
-        }
-    })
+    let queued = queued.and_then(|()| if checks() { driver.synchronize(stream) } else { Ok(()) });
+    queued.map_err(|error| error.context(expression))
 }
 
 /// Bytes of dynamic shared memory that a block has without opting in, beside some that the kernel declares.

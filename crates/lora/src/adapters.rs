@@ -16,7 +16,7 @@ use tch::Tensor;
 
 use crate::adapter::Adapter;
 use crate::config::LoraConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, listed};
 use crate::linear::{DEFAULT, LoraLinear};
 use crate::switch::{Setting, Switch};
 pub use merge::Unloaded;
@@ -120,7 +120,7 @@ impl Adapters {
         name: &str,
         config: &LoraConfig,
     ) -> Result<AdapterPlan> {
-        let refuse = |reason| Err(Error::AdapterName { name: name.to_owned(), reason });
+        let refuse = |reason| Err(Error::Invalid(format!("an adapter cannot be called `{name}`: {reason}")));
         if self.configs.iter().any(|(known, _)| known == name) {
             return refuse("it exists; delete it first, or choose another name");
         }
@@ -139,7 +139,7 @@ impl Adapters {
                 planned.paths != whole.paths && planned.paths.iter().any(|path| whole.paths.contains(path))
             };
             if plan.wholes.iter().any(overlaps) {
-                return Err(Error::State(format!(
+                return Err(Error::Invalid(format!(
                     "{} are tied for one adapter and separate for another; give both the same `ensure_weight_tying`",
                     whole.names.join(" and ")
                 )));
@@ -202,10 +202,13 @@ impl Adapters {
     /// Returns an adapter's configuration.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`].
+    /// An unknown adapter.
     pub fn config(&self, name: &str) -> Result<&LoraConfig> {
-        let found = self.configs.iter().find(|(known, _)| known == name).map(|(_, config)| config);
-        found.ok_or_else(|| Error::UnknownAdapter { name: name.to_owned(), known: self.names() })
+        let config = self.configs.iter().find(|(known, _)| known == name).map(|(_, config)| config);
+        config.ok_or_else(|| {
+            let known = listed(&self.names());
+            Error::Invalid(format!("there is no adapter `{name}`; expected one of: {known}"))
+        })
     }
 
     /// Returns Hugging Face's names of the adapted projections.
@@ -222,7 +225,7 @@ impl Adapters {
     /// are saved whole, the last adapter that has them applies.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`]; several adapters including DoRA, whose magnitudes depend on the base and itself only; a
+    /// An unknown adapter; several adapters including DoRA, whose magnitudes depend on the base and itself only; a
     /// merged model.
     pub fn set_active(&self, names: &[&str]) -> Result<()> {
         self.not_merged("switch adapters")?;
@@ -231,7 +234,7 @@ impl Adapters {
             dora |= self.config(name)?.use_dora;
         }
         if dora && names.len() > 1 {
-            return Err(Error::State(
+            return Err(Error::Invalid(
                 "a DoRA adapter computes alone: it learns the length of the base's rows with its own change; activate one at a \
                  time, or merge one and unload it first"
                     .to_owned(),
@@ -266,7 +269,7 @@ impl Adapters {
     /// Deletes an adapter, active or not.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`]; a merged model.
+    /// An unknown adapter; a merged model.
     pub fn delete(&mut self, model: &mut dyn Module, name: &str) -> Result<()> {
         self.config(name)?;
         self.not_merged("delete an adapter")?;
@@ -284,7 +287,7 @@ impl Adapters {
     /// Returns the number of an adapter's parameters, including modules that it saves whole.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`].
+    /// An unknown adapter.
     pub fn parameter_count(&self, name: &str) -> Result<u64> {
         let mut seen = BTreeSet::new();
         let tensors = self.tensors(name)?;
@@ -296,7 +299,7 @@ impl Adapters {
     /// appears under each of its names.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`].
+    /// An unknown adapter.
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor)>> {
         self.handles(name)?.into_iter().map(|(key, tensor)| Ok((key, tensor.f_detach()?))).collect()
     }

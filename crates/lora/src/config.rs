@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::adapters::plan::tied_adapter;
-use crate::error::{Error, Result};
+use crate::error::{Result, unsupported};
 use crate::init::Init;
 use crate::matches::nearest;
 
@@ -173,15 +173,11 @@ impl LoraConfig {
         };
         const NAMES: [&str; 6] = ["true", "false", "gaussian", "pissa", "olora", "orthogonal"];
         let near = self.init_lora_weights.as_str().and_then(|name| nearest(name, NAMES.into_iter()));
-        named.ok_or_else(|| Error::Unsupported {
-            field: "init_lora_weights".to_owned(),
-            found: match near {
+        named.ok_or_else(|| unsupported("init_lora_weights", match near {
                 Some(name) => format!("{} (did you mean \"{name}\"?)", self.init_lora_weights),
                 None => self.init_lora_weights.to_string(),
-            },
-            remedy: "take true, false, \"gaussian\", \"pissa\", \"olora\" or \"orthogonal\", or convert the adapter to one \
-                     that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)",
-        })
+            }, "take true, false, \"gaussian\", \"pissa\", \"olora\" or \"orthogonal\", or convert the adapter to one \
+                     that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)"))
     }
 
     /// Checks `ensure_weight_tying` before a training on a model, whose weights are not needed: it has to tie something, and a tied head
@@ -194,13 +190,7 @@ impl LoraConfig {
         if !self.ensure_weight_tying {
             return Ok(());
         }
-        let refuse = |found: &str, remedy| {
-            Err(Error::Unsupported {
-                field: "ensure_weight_tying".to_owned(),
-                found: found.to_owned(),
-                remedy,
-            })
-        };
+        let refuse = |found: &str, remedy| Err(unsupported("ensure_weight_tying", found, remedy));
         if !model.tie_word_embeddings {
             return refuse("true, but the head and the embedding of this model are not tied", "leave it out");
         }

@@ -15,7 +15,7 @@ use tch::Tensor;
 
 use crate::adapter::Adapter;
 use crate::dora;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, option};
 use crate::function::low_rank_linear;
 use crate::options::Options;
 use crate::switch::Switch;
@@ -94,17 +94,13 @@ impl LoraLinear {
                 "bias" => bias = Some(named.tensor.shallow_clone()),
                 other => {
                     let found = format!("a projection with a tensor `{other}`");
-                    return Err(Error::Option {
-                        name: "projection",
-                        found,
-                        expected: "a weight and a bias only",
-                    });
+                    return Err(option("projection", found, "a weight and a bias only"));
                 }
             }
         }
         let weight = weight.ok_or_else(|| {
             let found = "one without a weight".to_owned();
-            Error::Option { name: "projection", found, expected: "a weight [out, in]" }
+            option("projection", found, "a weight [out, in]")
         })?;
         Self::new(Linear { weight, bias }, options)
     }
@@ -113,11 +109,7 @@ impl LoraLinear {
     pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
         if !(weight.is_floating_point() || is_nf4(weight)) || matrix_shape(weight).is_none() {
             let found = format!("{:?} {:?}", weight.kind(), weight.size());
-            return Err(Error::Option {
-                name: "weight",
-                found,
-                expected: "a floating matrix [out, in], or NF4",
-            });
+            return Err(option("weight", found, "a floating matrix [out, in], or NF4"));
         }
         for tensor in std::iter::once(weight).chain(&bias) {
             let _ = tensor.f_set_requires_grad(false)?;
@@ -175,7 +167,7 @@ impl LoraLinear {
     /// if already merged.
     ///
     /// # Errors
-    /// [`Error::NotFinite`], a base in NF4; with nothing changed.
+    /// Values that are not finite, a base in NF4; with nothing changed.
     pub fn merge(&self) -> Result<()> {
         let merged = self.merged_weight()?;
         self.put(merged, "the projection")
@@ -192,7 +184,7 @@ impl LoraLinear {
         if is_nf4(&self.weight) {
             let reason = "the base is in NF4, whose steps are larger than what an adapter changes; load the model in the dtype of its \
                           original files, and merge there";
-            return Err(Error::State(reason.to_owned()));
+            return Err(Error::Invalid(reason.to_owned()));
         }
         let wide = self.weight.f_to_kind(first.a.kind())?;
         let mut sum = wide.f_add(&first.delta()?)?;
@@ -211,7 +203,11 @@ impl LoraLinear {
         let Some(merged) = merged else { return Ok(()) };
         let adapters: Vec<String> = self.active().iter().map(|adapter| adapter.name.clone()).collect();
         if merged.f_isfinite()?.f_all()?.f_int64_value(&[])? == 0 {
-            return Err(Error::NotFinite { module: module.to_owned(), adapters: adapters.join(", ") });
+            return Err(Error::Invalid(format!(
+                "merging {} into `{module}` gives values that are not finite; nothing was merged. Find out where the training diverged, or \
+                 delete the adapter",
+                adapters.join(", ")
+            )));
         }
         let original = self.weight.f_detach()?;
         exchange(&self.weight, &merged)?;
@@ -259,22 +255,14 @@ impl LoraLinear {
         let weight = &self.weight;
         let same_kind = x.kind() == weight.kind() || is_nf4(weight) || precision::current().is_some();
         if x.size().last() != Some(&self.in_features()) {
-            let expected = format!("[…, {}]", self.in_features());
-            return Err(models::Error::Shape {
-                operation: "lora linear",
-                name: "x",
-                found: x.size(),
-                expected,
-            });
+            let reason = format!("`x` has shape {:?}; expected […, {}]", x.size(), self.in_features());
+            return Err(Error::invalid("lora linear", reason));
         }
         if !same_kind || x.device() != weight.device() {
-            return Err(models::Error::Placement {
-                operation: "lora linear",
-                name: "x",
-                found_kind: x.kind(),
-                found_device: x.device(),
-                expected: format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
-            });
+            let (x, weight) = ((x.kind(), x.device()), (weight.kind(), weight.device()));
+            let expected = format!("{:?} on {:?}, as the weight has", weight.0, weight.1);
+            let reason = format!("`x` is {:?} on {:?}; expected {expected}", x.0, x.1);
+            return Err(Error::invalid("lora linear", reason));
         }
         self.note_settings();
         if self.switch.read(|setting| setting.disabled > 0) {

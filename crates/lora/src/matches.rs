@@ -7,7 +7,7 @@ use models::DecoderConfig;
 use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
-use crate::error::{Error, Result};
+use crate::error::{Result, no_match, no_target, option};
 use crate::targets::{Targets, compile, in_list, is_all_linear, projections};
 
 const PROJECTIONS: &str = "the model's projections";
@@ -18,7 +18,7 @@ impl LoraConfig {
     /// (`target_modules` of `None`) are never refused.
     ///
     /// # Errors
-    /// [`Error::NoMatch`] with the nearest name; [`Error::NoTarget`] if nothing is adapted; [`Error::Option`] for a rank beyond both widths of
+    /// An entry that matches nothing, with the nearest name; nothing that is adapted; a rank beyond both widths of
     /// a projection, where it adds nothing but memory; as [`LoraConfig::options`].
     pub fn check_matches(&self, model: &DecoderConfig) -> Result<()> {
         self.check()?;
@@ -29,7 +29,7 @@ impl LoraConfig {
         let adapted: Vec<String> =
             names.iter().filter(|name| targets.wants(name, *name == "lm_head")).cloned().collect();
         if adapted.is_empty() {
-            return Err(Error::NoTarget { targets: targets.described(), names });
+            return Err(no_target(&targets.described(), &names));
         }
         let lists = [("target_modules", &self.target_modules), ("exclude_modules", &self.exclude_modules)];
         for (field, entries) in lists {
@@ -63,7 +63,7 @@ impl LoraConfig {
                 let expected =
                     "a rank within the widths of what it adapts, beyond which it only takes memory";
                 let found = format!("{r}, and `{name}` is {inner} by {out}");
-                return Err(Error::Option { name: field, found, expected });
+                return Err(option(field, found, expected));
             }
         }
         Ok(())
@@ -83,14 +83,14 @@ impl LoraConfig {
         };
         match is_set && !has_layers {
             false => Ok(()),
-            true => Err(Error::Option {
-                name: "layers_pattern",
-                found: format!(
+            true => Err(option(
+                "layers_pattern",
+                format!(
                     "{} without `layers_to_transform`, which it belongs to",
                     described(&self.layers_pattern)
                 ),
-                expected: "both or neither: the pattern is the name before the numbers of those layers",
-            }),
+                "both or neither: the pattern is the name before the numbers of those layers",
+            )),
         }
     }
 
@@ -103,13 +103,11 @@ impl LoraConfig {
         };
         match wanted.iter().find(|layer| !(0..count).contains(*layer)) {
             None => Ok(()),
-            Some(layer) => Err(Error::NoMatch {
-                field: "layers_to_transform",
-                entry: layer.to_string(),
-                among: "the model's layers",
-                nearest: None,
-                names: (0..count).map(|layer| layer.to_string()).collect(),
-            }),
+            Some(layer) => {
+                let layers: Vec<String> = (0..count).map(|layer| layer.to_string()).collect();
+                let (field, among) = ("layers_to_transform", "the model's layers");
+                Err(no_match(field, &layer.to_string(), among, None, &layers))
+            }
         }
     }
 }
@@ -134,8 +132,7 @@ fn require(
     }
     let ends = names.iter().filter_map(|name| name.rsplit('.').next());
     let near = nearest(entry, ends.chain(names.iter().map(String::as_str)));
-    let (entry, nearest) = (entry.to_owned(), near.map(str::to_owned));
-    Err(Error::NoMatch { field, entry, among, nearest, names: names.to_vec() })
+    Err(no_match(field, entry, among, near, names))
 }
 
 fn described(names: &Option<Names>) -> String {

@@ -1,6 +1,6 @@
 //! Options of one projection's adapter.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, option};
 use crate::init::Init;
 
 /// Options of one projection's adapter. [`LoraConfig`](crate::LoraConfig) has the same for a whole model, in PEFT's format.
@@ -47,14 +47,19 @@ impl Options {
     /// Refuses invalid options.
     ///
     /// # Errors
-    /// [`Error::Option`].
+    /// A setting outside its range.
     pub fn check(&self) -> Result<()> {
-        let refuse = |name, found: String, expected| Err(Error::Option { name, found, expected });
+        self.check_as("r")
+    }
+
+    /// As [`Options::check`], where the field `rank` set the rank.
+    pub(crate) fn check_as(&self, rank: &str) -> Result<()> {
+        let refuse = |name: &str, value: String, expected| Err(option(name, value, expected));
         if self.r < 1 {
-            return refuse("r", self.r.to_string(), "a rank of at least 1");
+            return refuse(rank, self.r.to_string(), "a rank of at least 1");
         }
         if self.r > MAX_RANK {
-            return refuse("r", self.r.to_string(), "a rank of at most 1048576");
+            return refuse(rank, self.r.to_string(), "a rank of at most 1048576");
         }
         if !self.alpha.is_finite() {
             return refuse("lora_alpha", self.alpha.to_string(), "a finite number, such as twice the rank");
@@ -67,7 +72,7 @@ impl Options {
             return refuse("lora_dropout", self.dropout.to_string(), "a probability in [0, 1)");
         }
         if self.init == Init::Orthogonal && self.r % 2 != 0 {
-            return refuse("r", self.r.to_string(), "an even rank, which orthogonal initialisation needs");
+            return refuse(rank, self.r.to_string(), "an even rank, which orthogonal initialisation needs");
         }
         Ok(())
     }

@@ -19,7 +19,7 @@ use models::strict_json;
 use serde_json::{Map, Value, json};
 
 use crate::config::LoraConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, unsupported};
 
 /// File name of the configuration.
 pub const CONFIG_FILE: &str = "adapter_config.json";
@@ -78,15 +78,15 @@ impl LoraConfig {
     /// Refuses invalid and unsupported configurations.
     ///
     /// # Errors
-    /// [`Error::Option`], [`Error::Unsupported`].
+    /// A setting outside its range; [`Error::Unsupported`].
     pub fn check(&self) -> Result<()> {
         check_unsupported(&self.read)?;
         if self.fan_in_fan_out {
-            return Err(Error::Unsupported {
-                field: "fan_in_fan_out".to_owned(),
-                found: "true".to_owned(),
-                remedy: "projections here are [out, in]; set it to false",
-            });
+            return Err(unsupported(
+                "fan_in_fan_out",
+                "true",
+                "projections here are [out, in]; set it to false",
+            ));
         }
         self.options("").map(drop)
     }
@@ -94,9 +94,7 @@ impl LoraConfig {
 
 /// Refuses fields that would change the computation.
 fn check_unsupported(read: &Map<String, Value>) -> Result<()> {
-    let refuse = |field: &str, found: &Value, remedy| {
-        Err(Error::Unsupported { field: field.to_owned(), found: found.to_string(), remedy })
-    };
+    let refuse = |field: &str, found: &Value, remedy| Err(unsupported(field, found, remedy));
     if let Some(found) = read.get("peft_type").filter(|found| *found != "LORA") {
         return refuse("peft_type", found, "only LORA adapters can be read");
     }
@@ -134,14 +132,11 @@ impl LoraConfig {
     /// # Errors
     /// A missing file, invalid JSON, a field of the wrong type; as [`LoraConfig::check`].
     pub fn read(path: &Path) -> Result<Self> {
-        let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
         let text = std::fs::read_to_string(path).map_err(|cause| {
-            refuse(format!("{cause}; an adapter's folder contains {CONFIG_FILE} and {TENSORS_FILE}"))
+            let reason = format!("{cause}; an adapter's folder contains {CONFIG_FILE} and {TENSORS_FILE}");
+            Error::file(path, reason)
         })?;
-        Self::from_json(&text).map_err(|error| match error {
-            Error::File { reason, .. } => refuse(reason),
-            other => other,
-        })
+        Self::parse(&text, path)
     }
 
     /// Parses the text of an `adapter_config.json`.
@@ -149,10 +144,12 @@ impl LoraConfig {
     /// # Errors
     /// As [`LoraConfig::read`].
     pub fn from_json(text: &str) -> Result<Self> {
-        let refuse = |cause: serde_json::Error| Error::File {
-            path: CONFIG_FILE.into(),
-            reason: format!("not an adapter configuration: {cause}"),
-        };
+        Self::parse(text, Path::new(CONFIG_FILE))
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Self> {
+        let refuse =
+            |cause: serde_json::Error| Error::file(path, format!("not an adapter configuration: {cause}"));
         let read: Map<String, Value> = strict_json::from_str(text).map_err(refuse)?;
         let set = read.iter().filter(|(field, value)| !(value.is_null() && not_optional(field)));
         let set: Map<String, Value> = set.map(|(field, value)| (field.clone(), value.clone())).collect();

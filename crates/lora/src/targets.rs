@@ -8,7 +8,7 @@ use models::{DecoderConfig, hugging_face};
 use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_target, option, unsupported};
 use crate::options::Options;
 
 /// The value for every projection except the head.
@@ -50,11 +50,11 @@ impl<'a> Targets<'a> {
         };
         let modules = config.target_modules.clone().unwrap_or_else(|| DEFAULT_TARGETS.into());
         if matches!(modules, Names::Pattern(_)) && config.layers_to_transform.is_some() {
-            return Err(Error::Unsupported {
-                field: "layers_to_transform".to_owned(),
-                found: "set beside a pattern".to_owned(),
-                remedy: "name the layers in the pattern of `target_modules`, or give a list of names",
-            });
+            return Err(unsupported(
+                "layers_to_transform",
+                "set beside a pattern",
+                "name the layers in the pattern of `target_modules`, or give a list of names",
+            ));
         }
         Ok(Self {
             pattern: whole(Some(&modules))?,
@@ -162,7 +162,7 @@ pub(crate) fn compile(pattern: &str, whole: &str) -> Result<Pattern> {
                 Some((_, reason)) => reason.to_lowercase(),
                 None => last.to_owned(),
             };
-        Error::Pattern { pattern: pattern.to_owned(), reason }
+        Error::Invalid(format!("the pattern `{pattern}`: {reason}"))
     })
 }
 
@@ -175,18 +175,12 @@ impl LoraConfig {
         let r = pattern_value(&self.rank_pattern, name)?;
         let alpha = pattern_value(&self.alpha_pattern, name)?;
         let number = |field: &'static str, value: &Value| {
-            value.as_f64().ok_or_else(|| Error::Option {
-                name: field,
-                found: value.to_string(),
-                expected: "a number for each pattern",
-            })
+            value.as_f64().ok_or_else(|| option(field, value, "a number for each pattern"))
         };
         let rank = match r {
-            Some(value) => value.as_i64().ok_or_else(|| Error::Option {
-                name: "rank_pattern",
-                found: value.to_string(),
-                expected: "a whole number for each pattern",
-            })?,
+            Some(value) => value
+                .as_i64()
+                .ok_or_else(|| option("rank_pattern", value, "a whole number for each pattern"))?,
             None => self.r,
         };
         let options = Options {
@@ -198,13 +192,7 @@ impl LoraConfig {
             init: self.init()?,
             seed: 0,
         };
-        options.check().map_err(|error| match (error, r) {
-            // The rank is that of the pattern.
-            (Error::Option { name: "r", found, expected }, Some(_)) => {
-                Error::Option { name: "rank_pattern", found, expected }
-            }
-            (error, _) => error,
-        })?;
+        options.check_as(if r.is_some() { "rank_pattern" } else { "r" })?;
         Ok(options)
     }
 
@@ -212,7 +200,7 @@ impl LoraConfig {
     /// saved whole and biases are not counted.
     ///
     /// # Errors
-    /// Errors of [`LoraConfig::options`]; [`Error::NoTarget`].
+    /// Errors of [`LoraConfig::options`]; targets that match nothing.
     pub fn trainable_parameters(&self, model: &DecoderConfig) -> Result<u64> {
         self.check()?;
         let targets = Targets::new(self)?;
@@ -229,8 +217,8 @@ impl LoraConfig {
         if matched {
             return Ok(count.cast_unsigned());
         }
-        let names = projections.into_iter().map(|(name, _)| name).collect();
-        Err(Error::NoTarget { targets: targets.described(), names })
+        let names: Vec<String> = projections.into_iter().map(|(name, _)| name).collect();
+        Err(no_target(&targets.described(), &names))
     }
 
     /// Returns whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.

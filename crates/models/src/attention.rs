@@ -57,7 +57,7 @@ pub use documents::Documents;
 use explicit::{additive_mask, explicit, visible};
 pub(crate) use windowed::{has_kernel, over_window};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, wrong_shape};
 
 /// Options of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -117,12 +117,7 @@ pub fn attention(
     let longest = documents.map_or(sequence, Documents::longest);
     let options = AttentionOptions { window: options.window.filter(|&window| window < longest), ..*options };
     // A mixed-precision policy, if there is one, decides the dtype.
-    let o_bthe = precision::attend(q, k, v, &|q, k, v| {
-        attend(q, k, v, documents, &options).map_err(|error| match error {
-            Error::Runtime(error) => error,
-            other => runtime::Error::Other(Box::new(other)),
-        })
-    })?;
+    let o_bthe = precision::attend(q, k, v, &|q, k, v| attend(q, k, v, documents, &options))?;
     Ok(o_bthe.f_reshape([batch, sequence, heads * head])?)
 }
 
@@ -262,28 +257,23 @@ fn check(
     let shape = q.size();
     if shape.len() != 4 {
         let expected = "[batch, sequence, heads, head]".to_owned();
-        return Err(Error::Shape { operation, name: "q", found: shape, expected });
+        return Err(wrong_shape(operation, "q", shape, expected));
     }
     let of_k = k.size();
     let kv_heads = of_k.get(2).copied().unwrap_or(0);
     if of_k.len() != 4 || [of_k[0], of_k[1], of_k[3]] != [shape[0], shape[1], shape[3]] {
         let expected = format!("[{}, {}, heads, {}], as q", shape[0], shape[1], shape[3]);
-        return Err(Error::Shape { operation, name: "k", found: of_k, expected });
+        return Err(wrong_shape(operation, "k", of_k, expected));
     }
     if kv_heads < 1 || shape[2] % kv_heads != 0 {
         let reason = format!("{kv_heads} key heads do not divide {} query heads", shape[2]);
-        return Err(Error::Config { what: operation, reason });
+        return Err(Error::invalid(operation, reason));
     }
     if v.size() != of_k {
-        return Err(Error::Shape {
-            operation,
-            name: "v",
-            found: v.size(),
-            expected: format!("{of_k:?}, as k"),
-        });
+        return Err(wrong_shape(operation, "v", v.size(), format!("{of_k:?}, as k")));
     }
     let &AttentionOptions { dropout, scale, window, softcap, .. } = options;
-    let refuse = |reason: String| Err(Error::Config { what: operation, reason });
+    let refuse = |reason: String| Err(Error::invalid(operation, reason));
     if !(0.0..1.0).contains(&dropout) {
         return refuse(format!("dropout is {dropout}; expected a probability in [0, 1)"));
     }
@@ -298,7 +288,7 @@ fn check(
     let Some(ids) = documents.map(Documents::ids) else { return Ok(()) };
     if ids.size() != shape[..2] {
         let expected = format!("{:?}, the shape of the rows", &shape[..2]);
-        return Err(Error::Shape { operation, name: "document ids", found: ids.size(), expected });
+        return Err(wrong_shape(operation, "document ids", ids.size(), expected));
     }
     if ids.device() != q.device() {
         let reason = format!(
@@ -306,7 +296,7 @@ fn check(
             ids.device(),
             q.device()
         );
-        return Err(Error::Config { what: operation, reason });
+        return Err(Error::invalid(operation, reason));
     }
     Ok(())
 }

@@ -119,7 +119,7 @@ impl MultiheadAttention {
         if hidden % heads != 0 {
             let reason =
                 format!("{heads} heads do not divide the width {hidden}; take a multiple of {heads}");
-            return Err(Error::Config { what, reason });
+            return Err(Error::invalid(what, reason));
         }
         // PyTorch initialises the joint weight by Xavier over its whole shape, and both biases to zero.
         let (zeros, joint) = (Init::Constant(0.0), Init::xavier_uniform(hidden, 3 * hidden));
@@ -166,9 +166,7 @@ pub(crate) fn split_heads<const N: usize>(joint: &Tensor, heads: i64) -> Result<
     let (batch, sequence, width) = joint.size3()?;
     let parts = joint.f_view([batch, sequence, N as i64, heads, width / (N as i64 * heads)])?.f_unbind(2)?;
     let count = parts.len();
-    parts
-        .try_into()
-        .map_err(|_| Error::Config { what: "attention", reason: format!("{count} parts for {N}") })
+    parts.try_into().map_err(|_| Error::invalid("attention", format!("{count} parts for {N}")))
 }
 
 impl Module for MultiheadAttention {

@@ -17,5 +17,5 @@ pub(crate) fn check_rate(what: &'static str, rate: f64) -> Result<()> {
     if (0.0..1.0).contains(&rate) {
         return Ok(());
     }
-    Err(Error::Config { what, reason: format!("`dropout` is {rate}; expected a probability in [0, 1)") })
+    Err(Error::invalid(what, format!("`dropout` is {rate}; expected a probability in [0, 1)")))
 }

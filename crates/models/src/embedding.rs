@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, unknown_token, wrong_placement, wrong_shape};
 use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
@@ -30,21 +30,20 @@ impl Embedding {
     /// check would synchronise with the device: check a data set once before training.
     ///
     /// # Errors
-    /// [`Error::Token`]; tokens of another shape or dtype, or on another device than the weights.
+    /// A token outside the vocabulary; tokens of another shape or dtype, or on another device than the weights.
     pub fn forward(&self, tokens_bt: &Tensor) -> Result<Tensor> {
         let operation = "embedding";
         if tokens_bt.dim() != 2 {
             let expected = "[batch, sequence]".to_owned();
-            return Err(Error::Shape { operation, name: "tokens", found: tokens_bt.size(), expected });
+            return Err(wrong_shape(operation, "tokens", tokens_bt.size(), expected));
         }
         if tokens_bt.kind() != Kind::Int64 || tokens_bt.device() != self.weight.device() {
-            return Err(Error::Placement {
+            return Err(wrong_placement(
                 operation,
-                name: "tokens",
-                found_kind: tokens_bt.kind(),
-                found_device: tokens_bt.device(),
-                expected: format!("Int64 on {:?}, the device of the weights", self.weight.device()),
-            });
+                "tokens",
+                (tokens_bt.kind(), tokens_bt.device()),
+                format!("Int64 on {:?}, the device of the weights", self.weight.device()),
+            ));
         }
         Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false)
             .map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))
@@ -57,7 +56,7 @@ impl Embedding {
         let (least, most) = tokens_bt.f_aminmax(None, false).ok()?;
         let ends = [least.f_int64_value(&[]).ok()?, most.f_int64_value(&[]).ok()?];
         let token = ends.into_iter().find(|token| !(0..vocabulary).contains(token))?;
-        Some(Error::Token { token, vocabulary })
+        Some(unknown_token(token, vocabulary))
     }
 }
 

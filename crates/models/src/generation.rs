@@ -40,7 +40,7 @@ use batch::{Reader, Row};
 pub use sampling::Sampling;
 use stored_weights::StoredWeights;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, unknown_token};
 pub use crate::key_value_cache::{CacheShape, CacheWrites, Extension, KeyValueCache};
 use crate::module::{LanguageModel, first_non_finite, tensors};
 
@@ -140,7 +140,7 @@ impl<'m> Generator<'m> {
     pub fn new(model: &'m dyn LanguageModel, options: &GenerateOptions) -> Result<Self> {
         if options.max_new_tokens == 0 {
             let reason = "`max_new_tokens` is 0; expected at least 1".to_owned();
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         options.sampling.check()?;
         check_tokens(model, &options.end_tokens)?;
@@ -154,7 +154,7 @@ impl<'m> Generator<'m> {
     /// Tokens outside the vocabulary; a prefix as long as the model's maximum sequence.
     pub fn with_prefix(mut self, prefix: &[i64]) -> Result<Self> {
         check_tokens(self.model, prefix)?;
-        self.fits(prefix.len())?;
+        self.fits(prefix.len(), "")?;
         (self.prefix, self.read) = (Vec::new(), None);
         let Some(shape) = self.model.cache_shape().filter(|_| self.options.cache && !prefix.is_empty())
         else {
@@ -177,12 +177,6 @@ impl<'m> Generator<'m> {
     /// as long as the model's maximum sequence; logits that are NaN or infinite, with the weight that is; too little memory for the cache.
     pub fn generate(&self, prompts: &[Vec<i64>], callback: &mut dyn TokenCallback) -> Result<Vec<Generated>> {
         for (number, prompt) in prompts.iter().enumerate() {
-            let of = |error: Error| match error {
-                Error::Config { what, reason } => {
-                    Error::Config { what, reason: format!("prompt {number}: {reason}") }
-                }
-                other => other,
-            };
             if prompt.len() <= self.prefix.len() || !prompt.starts_with(&self.prefix) {
                 let reason = match self.prefix.len() {
                     0 => format!("prompt {number} is empty; expected at least one token"),
@@ -192,10 +186,10 @@ impl<'m> Generator<'m> {
                         )
                     }
                 };
-                return Err(Error::Config { what: WHAT, reason });
+                return Err(Error::invalid(WHAT, reason));
             }
             check_tokens(self.model, prompt)?;
-            self.fits(prompt.len()).map_err(of)?;
+            self.fits(prompt.len(), &format!("prompt {number}: "))?;
         }
         let _no_grad = tch::no_grad_guard();
         let current = precision::current();
@@ -241,8 +235,8 @@ impl<'m> Generator<'m> {
             None => reader.read_whole(&rows)?,
         };
         loop {
-            let tokens = self.options.sampling.sample(&logits_bv, &mut rows);
-            let tokens = tokens.map_err(|error| self.with_broken_weight(error))?;
+            let broken_weight = || first_non_finite(self.model).ok().flatten();
+            let tokens = self.options.sampling.sample(&logits_bv, &mut rows, broken_weight)?;
             let ended = rows.iter_mut().zip(tokens).map(|(row, token)| self.push_token(row, token, callback));
             let ended: Vec<Option<FinishReason>> = ended.collect();
             // From the last row on, so that a row that takes a finished row's index is not skipped.
@@ -266,14 +260,6 @@ impl<'m> Generator<'m> {
                 Some(cache) => reader.read_last(cache, &rows)?,
                 None => reader.read_whole(&rows)?,
             };
-        }
-    }
-
-    /// Adds the weight that is not finite, if there is one, to the error of logits that are not.
-    fn with_broken_weight(&self, error: Error) -> Error {
-        match (error, first_non_finite(self.model)) {
-            (Error::Logits { prompt, logit, .. }, Ok(weight)) => Error::Logits { prompt, logit, weight },
-            (error, _) => error,
         }
     }
 
@@ -305,13 +291,14 @@ impl<'m> Generator<'m> {
         usize::try_from(self.model.max_sequence()).unwrap_or(0)
     }
 
-    fn fits(&self, tokens: usize) -> Result<()> {
+    /// Refuses a prompt that leaves no room for a token. `prompt` names it in the error.
+    fn fits(&self, tokens: usize, prompt: &str) -> Result<()> {
         let longest = self.longest();
         if tokens >= longest {
             let reason = format!(
-                "{tokens} tokens leave no room for a new one in the model's {longest} positions; shorten the prompt, or give fewer examples"
+                "{prompt}{tokens} tokens leave no room for a new one in the model's {longest} positions; shorten the prompt, or give fewer examples"
             );
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         Ok(())
     }
@@ -321,7 +308,7 @@ impl<'m> Generator<'m> {
 fn check_tokens(model: &dyn LanguageModel, tokens: &[i64]) -> Result<()> {
     let vocabulary = model.vocabulary();
     match tokens.iter().find(|token| !(0..vocabulary).contains(*token)) {
-        Some(&token) => Err(Error::Token { token, vocabulary }),
+        Some(&token) => Err(unknown_token(token, vocabulary)),
         None => Ok(()),
     }
 }

@@ -96,7 +96,7 @@ impl Gpt2 {
         if hidden % heads != 0 {
             let reason =
                 format!("{heads} heads do not divide the width {hidden}; take a multiple of {heads}");
-            return Err(Error::Config { what, reason });
+            return Err(Error::invalid(what, reason));
         }
         let init = Init::Normal { std: 0.02 };
         let wte = Embedding::new(vocabulary, hidden, init, options)?;

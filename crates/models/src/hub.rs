@@ -153,7 +153,7 @@ impl Hub {
     /// are not fetched again.
     ///
     /// # Errors
-    /// [`Error::Hub`]: no such repository or revision, no network, an interrupted download, weights in a format that is not
+    /// No such repository or revision, no network, an interrupted download, weights in a format that is not
     /// supported; offline, a file that is not in the cache.
     pub fn fetch(&self, name: &str, revision: Option<&str>) -> Result<PathBuf> {
         let folder =
@@ -199,11 +199,14 @@ impl Hub {
             let reason = "there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)";
             return Err(refuse(name_or_path, reason.to_owned()));
         }
-        self.fetch(name_or_path, revision).map_err(|error| match error {
-            Error::Hub { name, reason } => {
-                Error::Hub { name, reason: format!("no folder has that name, and on the hub: {reason}") }
+        self.fetch(name_or_path, revision).map_err(|error| {
+            let message = error.to_string();
+            match message.strip_prefix(&format!("`{name_or_path}`: ")) {
+                Some(reason) => {
+                    refuse(name_or_path, format!("no folder has that name, and on the hub: {reason}"))
+                }
+                None => error,
             }
-            other => other,
         })
     }
 
@@ -276,5 +279,5 @@ fn listed(files: &[String]) -> String {
 }
 
 fn refuse(name: &str, reason: String) -> Error {
-    Error::Hub { name: name.to_owned(), reason }
+    Error::Other(format!("`{name}`: {reason}").into())
 }

@@ -46,11 +46,11 @@ use tch::{Device, Kind, Tensor};
 pub use save::{ModelFiles, SHARD_BYTES, save, save_with};
 pub(crate) use weights::Weights;
 
-use crate::error::Result;
+use crate::error::{self, Error, Result};
 use crate::init::Init;
 use crate::llama::{DecoderConfig, Llama};
 use crate::strict_json;
-use crate::tensors_file::{TensorLocation, file_error};
+use crate::tensors_file::TensorLocation;
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -87,7 +87,7 @@ impl Folder {
             } else {
                 "the folder does not exist".to_owned()
             };
-            return Err(file_error(path, reason));
+            return Err(Error::file(path, reason));
         }
         atomic_write::read(path, || Self::read(path))
     }
@@ -95,9 +95,9 @@ impl Folder {
     fn read(path: &Path) -> Result<Self> {
         let config_path = path.join(CONFIG);
         if !config_path.is_file() {
-            return Err(file_error(path, format!("{CONFIG} is missing; {}", contents(path))));
+            return Err(Error::file(path, format!("{CONFIG} is missing; {}", contents(path))));
         }
-        let mut config = DecoderConfig::read(&config_path)?;
+        let mut config = DecoderConfig::read(&config_path).map_err(error::decoder)?;
         let mut weights = Weights::open(path)?;
         let tied = weights.ties(config.tie_word_embeddings)?;
         let has_own_head = config.tie_word_embeddings && !tied;
@@ -231,7 +231,7 @@ impl Folder {
     /// not match, nothing is copied.
     ///
     /// # Errors
-    /// [`Error::State`](crate::Error::State) with all names that are missing, unexpected, or of another shape.
+    /// All names that are missing, unexpected, or of another shape.
     pub fn load_into(&self, model: &Llama) -> Result<()> {
         self.weights.copy_into(model)
     }
@@ -250,7 +250,7 @@ pub fn load_weights(model: &Llama, path: &Path) -> Result<()> {
     if model.decoder_config().tie_word_embeddings && !weights.ties(true)? {
         let reason = "its head has other values than the embedding, and the model ties them; create the model with \
                       `tie_word_embeddings` false";
-        return Err(file_error(path, reason.to_owned()));
+        return Err(Error::file(path, reason));
     }
     weights.copy_into(model)
 }
@@ -261,17 +261,17 @@ pub fn tensor_name(name: &str) -> String {
 }
 
 fn read_json(path: &Path) -> Result<Value> {
-    let text = fs::read_to_string(path).map_err(|cause| file_error(path, cause.to_string()))?;
+    let text = fs::read_to_string(path).map_err(|cause| Error::file(path, cause))?;
     // Anything but an object counts as an object without fields.
     let fields: Map<String, Value> =
-        strict_json::from_str(&text).map_err(|cause| file_error(path, cause.to_string()))?;
+        strict_json::from_str(&text).map_err(|cause| Error::file(path, cause))?;
     Ok(Value::Object(fields))
 }
 
 /// Reads a field that holds a token, a list of tokens, or nothing.
 fn tokens(path: &Path, json: &Value, field: &str) -> Result<Option<Vec<i64>>> {
     let refuse = |value: &Value| {
-        file_error(path, format!("`{field}` is {value}; expected a token or a list of tokens"))
+        Error::file(path, format!("`{field}` is {value}; expected a token or a list of tokens"))
     };
     match &json[field] {
         Value::Null => Ok(None),

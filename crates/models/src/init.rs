@@ -73,7 +73,7 @@ impl Init {
                 return Ok(());
             }
             let reason = format!("{name} is {value}; expected a finite number from 0 on");
-            Err(Error::Config { what: "initialisation", reason })
+            Err(Error::invalid("initialisation", reason))
         };
         match self {
             Self::Uninitialised => {}

@@ -9,7 +9,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionOptions, cached_attention, has_kernel, over_window};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, wrong_shape};
 
 const WHAT: &str = "key-value cache";
 
@@ -57,7 +57,7 @@ impl KeyValueCache {
     pub fn new(shape: CacheShape, rows: i64, capacity: i64) -> Result<Self> {
         if rows < 1 || capacity < 1 {
             let reason = format!("{rows} rows of {capacity} tokens; expected at least one of each");
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         let make = || Tensor::f_empty([rows, shape.heads, capacity, shape.head], (shape.kind, shape.device));
         let layers = (0..shape.layers).map(|_| Ok([make()?, make()?])).collect::<Result<_>>()?;
@@ -95,7 +95,7 @@ impl KeyValueCache {
                 "{new} more tokens after {}; there is room for {} in all",
                 self.length, self.capacity
             );
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         self.note_padding(new, real)?;
         Ok(Extension { cache: self, new, masks: RefCell::default(), written: Cell::new(0) })
@@ -111,7 +111,7 @@ impl KeyValueCache {
                     real.device(),
                     self.rows
                 );
-                return Err(Error::Config { what: WHAT, reason });
+                return Err(Error::invalid(WHAT, reason));
             }
             if self.tokens.is_none() {
                 self.tokens = Some(Tensor::f_ones([self.rows, self.capacity], (kind, device))?);
@@ -169,7 +169,7 @@ impl KeyValueCache {
                 writes.written,
                 self.layers.len()
             );
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         self.length += writes.new;
         Ok(())
@@ -185,7 +185,7 @@ impl KeyValueCache {
                 "{} rows of {} tokens cannot be repeated into rows of {capacity}; expected one row that is not longer",
                 self.rows, self.length
             );
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         let mut copy = Self::new(self.shape, rows, capacity)?;
         for (from, to) in self.layers.iter().flatten().zip(copy.layers.iter().flatten()) {
@@ -211,7 +211,7 @@ impl KeyValueCache {
         let last = self.rows - 1;
         if !(0..=last).contains(&row) || last == 0 {
             let reason = format!("row {row} of {} cannot be removed", self.rows);
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         let take = |of: &Tensor, length: i64, dim: i64| -> Result<()> {
             let read = of.f_narrow(dim, 0, length)?;
@@ -282,13 +282,13 @@ impl Extension<'_> {
         let KeyValueCache { layers, length, rows, shape, .. } = self.cache;
         let Some(stored) = layers.get(layer) else {
             let reason = format!("layer {layer} of {}", layers.len());
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         };
         for (name, x) in [("k", k), ("v", v)] {
             let expected = [*rows, self.new, shape.heads, shape.head];
             if x.size() != expected {
                 let expected = format!("{expected:?}, the shape of the reserved positions");
-                return Err(Error::Shape { operation: WHAT, name, found: x.size(), expected });
+                return Err(wrong_shape(WHAT, name, x.size(), expected));
             }
         }
         for (stored, x) in stored.iter().zip([k, v]) {

@@ -48,7 +48,7 @@ mod activation;
 mod decoder_layer;
 mod dropout;
 mod embedding;
-mod error;
+pub mod error;
 mod feed_forward;
 mod gpt2;
 mod gpt2_like;

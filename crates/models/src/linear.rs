@@ -5,7 +5,7 @@ use kernels::nf4::{self, Scales, is_nf4, matrix_shape};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, wrong_placement, wrong_shape};
 use crate::init::Init;
 use crate::module::{Context, Module, Projection, Visitor, VisitorMut};
 
@@ -70,18 +70,17 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
     let [_, width] = matrix_shape(weight).unwrap_or_default();
     if x.size().last() != Some(&width) {
         let expected = format!("[…, {width}]");
-        return Err(Error::Shape { operation: "linear", name: "x", found: x.size(), expected });
+        return Err(wrong_shape("linear", "x", x.size(), expected));
     }
     // A mixed-precision policy, if there is one, decides the dtypes.
     let same_kind = x.kind() == weight.kind() || is_nf4(weight) || precision::current().is_some();
     if !same_kind || x.device() != weight.device() {
-        return Err(Error::Placement {
-            operation: "linear",
-            name: "x",
-            found_kind: x.kind(),
-            found_device: x.device(),
-            expected: format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
-        });
+        return Err(wrong_placement(
+            "linear",
+            "x",
+            (x.kind(), x.device()),
+            format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
+        ));
     }
     Ok(linear(x, weight, bias)?)
 }
@@ -90,9 +89,7 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
 pub(crate) fn positive(what: &'static str, sizes: &[(&str, i64)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size < 1) {
         None => Ok(()),
-        Some((name, size)) => {
-            Err(Error::Config { what, reason: format!("`{name}` is {size}; expected at least 1") })
-        }
+        Some((name, size)) => Err(Error::invalid(what, format!("`{name}` is {size}; expected at least 1"))),
     }
 }
 

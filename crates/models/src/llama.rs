@@ -57,7 +57,7 @@ pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use rotary::Rotaries;
 
 use crate::embedding::Embedding;
-use crate::error::Result;
+use crate::error::{self, Result};
 use crate::init::Init;
 use crate::key_value_cache::CacheShape;
 use crate::linear::{Linear, dense_kind};
@@ -104,7 +104,7 @@ impl Llama {
         options: (Kind, Device),
         wrap: &mut dyn FnMut(usize, Box<dyn Block>) -> Result<Box<dyn Block>>,
     ) -> Result<Self> {
-        config.check()?;
+        config.check().map_err(error::decoder)?;
         let &DecoderConfig { vocab_size, hidden_size, .. } = config;
         let rope = Rotaries::new(config, options.1)?;
         let of_block = options;

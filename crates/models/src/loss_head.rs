@@ -2,7 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, wrong_shape};
 use crate::module::{
     Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut,
 };
@@ -51,7 +51,7 @@ impl LossHead for ProjectionHead {
         let (rows, size) = (hidden_btd.size(), labels_bt.size());
         if rows.len() != 3 || size != rows[..2] {
             let expected = format!("{:?}, one label per position", &rows[..rows.len().min(2)]);
-            return Err(Error::Shape { operation: "loss", name: "labels", found: size, expected });
+            return Err(wrong_shape("loss", "labels", size, expected));
         }
         let labels = labels_bt.f_reshape([-1])?;
         let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?, context)?;

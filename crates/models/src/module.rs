@@ -211,7 +211,7 @@ impl LossOutput {
     pub fn mean(&self, labels: usize) -> Result<Tensor> {
         if labels == 0 {
             let reason = "no position has a label, so there is no mean; leave such batches out".to_owned();
-            return Err(Error::Config { what: "loss", reason });
+            return Err(Error::invalid("loss", reason));
         }
         Ok(self.sum.try_div_scalar(labels as f64)?)
     }

@@ -5,7 +5,7 @@ use runtime::ops::TryScalar;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, wrong_shape};
 use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
@@ -117,7 +117,7 @@ fn check(operation: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
         return Ok(());
     }
     let expected = format!("[…, {}]", weight.numel());
-    Err(Error::Shape { operation, name: "x", found: x.size(), expected })
+    Err(wrong_shape(operation, "x", x.size(), expected))
 }
 
 impl Module for LayerNorm {

@@ -7,7 +7,7 @@
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, wrong_shape};
 use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
@@ -85,23 +85,23 @@ fn rows(table: &Tensor, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result
     let (length, width) = table.size2()?;
     let &[batch, sequence, found_width] = &x_btd.size()[..] else {
         let expected = "[batch, sequence, width]".to_owned();
-        return Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected });
+        return Err(wrong_shape(operation, "x", x_btd.size(), expected));
     };
     if found_width != width {
         let expected = format!("[batch, sequence, {width}]");
-        return Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected });
+        return Err(wrong_shape(operation, "x", x_btd.size(), expected));
     }
     match positions_bt {
         None if sequence > length => {
             let expected = format!(
                 "at most {length} positions; shorten the rows, or create the model with a larger maximum"
             );
-            Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected })
+            Err(wrong_shape(operation, "x", x_btd.size(), expected))
         }
         None => Ok(table.f_narrow(0, 0, sequence)?),
         Some(positions) if positions.size() != [batch, sequence] => {
             let expected = format!("[{batch}, {sequence}], the shape of the tokens");
-            Err(Error::Shape { operation, name: "positions", found: positions.size(), expected })
+            Err(wrong_shape(operation, "positions", positions.size(), expected))
         }
         // `embedding` checks the range on the CPU, and its backward is that of a lookup table.
         Some(positions) => Ok(Tensor::f_embedding(table, positions, -1, false, false)?),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, listed};
 use crate::module::{Module, tensors};
 use crate::tensors_file;
 
@@ -19,7 +19,7 @@ pub fn state_dict(module: &(impl Module + ?Sized)) -> Vec<(String, Tensor)> {
 /// `from` names the values in errors, for example a path.
 ///
 /// # Errors
-/// [`Error::State`] with all names that are missing, unexpected, or of another shape.
+/// All names that are missing, unexpected, or of another shape.
 pub fn load_state_dict(
     module: &(impl Module + ?Sized),
     state: &[(String, Tensor)],
@@ -58,7 +58,12 @@ pub(crate) fn check_fit(
     if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
         return Ok(());
     }
-    Err(Error::State { from: from.to_owned(), missing, unexpected, mismatched })
+    let names = listed([
+        ("missing", &missing[..]),
+        ("unexpected", &unexpected[..]),
+        ("of another shape", &mismatched[..]),
+    ]);
+    Err(Error::Invalid(format!("{from} does not fit the model: {names}")))
 }
 
 /// Writes a module's state as safetensors, atomically.

@@ -138,7 +138,7 @@ impl Mlp for JointSwiglu {
         let [gate, up]: [Tensor; 2] = both
             .f_split_with_sizes([inner, inner], -1)?
             .try_into()
-            .map_err(|_| crate::Error::Config { what: "MLP", reason: "expected gate and up".to_owned() })?;
+            .map_err(|_| crate::Error::invalid("MLP", "expected gate and up"))?;
         self.down_proj.forward(&silu_mul(&gate, &up)?, context)
     }
 

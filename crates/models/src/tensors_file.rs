@@ -60,7 +60,7 @@ pub fn write_content(path: &Path, content: &mut Content<'_>) -> Result<()> {
     let written = atomic_write::file(path, |out| content.write_to(out));
     written.map_err(|cause| match cause.downcast::<runtime::Error>() {
         Ok(error) => error.into(),
-        Err(cause) => file_error(path, format!("cannot be written: {cause}")),
+        Err(cause) => Error::file(path, format!("cannot be written: {cause}")),
     })
 }
 
@@ -69,11 +69,8 @@ pub fn write_content(path: &Path, content: &mut Content<'_>) -> Result<()> {
 /// # Errors
 /// A missing, truncated or invalid file, with its path and what is wrong; a dtype that libtorch lacks.
 pub fn read(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
-    let mapped = MappedFile::open(path).map_err(|cause| file_error(path, cause.to_string()))?;
-    from_bytes(&mapped, device).map_err(|error| match error {
-        Error::Config { reason, .. } => file_error(path, reason),
-        other => other,
-    })
+    let mapped = MappedFile::open(path).map_err(|cause| Error::file(path, cause))?;
+    read_all(&mapped, entries(&mapped, |reason| Error::file(path, reason))?, device)
 }
 
 /// Returns all tensors of a file, in its order, over the file's pages ([`runtime::file::tensor_over`]): what is not touched takes no
@@ -99,6 +96,10 @@ pub fn map(path: &Path) -> Result<Vec<(String, Tensor)>> {
 /// # Errors
 /// Truncated or foreign bytes; a dtype that libtorch lacks.
 pub fn from_bytes(bytes: &[u8], device: Device) -> Result<Vec<(String, Tensor)>> {
+    read_all(bytes, entries(bytes, |reason| Error::invalid("safetensors", reason))?, device)
+}
+
+fn read_all(bytes: &[u8], entries: Vec<Entry>, device: Device) -> Result<Vec<(String, Tensor)>> {
     let read = |entry: Entry| {
         let tensor = match &bytes[entry.range.clone()] {
             [] => Tensor::f_zeros(&entry.shape, (entry.kind, device))?,
@@ -106,7 +107,7 @@ pub fn from_bytes(bytes: &[u8], device: Device) -> Result<Vec<(String, Tensor)>>
         };
         Ok((entry.name, tensor))
     };
-    entries(bytes)?.into_iter().map(read).collect()
+    entries.into_iter().map(read).collect()
 }
 
 /// A tensor's entry in the header.
@@ -148,11 +149,8 @@ impl TensorsFile {
     /// # Errors
     /// As [`read`].
     pub fn open(path: &Path) -> Result<Self> {
-        let mapped = MappedFile::open(path).map_err(|cause| file_error(path, cause.to_string()))?;
-        let entries = entries(&mapped).map_err(|error| match error {
-            Error::Config { reason, .. } => file_error(path, reason),
-            other => other,
-        })?;
+        let mapped = MappedFile::open(path).map_err(|cause| Error::file(path, cause))?;
+        let entries = entries(&mapped, |reason| Error::file(path, reason))?;
         Ok(Self { mapped, entries })
     }
 
@@ -185,7 +183,7 @@ impl TensorsFile {
     /// Releases the pages of an entry's values.
     pub(crate) fn forget(&self, entry: &Entry) -> Result<()> {
         let forgotten = self.mapped.forget(entry.range.clone());
-        forgotten.map_err(|cause| file_error(self.path(), cause.to_string()))
+        forgotten.map_err(|cause| Error::file(self.path(), cause))
     }
 
     /// Copies an entry's values into a tensor of its shape, of any dtype and device, and releases the file's pages.
@@ -195,7 +193,7 @@ impl TensorsFile {
     pub fn copy(&self, entry: &Entry, destination: &Tensor) -> Result<()> {
         let Some(values) = self.mapped.get(entry.range.clone()).filter(|_| entry.shape == destination.size())
         else {
-            return Err(file_error(
+            return Err(Error::file(
                 self.path(),
                 format!(
                     "`{}` is {:?}; expected {:?}, the shape of the destination",
@@ -210,9 +208,8 @@ impl TensorsFile {
     }
 }
 
-/// Parses the header; every entry is within the file.
-fn entries(bytes: &[u8]) -> Result<Vec<Entry>> {
-    let refuse = |reason: String| Error::Config { what: "safetensors", reason };
+/// Parses the header; every entry is within the file. `refuse` makes the error of a reason.
+fn entries(bytes: &[u8], refuse: impl Fn(String) -> Error) -> Result<Vec<Entry>> {
     let (header, metadata) = SafeTensors::read_metadata(bytes).map_err(|cause| {
         refuse(format!("not a complete safetensors file ({cause}); copy or download it again"))
     })?;
@@ -243,10 +240,6 @@ fn entries(bytes: &[u8]) -> Result<Vec<Entry>> {
         entries.push(Entry { name, kind, shape, range });
     }
     Ok(entries)
-}
-
-pub(crate) fn file_error(path: &Path, reason: String) -> Error {
-    Error::File { path: path.to_owned(), reason }
 }
 
 const DTYPES: [(Kind, Dtype); 10] = [

@@ -16,7 +16,7 @@ use runtime::autograd::{Checkpoint, GradMode, apply_any};
 use tch::Tensor;
 
 use crate::engine::{Engine, Fetched, Lease};
-use crate::error::Error;
+use crate::error::refused;
 use crate::function::{Fetch, LayerRunner, OffloadFunction, OverlapOffloadFunction};
 use crate::kept_graph::KeepingOffloadFunction;
 use crate::schedule::Direction;
@@ -97,7 +97,7 @@ impl Block for OffloadBlock {
                 "`{}` is offloaded for inference, but gradients are recorded; use Method::Overlap, or disable gradients",
                 self.0.block.name()
             );
-            return Err(Error::config("method", reason).into());
+            return Err(refused("method", reason).into());
         }
         Ok(self.0.runner().forward::<Fetched>(x_btd, context)?)
     }

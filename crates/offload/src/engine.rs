@@ -35,7 +35,7 @@ use runtime::device::{self, Event, Stream};
 use runtime::precision::identity;
 use tch::{Device, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::options::{HookPoint, OffloadConfig};
 use crate::schedule::Direction;
 use crate::storage::{FileLocation, Layer, Placement, own_folder};
@@ -177,7 +177,7 @@ impl Engine {
                     "the tensors of `{}` were replaced, but its values are in shards; install adapters before the model is divided",
                     old.name
                 );
-                return Err(Error::config("layers", reason));
+                return Err(refused("layers", reason));
             }
         }
         // The layer changes whatever failed before; the failure is reported to the next caller.
@@ -231,7 +231,7 @@ impl Engine {
         if state.consumer.is_some() {
             let reason =
                 "these layers already have a `HostAdamW`, which consumes their gradients; drop it first";
-            return Err(Error::config("optimizer", reason));
+            return Err(refused("optimizer", reason));
         }
         state.consumer = Some(consumer);
         Ok(())
@@ -329,7 +329,7 @@ impl Engine {
 
     fn check_not_in_use(in_use: bool) -> Result<()> {
         if in_use {
-            return Err(Error::config(
+            return Err(refused(
                 "layers",
                 "a layer is in use; expected all layers on the host between passes",
             ));
@@ -339,7 +339,7 @@ impl Engine {
 
     fn check_none_misplaced(state: &State) -> Result<()> {
         match state.layers.iter().find_map(Layer::misplaced) {
-            Some(reason) => Err(Error::config("layers", reason)),
+            Some(reason) => Err(refused("layers", reason)),
             None => Ok(()),
         }
     }
@@ -376,10 +376,6 @@ impl Engine {
 
     fn name(&self, layer: usize) -> String {
         self.0.state.lock().layers[layer].name.clone()
-    }
-
-    fn refused(&self, what: &'static str, layer: &str, cause: runtime::Error) -> Error {
-        Error::Transfer { what, layer: layer.to_owned(), cause: Box::new(cause) }
     }
 }
 

@@ -13,12 +13,11 @@ use models::module::{Block, Context, OwnedContext, SharedModule};
 use runtime::autograd::{
     Backward, Forward, Function, GradMode, Keep, Settings, ThreadLocalState, apply_always, backward_with,
 };
-use runtime::memory::is_out_of_memory;
 use runtime::{precision, profile};
 use tch::Tensor;
 
 use crate::engine::{Engine, Fetched, Lease, Outstanding, SegmentBackward};
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::schedule::Direction;
 use crate::storage::TensorVersions;
 
@@ -144,7 +143,7 @@ impl OffloadFunction {
         ctx.check_replay("offload")?;
         let LayerRunner { engine, layer, number, .. } = &self.runner;
         let Some(Kept { state, settings, versions_at_forward, outstanding }) = &self.kept else {
-            return Err(Error::config("function", "its forward recorded nothing"));
+            return Err(refused("function", "its forward recorded nothing"));
         };
         if ctx.may_overwrite_saved() {
             outstanding.end();
@@ -152,7 +151,7 @@ impl OffloadFunction {
         let Some(gradient) = gradient else { return Ok(vec![None]) };
         engine.at_backward_end(ctx)?;
         engine.check_unchanged(*layer, versions_at_forward)?;
-        let x = ctx.take_saved().pop().ok_or_else(|| Error::config("function", "its input was not saved"))?;
+        let x = ctx.take_saved().pop().ok_or_else(|| refused("function", "its input was not saved"))?;
         let x = x.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(0))?;
         let on_device = D::begin(engine, *layer, Direction::Backward)?;
         engine.computing(*number, Direction::Backward, || {
@@ -169,7 +168,7 @@ impl OffloadFunction {
                     })
                 });
                 // A run that had no memory for its rest has noted less.
-                let ended = !y.as_ref().is_err_and(|error| is_out_of_memory(error));
+                let ended = !y.as_ref().is_err_and(|error| error.is_out_of_memory());
                 if let Some(first) = settings.filter(|_| ended) {
                     first.check(second, "offload")?;
                 }

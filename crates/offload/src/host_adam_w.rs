@@ -50,7 +50,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepDecision
 use training::scaler::NoScaler;
 
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::offload::Offload;
 use state::{LayerGradients, LayerState, Parameter, Shared, State};
 
@@ -126,12 +126,12 @@ impl HostAdamW {
         if options.master_weights && options.stochastic_rounding.is_some() {
             let reason = "both `master_weights` and `stochastic_rounding` are given; a weight with an fp32 copy needs no random \
                           rounding, so give one of them";
-            return Err(Error::config("optimizer", reason));
+            return Err(refused("optimizer", reason));
         }
         if engine.options().source.is_some() {
             let reason =
                 "these layers are in shards, which their own optimizer steps; use it instead of `HostAdamW`";
-            return Err(Error::config("optimizer", reason));
+            return Err(refused("optimizer", reason));
         }
         let mut indices = HashMap::new();
         let count = engine.with_layers(|layers| -> Result<usize> {
@@ -152,7 +152,7 @@ impl HostAdamW {
             if group.rule.is_some() {
                 let reason =
                     format!("group `{}` has its own rule; expected one AdamW for all groups", group.name);
-                return Err(Error::config("optimizer", reason));
+                return Err(refused("optimizer", reason));
             }
             rates.push((group.lr, group.weight_decay));
             let mut outside = Vec::new();
@@ -165,7 +165,7 @@ impl HostAdamW {
                 if tensor.kind() == Kind::Double {
                     let reason =
                         format!("`{name}` is Double, but the host computes in fp32; use DeviceOptimizer");
-                    return Err(Error::config("optimizer", reason));
+                    return Err(refused("optimizer", reason));
                 }
                 if !group.frozen {
                     let parameter = Parameter {
@@ -226,7 +226,7 @@ impl HostAdamW {
         self.take_step(&decision)?;
         self.zero_grad(ZeroGrad::ToNone)?;
         let StepDecision::Host { norm, skip, .. } = decision else {
-            return Err(Error::config(
+            return Err(refused(
                 "optimizer",
                 "the step was decided on the device; expected a decision on the host",
             ));

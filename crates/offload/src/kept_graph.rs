@@ -13,7 +13,7 @@ use tch::Tensor;
 use training::layer_source::set_placeholder;
 
 use crate::engine::{Lease, Outstanding};
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::function::{LayerRunner, OnDevice};
 use crate::schedule::Direction;
 use crate::storage::TensorVersions;
@@ -87,7 +87,7 @@ impl KeepingOffloadFunction {
         ctx.check_replay("offload")?;
         let LayerRunner { engine, layer, .. } = &self.runner;
         let Some(Recorded { versions_at_forward, outstanding, graph }) = &self.recorded else {
-            return Err(Error::config("function", "its forward recorded nothing"));
+            return Err(refused("function", "its forward recorded nothing"));
         };
         let is_last = ctx.may_overwrite_saved();
         if is_last {
@@ -98,7 +98,7 @@ impl KeepingOffloadFunction {
         engine.check_unchanged(*layer, versions_at_forward)?;
         let mut graph = graph.borrow_mut();
         let Some(own) = graph.as_ref() else {
-            return Err(Error::config("function", "its graph was freed"));
+            return Err(refused("function", "its graph was freed"));
         };
         let of_input = self.differentiate(own, &gradient, !is_last);
         if is_last {

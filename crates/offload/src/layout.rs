@@ -9,7 +9,7 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 use training::layer_source::is_placeholder;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 
 /// Alignment of views: a multiple of a GPU's memory transaction and of a cache line.
 pub(crate) const ALIGNMENT: usize = 256;
@@ -49,7 +49,7 @@ impl Layout {
         for &(name, tensor, trained) in &tensors {
             if !(tensor.is_contiguous() || is_placeholder(tensor)) || tensor.is_sparse() {
                 let reason = format!("`{name}` is not contiguous; expected contiguous tensors");
-                return Err(Error::config("layer", reason));
+                return Err(refused("layer", reason));
             }
             if !kinds.contains(&(tensor.kind(), trained)) {
                 kinds.push((tensor.kind(), trained));

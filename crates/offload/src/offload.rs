@@ -16,7 +16,7 @@ use crate::blocks::{
     OverlapOffloadBlock, ResidentBlock,
 };
 use crate::engine::{Counters, Engine};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::options::{Method, OffloadConfig};
 use crate::storage::Tier;
 use crate::trace::Span;
@@ -82,7 +82,7 @@ impl Offload {
         let own_files = in_nf4 || options.train_files || folder.kind()? != kind;
         if options.source.is_some() {
             let reason = "layers are opened into the tier, before their values are read; load the model, then use OffloadConfig::install";
-            return Err(Error::config("source", reason));
+            return Err(refused("source", reason));
         }
         let stored = |name: &str| folder.location(name).filter(|_| in_files && !own_files);
         // What is written to the tier's own files must have its values.
@@ -225,7 +225,7 @@ fn check_blocks(options: &OffloadConfig, blocks: usize) -> Result<()> {
         let Some(number) = numbers.iter().find(|&&number| number >= blocks) else { continue };
         let last = blocks.saturating_sub(1);
         let reason = format!("block {number} does not exist; this model has {blocks} (0 to {last})");
-        return Err(Error::config(what, reason));
+        return Err(refused(what, reason));
     }
     Ok(())
 }
@@ -237,7 +237,7 @@ fn check_devices(tensors: &[NamedTensor<'_>], device: Device) -> Result<()> {
     let Some(NamedTensor { name, tensor, .. }) = tensors.iter().find(is_elsewhere) else { return Ok(()) };
     let reason =
         format!("layers would run on {device:?}, and `{name}` is on {:?}; give that device", tensor.device());
-    Err(Error::config("device", reason))
+    Err(refused("device", reason))
 }
 
 /// A block that could not be wrapped, and why.

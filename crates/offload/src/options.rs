@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tch::Device;
 use training::layer_source::LayerSource;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::storage::Tier;
 
 /// How layers are moved.
@@ -114,21 +114,21 @@ impl Default for OffloadConfig {
 impl OffloadConfig {
     pub(crate) fn check(&self) -> Result<()> {
         if self.ring == 0 {
-            return Err(Error::config("ring", "0 slots; expected at least 1, or 3 for full overlap"));
+            return Err(refused("ring", "0 slots; expected at least 1, or 3 for full overlap"));
         }
         if !self.keep.is_empty() && self.method != Method::Overlap {
             let reason =
                 format!("{:?} runs every layer again in backward; take Method::Overlap", self.method);
-            return Err(Error::config("keep", reason));
+            return Err(refused("keep", reason));
         }
         if self.source.is_some() && self.method != Method::Overlap {
             let reason =
                 format!("{:?} does not load layers from a source; take Method::Overlap", self.method);
-            return Err(Error::config("method", reason));
+            return Err(refused("method", reason));
         }
         if self.source.is_some() && self.device != Device::Cpu {
             let reason = format!("layers from a source run on the CPU only, not on {:?}", self.device);
-            return Err(Error::config("device", reason));
+            return Err(refused("device", reason));
         }
         Ok(())
     }

@@ -18,7 +18,7 @@ use runtime::file_memory;
 use tch::{Device, Kind, Tensor};
 use training::layer_source::{LayerSource, is_placeholder};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::layout::{Extent, Layout, piece, view};
 pub(crate) use change_detection::{TensorVersions, unchanged};
 pub(crate) use in_file::{FileLocation, InFile, Source, own_folder};
@@ -281,7 +281,7 @@ impl Layer {
             Err(second) => {
                 let reason =
                     format!("`{}` was offloaded in part, and cannot be used: {error}; {second}", self.name);
-                Error::config("layers", reason)
+                refused("layers", reason)
             }
         }
     }

@@ -159,23 +159,6 @@ pub fn empty_cache(device: Device) -> Result<()> {
     }
 }
 
-/// The words of refused allocations: of limits, of CUDA and of the counting allocator; of libtorch's own allocator on the CPU; of C++.
-const REFUSALS: [&str; 3] = ["out of memory", "can't allocate memory", "std::bad_alloc"];
-
-/// Returns whether an error, or one of its causes, is an allocation that was refused: by a [`limit`], or by a device or a system without
-/// memory. A message that went through an autograd function keeps libtorch's words.
-pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut at = Some(error);
-    while let Some(error) = at {
-        let message = error.to_string();
-        if REFUSALS.iter().any(|words| message.contains(words)) {
-            return true;
-        }
-        at = error.source();
-    }
-    false
-}
-
 /// Measures the peak of a region of code. Regions may nest and overlap, on any threads: each counts the whole process's
 /// tensors between its start and finish.
 #[derive(Debug)]

@@ -122,6 +122,6 @@ pub use shards::{FrozenWeights, Shards};
 
 pub(crate) type Result<T, E = training::Error> = std::result::Result<T, E>;
 
-pub(crate) fn refused(reason: impl Into<String>) -> training::Error {
-    training::Error::Config { what: "sharding", reason: reason.into() }
+pub(crate) fn refused(reason: impl std::fmt::Display) -> training::Error {
+    training::Error::config("sharding", reason)
 }

@@ -318,10 +318,7 @@ pub(crate) fn hooks(round: &Arc<Mutex<Round>>) -> Result<Vec<GradientHook>> {
             let shared = Arc::downgrade(round);
             hooks.push(GradientHook::new(&member.tensor, move || {
                 let Some(round) = shared.upgrade() else { return Ok(()) };
-                round.lock().count(number).map_err(|error| match error {
-                    training::Error::Runtime(error) => error,
-                    other => runtime::Error::Other(other.to_string().into()),
-                })
+                Ok(round.lock().count(number)?)
             })?);
         }
     }

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, dtype, refused, too_small};
 
 /// The weights, as the function's inputs.
 #[derive(Clone, Copy, Debug)]
@@ -25,15 +25,16 @@ pub(crate) fn defined<'a>(x: &Tensor, weights: Weights<'a>) -> Result<Vec<(&'sta
         Weights::Fused { gate_up, down } => vec![("gate_up", gate_up), ("down", down)],
     };
     match [("x", x)].iter().chain(&named).find(|(_, tensor)| !tensor.defined()) {
-        Some(&(name, _)) => Err(Error::Undefined { name }),
+        Some(&(name, _)) => Err(refused(format!("`{name}` is an undefined tensor; give one with values"))),
         None => Ok(named),
     }
 }
 
 /// Validates the arguments, and returns the sizes.
 pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
-    let shape =
-        |name, tensor: &Tensor, expected: String| Err(Error::Shape { name, found: tensor.size(), expected });
+    let shape = |name: &str, tensor: &Tensor, expected: String| {
+        Err(refused(format!("`{name}` has shape {:?}; expected {expected}", tensor.size())))
+    };
     let named = defined(x, weights)?;
     let size = x.size();
     let Some((&hidden, leading)) = size.split_last() else {
@@ -41,31 +42,24 @@ pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
     };
     let floating = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
     if !floating.contains(&x.kind()) {
-        return Err(Error::Dtype {
-            name: "x",
-            found: x.kind(),
-            expected: "Float, Double, BFloat16 or Half".into(),
-        });
+        return Err(dtype("x", x.kind(), "Float, Double, BFloat16 or Half"));
     }
     for (name, tensor) in &named {
         if tensor.kind() != x.kind() {
-            return Err(Error::Dtype {
-                name,
-                found: tensor.kind(),
-                expected: format!("{:?} as `x`", x.kind()),
-            });
+            return Err(dtype(name, tensor.kind(), format!("{:?} as `x`", x.kind())));
         }
         if tensor.device() != x.device() {
-            return Err(Error::DeviceMismatch { name, found: tensor.device(), expected: x.device() });
+            let reason = format!("is on {:?} and `x` on {:?}", tensor.device(), x.device());
+            return Err(refused(format!("`{name}` {reason}; move one with `to_device`")));
         }
     }
     let (down_name, down) = named[named.len() - 1];
     let &[features, down_hidden] = &down.size()[..] else {
         return shape(down_name, down, "[intermediate, hidden]: two dimensions".into());
     };
-    for (name, found) in [("hidden", hidden), ("intermediate", features)] {
-        if found < 1 {
-            return Err(Error::Size { name, found });
+    for (name, count) in [("hidden", hidden), ("intermediate", features)] {
+        if count < 1 {
+            return Err(too_small(name, count));
         }
     }
     if down_hidden != hidden {

@@ -26,7 +26,7 @@ use runtime::precision;
 use tch::Tensor;
 
 use crate::arguments::{Sizes, Weights};
-use crate::error::{Error, Result};
+use crate::error::{self, Error, Result};
 use crate::function::{check_tile, run_as_is};
 use crate::gelu::{Layer, feed_forward};
 use crate::level::CheckpointLevel;
@@ -49,23 +49,20 @@ impl CheckpointLevel {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
-    /// that it does not support; a model without MLPs. [`Error::Tile`]: a tile in which no token fits.
+    /// [`Error::Unsupported`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
+    /// that it does not support; a model without MLPs. [`Error::Invalid`]: a tile in which no token fits.
     pub fn install(self, model: &mut dyn Module) -> Result<usize> {
         let mut plan = Prepare { level: self, mlps: Vec::new(), refused: None };
-        map_modules(model, &mut plan).map_err(runtime::Error::from)?;
+        map_modules(model, &mut plan)?;
         let Prepare { mlps, refused, .. } = plan;
         if let Some(refused) = refused {
             return Err(refused);
         }
         if mlps.is_empty() {
-            return Err(Error::Mlp {
-                name: "model".to_owned(),
-                reason: "has no MLP to recompute".to_owned(),
-            });
+            return Err(error::mlp("model", "has no MLP to recompute"));
         }
         let count = mlps.len();
-        map_modules(model, &mut Replace(mlps)).map_err(runtime::Error::from)?;
+        map_modules(model, &mut Replace(mlps))?;
         Ok(count)
     }
 }
@@ -92,14 +89,13 @@ impl RecomputedMlp {
 
     /// Creates an MLP with the tensors of `mlp`.
     fn of(name: &str, mlp: &dyn Mlp, level: CheckpointLevel) -> Result<Self> {
-        let refuse = |reason: String| Error::Mlp { name: name.to_owned(), reason };
         let parts = match mlp.function() {
             MlpFunction::Swiglu => {
                 let [gate, up, down] = linears(name, mlp, ["gate_proj", "up_proj", "down_proj"])?;
                 if [&gate, &up, &down].iter().any(|linear| linear.bias.is_some()) {
                     let reason = "has biases, which its hand-written backward does not compute; take an activation plan \
                                   (LayerPlan::RecomputeMlp) instead";
-                    return Err(refuse(reason.to_owned()));
+                    return Err(error::mlp(name, reason));
                 }
                 let (features, hidden) = gate.weight.size2()?;
                 let options = (gate.weight.kind(), gate.weight.device());
@@ -116,7 +112,7 @@ impl RecomputedMlp {
             MlpFunction::Geglu => {
                 let reason = "has a GELU as its gate, and only SwiGLU's backward is written by hand; take an activation plan \
                               (LayerPlan::RecomputeMlp) instead";
-                return Err(refuse(reason.to_owned()));
+                return Err(error::mlp(name, reason));
             }
             MlpFunction::FeedForward { names, activation, dropout } => {
                 if dropout > 0.0 {
@@ -124,22 +120,22 @@ impl RecomputedMlp {
                         "drops activations with probability {dropout}, and a hand-written backward would draw others; train it \
                          without dropout, or take an activation plan (LayerPlan::RecomputeMlp)"
                     );
-                    return Err(refuse(reason));
+                    return Err(error::mlp(name, reason));
                 }
                 if let CheckpointLevel::SaveAll | CheckpointLevel::InputOnlyTiled { .. } = level {
                     let reason = format!(
                         "has two layers, which do not support the level {level}; use save-one (input and first product) or input-only"
                     );
-                    return Err(refuse(reason));
+                    return Err(error::mlp(name, reason));
                 }
                 let [up, down] = linears(name, mlp, names)?;
                 Parts::FeedForward { names, up, down, activation }
             }
-            MlpFunction::Recomputed => return Err(refuse("is already recomputed".to_owned())),
+            MlpFunction::Recomputed => return Err(error::mlp(name, "is already recomputed")),
             MlpFunction::Other => {
                 let reason = "is not a plain SwiGLU or two-layer MLP: another technique has wrapped it, or the model has one of its \
                               own; install recomputation before activation plans and offloading";
-                return Err(refuse(reason.to_owned()));
+                return Err(error::mlp(name, reason));
             }
         };
         Ok(Self { parts, level })
@@ -164,7 +160,7 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
                  plan",
                 named.name
             );
-            return Err(Error::Mlp { name: name.to_owned(), reason });
+            return Err(error::mlp(name, reason));
         }
         match place {
             Some((index, "weight")) => found[index].0 = Some(tensor),
@@ -175,7 +171,7 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
                      could replace. Give the adapters other target modules, or leave the MLP as it is",
                     named.name
                 );
-                return Err(Error::Mlp { name: name.to_owned(), reason });
+                return Err(error::mlp(name, reason));
             }
         }
     }
@@ -183,14 +179,12 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
     for (name_of_part, (weight, bias)) in names.iter().zip(found) {
         let Some(weight) = weight else {
             let reason = format!("has no `{name_of_part}.weight` of its own");
-            return Err(Error::Mlp { name: name.to_owned(), reason });
+            return Err(error::mlp(name, reason));
         };
         linears.push(Linear { weight, bias });
     }
     let count = linears.len();
-    linears
-        .try_into()
-        .map_err(|_| Error::Mlp { name: name.to_owned(), reason: format!("has {count} layers") })
+    linears.try_into().map_err(|_| error::mlp(name, format!("has {count} layers")))
 }
 
 struct Prepare {
@@ -286,7 +280,7 @@ impl Mlp for RecomputedMlp {
                 }
             }
         };
-        computed().map_err(|error| runtime::Error::from(error).into())
+        computed()
     }
 
     fn function(&self) -> MlpFunction {

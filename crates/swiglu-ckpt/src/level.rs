@@ -86,7 +86,12 @@ impl FromStr for CheckpointLevel {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let unknown = || Error::UnknownLevel(text.to_owned());
+        let unknown = || {
+            Error::Invalid(format!(
+                "unknown checkpoint level `{text}`; expected save-all (or 0), save-gate-up, save-one, input-only (or 1), or \
+                 input-only-tiled:BYTES (for example input-only-tiled:16MiB)"
+            ))
+        };
         match text {
             "save-all" | "0" => Ok(Self::SaveAll),
             "save-gate-up" => Ok(Self::SaveGateUp),

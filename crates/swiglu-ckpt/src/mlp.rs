@@ -4,7 +4,7 @@ use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
 
 use crate::arguments::{Sizes, Weights, check};
-use crate::error::{Error, Result};
+use crate::error::{Result, dtype, refused, too_small};
 use crate::function::{check_tile, run};
 use crate::level::CheckpointLevel;
 
@@ -69,14 +69,13 @@ impl SwigluMlp {
     /// A size below 1; a dtype that is not floating; a device that does not exist; a tile in which no token fits.
     pub fn new(config: &SwigluConfig) -> Result<Self> {
         let &SwigluConfig { hidden, intermediate, level, storage, kind, device } = config;
-        for (name, found) in [("hidden", hidden), ("intermediate", intermediate)] {
-            if found < 1 {
-                return Err(Error::Size { name, found });
+        for (name, count) in [("hidden", hidden), ("intermediate", intermediate)] {
+            if count < 1 {
+                return Err(too_small(name, count));
             }
         }
         if ![Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half].contains(&kind) {
-            let expected = "Float, Double, BFloat16 or Half".to_owned();
-            return Err(Error::Dtype { name: "weights", found: kind, expected });
+            return Err(dtype("weights", kind, "Float, Double, BFloat16 or Half"));
         }
         check_tile(level, Sizes { tokens: 0, hidden, features: intermediate }, (kind, device))?;
         let draw = |rows: i64, columns: i64| -> Result<Tensor> {
@@ -158,7 +157,9 @@ impl SwigluMlp {
         for (name, weight) in self.parameters() {
             let count = weight.f_isfinite()?.f_logical_not()?.f_sum(Kind::Int64)?.f_int64_value(&[])?;
             if count > 0 {
-                return Err(Error::NotFinite { name, count });
+                return Err(refused(format!(
+                    "`{name}` has {count} values that are not finite; load or initialise it again"
+                )));
             }
         }
         Ok(())

@@ -1,6 +1,9 @@
-//! Errors of a training.
+//! Errors of a training: those that a program handles one by one, and [`runtime::Error`] for all others.
 
-use std::path::PathBuf;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+use models::error::listed;
 
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -9,46 +12,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A setting outside its range.
-    #[error("{what}: {reason}")]
-    Config {
-        /// The part of the training.
-        what: &'static str,
-        /// The value, the expected values, and the remedy.
-        reason: String,
-    },
-    /// An invalid tensor.
-    #[error("{operation}: `{name}` {reason}")]
-    Tensor {
-        /// The operation.
-        operation: &'static str,
-        /// The tensor's name.
-        name: String,
-        /// The problem, and the expected value.
-        reason: String,
-    },
-    /// Named tensors that do not match their targets.
-    #[error("{from} does not fit {into}: {}", problems(missing, unexpected, mismatched))]
-    State {
-        /// Where they came from.
-        from: String,
-        /// The targets.
-        into: &'static str,
-        /// Names that only the targets have.
-        missing: Vec<String>,
-        /// Names that only the source has.
-        unexpected: Vec<String>,
-        /// Name, shape and dtype found, and what was expected.
-        mismatched: Vec<String>,
-    },
-    /// A file of a checkpoint that is invalid.
-    #[error("{}: {reason}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
     /// No usable checkpoint in a folder.
     #[error(
         "no checkpoint in {} can be used: {}; start again in an empty folder, or put back a copy of one of them",
@@ -86,14 +49,6 @@ pub enum Error {
         /// The folder.
         folder: PathBuf,
     },
-    /// A file could not be read or written.
-    #[error("{}: {cause}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The operating system's error.
-        cause: std::io::Error,
-    },
     /// The training diverged.
     #[error(
         "training diverged at step {step}: {reason}; try a lower learning rate, a longer warm-up, or a smaller gradient norm to clip to"
@@ -126,34 +81,21 @@ pub enum Error {
         /// Why it failed.
         cause: Box<Self>,
     },
+    /// Too many steps in a row overflowed: no scale of the loss helps.
+    #[error("{0}")]
+    Overflowed(String),
     /// No activation plan fits the budget.
     #[error(transparent)]
     Plan(#[from] accounting::Error),
     /// An error of the data.
     #[error(transparent)]
     Data(#[from] dataloading::Error),
-    /// An error of the model.
-    #[error(transparent)]
-    Model(#[from] models::Error),
     /// An invalid trace, or one without steps.
     #[error(transparent)]
     Profile(#[from] trace::ProfileError),
-    /// An error of the runtime.
+    /// Every other error.
     #[error(transparent)]
-    Runtime(runtime::Error),
-}
-
-impl From<runtime::Error> for Error {
-    /// Unwraps an error of this crate that went through a closure of the runtime.
-    fn from(error: runtime::Error) -> Self {
-        match error {
-            runtime::Error::Other(error) => match error.downcast::<Self>() {
-                Ok(own) => *own,
-                Err(other) => Self::Runtime(runtime::Error::Other(other)),
-            },
-            other => Self::Runtime(other),
-        }
-    }
+    Runtime(#[from] runtime::Error),
 }
 
 impl From<Error> for runtime::Error {
@@ -172,25 +114,50 @@ impl From<tch::TchError> for Error {
 }
 
 impl Error {
-    pub(crate) fn config(what: &'static str, reason: impl Into<String>) -> Self {
-        Self::Config { what, reason: reason.into() }
+    /// Returns an error of an invalid argument or configuration: the part, and the value, the expected values, and the remedy.
+    pub fn config(part: impl Display, reason: impl Display) -> Self {
+        Self::Runtime(runtime::Error::invalid(part, reason))
     }
 
-    pub(crate) fn file(path: &std::path::Path, reason: impl Into<String>) -> Self {
-        Self::File { path: path.to_owned(), reason: reason.into() }
+    /// Returns an error of an invalid tensor.
+    pub(crate) fn tensor(operation: &str, name: &str, reason: impl Display) -> Self {
+        Self::config(operation, format!("`{name}` {reason}"))
     }
-}
 
-/// Formats the lists, at most eight names of each.
-fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) -> String {
-    let of = |title: &str, names: &[String]| {
-        let more = match names.len().saturating_sub(8) {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        let shown = names.iter().take(8).map(String::as_str).collect::<Vec<_>>().join(", ");
-        (!names.is_empty()).then(|| format!("{title} {shown}{more}"))
-    };
-    let lists = [of("missing", missing), of("unexpected", unexpected), of("different", mismatched)];
-    lists.into_iter().flatten().collect::<Vec<_>>().join("; ")
+    /// Returns an error of tensors from a source that do not match their targets, with the names that only the targets have, those that
+    /// only the source has, and those of another shape or dtype.
+    pub(crate) fn state(
+        source: &str,
+        targets: &str,
+        missing: &[String],
+        unexpected: &[String],
+        mismatched: &[String],
+    ) -> Self {
+        let names = listed([("missing", missing), ("unexpected", unexpected), ("different", mismatched)]);
+        Self::Runtime(runtime::Error::Invalid(format!("{source} does not fit {targets}: {names}")))
+    }
+
+    /// Returns an error of an invalid file.
+    pub fn file(path: impl AsRef<Path>, reason: impl Display) -> Self {
+        Self::Runtime(runtime::Error::file(path, reason))
+    }
+
+    /// Returns an error of a file that could not be read or written.
+    pub fn io(path: impl AsRef<Path>, cause: std::io::Error) -> Self {
+        Self::Runtime(runtime::Error::io(path, cause))
+    }
+
+    /// As [`runtime::Error::is_out_of_memory`].
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::Runtime(error) => error.is_out_of_memory(),
+            Self::Interrupted { cause, .. } => cause.is_out_of_memory(),
+            _ => false,
+        }
+    }
+
+    /// As [`runtime::Error::is_invalid_argument`].
+    pub fn is_invalid_argument(&self) -> bool {
+        matches!(self, Self::Runtime(error) if error.is_invalid_argument())
+    }
 }

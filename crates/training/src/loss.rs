@@ -155,7 +155,7 @@ pub fn labels(tokens_bt: &Tensor, lengths_b: &Tensor, ignore_index: i64) -> Resu
             tokens_bt.kind(),
             lengths_b.kind()
         );
-        return Err(Error::Tensor { operation: "labels", name: "tokens".into(), reason });
+        return Err(Error::tensor("labels", "tokens", reason));
     }
     let _no_grad = tch::no_grad_guard();
     let following = Tensor::try_arange_start(1, tokens[1] + 1, (Kind::Int64, tokens_bt.device()))?;
@@ -171,7 +171,7 @@ fn full_precision(logits: &Tensor) -> Result<Tensor> {
 fn check(operation: &'static str, logits: &Tensor, labels: &Tensor) -> Result<()> {
     let (shape, of_labels) = (logits.size(), labels.size());
     let floating = matches!(logits.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
-    let refuse = |name: &str, reason: String| Err(Error::Tensor { operation, name: name.into(), reason });
+    let refuse = |name: &str, reason: String| Err(Error::tensor(operation, name, reason));
     if shape.len() != 3 || !floating {
         return refuse(
             "logits",

@@ -100,7 +100,7 @@ pub struct MaskedBatches {
 const WHAT: &str = "training rows";
 
 fn refuse(reason: String) -> Error {
-    Error::Config { what: WHAT, reason }
+    Error::config(WHAT, reason)
 }
 
 /// The number of positions of a row: tokens that predict a next one.

@@ -39,7 +39,7 @@ use training::optimizer::DeviceOptimizer;
 use training::scaler::{DeviceGradScaler, UnscaleResult};
 
 use super::per_optimizer_state::PerOptimizerState;
-use super::{ScaleRule, Scaler, TRAINER, tagged, to_training, unscale_once, untagged};
+use super::{ScaleRule, Scaler, TRAINER, tagged, unscale_once, untagged};
 use crate::error::Result;
 
 /// A rule that can update its scale on a device.
@@ -131,7 +131,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// [`DeviceScaler::unscale_`] was not called.
     ///
     /// # Errors
-    /// An optimizer without a fused kernel ([`DeviceOptimizer::step_unless`]); [`Error::SteppedTwice`](crate::Error::SteppedTwice); those of
+    /// An optimizer without a fused kernel ([`DeviceOptimizer::step_unless`]); an optimizer that has stepped; those of
     /// [`DeviceScaler::unscale_`].
     pub fn step(&mut self, name: &str, optimizer: &mut DeviceOptimizer) -> Result<()> {
         if !self.optimizers.is_unscaled(name) {
@@ -145,7 +145,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// Updates the scale. Call it once after all optimizers have stepped.
     ///
     /// # Errors
-    /// [`Error::NothingStepped`](crate::Error::NothingStepped).
+    /// No optimizer has stepped.
     pub fn update(&mut self) -> Result<()> {
         let flags = self.optimizers.take_flags()?;
         self.advance(&flags)
@@ -154,7 +154,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// Waits for the device and returns the rule with its current scale.
     ///
     /// # Errors
-    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::TooHigh`](crate::Error::TooHigh): too many steps in a row overflowed.
+    /// [`Error::Overflowed`](crate::Error::Overflowed): too many steps in a row overflowed.
     pub fn read(&mut self) -> Result<&R> {
         let state = runtime::ops::read(&self.state)?;
         self.rule.set_state_vector(&state)?;
@@ -175,7 +175,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// Restores a state returned by [`DeviceScaler::state`] or [`Scaler::state`].
     ///
     /// # Errors
-    /// [`Error::State`](crate::Error::State) for the state of another scaler.
+    /// The state of another scaler.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         self.rule.load_state(untagged(R::NAME, state)?)?;
         self.state = Tensor::f_from_slice(&self.rule.state_vector())?.f_to_device(self.state.device())?;
@@ -211,12 +211,11 @@ impl<R: DeviceRule> DeviceScaler<R> {
 
 impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
     fn scale(&self, loss: &Tensor) -> training::Result<Tensor> {
-        DeviceScaler::scale(self, loss).map_err(to_training)
+        DeviceScaler::scale(self, loss)
     }
 
     fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<UnscaleResult> {
-        let Unscaled { found_inf, norm } =
-            DeviceScaler::unscale_(self, TRAINER, grads, norm).map_err(to_training)?;
+        let Unscaled { found_inf, norm } = DeviceScaler::unscale_(self, TRAINER, grads, norm)?;
         Ok(UnscaleResult { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
@@ -235,7 +234,7 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
     }
 
     fn load_state(&mut self, state: &Value) -> training::Result<()> {
-        DeviceScaler::load_state(self, state).map_err(to_training)
+        DeviceScaler::load_state(self, state)
     }
 
     fn device_scaler(&mut self) -> Option<&mut dyn DeviceGradScaler> {
@@ -246,7 +245,7 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
 impl<R: DeviceRule> DeviceGradScaler for DeviceScaler<R> {
     fn update(&mut self, found_inf: &Tensor) -> training::Result<()> {
         self.optimizers.clear();
-        self.advance(&[found_inf.shallow_clone()]).map_err(to_training)
+        self.advance(&[found_inf.shallow_clone()])
     }
 
     fn device_state(&self) -> Tensor {
@@ -254,6 +253,6 @@ impl<R: DeviceRule> DeviceGradScaler for DeviceScaler<R> {
     }
 
     fn load_device_state(&mut self, state: &[f64]) -> training::Result<()> {
-        self.rule.set_state_vector(state).map_err(to_training)
+        self.rule.set_state_vector(state)
     }
 }

@@ -19,7 +19,7 @@ use tch::{Kind, Tensor};
 
 use super::ScaleRule;
 use super::device_scaler::DeviceRule;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, foreign_state, option};
 
 /// Options of a dynamic scale, under the names of `torch.amp.GradScaler` and Megatron-LM.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -65,7 +65,7 @@ impl Default for DynamicOptions {
 impl DynamicOptions {
     /// Checks that every option is within its range.
     pub(crate) fn check(&self) -> Result<()> {
-        let refuse = |name, value: f64, expected| Err(Error::Option { name, value, expected });
+        let refuse = |name, value: f64, expected| Err(option(name, value, expected));
         let positive = |value: f32| value.is_finite() && value > 0.0;
         match *self {
             Self { init_scale, .. } if !positive(init_scale) => {
@@ -170,7 +170,7 @@ impl DynamicRule {
     /// Creates a rule in its initial state.
     ///
     /// # Errors
-    /// [`Error::Option`] for an option outside its range.
+    /// An option outside its range.
     pub fn new(options: DynamicOptions) -> Result<Self> {
         options.check()?;
         Ok(Self { options, current: DynamicScale::new(&options), skipped: 0, at_min_scale: 0 })
@@ -188,7 +188,11 @@ impl DynamicRule {
 
     fn check_patience(&self) -> Result<()> {
         if self.at_min_scale > PATIENCE {
-            return Err(Error::Exhausted { skipped: self.skipped, scale: self.current.scale });
+            return Err(Error::Overflowed(format!(
+                "gradient scaler: {} steps in a row had infinite or NaN gradients, the last ones at the minimum scale, {:e}; no scale \
+                 helps, so check the data and the parameters for NaN and lower the learning rate",
+                self.skipped, self.current.scale
+            )));
         }
         Ok(())
     }
@@ -220,7 +224,7 @@ impl ScaleRule for DynamicRule {
 
     /// Restores a state with its options: a scale belongs to the options that produced it.
     fn load_state(&mut self, state: &Value) -> Result<()> {
-        let refuse = |reason: String| Error::State { found: state.to_string(), expected: Self::NAME, reason };
+        let refuse = |reason: String| foreign_state(state, Self::NAME, reason);
         let State { options, current, skipped, at_min_scale } =
             State::deserialize(state).map_err(|cause| refuse(cause.to_string()))?;
         options.check()?;

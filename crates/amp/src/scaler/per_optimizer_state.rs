@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 /// The state of one optimizer since the last update.
 #[derive(Debug)]
@@ -27,8 +27,11 @@ impl PerOptimizerState {
     pub(super) fn check_unscale(&self, optimizer: &str) -> Result<()> {
         match self.0.get(optimizer) {
             None => Ok(()),
-            Some(Entry { stepped: true, .. }) => Err(Error::SteppedTwice { optimizer: optimizer.into() }),
-            Some(_) => Err(Error::UnscaledTwice { optimizer: optimizer.into() }),
+            Some(Entry { stepped: true, .. }) => Err(stepped_twice(optimizer)),
+            Some(_) => Err(refused(format!(
+                "the gradients of optimizer `{optimizer}` are unscaled already; call `unscale_` once between two updates, after the \
+                 backward pass of the last micro-batch"
+            ))),
         }
     }
 
@@ -69,14 +72,14 @@ impl PerOptimizerState {
 
     fn check_step(&self, optimizer: &str) -> Result<()> {
         match self.0.get(optimizer) {
-            None => Err(Error::NotUnscaled { optimizer: optimizer.into() }),
-            Some(Entry { stepped: true, .. }) => Err(Error::SteppedTwice { optimizer: optimizer.into() }),
+            None => Err(not_unscaled(optimizer)),
+            Some(Entry { stepped: true, .. }) => Err(stepped_twice(optimizer)),
             Some(_) => Ok(()),
         }
     }
 
     fn entry(&mut self, optimizer: &str) -> Result<&mut Entry> {
-        self.0.get_mut(optimizer).ok_or_else(|| Error::NotUnscaled { optimizer: optimizer.into() })
+        self.0.get_mut(optimizer).ok_or_else(|| not_unscaled(optimizer))
     }
 
     /// Returns whether any optimizer overflowed, and resets all to ready.
@@ -95,7 +98,12 @@ impl PerOptimizerState {
     }
 
     fn check_update(&self) -> Result<()> {
-        if self.0.values().any(|entry| entry.stepped) { Ok(()) } else { Err(Error::NothingStepped) }
+        if self.0.values().any(|entry| entry.stepped) {
+            return Ok(());
+        }
+        Err(refused(
+            "no optimizer has stepped since the last update; call `step` for each optimizer, then `update` once",
+        ))
     }
 
     /// Resets all optimizers to ready.
@@ -123,4 +131,16 @@ impl PerOptimizerState {
         }
         Ok(())
     }
+}
+
+fn stepped_twice(optimizer: &str) -> Error {
+    refused(format!(
+        "optimizer `{optimizer}` has stepped since the last update; call `update` once after all optimizers have stepped"
+    ))
+}
+
+fn not_unscaled(optimizer: &str) -> Error {
+    refused(format!(
+        "the gradients of optimizer `{optimizer}` are not unscaled; call `unscale_` before the optimizer steps, or `step`, which does both"
+    ))
 }

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::ScaleRule;
 use super::device_scaler::DeviceRule;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, foreign_state, option};
 
 /// Overflows in a row after which the run ends with an error.
 const PATIENCE: u32 = 200;
@@ -23,12 +23,12 @@ impl StaticRule {
     /// Creates a rule with a finite scale above 0.
     ///
     /// # Errors
-    /// [`Error::Option`] for any other scale.
+    /// Any other scale.
     pub fn new(scale: f32) -> Result<Self> {
         if scale.is_finite() && scale > 0.0 {
             return Ok(Self { scale, patience: PATIENCE, skipped: 0 });
         }
-        Err(Error::Option { name: "scale", value: scale.into(), expected: "a finite number above 0" })
+        Err(option("scale", scale.into(), "a finite number above 0"))
     }
 
     /// Sets the number of overflows in a row after which the run ends with an error; 200 by default.
@@ -39,7 +39,11 @@ impl StaticRule {
 
     fn check_patience(&self) -> Result<()> {
         if self.skipped > self.patience {
-            return Err(Error::TooHigh { skipped: self.skipped, scale: self.scale });
+            return Err(Error::Overflowed(format!(
+                "gradient scaler: {} steps in a row had infinite or NaN gradients at the static scale {}; use a lower scale or the dynamic \
+                 scaler",
+                self.skipped, self.scale
+            )));
         }
         Ok(())
     }
@@ -62,11 +66,7 @@ impl ScaleRule for StaticRule {
     }
 
     fn load_state(&mut self, state: &Value) -> Result<()> {
-        let refuse = |reason: &str| Error::State {
-            found: state.to_string(),
-            expected: Self::NAME,
-            reason: reason.to_owned(),
-        };
+        let refuse = |reason: &str| foreign_state(state, Self::NAME, reason);
         let scale = state["scale"].as_f64().ok_or_else(|| refuse("it has no `scale`"))?;
         if scale as f32 != self.scale {
             return Err(refuse(&format!("this run's scale is {}", self.scale)));

@@ -16,6 +16,11 @@ fn bits(tensor: &Tensor) -> Vec<u64> {
     values.into_iter().map(f64::to_bits).collect()
 }
 
+/// The message of an error.
+fn message<T>(result: amp::Result<T>) -> String {
+    result.err().unwrap().to_string()
+}
+
 fn flag(overflow: bool) -> Tensor {
     Tensor::from(overflow)
 }
@@ -314,7 +319,7 @@ fn optimizers_without_a_fused_kernel_are_refused() {
         words.assert_eq(&error.to_string());
         assert_eq!(everything(&parameters, &optimizer), before);
         // It did not step, so an update is refused.
-        assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
+        assert!(message(scaler.update()).contains("no optimizer has stepped"));
     }
 }
 
@@ -330,6 +335,10 @@ fn overflow_at_every_scale_ends_the_run_at_the_read() {
         scaler.step("w", &mut adam).unwrap();
         scaler.update().unwrap();
         let read = scaler.read().map(|_| ());
-        assert_eq!(matches!(read, Err(Error::TooHigh { skipped: 4, .. })), step == 3, "{read:?}");
+        assert_eq!(
+            matches!(&read, Err(Error::Overflowed(words)) if words.contains(" 4 steps in a row")),
+            step == 3,
+            "{read:?}"
+        );
     }
 }

@@ -8,6 +8,11 @@ use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{DeviceOptimizer, Group, Sgd};
 
+/// The message of an error.
+fn words<T>(result: amp::Result<T>) -> String {
+    result.err().unwrap().to_string()
+}
+
 fn leaf(values: &[f32]) -> Tensor {
     Tensor::from_slice(values).set_requires_grad(true)
 }
@@ -90,25 +95,26 @@ fn calls_out_of_order_fail_before_any_change() {
     let w = leaf(&[1.0]);
     let mut optimizer = sgd(&[&w]);
     let mut scaler = dynamic();
-    assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
+    assert!(words(scaler.update()).contains("no optimizer has stepped since the last update"));
 
     gradient(&w, &[8.0]);
     let grads = optimizer.gradients().unwrap();
     scaler.unscale_("w", &grads, false).unwrap();
-    let error = scaler.unscale_("w", &grads, false).unwrap_err();
-    assert!(matches!(&error, Error::UnscaledTwice { optimizer } if optimizer == "w"), "{error}");
+    let unscaled = scaler.unscale_("w", &grads, false);
+    assert!(words(unscaled).contains("the gradients of optimizer `w` are unscaled already"));
     assert_eq!(values(&w.grad()), [1.0], "divided once");
     // Unscaling without a step does not allow an update.
-    assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
+    assert!(words(scaler.update()).contains("no optimizer has stepped since the last update"));
     assert!(scaler.step("w", &mut optimizer).unwrap());
-    assert!(matches!(scaler.step("w", &mut optimizer), Err(Error::SteppedTwice { .. })));
-    assert!(matches!(scaler.unscale_("w", &grads, false), Err(Error::SteppedTwice { .. })));
+    let stepped = "optimizer `w` has stepped since the last update";
+    assert!(words(scaler.step("w", &mut optimizer)).contains(stepped));
+    assert!(words(scaler.unscale_("w", &grads, false)).contains(stepped));
     assert_eq!(values(&w), [0.5], "stepped once");
     assert!(!scaler.update().unwrap());
 
     let half = [Tensor::ones([2], (Kind::Half, Device::Cpu))];
-    let error = scaler.unscale_("half", &half, false).unwrap_err();
-    assert!(matches!(error, Error::HalfGradients { index: 0, .. }), "{error}");
+    let unscaled = scaler.unscale_("half", &half, false);
+    assert!(words(unscaled).contains("gradient 0 of optimizer `half` is fp16"));
     // An error does not change the scaler.
     assert!(scaler.unscale_("half", &grads, false).is_ok());
 }
@@ -130,10 +136,11 @@ fn invalid_scale_factors_are_refused() {
         (DynamicOptions { init_scale: 4.0, max_scale: 2.0, ..good }, "init_scale"),
     ] {
         let error = DynamicGradScaler::new(options).unwrap_err();
-        assert!(matches!(error, Error::Option { name: found, .. } if found == name), "{name}: {error}");
+        assert!(error.is_invalid_argument(), "{name}: {error}");
+        assert!(error.to_string().starts_with(&format!("gradient scaler: `{name}` is ")), "{name}: {error}");
     }
     for scale in [0.0, -1.0, f32::INFINITY, f32::NAN] {
-        assert!(matches!(StaticGradScaler::new(scale), Err(Error::Option { name: "scale", .. })));
+        assert!(words(StaticGradScaler::new(scale)).starts_with("gradient scaler: `scale` is "));
     }
 }
 
@@ -146,7 +153,7 @@ fn a_state_of_another_scaler_is_refused_and_changes_nothing() {
         serde_json::Value::Null,
         serde_json::json!({ "kind": "dynamic scaler", "state": { "scale": 1.0 } }),
     ] {
-        assert!(matches!(scaler.load_state(&state), Err(Error::State { .. })), "{state}");
+        assert!(words(scaler.load_state(&state)).contains("does not load into a dynamic scaler"), "{state}");
         assert_eq!(scaler.state(), before);
     }
     let error = StaticGradScaler::new(4.0).unwrap().load_state(&StaticGradScaler::new(8.0).unwrap().state());
@@ -187,14 +194,20 @@ fn overflow_at_every_scale_ends_the_run() {
     let options = DynamicOptions { init_scale: 2.0, min_scale: 1.0, ..DynamicOptions::default() };
     let mut rule = DynamicRule::new(options).unwrap();
     let end = (1..100).find_map(|step| rule.update(true).err().map(|error| (step, error))).unwrap();
-    assert!(matches!(end, (52, Error::Exhausted { skipped: 52, scale: 1.0 })), "{end:?}");
+    let (52, Error::Overflowed(message)) = end else { panic!("{end:?}") };
+    assert!(message.contains("52 steps in a row"), "{message}");
+    assert!(message.contains("at the minimum scale, 1e0"), "{message}");
     // A good step between forgives.
     let mut rule = DynamicRule::new(options).unwrap();
     assert!((1..1000).all(|step| rule.update(step % 40 != 0).is_ok()));
 
     let mut fixed = StaticRule::new(8.0).unwrap().with_patience(3);
     assert!((0..3).all(|_| fixed.update(true).is_ok()));
-    assert!(matches!(fixed.update(true), Err(Error::TooHigh { skipped: 4, .. })));
+    let Err(Error::Overflowed(message)) = fixed.update(true) else { panic!("no error") };
+    assert!(
+        message.contains("4 steps in a row had infinite or NaN gradients at the static scale 8"),
+        "{message}"
+    );
 }
 
 #[test]

@@ -65,7 +65,7 @@ impl Fixture {
         let path = folder.join("config.json");
         let refuse = |reason: String| {
             let reason = format!("{reason}; give the folder of the fixture gpt2_like");
-            training::Error::File { path: path.clone(), reason }
+            training::Error::file(&path, reason)
         };
         let text = std::fs::read_to_string(&path).map_err(|cause| refuse(cause.to_string()))?;
         let config = serde_json::from_str(&text).map_err(|cause| refuse(cause.to_string()))?;
@@ -74,12 +74,10 @@ impl Fixture {
     }
 
     fn tensor(&self, name: &str) -> Result<&Tensor> {
-        self.tensors.iter().find(|(parameter, _)| parameter == name).map(|(_, tensor)| tensor).ok_or_else(
-            || {
-                let (path, reason) = ("cases.safetensors".into(), format!("it has no tensor `{name}`"));
-                training::Error::File { path, reason }.into()
-            },
-        )
+        self.tensors.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor).ok_or_else(|| {
+            let (path, reason) = ("cases.safetensors".into(), format!("it has no tensor `{name}`"));
+            training::Error::file(path, reason).into()
+        })
     }
 
     fn model(&self, kind: Kind) -> Result<Gpt2Like> {

@@ -101,10 +101,8 @@ impl Gradient {
             device,
             position: 0,
         };
-        let batch = fetch(&mut data, 1)?.ok_or_else(|| training::Error::Config {
-            what: "rows",
-            reason: "0; expected at least 1".into(),
-        })?;
+        let batch =
+            fetch(&mut data, 1)?.ok_or_else(|| training::Error::config("rows", "0; expected at least 1"))?;
         Ok(Self { model: gpt2_like(model, model.vocab_size, parts.weights, device)?, parts, batch })
     }
 

@@ -114,7 +114,7 @@ impl Setup {
     /// The parts, new.
     ///
     /// # Errors
-    /// [`amp::Error::Option`] for invalid constants.
+    /// Invalid constants.
     pub(crate) fn parts(self, scales: &Scales) -> Result<Parts> {
         let [low, right, high] = scales.initial;
         let dynamic =

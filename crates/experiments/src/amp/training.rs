@@ -138,7 +138,7 @@ pub(crate) fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Resul
         Err(
             error @ (training::Error::Diverged { .. }
             | training::Error::NonFiniteWeight { .. }
-            | training::Error::Config { what: "gradient scaler", .. }),
+            | training::Error::Overflowed(_)),
         ) => outcome.diverged = Some(error.to_string()),
         Err(error) => return Err(error.into()),
     }
@@ -202,10 +202,8 @@ impl Trained {
         let Prepared { mut trainer, mut batches, mut validation, .. } =
             prepare(corpus, Setup::Fp32, training)?;
         trainer.run(&mut batches, None)?;
-        let batch = fetch(&mut validation, 1)?.ok_or_else(|| training::Error::Config {
-            what: "validation data",
-            reason: "it has no batch; give some tokens".into(),
-        })?;
+        let batch = fetch(&mut validation, 1)?
+            .ok_or_else(|| training::Error::config("validation data", "it has no batch; give some tokens"))?;
         Ok(Self { model: trainer.model, batch })
     }
 

@@ -100,7 +100,7 @@ impl Implementation {
         let mean = match reduction {
             Reduction::Mean => true,
             Reduction::Sum => false,
-            Reduction::None => return Err(Error::Option(format!("`{self}` computes means and sums"))),
+            Reduction::None => return Err(refused(format!("`{self}` computes means and sums"))),
         };
         let vocabulary = w.size()[0];
         let tokens = targets.numel() as i64;
@@ -125,9 +125,13 @@ impl FromStr for Implementation {
     fn from_str(text: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|implementation| implementation.name() == text).ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
-            Error::Option(format!("unknown implementation `{text}`; expected one of {names}"))
+            refused(format!("unknown implementation `{text}`; expected one of {names}"))
         })
     }
+}
+
+fn refused(reason: String) -> Error {
+    Error::invalid("linear cross-entropy", reason)
 }
 
 /// The dtype of logits: fp32, or f64 for f64.
@@ -145,7 +149,11 @@ pub(super) fn chunk_tokens(
     let row = vocabulary.unsigned_abs() * element as u64;
     Ok(match chunk {
         Some(Chunk::Tokens(tokens)) => tokens,
-        Some(Chunk::Budget(budget)) if budget < row => return Err(Error::Budget { budget, row, vocabulary }),
+        Some(Chunk::Budget(budget)) if budget < row => {
+            return Err(refused(format!(
+                "a budget of {budget} bytes is less than the {row} bytes of one row of logits"
+            )));
+        }
         Some(Chunk::Budget(budget)) => i64::try_from(budget / row).unwrap_or(i64::MAX),
         None => (tokens / 8).clamp(1, 4096),
     })

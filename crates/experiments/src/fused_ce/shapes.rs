@@ -183,7 +183,7 @@ pub(crate) fn measure(
     let time = measure::run(&plan, |timer| {
         let operands = [hidden, weight, targets];
         let loss = implementation.loss(operands, Some(shape.labelled()), Reduction::Mean, chunk);
-        let loss = loss.map_err(runtime::Error::from)?;
+        let loss = loss?;
         timer.end("forward")?;
         runtime::autograd::backward(&[&loss])?;
         timer.end("backward")?;

@@ -16,7 +16,7 @@ use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::{Batches, Error, Trainer};
 use frugal::{Config, Recipe};
 use report::{Case, Metric};
-use runtime::memory::{fail_allocations, is_out_of_memory};
+use runtime::memory::fail_allocations;
 use tch::{Device, Kind, Tensor};
 
 use crate::driver::Bench;
@@ -140,7 +140,7 @@ fn refuse_each(setup: &Setup, step: u64, every: u64, seed: u64) -> anyhow::Resul
         match result {
             Ok(()) if !refused => break,
             Ok(()) => outcome.tolerated += 1,
-            Err(error) if !is_out_of_memory(&error) => {
+            Err(error) if !error.is_out_of_memory() => {
                 eprintln!("{}, step {step}, allocation {number}: {error}", setup.name);
                 outcome.unclear_errors += 1;
             }

@@ -226,9 +226,7 @@ pub fn measure(
         for mlp in &stack {
             y = match variant {
                 Variant::Operators => operators(mlp, &y)?,
-                Variant::Level(_) => {
-                    mlp.forward(&y).map_err(|error| runtime::Error::Other(Box::new(error)))?
-                }
+                Variant::Level(_) => mlp.forward(&y)?,
             };
         }
         held_bytes = live_bytes(device)? - before - output_bytes;

@@ -127,9 +127,6 @@ impl Batches for Drawn {
 
     /// Does nothing: a drawn batch is not drawn again.
     fn resume(&mut self, state: &Value) -> training::Result<()> {
-        Err(training::Error::Config {
-            what: "drawn batches",
-            reason: format!("they cannot go back to {state}"),
-        })
+        Err(training::Error::config("drawn batches", format!("they cannot go back to {state}")))
     }
 }

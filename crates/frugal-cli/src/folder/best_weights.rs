@@ -49,7 +49,7 @@ impl BestWeights for KeepBest {
             }
             Ok(())
         });
-        saved.map_err(|error| training::Error::Io { path, cause: io::Error::other(format!("{error:#}")) })
+        saved.map_err(|error| training::Error::io(path, io::Error::other(format!("{error:#}"))))
     }
 }
 

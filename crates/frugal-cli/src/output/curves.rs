@@ -35,14 +35,12 @@ impl Curves {
     }
 
     fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> training::Result<()> {
-        let io = |cause| training::Error::Io { path: self.folder.clone(), cause };
+        let io = |cause| training::Error::io(&self.folder, cause);
         let events = match &mut self.events {
             Some(events) => events,
             None => self.events.insert(EventFile::create(&self.folder, self.start).map_err(io)?),
         };
-        events
-            .scalars(step, values)
-            .map_err(|cause| training::Error::Io { path: events.path().to_owned(), cause })
+        events.scalars(step, values).map_err(|cause| training::Error::io(events.path(), cause))
     }
 
     /// Writes the page if it is due. A page that cannot be written does not end the training.

@@ -40,7 +40,7 @@ impl StepRecords {
             let record = Record { experiment: "training".to_owned(), case, metric, environment };
             self.writer.write(&record).map_err(|cause| {
                 let cause = std::io::Error::other(cause);
-                training::Error::Io { path: self.path.clone(), cause }
+                training::Error::io(&self.path, cause)
             })?;
         }
         Ok(())

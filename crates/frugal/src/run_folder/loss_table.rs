@@ -27,7 +27,7 @@ impl LossTable {
     /// A file that cannot be written.
     pub fn open(path: &Path, resume: bool) -> training::Result<Self> {
         let file = OpenOptions::new().create(true).write(true).append(resume).truncate(!resume).open(path);
-        let file = file.map_err(|cause| training::Error::Io { path: path.to_owned(), cause })?;
+        let file = file.map_err(|cause| training::Error::io(path, cause))?;
         Ok(Self { path: path.to_owned(), file, continues: false })
     }
 
@@ -39,7 +39,7 @@ impl LossTable {
         } else {
             self.file.write_all(row.as_bytes())
         };
-        written.map_err(|cause| training::Error::Io { path: self.path.clone(), cause })
+        written.map_err(|cause| training::Error::io(&self.path, cause))
     }
 }
 
@@ -62,7 +62,7 @@ impl Observer for LossTable {
             line == HEADER || own.is_some_and(|own| own <= step && line.ends_with('\n'))
         };
         let file = keep_lines(&self.path, before);
-        self.file = file.map_err(|cause| training::Error::Io { path: self.path.clone(), cause })?;
+        self.file = file.map_err(|cause| training::Error::io(&self.path, cause))?;
         // A folder of an earlier version has no table: it begins here.
         self.continues = self.file.metadata().is_ok_and(|metadata| metadata.len() > 0);
         Ok(())

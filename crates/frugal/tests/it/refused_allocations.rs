@@ -3,7 +3,7 @@
 
 use frugal::models::module;
 use frugal::recipe::Handles;
-use frugal::runtime::memory::{fail_allocations, is_out_of_memory};
+use frugal::runtime::memory::fail_allocations;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
 use frugal::training::{Batches, Error, Trainer};
 use frugal::{Config, Recipe};
@@ -99,7 +99,7 @@ fn refuse_some(config: &Config, step: u64, first: u64, name: &str) -> Option<Out
         match result {
             Ok(()) => outcome.tolerated += 1,
             Err(error) => {
-                assert!(is_out_of_memory(&error), "{at}");
+                assert!(error.is_out_of_memory(), "{at}");
                 if let Error::Interrupted { .. } = error {
                     outcome.interrupted += 1;
                     let error = training.advance(step).unwrap_err().to_string();

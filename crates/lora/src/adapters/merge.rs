@@ -22,7 +22,7 @@ impl Adapters {
     /// Merges the active adapters into the projections' weights: see [`LoraLinear::merge`](crate::LoraLinear::merge). Does nothing if they are merged.
     ///
     /// # Errors
-    /// [`Error::NotFinite`], with nothing changed.
+    /// Values that are not finite, with nothing changed.
     pub fn merge(&self) -> Result<()> {
         for (done, site) in self.sites.iter().enumerate() {
             let merged = site.layer.merged_weight().and_then(|merged| site.layer.put(merged, &site.name));
@@ -106,7 +106,7 @@ impl Adapters {
         if merged.is_empty() {
             return Ok(());
         }
-        Err(Error::State(format!(
+        Err(Error::Invalid(format!(
             "{} is merged into the base; call `unmerge` before you {to}",
             merged.join(", ")
         )))

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::survey::{Found, Survey};
 use crate::config::{BiasTraining, LoraConfig};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, listed, no_target, suggestion, unsupported};
 use crate::options::Options;
 use crate::targets::Targets;
 
@@ -64,7 +64,11 @@ impl AdapterPlan {
                 let mut others: Vec<&str> = names.iter().filter_map(|name| name.rsplit('.').next()).collect();
                 others.sort_unstable();
                 others.dedup();
-                return Err(Error::Recomputed { mlp: mlp.to_owned(), others: others.join(", "), name });
+                return Err(Error::Unsupported(format!(
+                    "the target `{name}` is inside the MLP `{mlp}`, which computes its products itself to recompute them in backward, so \
+                     it has no projection to adapt; name other target modules, such as {}, or leave the MLP as it is",
+                    others.join(", ")
+                )));
             }
         }
         if !targets.means_projections_only() {
@@ -73,11 +77,15 @@ impl AdapterPlan {
             if let Some(name) =
                 modules.iter().find(|name| !known.contains(name) && targets.wants(name, false))
             {
-                return Err(Error::NotProjection { name: name.clone(), names });
+                return Err(Error::Invalid(format!(
+                    "the target `{name}` is not a linear projection of this model, so it cannot be adapted; the projections are {}. \
+                     Train it whole by `modules_to_save`, or leave it out by `exclude_modules`",
+                    listed(&names)
+                )));
             }
         }
         if sites.is_empty() {
-            return Err(Error::NoTarget { targets: targets.described(), names });
+            return Err(no_target(&targets.described(), &names));
         }
         refuse_adapted_tying(survey, config, &sites)?;
         let wholes = wholes(survey, config, &sites)?;
@@ -118,19 +126,23 @@ fn refuse_adapted_tying(survey: &Survey, config: &LoraConfig, sites: &[PlannedSi
 
 /// The error of a tied projection with an adapter.
 pub(crate) fn tied_adapter(name: &str) -> Error {
-    Error::Unsupported {
-        field: "ensure_weight_tying".to_owned(),
-        found: format!("true with an adapter on `{name}`, which is tied to the embedding"),
-        remedy: "leave `ensure_weight_tying` out (a merged head gets its own weights), or put `lm_head` into `modules_to_save` instead",
-    }
+    unsupported(
+        "ensure_weight_tying",
+        format!("true with an adapter on `{name}`, which is tied to the embedding"),
+        "leave `ensure_weight_tying` out (a merged head gets its own weights), or put `lm_head` into `modules_to_save` instead",
+    )
 }
 
 fn wholes(survey: &Survey, config: &LoraConfig, sites: &[PlannedSite]) -> Result<Vec<PlannedWhole>> {
     let modules = survey.modules();
     for name in config.modules_to_save.iter().flatten() {
         if !modules.iter().any(|module| module.ends_with(name.as_str())) {
-            let names = modules.into_iter().collect();
-            return Err(Error::NoModule { name: name.clone(), names });
+            let names: Vec<String> = modules.into_iter().collect();
+            return Err(Error::Invalid(format!(
+                "`modules_to_save`: the model has no module that ends with `{name}`; it has {}{}",
+                listed(&names),
+                suggestion(name, &names)
+            )));
         }
     }
     let adapted = |name: &str| {

@@ -143,7 +143,7 @@ pub(crate) fn refuse_foreign(survey: &Survey, known: &[&str]) -> Result<()> {
         survey.projections.iter().find(|found| !found.plain && !known.contains(&found.path.as_str()));
     match foreign {
         None => Ok(()),
-        Some(found) => Err(Error::State(format!(
+        Some(found) => Err(Error::Invalid(format!(
             "`{}` is no plain projection: it has tensors beside its weight and bias, perhaps of adapters that were installed \
              before; add to those with `Adapters::add`, or unload them first",
             found.name

@@ -12,7 +12,7 @@ use super::{CONFIG_FILE, TENSORS_FILE, tensors};
 use crate::adapters::plan::AdapterPlan;
 use crate::adapters::{Adapters, BASE_WEIGHT, survey::Survey};
 use crate::config::LoraConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, foreign_adapter};
 use crate::linear::DEFAULT;
 
 /// PEFT's prefix of all names in its files.
@@ -27,7 +27,7 @@ impl Adapters {
     ///
     /// # Errors
     /// Errors of [`LoraConfig::read`] and [`LoraConfig::install`]; a missing, truncated or invalid tensors file;
-    /// [`Error::Adapter`] for an adapter of another base. Then nothing is changed.
+    /// An adapter of another base. Then nothing is changed.
     pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
         let survey = Survey::of(model)?;
         let (config, read) = atomic_write::read(folder, || {
@@ -85,7 +85,7 @@ impl Adapters {
     /// Writes one adapter's two files to `folder`, both or neither: see [`write_folder`].
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`]; a folder that cannot be written.
+    /// An unknown adapter; a folder that cannot be written.
     pub fn save_one(&self, name: &str, folder: &Path) -> Result<()> {
         self.save_one_lazily(name, Some(folder), &|name, tensor| LazyTensor::of(name, tensor))
     }
@@ -129,10 +129,7 @@ pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tens
 }
 
 fn write_content(folder: &Path, config: &LoraConfig, content: &mut Content<'_>) -> Result<()> {
-    let failed = |cause: std::io::Error| Error::File {
-        path: folder.to_owned(),
-        reason: format!("cannot be written: {cause}"),
-    };
+    let failed = |cause: std::io::Error| Error::file(folder, format!("cannot be written: {cause}"));
     let new = atomic_write::Folder::beside(folder).map_err(failed)?;
     tensors_file::write_content(&new.path().join(TENSORS_FILE), content)?;
     let text = config.to_json();
@@ -154,7 +151,7 @@ fn fitting(folder: &Path, plan: &AdapterPlan) -> Result<Read> {
         };
         if values.insert(name.to_owned(), tensor).is_some() {
             let reason = format!("`{name}` exists twice, with and without `{PREFIX}`; write the file again");
-            return Err(Error::File { path, reason });
+            return Err(Error::file(path, reason));
         }
     }
     let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
@@ -183,7 +180,7 @@ fn fitting(folder: &Path, plan: &AdapterPlan) -> Result<Read> {
     if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
         return Ok(Read { values, copies });
     }
-    Err(Error::Adapter { from: path.display().to_string(), missing, unexpected, mismatched })
+    Err(foreign_adapter(path.display(), &missing, &unexpected, &mismatched))
 }
 
 /// The contents of a folder.

@@ -16,7 +16,7 @@ pub(crate) fn content<'a>(path: &Path, mut tensors: Vec<LazyTensor<'a>>) -> Resu
     let place = |kind: Kind| DTYPES.iter().position(|known| *known == kind);
     if let Some(tensor) = tensors.iter().find(|tensor| place(tensor.kind()).is_none()) {
         let reason = format!("`{}` is {:?}; expected a floating dtype", tensor.name(), tensor.kind());
-        return Err(Error::File { path: path.to_owned(), reason });
+        return Err(Error::file(path, reason));
     }
     tensors.sort_by_key(|tensor| (Reverse(place(tensor.kind())), tensor.name().to_owned()));
     Ok(Content::new(tensors, &[("format", "pt")]))

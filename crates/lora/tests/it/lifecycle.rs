@@ -1,6 +1,6 @@
 //! Merge, unmerge, switch, disable, delete, unload: the model's results after each, and the restoration of the base.
 
-use lora::{Adapters, BiasTraining, Error, LoraConfig, LoraLinear, Options};
+use lora::{Adapters, BiasTraining, LoraConfig, LoraLinear, Options};
 use models::module::{Context, Input, LanguageModel, Projection, parameter_count, tensors, trainable};
 use models::{DecoderConfig, Llama};
 use runtime::random::Generator;
@@ -222,10 +222,7 @@ fn a_merge_that_is_not_finite_changes_nothing() {
     let kept = broken.1.copy();
     let _ = tch::no_grad(|| broken.1.shallow_clone().fill_(f64::NAN));
     let error = adapters.merge().unwrap_err();
-    assert!(
-        matches!(&error, Error::NotFinite { module, .. } if module.starts_with("model.layers.1.")),
-        "{error}"
-    );
+    assert!(error.to_string().starts_with("merging default into `model.layers.1."), "{error}");
     assert_eq!(adapters.merged(), Vec::<String>::new());
     tch::no_grad(|| broken.1.shallow_clone().copy_(&kept));
     assert_eq!(logits(&model), adapted);

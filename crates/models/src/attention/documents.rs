@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, wrong_shape};
 
 /// Document boundaries in packed rows. A document never crosses a row, and the documents cover every position (padding at the
 /// end of a row is a document of its own). The constructors check both.
@@ -39,7 +39,7 @@ impl Documents {
             let reason = format!(
                 "rows of {widths:?} positions; expected at least one row, all of the same length of at least 1"
             );
-            return Err(Error::Config { what: WHAT, reason });
+            return Err(Error::invalid(WHAT, reason));
         }
         let (mut starts, mut ids) = (vec![0i32], Vec::with_capacity(length * rows.len()));
         for (id, documents) in rows.iter().flat_map(|row| row.as_ref()).enumerate() {
@@ -64,13 +64,8 @@ impl Documents {
     /// Another shape or dtype; starts that do not rise from 0 to the number of positions; a document that crosses a row;
     /// tensors that contradict the starts.
     pub fn from_parts(ids: Tensor, cu_seqlens: Tensor, starts: Vec<i32>) -> Result<Self> {
-        let shape = |name, tensor: &Tensor, expected: &str| Error::Shape {
-            operation: WHAT,
-            name,
-            found: tensor.size(),
-            expected: expected.to_owned(),
-        };
-        let refuse = |reason: String| Err(Error::Config { what: WHAT, reason });
+        let shape = |name, tensor: &Tensor, expected: &str| wrong_shape(WHAT, name, tensor.size(), expected);
+        let refuse = |reason: String| Err(Error::invalid(WHAT, reason));
         let &[rows, length] = ids.size().as_slice() else { return Err(shape("ids", &ids, "[rows, length]")) };
         let number = starts.len() as i64;
         if cu_seqlens.size() != [number] {
@@ -156,8 +151,5 @@ fn longest(starts: &[i32]) -> i64 {
 }
 
 fn too_many(positions: usize) -> Error {
-    Error::Config {
-        what: WHAT,
-        reason: format!("{positions} positions; expected fewer than 2^31, as int32 counts them"),
-    }
+    Error::invalid(WHAT, format!("{positions} positions; expected fewer than 2^31, as int32 counts them"))
 }

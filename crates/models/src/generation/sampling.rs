@@ -31,7 +31,7 @@ pub enum Sampling {
 impl Sampling {
     pub(super) fn check(&self) -> Result<()> {
         let &Self::Random { temperature, top_k, top_p, .. } = self else { return Ok(()) };
-        let refuse = |reason: String| Err(Error::Config { what: WHAT, reason });
+        let refuse = |reason: String| Err(Error::invalid(WHAT, reason));
         if !(temperature.is_finite() && temperature > 0.0) {
             return refuse(format!(
                 "`temperature` is {temperature}; expected above 0 (use greedy for the most probable token)"
@@ -58,12 +58,26 @@ impl Sampling {
         }
     }
 
-    /// Chooses a token for each row of `logits_bv`, `[rows, vocabulary]`.
-    pub(super) fn sample(&self, logits_bv: &Tensor, rows: &mut [Row]) -> Result<Vec<i64>> {
+    /// Chooses a token for each row of `logits_bv`, `[rows, vocabulary]`. `broken_weight` finds the weight behind logits that are not
+    /// finite.
+    pub(super) fn sample(
+        &self,
+        logits_bv: &Tensor,
+        rows: &mut [Row],
+        broken_weight: impl FnOnce() -> Option<String>,
+    ) -> Result<Vec<i64>> {
         let (best, tokens) = logits_bv.f_max_dim(-1, false)?;
         let best = Vec::<f64>::try_from(best.f_to_kind(Kind::Double)?)?;
         if let Some(row) = best.iter().position(|best| !best.is_finite()) {
-            return Err(Error::Logits { prompt: rows[row].number, logit: best[row], weight: None });
+            let reason = broken_weight().map_or_else(
+                || "the dtype of the weights is too narrow for the model".to_owned(),
+                |name| format!("`{name}` has an infinity or a NaN: the model's files are broken"),
+            );
+            let (prompt, logit) = (rows[row].number, best[row]);
+            return Err(Error::invalid(
+                WHAT,
+                format!("prompt {prompt}: the largest logit is {logit}; {reason}"),
+            ));
         }
         let &Self::Random { temperature, top_k, top_p, .. } = self else {
             return Ok(Vec::try_from(tokens)?);

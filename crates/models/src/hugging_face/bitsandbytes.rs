@@ -20,7 +20,7 @@ use tch::{Kind, Tensor};
 use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::strict_json;
-use crate::tensors_file::{TensorsFile, file_error};
+use crate::tensors_file::TensorsFile;
 
 /// The end of the name of the JSON.
 pub(super) const STATE: &str = ".quant_state.bitsandbytes__nf4";
@@ -67,12 +67,12 @@ pub(super) fn read(
     codes: (usize, usize),
     name: &str,
 ) -> Result<Quantized> {
-    let refuse = |reason: String| Err(file_error(files[codes.0].path(), format!("`{name}`: {reason}")));
+    let refuse = |reason: String| Err(Error::file(files[codes.0].path(), format!("`{name}`: {reason}")));
     let bytes = |end: &str, kind: Kind| -> Result<Option<&[u8]>> {
         let Some(&(file, entry)) = beside.get(&format!("{name}{end}")) else { return Ok(None) };
         let entry = &files[file].entries()[entry];
         if entry.kind != kind {
-            return Err(file_error(
+            return Err(Error::file(
                 files[file].path(),
                 format!("`{}` is {:?}; expected {kind:?}", entry.name, entry.kind),
             ));
@@ -167,9 +167,8 @@ impl Weights {
 /// Returns the tensors that a file has for a weight in NF4.
 pub(super) fn tensors(name: &str, weight: &Tensor) -> Result<Vec<(String, Tensor)>> {
     let weight = weight.f_detach()?.f_to_device(tch::Device::Cpu)?;
-    let shape = nf4::matrix_shape(&weight).ok_or_else(|| Error::Config {
-        what: "hugging_face::save",
-        reason: format!("`{name}` in {:?} is not NF4", weight.kind()),
+    let shape = nf4::matrix_shape(&weight).ok_or_else(|| {
+        Error::invalid("hugging_face::save", format!("`{name}` in {:?} is not NF4", weight.kind()))
     })?;
     let parts = sections(&weight)?;
     let float = |bytes: &Tensor| -> Result<Tensor> {

@@ -9,9 +9,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use super::contents;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::strict_json;
-use crate::tensors_file::file_error;
 
 /// Maps each tensor to its shard.
 #[derive(Debug, Deserialize)]
@@ -22,7 +21,7 @@ pub(super) struct Index {
 impl Index {
     /// Reads an index and checks that its shards exist.
     pub(super) fn read(path: &Path, folder: &Path) -> Result<Self> {
-        let refuse = |reason: String| file_error(path, reason);
+        let refuse = |reason: String| Error::file(path, reason);
         let text = fs::read_to_string(path).map_err(|cause| refuse(cause.to_string()))?;
         let index: Self = strict_json::from_str(&text).map_err(|cause| refuse(cause.to_string()))?;
         let shards = index.shards();

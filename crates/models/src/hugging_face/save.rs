@@ -12,7 +12,7 @@ use super::{CONFIG, INDEX, SINGLE, bitsandbytes, tensor_name};
 use crate::error::{Error, Result};
 use crate::llama::{DecoderConfig, Llama};
 use crate::state_dict::{check_fit, state_dict};
-use crate::tensors_file::{self, Content, LazyTensor, dtype_name, file_error};
+use crate::tensors_file::{self, Content, LazyTensor, dtype_name};
 
 /// Default size of a shard in bytes: 5 GB, as in Hugging Face's writers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
@@ -29,7 +29,7 @@ const METADATA: [(&str, &str); 1] = [("format", "pt")];
 /// Weights in NF4 are written as bitsandbytes writes them, with `quantization_config` in `config.json`, so that transformers reads them.
 ///
 /// # Errors
-/// [`Error::State`] for a model with replaced parts whose tensors differ from its configuration's (merge adapters first); a
+/// A model with replaced parts whose tensors differ from its configuration's (merge adapters first); a
 /// limit of 0; a folder that cannot be written, or is full.
 pub fn save(model: &Llama, folder: &Path, max_shard_bytes: u64) -> Result<()> {
     save_with(model, folder, max_shard_bytes, |_| Ok(()))
@@ -106,7 +106,7 @@ impl<'a> ModelFiles<'a> {
     fn divided(config: Value, tensors: Vec<LazyTensor<'a>>, max_shard_bytes: u64) -> Result<Self> {
         if max_shard_bytes == 0 {
             let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
-            return Err(Error::Config { what: "hugging_face::save", reason });
+            return Err(Error::invalid("hugging_face::save", reason));
         }
         let total: u64 = tensors.iter().map(LazyTensor::bytes).sum();
         let mut shards = shards(tensors, max_shard_bytes);
@@ -153,7 +153,7 @@ impl<'a> ModelFiles<'a> {
     }
 
     fn write_all(&mut self, folder: &Path, complete: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
-        let failed = |cause: io::Error| file_error(folder, format!("cannot be written: {cause}"));
+        let failed = |cause: io::Error| Error::file(folder, format!("cannot be written: {cause}"));
         let new = atomic_write::Folder::beside(folder).map_err(failed)?;
         for (file, content) in &mut self.weights {
             tensors_file::write_content(&new.path().join(file), content)?;
@@ -203,7 +203,7 @@ fn write_json(path: &Path, json: &Value) -> Result<()> {
         serde_json::to_writer_pretty(&mut *out, json)?;
         out.write_all(b"\n")
     })
-    .map_err(|cause| file_error(path, format!("cannot be written: {cause}")))
+    .map_err(|cause| Error::file(path, format!("cannot be written: {cause}")))
 }
 
 /// Whether a name has the form `model-00001-of-00002.safetensors`.

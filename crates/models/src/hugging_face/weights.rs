@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::llama::{DecoderConfig, EMBEDDING, LM_HEAD, Llama};
 use crate::module::tensors;
 use crate::state_dict::check_fit;
-use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name, file_error};
+use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name};
 
 /// Memory-mapped weight files and their contents.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl Weights {
         let index_path = path.join(INDEX);
         if !index_path.is_file() {
             let reason = format!("neither {SINGLE} nor {INDEX} exists; {}", contents(path));
-            return Err(file_error(path, reason));
+            return Err(Error::file(path, reason));
         }
         let index = Index::read(&index_path, path)?;
         let names = index.shards();
@@ -59,7 +59,7 @@ impl Weights {
                 .and_then(|name| weights.locations.get(name).or_else(|| weights.beside.get(name)));
             if model_name(tensor).is_some() && index.map(|index| index.0) != numbers.get(shard).copied() {
                 let reason = format!("`{tensor}` should be in {shard}, which does not contain it");
-                return Err(file_error(&index_path, format!("{reason}; copy or download both again")));
+                return Err(Error::file(&index_path, format!("{reason}; copy or download both again")));
             }
         }
         Ok(weights)
@@ -81,7 +81,7 @@ impl Weights {
                         entry.name,
                         dtype_name(entry.kind)
                     );
-                    return Err(file_error(file.path(), reason));
+                    return Err(Error::file(file.path(), reason));
                 }
                 let places = if is_beside { &mut beside } else { &mut locations };
                 if let Some(&(other, at)) = places.get(name) {
@@ -91,7 +91,7 @@ impl Weights {
                         entry.name,
                         file_of_other.display()
                     );
-                    return Err(file_error(file.path(), reason));
+                    return Err(Error::file(file.path(), reason));
                 }
                 places.insert(name.to_owned(), (number, index));
             }
@@ -99,7 +99,7 @@ impl Weights {
         let mut quantized = BTreeMap::new();
         for name in in_nf4 {
             let Some(&codes) = locations.get(name) else {
-                return Err(file_error(
+                return Err(Error::file(
                     path,
                     format!("`{name}` is missing, but its quantization state exists"),
                 ));
@@ -153,7 +153,7 @@ impl Weights {
             let reason = format!(
                 "`num_hidden_layers` is {layers}, but the weights are {found} tensors; these files belong to different models"
             );
-            return Err(file_error(config_path, reason));
+            return Err(Error::file(config_path, reason));
         }
         self.check(&config.shapes())
     }
@@ -165,7 +165,7 @@ impl Weights {
                 return Ok(first.scales.kind());
             }
             let reason = "some weights in NF4 have nested scales and some have not; quantize the model again";
-            return Err(file_error(&self.path, reason.to_owned()));
+            return Err(Error::file(&self.path, reason));
         }
         let mut kinds: BTreeMap<String, (Kind, usize)> = BTreeMap::new();
         for (number, index) in self.locations.values() {
@@ -181,7 +181,7 @@ impl Weights {
                     "the tensors have several dtypes ({}); choose one as the model's dtype",
                     list.join(", ")
                 );
-                Err(file_error(&self.path, reason))
+                Err(Error::file(&self.path, reason))
             }
         }
     }
@@ -233,7 +233,7 @@ impl Weights {
         };
         if (values.kind(), values.size()) != (target.kind(), target.size()) {
             let (found, expected) = (values.size(), target.size());
-            return Err(file_error(
+            return Err(Error::file(
                 file.path(),
                 format!(
                     "`{}` is {:?} {found:?}; expected {:?} {expected:?}",
@@ -279,5 +279,5 @@ pub(super) fn check_kind(kind: Kind) -> Result<()> {
     }
     let reason =
         format!("a model in {}; expected float32, bfloat16, float16, float64 or NF4", dtype_name(kind));
-    Err(Error::Config { what: "hugging_face", reason })
+    Err(Error::invalid("hugging_face", reason))
 }

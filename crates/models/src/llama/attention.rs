@@ -95,7 +95,7 @@ impl SelfAttention {
                 let parts = joint.f_split_with_sizes([*of_queries, *of_keys, *of_keys], -1)?;
                 parts.try_into().map_err(|_| {
                     let reason = "expected queries, keys and values".to_owned();
-                    Error::Config { what: "attention", reason }
+                    Error::invalid("attention", reason)
                 })
             }
         }

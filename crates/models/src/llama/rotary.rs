@@ -5,7 +5,7 @@ use kernels::rope::RotaryTable;
 use tch::{Device, Tensor};
 
 use super::DecoderConfig;
-use crate::error::Result;
+use crate::error::{self, Result};
 use crate::module::Context;
 
 /// The tables of a model, shared by its layers.
@@ -48,7 +48,7 @@ pub(super) struct Rotary {
 impl Rotary {
     fn new(config: &DecoderConfig, frequencies: &Frequencies, device: Device) -> Result<Self> {
         let (width, positions) = (config.rotary_dim(), config.max_position_embeddings);
-        let angles = frequencies.angles(width)?;
+        let angles = frequencies.angles(width).map_err(error::decoder)?;
         let Some(rope) = &config.long_rope else {
             let table = RotaryTable::from_angles(angles, 1.0, positions, device)?;
             return Ok(Self { table, long: None, head: config.head_dim, width });

@@ -100,13 +100,10 @@ impl<P: Module + ?Sized> Module for FunctionalCall<P> {
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        let part = Arc::get_mut(&mut self.part.0).ok_or_else(|| Error::Config {
-            what: "model",
-            reason: format!(
+        let part = Arc::get_mut(&mut self.part.0).ok_or_else(|| Error::invalid("model", format!(
                 "a graph whose backward has not run holds `{}`; run backward, or drop the loss, before the model is changed",
                 self.name
-            ),
-        })?;
+            )))?;
         let slot = part.get_mut().get_mut();
         slot.restore()?;
         let result = slot.part.visit_mut(visitor);
@@ -222,7 +219,7 @@ fn assign(part: &mut (impl Module + ?Sized), tensors: &[Tensor]) -> Result<()> {
 }
 
 fn refuse(reason: String) -> Error {
-    Error::Config { what: "model part", reason }
+    Error::invalid("model part", reason)
 }
 
 /// Calls a function with every tensor.

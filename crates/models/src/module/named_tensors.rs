@@ -71,8 +71,9 @@ pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
 /// # Errors
 /// An invalid regular expression, or one that matches no name.
 pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> Result<Vec<String>> {
-    let whole = Regex::new(&format!("^(?:{pattern})$"))
-        .map_err(|cause| Error::Pattern { pattern: pattern.to_owned(), reason: cause.to_string() })?;
+    let refuse =
+        |reason: &str| Error::Invalid(format!("the pattern `{pattern}` for parameter names: {reason}"));
+    let whole = Regex::new(&format!("^(?:{pattern})$")).map_err(|cause| refuse(&cause.to_string()))?;
     let mut names = Vec::new();
     for (name, tensor) in parameters(module) {
         if whole.is_match(&name) {
@@ -82,8 +83,7 @@ pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> R
     }
     if names.is_empty() {
         let known: Vec<String> = parameters(module).into_iter().map(|(name, _)| name).take(8).collect();
-        let reason = format!("it matches no parameter; the first are {}", known.join(", "));
-        return Err(Error::Pattern { pattern: pattern.to_owned(), reason });
+        return Err(refuse(&format!("it matches no parameter; the first are {}", known.join(", "))));
     }
     Ok(names)
 }

@@ -59,7 +59,7 @@ struct Vacant;
 
 fn vacant() -> Error {
     let reason = "a part is missing because wrapping it panicked; load the model again".to_owned();
-    Error::Config { what: "model", reason }
+    Error::invalid("model", reason)
 }
 
 impl Module for Vacant {

@@ -7,7 +7,7 @@ use runtime::memory::MovableMemory;
 use tch::{Device, Kind, Tensor};
 
 use super::{Engine, State};
-use crate::error::Result;
+use crate::error::{Result, transfer};
 use crate::options::HookPoint;
 use crate::schedule::Direction;
 use crate::storage::Piece;
@@ -21,7 +21,7 @@ impl Engine {
             state.layers[layer].look(self.0.placement.pinned_for)?;
             let of = &state.layers[layer];
             let flat = Tensor::f_empty([of.layout.bytes as i64], (Kind::Uint8, self.device()))
-                .map_err(|error| self.refused("loading", &of.name, error.into()))?;
+                .map_err(|error| transfer("loading", &of.name, error.into()))?;
             let result = (
                 of.pieces(&flat)?,
                 (of.layout.clone(), of.memory(&flat), of.number, of.updated.clone()),
@@ -51,7 +51,7 @@ impl Engine {
             }
             Ok(())
         })();
-        copied.map_err(|error| self.refused("loading", &self.name(layer), error))?;
+        copied.map_err(|error| transfer("loading", &self.name(layer), error))?;
         if self.device() != Device::Cpu {
             // The copies may still run; writers of the host memory wait for them.
             let read = Event::untimed(self.device())?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::storage::TensorVersions;
 
 impl Engine {
@@ -37,7 +37,7 @@ impl Engine {
              or announce more micro-batches with `HostAdamW::begin`",
             layer.name
         );
-        Err(Error::config("optimizer", reason))
+        Err(refused("optimizer", reason))
     }
 }
 

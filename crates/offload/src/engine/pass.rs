@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use runtime::autograd::{Backward, GradMode, set_grad};
 
 use super::{Engine, State};
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::storage::Layer;
 
 /// One callback.
@@ -66,7 +66,7 @@ impl Engine {
         let mut state = self.0.state.lock();
         state.stores_in_flight.clear();
         if let Some(reason) = end_request.failed.lock().take() {
-            return Err(Error::config("gradients", reason));
+            return Err(refused("gradients", reason));
         }
         // The engine's optimizer decides itself when to wait for its steps.
         let steps = state.consumer.is_some();
@@ -124,7 +124,7 @@ impl Layer {
                      (`HostOptions::clip`), which waits for all gradients",
                     self.tensor_name(index)
                 );
-                return Err(Error::config("optimizer", reason));
+                return Err(refused("optimizer", reason));
             }
         }
         Ok(())

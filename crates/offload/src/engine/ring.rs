@@ -7,7 +7,7 @@ use runtime::memory::{Attached, MovableMemory};
 use tch::{Device, Kind, Tensor};
 
 use super::{Counters, Engine, State, Use};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused, transfer};
 use crate::layout::piece;
 use crate::occupancy::{Occupancy, OccupancyGuard};
 use crate::options::HookPoint;
@@ -76,7 +76,7 @@ impl Engine {
                     slots.len(),
                     layers[layer].name
                 );
-                return Err(Error::config("ring", reason));
+                return Err(refused("ring", reason));
             };
             // From here on the end of the use is counted in any case.
             lease = Lease {
@@ -98,7 +98,7 @@ impl Engine {
                 Stream::current(self.device())?.wait(&ready)?;
                 (self.device() == Device::Cpu).then(|| occupancy.read()).transpose()
             };
-            let inside = wait().map_err(|error| self.refused("loading", &self.name(layer), error))?;
+            let inside = wait().map_err(|error| transfer("loading", &self.name(layer), error))?;
             Ok((views, inside))
         });
         match arrived {
@@ -184,8 +184,8 @@ impl Engine {
     fn load(&self, slot: &mut Slot, (number, layer): (usize, &Layer), direction: Direction) -> Result<()> {
         slot.holds = None;
         self.queue(slot, layer, direction).map_err(|error| match error {
-            Error::Runtime(cause) => self.refused("loading", &layer.name, cause),
-            other => other,
+            error @ Error::Invalid(_) => error,
+            cause => transfer("loading", &layer.name, cause),
         })?;
         slot.free.clear();
         slot.holds = Some(Holds { layer: number, generation: layer.generation, versions: layer.versions() });
@@ -258,7 +258,7 @@ impl Engine {
         let slots = self.0.options.ring.min(state.layers.len());
         let slot = |_| -> Result<Slot> {
             let bytes = Tensor::f_empty([bytes as i64], (Kind::Uint8, device))
-                .map_err(|error| self.refused("allocating memory", "a slot of the ring", error.into()))?;
+                .map_err(|error| transfer("allocating memory", "a slot of the ring", error.into()))?;
             // On CUDA the memory may belong to another tensor whose kernels have not run yet.
             let free = Event::untimed(device)?;
             Stream::current(device)?.record(&free)?;

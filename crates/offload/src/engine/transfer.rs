@@ -8,7 +8,7 @@ use runtime::file_memory;
 use tch::{Device, Tensor};
 
 use super::{Engine, State};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, transfer};
 use crate::options::HookPoint;
 use crate::schedule::Direction;
 use crate::storage::Gradients;
@@ -187,6 +187,6 @@ impl Engine {
     }
 }
 
-fn not_stored(layer: &str, cause: runtime::Error) -> Error {
-    Error::Transfer { what: "storing the gradients", layer: layer.to_owned(), cause: Box::new(cause) }
+fn not_stored(layer: &str, cause: Error) -> Error {
+    transfer("storing the gradients", layer, cause)
 }

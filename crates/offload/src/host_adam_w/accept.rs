@@ -7,7 +7,7 @@ use training::optimizer::StepSettings;
 
 use super::state::{LayerGradients, MAX_WAITING, Shared, State};
 use crate::engine::{Engine, GradientConsumer};
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 use crate::storage::Gradients;
 
 impl GradientConsumer for Shared {
@@ -25,7 +25,7 @@ impl GradientConsumer for Shared {
                 "gradients of `{name}` arrived after the layer's update, which ran when all of its forwards had delivered theirs \
                  {micro_batches} time(s); announce the micro-batches of a step with `HostAdamW::begin` before the first of them"
             );
-            return Err(Error::config("optimizer", reason));
+            return Err(refused("optimizer", reason));
         }
         let first = !std::mem::replace(&mut of.begun, true);
         of.rounds += u64::from(outstanding == 0);

@@ -8,7 +8,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
 use super::HostAdamW;
 use super::state::{Parameter, state_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 
 impl HostAdamW {
     /// Returns the state, sharing memory with the optimizer's own.
@@ -57,7 +57,7 @@ impl HostAdamW {
             None => {
                 let names: Vec<&str> = others.iter().map(|(name, _)| name.as_str()).take(8).collect();
                 let reason = format!("its state lacks {}", names.join(", "));
-                return Err(Error::config("optimizer", reason));
+                return Err(refused("optimizer", reason));
             }
         }
         for (parameter, Loaded { step, moments, master }) in state.parameters.iter_mut().zip(read) {

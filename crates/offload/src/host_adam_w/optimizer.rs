@@ -7,7 +7,7 @@ use training::optimizer::{Group, Optimizer, Rule, StepDecision, StepSettings, Ze
 use training::scaler::GradScaler;
 
 use super::{HostAdamW, StateBytes};
-use crate::error::Error;
+use crate::error::refused;
 
 type Result<T> = training::Result<T>;
 
@@ -26,11 +26,11 @@ impl Optimizer for HostAdamW {
         }
         let reason = "HostAdamW cannot use a loss scaler: it updates layers during backward, before every gradient is known to be finite. \
                       Train in bf16 or fp32, which need no scaler, or use DeviceOptimizer, whose state is on the device";
-        Err(Error::config("optimizer", reason).into())
+        Err(refused("optimizer", reason).into())
     }
 
     fn begin(&mut self, settings: StepSettings) -> Result<()> {
-        let refuse = |reason: String| Err(Error::config("optimizer", reason).into());
+        let refuse = |reason: String| Err(refused("optimizer", reason).into());
         let StepSettings { micro_batches, factor, clip, .. } = settings;
         if micro_batches == 0 {
             return refuse("a step of 0 micro-batches; expected at least 1".to_owned());
@@ -92,7 +92,7 @@ impl Optimizer for HostAdamW {
         let &StepDecision::Host { norm, skip, .. } = decision else {
             let reason =
                 "HostAdamW does not support steps that are decided on the device; use DeviceOptimizer";
-            return Err(Error::config("optimizer", reason).into());
+            return Err(refused("optimizer", reason).into());
         };
         if skip {
             return Ok(());

@@ -4,7 +4,7 @@ use runtime::precision::identity;
 use tch::{Device, Tensor};
 
 use super::Layer;
-use crate::error::{Error, Result};
+use crate::error::{Result, refused};
 
 /// The memory and versions of tensors at a moment.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl TensorVersions {
             "{what} between a forward and its backward, which would compute with other values; run backward before weights are changed, \
              merged or updated, or run the forward again"
         );
-        Err(Error::config("graph", reason))
+        Err(refused("graph", reason))
     }
 }
 
@@ -66,7 +66,7 @@ impl Layer {
     /// A tensor with another dtype or shape than before; a tensor in a file whose values differ from the file's.
     pub(crate) fn look(&mut self, pinned_for: Device) -> Result<()> {
         if let Some(reason) = &self.lost {
-            return Err(Error::config("layers", reason.clone()));
+            return Err(refused("layers", reason.clone()));
         }
         for index in 0..self.tensors.len() {
             if same_memory(&self.tensors[index], &self.seen[index]) {
@@ -86,7 +86,7 @@ impl Layer {
                     place.kind,
                     place.shape
                 );
-                return Err(Error::config("layers", reason));
+                return Err(refused("layers", reason));
             }
             if tensor.device() != Device::Cpu {
                 self.copy_to_host(index, pinned_for)?;

@@ -10,7 +10,7 @@ use runtime::{device, file};
 use tch::{Device, Kind, Tensor};
 
 use super::Layer;
-use crate::error::{Error, Result};
+use crate::error::{self, Error, Result, refused};
 
 /// A part of a file of the file tier, or of the model's own file.
 #[derive(Debug)]
@@ -82,7 +82,7 @@ impl Layer {
                 tensor.kind(),
                 tensor.size()
             );
-            return Err(Error::File { path, reason });
+            return Err(error::file(&path, reason));
         }
         let mapped = file::tensor_over(&path, offset, &shape, kind)?;
         tensor.f_set_data(&mapped)?;
@@ -106,10 +106,9 @@ impl Layer {
         let file = Arc::new(File::open(&path).map_err(|cause| unreadable(&path, &cause))?);
         for &index in members {
             let entry = written.entries().iter().find(|entry| entry.name == self.names[index]);
-            let stored = entry.map(|entry| written.location(entry)).ok_or_else(|| Error::File {
-                path: path.clone(),
-                reason: "lacks tensors that were just written".into(),
-            })?;
+            let stored = entry
+                .map(|entry| written.location(entry))
+                .ok_or_else(|| error::file(&path, "lacks tensors that were just written"))?;
             self.map(index, &|_| Ok(file.clone()), stored)?;
         }
         Ok(())
@@ -155,7 +154,7 @@ impl Layer {
                 self.names[index],
                 source.path.display()
             );
-            return Err(Error::config("file tier", reason));
+            return Err(refused("file tier", reason));
         }
         Ok(())
     }
@@ -169,21 +168,17 @@ fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     });
     written.map_err(|cause| match cause.downcast::<runtime::Error>() {
         Ok(error) => error.into(),
-        Err(cause) => Error::File {
-            path: path.to_owned(),
-            reason: format!(
+        Err(cause) => error::file(path, format!(
                 "cannot be written: {cause}; the file tier needs space for the model's layers in a writable folder"
-            ),
-        },
+            )),
     })
 }
 
 /// Creates a folder in which a file can be written, and which is removed with the value.
 pub(crate) fn own_folder(folder: &Path) -> Result<tempfile::TempDir> {
     let made = tempfile::Builder::new().prefix("offload-").tempdir_in(folder);
-    made.map_err(|cause| Error::File {
-        path: folder.to_owned(),
-        reason: format!("a folder for the layers cannot be created in it: {cause}"),
+    made.map_err(|cause| {
+        error::file(folder, format!("a folder for the layers cannot be created in it: {cause}"))
     })
 }
 
@@ -195,5 +190,5 @@ fn same_bytes(source: &Source, mapped: &Tensor) -> Result<bool> {
 }
 
 fn unreadable(path: &Path, cause: &std::io::Error) -> Error {
-    Error::File { path: path.to_owned(), reason: format!("cannot be read: {cause}") }
+    error::file(path, format!("cannot be read: {cause}"))
 }

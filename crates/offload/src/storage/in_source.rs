@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use training::layer_source::{LayerRegion, LayerSource, is_placeholder, set_placeholder};
 
 use super::{Gradients, Layer, Placement};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refused};
 use crate::layout::{piece, view};
 
 /// A region in a source.
@@ -102,7 +102,7 @@ impl Layer {
     pub(super) fn without_values(&self, index: usize) -> Error {
         let reason =
             format!("`{}` has no values in memory, and no source reads them", self.tensor_name(index));
-        Error::config("layers", reason)
+        refused("layers", reason)
     }
 
     /// Whether a source holds any of its tensors.
@@ -120,7 +120,7 @@ impl Layer {
              is divided",
             self.tensor_name(index)
         );
-        Err(Error::config("layers", reason))
+        Err(refused("layers", reason))
     }
 
     /// Separates the gradients of regions that a source holds. Every trained region is among the deliveries, also without gradients.
@@ -139,7 +139,7 @@ impl Layer {
                         "`{}` is trained, but was frozen when its layer was divided; unfreeze it before the model is divided",
                         self.tensor_name(index)
                     );
-                    return Err(Error::config("layers", reason));
+                    return Err(refused("layers", reason));
                 }
                 Some(_) => {
                     let before = self.layout.extents[..index].iter().filter(|extent| extent.region == region);

@@ -23,7 +23,6 @@ use super::saved_tensor_storage::{SavedTensorStorage, StoredTensor};
 use super::settings::Settings;
 use super::thread_local_state::ThreadLocalState;
 use crate::error::{Error, Result};
-use crate::memory::is_out_of_memory;
 
 /// Options of checkpointing a segment.
 #[derive(Clone, Copy, Debug)]
@@ -216,7 +215,7 @@ where
             let within = products.map_or_else(TapeGuard::none, TapeGuard::replay);
             let (outputs, second) = Settings::of(|| self.call(&inputs.iter().collect::<Vec<_>>()));
             // A run that stopped for lack of memory recorded fewer settings, so they are not compared.
-            let ended = !outputs.as_ref().is_err_and(|error| is_out_of_memory(error));
+            let ended = !outputs.as_ref().is_err_and(Error::is_out_of_memory);
             if let Some(first) = self.settings.filter(|_| ended) {
                 first.check(second, "checkpoint")?;
             }

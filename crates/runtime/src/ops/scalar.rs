@@ -12,7 +12,7 @@
 //! let x = Tensor::try_full([1 << 20], 3.0, FLOAT_CPU)?;
 //! let limit = memory::limit(Device::Cpu, memory::live_bytes(Device::Cpu)?)?;
 //! let error = x.try_mul_scalar(2.0).unwrap_err();
-//! assert!(memory::is_out_of_memory(&error));
+//! assert!(runtime::Error::from(error).is_out_of_memory());
 //! # drop(limit);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

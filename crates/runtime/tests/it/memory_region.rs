@@ -103,7 +103,7 @@ fn a_system_without_memory_is_recognised() {
     drop((0..4).map(|_| bytes(GIB / 2).unwrap()).collect::<Vec<_>>());
     drop(bytes(3 * GIB).unwrap());
     let error = runtime::Error::from(bytes(64 * GIB).unwrap_err());
-    assert!(memory::is_out_of_memory(&error), "{error}");
+    assert!(error.is_out_of_memory(), "{error}");
     if is_counted {
         let message = error.to_string();
         assert!(

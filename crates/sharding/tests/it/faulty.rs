@@ -110,7 +110,7 @@ fn befall(fault: Fault) -> Result<()> {
         Fault::Killed => format!("kill -9 {own}"),
         Fault::Stopped => format!("kill -STOP {own}; sleep {}; kill -9 {own}", PATIENCE.as_secs() + 2),
         Fault::Hangs => {
-            return Err(Error::Config { what: HANGS, reason: "until the others have ended".to_owned() });
+            return Err(Error::config(HANGS, "until the others have ended"));
         }
     };
     std::process::Command::new("sh").args(["-c", &signals]).status().unwrap();

@@ -4,7 +4,7 @@ use kernels::matmul::{compute_kind, mm_into};
 use tch::{Device, Kind, Tensor};
 
 use crate::arguments::Sizes;
-use crate::error::{Error, Result};
+use crate::error::{self, Result};
 use crate::level::CheckpointLevel;
 
 /// How the tokens are tiled, and in which dtype they are computed.
@@ -24,7 +24,7 @@ impl TilePlan {
             CheckpointLevel::InputOnlyTiled { bytes } => {
                 let token_bytes = token_bytes(sizes, kind, compute);
                 if bytes < token_bytes {
-                    return Err(Error::Tile { bytes, token_bytes });
+                    return Err(error::tile(bytes, token_bytes));
                 }
                 let most = i64::try_from(bytes / token_bytes).unwrap_or(i64::MAX).min(whole);
                 // Tiles of equal size: a short last one would be slower.
@@ -57,7 +57,7 @@ pub(crate) fn check_tile(level: CheckpointLevel, sizes: Sizes, (kind, device): (
     // Autocast computes with a narrower input than the weights'.
     let token_bytes = |kind| token_bytes(sizes, kind, compute_kind(device, kind));
     let token_bytes = token_bytes(kind).min(token_bytes(Kind::BFloat16));
-    if bytes < token_bytes { Err(Error::Tile { bytes, token_bytes }) } else { Ok(()) }
+    if bytes < token_bytes { Err(error::tile(bytes, token_bytes)) } else { Ok(()) }
 }
 
 /// Bytes of backward per token of a tile: gate, up and the product's gradient, and casts if needed.

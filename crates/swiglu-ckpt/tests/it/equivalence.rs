@@ -200,7 +200,7 @@ fn gradcheck_in_f64_for_every_level_and_every_pattern_of_needs() {
             let arguments = twins(&all, needs);
             let f = |a: &[Tensor]| {
                 let y = swiglu(&a[0], &a[1], &a[2], &a[3], level);
-                Ok(vec![y.map_err(|error| runtime::Error::Other(Box::new(error)))?])
+                Ok(vec![y?])
             };
             let report = gradcheck(f, &arguments.each_ref(), GradcheckOptions::default()).unwrap();
             assert!(report.percent_of_tolerance < 10.0, "{level} {needs:?}: {report}");

@@ -72,9 +72,7 @@ impl Block {
         let [gate, up, down] = &self.mlp;
         let mlp = match level {
             None => x.f_matmul(gate)?.f_silu()?.f_mul(&x.f_matmul(up)?)?.f_matmul(down)?,
-            Some(level) => {
-                swiglu(&x, gate, up, down, level).map_err(|error| runtime::Error::Other(Box::new(error)))?
-            }
+            Some(level) => swiglu(&x, gate, up, down, level)?,
         };
         Ok(&x + mlp)
     }

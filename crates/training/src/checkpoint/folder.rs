@@ -92,7 +92,7 @@ impl Checkpoints {
         if keep == 0 {
             return Err(Error::config("checkpoints", "`keep` is 0; expected at least 1"));
         }
-        let io = |cause| Error::Io { path: folder.to_owned(), cause };
+        let io = |cause| Error::io(folder, cause);
         make_folder(folder).map_err(io)?;
         let lock = lock(folder)?;
         for entry in fs::read_dir(folder).map_err(io)? {
@@ -106,7 +106,7 @@ impl Checkpoints {
                 None if name.starts_with(TEMPORARY) => remove(&path),
                 None => Ok(()),
             }
-            .map_err(|cause| Error::Io { path, cause })?;
+            .map_err(|cause| Error::io(path, cause))?;
         }
         Ok(Self { folder: folder.to_owned(), keep, lock: Some(lock) })
     }
@@ -219,7 +219,7 @@ impl Checkpoints {
             let names = std::iter::once(name.clone()).chain((2..).map(|number| format!("{name}-{number}")));
             let mut free = names.map(|name| self.folder.join(name)).filter(|path| !path.exists());
             let Some(aside) = free.next() else { continue };
-            fs::rename(&path, &aside).map_err(|cause| Error::Io { path: path.clone(), cause })?;
+            fs::rename(&path, &aside).map_err(|cause| Error::io(&path, cause))?;
             let (path, aside) = (path.display(), aside.display());
             lines.push(format!(
                 "{path} does not belong to this training, which resumes from step {step}; it is now {aside}, and may be removed"
@@ -288,7 +288,7 @@ pub fn newest_state(folder: &Path) -> Result<Option<(u64, Value)>> {
 
 /// Lists every checkpoint with its step, newest first. One whose replacement was interrupted counts.
 fn steps_and_paths(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let io = |cause| Error::Io { path: folder.to_owned(), cause };
+    let io = |cause| Error::io(folder, cause);
     let mut all = BTreeMap::new();
     for entry in fs::read_dir(folder).map_err(io)? {
         let entry = entry.map_err(io)?;
@@ -333,11 +333,11 @@ fn make_folder(folder: &Path) -> io::Result<()> {
 fn lock(folder: &Path) -> Result<File> {
     let path = folder.join(LOCK);
     let file = File::options().create(true).truncate(false).write(true).open(&path);
-    let file = file.map_err(|cause| Error::Io { path: path.clone(), cause })?;
+    let file = file.map_err(|cause| Error::io(&path, cause))?;
     let mut locked = file.try_lock();
     // A writer excludes the shared lock too. Without a writer it is [`is_in_use`] in another process that holds one, for a moment.
     while matches!(locked, Err(TryLockError::WouldBlock)) && file.try_lock_shared().is_ok() {
-        file.unlock().map_err(|cause| Error::Io { path: path.clone(), cause })?;
+        file.unlock().map_err(|cause| Error::io(&path, cause))?;
         std::thread::yield_now();
         locked = file.try_lock();
     }
@@ -346,7 +346,7 @@ fn lock(folder: &Path) -> Result<File> {
         Err(TryLockError::WouldBlock) => Err(Error::Locked { folder: folder.to_owned() }),
         // On a file system without locks the user must make sure that one process writes.
         Err(TryLockError::Error(cause)) if cause.kind() == io::ErrorKind::Unsupported => Ok(file),
-        Err(TryLockError::Error(cause)) => Err(Error::Io { path, cause }),
+        Err(TryLockError::Error(cause)) => Err(Error::io(path, cause)),
     }
 }
 
@@ -369,7 +369,7 @@ fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
     }
     let bytes = |name: &str| {
         let path = folder.join(name);
-        fs::read(&path).map_err(|cause| Error::Io { path, cause })
+        fs::read(&path).map_err(|cause| Error::io(path, cause))
     };
     let state = serde_json::from_slice(&bytes(STATE)?)
         .map_err(|cause| Error::file(&folder.join(STATE), format!("not JSON: {cause}")))?;

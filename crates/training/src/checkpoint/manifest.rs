@@ -84,17 +84,16 @@ impl Manifest {
     /// Returns the SHA-256 of a folder's manifest, as its checksum's file has it.
     pub(super) fn digest(folder: &Path) -> Result<String> {
         let path = folder.join(CHECKSUM);
-        let line = std::fs::read_to_string(&path).map_err(|cause| Error::Io { path, cause })?;
+        let line = std::fs::read_to_string(&path).map_err(|cause| Error::io(path, cause))?;
         Ok(line.split_whitespace().next().unwrap_or_default().to_owned())
     }
 
     /// Reads the manifest, checks that it lists exactly these files, and verifies each.
     pub(super) fn verify(folder: &Path, expected_files: &[&str]) -> Result<Self> {
         let path = folder.join(NAME);
-        let text = std::fs::read(&path).map_err(|cause| Error::Io { path: path.clone(), cause })?;
+        let text = std::fs::read(&path).map_err(|cause| Error::io(&path, cause))?;
         let of_checksum = folder.join(CHECKSUM);
-        let line =
-            std::fs::read(&of_checksum).map_err(|cause| Error::Io { path: of_checksum.clone(), cause })?;
+        let line = std::fs::read(&of_checksum).map_err(|cause| Error::io(&of_checksum, cause))?;
         let expected = format!("{}  {NAME}\n", hex(Sha256::new_with_prefix(&text)));
         if line != expected.as_bytes() {
             let reason = format!("it does not match {CHECKSUM}; it was altered or truncated");
@@ -121,7 +120,7 @@ impl Manifest {
 
 impl Entry {
     fn verify(&self, path: &Path) -> Result<()> {
-        let io = |cause| Error::Io { path: path.to_owned(), cause };
+        let io = |cause| Error::io(path, cause);
         let mut file = File::open(path).map_err(io)?;
         let bytes = file.metadata().map_err(io)?.len();
         if bytes != self.bytes {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// Copies tensors into those with the same names, on any device.
 ///
 /// # Errors
-/// [`Error::State`] with all names that are missing, unknown, or of another shape or dtype; then nothing is changed.
+/// All names that are missing, unknown, or of another shape or dtype; then nothing is changed.
 pub fn overwrite<'a>(
     targets: impl IntoIterator<Item = (String, &'a Tensor)>,
     tensors: &[(String, Tensor)],
@@ -39,7 +39,7 @@ pub(crate) fn matched<'a, 'b>(
     }
     let unexpected: Vec<String> = given.into_keys().map(str::to_owned).collect();
     if !(missing.is_empty() && unexpected.is_empty() && mismatched.is_empty()) {
-        return Err(Error::State { from: from.into(), into: "the model", missing, unexpected, mismatched });
+        return Err(Error::state(from, "the model", &missing, &unexpected, &mismatched));
     }
     Ok(pairs)
 }

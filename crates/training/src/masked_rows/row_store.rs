@@ -65,7 +65,7 @@ pub struct RowSize {
 }
 
 fn failed(cause: io::Error) -> Error {
-    Error::Io { path: PathBuf::from("stored rows"), cause }
+    Error::io("stored rows", cause)
 }
 
 impl MaskedRowsWriter {

@@ -1,14 +1,13 @@
 //! A step over all parameters, in buckets of one group, device, dtype and step number; a bucket takes one call.
 
 use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
-use runtime::memory::is_out_of_memory;
 use tch::{Device, Kind, Tensor};
 
 use super::group::{Group, OptimizedParameter};
 use super::rule::{FusedStep, Hyperparameters, Rule, Tensors, cast_gradients, write_weights};
 use super::state::ParameterState;
 use super::{Implementation, work_kind};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Bytes of weights and gradients in the dtype of the arithmetic that a bucket may hold as copies before it runs. Copies of all
 /// parameters at once would take twice the memory of 16-bit weights and gradients. What a parameter becomes does not depend on its
@@ -174,7 +173,7 @@ fn run(
         };
         if let Some(done) = fused {
             // What it allocates, it allocates before it changes anything.
-            *changed |= !done.as_ref().is_err_and(|error| is_out_of_memory(error));
+            *changed |= !done.as_ref().is_err_and(Error::is_out_of_memory);
             done?;
             // The kernel has incremented the numbers. Where it skipped the step, the parameters are numbers of the weights' dtype still,
             // which no rounding changes.

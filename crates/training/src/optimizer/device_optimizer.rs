@@ -273,9 +273,8 @@ impl DeviceOptimizer {
             }
             if grad.is_sparse() {
                 let reason =
-                    "has a sparse gradient; use a dense one, for example an embedding without `sparse`"
-                        .into();
-                return Err(Error::Tensor { operation: "optimizer", name: parameter.name.clone(), reason });
+                    "has a sparse gradient; use a dense one, for example an embedding without `sparse`";
+                return Err(Error::tensor("optimizer", &parameter.name, reason));
             }
             let is_new = parameter.state.is_none();
             live.push(Live { parameter, grad, is_new });
@@ -297,7 +296,7 @@ impl DeviceOptimizer {
     /// Loads a state from [`DeviceOptimizer::state`]. The state of a parameter without any tensor in it is reset.
     ///
     /// # Errors
-    /// [`Error::State`] with all names that are missing, unknown, or of another shape or dtype; then nothing is changed.
+    /// All names that are missing, unknown, or of another shape or dtype; then nothing is changed.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
         let rule = |parameter: &OptimizedParameter| {
             self.groups[parameter.group].rule.as_deref().unwrap_or(self.rule.as_ref())

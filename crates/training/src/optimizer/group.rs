@@ -83,8 +83,7 @@ pub(super) struct OptimizedParameter {
 
 impl OptimizedParameter {
     pub(super) fn new(group: usize, name: &str, tensor: &Tensor) -> Result<Self> {
-        let refuse =
-            |reason: String| Err(Error::Tensor { operation: "optimizer", name: name.to_owned(), reason });
+        let refuse = |reason: String| Err(Error::tensor("optimizer", name, reason));
         if !tensor.defined() {
             return refuse("is undefined".into());
         }

@@ -184,8 +184,7 @@ pub(super) fn read<'a>(
     if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
         return Ok(states);
     }
-    let from = "the optimizer's state".to_owned();
-    Err(Error::State { from, into: "the parameters", missing, unexpected, mismatched })
+    Err(Error::state("the optimizer's state", "the parameters", &missing, &unexpected, &mismatched))
 }
 
 /// Copies a tensor to the parameter's device.

@@ -116,7 +116,7 @@ impl Trainer {
         random: &RandomState,
     ) -> Result<()> {
         let Some(plans) = &mut self.cheaper_plans else { return Err(error) };
-        if self.optimizer.ranks().is_some() || !runtime::memory::is_out_of_memory(&error) {
+        if self.optimizer.ranks().is_some() || !error.is_out_of_memory() {
             return Err(error);
         }
         // Whatever was predicted, the current plan needs more than there is.

@@ -100,7 +100,7 @@ fn a_refused_allocation_changes_the_plan_and_no_bit() {
 
     let refused = run(LayerPlan::KeepAll, Some(tight), None);
     let error = refused.ended.unwrap_err();
-    assert!(runtime::memory::is_out_of_memory(&error), "{error}");
+    assert!(error.is_out_of_memory(), "{error}");
 
     let quarters = CheaperPlans::by_quarters(LAYERS);
     assert_eq!(quarters.len(), 4);
@@ -116,7 +116,7 @@ fn a_refused_allocation_changes_the_plan_and_no_bit() {
 
     // What cannot fit ends as it did.
     let none = run(LayerPlan::KeepAll, Some(least.peak - (least.peak >> 3)), Some(quarters));
-    assert!(runtime::memory::is_out_of_memory(&none.ended.unwrap_err()));
+    assert!(none.ended.unwrap_err().is_out_of_memory());
     assert_eq!(none.notes.len(), 4, "{:?}", none.notes);
 }
 
