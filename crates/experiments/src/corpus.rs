@@ -88,7 +88,7 @@ impl Corpus {
             let options = TrainOptions { vocabulary: limits.vocabulary, ..TrainOptions::default() };
             Tokenizer::train(lines(&texts.train)?.take(LINES), &options)?
         };
-        let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
+        let folder = TempDir::new().map_err(|cause| Error::io(std::env::temp_dir(), cause))?;
         let store = |files: &[PathBuf], name: &str, tokens| {
             let path = folder.path().join(name);
             let mut writer = Writer::create(&path, &WriterOptions::new(tokenizer.vocabulary()))?;

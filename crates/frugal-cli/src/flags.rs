@@ -309,7 +309,11 @@ pub(crate) fn keys_of(name: &str) -> Vec<&'static str> {
 /// Puts the flag behind each key that an error about a configuration names.
 pub(crate) fn named(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref() {
-        Some(frugal::Error::Value { .. } | frugal::Error::Conflict { .. } | frugal::Error::Adapter(_)) => {
+        Some(frugal::Error::Value { .. } | frugal::Error::Conflict { .. }) => {
+            anyhow::Error::msg(with_flags(&error.to_string()))
+        }
+        // Errors about an adapter's configuration.
+        Some(frugal::Error::Runtime(invalid)) if invalid.is_invalid_argument() => {
             anyhow::Error::msg(with_flags(&error.to_string()))
         }
         _ => error,

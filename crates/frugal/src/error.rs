@@ -61,28 +61,21 @@ pub enum Error {
     /// Data or a tokenizer.
     #[error(transparent)]
     Data(#[from] dataloading::Error),
-    /// Adapters.
-    #[error(transparent)]
-    Adapter(#[from] lora::Error),
-    /// The loss head.
-    #[error(transparent)]
-    Loss(#[from] fused_ce::Error),
-    /// The model.
-    #[error(transparent)]
-    Model(#[from] models::Error),
-    /// Offloaded layers.
-    #[error(transparent)]
-    Offload(#[from] offload::Error),
-    /// Mixed precision.
-    #[error(transparent)]
-    Precision(#[from] amp::Error),
-    /// Devices and memory.
+    /// A model or a technique.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
-    /// MLPs that compute again what they do not keep.
-    #[error(transparent)]
-    Swiglu(#[from] swiglu_ckpt::Error),
     /// The training loop.
     #[error(transparent)]
     Training(#[from] training::Error),
+}
+
+impl Error {
+    /// As [`runtime::Error::is_out_of_memory`].
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::Runtime(error) | Self::Data(dataloading::Error::Runtime(error)) => error.is_out_of_memory(),
+            Self::Training(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
 }

@@ -349,7 +349,7 @@ fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
     let rounded = LinearCrossEntropy { round_logits_gradient: true, ..LinearCrossEntropy::default() };
     match (LinearCrossEntropy { chunk, gradients, ..rounded }).install(model) {
         // A head that is more than a projection, because it is adapted itself.
-        Err(fused_ce::Error::Head { .. }) if loss.head == LossHeadKind::Auto => Ok(()),
+        Err(runtime::Error::Unsupported(_)) if loss.head == LossHeadKind::Auto => Ok(()),
         other => Ok(other?),
     }
 }

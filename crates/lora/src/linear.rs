@@ -268,11 +268,11 @@ impl LoraLinear {
         if self.switch.read(|setting| setting.disabled > 0) {
             // Offloading moves a merged layer to the device without its base weight.
             let base = self.base_weight().f_to_device(x.device())?;
-            return Ok(linear(x, &base, self.bias.as_ref())?);
+            return linear(x, &base, self.bias.as_ref());
         }
         let active = if self.merged.lock().is_some() { Vec::new() } else { self.active() };
         if active.is_empty() {
-            return Ok(linear(x, weight, self.bias.as_ref())?);
+            return linear(x, weight, self.bias.as_ref());
         }
         let x = precision::operand(x)?;
         let weight = precision::weight(weight)?;
@@ -283,13 +283,13 @@ impl LoraLinear {
         if let ([adapter], Some(squares)) = (active.as_slice(), &self.squares)
             && adapter.magnitude.is_some()
         {
-            return Ok(dora::forward(&x, &weight, bias.as_ref(), squares, adapter, mask(adapter)?)?);
+            return dora::forward(&x, &weight, bias.as_ref(), squares, adapter, mask(adapter)?);
         }
         let mut terms = Vec::new();
         for adapter in active {
             terms.extend(adapter.terms(mask(adapter)?));
         }
-        Ok(low_rank_linear(&x, &weight, bias.as_ref(), &terms, x.kind())?)
+        low_rank_linear(&x, &weight, bias.as_ref(), &terms, x.kind())
     }
 }
 

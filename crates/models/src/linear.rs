@@ -58,11 +58,11 @@ pub(crate) fn dense_kind(kind: Kind) -> Kind {
 
 fn quantized([out, inner]: [i64; 2], init: Init, scales: Scales, device: Device) -> Result<Tensor> {
     if init == Init::Uninitialised {
-        return Ok(nf4::empty([out, inner], scales, device)?);
+        return nf4::empty([out, inner], scales, device);
     }
     let mut dense = Tensor::f_empty([out, inner], (Kind::BFloat16, device))?;
     init.fill(&mut dense)?;
-    Ok(nf4::quantize(&dense, scales)?)
+    nf4::quantize(&dense, scales)
 }
 
 /// Computes x·Wᵀ + b over the last dimension. Every projection of this crate calls this function.
@@ -82,7 +82,7 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
             format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
         ));
     }
-    Ok(linear(x, weight, bias)?)
+    linear(x, weight, bias)
 }
 
 /// Refuses sizes below 1.

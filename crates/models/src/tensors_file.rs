@@ -59,7 +59,7 @@ pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
 pub fn write_content(path: &Path, content: &mut Content<'_>) -> Result<()> {
     let written = atomic_write::file(path, |out| content.write_to(out));
     written.map_err(|cause| match cause.downcast::<runtime::Error>() {
-        Ok(error) => error.into(),
+        Ok(error) => error,
         Err(cause) => Error::file(path, format!("cannot be written: {cause}")),
     })
 }

@@ -97,16 +97,16 @@ impl Block for OffloadBlock {
                 "`{}` is offloaded for inference, but gradients are recorded; use Method::Overlap, or disable gradients",
                 self.0.block.name()
             );
-            return Err(refused("method", reason).into());
+            return Err(refused("method", reason));
         }
-        Ok(self.0.runner().forward::<Fetched>(x_btd, context)?)
+        self.0.runner().forward::<Fetched>(x_btd, context)
     }
 }
 
 impl Block for OffloadBlockWithCheckpointing {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if !self.0.begin(x_btd)? {
-            return Ok(self.0.runner().forward::<Fetched>(x_btd, context)?);
+            return self.0.runner().forward::<Fetched>(x_btd, context);
         }
         let (runner, context) = (self.0.runner(), OwnedContext::from(context));
         let versions_at_forward = runner.engine.versions_at_forward(runner.layer)?;
@@ -139,21 +139,21 @@ impl Block for OffloadBlockWithCheckpointing {
 impl Block for OffloadBlockWithFunction {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if !self.0.begin(x_btd)? {
-            return Ok(self.0.runner().forward::<Fetched>(x_btd, context)?);
+            return self.0.runner().forward::<Fetched>(x_btd, context);
         }
-        Ok(OffloadFunction::apply(self.0.runner(), x_btd, context)?)
+        OffloadFunction::apply(self.0.runner(), x_btd, context)
     }
 }
 
 impl Block for OverlapOffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if !self.0.begin(x_btd)? {
-            return Ok(self.0.runner().forward::<Lease>(x_btd, context)?);
+            return self.0.runner().forward::<Lease>(x_btd, context);
         }
         if self.0.engine.options().keep.contains(&self.0.number) {
-            return Ok(KeepingOffloadFunction::apply(self.0.runner(), x_btd, context)?);
+            return KeepingOffloadFunction::apply(self.0.runner(), x_btd, context);
         }
-        Ok(OverlapOffloadFunction::apply(self.0.runner(), x_btd, context)?)
+        OverlapOffloadFunction::apply(self.0.runner(), x_btd, context)
     }
 }
 
@@ -185,8 +185,8 @@ impl Block for ResidentBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let (part, engine, number) = (self.block.shared(), self.engine.clone(), self.number);
         if !self.block.records(x_btd) || engine.options().keep.contains(&number) {
-            let run = || Ok(part.run(|block| block.forward(x_btd, context))?);
-            return Ok(engine.computing(number, Direction::Forward, run)?);
+            let run = || part.run(|block| block.forward(x_btd, context));
+            return engine.computing(number, Direction::Forward, run);
         }
         let context = OwnedContext::from(context);
         let (name, named) = (self.block.name().to_owned(), handles(&self.block));
@@ -195,7 +195,7 @@ impl Block for ResidentBlock {
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             unchanged(&versions_at_forward, &name, &named)?;
             let run = |x: &Tensor| {
-                let run = || Ok(part.run(|block| block.forward(x, &context.borrow()))?);
+                let run = || part.run(|block| block.forward(x, &context.borrow()));
                 engine.computing(number, direction, run)
             };
             match engine.segment_backward(number).filter(|_| direction == Direction::Backward) {

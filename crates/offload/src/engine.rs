@@ -192,7 +192,7 @@ impl Engine {
                 // Slots with the old layer are never used for the new one.
                 (new.generation, new.steps) = (old.generation + 1, old.steps);
                 new.keep_versions(old)?;
-                new.ahead.clone_from(&old.ahead);
+                new.updated_early.clone_from(&old.updated_early);
                 new.outstanding = old.outstanding.clone();
                 state.layers[layer] = new;
                 Ok(())
@@ -240,7 +240,7 @@ impl Engine {
     pub(crate) fn remove_consumer(&self) {
         let mut state = self.0.state.lock();
         state.consumer = None;
-        state.layers.iter_mut().for_each(|layer| layer.ahead.clear());
+        state.layers.iter_mut().for_each(|layer| layer.updated_early.clear());
     }
 
     pub(crate) fn counters(&self) -> Counters {
@@ -262,7 +262,7 @@ impl Engine {
     pub(crate) fn synchronize(&self) -> Result<()> {
         let update_queued = self.wait_and_recover();
         match self.0.state.lock().unreported.take() {
-            Some(error) => Err(error.into()),
+            Some(error) => Err(error),
             None => update_queued,
         }
     }
@@ -299,7 +299,7 @@ impl Engine {
                 state.update_failed = true;
             }
         }
-        Ok(feeder.and(prefetch).and(reads)?)
+        feeder.and(prefetch).and(reads)
     }
 
     /// Returns the device bytes of the ring.

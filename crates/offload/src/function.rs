@@ -70,7 +70,7 @@ impl LayerRunner {
         self.engine.computing(self.number, direction, || {
             // The leaves are made for one use.
             let _uncached = precision::uncached();
-            Ok(self.block.functional_call(leaves, |block| block.forward(x, context))?)
+            self.block.functional_call(leaves, |block| block.forward(x, context))
         })
     }
 
@@ -194,7 +194,7 @@ impl OverlapOffloadFunction {
 
 impl Function for OffloadFunction {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        Ok(self.forward_as::<Fetched>(ctx, inputs[0])?)
+        self.forward_as::<Fetched>(ctx, inputs[0])
     }
 
     fn backward(
@@ -202,13 +202,13 @@ impl Function for OffloadFunction {
         ctx: &mut Backward,
         mut grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        Ok(self.backward_as::<Fetched>(ctx, grads.remove(0))?)
+        self.backward_as::<Fetched>(ctx, grads.remove(0))
     }
 }
 
 impl Function for OverlapOffloadFunction {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        Ok(self.0.forward_as::<Lease>(ctx, inputs[0])?)
+        self.0.forward_as::<Lease>(ctx, inputs[0])
     }
 
     fn backward(
@@ -216,7 +216,7 @@ impl Function for OverlapOffloadFunction {
         ctx: &mut Backward,
         mut grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        Ok(self.0.backward_as::<Lease>(ctx, grads.remove(0))?)
+        self.0.backward_as::<Lease>(ctx, grads.remove(0))
     }
 }
 

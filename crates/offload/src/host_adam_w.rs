@@ -247,7 +247,7 @@ impl HostAdamW {
                     arrived,
                     pooled: false,
                     factor,
-                    ahead: false,
+                    is_early: false,
                     checked: false,
                 };
                 state.step(&self.engine, layer, gradients_of_layer)?;
@@ -280,7 +280,7 @@ impl HostAdamW {
         let host = state
             .parameters
             .iter()
-            .flat_map(|of| of.moments.iter().flatten().chain(&of.master))
+            .flat_map(|parameter| parameter.moments.iter().flatten().chain(&parameter.master))
             .map(bytes)
             .sum();
         StateBytes { host, device: self.rest.as_ref().map_or(0, DeviceOptimizer::state_bytes) }

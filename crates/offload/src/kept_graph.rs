@@ -97,17 +97,17 @@ impl KeepingOffloadFunction {
         engine.at_backward_end(ctx)?;
         engine.check_unchanged(*layer, versions_at_forward)?;
         let mut graph = graph.borrow_mut();
-        let Some(own) = graph.as_ref() else {
+        let Some(recorded) = graph.as_ref() else {
             return Err(refused("function", "its graph was freed"));
         };
-        let of_input = self.differentiate(own, &gradient, !is_last);
+        let input_gradient = self.differentiate(recorded, &gradient, !is_last);
         if is_last {
             *graph = None;
         } else {
             // A backward that failed leaves gradients behind, which the next one would add to.
-            own.leaves.iter().chain([&own.x]).try_for_each(|leaf| set_grad(leaf, None))?;
+            recorded.leaves.iter().chain([&recorded.x]).try_for_each(|leaf| set_grad(leaf, None))?;
         }
-        of_input
+        input_gradient
     }
 
     /// Loads the layer and runs the graph's backward.

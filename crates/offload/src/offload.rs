@@ -123,7 +123,7 @@ impl Offload {
             (values.fill)(&name, &*block)?;
             let stored = |tensor: &str| (values.stored)(&format!("{name}.{tensor}"));
             let wrapped = wrap(&engine, (&name, number), block, &stored);
-            Ok(wrapped.map_err(|(_, error)| *error)?)
+            wrapped.map_err(|(_, error)| *error)
         })?;
         Ok((model, Self { engine, blocks }))
     }
@@ -310,6 +310,6 @@ impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
         let Some(number) = self.blocks.next(name) else { return Ok(()) };
         let taken = try_replace(slot, |block| wrap(&self.engine, (name, number), block, &|_| None));
-        taken.map_err(|error| (*error).into())
+        taken.map_err(|error| *error)
     }
 }

@@ -111,7 +111,7 @@ pub(crate) struct Layer {
     /// By tensor: how much of its version are steps of the engine's own optimizer as this layer's.
     own_versions: Vec<i64>,
     /// Tensors that the engine's optimizer has stepped before the rest of the model.
-    pub(crate) ahead: Vec<usize>,
+    pub(crate) updated_early: Vec<usize>,
     /// Whether this step's update is queued, so that the layer may be prefetched for the next step.
     pub(crate) update_queued: bool,
     /// When the last update is done.

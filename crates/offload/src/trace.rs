@@ -100,7 +100,7 @@ impl Trace {
 
 /// Returns the fraction of loading time during which other layers computed: 1 if all loads are hidden.
 pub fn overlap(spans: &[Span]) -> f64 {
-    let of = |stream: StreamKind| -> Vec<(f64, f64)> {
+    let intervals = |stream: StreamKind| -> Vec<(f64, f64)> {
         spans.iter().filter(|span| span.stream == stream).map(|span| (span.start, span.end)).collect()
     };
     let (compute, load) = (of(StreamKind::Compute), of(StreamKind::Load));

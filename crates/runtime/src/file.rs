@@ -112,7 +112,7 @@ pub fn read_into(file: &File, path: &Path, offset: u64, target: &Tensor) -> Resu
 /// Writes the bytes of `tensor`, which is contiguous and on the CPU, in this machine's byte order, without a copy.
 ///
 /// # Errors
-/// Those of `out`; [`std::io::ErrorKind::InvalidInput`] for a tensor that is not contiguous, or on another device.
+/// Errors of `out`; [`std::io::ErrorKind::InvalidInput`] for a tensor that is not contiguous, or on another device.
 pub fn write_values(out: &mut dyn Write, tensor: &Tensor) -> std::io::Result<()> {
     if tensor.device() != Device::Cpu || !tensor.is_contiguous() {
         let (device, size) = (crate::device::flag(tensor.device()), tensor.size());

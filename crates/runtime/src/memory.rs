@@ -64,7 +64,7 @@ impl RegionUsage {
 /// tensor the only one on its storage, and no graph holds it.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 ///
 /// ```
 /// use runtime::memory::is_sole_owner;

@@ -78,7 +78,7 @@ pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
 /// often a program synchronises.
 ///
 /// # Errors
-/// Those of libtorch, including earlier errors of the device.
+/// Errors of libtorch, including earlier errors of the device.
 pub fn read(tensor: &Tensor) -> Result<Vec<f64>> {
     let bytes = (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
     record_external(READ, Flops::default(), bytes)?;

@@ -51,7 +51,7 @@ pub trait Policy: Debug + Send + Sync {
     /// x·Wᵀ + b; see [`linear`].
     ///
     /// # Errors
-    /// Those of `product`.
+    /// Errors of `product`.
     fn linear(
         &self,
         x: &Tensor,
@@ -65,7 +65,7 @@ pub trait Policy: Debug + Send + Sync {
     /// a·b; see [`matmul`].
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn matmul(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         Ok(a.f_matmul(b)?)
     }
@@ -73,7 +73,7 @@ pub trait Policy: Debug + Send + Sync {
     /// See [`attend`].
     ///
     /// # Errors
-    /// Those of `attention`.
+    /// Errors of `attention`.
     fn attend(&self, qkv: [&Tensor; 3], attention: Attention<'_>) -> Result<Tensor> {
         let [q, k, v] = qkv;
         attention(q, k, v)
@@ -82,7 +82,7 @@ pub trait Policy: Debug + Send + Sync {
     /// See [`operand`].
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn operand(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.shallow_clone())
     }
@@ -90,7 +90,7 @@ pub trait Policy: Debug + Send + Sync {
     /// See [`weight`].
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     fn weight(&self, weight: &Tensor) -> Result<Tensor> {
         Ok(weight.shallow_clone())
     }
@@ -156,7 +156,7 @@ impl Drop for PolicyGuard {
 /// Computes x·Wᵀ + b over the last dimension, x `[…, in]`, W `[out, in]`, b `[out]`, by `product` in the policy's dtype.
 ///
 /// # Errors
-/// Those of `product` and of the policy.
+/// Errors of `product` and of the policy.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, product: Product<'_>) -> Result<Tensor> {
     match current() {
         Some(policy) => policy.linear(x, weight, bias, product),
@@ -167,7 +167,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, product: Produ
 /// Computes a·b, as `Tensor::matmul`.
 ///
 /// # Errors
-/// Those of the policy; of libtorch without one.
+/// Errors of the policy; of libtorch without one.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     match current() {
         Some(policy) => policy.matmul(a, b),
@@ -178,7 +178,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// Calls `attention` with queries, keys and values in the policy's dtype; it must compute its softmax in fp32.
 ///
 /// # Errors
-/// Those of `attention` and of the policy.
+/// Errors of `attention` and of the policy.
 pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor, attention: Attention<'_>) -> Result<Tensor> {
     match current() {
         Some(policy) => policy.attend([q, k, v], attention),
@@ -190,7 +190,7 @@ pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor, attention: Attention<'_>) -> R
 /// so the gradient has `x`'s own dtype.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn operand(x: &Tensor) -> Result<Tensor> {
     match current() {
         Some(policy) => policy.operand(x),
@@ -201,7 +201,7 @@ pub fn operand(x: &Tensor) -> Result<Tensor> {
 /// As [`operand`], for tensors that are used repeatedly: the policy may cache the cast.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn weight(weight: &Tensor) -> Result<Tensor> {
     match current() {
         Some(policy) => policy.weight(weight),
@@ -213,7 +213,7 @@ pub fn weight(weight: &Tensor) -> Result<Tensor> {
 /// unchanged.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn widened(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(widened_kind(x.kind()))?)
 }

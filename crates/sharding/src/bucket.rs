@@ -166,8 +166,8 @@ impl Bucket {
 
     /// Begins to gather the weights from their owners, within the replica.
     pub(crate) fn gather(&self, mesh: &Mesh, label: &str) -> Result<Work> {
-        let own = narrow(&self.weights, &self.division.range(mesh.shard.rank()))?;
-        Ok(mesh.shard.all_gather(&self.weights, self.division, &own, label)?)
+        let shard = narrow(&self.weights, &self.division.range(mesh.shard.rank()))?;
+        Ok(mesh.shard.all_gather(&self.weights, self.division, &shard, label)?)
     }
 
     /// Refuses parameters that have other memory than the bucket's.

@@ -36,30 +36,30 @@ impl Divided {
         let _no_grad = tch::no_grad_guard();
         let ranks = &self.mesh.shard;
         let rank = ranks.rank();
-        let own = self.overlap(&piece, rank).map(|part| Ok::<_, runtime::Error>((self.own(&part)?, part)));
-        let own = own.transpose()?;
+        let local = self.overlap(&piece, rank).map(|part| Ok::<_, runtime::Error>((self.own(&part)?, part)));
+        let local = local.transpose()?;
         if rank > 0 {
-            if let Some((values, _)) = own {
+            if let Some((values, _)) = local {
                 ranks.send(&values, 0, &self.label)?.wait()?;
             }
             return Ok(None);
         }
         let others = (1..ranks.size()).filter_map(|rank| Some((rank, self.overlap(&piece, rank)?)));
         let others: Vec<(usize, Range<i64>)> = others.collect();
-        if let (Some((values, _)), []) = (&own, &others[..]) {
+        if let (Some((values, _)), []) = (&local, &others[..]) {
             return Ok(Some(values.shallow_clone()));
         }
-        let whole = Tensor::f_empty([piece.end - piece.start], (self.kind, Device::Cpu))?;
-        let place = |part: &Range<i64>| whole.f_narrow(0, part.start - piece.start, part.end - part.start);
+        let gathered = Tensor::f_empty([piece.end - piece.start], (self.kind, Device::Cpu))?;
+        let place = |part: &Range<i64>| gathered.f_narrow(0, part.start - piece.start, part.end - part.start);
         let mut arriving = Vec::new();
         for (rank, part) in &others {
             arriving.push(ranks.recv(&place(part)?, *rank, &self.label)?);
         }
-        if let Some((values, part)) = &own {
+        if let Some((values, part)) = &local {
             place(part)?.f_copy_(values)?;
         }
         arriving.into_iter().try_for_each(runtime::collectives::Work::wait)?;
-        Ok(Some(whole))
+        Ok(Some(gathered))
     }
 
     /// The elements of a piece that a rank has; `None` for none.
@@ -78,14 +78,14 @@ impl Divided {
 
     /// The values of elements that this rank has.
     fn own(&self, elements: &Range<i64>) -> runtime::Result<Tensor> {
-        let own = self.own.as_ref().ok_or_else(|| {
+        let values = self.own.as_ref().ok_or_else(|| {
             runtime::Error::invalid(
                 "gather",
                 format!("`{}`: this rank has no values of its part", self.label),
             )
         })?;
         let first = self.part(self.mesh.shard.rank()).start;
-        Ok(own.f_narrow(0, elements.start - first, elements.end - elements.start)?)
+        Ok(values.f_narrow(0, elements.start - first, elements.end - elements.start)?)
     }
 }
 
@@ -100,14 +100,14 @@ mod tests {
         let mesh = Mesh::from(&runtime::collectives::Group::alone());
         let flat = Tensor::arange(3 * BLOCK, (Kind::Float, Device::Cpu));
         let range = 100..100 + 2 * BLOCK;
-        let own = flat.narrow(0, range.start, range.end - range.start);
+        let shard = flat.narrow(0, range.start, range.end - range.start);
         let division = divide(flat.numel() as i64, &mesh.shard);
-        let memory = own.data_ptr();
+        let memory = shard.data_ptr();
         let divided =
-            Divided { mesh, label: "w".to_owned(), kind: Kind::Float, division, range, own: Some(own) };
+            Divided { mesh, label: "w".to_owned(), kind: Kind::Float, division, range, own: Some(shard) };
         let piece = divided.bring(0..BLOCK).unwrap().unwrap();
         assert_eq!((piece.data_ptr(), piece.size()), (memory, vec![BLOCK]));
-        let whole = divided.into_lazy("w".to_owned(), &[2, BLOCK]).whole().unwrap().unwrap();
-        assert_eq!(whole, flat.narrow(0, 100, 2 * BLOCK).view([2, BLOCK]));
+        let gathered = divided.into_lazy("w".to_owned(), &[2, BLOCK]).whole().unwrap().unwrap();
+        assert_eq!(gathered, flat.narrow(0, 100, 2 * BLOCK).view([2, BLOCK]));
     }
 }

@@ -42,8 +42,8 @@ impl Mesh {
             return Ok(world.into());
         }
         let size = world.size() / replicas;
-        let (own, number) = (world.rank() / size, world.rank() % size);
-        let shard: Vec<usize> = (own * size..(own + 1) * size).collect();
+        let (replica, number) = (world.rank() / size, world.rank() % size);
+        let shard: Vec<usize> = (replica * size..(replica + 1) * size).collect();
         let same: Vec<usize> = (0..replicas).map(|replica| replica * size + number).collect();
         Ok(Self {
             world: world.clone(),
@@ -116,17 +116,17 @@ impl Terms {
     /// Each replica adds its ranks' gradients to the sums of those before it; the last one sends the result to all.
     fn reduce_ordered(self, mesh: &Mesh) -> runtime::Result<Vec<Work>> {
         let Self { gradients, division, sums, first, label } = self;
-        let (own, last) = mesh.replicas.as_ref().map_or((0, 0), |ranks| (ranks.rank(), ranks.size() - 1));
-        if let Some(replicas) = mesh.replicas.as_ref().filter(|_| own > 0) {
-            replicas.recv(&sums, own - 1, &label)?.wait()?;
+        let (replica, last) = mesh.replicas.as_ref().map_or((0, 0), |ranks| (ranks.rank(), ranks.size() - 1));
+        if let Some(replicas) = mesh.replicas.as_ref().filter(|_| replica > 0) {
+            replicas.recv(&sums, replica - 1, &label)?.wait()?;
         }
-        let options = ReduceOptions { accumulate: !first || own > 0, ..ReduceOptions::default() };
+        let options = ReduceOptions { accumulate: !first || replica > 0, ..ReduceOptions::default() };
         mesh.shard.reduce_scatter(&gradients, division, &sums, options, &label)?.wait()?;
         let Some(replicas) = &mesh.replicas else { return Ok(Vec::new()) };
-        if own == last {
+        if replica == last {
             return (0..last).map(|replica| replicas.send(&sums, replica, &label)).collect();
         }
-        replicas.send(&sums, own + 1, &label)?.wait()?;
+        replicas.send(&sums, replica + 1, &label)?.wait()?;
         Ok(vec![replicas.recv(&sums, last, &label)?])
     }
 
@@ -135,17 +135,17 @@ impl Terms {
         let _no_grad = tch::no_grad_guard();
         let options = ReduceOptions { order: Order::Native, ..ReduceOptions::default() };
         let padded = Division { elements: gradients.numel() as i64, ..division };
-        let own = Tensor::f_empty([division.per_rank], (gradients.kind(), Device::Cpu))?;
-        mesh.shard.reduce_scatter(&gradients, padded, &own, options, &label)?.wait()?;
+        let shard = Tensor::f_empty([division.per_rank], (gradients.kind(), Device::Cpu))?;
+        mesh.shard.reduce_scatter(&gradients, padded, &shard, options, &label)?.wait()?;
         drop(gradients);
         if let Some(replicas) = &mesh.replicas {
-            replicas.all_reduce(&own, options, &label)?;
+            replicas.all_reduce(&shard, options, &label)?;
         }
-        let own = own.f_narrow(0, 0, division.len(mesh.shard.rank()))?;
+        let shard = shard.f_narrow(0, 0, division.len(mesh.shard.rank()))?;
         if first {
-            sums.f_copy_(&own)?;
+            sums.f_copy_(&shard)?;
         } else {
-            let _ = sums.f_add_(&own)?;
+            let _ = sums.f_add_(&shard)?;
         }
         Ok(())
     }

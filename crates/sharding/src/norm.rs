@@ -100,19 +100,19 @@ mod tests {
         // Within a block, over its end, over several blocks, empty, at the very end.
         let ranges =
             [(3, 70), (128, 4100), (4160, 13_000), (13_056, 13_056), (13_056, 13_057), (16_000, 20_000)];
-        let mut whole = Tensor::zeros([20_000], (Kind::Float, Device::Cpu));
+        let mut sums = Tensor::zeros([20_000], (Kind::Float, Device::Cpu));
         let pieces: Vec<(i64, Tensor)> = ranges
             .into_iter()
             .map(|(start, end)| {
                 let piece = Tensor::arange_start(start, end, (Kind::Float, Device::Cpu)).sin();
-                whole.narrow(0, start, end - start).copy_(&piece);
+                sums.narrow(0, start, end - start).copy_(&piece);
                 (start, piece)
             })
             .collect();
-        let expected = block_squares(20_000, &[(0, whole.shallow_clone())]).unwrap();
+        let expected = block_squares(20_000, &[(0, sums.shallow_clone())]).unwrap();
         assert_eq!(block_squares(20_000, &pieces).unwrap(), expected);
         assert_eq!(expected.len(), 5);
-        let _ = whole.zero_();
+        let _ = sums.zero_();
         assert_eq!(block_squares(20_000, &[]).unwrap(), [0.0; 5]);
     }
 }

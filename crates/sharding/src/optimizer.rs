@@ -103,8 +103,8 @@ impl ShardedOptimizer {
         let mut rest = Vec::new();
         for &(number, name, tensor) in &parameters {
             numbers.insert(identity(tensor)?, number);
-            let held = options.shards.as_ref().map_or(Ok(false), |shards| shards.holds(tensor))?;
-            rest.extend((!held).then_some((number, name, tensor)));
+            let is_sharded = options.shards.as_ref().map_or(Ok(false), |shards| shards.holds(tensor))?;
+            rest.extend((!is_sharded).then_some((number, name, tensor)));
         }
         settings::sort(&mut rest, &options.order)?;
         let mut buckets = Vec::new();
@@ -172,10 +172,10 @@ impl ShardedOptimizer {
 
     /// Returns whether each parameter had a gradient on any rank, and whether `non_finite` is true on any.
     fn seen(&self, non_finite: bool) -> Result<(Vec<bool>, bool)> {
-        let mut own: Vec<i64> = self.round.lock().seen.iter().map(|seen| i64::from(*seen)).collect();
+        let mut flags: Vec<i64> = self.round.lock().seen.iter().map(|seen| i64::from(*seen)).collect();
         // In the same numbers, so that it takes no message of its own.
-        own.iter_mut().take(usize::from(non_finite)).for_each(|first| *first = NON_FINITE);
-        let all = Tensor::f_from_slice(&own)?;
+        flags.iter_mut().take(usize::from(non_finite)).for_each(|first| *first = NON_FINITE);
+        let all = Tensor::f_from_slice(&flags)?;
         let options = ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() };
         self.mesh.world.all_reduce(&all, options, "parameters with a gradient")?;
         let all = Vec::<i64>::try_from(all)?;
@@ -207,10 +207,10 @@ impl ShardedOptimizer {
             let all = bucket.division.elements.max(0) as u64;
             let first = bucket.division.range(self.mesh.shard.rank()).start / norm::BLOCK;
             let elements = bucket.division.len(self.mesh.shard.rank());
-            let own = norm::block_squares(elements, &bucket.sums.pieces(&bucket.members)?)?;
+            let squares = norm::block_squares(elements, &bucket.sums.pieces(&bucket.members)?)?;
             blocks.push((
                 usize::try_from(first).unwrap_or(0),
-                own,
+                squares,
                 all.div_ceil(norm::BLOCK as u64) as usize,
             ));
         }
@@ -274,7 +274,7 @@ impl Optimizer for ShardedOptimizer {
     fn whole_weight(&self, tensor: &Tensor) -> Result<Tensor> {
         let shards = self.options.shards.as_ref();
         match shards.map_or(Ok(None), |shards| shards.whole(tensor))? {
-            Some(whole) => Ok(whole),
+            Some(weight) => Ok(weight),
             None => Ok(tensor.f_detach()?),
         }
     }
@@ -308,8 +308,8 @@ impl Optimizer for ShardedOptimizer {
         let sums = self.sums();
         // A norm tells it too, and so does a scaler's flag.
         let is_unknown = checks && clip.is_none() && !scaler.is_enabled();
-        let found = is_unknown && clip::found_non_finite(&sums)?.f_double_value(&[0])? != 0.0;
-        let (seen, non_finite) = self.seen(found)?;
+        let has_non_finite = is_unknown && clip::found_non_finite(&sums)?.f_double_value(&[0])? != 0.0;
+        let (seen, non_finite) = self.seen(has_non_finite)?;
         let found_inf = scaler.unscale_(&sums, false)?.found_inf;
         let overflow = match found_inf {
             Some(flag) => {

@@ -112,8 +112,8 @@ impl Shards {
     }
 
     pub(crate) fn is_of(&self, mesh: &Mesh) -> bool {
-        let own = &self.0.mesh;
-        (own.world.name(), own.replicas()) == (mesh.world.name(), mesh.replicas())
+        let mesh_of_shards = &self.0.mesh;
+        (mesh_of_shards.world.name(), mesh_of_shards.replicas()) == (mesh.world.name(), mesh.replicas())
     }
 
     pub(crate) fn holds(&self, tensor: &Tensor) -> Result<bool> {
@@ -168,17 +168,17 @@ impl Shards {
     /// Returns a tensor's values, whole; `None` if no layer has it. Each owner sends its part to all.
     pub(crate) fn whole(&self, tensor: &Tensor) -> Result<Option<Tensor>> {
         let _no_grad = tch::no_grad_guard();
-        let Some(found) = self.find(tensor)? else { return Ok(None) };
-        let whole = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), Device::Cpu))?;
+        let Some(located) = self.find(tensor)? else { return Ok(None) };
+        let gathered = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), Device::Cpu))?;
         for rank in 0..self.0.mesh.shard.size() {
-            let Some((part, in_shard)) = found.part(rank) else { continue };
-            let mut part = narrow(&whole, &part)?;
+            let Some((part, in_shard)) = located.part(rank) else { continue };
+            let mut part = narrow(&gathered, &part)?;
             if rank == self.0.mesh.shard.rank() {
-                part.f_copy_(&narrow(&found.shard, &in_shard)?)?;
+                part.f_copy_(&narrow(&located.shard, &in_shard)?)?;
             }
-            self.0.mesh.shard.broadcast(&part, rank, &found.name)?;
+            self.0.mesh.shard.broadcast(&part, rank, &located.name)?;
         }
-        Ok(Some(whole.f_view(tensor.size().as_slice())?))
+        Ok(Some(gathered.f_view(tensor.size().as_slice())?))
     }
 
     /// Returns a tensor as rank 0 writes it; `None` if no layer has it.
@@ -194,10 +194,10 @@ impl Shards {
     /// Writes this rank's part of a tensor's values; returns whether a layer has it.
     pub(crate) fn set(&self, tensor: &Tensor, values: &Tensor) -> Result<bool> {
         let _no_grad = tch::no_grad_guard();
-        let Some(found) = self.find(tensor)? else { return Ok(false) };
-        if let Some((part, in_shard)) = found.part(self.0.mesh.shard.rank()) {
-            let mut own = narrow(&found.shard, &in_shard)?;
-            own.f_copy_(&narrow(&values.f_reshape([-1])?, &part)?)?;
+        let Some(located) = self.find(tensor)? else { return Ok(false) };
+        if let Some((part, in_shard)) = located.part(self.0.mesh.shard.rank()) {
+            let mut target = narrow(&located.shard, &in_shard)?;
+            target.f_copy_(&narrow(&values.f_reshape([-1])?, &part)?)?;
         }
         runtime::autograd::mark_written(tensor)?;
         Ok(true)
@@ -251,9 +251,9 @@ impl LayerSource for Shards {
     fn take(&self, region: &LayerRegion<'_>) -> Result<usize> {
         let _no_grad = tch::no_grad_guard();
         let division = divide(region.values.numel() as i64, &self.0.mesh.shard);
-        let own = narrow(region.values, &division.range(self.0.mesh.shard.rank()))?;
+        let values = narrow(region.values, &division.range(self.0.mesh.shard.rank()))?;
         // Of one rank the shard is the region itself.
-        let shard = if self.keeps_memory() { own } else { own.f_detach_copy()? };
+        let shard = if self.keeps_memory() { values } else { values.f_detach_copy()? };
         let mut members = Vec::new();
         for (name, tensor, range) in &region.tensors {
             members.push(LayerTensor {

@@ -139,7 +139,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
             self.unscale_(name, &grads, false)?;
         }
         let found_inf = self.optimizers.step_on_device(name)?;
-        Ok(optimizer.step_unless(&found_inf).inspect_err(|_| self.optimizers.undo_step(name))?)
+        optimizer.step_unless(&found_inf).inspect_err(|_| self.optimizers.undo_step(name))
     }
 
     /// Updates the scale. Call it once after all optimizers have stepped.

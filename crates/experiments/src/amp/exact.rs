@@ -75,8 +75,7 @@ impl Fixture {
 
     fn tensor(&self, name: &str) -> Result<&Tensor> {
         self.tensors.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor).ok_or_else(|| {
-            let (path, reason) = ("cases.safetensors".into(), format!("it has no tensor `{name}`"));
-            training::Error::file(path, reason).into()
+            training::Error::file("cases.safetensors", format!("it has no tensor `{name}`")).into()
         })
     }
 

@@ -261,9 +261,8 @@ impl Prepared {
             timer.end("forward")?;
             runtime::autograd::backward(&[&loss])?;
             timer.end("backward")?;
-            let other = |error: training::Error| runtime::Error::Other(Box::new(error));
-            self.optimizer.step().map_err(other)?;
-            self.optimizer.zero_grad(ZeroGrad::ToNone).map_err(other)?;
+            self.optimizer.step()?;
+            self.optimizer.zero_grad(ZeroGrad::ToNone)?;
             timer.end("optimizer")
         })?;
         let resident = resident_memory()?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
-use frugal::fused_ce::{self, LinearCrossEntropy};
+use frugal::fused_ce::LinearCrossEntropy;
 use frugal::rows::{self, Found as FoundData};
 use frugal::training::evaluation::evaluate;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
@@ -45,7 +45,7 @@ pub(super) fn run(
     let mut model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
     // A chunk of logits at a time, unless the head is more than a projection, because it is adapted itself.
     match LinearCrossEntropy::default().install(model.as_mut()) {
-        Ok(_) | Err(fused_ce::Error::Head { .. }) => {}
+        Ok(_) | Err(runtime::Error::Unsupported(_)) => {}
         Err(error) => return Err(error.into()),
     }
     let measured = evaluate(model.as_ref(), &mut batches, 0)?;

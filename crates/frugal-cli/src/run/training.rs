@@ -248,7 +248,7 @@ fn failure(error: &anyhow::Error) -> Option<&'static str> {
     use frugal::training::Error;
     match error.downcast_ref() {
         Some(Error::NonFiniteWeight { .. } | Error::Diverged { .. }) => Some("diverged"),
-        _ if is_out_of_memory(&format!("{error:#}")) => Some("out of memory"),
+        _ if is_out_of_memory(error) => Some("out of memory"),
         _ => None,
     }
 }
@@ -256,8 +256,10 @@ fn failure(error: &anyhow::Error) -> Option<&'static str> {
 /// What the errors of a system say that has no more memory.
 const NO_MORE: [&str; 2] = ["the system gives no more", "can't allocate memory"];
 
-fn is_out_of_memory(text: &str) -> bool {
-    NO_MORE.iter().chain(&["out of memory"]).any(|words| text.contains(words))
+fn is_out_of_memory(error: &anyhow::Error) -> bool {
+    error.downcast_ref().is_some_and(frugal::training::Error::is_out_of_memory)
+        || error.downcast_ref().is_some_and(frugal::Error::is_out_of_memory)
+        || error.downcast_ref().is_some_and(runtime::Error::is_out_of_memory)
 }
 
 /// Why a training that came to its end has learned nothing.

@@ -34,7 +34,7 @@ fn gradients_match_the_function() {
                 adapter: Some(Adapter { a: &given[3], b: &given[4], scale: 1.5 }),
                 ..Inputs::new(&given[0], &given[1], &targets)
             };
-            let output = options.run(&inputs).map_err(runtime::Error::from)?;
+            let output = options.run(&inputs)?;
             Ok([Some(output.loss), output.log_sum_exp].into_iter().flatten().collect())
         };
         let inputs: Vec<&Tensor> = leaves.iter().collect();

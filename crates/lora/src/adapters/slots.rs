@@ -26,7 +26,7 @@ pub(super) fn put_in(model: &mut dyn Module, sites: &[Site], wholes: &[Whole]) -
             Ok(())
         }
     }
-    Ok(map_modules(model, &mut In(sites, wholes))?)
+    map_modules(model, &mut In(sites, wholes))
 }
 
 /// Restores plain projections and tensors.
@@ -51,5 +51,5 @@ pub(super) fn put_back(
             Ok(())
         }
     }
-    Ok(map_modules(model, &mut Out(linears, tensors))?)
+    map_modules(model, &mut Out(linears, tensors))
 }

@@ -94,7 +94,7 @@ impl Adapters {
         let all = self.handles(name)?.into_iter().chain(self.copies(name));
         let tensors = all.map(|(key, tensor)| lazy(format!("{PREFIX}{key}"), &tensor)).collect();
         let mut content = tensors::content(folder.unwrap_or(Path::new("")), tensors)?;
-        let Some(folder) = folder else { return Ok(content.give()?) };
+        let Some(folder) = folder else { return content.give() };
         let saved = write_content(folder, self.config(name)?, &mut content);
         if saved.is_err() {
             // The first error is the one to report.

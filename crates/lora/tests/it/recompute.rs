@@ -66,7 +66,7 @@ fn a_recomputed_segment_has_the_same_dropout_and_gradients() {
             let inner = layer.clone();
             let segment = move |[x]: [&Tensor; 1]| {
                 let inner = inner.lock().unwrap();
-                let y = inner.forward(x, &TRAINING).map_err(|error| runtime::Error::Other(error.into()))?;
+                let y = inner.forward(x, &TRAINING)?;
                 Ok([y.f_tanh()?])
             };
             let [y] = options.run(segment, [&x]).unwrap();
@@ -169,7 +169,7 @@ fn recomputing_a_segment_under_other_settings_is_refused() {
         let inner = layer.clone();
         let segment = move |[x]: [&Tensor; 1]| {
             let y = inner.lock().unwrap().forward(x, &TRAINING);
-            Ok([y.map_err(|error| runtime::Error::Other(error.into()))?])
+            Ok([y?])
         };
         let [y] = Checkpoint::default().run(segment, [&x]).unwrap();
         y.sum(Kind::Float)

@@ -36,8 +36,7 @@ pub(crate) fn over_window(
     }
     // One split has one backward, which concatenates.
     let queries = q.f_split_with_sizes(&lengths, 2)?;
-    let mask =
-        band([chunk, window - 1 + chunk], window - 1, Some(window), q).map_err(runtime::Error::from)?;
+    let mask = band([chunk, window - 1 + chunk], window - 1, Some(window), q)?;
     let (mut parts, mut start) = (Vec::with_capacity(queries.len()), 0);
     for (q, length) in queries.iter().zip(lengths) {
         let from = (start - (window - 1)).max(0);
@@ -69,7 +68,7 @@ fn of_chunk(
     }
     let visible = match mask {
         Some(mask) => mask.shallow_clone(),
-        None => band([q.size()[2], k.size()[2]], 0, None, q).map_err(runtime::Error::from)?,
+        None => band([q.size()[2], k.size()[2]], 0, None, q)?,
     };
-    of_heads(q, k, v, &visible, options).map_err(runtime::Error::from)
+    of_heads(q, k, v, &visible, options)
 }

@@ -149,7 +149,7 @@ impl<'a> ModelFiles<'a> {
     }
 
     fn give_rest(&mut self) -> Result<()> {
-        Ok(self.weights.iter_mut().try_for_each(|(_, content)| content.give())?)
+        self.weights.iter_mut().try_for_each(|(_, content)| content.give())
     }
 
     fn write_all(&mut self, folder: &Path, complete: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {

@@ -67,7 +67,7 @@ impl Rotary {
     pub(super) fn rotate(&self, q: &Tensor, k: &Tensor, context: &Context<'_>) -> Result<(Tensor, Tensor)> {
         let table = self.table(q.size()[1], context)?;
         if self.width == self.head {
-            return Ok(table.rotate(q, k, context.positions)?);
+            return table.rotate(q, k, context.positions);
         }
         let part = |x: &Tensor| x.f_narrow(3, 0, self.width);
         let (rotated_q, rotated_k) = table.rotate(&part(q)?, &part(k)?, context.positions)?;

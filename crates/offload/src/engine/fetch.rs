@@ -19,14 +19,14 @@ impl Engine {
         let (pieces, (layout, flat, number, updated), bytes, in_files) = {
             let mut state = self.0.state.lock();
             state.layers[layer].look(self.0.placement.pinned_for)?;
-            let of = &state.layers[layer];
-            let flat = Tensor::f_empty([of.layout.bytes as i64], (Kind::Uint8, self.device()))
-                .map_err(|error| transfer("loading", &of.name, error.into()))?;
+            let source = &state.layers[layer];
+            let flat = Tensor::f_empty([source.layout.bytes as i64], (Kind::Uint8, self.device()))
+                .map_err(|error| transfer("loading", &source.name, error.into()))?;
             let result = (
-                of.pieces(&flat)?,
-                (of.layout.clone(), of.memory(&flat), of.number, of.updated.clone()),
-                of.bytes(),
-                of.is_in_files(),
+                source.pieces(&flat)?,
+                (source.layout.clone(), source.memory(&flat), source.number, source.updated.clone()),
+                source.bytes(),
+                source.is_in_files(),
             );
             state.counters.loads += 1;
             state.counters.late += 1;

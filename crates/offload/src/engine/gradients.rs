@@ -33,9 +33,9 @@ impl Engine {
         }
         let (gradients, deliveries, last, consumer) = {
             let state = self.0.state.lock();
-            let of = &state.layers[layer];
-            let (gradients, deliveries) = of.deliveries(gradients)?;
-            (gradients, deliveries, of.outstanding.load(Ordering::Relaxed) == 0, state.consumer.clone())
+            let layer = &state.layers[layer];
+            let (gradients, deliveries) = layer.deliveries(gradients)?;
+            (gradients, deliveries, layer.outstanding.load(Ordering::Relaxed) == 0, state.consumer.clone())
         };
         let is_in_source = !deliveries.is_empty();
         deliveries.into_iter().try_for_each(|delivery| delivery.deliver(last))?;

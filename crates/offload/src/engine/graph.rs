@@ -31,7 +31,9 @@ impl Engine {
     /// Checks that no layer was stepped before the rest of the model.
     pub(crate) fn begin_forward(&self) -> Result<()> {
         let state = self.0.state.lock();
-        let Some(layer) = state.layers.iter().find(|layer| !layer.ahead.is_empty()) else { return Ok(()) };
+        let Some(layer) = state.layers.iter().find(|layer| !layer.updated_early.is_empty()) else {
+            return Ok(());
+        };
         let reason = format!(
             "`{}` was updated during backward, but other parameters were not yet; call `HostAdamW::step` before the next forward, \
              or announce more micro-batches with `HostAdamW::begin`",

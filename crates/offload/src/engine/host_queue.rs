@@ -20,10 +20,11 @@ impl Engine {
         layer: usize,
         after: &[Arc<Event>],
         updated_early: Vec<usize>,
-        work: impl FnOnce() -> runtime::Result<()> + Send + 'static,
+        work: impl FnOnce() -> Result<()> + Send + 'static,
     ) -> Result<Arc<Event>> {
         let host = &self.0.host;
         let mut state = self.0.state.lock();
+        // Loads that are queued read the old values, so the host thread waits for all of them.
         let loads_done = Arc::new(Event::untimed(self.device())?);
         if self.0.feeder.query()? {
             // The feeder is idle: every load is already in the prefetch stream.
@@ -42,6 +43,7 @@ impl Engine {
         for event in after {
             host.wait(event)?;
         }
+        // Queue the update and the event of its end.
         let layer_state = &mut state.layers[layer];
         let begin = self.0.trace.begin(host)?;
         let options = self.0.options.clone();
@@ -52,10 +54,10 @@ impl Engine {
         self.0.trace.end(host, begin, (StreamKind::Host, layer_state.number, Direction::Backward), 0)?;
         let updated = Arc::new(Event::untimed(Device::Cpu)?);
         host.record(&updated)?;
-        // Slots that hold the old generation are stale.
+        // From here on slots with the old generation are stale, and the next load waits for `updated`.
         layer_state.generation += 1;
         layer_state.steps += 1;
-        layer_state.ahead.extend(updated_early);
+        layer_state.updated_early.extend(updated_early);
         layer_state.updated = Some(updated.clone());
         layer_state.update_queued = true;
         Ok(updated)

@@ -13,7 +13,7 @@ use super::{Engine, State};
 use crate::error::{Result, refused};
 use crate::storage::Layer;
 
-/// One callback.
+/// A callback that is registered with a running backward.
 #[derive(Debug, Default)]
 pub(super) struct EndRequest {
     /// Why this pass lost gradients, if another pass failed.
@@ -26,19 +26,20 @@ struct EndGuard {
     end_request: Arc<EndRequest>,
     /// The thread whose uses are over at the end.
     thread: ThreadId,
-    told: bool,
+    finished: bool,
 }
 
 impl EndGuard {
-    fn come(mut self) -> runtime::Result<()> {
-        self.told = true;
-        Ok(self.engine.end_pass(&self.end_request, self.thread)?)
+    /// Ends the pass, and returns the errors that a drop would lose.
+    fn finish(mut self) -> Result<()> {
+        self.finished = true;
+        self.engine.end_pass(&self.end_request, self.thread)
     }
 }
 
 impl Drop for EndGuard {
     fn drop(&mut self) {
-        if self.told {
+        if self.finished {
             return;
         }
         // The backward failed, and its caller has that error. Gradients that have arrived are kept.
@@ -57,8 +58,9 @@ impl Engine {
             state.end_requests.retain(|end_request| end_request.strong_count() > 0);
             state.end_requests.push(Arc::downgrade(&end_request));
         }
-        let end = EndGuard { engine: self.clone(), end_request, thread: thread::current().id(), told: false };
-        Ok(backward.at_end(move || end.come())?)
+        let end =
+            EndGuard { engine: self.clone(), end_request, thread: thread::current().id(), finished: false };
+        backward.at_end(move || end.finish())
     }
 
     fn end_pass(&self, end_request: &EndRequest, thread: ThreadId) -> Result<()> {
@@ -73,7 +75,7 @@ impl Engine {
         let stored = self.0.store.synchronize();
         if let Err(error) = stored.and_then(|()| if steps { Ok(()) } else { self.0.host.synchronize() }) {
             Self::discard_gradients(&mut state, &error.to_string());
-            return Err(error.into());
+            return Err(error);
         }
         Self::await_trained_loads(&state);
         publish(&mut state)?;
@@ -116,7 +118,7 @@ impl Engine {
 impl Layer {
     /// Checks that no tensor that was stepped during the backward got another gradient since.
     fn check_stepped(&self) -> Result<()> {
-        for &index in &self.ahead {
+        for &index in &self.updated_early {
             if self.has_gradient(index)? {
                 let reason = format!(
                     "`{}` got another gradient after its layer was updated in the same backward; use the weight in \

@@ -305,7 +305,7 @@ pub(crate) struct Lease {
 impl Lease {
     /// Lets tensors of the layer use the slot's memory until the guard is dropped.
     pub(crate) fn attach<'a>(&self, tensors: &'a MovableMemory) -> Result<Attached<'a>> {
-        Ok(tensors.attach(&piece(&self.memory, 0..tensors.bytes().numel())?)?)
+        tensors.attach(&piece(&self.memory, 0..tensors.bytes().numel())?)
     }
 
     /// Records the end of the use on the computing stream. Each stream has its own event.

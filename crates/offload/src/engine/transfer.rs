@@ -33,23 +33,23 @@ impl Engine {
         store.wait(&computed)?;
         let mut state = self.0.state.lock();
         let State { layers, counters, .. } = &mut *state;
-        let of = &mut layers[layer];
+        let target_layer = &mut layers[layer];
         let mut work = Vec::new();
         for (index, gradient) in gradients {
             counters.stored += (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
-            match of.sum(index)? {
+            match target_layer.sum(index)? {
                 (Some(sum), other) => {
                     work.extend(other.map(|other| (sum.shallow_clone(), other, true)));
                     work.push((sum, gradient, true));
                 }
                 (None, _) => {
-                    let buffer = of.gradient_buffer(index, &self.0.placement)?;
-                    of.pending[index] = Some(buffer.shallow_clone());
+                    let buffer = target_layer.gradient_buffer(index, &self.0.placement)?;
+                    target_layer.pending[index] = Some(buffer.shallow_clone());
                     work.push((buffer, gradient, false));
                 }
             }
         }
-        let bytes = of.gradient_bytes();
+        let bytes = target_layer.gradient_bytes();
         let begin = self.0.trace.begin(store)?;
         let (mut additions, on_host) = (Vec::new(), self.device() == Device::Cpu);
         let mut copies = Vec::new();
@@ -63,7 +63,7 @@ impl Engine {
                 copies.push((target, gradient, adds));
             }
         }
-        let (options, name) = (self.0.options.clone(), of.name.clone());
+        let (options, name) = (self.0.options.clone(), target_layer.name.clone());
         store.submit(move || {
             let stored = || {
                 options.at(HookPoint::Store)?;
@@ -81,12 +81,17 @@ impl Engine {
                 }
                 Ok(())
             };
-            stored().map_err(|cause| not_stored(&name, cause).into())
+            stored().map_err(|cause| not_stored(&name, cause))
         })?;
-        self.0.trace.end(store, begin, (StreamKind::Store, of.number, Direction::Backward), bytes)?;
+        self.0.trace.end(
+            store,
+            begin,
+            (StreamKind::Store, target_layer.number, Direction::Backward),
+            bytes,
+        )?;
         let copied = Arc::new(Event::untimed(self.device())?);
         store.record(&copied)?;
-        of.arrived = vec![copied.clone()];
+        target_layer.arrived = vec![copied.clone()];
         if !additions.is_empty() {
             host.wait(&copied)?;
             let pool = self.0.pool.clone();
@@ -100,7 +105,7 @@ impl Engine {
             })?;
             let added = Arc::new(Event::untimed(Device::Cpu)?);
             host.record(&added)?;
-            of.arrived.push(added);
+            target_layer.arrived.push(added);
         }
         state.stores_in_flight.push_back(copied);
         let oldest = if state.stores_in_flight.len() > MAX_STORES_IN_FLIGHT {

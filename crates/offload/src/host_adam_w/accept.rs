@@ -19,26 +19,26 @@ impl GradientConsumer for Shared {
             engine.accumulate(layer, others)?;
         }
         let StepSettings { micro_batches, clip, non_finite, .. } = state.settings;
-        let of = &mut state.layers[layer];
-        if of.stepped {
+        let gathering = &mut state.layers[layer];
+        if gathering.stepped {
             let reason = format!(
                 "gradients of `{name}` arrived after the layer's update, which ran when all of its forwards had delivered theirs \
                  {micro_batches} time(s); announce the micro-batches of a step with `HostAdamW::begin` before the first of them"
             );
             return Err(refused("optimizer", reason));
         }
-        let first = !std::mem::replace(&mut of.begun, true);
-        of.rounds += u64::from(outstanding == 0);
-        let last = outstanding == 0 && of.rounds >= micro_batches;
+        let first = !std::mem::replace(&mut gathering.begun, true);
+        gathering.rounds += u64::from(outstanding == 0);
+        let last = outstanding == 0 && gathering.rounds >= micro_batches;
         if first {
             engine.with_layers(|layers| layers[layer].update_queued = false);
-            of.shares = engine.shares(layer)?;
+            gathering.shares = engine.shares(layer)?;
         }
         // A step that may be skipped is known only with all gradients.
-        if clip.is_some() || non_finite == NonFinite::Skip || of.shares || !last {
+        if clip.is_some() || non_finite == NonFinite::Skip || gathering.shares || !last {
             return engine.accumulate(layer, ours);
         }
-        of.stepped = true;
+        gathering.stepped = true;
         let (pooled, (gradients, arrived)) = if fresh {
             (true, engine.transfer(layer, ours)?)
         } else {
@@ -52,7 +52,7 @@ impl GradientConsumer for Shared {
             }
         }
         let checked = non_finite == NonFinite::Fail;
-        let gradients = LayerGradients { gradients, arrived, pooled, factor: None, ahead: true, checked };
+        let gradients = LayerGradients { gradients, arrived, pooled, factor: None, is_early: true, checked };
         state.step(engine, layer, gradients)
     }
 }
@@ -71,17 +71,17 @@ struct Arrived {
 impl State {
     fn partition(&self, engine: &Engine, layer: usize, gradients: Gradients) -> Result<Arrived> {
         engine.with_layers(|layers| {
-            let of = &layers[layer];
+            let source = &layers[layer];
             let (mut ours, mut others, mut fresh) = (Vec::new(), Vec::new(), true);
             for index in 0..of.tensors.len() {
-                fresh = fresh && !(self.owns(&of.tensors[index])? && of.has_gradient(index)?);
+                fresh = fresh && !(self.owns(&source.tensors[index])? && source.has_gradient(index)?);
             }
             for (index, gradient) in gradients {
-                let has = self.owns(&of.tensors[index])?;
+                let has = self.owns(&source.tensors[index])?;
                 if has { &mut ours } else { &mut others }.push((index, gradient));
             }
-            let outstanding = of.outstanding.load(Ordering::Relaxed);
-            Ok(Arrived { ours, others, name: of.name.clone(), outstanding, fresh })
+            let outstanding = source.outstanding.load(Ordering::Relaxed);
+            Ok(Arrived { ours, others, name: source.name.clone(), outstanding, fresh })
         })
     }
 }

@@ -137,17 +137,17 @@ impl Optimizer for HostAdamW {
     fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
         let failed = self.engine.update_has_failed();
         let mut state = self.shared.state.lock();
-        let mut whole = !failed && !state.updating;
-        if whole {
+        let mut is_restored = !failed && !state.updating;
+        if is_restored {
             let new = state.parameters.iter_mut().filter(|parameter| parameter.step == 0);
             new.for_each(|parameter| (parameter.moments, parameter.master) = (None, None));
         }
         drop(state);
         if let Some(rest) = &mut self.rest {
-            whole &= rest.abandon(how)?;
+            is_restored &= rest.abandon(how)?;
         }
         self.zero_grad(how)?;
-        Ok(whole)
+        Ok(is_restored)
     }
 
     fn synchronize(&self) -> Result<()> {

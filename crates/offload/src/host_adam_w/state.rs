@@ -77,8 +77,8 @@ pub(super) struct LayerGradients {
     pub(super) pooled: bool,
     /// The clipping factor.
     pub(super) factor: Option<f64>,
-    /// Whether the backward still has layers to come.
-    pub(super) ahead: bool,
+    /// Whether the update runs before the backward has reached all layers.
+    pub(super) is_early: bool,
     /// Whether a gradient that is not finite fails the update, before the layer is changed.
     pub(super) checked: bool,
 }
@@ -91,14 +91,14 @@ impl State {
     /// Takes the accumulated gradients of a layer, with the events that mark their arrival.
     pub(super) fn take_accumulated(&self, engine: &Engine, layer: usize) -> Result<Transferred> {
         engine.with_layers(|layers| {
-            let of = &mut layers[layer];
+            let layer = &mut layers[layer];
             let mut gradients = Vec::new();
-            for index in 0..of.tensors.len() {
-                if self.owns(&of.tensors[index])? {
-                    gradients.extend(of.take_gradient(index)?.map(|gradient| (index, gradient)));
+            for index in 0..layer.tensors.len() {
+                if self.owns(&layer.tensors[index])? {
+                    gradients.extend(layer.take_gradient(index)?.map(|gradient| (index, gradient)));
                 }
             }
-            Ok((gradients, of.arrived.clone()))
+            Ok((gradients, layer.arrived.clone()))
         })
     }
 
@@ -121,11 +121,12 @@ impl State {
         layer: usize,
         gradients_of_layer: LayerGradients,
     ) -> Result<()> {
-        let LayerGradients { gradients, arrived, pooled, factor, ahead, checked } = gradients_of_layer;
+        let LayerGradients { gradients, arrived, pooled, factor, is_early, checked } = gradients_of_layer;
         let weights: Vec<Tensor> = engine.with_layers(|layers| {
             gradients.iter().map(|(index, _)| layers[layer].tensors[*index].shallow_clone()).collect()
         });
-        let ahead = if ahead { gradients.iter().map(|(index, _)| *index).collect() } else { Vec::new() };
+        let updated_early =
+            if is_early { gradients.iter().map(|(index, _)| *index).collect() } else { Vec::new() };
         let AdamW { beta1, beta2, eps } = self.rule;
         let (mut work, mut names) = (Vec::new(), Vec::new());
         for ((in_layer, gradient), weight) in gradients.into_iter().zip(weights) {
@@ -156,7 +157,7 @@ impl State {
             parameter.written = Some(WeightVersion::of(&weight)?);
         }
         let used = pooled.then(|| engine.pool_return());
-        let updated = engine.submit_update(layer, &arrived, ahead, move || {
+        let updated = engine.submit_update(layer, &arrived, updated_early, move || {
             let _no_grad = tch::no_grad_guard();
             let gradients = names.iter().map(String::as_str).zip(&work);
             let gradients = gradients.map(|(name, (_, gradient, ..))| (name, gradient.shallow_clone()));

@@ -167,7 +167,7 @@ fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
         out.flush()
     });
     written.map_err(|cause| match cause.downcast::<runtime::Error>() {
-        Ok(error) => error.into(),
+        Ok(error) => error,
         Err(cause) => error::file(path, format!(
                 "cannot be written: {cause}; the file tier needs space for the model's layers in a writable folder"
             )),

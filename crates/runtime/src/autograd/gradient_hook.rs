@@ -61,7 +61,7 @@ impl Drop for GradientHook {
 /// Tells autograd that a tensor's memory was written by other means than its operators: a backward that saved it is refused.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn mark_written(tensor: &Tensor) -> Result<()> {
     bump_version(tensor)
 }

@@ -39,7 +39,7 @@ pub fn active() -> bool {
 /// forward of a [`Function`](super::Function), around the work that should not run twice; its results may be saved or returned.
 ///
 /// # Errors
-/// Those of `compute`; a second run with more products than the first.
+/// Errors of `compute`; a second run with more products than the first.
 pub fn kept(compute: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Vec<Tensor>> {
     let replayed = TAPE.with_borrow_mut(|tape| match tape {
         Some(Tape::Replay(results)) => Some(results.pop_front()),

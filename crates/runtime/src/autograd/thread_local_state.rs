@@ -40,7 +40,7 @@ impl ThreadLocalState {
     /// Captures this thread's state; with `random` that of the default generators too, a copy of a few kilobytes.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn capture(random: bool) -> Result<Self> {
         let random = random.then(RandomState::capture_all).transpose()?;
         Ok(Self { autocast: Autocast::capture()?, precision: precision::current(), random })
@@ -49,7 +49,7 @@ impl ThreadLocalState {
     /// Makes it this thread's state until the guard is dropped.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn enter(&self) -> Result<ThreadLocalStateGuard> {
         Ok(ThreadLocalStateGuard {
             _autocast: self.autocast.enter()?,

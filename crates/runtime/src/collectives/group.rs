@@ -76,7 +76,7 @@ impl Group {
     /// Connects the given ranks of the run, this process's among them. Its rank in the group is the index in `ranks`.
     ///
     /// # Errors
-    /// Those of [`Group::new`]; ranks without this process's.
+    /// Errors of [`Group::new`]; ranks without this process's.
     pub fn of_ranks(store: &Store, name: &str, ranks: &[usize], options: GroupOptions) -> Result<Self> {
         let launch = store.launch();
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
@@ -89,7 +89,7 @@ impl Group {
     /// Connects the same ranks once more, in a group whose operations may run beside this one's. All ranks call it.
     ///
     /// # Errors
-    /// Those of [`Group::new`].
+    /// Errors of [`Group::new`].
     pub fn duplicate(&self, name: &str) -> Result<Self> {
         let (rank, size, options) = (self.rank(), self.size(), self.0.options.clone());
         match &self.0.store {
@@ -102,7 +102,7 @@ impl Group {
     /// of `ranks` call it with one name, which no other ranks use.
     ///
     /// # Errors
-    /// Those of [`Group::of_ranks`].
+    /// Errors of [`Group::of_ranks`].
     pub fn subgroup(&self, name: &str, ranks: &[usize]) -> Result<Self> {
         let Some(rank) = ranks.iter().position(|&rank| rank == self.rank()) else {
             let reason = format!("`{name}`: the ranks {ranks:?} leave out this process's, {}", self.rank());

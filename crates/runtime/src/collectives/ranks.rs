@@ -180,7 +180,7 @@ impl Ranks {
     /// Waits until a rank has failed or all have ended, for at most `limit`. Output of ranks that have ended has been received then.
     ///
     /// # Errors
-    /// Those of [`Ranks::poll`].
+    /// Errors of [`Ranks::poll`].
     pub fn wait(&mut self, limit: Duration) -> Result<Progress> {
         let until = Instant::now() + limit;
         loop {
@@ -219,7 +219,7 @@ impl Ranks {
     /// Waits until all ranks have ended; kills those that run after `patience`.
     ///
     /// # Errors
-    /// Those of [`Ranks::poll`].
+    /// Errors of [`Ranks::poll`].
     pub fn end(&mut self, patience: Duration) -> Result<()> {
         let until = Instant::now() + patience;
         loop {

@@ -30,7 +30,7 @@ impl Group {
     /// Begins to receive a tensor from another rank into `tensor`, of the shape and dtype that is sent.
     ///
     /// # Errors
-    /// Those of [`Group::send`].
+    /// Errors of [`Group::send`].
     pub fn recv(&self, tensor: &Tensor, from: usize, label: &str) -> Result<Work> {
         self.check_peer("recv", from)?;
         self.check_tensor("recv", "the tensor", tensor)?;

@@ -108,7 +108,7 @@ pub(super) fn list(devices: usize) -> String {
 /// Returns the number of CUDA devices; loads libtorch's CUDA library if an NVIDIA driver is visible.
 ///
 /// # Errors
-/// Those of libtorch if it cannot start CUDA.
+/// Errors of libtorch if it cannot start CUDA.
 pub fn cuda_count() -> Result<usize> {
     cuda::count()
 }

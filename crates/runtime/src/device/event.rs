@@ -167,7 +167,7 @@ impl Event {
     /// Returns whether the latest recording is complete; true if there is none.
     ///
     /// # Errors
-    /// Those of CUDA, including those of earlier kernels.
+    /// Errors of CUDA, including those of earlier kernels.
     pub fn query(&self) -> Result<bool> {
         self.latest().map_or(Ok(true), |recorded| recorded.query())
     }

@@ -41,7 +41,7 @@ impl PhaseTimer {
     /// run adds to the phase. On CUDA this does not wait.
     ///
     /// # Errors
-    /// Those of CUDA, including those of earlier kernels.
+    /// Errors of CUDA, including those of earlier kernels.
     pub fn end(&mut self, phase: &'static str) -> Result<()> {
         self.cut(Some(phase))
     }

@@ -11,7 +11,7 @@ use crate::error::Result;
 /// otherwise it is unchanged. Both are float tensors of one element on the gradients' device, so nothing is synchronised.
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub fn non_finite_check_and_unscale_(
     grads: &[impl Borrow<Tensor>],
     found_inf: &Tensor,

@@ -17,7 +17,7 @@ macro_rules! in_place {
         $(#[$doc])*
         ///
         /// # Errors
-        /// Those of [`call`].
+        /// Errors of [`call`].
         pub fn $name(tensors: &[impl Borrow<Tensor>], $($argument: $type),*) -> Result<()> {
             in_place(concat!("aten::_foreach_", $operator), $overload, &[list(tensors), $($value),*], &[])
         }
@@ -50,7 +50,7 @@ in_place! {
 /// `tensors[i] += alpha · others[i]`
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub fn add_scaled_(
     tensors: &[impl Borrow<Tensor>],
     others: &[impl Borrow<Tensor>],
@@ -70,7 +70,7 @@ fn in_place(name: &str, overload: &str, positional: &[Value], named: &[(&str, Va
 /// New tensors `tensors[i] + alpha · others[i]`.
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub fn add_scaled(
     tensors: &[impl Borrow<Tensor>],
     others: &[impl Borrow<Tensor>],
@@ -82,7 +82,7 @@ pub fn add_scaled(
 /// New tensors `√tensors[i]`.
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub fn sqrt(tensors: &[impl Borrow<Tensor>]) -> Result<Vec<Tensor>> {
     new("aten::_foreach_sqrt", "", &[list(tensors)], &[])
 }
@@ -106,7 +106,7 @@ fn new(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]
 /// ```
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub fn norm(tensors: &[impl Borrow<Tensor>], order: f64) -> Result<Vec<Tensor>> {
     new("aten::_foreach_norm", "Scalar", &[list(tensors), order.into()], &[])
 }

@@ -12,7 +12,7 @@ use crate::error::Result;
 /// own derivative; on the CPU it is decomposed. `eps` defaults to the kind's machine epsilon.
 ///
 /// # Errors
-/// Those of [`call`].
+/// Errors of [`call`].
 pub fn fused_rms_norm(
     x: &Tensor,
     shape: &[i64],

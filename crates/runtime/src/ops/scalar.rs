@@ -32,20 +32,20 @@ macro_rules! scalar_operators {
                 $(#[$doc])*
                 ///
                 /// # Errors
-                /// Those of libtorch.
+                /// Errors of libtorch.
                 fn $name(&self, $($argument: impl Into<Value>),*) -> Result<Tensor>;
             )*
 
             /// A tensor of `size` with `value` everywhere.
             ///
             /// # Errors
-            /// Those of libtorch.
+            /// Errors of libtorch.
             fn try_full(size: impl AsRef<[i64]>, value: impl Into<Value>, options: (Kind, Device)) -> Result<Tensor>;
 
             /// The numbers from 0 to before `end`.
             ///
             /// # Errors
-            /// Those of libtorch.
+            /// Errors of libtorch.
             fn try_arange(end: impl Into<Value>, options: (Kind, Device)) -> Result<Tensor> {
                 Self::try_arange_start(0i64, end, options)
             }
@@ -53,7 +53,7 @@ macro_rules! scalar_operators {
             /// The numbers from `start` to before `end`.
             ///
             /// # Errors
-            /// Those of libtorch.
+            /// Errors of libtorch.
             fn try_arange_start(
                 start: impl Into<Value>,
                 end: impl Into<Value>,
@@ -65,7 +65,7 @@ macro_rules! scalar_operators {
             /// Every `step`-th number from `start` to before `end`.
             ///
             /// # Errors
-            /// Those of libtorch.
+            /// Errors of libtorch.
             fn try_arange_start_step(
                 start: impl Into<Value>,
                 end: impl Into<Value>,

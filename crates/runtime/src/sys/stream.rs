@@ -93,7 +93,7 @@ impl CudaStream {
     /// Returns the stream's CUDA handle.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn native(self) -> Result<*mut c_void> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the id came from libtorch; the out-parameter is valid during the call.
@@ -104,7 +104,7 @@ impl CudaStream {
     /// Makes the stream current on this thread.
     ///
     /// # Errors
-    /// Those of libtorch.
+    /// Errors of libtorch.
     pub fn enter(self) -> Result<CudaStreamGuard> {
         let mut guard = std::ptr::null_mut();
         // SAFETY: the id came from libtorch; the out-parameter is valid during the call.

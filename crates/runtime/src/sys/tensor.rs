@@ -118,7 +118,7 @@ pub fn address(tensor: &Tensor) -> Result<usize> {
 /// of a tensor without elements contiguous.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Errors of libtorch.
 pub fn dense(tensor: &Tensor) -> Result<Tensor> {
     let tensor = tensor.f_resolve_neg()?;
     if tensor.numel() == 0 && tensor.dim() > 0 && tensor.stride().last() != Some(&1) {

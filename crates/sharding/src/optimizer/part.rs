@@ -107,11 +107,11 @@ pub(super) fn inner_groups(groups: &[Group], names: &[String], parts: &[Part]) -
     for group in groups {
         let numbers = start..start + group.parameters.len();
         start = numbers.end;
-        let own = parts.iter().filter(|part| numbers.contains(&part.parameter));
-        let own = own.map(|part| (names[part.parameter].clone(), part.stepped.shallow_clone())).collect();
+        let named = parts.iter().filter(|part| numbers.contains(&part.parameter));
+        let named = named.map(|part| (names[part.parameter].clone(), part.stepped.shallow_clone())).collect();
         inner.push(Group {
             name: group.name.clone(),
-            parameters: own,
+            parameters: named,
             lr: group.lr,
             weight_decay: group.weight_decay,
             frozen: group.frozen,

@@ -176,11 +176,11 @@ mod tests {
         let mut parameters: Vec<Parameter<'_>> =
             names.iter().enumerate().map(|(number, name)| (number, *name, &tensor)).collect();
         sort(&mut parameters, &order).unwrap();
-        let found: Vec<Vec<usize>> = divide(&parameters, 800)
+        let buckets: Vec<Vec<usize>> = divide(&parameters, 800)
             .iter()
             .map(|bucket| bucket.iter().map(|parameter| parameter.0).collect())
             .collect();
-        assert_eq!(found, [[0, 1], [3, 2], [4, 5]]);
+        assert_eq!(buckets, [[0, 1], [3, 2], [4, 5]]);
         let missing = sort(&mut parameters, &order[1..]).unwrap_err().to_string();
         assert!(missing.contains("`embed` is not in Options::order"), "{missing}");
     }

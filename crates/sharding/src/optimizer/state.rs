@@ -19,7 +19,7 @@ const STEP: &str = "step";
 impl ShardedOptimizer {
     /// Returns the tensors of the whole state, which are gathered on rank 0 as they are written.
     pub(super) fn divided_state(&self) -> Result<Vec<LazyTensor<'_>>> {
-        let own: HashMap<String, Tensor> = self.inner.state().into_iter().collect();
+        let part_state: HashMap<String, Tensor> = self.inner.state().into_iter().collect();
         let parts: HashMap<usize, &Part> = self.parts.iter().map(|part| (part.parameter, part)).collect();
         let mut named: Vec<Vec<LazyTensor<'_>>> = self.names.iter().map(|_| Vec::new()).collect();
         for bucket in &self.round.lock().buckets {
@@ -33,11 +33,11 @@ impl ShardedOptimizer {
                 named.push(LazyTensor::of(format!("{name}.{STEP}"), &step));
                 for slot in self.rule().slots().iter().copied().chain(master) {
                     let name = format!("{name}.{slot}");
-                    let found = match (part, slot) {
+                    let values = match (part, slot) {
                         (None, _) => None,
                         (Some(part), MASTER) => Some(part.stepped.f_detach()?),
-                        (Some(_), _) => match own.get(&name) {
-                            Some(found) => Some(found.f_detach()?),
+                        (Some(_), _) => match part_state.get(&name) {
+                            Some(values) => Some(values.f_detach()?),
                             None => return Err(refused(format!("this rank has no `{name}` of its part"))),
                         },
                     };
@@ -47,7 +47,7 @@ impl ShardedOptimizer {
                         kind,
                         division: bucket.division,
                         range: member.range.clone(),
-                        own: found.map(|found| found.f_view([-1])).transpose()?,
+                        own: values.map(|values| values.f_view([-1])).transpose()?,
                     };
                     named.push(divided.into_lazy(name, &member.tensor.size()));
                 }
@@ -56,14 +56,14 @@ impl ShardedOptimizer {
         Ok(named.into_iter().flatten().collect())
     }
 
-    /// Collects the whole state on rank 0; the others give theirs, and get nothing.
+    /// Collects the whole state on rank 0; other ranks send their parts and receive nothing.
     pub(super) fn gather_state(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut whole = Vec::new();
+        let mut state = Vec::new();
         for tensor in self.divided_state()? {
             let values = tensor.whole()?.filter(|_| self.mesh.world.rank() == 0);
-            whole.extend(values.map(|values| (tensor.name().to_owned(), values)));
+            state.extend(values.map(|values| (tensor.name().to_owned(), values)));
         }
-        Ok(whole)
+        Ok(state)
     }
 
     /// Takes this rank's parts of a whole state.
@@ -72,8 +72,9 @@ impl ShardedOptimizer {
         let mut given: BTreeMap<&str, &Tensor> =
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
         let mut steps = vec![0; self.names.len()];
-        let (mut own, mut masters) = (Vec::new(), Vec::new());
+        let (mut part_state, mut masters) = (Vec::new(), Vec::new());
         let slots = self.rule().slots();
+        // Collect the slices of this rank, and check every tensor, before anything is changed.
         for bucket in &self.round.lock().buckets {
             for member in &bucket.members {
                 let name = &self.names[member.parameter];
@@ -82,7 +83,7 @@ impl ShardedOptimizer {
                     .map_err(|_| refused(format!("the state's `{name}.{STEP}` is negative")))?;
                 let part = self.parts.iter().position(|part| part.parameter == member.parameter);
                 if part.is_some() {
-                    own.push((format!("{name}.{STEP}"), step.shallow_clone()));
+                    part_state.push((format!("{name}.{STEP}"), step.shallow_clone()));
                 }
                 for slot in slots.iter().copied().chain([MASTER]) {
                     let key = format!("{name}.{slot}");
@@ -96,10 +97,11 @@ impl ShardedOptimizer {
                     };
                     let kind = if bucket.kind == Kind::Double { Kind::Double } else { Kind::Float };
                     if tensor.size() != member.tensor.size() || tensor.kind() != kind {
-                        let (found, of) = (tensor.size(), tensor.kind());
-                        let size = member.tensor.size();
                         return Err(refused(format!(
-                            "the state's `{key}` is {of:?} {found:?}; expected {kind:?} {size:?}"
+                            "the state's `{key}` is {:?} {:?}; expected {kind:?} {:?}",
+                            tensor.kind(),
+                            tensor.size(),
+                            member.tensor.size()
                         )));
                     }
                     let Some(index) = part else { continue };
@@ -109,18 +111,20 @@ impl ShardedOptimizer {
                     if slot == MASTER {
                         masters.push((index, slice));
                     } else {
-                        own.push((key, slice.f_contiguous()?));
+                        part_state.push((key, slice.f_contiguous()?));
                     }
                 }
             }
         }
+        // A name that is left belongs to no parameter.
         if let Some(unknown) = given.keys().next() {
-            let known = self.names.first().map_or("none", String::as_str);
+            let first = self.names.first().map_or("none", String::as_str);
             return Err(refused(format!(
-                "the state has `{unknown}`, which is of no parameter; the first is `{known}`"
+                "the state has `{unknown}`, which is of no parameter; the first is `{first}`"
             )));
         }
-        self.inner.load_state(&own)?;
+        // Load the slices, then the master copies, which the inner optimizer does not have.
+        self.inner.load_state(&part_state)?;
         self.steps = steps;
         // The model's weights may be loaded after this.
         for part in &mut self.parts {

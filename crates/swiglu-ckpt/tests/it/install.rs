@@ -159,7 +159,7 @@ fn two_layers_pass_gradcheck_for_every_pattern_of_needs() {
                         Layer { weight: &t[2], bias: Some(&t[4]) },
                     ];
                     let y = feed_forward(&t[0], layers, activation, level);
-                    Ok(vec![y.map_err(runtime::Error::from)?])
+                    Ok(vec![y?])
                 };
                 let report = gradcheck(f, &inputs.iter().collect::<Vec<_>>(), GradcheckOptions::default())
                     .unwrap_or_else(|error| panic!("{activation:?} {level} {pattern:b}: {error}"));

@@ -372,7 +372,7 @@ fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
         fs::read(&path).map_err(|cause| Error::io(path, cause))
     };
     let state = serde_json::from_slice(&bytes(STATE)?)
-        .map_err(|cause| Error::file(&folder.join(STATE), format!("not JSON: {cause}")))?;
+        .map_err(|cause| Error::file(folder.join(STATE), format!("not JSON: {cause}")))?;
     Ok(Checkpoint {
         path: folder.to_owned(),
         step,

@@ -74,10 +74,10 @@ impl LossHead for Head {
         }
         let inputs = [hidden_btd, &self.weight, labels_bt];
         let sum = self.implementation.loss(inputs, context.labelled_tokens, Reduction::Sum, self.chunk);
-        Ok(LossOutput { sum: sum.map_err(runtime::Error::from)?, correct: None })
+        Ok(LossOutput { sum: sum?, correct: None })
     }
 }
 
 fn refused(why: String) -> models::Error {
-    runtime::Error::Other(why.into()).into()
+    models::Error::Other(why.into())
 }

@@ -55,7 +55,7 @@ pub fn ways(layers: usize) -> Vec<(String, OffloadConfig)> {
 /// The results of a training.
 pub struct Trained {
     pub losses: Vec<f64>,
-    /// Those of the last step, before they were used.
+    /// Gradients of the last step, before they were used.
     pub gradients: Vec<(String, Tensor)>,
     pub weights: Vec<(String, Tensor)>,
 }
