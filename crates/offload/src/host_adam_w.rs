@@ -270,7 +270,7 @@ impl HostAdamW {
         state.layers.iter_mut().for_each(|layer| *layer = LayerState::default());
         state.updating = false;
         drop(state);
-        self.engine.with_layers(|layers| layers.iter_mut().for_each(|layer| layer.ahead.clear()));
+        self.engine.with_layers(|layers| layers.iter_mut().for_each(|layer| layer.updated_early.clear()));
     }
 
     /// Returns the bytes of state on the host and on the device.

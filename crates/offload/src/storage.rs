@@ -186,7 +186,7 @@ impl Layer {
             layout,
             generation: 0,
             steps: 0,
-            ahead: Vec::new(),
+            updated_early: Vec::new(),
             update_queued: false,
             updated: None,
             arrived: Vec::new(),

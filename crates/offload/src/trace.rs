@@ -103,7 +103,7 @@ pub fn overlap(spans: &[Span]) -> f64 {
     let intervals = |stream: StreamKind| -> Vec<(f64, f64)> {
         spans.iter().filter(|span| span.stream == stream).map(|span| (span.start, span.end)).collect()
     };
-    let (compute, load) = (of(StreamKind::Compute), of(StreamKind::Load));
+    let (compute, load) = (intervals(StreamKind::Compute), intervals(StreamKind::Load));
     let total: f64 = load.iter().map(|(start, end)| end - start).sum();
     let both =
         |&(a, b): &(f64, f64)| -> f64 { compute.iter().map(|&(c, d)| (b.min(d) - a.max(c)).max(0.0)).sum() };

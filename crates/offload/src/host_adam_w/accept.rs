@@ -73,7 +73,7 @@ impl State {
         engine.with_layers(|layers| {
             let source = &layers[layer];
             let (mut ours, mut others, mut fresh) = (Vec::new(), Vec::new(), true);
-            for index in 0..of.tensors.len() {
+            for index in 0..source.tensors.len() {
                 fresh = fresh && !(self.owns(&source.tensors[index])? && source.has_gradient(index)?);
             }
             for (index, gradient) in gradients {
