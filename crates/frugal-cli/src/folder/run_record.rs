@@ -128,7 +128,7 @@ impl Observer for MemoryAtSteps {
 /// Writes the page. One that cannot be written is no failure of a training.
 pub(crate) fn write_page(common: &Common, out: &Path, state: State) {
     if let Err(error) = run_page::write(out, Some(state)) {
-        common.note(&format!("the page was not written: {error}"));
+        common.note(&format!("the page was not written: {error:#}"));
     }
 }
 

@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use accounting::quantity::{bytes_text, grouped};
+use anyhow::Context;
 use report::plot::curves::{self, Curve, CurveAxes};
 use report::plot::escape;
 use serde_json::Value;
@@ -15,7 +16,6 @@ use super::progress_bar::duration;
 use frugal::config::CONFIG_FILE;
 use frugal::loss_log::Losses;
 use frugal::run_folder::{CHECKPOINTS, LOSSES, PAGE, RunRecord, SAMPLES, State};
-use frugal::{Error, Result};
 
 /// Seconds after which a browser loads the page of a running training again.
 const RELOAD: u32 = 10;
@@ -40,18 +40,17 @@ td,th{border-color:#363d46}}";
 ///
 /// # Errors
 /// A folder that cannot be read or written.
-pub(crate) fn write(folder: &Path, state: Option<State>) -> Result<()> {
+pub(crate) fn write(folder: &Path, state: Option<State>) -> anyhow::Result<()> {
     let path = folder.join(PAGE);
     let text = html(folder, state)?;
-    files::atomic_write::unsynced(&path, text.as_bytes())
-        .map_err(|cause| Error::File { path, reason: cause.to_string() })
+    files::atomic_write::unsynced(&path, text.as_bytes()).with_context(|| path.display().to_string())
 }
 
 /// Returns the text of the page.
 ///
 /// # Errors
 /// A folder that cannot be read.
-pub(crate) fn html(folder: &Path, state: Option<State>) -> Result<String> {
+pub(crate) fn html(folder: &Path, state: Option<State>) -> anyhow::Result<String> {
     let record = RunRecord::read(folder)?.unwrap_or_default();
     let state = state.unwrap_or_else(|| record.state(folder));
     let log = Log::read(&folder.join(LOSSES));
