@@ -145,6 +145,7 @@ impl HostBatch {
         pad: u32,
         dropped: usize,
     ) -> Result<()> {
+        // The size of the batch.
         let positions = rows.checked_mul(length).filter(|&positions| i32::try_from(positions).is_ok());
         let Some(positions) = positions else {
             return Err(Error::Config {
@@ -154,6 +155,7 @@ impl HostBatch {
                 ),
             });
         };
+        // The start of each document and of each row's padding.
         let mut counts = Counts { dropped, ..Counts::default() };
         self.starts.clear();
         let (mut at, mut longest) = (0, 0);
@@ -182,6 +184,7 @@ impl HostBatch {
         let layout = Layout { rows, length, packed: true, documents: self.starts.len() };
         self.starts.push(positions as i32);
 
+        // Tokens, labels, positions and document numbers, segment by segment.
         let starts = std::mem::take(&mut self.starts);
         let numbers = self.numbers(layout)?;
         let (tokens, rest) = numbers.split_at_mut(layout.part());
@@ -206,8 +209,8 @@ impl HostBatch {
                 }
             }
         }
+        // The starts: two 4-byte numbers as one 8-byte element, in native byte order.
         for (number, pair) in cu_seqlens.iter_mut().zip(starts.chunks(2)) {
-            // Two 4-byte numbers as one 8-byte element, in native byte order.
             let mut bytes = [0; 8];
             bytes[..4].copy_from_slice(&pair[0].to_ne_bytes());
             bytes[4..].copy_from_slice(&pair.get(1).unwrap_or(&0).to_ne_bytes());

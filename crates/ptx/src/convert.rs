@@ -50,33 +50,7 @@ pub(crate) fn convert(words: &[&str], to: Scalar, from: Scalar) -> Option<Comput
     Some(match (from.is_integer(), to.is_integer()) {
         (true, true) => unary(move |a| integer_to_integer(a, from, to, saturate)),
         (true, false) => {
-            let rounding = rounding.filter(|rounding| *rounding == Rounding::Nearest)?;
-            // A wide integer becomes fp32 at once: by way of fp64 it would be rounded twice.
-            match to {
-                Scalar::F32 => unary(move |a| {
-                    of_f32(if from.is_signed() {
-                        signed(a, from.bytes()) as f32
-                    } else {
-                        truncate(a, from.bytes()) as f32
-                    })
-                }),
-                Scalar::F64 => unary(move |a| {
-                    of_f64(if from.is_signed() {
-                        signed(a, from.bytes()) as f64
-                    } else {
-                        truncate(a, from.bytes()) as f64
-                    })
-                }),
-                _ if from.bytes() <= 4 => unary(move |a| {
-                    let number = if from.is_signed() {
-                        signed(a, from.bytes()) as f64
-                    } else {
-                        truncate(a, from.bytes()) as f64
-                    };
-                    encode(to, number, rounding)
-                }),
-                _ => return None,
-            }
+            integer_to_float(from, to, rounding.filter(|rounding| *rounding == Rounding::Nearest)?)?
         }
         (false, true) => {
             let rounding = rounding.filter(|_| to_integer)?;
@@ -94,6 +68,20 @@ pub(crate) fn convert(words: &[&str], to: Scalar, from: Scalar) -> Option<Comput
             unary(move |a| encode(to, decode(from, flushed(a)), rounding))
         }
         (false, false) => unary(move |a| encode(to, decode(from, flushed(a)), Rounding::Nearest)),
+    })
+}
+
+/// An integer as a float. A wide integer becomes fp32 at once: by way of fp64 it would be rounded twice.
+fn integer_to_float(from: Scalar, to: Scalar, rounding: Rounding) -> Option<Compute> {
+    let is_signed = from.is_signed();
+    let (signed, unsigned) = (move |a| signed(a, from.bytes()), move |a| truncate(a, from.bytes()));
+    Some(match to {
+        Scalar::F32 => unary(move |a| of_f32(if is_signed { signed(a) as f32 } else { unsigned(a) as f32 })),
+        Scalar::F64 => unary(move |a| of_f64(if is_signed { signed(a) as f64 } else { unsigned(a) as f64 })),
+        _ if from.bytes() <= 4 => unary(move |a| {
+            encode(to, if is_signed { signed(a) as f64 } else { unsigned(a) as f64 }, rounding)
+        }),
+        _ => return None,
     })
 }
 

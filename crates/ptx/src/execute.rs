@@ -49,6 +49,7 @@ impl Step<'_, '_> {
 
     fn instruction(&mut self, at: usize, instruction: &Instruction, running: u32) -> Faulted {
         let mask = self.guarded(instruction, running)?;
+        // Branches first: lanes whose guard fails take the other path.
         if let Operation::Branch { target, uniform } = instruction.operation {
             if mask != 0 && mask != running {
                 if uniform {
@@ -59,10 +60,12 @@ impl Step<'_, '_> {
             self.warp.branch(mask, target, at + 1, instruction.reconvergence);
             return Ok(());
         }
+        // Other instructions run in the lanes whose guard holds.
         self.warp.go_to(at + 1);
         if mask == 0 {
             return Ok(());
         }
+        // An arm for each operation: registers, parameters, copies and memory, exchanges between lanes, control.
         let first = mask.trailing_zeros();
         match &instruction.operation {
             Operation::Compute { to, inputs, count, compute, approximate } => {

@@ -15,7 +15,7 @@ use super::python_format;
 /// No such method; arguments that it does not take; a text that is too long.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let result = match value.as_str() {
-        Some(text) => of_text(state, text, method, args)?,
+        Some(text) => text_method(state, text, method, args)?,
         None if value.kind() == ValueKind::Seq => of_list(value, method, args)?,
         None if value.kind() == ValueKind::Map && method == "copy" && args.is_empty() => Some(value.clone()),
         None => None,
@@ -62,7 +62,7 @@ fn of_list(list: &Value, method: &str, args: &[Value]) -> Result<Option<Value>, 
     }
 }
 
-fn of_text(state: &State, text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+fn text_method(state: &State, text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     Ok(Some(match method {
         "format" => {
             python_format::pay_for_fields(state, FormatStyle::StrFormat, text, args)?;
@@ -76,80 +76,15 @@ fn of_text(state: &State, text: &str, method: &str, args: &[Value]) -> Result<Op
             let (suffix,): (&str,) = from_args(args)?;
             text.strip_suffix(suffix).unwrap_or(text).into()
         }
-        "partition" | "rpartition" => {
-            let (separator,): (&str,) = from_args(args)?;
-            if separator.is_empty() {
-                return Err(invalid("empty separator"));
-            }
-            let parts = match (method, text.split_once(separator), text.rsplit_once(separator)) {
-                ("partition", Some((before, after)), _) => [before, separator, after],
-                ("partition", ..) => [text, "", ""],
-                (_, _, Some((before, after))) => [before, separator, after],
-                _ => ["", "", text],
-            };
-            Value::from(Tuple::new(parts.map(Value::from).to_vec()))
-        }
+        "partition" | "rpartition" => partition(text, method, args)?,
         "find" | "rfind" | "index" | "rindex" | "count" => found(text, method, args)?,
-        "startswith" | "endswith" if args.len() > 1 => {
-            let (affix, start, end): (&Value, Option<i64>, Option<i64>) = from_args(args)?;
-            let (_, part) = part(text, start, end).unwrap_or((0, ""));
-            let matches = |affix: &str| match method {
-                "startswith" => part.starts_with(affix),
-                _ => part.ends_with(affix),
-            };
-            let matches = match affix.as_str() {
-                Some(affix) => matches(affix),
-                None => affix.try_iter()?.any(|affix| affix.as_str().is_some_and(matches)),
-            };
-            Value::from(matches)
-        }
+        "startswith" | "endswith" if args.len() > 1 => Value::from(has_affix(text, method, args)?),
         "zfill" => {
             let (width,): (usize,) = from_args(args)?;
-            let zeros = width.saturating_sub(text.chars().count());
-            pay(state, zeros)?;
-            let digits = text.trim_start_matches(['+', '-']);
-            let sign = if text.starts_with(['+', '-']) { &text[..1] } else { "" };
-            let digits = if sign.is_empty() { text } else { text.strip_prefix(sign).unwrap_or(digits) };
-            Value::from(format!("{sign}{}{digits}", "0".repeat(zeros)))
+            zero_filled(state, text, width)?.into()
         }
-        "ljust" | "rjust" | "center" => {
-            let (width, fill): (i64, Option<&str>) = from_args(args)?;
-            let fill = fill.unwrap_or(" ");
-            if fill.chars().count() != 1 {
-                return Err(invalid("the fill character must be exactly one character long"));
-            }
-            let (length, width) = (text.chars().count(), usize::try_from(width).unwrap_or(0));
-            let added = width.saturating_sub(length);
-            pay(state, added.saturating_mul(fill.len()))?;
-            // CPython puts the odd character to the left if the width is odd.
-            let left = match method {
-                "ljust" => 0,
-                "rjust" => added,
-                _ => added / 2 + (added & width & 1),
-            };
-            Value::from(format!("{}{text}{}", fill.repeat(left), fill.repeat(added - left)))
-        }
-        "expandtabs" => {
-            let [size] = bound(args, ["tabsize"])?;
-            let size = size.map_or(Ok(8), usize::try_from)?;
-            pay(state, size.saturating_mul(text.matches('\t').count()))?;
-            let (mut expanded, mut column) = (String::new(), 0);
-            for c in text.chars() {
-                match c {
-                    '\t' if size == 0 => {}
-                    '\t' => {
-                        let blanks = size - column % size;
-                        expanded.push_str(&" ".repeat(blanks));
-                        column += blanks;
-                    }
-                    c => {
-                        expanded.push(c);
-                        column = if matches!(c, '\n' | '\r') { 0 } else { column + 1 };
-                    }
-                }
-            }
-            Value::from(expanded)
-        }
+        "ljust" | "rjust" | "center" => justified(state, text, method, args)?.into(),
+        "expandtabs" => with_blanks(state, text, args)?.into(),
         "title" => Value::from(titled(text)),
         "swapcase" => {
             let swapped = text.chars().flat_map(|c| {
@@ -173,38 +108,112 @@ fn of_text(state: &State, text: &str, method: &str, args: &[Value]) -> Result<Op
                     .collect::<Vec<_>>(),
             )
         }
-        "isdecimal" | "isdigit" | "isnumeric" => {
+        "isdecimal" | "isdigit" | "isnumeric" | "istitle" | "isidentifier" | "isprintable" => {
             let () = from_args(args)?;
-            let is_superscript =
-                |c: char| matches!(c, '²' | '³' | '¹' | '\u{2070}'..='\u{2079}' | '\u{2080}'..='\u{2089}');
-            let is = |c: char| match method {
-                "isdecimal" => is_decimal(c),
-                "isdigit" => is_decimal(c) || is_superscript(c),
-                _ => c.is_numeric(),
-            };
-            Value::from(!text.is_empty() && text.chars().all(is))
-        }
-        "istitle" => {
-            let () = from_args(args)?;
-            let is_cased = text.chars().any(|c| c.is_uppercase() || c.is_lowercase());
-            Value::from(is_cased && titled(text) == text)
-        }
-        "isidentifier" => {
-            let () = from_args(args)?;
-            let is_start = |c: char| c == '_' || c.is_alphabetic();
-            Value::from(
-                text.starts_with(is_start) && text.chars().all(|c| is_start(c) || c.is_alphanumeric()),
-            )
-        }
-        "isprintable" => {
-            let () = from_args(args)?;
-            Value::from(text.chars().all(|c| !c.is_control() && (c == ' ' || !c.is_whitespace())))
+            Value::from(is_of_kind(text, method))
         }
         _ => return Ok(None),
     }))
 }
 
-/// Whether a character is a decimal digit: those of ASCII and of the scripts whose digits come in tens.
+/// `partition` and `rpartition`: the text before the first or last separator, the separator, and the text after it.
+fn partition(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
+    let (separator,): (&str,) = from_args(args)?;
+    if separator.is_empty() {
+        return Err(invalid("empty separator"));
+    }
+    let parts = match (method, text.split_once(separator), text.rsplit_once(separator)) {
+        ("partition", Some((before, after)), _) => [before, separator, after],
+        ("partition", ..) => [text, "", ""],
+        (_, _, Some((before, after))) => [before, separator, after],
+        _ => ["", "", text],
+    };
+    Ok(Value::from(Tuple::new(parts.map(Value::from).to_vec())))
+}
+
+/// `startswith` and `endswith` with a range: whether it begins or ends with an affix, or with one of several.
+fn has_affix(text: &str, method: &str, args: &[Value]) -> Result<bool, Error> {
+    let (affix, start, end): (&Value, Option<i64>, Option<i64>) = from_args(args)?;
+    let (_, part) = part(text, start, end).unwrap_or((0, ""));
+    let matches = |affix: &str| match method {
+        "startswith" => part.starts_with(affix),
+        _ => part.ends_with(affix),
+    };
+    Ok(match affix.as_str() {
+        Some(affix) => matches(affix),
+        None => affix.try_iter()?.any(|affix| affix.as_str().is_some_and(matches)),
+    })
+}
+
+/// `zfill`: zeros between the sign and the digits, up to a width.
+fn zero_filled(state: &State, text: &str, width: usize) -> Result<String, Error> {
+    let zeros = width.saturating_sub(text.chars().count());
+    pay(state, zeros)?;
+    let (sign, digits) = if text.starts_with(['+', '-']) { text.split_at(1) } else { ("", text) };
+    Ok(format!("{sign}{}{digits}", "0".repeat(zeros)))
+}
+
+/// `ljust`, `rjust` and `center`.
+fn justified(state: &State, text: &str, method: &str, args: &[Value]) -> Result<String, Error> {
+    let (width, fill): (i64, Option<&str>) = from_args(args)?;
+    let fill = fill.unwrap_or(" ");
+    if fill.chars().count() != 1 {
+        return Err(invalid("the fill character must be exactly one character long"));
+    }
+    let (length, width) = (text.chars().count(), usize::try_from(width).unwrap_or(0));
+    let added = width.saturating_sub(length);
+    pay(state, added.saturating_mul(fill.len()))?;
+    // CPython puts the odd character to the left if the width is odd.
+    let left = match method {
+        "ljust" => 0,
+        "rjust" => added,
+        _ => added / 2 + (added & width & 1),
+    };
+    Ok(format!("{}{text}{}", fill.repeat(left), fill.repeat(added - left)))
+}
+
+/// `expandtabs`: blanks up to the next multiple of the tab size.
+fn with_blanks(state: &State, text: &str, args: &[Value]) -> Result<String, Error> {
+    let [size] = bound(args, ["tabsize"])?;
+    let size = size.map_or(Ok(8), usize::try_from)?;
+    pay(state, size.saturating_mul(text.matches('\t').count()))?;
+    let (mut expanded, mut column) = (String::new(), 0);
+    for c in text.chars() {
+        match c {
+            '\t' if size == 0 => {}
+            '\t' => {
+                let blanks = size - column % size;
+                expanded.push_str(&" ".repeat(blanks));
+                column += blanks;
+            }
+            c => {
+                expanded.push(c);
+                column = if matches!(c, '\n' | '\r') { 0 } else { column + 1 };
+            }
+        }
+    }
+    Ok(expanded)
+}
+
+/// `isdecimal`, `isdigit`, `isnumeric`, `istitle`, `isidentifier` and `isprintable`.
+fn is_of_kind(text: &str, method: &str) -> bool {
+    let is_superscript =
+        |c: char| matches!(c, '²' | '³' | '¹' | '\u{2070}'..='\u{2079}' | '\u{2080}'..='\u{2089}');
+    let is_start = |c: char| c == '_' || c.is_alphabetic();
+    let all = |is: &dyn Fn(char) -> bool| !text.is_empty() && text.chars().all(is);
+    match method {
+        "isdecimal" => all(&is_decimal),
+        "isdigit" => all(&|c| is_decimal(c) || is_superscript(c)),
+        "isnumeric" => all(&char::is_numeric),
+        "istitle" => text.chars().any(|c| c.is_uppercase() || c.is_lowercase()) && titled(text) == text,
+        "isidentifier" => {
+            text.starts_with(is_start) && text.chars().all(|c| is_start(c) || c.is_alphanumeric())
+        }
+        _ => text.chars().all(|c| !c.is_control() && (c == ' ' || !c.is_whitespace())),
+    }
+}
+
+/// Whether a character is a decimal digit of ASCII or of a script whose digits come in tens.
 fn is_decimal(c: char) -> bool {
     c.is_ascii_digit() || (c.is_numeric() && c.to_digit(10).is_none() && is_in_ten(c))
 }

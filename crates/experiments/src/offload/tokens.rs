@@ -52,6 +52,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Tokens) -> anyhow::Result<()> {
         (6, &[16, 64, 128, 256, 512, 1024, 2048], 4, 8192),
         (24, &[64, 256, 1024, 4096, 16_384], 4, 151_936),
     ]);
+    // Sizes of the flags replace those of the scale.
     let sweep = if arguments.tokens.is_empty() { sweep } else { &arguments.tokens };
     let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
     let longest = sweep.iter().copied().max().unwrap_or(1);

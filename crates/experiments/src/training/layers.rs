@@ -59,6 +59,7 @@ fn one(
     device: Device,
     kind: Kind,
 ) -> anyhow::Result<(Case, Vec<Metric>)> {
+    // The sizes: of the device, or of the flags.
     let (tokens, shape) = match device {
         Device::Cpu => (512, [896, 4864, 14, 2]),
         _ => (8192, [4096, 14_336, 32, 8]),
@@ -108,6 +109,7 @@ fn one(
     synchronize(device)?;
     let peak = region.finish()?.peak_above_start();
     zero()?;
+    // Medians of both phases and of their sum come from the same repeats.
     let seconds =
         |phase: &str| measured.phase(phase).map(|samples| samples.samples.clone()).unwrap_or_default();
     let (forward, backward) = (seconds("forward"), seconds("backward"));

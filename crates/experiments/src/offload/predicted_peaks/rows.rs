@@ -137,21 +137,25 @@ impl Row {
 /// Activation plans, with the optimizer's state on the device and without; methods and rings.
 fn plans_and_methods(row: &Row) -> Vec<Row> {
     let plans = [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll, Offload];
-    let mut rows: Vec<Row> = plans.map(|plan| row.at(resident(plan))).into();
     let mixed = Placement::Resident(vec![RecomputeAll, RecomputeMlp, RecomputeElementwise, KeepAll]);
-    rows.push(row.at(mixed).with(OptimizerPlace::Device));
-    for (pass, one) in [(Pass::Inference, Method::OneLayer), (Pass::Full, Method::Checkpointing)] {
-        let row = row.doing(&pass);
-        rows.push(row.at(offloaded(one, 1)));
-        rows.push(row.at(offloaded(Method::Function, 1)));
-        rows.extend([1, 2, 3].map(|ring| row.at(offloaded(Method::Overlap, ring))));
-    }
-    let some =
+    let half_resident =
         Placement::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
-    rows.push(row.doing(&Pass::Inference).at(in_files(Method::Overlap, 2)));
-    rows.push(row.at(offloaded(Method::Overlap, 2)).with(OptimizerPlace::Host));
-    rows.push(row.at(some).with(OptimizerPlace::Host));
-    rows
+    let rings = [(Method::Function, 1), (Method::Overlap, 1), (Method::Overlap, 2), (Method::Overlap, 3)];
+    let inference = row.doing(&Pass::Inference);
+    [
+        plans.map(|plan| row.at(resident(plan))).to_vec(),
+        vec![row.at(mixed).with(OptimizerPlace::Device)],
+        vec![inference.at(offloaded(Method::OneLayer, 1))],
+        rings.map(|(method, ring)| inference.at(offloaded(method, ring))).to_vec(),
+        vec![row.at(offloaded(Method::Checkpointing, 1))],
+        rings.map(|(method, ring)| row.at(offloaded(method, ring))).to_vec(),
+        vec![
+            inference.at(in_files(Method::Overlap, 2)),
+            row.at(offloaded(Method::Overlap, 2)).with(OptimizerPlace::Host),
+            row.at(half_resident).with(OptimizerPlace::Host),
+        ],
+    ]
+    .concat()
 }
 
 /// Rows of another family: the plans that differ, and offloaded layers.
@@ -185,18 +189,18 @@ fn dora_and_pissa(row: &Row) -> Vec<Row> {
         Pass::Adapters { targets, rank, dropout, .. } => Pass::Adapters { targets, rank, dropout, kind },
         other => other,
     };
-    let plans = [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll];
-    let mut rows = Vec::new();
-    for pass in [ATTENTION, ALL] {
-        let [dora, pissa] = [AdapterKind::Dora, AdapterKind::Pissa].map(|one| kind(pass.clone(), one));
-        let on_device = |pass: &Pass, plan| row.doing(pass).at(resident(plan)).with(OptimizerPlace::Device);
-        rows.extend(plans.map(|plan| on_device(&dora, plan)));
-        rows.extend([KeepAll, RecomputeElementwise, RecomputeAll].map(|plan| on_device(&pissa, plan)));
-    }
-    for one in [AdapterKind::Dora, AdapterKind::Pissa] {
-        rows.push(row.doing(&kind(ATTENTION, one)).at(in_files(Method::Overlap, 2)));
-    }
-    rows
+    let on_device = |pass: &Pass, adapters: AdapterKind, plans: &[LayerPlan]| -> Vec<Row> {
+        let row = row.doing(&kind(pass.clone(), adapters));
+        plans.iter().map(|&plan| row.at(resident(plan)).with(OptimizerPlace::Device)).collect()
+    };
+    let of_pass = |pass: &Pass| {
+        let dora = [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll];
+        let pissa = [KeepAll, RecomputeElementwise, RecomputeAll];
+        [on_device(pass, AdapterKind::Dora, &dora), on_device(pass, AdapterKind::Pissa, &pissa)].concat()
+    };
+    let from_files = |adapters| row.doing(&kind(ATTENTION, adapters)).at(in_files(Method::Overlap, 2));
+    [of_pass(&ATTENTION), of_pass(&ALL), [AdapterKind::Dora, AdapterKind::Pissa].map(from_files).to_vec()]
+        .concat()
 }
 
 /// A base in NF4, whose activations are in bf16.
