@@ -191,6 +191,9 @@ struct Package {
 #[derive(Deserialize)]
 struct Dependency {
     name: String,
+    /// Whether it is compiled only for a feature.
+    #[serde(default)]
+    optional: bool,
 }
 
 /// The workspace's packages that link libtorch.
@@ -221,12 +224,13 @@ fn folder_of(manifest: &Path) -> Option<String> {
     Some(manifest.parent()?.file_name()?.to_str()?.to_owned())
 }
 
-/// Returns the packages that depend on `tch`, directly or through another package of the workspace.
+/// Returns the packages that depend on `tch` without a feature, directly or through another package of the workspace.
 fn linking_torch(packages: &[Package]) -> Vec<String> {
     let mut linking: Vec<String> = vec!["tch".into(), "torch-sys".into()];
     loop {
         let links = |package: &&Package| {
-            !linking.contains(&package.name) && package.dependencies.iter().any(|d| linking.contains(&d.name))
+            let mut always = package.dependencies.iter().filter(|dependency| !dependency.optional);
+            !linking.contains(&package.name) && always.any(|dependency| linking.contains(&dependency.name))
         };
         match packages.iter().find(links) {
             Some(package) => linking.push(package.name.clone()),
@@ -303,7 +307,10 @@ mod tests {
             name: name.into(),
             manifest_path: PathBuf::new(),
             targets: Vec::new(),
-            dependencies: dependencies.iter().map(|&name| Dependency { name: name.into() }).collect(),
+            dependencies: dependencies
+                .iter()
+                .map(|&name| Dependency { name: name.into(), optional: false })
+                .collect(),
         };
         let all = [
             package("lora", &["runtime", "report"]),

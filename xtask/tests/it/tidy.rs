@@ -133,14 +133,14 @@ fn libtorch_below_a_crate_that_must_build_without_is_caught() {
 
 #[test]
 fn what_is_for_tests_is_caught_elsewhere() {
-    let in_tests = format!("{MEMBER}[dev-dependencies]\nfuzz.workspace = true\n");
-    check(&[("crates/fuzz/Cargo.toml", MEMBER), ("crates/report/Cargo.toml", &in_tests)], expect![""]);
+    let in_tests = format!("{MEMBER}[dev-dependencies]\ntesting.workspace = true\n");
+    check(&[("crates/testing/Cargo.toml", MEMBER), ("crates/report/Cargo.toml", &in_tests)], expect![""]);
     check(
         &[
-            ("crates/fuzz/Cargo.toml", MEMBER),
-            ("crates/report/Cargo.toml", &format!("{MEMBER}fuzz.workspace = true\n")),
+            ("crates/testing/Cargo.toml", MEMBER),
+            ("crates/report/Cargo.toml", &format!("{MEMBER}testing.workspace = true\n")),
         ],
-        expect!["crates/report/Cargo.toml: `fuzz` is for tests; name it under [dev-dependencies]"],
+        expect!["crates/report/Cargo.toml: `testing` is for tests; name it under [dev-dependencies]"],
     );
 }
 

@@ -6,8 +6,8 @@ use std::path::Path;
 use dataloading::Samples;
 use dataloading::token_store::{TokenStore, Writer, WriterOptions};
 use dataloading::tokenizer::{Tokenizer, TrainOptions};
-use fuzz::Outcome;
 use sha2::{Digest, Sha256};
+use testing::fuzz::{self, Outcome};
 
 /// A folder in memory if possible: the tests write it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {

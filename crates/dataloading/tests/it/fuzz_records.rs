@@ -4,8 +4,8 @@ use std::path::Path;
 
 use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, TemplateOptions};
 use dataloading::records::{self, RecordFormat};
-use fuzz::Outcome;
 use serde_json::json;
+use testing::fuzz::{self, Outcome};
 
 use crate::chat_templates::fixtures;
 

@@ -4,7 +4,7 @@ use expect_test::{Expect, expect};
 use frugal::config::{ActivationPlan, Bytes, Compute, OffloadConfig, OptimizerPlace, ScalerConfig};
 use frugal::lora::LoraConfig;
 use frugal::{Config, Recipe};
-use fuzz::Outcome;
+use testing::fuzz::{self, Outcome};
 
 #[test]
 fn what_is_written_is_read_again() {

@@ -16,7 +16,7 @@ use accounting::sharding::Layout;
 use expect_test::expect;
 use frugal::Recipe;
 use runtime::collectives::Group;
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 use training_case::{Case, Start};
 use trainings::{EVALUATED, end, files};
 

@@ -7,7 +7,7 @@ use frugal::Error;
 use frugal::config::{Dtype, OffloadConfig, OptimizerPlace};
 use frugal::runtime::collectives::{Group, GroupOptions, Store};
 use frugal::training::trainer::Overflow;
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 
 use crate::pairs::{Outcome, ROWS, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
@@ -71,7 +71,7 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
 #[test]
 #[allow(clippy::print_stdout, reason = "what a rank prints is its result")]
 fn a_rank() {
-    test_ranks::rank(|(): (), launch| {
+    testing::ranks::rank(|(): (), launch| {
         let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
         let stage = |number: u8| Technique {
             name: "stage",

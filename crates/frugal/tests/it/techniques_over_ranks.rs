@@ -9,7 +9,7 @@ use frugal::runtime::collectives::{Group, GroupOptions, Store};
 use frugal::training::trainer::Overflow;
 use sha2::{Digest, Sha256};
 use tch::Kind;
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 
 use crate::pairs::{Outcome, ROWS, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
@@ -63,7 +63,7 @@ const CROSSED: [(usize, Family); 3] = [(0, Family::Llama), (0, Family::Gpt2), (1
     reason = "what a rank prints is its result; a test's errors are few"
 )]
 fn a_rank() {
-    test_ranks::rank(|(): (), launch| {
+    testing::ranks::rank(|(): (), launch| {
         let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
         for (number, (stage, family)) in CROSSED.into_iter().enumerate() {
             let stage = &DIVIDED[stage];

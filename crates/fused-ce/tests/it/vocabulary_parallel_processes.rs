@@ -2,14 +2,14 @@
 
 use fused_ce::vocabulary_parallel::Shard;
 use runtime::collectives::{Group, GroupOptions, Store};
-use test_ranks::{LIMIT, Ranks};
+use testing::ranks::{LIMIT, Ranks};
 
 use crate::vocabulary_parallel::{VOCABULARY, Whole, cases, run, same};
 
 /// A rank's process runs this test alone.
 #[test]
 fn a_rank() {
-    test_ranks::rank(|counts: Vec<usize>, launch| {
+    testing::ranks::rank(|counts: Vec<usize>, launch| {
         let store = Store::connect(launch, LIMIT).unwrap();
         let world = Group::new(&store, "world", GroupOptions::default()).unwrap();
         for count in counts.into_iter().filter(|count| world.rank() < *count) {

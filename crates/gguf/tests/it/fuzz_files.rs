@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use fuzz::Outcome;
 use gguf::{Adapter, Array, Header, Reader, TensorInfo, TensorType, Value, Writer};
 use serde_json::json;
+use testing::fuzz::{self, Outcome};
 
 use crate::tiny_model::{Tiny, write_tensors};
 

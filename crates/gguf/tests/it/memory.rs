@@ -29,11 +29,11 @@ fn no_tensor_is_whole_in_memory() {
     for kind in [TensorType::F32, TensorType::Q8_0] {
         let conversion = model.convert(kind).unwrap();
         assert!(conversion.bytes() > 8 << 20);
-        fuzz::within(28 << 20, || {
+        testing::fuzz::within(28 << 20, || {
             let mut out = BufWriter::new(File::create(&path).unwrap());
             conversion.write(&mut out).unwrap();
             out.flush().unwrap();
         });
-        fuzz::within(48 << 20, || conversion.check(&path).unwrap());
+        testing::fuzz::within(48 << 20, || conversion.check(&path).unwrap());
     }
 }

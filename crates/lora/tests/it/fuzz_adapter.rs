@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use fuzz::Outcome;
 use lora::peft::{CONFIG_FILE, PREFIX, TENSORS_FILE};
 use lora::{Adapters, LoraConfig};
 use models::{DecoderConfig, Llama, tensors_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
+use testing::fuzz::{self, Outcome};
 
 /// A folder in memory if possible: the tests write it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {

@@ -5,7 +5,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use decoder::BiasOption;
-use fuzz::Outcome;
 use models::hugging_face::{self, Folder};
 use models::{DecoderConfig, Llama, strict_json, tensors_file};
 use runtime::memory::Region;
@@ -13,6 +12,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
+use testing::fuzz::{self, Outcome};
 
 /// Heap that parsing a text may take: each value of a few bytes becomes one of some hundred.
 fn heap(text: usize) -> usize {

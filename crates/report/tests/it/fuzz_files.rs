@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use fuzz::Outcome;
 use report::{Case, Environment, Metric, Record, Specs, read_records};
 use serde_json::Value;
+use testing::fuzz::{self, Outcome};
 
 /// A folder in memory where there is one: the tests write it some ten thousand times.
 fn scratch() -> tempfile::TempDir {

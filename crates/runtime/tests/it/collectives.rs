@@ -9,7 +9,7 @@ mod wire;
 use std::time::Duration;
 
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 
 /// What a rank does. A panic fails it.
 type Case = fn(&Launch);
@@ -28,7 +28,7 @@ const CASES: &[(&str, Case)] = &[
 /// A rank's process runs this test alone.
 #[test]
 fn a_rank() {
-    test_ranks::rank(|name: String, launch| {
+    testing::ranks::rank(|name: String, launch| {
         let (_, case) = CASES.iter().find(|(case, _)| *case == name).expect("the case is in the table");
         case(launch);
     });

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use runtime::autograd::GradientHook;
-use test_ranks::Ranks as Processes;
+use testing::ranks::Ranks as Processes;
 use training::checkpoint;
 
 use crate::faulty::{Fault, Injected, Operation, PATIENCE, STEP, wait};
@@ -13,7 +13,7 @@ use crate::training_case::Case;
 /// Delays the gradients of all parameters. Dropped where the process ends.
 pub(crate) fn delay_backward(parameters: &[(String, &tch::Tensor)], rank: usize) {
     for (number, (_, parameter)) in parameters.iter().enumerate() {
-        let delays = Mutex::new(fuzz::Random::new((1000 * rank + number) as u64));
+        let delays = Mutex::new(testing::fuzz::Random::new((1000 * rank + number) as u64));
         let hook = GradientHook::new(parameter, move || {
             wait(&delays);
             Ok(())

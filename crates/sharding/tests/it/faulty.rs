@@ -51,7 +51,7 @@ pub(crate) const STEP: u64 = 3;
 pub(crate) struct Faulty {
     inner: Box<dyn Optimizer>,
     fault: Option<(Fault, Operation)>,
-    delays: Option<Mutex<fuzz::Random>>,
+    delays: Option<Mutex<testing::fuzz::Random>>,
     step: Arc<AtomicU64>,
     _hook: Option<GradientHook>,
 }
@@ -67,7 +67,7 @@ impl Faulty {
     ) -> Self {
         let rank = ranks.rank();
         let fault = fault.filter(|(_, faulty, _)| *faulty == rank).map(|(fault, _, at)| (fault, at));
-        let delays = delays.then(|| Mutex::new(fuzz::Random::new(rank as u64)));
+        let delays = delays.then(|| Mutex::new(testing::fuzz::Random::new(rank as u64)));
         let step = Arc::new(AtomicU64::new(0));
         let _hook = match (fault, first) {
             (Some((fault, Operation::Backward)), Some(first)) => {
@@ -100,7 +100,7 @@ impl Faulty {
     }
 }
 
-pub(crate) fn wait(delays: &Mutex<fuzz::Random>) {
+pub(crate) fn wait(delays: &Mutex<testing::fuzz::Random>) {
     std::thread::sleep(Duration::from_micros(delays.lock().unwrap().below(3000) as u64));
 }
 

@@ -1,6 +1,6 @@
 //! Ranks that are killed, and checkpoints that other numbers of ranks resume from.
 
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 
 use crate::faulty::{Fault, Operation};
 use crate::run;

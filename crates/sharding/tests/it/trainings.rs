@@ -30,7 +30,7 @@ pub(crate) fn rank<C: DeserializeOwned>(
     timeout: impl Fn(&C) -> Duration,
     train: impl Fn(&C, &Ranks, usize) -> training::Result<()>,
 ) {
-    test_ranks::rank(|runs: Vec<(C, usize)>, launch| {
+    testing::ranks::rank(|runs: Vec<(C, usize)>, launch| {
         let store = Store::connect(launch, TIMEOUT).unwrap();
         let options = |timeout| GroupOptions { timeout, ..GroupOptions::default() };
         let world = Ranks::new(&store, "world", options(TIMEOUT)).unwrap();
@@ -56,7 +56,7 @@ pub(crate) fn rank<C: DeserializeOwned>(
 #[track_caller]
 pub(crate) fn run<C: Serialize + Debug>(a_rank: &str, runs: &[(C, usize)]) -> Vec<Vec<Vec<String>>> {
     let count = runs.iter().map(|(_, count)| *count).max().unwrap();
-    let printed = test_ranks::Ranks::new(a_rank, count).run(&runs);
+    let printed = testing::ranks::Ranks::new(a_rank, count).run(&runs);
     let of = |number: usize, rank: usize| {
         let prefix = format!("training {number}: ");
         printed[rank].iter().filter_map(|line| line.strip_prefix(&prefix)).map(str::to_owned).collect()

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use fuzz::Outcome;
 use runtime::random::RandomState;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
+use testing::fuzz::{self, Outcome};
 use training::checkpoint::{self, Checkpoints, LazyTensor, Snapshot};
 
 /// A folder in memory if possible: the test writes it tens of thousands of times.

@@ -24,10 +24,10 @@ const LAYERS: [&str; 10] = [
     "training",
 ];
 /// Crates for tests alone: never a dependency of what is built without tests.
-const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
-/// Members that build in seconds on a machine without libtorch.
+const FOR_TESTS: [&str; 2] = ["ptx", "testing"];
+/// Members that build in seconds on a machine without libtorch, but for what a feature of another one adds.
 const WITHOUT_TORCH: [&str; 9] =
-    ["accounting", "decoder", "files", "fuzz", "gguf", "ptx", "report", "trace", "xtask"];
+    ["accounting", "decoder", "files", "gguf", "ptx", "report", "testing", "trace", "xtask"];
 /// Members with unsafe code, which state their lints by themselves.
 const WITH_UNSAFE: [&str; 3] = ["crates/files", "crates/kernels", "crates/runtime"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];
@@ -39,6 +39,14 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         .map(|(folder, manifest)| {
             let name = folder.rsplit('/').next().unwrap_or(folder);
             (name, (*folder, dependencies_of(manifest)))
+        })
+        .collect();
+    let always: BTreeMap<&str, BTreeSet<String>> = members
+        .iter()
+        .map(|(folder, manifest)| {
+            let mut dependencies = dependencies_of(manifest);
+            dependencies.retain(|dependency| !is_optional(manifest, dependency));
+            (folder.rsplit('/').next().unwrap_or(folder), dependencies)
         })
         .collect();
     let mut problems = Vec::new();
@@ -65,7 +73,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
             }
         }
         if WITHOUT_TORCH.contains(name)
-            && let Some(chain) = chain_to_torch(name, &by_name, &mut BTreeSet::new())
+            && let Some(chain) = chain_to_torch(name, &always, &mut BTreeSet::new())
         {
             problems.push(format!(
                 "{name} links libtorch: {}; it must build on a machine without",
@@ -143,7 +151,7 @@ fn dependencies_of_kinds(manifest: &toml::Table, kinds: &[&str]) -> BTreeSet<Str
 /// The way from `name` to libtorch through the workspace, where there is one.
 fn chain_to_torch<'a>(
     name: &'a str,
-    members: &'a BTreeMap<&str, (&str, BTreeSet<String>)>,
+    members: &'a BTreeMap<&str, BTreeSet<String>>,
     seen: &mut BTreeSet<&'a str>,
 ) -> Option<Vec<&'a str>> {
     if TORCH.contains(&name) {
@@ -152,8 +160,7 @@ fn chain_to_torch<'a>(
     if !seen.insert(name) {
         return None;
     }
-    let (_, dependencies) = members.get(name)?;
-    let rest = dependencies.iter().find_map(|dependency| chain_to_torch(dependency, members, seen))?;
+    let rest = members.get(name)?.iter().find_map(|dependency| chain_to_torch(dependency, members, seen))?;
     Some([vec![name], rest].concat())
 }
 

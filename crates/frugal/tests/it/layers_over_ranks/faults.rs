@@ -1,6 +1,6 @@
 //! Ranks of stage 3 that hang, are killed or stopped, between and within their passes.
 
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 use training::checkpoint;
 
 use super::faulty::{Fault, Injected, Operation, PATIENCE, STEP};

@@ -13,10 +13,10 @@ fn metadata_of_other_writers_is_accepted() {
             },
         ],
     });
-    fuzz::run("the hub's description", |random| {
-        let text = fuzz::json(random, &good);
-        let read = fuzz::within(400 * text.len() + (64 << 10), || Description::read(&text));
-        let Ok(description) = read else { return fuzz::Outcome::Refused };
+    testing::fuzz::run("the hub's description", |random| {
+        let text = testing::fuzz::json(random, &good);
+        let read = testing::fuzz::within(400 * text.len() + (64 << 10), || Description::read(&text));
+        let Ok(description) = read else { return testing::fuzz::Outcome::Refused };
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(json["sha"], *description.sha);
         let siblings = json["siblings"].as_array().unwrap();
@@ -30,7 +30,7 @@ fn metadata_of_other_writers_is_accepted() {
             assert_eq!(theirs["size"], chosen.size);
             assert_eq!(theirs["lfs"]["sha256"].as_str(), chosen.sha256);
         }
-        fuzz::Outcome::Read
+        testing::fuzz::Outcome::Read
     });
 }
 

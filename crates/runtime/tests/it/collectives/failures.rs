@@ -6,7 +6,7 @@ use expect_test::expect;
 use runtime::Error;
 use runtime::collectives::{CollectiveError, Division, Group, GroupOptions, Launch, ReduceOptions, Store};
 use tch::{Device, Kind, Tensor};
-use test_ranks::Ranks;
+use testing::ranks::Ranks;
 
 /// The timeout of the groups here.
 const TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
 //! Mutations of bytes, of text and of safetensors files.
 
-use crate::json::json;
-use crate::random::Random;
+use super::json::json;
+use super::random::Random;
 
 /// Values at which lengths and offsets overflow.
 const EDGES: [u64; 12] = [

@@ -1,22 +1,9 @@
 //! Seeded mutation tests for file readers.
 //!
-//! [`run`] repeats a test case with seeded random numbers, so that every failure is reproducible: 10 000 times, or as often
-//! as the environment variable `FRUGAL_FUZZ_CASES` says. A case mutates a valid file ([`bytes()`], [`json()`], [`text()`],
+//! [`run`] repeats a test case with seeded random numbers, so that every failure is reproducible: 10 000 times, or the number in
+//! the environment variable `FRUGAL_FUZZ_CASES`. A case mutates a valid file ([`bytes()`], [`json()`], [`text()`],
 //! [`safetensors()`]), reads it, and returns whether the reader refused it. A panic, or more heap than [`within`] allows, fails
-//! the test and prints the index of the case. For that this crate installs an allocator that counts the bytes of the heap.
-//!
-//! Use it under `dev-dependencies` only.
-//!
-//! ```
-//! use fuzz::Outcome;
-//!
-//! let good = r#"{ "width": 4 }"#;
-//! fuzz::run("widths", |random| {
-//!     let text = fuzz::json(random, &serde_json::from_str(good).unwrap());
-//!     let read = fuzz::within(64 * text.len() + (1 << 16), || serde_json::from_str::<serde_json::Value>(&text));
-//!     Outcome::of(&read)
-//! });
-//! ```
+//! the test and prints the index of the case.
 
 mod bytes;
 mod json;
@@ -47,7 +34,7 @@ impl Outcome {
     }
 }
 
-/// Runs a case 10 000 times, or as often as the environment variable `FRUGAL_FUZZ_CASES` says. `FRUGAL_FUZZ_CASE` runs the
+/// Runs a case 10 000 times, or the number in the environment variable `FRUGAL_FUZZ_CASES`. `FRUGAL_FUZZ_CASE` runs the
 /// one case with this index.
 ///
 /// # Panics

@@ -1,21 +1,19 @@
 //! Tests over ranks: a test executable starts itself as the processes.
 //!
-//! One test, which does nothing otherwise, is what each rank's process runs: it calls [`rank`]. The others call [`Ranks::run`] with a
-//! case, which each rank gets as JSON. A rank that returns has passed, one that panics has failed.
+//! Each rank's process runs one test, which calls [`rank`] and does nothing otherwise. The other tests call [`Ranks::run`] with a case,
+//! which each rank gets as JSON. A rank that returns has passed, one that panics has failed.
 //!
 //! Processes take time to start, so many small cases are best given to the same ranks, in groups of some of them
 //! ([`Group::of_ranks`](runtime::collectives::Group::of_ranks)).
 //!
-//! Use it under `dev-dependencies` only.
-//!
 //! ```no_run
 //! use runtime::collectives::{Group, GroupOptions, Store};
-//! use test_ranks::Ranks;
+//! use testing::ranks::{self, Ranks};
 //!
 //! // #[test]
 //! fn a_rank() {
-//!     test_ranks::rank(|steps: usize, launch| {
-//!         let store = Store::connect(launch, test_ranks::LIMIT).unwrap();
+//!     ranks::rank(|steps: usize, launch| {
+//!         let store = Store::connect(launch, ranks::LIMIT).unwrap();
 //!         let group = Group::new(&store, "world", GroupOptions::default()).unwrap();
 //!         for step in 0..steps {
 //!             println!("step {step} of rank {}", group.rank());
@@ -49,10 +47,10 @@ const VARIABLE: &str = "FRUGAL_TEST_CASE";
 /// Lines around what a rank prints: the test harness prints too.
 const BEGINS: &str = "this rank begins";
 const PASSED: &str = "this rank has passed";
-/// How long the others may take to say what they saw, after a rank has failed.
+/// Time in which the other ranks may still print after one has failed.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Runs `run` with the case and this process's place if this process is a rank, on one thread.
+/// Runs `run` with the case and this process's rank if this process is a rank, on one thread.
 ///
 /// # Panics
 /// If `run` does; if the case is not the one of [`Ranks::run`].
@@ -74,7 +72,7 @@ pub struct Ranks<'a> {
     pub test: &'a str,
     /// Number of processes.
     pub count: usize,
-    /// Those that must fail; all others must pass.
+    /// Ranks that must fail; all others must pass.
     pub lost: &'a [usize],
     /// Further environment variables.
     pub variables: &'a [(&'a str, &'a str)],
@@ -89,7 +87,7 @@ impl<'a> Ranks<'a> {
     /// Runs a case, and returns the lines that each rank printed.
     ///
     /// # Panics
-    /// With all lines of all ranks: if a rank fails, if one that must fail passes, if they take longer than [`LIMIT`].
+    /// With all lines of all ranks, if a rank fails, if a rank passes that must fail, or if they take longer than [`LIMIT`].
     #[track_caller]
     pub fn run<T: Serialize + Debug>(&self, case: &T) -> Vec<Vec<String>> {
         let text = serde_json::to_string(case).expect("a case that JSON can express");
@@ -109,7 +107,7 @@ impl<'a> Ranks<'a> {
         let mut processes = Processes::start(&options, command, line).expect("processes");
         let (until, mut problem) = (Instant::now() + LIMIT, String::new());
         while !processes.have_ended() && problem.is_empty() {
-            match processes.wait(Duration::from_millis(5)).expect("the system's word about processes") {
+            match processes.wait(Duration::from_millis(5)).expect("the status of processes") {
                 Progress::Failed { rank, status } if !self.lost.contains(&rank) => {
                     problem = format!("rank {rank} {}", ending(status));
                 }
@@ -119,7 +117,7 @@ impl<'a> Ranks<'a> {
                 _ => {}
             }
         }
-        processes.end(PATIENCE).expect("the system's word about processes");
+        processes.end(PATIENCE).expect("the status of processes");
         let logs = logs.lock().unwrap_or_else(PoisonError::into_inner);
         for (rank, log) in logs.iter().enumerate() {
             let passed = log.iter().any(|line| line == PASSED);
@@ -136,7 +134,7 @@ impl<'a> Ranks<'a> {
     }
 }
 
-/// What a rank printed itself.
+/// Returns the lines that the rank's case printed.
 fn printed(log: &[String]) -> Vec<String> {
     let lines = log.iter().skip_while(|line| *line != BEGINS).skip(1);
     lines.take_while(|line| *line != PASSED).cloned().collect()

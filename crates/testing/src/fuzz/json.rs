@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use crate::bytes::bytes;
-use crate::random::Random;
+use super::bytes::bytes;
+use super::random::Random;
 
 /// Opens a marker in a string for text that no [`Value`] can hold; [`CLOSE`] ends it.
 const OPEN: &str = "<<raw ";
