@@ -293,34 +293,34 @@ fn mismatched_tensors_are_errors() {
     let state = State::of(&ones(&[4], Kind::Float));
     let float = ones(&[4], Kind::Float);
     let refused = |tensors: AdamTensors, step: AdamStep| adam(&tensors, &step).unwrap_err().to_string();
-    let of_gradient = |gradient: &Tensor| refused(state.tensors(gradient, None), AdamStep::default());
-    let of_weight = |weight: &Tensor| refused(state.tensors(&float, Some(weight)), AdamStep::default());
+    let with_gradient = |gradient: &Tensor| refused(state.tensors(gradient, None), AdamStep::default());
+    let with_weight = |weight: &Tensor| refused(state.tensors(&float, Some(weight)), AdamStep::default());
     expect!["fused adam: `gradient` is Double; expected one of [Float, BFloat16, Half]"]
-        .assert_eq(&of_gradient(&ones(&[4], Kind::Double)));
+        .assert_eq(&with_gradient(&ones(&[4], Kind::Double)));
     expect!["fused adam: `gradient` is Float [2, 2] on Cpu; expected contiguous Float [4] on Cpu"]
-        .assert_eq(&of_gradient(&ones(&[2, 2], Kind::Float)));
+        .assert_eq(&with_gradient(&ones(&[2, 2], Kind::Float)));
     expect![
         "fused adam: `gradient` is Float [4] on Cpu, not contiguous; expected contiguous Float [4] on Cpu"
     ]
-    .assert_eq(&of_gradient(&ones(&[8], Kind::Float).slice(0, 0, 8, 2)));
+    .assert_eq(&with_gradient(&ones(&[8], Kind::Float).slice(0, 0, 8, 2)));
     expect![
         "fused adam: `gradient` is Float [4] on Cpu, not contiguous; expected contiguous Float [4] on Cpu"
     ]
-    .assert_eq(&of_gradient(&ones(&[1], Kind::Float).expand([4], false)));
+    .assert_eq(&with_gradient(&ones(&[1], Kind::Float).expand([4], false)));
     expect!["fused adam: `exp_avg` overlaps `gradient` in memory; give it memory of its own"]
-        .assert_eq(&of_gradient(&state.exp_avg));
-    expect!["fused adam: `gradient` is undefined"].assert_eq(&of_gradient(&Tensor::new()));
+        .assert_eq(&with_gradient(&state.exp_avg));
+    expect!["fused adam: `gradient` is undefined"].assert_eq(&with_gradient(&Tensor::new()));
     expect!["fused adam: `weight` is Float; expected one of [BFloat16, Half]; a weight in fp32 is the master itself, so give none"]
-        .assert_eq(&of_weight(&float));
+        .assert_eq(&with_weight(&float));
     let low = ones(&[4], Kind::BFloat16);
     expect!["fused adam: `weight` overlaps `gradient` in memory; give it memory of its own"]
         .assert_eq(&refused(state.tensors(&low, Some(&low)), AdamStep::default()));
-    let of_step = |step: AdamStep| refused(state.tensors(&float, None), step);
+    let with_step = |step: AdamStep| refused(state.tensors(&float, None), step);
     expect!["fused adam: step 0; the first step is 1, as it corrects the bias by 1 − βᵗ"]
-        .assert_eq(&of_step(AdamStep { step: 0, ..AdamStep::default() }));
+        .assert_eq(&with_step(AdamStep { step: 0, ..AdamStep::default() }));
     expect!["fused adam: beta2 is 1; expected one in [0, 1)"]
-        .assert_eq(&of_step(AdamStep { beta2: 1.0, ..AdamStep::default() }));
-    assert!(of_step(AdamStep { beta1: f64::NAN, ..AdamStep::default() }).contains("beta1 is NaN"));
+        .assert_eq(&with_step(AdamStep { beta2: 1.0, ..AdamStep::default() }));
+    assert!(with_step(AdamStep { beta1: f64::NAN, ..AdamStep::default() }).contains("beta1 is NaN"));
     // Nothing was written.
     assert_eq!(bits(&state.master), bits(&float));
 }

@@ -149,8 +149,8 @@ fn segments_nest_in_either_order() {
             let leaves = leaves(Kind::Float);
             let weights = owned(&leaves[1..]);
             let both = move |[x]: [&Tensor; 1]| {
-                let of_inner = owned(&weights);
-                let [h] = inner.run(move |[x]| Ok([layer(x, &of_inner)?]), [x])?;
+                let inner_weights = owned(&weights);
+                let [h] = inner.run(move |[x]| Ok([layer(x, &inner_weights)?]), [x])?;
                 Ok([layer(&h, &weights)?])
             };
             let [y] = outer.run(both, [&leaves[0]]).unwrap();
@@ -180,9 +180,9 @@ fn a_custom_function_keeps_its_products() {
     for (options, runs) in [(RETAIN, 1), (Checkpoint::default(), 2)] {
         let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
         let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
-        let of_segment = count.clone();
+        let seen_by_segment = count.clone();
         let segment = move |[x]: [&Tensor; 1]| {
-            let [y] = autograd::apply(Doubled(of_segment.clone()), &[x])?;
+            let [y] = autograd::apply(Doubled(seen_by_segment.clone()), &[x])?;
             Ok([y.f_sin()?])
         };
         let [y] = options.run(segment, [&x]).unwrap();
@@ -265,9 +265,9 @@ fn an_ordinary_segment_keeps_nothing() {
     let leaves = leaves(Kind::Float);
     let weights = owned(&leaves[1..]);
     let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
-    let of_segment = seen.clone();
+    let seen_by_segment = seen.clone();
     let f = move |[x]: [&Tensor; 1]| {
-        of_segment.lock().unwrap().push(autograd::retain::active());
+        seen_by_segment.lock().unwrap().push(autograd::retain::active());
         Ok([layer(x, &weights)?])
     };
     let [y] = checkpoint(f, [&leaves[0]]).unwrap();

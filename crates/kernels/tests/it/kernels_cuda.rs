@@ -71,7 +71,7 @@ fn norms_match_the_cpu() {
         {
             for norm in [Norm::Layer, Norm::Rms] {
                 for full in [false, true] {
-                    let [x, residual, upstream, of_sum] =
+                    let [x, residual, upstream, sum_gradient] =
                         [(); 4].map(|()| normal(&mut generator, &[rows, width], kind));
                     let weight = normal(&mut generator, &[width], kind);
                     let bias = (norm == Norm::Layer).then(|| normal(&mut generator, &[width], kind));
@@ -93,7 +93,7 @@ fn norms_match_the_cpu() {
                                 Options::default(),
                             )
                             .unwrap();
-                            let given = [Some(plain(&upstream)), Some(plain(&of_sum))];
+                            let given = [Some(plain(&upstream)), Some(plain(&sum_gradient))];
                             let given: Vec<Option<&Tensor>> = given.iter().map(Option::as_ref).collect();
                             let grads =
                                 autograd::grad(&[&y, &sum], &given, &inputs, Keep::default()).unwrap();
@@ -186,10 +186,10 @@ fn swiglu_matches_the_cpu() {
                 let halves = (leaf.narrow(1, 0, features), leaf.narrow(1, features, features));
                 let recorded = swiglu::silu_mul(&halves.0, &halves.1).unwrap();
                 let upstream = upstream.to_kind(on.0).to_device(on.1);
-                let of_both =
+                let both_gradients =
                     autograd::grad(&[&recorded], &[Some(&upstream)], &[&leaf], Keep::default()).unwrap();
-                let of_both = of_both.into_iter().flatten();
-                [product, gate, up, again, recorded].into_iter().chain(of_both).collect()
+                let both_gradients = both_gradients.into_iter().flatten();
+                [product, gate, up, again, recorded].into_iter().chain(both_gradients).collect()
             };
             let (found, expected) = (run((kind, device)), run((Kind::Double, Device::Cpu)));
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {

@@ -48,11 +48,11 @@ fn saved_bytes_equal_the_prediction() {
                     let matrix = |kind| bytes(rows * width, kind);
                     let statistics = |count| bytes(count * rows, compute);
                     let output_kept = keep == Keep::Output && weight_value != 0.0;
-                    let of_norm = match output_kept {
+                    let norm_bytes = match output_kept {
                         true => matrix(output) + statistics(1),
                         false => matrix(kind) + statistics(statistics_of_input),
                     };
-                    let of_follower = match (follower, output_kept) {
+                    let follower_bytes = match (follower, output_kept) {
                         (false, _) => 0,
                         // Its result, and its input unless the norm has kept that anyway.
                         (true, true) => matrix(output),
@@ -61,7 +61,7 @@ fn saved_bytes_equal_the_prediction() {
                     let name = format!(
                         "{norm:?} {kind:?} to {output:?} {keep:?} weight {weight_value} follower {follower}"
                     );
-                    assert_eq!(held, of_norm + of_follower + bytes(1, end.kind()), "{name}");
+                    assert_eq!(held, norm_bytes + follower_bytes + bytes(1, end.kind()), "{name}");
                     // Backward needs only the gradients, and the partial sums of the parameters' gradients.
                     let region = Region::start(CPU).unwrap();
                     let upstream = Tensor::ones([], (end.kind(), CPU));

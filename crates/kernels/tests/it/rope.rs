@@ -78,10 +78,10 @@ fn the_product_of_two_positions_depends_on_their_distance() {
     let mut generator = Generator::new(2).unwrap();
     let table = table(8, 64);
     let [q, k] = [(); 2].map(|()| generator.normal(&[1, 1, 1, 8], F64).unwrap());
-    let product = |of_q: i64, of_k: i64| {
+    let product = |q_position: i64, k_position: i64| {
         let place = |p: i64| Tensor::from_slice(&[p]).view([1, 1]);
-        let (rotated, _) = table.rotate(&q, &k, Some(&place(of_q))).unwrap();
-        let (_, other) = table.rotate(&q, &k, Some(&place(of_k))).unwrap();
+        let (rotated, _) = table.rotate(&q, &k, Some(&place(q_position))).unwrap();
+        let (_, other) = table.rotate(&q, &k, Some(&place(k_position))).unwrap();
         (rotated * other).sum(Kind::Double).double_value(&[])
     };
     let (near, far) = (product(3, 1), product(3, 20));
@@ -120,12 +120,12 @@ fn derivatives_match_central_differences() {
         let report = gradcheck(slope, &[&q, &k], GradcheckOptions::default()).unwrap();
         assert!(report.percent_of_tolerance <= 100.0, "{report}");
     }
-    let of_joint = |x: &[Tensor]| {
+    let from_joint = |x: &[Tensor]| {
         let parts = x[0].f_view([1, 4, 3, 6])?.f_split_with_sizes([2, 1], 2)?;
         let (q, k) = table.rotate(&parts[0], &parts[1], None)?;
         Ok(vec![q, k])
     };
-    let report = gradcheck(of_joint, &[&joint], GradcheckOptions::default()).unwrap();
+    let report = gradcheck(from_joint, &[&joint], GradcheckOptions::default()).unwrap();
     assert!(report.percent_of_tolerance <= 100.0, "{report}");
 }
 

@@ -20,10 +20,10 @@ fn saved_bytes_equal_the_prediction() {
     let table = RotaryTable::new(16, 64, 1e4, CPU).unwrap();
     let zeros = Tensor::zeros([2, 50], (Kind::Int64, CPU));
     for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
-        let (of_q, of_k) = ([2, 50, 4, 16], [2, 50, 2, 16]);
+        let (q_size, k_size) = ([2, 50, 4, 16], [2, 50, 2, 16]);
         let size = |shape: &[i64]| shape.iter().product::<i64>() as u64 * kind.elt_size_in_bytes() as u64;
-        let both = size(&of_q) + size(&of_k);
-        let leaves = [of_q, of_k].map(|shape| ones(&shape, kind).set_requires_grad(true));
+        let both = size(&q_size) + size(&k_size);
+        let leaves = [q_size, k_size].map(|shape| ones(&shape, kind).set_requires_grad(true));
         for positions in [None, Some(&zeros)] {
             // Nothing else holds the rotated tensor, as with a projection's output: it is freed after the rotation.
             let (q, k) = (&leaves[0] * 1.0, &leaves[1] * 1.0);
@@ -34,7 +34,7 @@ fn saved_bytes_equal_the_prediction() {
             drop((q, k));
             assert_eq!(live() - before, both, "{kind:?}: nothing is kept beside the outputs");
 
-            let upstream = [ones(&of_q, kind), ones(&of_k, kind)].map(Some);
+            let upstream = [ones(&q_size, kind), ones(&k_size, kind)].map(Some);
             let outputs = [&rotated_q * 1.0, &rotated_k * 1.0];
             drop((rotated_q, rotated_k));
             let references = [upstream[0].as_ref(), upstream[1].as_ref()];
@@ -48,7 +48,7 @@ fn saved_bytes_equal_the_prediction() {
             .unwrap();
             // The products' gradients, which the rotation overwrites, one earlier product at a time, and scalars.
             let peak = region.finish().unwrap().peak_above_start();
-            assert!(peak <= both + size(&of_q) + 64, "{kind:?}: {peak} of {both}");
+            assert!(peak <= both + size(&q_size) + 64, "{kind:?}: {peak} of {both}");
             drop((gradients, upstream, outputs));
             assert_eq!(live(), before, "{kind:?}: all is free");
         }

@@ -26,9 +26,9 @@ fn a_division_of_the_tensor_does_not_change_its_bits() {
             let mut start = 0;
             let parts = cuts.into_iter().chain([NUMBERS]).map(|end| {
                 let part = source.narrow(0, start, end - start).copy();
-                let of_part = stream.from_element(start as u64);
+                let part_stream = stream.from_element(start as u64);
                 start = end;
-                rounded(&part, kind, of_part, 3)
+                rounded(&part, kind, part_stream, 3)
             });
             let parts: Vec<Tensor> = parts.collect();
             assert!(Tensor::cat(&parts, 0).equal(&whole), "{kind:?}");

@@ -157,9 +157,9 @@ fn adam_is_correct_for_every_dtype_size_and_decay() {
 }
 
 fn compare(what: &str, outputs: &[Tensor], weight: Option<Kind>, parameters: &[Parameter], decoupled: bool) {
-    let of_each = if weight.is_some() { 4 } else { 3 };
-    assert_eq!(outputs.len(), of_each * parameters.len());
-    for (found, one) in outputs.chunks(of_each).zip(parameters) {
+    let outputs_of_each = if weight.is_some() { 4 } else { 3 };
+    assert_eq!(outputs.len(), outputs_of_each * parameters.len());
+    for (found, one) in outputs.chunks(outputs_of_each).zip(parameters) {
         let what = format!("{what}, {} numbers", one.master.numel());
         for (found, expected) in found.iter().zip(one.stepped(decoupled)) {
             close(&what, found, &expected, 8.0 * epsilon(Kind::Float));
@@ -177,13 +177,13 @@ fn a_skipped_step_changes_nothing() {
     let Some(program) = Program::of(ADAM, &[expression(kinds, 8, true)]) else { return };
     let mut generator = Generator::new(7).unwrap();
     let parameters = [Parameter::draw(&mut generator, 1025, 4.0, kinds.0)];
-    let of_flag = |flag| run(&program, kinds, (8, true), &parameters, flag);
-    let (taken, flagged) = (of_flag(None), of_flag(Some(0.0)));
+    let with_flag = |flag| run(&program, kinds, (8, true), &parameters, flag);
+    let (taken, flagged) = (with_flag(None), with_flag(Some(0.0)));
     for (a, b) in taken.outputs.iter().zip(&flagged.outputs) {
         assert!(a.equal(b));
     }
     for flag in [1.0, f32::NAN] {
-        let skipped = of_flag(Some(flag));
+        let skipped = with_flag(Some(flag));
         assert_eq!((skipped.counts.bytes_read, skipped.counts.bytes_written), (4, 0));
         let one = &parameters[0];
         for (found, before) in skipped.outputs.iter().zip([&one.master, &one.exp_avg, &one.exp_avg_sq]) {

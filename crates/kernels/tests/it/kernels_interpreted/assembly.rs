@@ -89,9 +89,9 @@ fn skipped() -> bool {
 
 /// Returns the text of the assembler's log between two markers, for one kernel.
 fn between<'a>(log: &'a str, kernel: &str, before: &str, after: &str) -> &'a str {
-    let of_kernel = log.split_once(&format!("'{kernel}'")).map_or("", |(_, rest)| rest);
-    let end = of_kernel.find("Compile time").unwrap_or(of_kernel.len());
-    let found = of_kernel[..end].split_once(after).map_or("", |(found, _)| found);
+    let kernel_log = log.split_once(&format!("'{kernel}'")).map_or("", |(_, rest)| rest);
+    let end = kernel_log.find("Compile time").unwrap_or(kernel_log.len());
+    let found = kernel_log[..end].split_once(after).map_or("", |(found, _)| found);
     found.rsplit_once(before).map_or("0", |(_, found)| found).trim()
 }
 
@@ -147,7 +147,7 @@ fn check(architecture: u32, expected_registers: Expect, expected_accesses: Expec
     }
     let disassembler = disassembler();
     let folder = tempfile::tempdir().unwrap();
-    let (mut of_registers, mut of_accesses) = (String::new(), String::new());
+    let (mut registers_listed, mut accesses_listed) = (String::new(), String::new());
     for (source, expressions) in KERNELS {
         let emitted = program::emit(source.0, PRELUDE, expressions, architecture);
         let disassembly = disassembler.as_ref().map(|disassembler| {
@@ -158,15 +158,15 @@ fn check(architecture: u32, expected_registers: Expect, expected_accesses: Expec
             String::from_utf8_lossy(&output.stdout).into_owned()
         });
         for (expression, name) in expressions.iter().zip(&emitted.names) {
-            of_registers += &format!("{expression}: {}\n", registers(name, &emitted));
+            registers_listed += &format!("{expression}: {}\n", registers(name, &emitted));
             if let Some(text) = &disassembly {
-                of_accesses += &format!("{expression}: {}\n", accesses(text, expression, name));
+                accesses_listed += &format!("{expression}: {}\n", accesses(text, expression, name));
             }
         }
     }
-    expected_registers.assert_eq(&of_registers);
+    expected_registers.assert_eq(&registers_listed);
     if disassembler.is_some() {
-        expected_accesses.assert_eq(&of_accesses);
+        expected_accesses.assert_eq(&accesses_listed);
     }
 }
 

@@ -129,8 +129,8 @@ impl Case<'_> {
 
     pub(super) fn logits(&self, program: &Program, tile: &Tensor) -> Outcome {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
-        let of_block = self.width * i64::from(THREADS);
-        let blocks = (columns + of_block - 1) / of_block;
+        let block_columns = self.width * i64::from(THREADS);
+        let blocks = (columns + block_columns - 1) / block_columns;
         let tile = self.padded(tile);
         let mut given = vec![
             Given::InOut("tile", &tile),
@@ -155,8 +155,8 @@ impl Case<'_> {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
         let tile = self.padded(tile);
         let mut given = vec![Given::InOut("tile", &tile), Given::I64(self.stride), Given::I32(columns)];
-        let of_block = self.width * 4 * i64::from(THREADS);
-        let blocks = (columns + of_block - 1) / of_block;
+        let block_columns = self.width * 4 * i64::from(THREADS);
+        let blocks = (columns + block_columns - 1) / block_columns;
         if narrow.is_none() {
             given.push(Given::I32(blocks));
         }
@@ -223,9 +223,9 @@ fn every_option_of_the_passes_is_correct() {
                 );
 
                 // The CPU's passes in f64.
-                let of_f64 = |t: &Option<Tensor>| t.as_ref().map(wide);
+                let in_f64 = |t: &Option<Tensor>| t.as_ref().map(wide);
                 let (bias_f64, weights_f64, dense_f64) =
-                    (of_f64(&bias), of_f64(&weights), wide(&distributions));
+                    (in_f64(&bias), in_f64(&weights), wide(&distributions));
                 let transform = Transform { bias: bias_f64.as_ref(), scale, softcap };
                 let targets = if dense { Targets::Dense(&dense_f64) } else { Targets::Columns(&labels) };
                 let mut known = Statistics::new(rows, dense, asked, (Kind::Double, Device::Cpu)).unwrap();
@@ -238,9 +238,9 @@ fn every_option_of_the_passes_is_correct() {
                 let known = listed(known);
 
                 // The kernels.
-                let of_f32 = |t: &Option<Tensor>| t.as_ref().map(single);
+                let in_f32 = |t: &Option<Tensor>| t.as_ref().map(single);
                 let (bias_f32, weights_f32, dense_f32) =
-                    (of_f32(&bias), of_f32(&weights), single(&distributions));
+                    (in_f32(&bias), in_f32(&weights), single(&distributions));
                 let mut case = Case {
                     transform: Transform { bias: bias_f32.as_ref(), scale, softcap },
                     targets: if dense { Targets::Dense(&dense_f32) } else { Targets::Columns(&labels) },
@@ -272,19 +272,23 @@ fn every_option_of_the_passes_is_correct() {
                 }
 
                 // The gradient of the first tile, with its own coefficients.
-                let of_rows = |index: i64| numbers.get(index);
-                let constant = (!plain).then(|| wide(&of_rows(2)));
+                let row_numbers = |index: i64| numbers.get(index);
+                let constant = (!plain).then(|| wide(&row_numbers(2)));
                 let coefficients = Coefficients {
                     maximum: &wide(&known[0]),
-                    powers: &wide(&of_rows(0)),
-                    target: &wide(&of_rows(1)),
+                    powers: &wide(&row_numbers(0)),
+                    target: &wide(&row_numbers(1)),
                     constant: constant.as_ref(),
                 };
                 let logits = single(&expected[0]);
                 let mut gradient = expected[0].copy();
                 Cpu.gradient(&mut gradient, inputs, coefficients).unwrap();
-                let numbers =
-                    [single(&known[0]), single(&of_rows(0)), single(&of_rows(1)), single(&of_rows(2))];
+                let numbers = [
+                    single(&known[0]),
+                    single(&row_numbers(0)),
+                    single(&row_numbers(1)),
+                    single(&row_numbers(2)),
+                ];
                 let found = case.gradient(&program, &logits, &numbers, None);
                 close(&format!("{what}: gradient"), &found.outputs[0], &gradient, 2e-5);
                 close(&format!("{what}: gradient, approximate"), &found.perturbed[0], &gradient, 2e-5);

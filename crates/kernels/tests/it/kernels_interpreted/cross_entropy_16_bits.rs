@@ -102,7 +102,7 @@ fn passes(
     let (weights_f64, dense_f64) = (weights.as_ref().map(wide), wide(&distributions));
     let targets = if dense { Targets::Dense(&dense_f64) } else { Targets::Columns(&labels) };
     let inputs = TileInputs { first, transform, targets, class_weights: weights_f64.as_ref() };
-    let of_stored = |second: &Tensor| {
+    let stored_statistics = |second: &Tensor| {
         let mut known = begin(Kind::Double);
         for (first, stored) in [(first, &one.outputs[0]), (first + columns, second)] {
             let mut stored = wide(stored).copy();
@@ -112,13 +112,13 @@ fn passes(
         listed(known)
     };
     for (which, outputs) in [("exact", &two.outputs), ("approximate", &two.perturbed)] {
-        for (index, known) in of_stored(&outputs[0]).iter().enumerate() {
+        for (index, known) in stored_statistics(&outputs[0]).iter().enumerate() {
             close(&format!("{what}: statistic {index}, {which}"), &outputs[index + 1], known, TOLERANCE);
         }
     }
 
     // The gradient of the first tile, with the statistics of both.
-    let maximum = of_stored(&two.outputs[0]).swap_remove(0);
+    let maximum = stored_statistics(&two.outputs[0]).swap_remove(0);
     let constant = (!plain).then(|| numbers.get(2));
     let coefficients = Coefficients {
         maximum: &maximum,

@@ -36,12 +36,12 @@ fn squares_of(kind: Kind, width: i64, scaled: bool) -> String {
 
 fn compile() -> Option<Program> {
     let widths = KINDS.into_iter().flat_map(|kind| [1, wide(kind)].map(|width| (kind, width)));
-    let of_width = |(kind, width)| {
+    let expressions_of_width = |(kind, width)| {
         let scale = format!("scale_many<{}, {width}, 256, {CHUNK}>", type_of(kind));
         [squares_of(kind, width, true), squares_of(kind, width, false), scale]
     };
     let expressions: Vec<String> =
-        widths.flat_map(of_width).chain(["gradient_norm<1024>".to_owned()]).collect();
+        widths.flat_map(expressions_of_width).chain(["gradient_norm<1024>".to_owned()]).collect();
     Program::of(GRADIENTS, &expressions)
 }
 

@@ -308,14 +308,14 @@ fn every_mutation_of_a_kernel_is_detected() {
         let KernelCase { source, expression, run } = case;
         let expressions = [expression.to_owned()];
         if !sound.iter().any(|(of, _)| *of == expression) {
-            sound.push((expression, Program::of_text(source.0, PRELUDE, &expressions)));
+            sound.push((expression, Program::from_text(source.0, PRELUDE, &expressions)));
         }
         let Some((_, original)) = sound.iter().find(|(of, _)| *of == expression) else { continue };
         let text = if in_prelude { PRELUDE } else { source.0 };
         assert_eq!(text.matches(from).count(), 1, "{what}: the text to change is not there once");
         let changed = text.replace(from, to);
         let (text, prelude) = if in_prelude { (source.0, &*changed) } else { (&*changed, PRELUDE) };
-        let program = Program::of_text(text, prelude, &expressions);
+        let program = Program::from_text(text, prelude, &expressions);
         let (before, after) = (run(original), run(&program));
         let caught = match (&before, &after) {
             (Seen::Fault(_), Seen::Values(..)) => noticed == OTHER_PLACE,

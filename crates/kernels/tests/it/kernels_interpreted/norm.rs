@@ -28,8 +28,8 @@ pub(super) const SHAPES: [Shape; 11] = [
 
 /// Bytes of shared memory for the rows of `matrices` of a dtype that are read ahead.
 pub(super) fn ring(kind: Kind, (_, _, wide, threads, packs, stages): Shape, matrices: i64) -> usize {
-    let of_row = i64::from(threads) * packs * width(kind, wide) * kind.elt_size_in_bytes() as i64;
-    (stages * matrices * of_row) as usize
+    let row_bytes = i64::from(threads) * packs * width(kind, wide) * kind.elt_size_in_bytes() as i64;
+    (stages * matrices * row_bytes) as usize
 }
 
 /// Numbers that a thread reads at once.
@@ -50,7 +50,7 @@ struct Inputs {
 }
 
 /// Returns y, and with a residual the sum, in a dtype on the CPU.
-fn of_processor(norm: Norm, inputs: &Inputs, kind: Kind) -> Vec<Tensor> {
+fn by_processor(norm: Norm, inputs: &Inputs, kind: Kind) -> Vec<Tensor> {
     let to = |t: &Tensor| t.to_kind(kind);
     let (x, weight, bias) = (to(&inputs.x), inputs.weight.as_ref().map(to), inputs.bias.as_ref().map(to));
     let options = Options::default();
@@ -127,13 +127,13 @@ fn norms_are_correct_for_every_dtype_and_width() {
             let mean = x.mean_dim([1].as_slice(), true, Kind::Double);
             let centered = if norm == Norm::Layer { &x - &mean } else { x.shallow_clone() };
             let rstd = ((&centered * &centered).mean_dim([1].as_slice(), false, Kind::Double) + 1e-5).rsqrt();
-            let mut expected = of_processor(norm, &inputs, Kind::Double);
-            let of_same_dtype = of_processor(norm, &inputs, kind);
+            let mut expected = by_processor(norm, &inputs, Kind::Double);
+            let in_same_dtype = by_processor(norm, &inputs, kind);
             // The CPU's sum in f64 is not rounded to the dtype.
             if full {
                 expected[0] = x;
                 let rounded = Inputs { x: expected[0].shallow_clone(), residual: None, ..inputs };
-                expected[1] = of_processor(norm, &rounded, Kind::Double).remove(0);
+                expected[1] = by_processor(norm, &rounded, Kind::Double).remove(0);
             }
             if norm == Norm::Layer {
                 expected.push(mean.reshape([-1]));
@@ -143,7 +143,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
             // A layer norm of a single number is only rounding error.
             if columns > 1 || norm == Norm::Rms {
                 check(&what, &outcome, &expected.iter().collect::<Vec<_>>(), tolerance);
-                for (found, expected) in outcome.outputs.iter().zip(&of_same_dtype) {
+                for (found, expected) in outcome.outputs.iter().zip(&in_same_dtype) {
                     close(&format!("{what}, against the processor's"), found, expected, tolerance);
                 }
             }

@@ -40,11 +40,12 @@ fn norms_are_correct_for_every_dtype_and_width() {
             let single = |t: &Tensor| t.to_kind(Kind::Float).reshape([-1]);
             let to = |t: &Tensor| t.to_kind(kind);
             let (mean, rstd) = (single(&mean), single(&rstd));
-            let (kept, from, add, of_weight) = (to(&x), to(&upstream), to(&added), to(&weight));
+            let (kept, from, add, weight_there) = (to(&x), to(&upstream), to(&added), to(&weight));
             let blocks = rows.min(2);
             // The sums of the bias gradient that do not fit into registers.
-            let of_block = i64::from(threads) * packs * width(kind, wide);
-            let beside = if norm == Norm::Layer && of_block > 16_384 { 4 * of_block as usize } else { 0 };
+            let block_numbers = i64::from(threads) * packs * width(kind, wide);
+            let beside =
+                if norm == Norm::Layer && block_numbers > 16_384 { 4 * block_numbers as usize } else { 0 };
             let sums = |name, wanted: bool| {
                 if wanted { Given::Out(name, Kind::Float, vec![blocks, columns]) } else { Given::Null }
             };
@@ -53,7 +54,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
                     Given::In("x", &kept),
                     upstream,
                     Given::optional("added", full.then_some(&add)),
-                    Given::optional("weight", full.then_some(&of_weight)),
+                    Given::optional("weight", full.then_some(&weight_there)),
                     Given::optional("mean", (norm == Norm::Layer).then_some(&mean)),
                     Given::In("rstd", &rstd),
                     grad,
@@ -71,19 +72,19 @@ fn norms_are_correct_for_every_dtype_and_width() {
             same(&what, &outcome.outputs, &in_place.outputs);
             let without = run(Given::In("upstream", &from), Given::Null);
             same(&what, &outcome.outputs[1..], &without.outputs);
-            let [of_x, of_weight, of_bias] =
-                of_processor(norm, &x, full.then_some(&weight), &upstream, Kind::Double);
-            let of_x = if full { &of_x + &added } else { of_x };
+            let [x_gradient, weight_gradient, bias_gradient] =
+                by_processor(norm, &x, full.then_some(&weight), &upstream, Kind::Double);
+            let x_gradient = if full { &x_gradient + &added } else { x_gradient };
             let tolerance = 4.0 * epsilon(kind) + 4e-6;
             for outputs in [&outcome.outputs, &outcome.perturbed] {
-                close(&what, &outputs[0], &of_x, tolerance);
+                close(&what, &outputs[0], &x_gradient, tolerance);
                 let partial = &outputs[1..];
                 let mut expected = Vec::new();
                 if full {
-                    expected.push(&of_weight);
+                    expected.push(&weight_gradient);
                 }
                 if norm == Norm::Layer {
-                    expected.push(&of_bias);
+                    expected.push(&bias_gradient);
                 }
                 for (partial, expected) in partial.iter().zip(expected) {
                     let summed = launch(
@@ -104,7 +105,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
                 }
             }
             if !full && norm == Norm::Rms {
-                let [same, ..] = of_processor(norm, &x, None, &upstream, kind);
+                let [same, ..] = by_processor(norm, &x, None, &upstream, kind);
                 close(&format!("{what}, against the processor's"), &outcome.outputs[0], &same, tolerance);
             }
             if columns > 12_000 {
@@ -120,7 +121,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
 }
 
 /// Gradients of x, weight and bias on the CPU.
-fn of_processor(
+fn by_processor(
     norm: Norm,
     x: &Tensor,
     weight: Option<&Tensor>,

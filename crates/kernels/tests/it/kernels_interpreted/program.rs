@@ -56,10 +56,10 @@ pub(super) fn emit(source: &str, prelude: &str, expressions: &[&str], architectu
 impl Program {
     /// Compiles kernels of a file; `None`, with a message on standard error, without NVRTC.
     pub(super) fn of(source: Source, expressions: &[String]) -> Option<Self> {
-        is_available().then(|| Self::of_text(source.0, PRELUDE, expressions))
+        is_available().then(|| Self::from_text(source.0, PRELUDE, expressions))
     }
 
-    pub(super) fn of_text(source: &str, prelude: &str, expressions: &[String]) -> Self {
+    pub(super) fn from_text(source: &str, prelude: &str, expressions: &[String]) -> Self {
         let mut wanted: Vec<&str> = expressions.iter().map(String::as_str).collect();
         wanted.sort_unstable();
         wanted.dedup();

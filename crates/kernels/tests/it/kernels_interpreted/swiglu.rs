@@ -24,7 +24,7 @@ enum At {
 }
 
 /// The arguments of the backward. The outputs of a launch are the requested ones of gate's gradient, up's gradient and the product.
-fn of_backward(inputs: [&Tensor; 3], at: [At; 3], blocks: i64) -> Vec<Given<'_>> {
+fn backward_arguments(inputs: [&Tensor; 3], at: [At; 3], blocks: i64) -> Vec<Given<'_>> {
     let (rows, features) = (inputs[0].size()[0], inputs[0].size()[1]);
     let mut all = Vec::new();
     for ((name, input), at) in ["gate", "up", "grad"].into_iter().zip(inputs).zip(at) {
@@ -64,10 +64,10 @@ fn kernels_are_correct_for_every_dtype_odd_sizes_and_strides() {
             });
             let blocks = (features + 256 * width - 1) / (256 * width);
             let grid = (tokens * blocks, 256);
-            let (of_kernel, t) = (|t: &Tensor| t.to_kind(kind), type_of(kind));
+            let (in_kind, t) = (|t: &Tensor| t.to_kind(kind), type_of(kind));
             let shift = Shift(if width == 1 { kind.elt_size_in_bytes() } else { 32 });
             let what = format!("{kind:?}, {tokens} × {features}");
-            let (g, u, d) = (of_kernel(&gate), of_kernel(&up), of_kernel(&upstream));
+            let (g, u, d) = (in_kind(&gate), in_kind(&up), in_kind(&upstream));
             let forward = launch(
                 program.kernel(&format!("swiglu_forward<{t}, {width}, 256>")),
                 grid,
@@ -89,7 +89,7 @@ fn kernels_are_correct_for_every_dtype_odd_sizes_and_strides() {
             check(&what, &forward, &[&silu, &(&silu * &up)], 2.0 * epsilon(kind) + 1e-6);
             let backward = |at: [At; 3]| {
                 let kernel = program.kernel(&format!("swiglu_backward<{t}, {width}, 256>"));
-                launch(kernel, grid, &of_backward([&g, &u, &d], at, blocks), shift)
+                launch(kernel, grid, &backward_arguments([&g, &u, &d], at, blocks), shift)
             };
             let (separate, in_place) = (backward([At::Separate; 3]), backward([At::Input; 3]));
             same(&what, &separate.outputs, &in_place.outputs);
@@ -103,14 +103,15 @@ fn kernels_are_correct_for_every_dtype_odd_sizes_and_strides() {
             same(&what, &separate.outputs, &mixed.outputs);
             let backward = separate;
             // The CPU's pass: in f64 it is the oracle; in the same dtype it must be as accurate.
-            let of_processor = |kind: Kind| {
+            let by_processor = |kind: Kind| {
                 let own = |t: &Tensor| t.to_kind(kind).copy();
                 swiglu::backward(own(&gate), own(&up), None, own(&upstream)).unwrap()
             };
-            let swiglu::Gradients { gate: of_gate, up: of_up, product } = of_processor(Kind::Double);
-            check(&what, &backward, &[&of_gate, &of_up, &product], 2.0 * epsilon(kind) + 1e-6);
-            let swiglu::Gradients { gate: of_gate, up: of_up, product } = of_processor(kind);
-            for (found, expected) in backward.outputs.iter().zip([&of_gate, &of_up, &product]) {
+            let swiglu::Gradients { gate: gate_gradient, up: up_gradient, product } =
+                by_processor(Kind::Double);
+            check(&what, &backward, &[&gate_gradient, &up_gradient, &product], 2.0 * epsilon(kind) + 1e-6);
+            let swiglu::Gradients { gate: gate_gradient, up: up_gradient, product } = by_processor(kind);
+            for (found, expected) in backward.outputs.iter().zip([&gate_gradient, &up_gradient, &product]) {
                 close(
                     &format!("{what}, against the processor's"),
                     found,

@@ -257,8 +257,8 @@ fn statistics_of_columns(
     factor: f64,
 ) -> Seen {
     let rows = tile.size()[0];
-    let of_rows = |value: f64| Tensor::full([rows], value, (Kind::Float, Device::Cpu));
-    let (maximum, zero) = (of_rows(f64::NEG_INFINITY), of_rows(0.0));
+    let row_vector = |value: f64| Tensor::full([rows], value, (Kind::Float, Device::Cpu));
+    let (maximum, zero) = (row_vector(f64::NEG_INFINITY), row_vector(0.0));
     let labels = Tensor::ones([rows], (Kind::Int64, Device::Cpu));
     let best = Tensor::full([rows], -1, (Kind::Int64, Device::Cpu));
     let mut given = vec![
@@ -322,10 +322,10 @@ fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
     let word = 16 / kind.elt_size_in_bytes() as i64;
     let stride = if expression == GRADIENT_OF { columns } else { (columns + word - 1) / word * word };
     let tile = draw(&[2, stride], kind);
-    let of_rows = Tensor::ones([2], (Kind::Float, Device::Cpu));
+    let row_vector = Tensor::ones([2], (Kind::Float, Device::Cpu));
     let labels = Tensor::from_slice(&[3i64, columns - 1]);
-    let of_block = if expression == GRADIENT_OF { 1024 } else { 1024 * word };
-    let blocks = (columns + of_block - 1) / of_block;
+    let block_columns = if expression == GRADIENT_OF { 1024 } else { 1024 * word };
+    let blocks = (columns + block_columns - 1) / block_columns;
     let narrow = expression == NARROW_OF;
     let mut given = vec![Given::InOut("tile", &tile), Given::I64(stride), Given::I32(columns)];
     if !narrow {
@@ -333,7 +333,7 @@ fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
     }
     given.extend([Given::F32(1.0), Given::F32(0.0), Given::In("labels", &labels)]);
     given.extend([Given::Null, Given::I64(0), Given::Null]);
-    given.extend(["maximum", "powers", "target"].map(|name| Given::In(name, &of_rows)));
+    given.extend(["maximum", "powers", "target"].map(|name| Given::In(name, &row_vector)));
     given.push(Given::Null);
     let grid = if narrow { (2, 512) } else { (2 * blocks as u32, 256) };
     seen(program, expression, grid, &given)
