@@ -13,6 +13,7 @@ use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 pub use layers::{LayerType, LongRope};
+pub use rope_file::{RopeFields, RopeSpellings};
 
 use crate::error::{Error, Result};
 use crate::family::Family;
@@ -184,7 +185,7 @@ impl DecoderConfig {
     /// activation, are ignored, so they may be of a kind that is not supported otherwise.
     ///
     /// # Errors
-    /// Those of serde; invalid JSON with its place.
+    /// As serde; invalid JSON with its place.
     pub fn sizes_from_str(text: &str) -> Result<Self, serde_json::Error> {
         let mut file: HuggingFace = strict_json::from_str(text)?;
         file.keep_sizes();

@@ -14,10 +14,10 @@ pub enum Error {
     Config {
         /// The part of the configuration.
         what: &'static str,
-        /// What is wrong, and the remedy.
+        /// The problem, and the remedy.
         reason: String,
     },
-    /// A name that is no family's.
+    /// An unknown name of a family.
     #[error("unknown model family `{given}`; known are: {known}")]
     UnknownFamily {
         /// The name.
@@ -30,7 +30,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use crate::error::Error;
 use crate::tensors::BiasOption;
 
-/// Where a block has norms.
+/// The placement of a block's norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormPlacement {
     /// Before attention and before the MLP.
@@ -40,7 +40,7 @@ pub enum AttentionBias {
     All,
 }
 
-/// When layers attend only to a window of the last tokens. `layer_types`, or else the [`WindowRule`], says which layers.
+/// When layers attend only to a window of the last tokens. `layer_types`, or else the [`WindowRule`], lists these layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Windows {
     /// Never: a configuration with a window is refused.
@@ -54,15 +54,15 @@ pub enum Windows {
 /// The layers with a window in a file without `layer_types`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WindowRule {
-    /// All layers; a list that says otherwise is refused.
+    /// All layers; a list with other layers is refused.
     All,
     /// Layers 0, 2, 4, …
     Alternate,
     /// All but each sixth, or each `sliding_window_pattern`-th.
     Pattern,
-    /// Those that do not rotate queries and keys.
+    /// Layers that do not rotate queries and keys.
     Unrotated,
-    /// Those from `max_window_layers` on, by default 28.
+    /// Layers from `max_window_layers` on, by default 28.
     From,
 }
 
@@ -73,7 +73,7 @@ pub struct Facts {
     pub model_type: &'static str,
     /// The class in `architectures`.
     pub architecture: &'static str,
-    /// Where a block has norms.
+    /// The placement of norms.
     pub norms: NormPlacement,
     /// How queries and keys are normalized.
     pub query_key_norm: QueryKeyNorm,
@@ -97,7 +97,7 @@ pub struct Facts {
     pub has_multipliers: bool,
     /// Defaults of `attn_logit_softcapping` and `final_logit_softcapping`.
     pub softcaps: Option<[f64; 2]>,
-    /// Fields that have to be 0: dropouts of what has none here.
+    /// Fields that have to be 0: dropouts that no model here computes.
     pub zero_fields: &'static [&'static str],
     /// Default of `max_position_embeddings`.
     pub positions: i64,
@@ -355,11 +355,6 @@ impl Family {
             NormPlacement::Both => 4,
             NormPlacement::Pre | NormPlacement::Post => 1 + self.attentions(),
         }
-    }
-
-    /// Returns whether there is a norm between the last block and the output projection.
-    pub const fn has_final_norm(self) -> bool {
-        !matches!(self, Self::Gpt2Like)
     }
 }
 

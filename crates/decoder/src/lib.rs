@@ -1,8 +1,9 @@
 //! Decoders of language models, described: families, sizes, and the names and shapes of their tensors. Nothing here computes with tensors.
 //!
-//! [`DecoderConfig`] is a `config.json` of transformers, in both of its spellings. [`Family`] is a row of one table: where a block has norms,
-//! which projections have biases, transformers' defaults. `models` builds the modules of a configuration, `accounting` predicts their
-//! parameters, FLOPs and bytes, and `gguf` converts their files.
+//! [`DecoderConfig`] is a `config.json` of transformers, in both of its spellings. [`Family`] is a row of one table: where a block has
+//! norms, which projections have biases, transformers' defaults. [`Sizes`] are those of any model, the GPT-2s and presets included.
+//! `models` builds the modules of a configuration, `accounting` predicts their parameters, FLOPs and bytes, and `gguf` converts their
+//! files.
 //!
 //! ```
 //! use decoder::{DecoderConfig, Family, NormPlacement};
@@ -17,6 +18,13 @@
 //! assert_eq!(config.parameter_count(), 494_032_768);
 //! # Ok::<(), serde_json::Error>(())
 //! ```
+//!
+//! # A new family
+//!
+//! 1. A row in `family.rs`, which also defines its variant. Readers, tensors, parameters, FLOPs and modules follow from the rows.
+//! 2. If no row can describe it: a field of [`Facts`], and the code that is really new, in `models::llama` and `accounting::passes`.
+//! 3. For llama.cpp a row in `gguf`'s `model/family.rs`, once llama.cpp computes the log-probabilities of transformers with it.
+//! 4. A fixture of transformers' results, by `xtask/peers/model_families.py`, and its name in `models`' `fixtures_families.rs`.
 
 mod config;
 mod error;
@@ -28,7 +36,7 @@ mod sizes;
 pub mod strict_json;
 mod tensors;
 
-pub use config::{AttentionPath, DecoderConfig, LayerType, LongRope};
+pub use config::{AttentionPath, DecoderConfig, LayerType, LongRope, RopeFields, RopeSpellings};
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
 pub use presets::{PRESETS, Preset};

@@ -78,8 +78,17 @@ impl Frequencies {
                  {original_positions}; expected numbers above 0, the first below the second"
             ));
         }
-        let unscaled = (0..head / 2).map(|pair| self.theta.powf(-2.0 * pair as f64 / head as f64));
-        Ok(unscaled.map(|angle| self.scaling.apply(angle)).collect())
+        Ok(self.unscaled(head).map(|angle| self.scaling.apply(angle)).collect())
+    }
+
+    /// Returns the numbers by which the scaling divides theta^(−2i/head), for the `head / 2` pairs.
+    pub fn divisors(&self, head: i64) -> impl Iterator<Item = f64> {
+        self.unscaled(head).map(move |angle| angle / self.scaling.apply(angle))
+    }
+
+    fn unscaled(&self, head: i64) -> impl Iterator<Item = f64> {
+        let theta = self.theta;
+        (0..head / 2).map(move |pair| theta.powf(-2.0 * pair as f64 / head as f64))
     }
 }
 

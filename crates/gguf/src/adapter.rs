@@ -4,18 +4,19 @@
 //! fp32 beside `adapter.lora.alpha`; llama.cpp takes s = α/r with the rank r of each tensor. Other scales (rsLoRA's α/√r, and those of
 //! `alpha_pattern`) are multiplied into B. The rows of B are ordered as those of W, so they are interleaved for q and k of llama.
 //!
-//! What is not a product of two matrices on an unchanged base has no place in such a file and is refused: DoRA, whole trained modules,
+//! Such a file holds products of two matrices on an unchanged base. Anything else is refused: DoRA, modules that are trained in full,
 //! biases, and initialisations that change the base (PiSSA, OLoRA).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use decoder::Sizes;
 use serde_json::Value as Json;
 
 use crate::conversion::{Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
-use crate::model::{Family, Sizes, gguf_name, ties};
+use crate::model::{self, Family, gguf_name, tensor_shape, ties};
 use crate::safetensors::Tensors;
 use crate::tensor_type::TensorType;
 use crate::value::Value;
@@ -40,15 +41,15 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Opens an adapter's folder; `base` is the folder of its model, of which `config.json` is read, and for an adapter of the head what
-    /// the weights' files have of it.
+    /// Opens an adapter's folder. Of its model's folder, `base`, the `config.json` is read, and for an adapter of the head whether the
+    /// weights' files have a head.
     ///
     /// # Errors
     /// A missing or invalid file; a kind of adapter or of model that a GGUF file cannot hold, by name.
     pub fn open(folder: &Path, base: &Path) -> Result<Self> {
         let fields = Fields::read(&base.join("config.json"))?;
-        let family = Family::of(&fields)?;
-        let sizes = Sizes::read(&fields)?;
+        let family = Family::from_config(&fields)?;
+        let sizes = model::sizes(&fields)?;
         let config = Fields::read(&folder.join("adapter_config.json"))?;
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);
@@ -70,7 +71,7 @@ impl Adapter {
         let fields = serde_json::from_str(config).map_err(|cause| file_error(&path, cause.to_string()))?;
         check(&Fields { path, fields })?;
         let fields = Fields::read(&base.join("config.json"))?;
-        let family = Family::of(&fields)?;
+        let family = Family::from_config(&fields)?;
         if adapts_head { check_head(&fields, family, base) } else { Ok(()) }
     }
 
@@ -87,15 +88,15 @@ impl Adapter {
     pub fn convert(&self, scale: Scale<'_>) -> Result<Conversion<'_>> {
         let mut pairs: BTreeMap<&str, [Option<&str>; 2]> = BTreeMap::new();
         for name in self.tensors.names() {
-            let own = name.strip_prefix(PREFIX).unwrap_or(name);
-            if own.ends_with(".base_layer.weight") {
+            let module = name.strip_prefix(PREFIX).unwrap_or(name);
+            if module.ends_with(".base_layer.weight") {
                 // PEFT's copy of the base's weight beside an adapter of the head.
                 continue;
             }
             let half = [".lora_A.weight", ".lora_B.weight"]
                 .into_iter()
                 .zip(0..)
-                .find_map(|(suffix, half)| Some((own.strip_suffix(suffix)?, half)));
+                .find_map(|(suffix, half)| Some((module.strip_suffix(suffix)?, half)));
             let Some((module, half)) = half else {
                 return Err(unsupported("a tensor of an adapter", format!("`{name}`"), EXPORT_MERGED));
             };
@@ -131,7 +132,7 @@ impl Adapter {
         let weight = format!("{module}.weight");
         let target =
             gguf_name(self.family, &self.sizes, &weight).filter(|_| !module.ends_with("embed_tokens"));
-        let (Some(target), Some(shape)) = (target, self.sizes.shape(self.family, &weight)) else {
+        let (Some(target), Some(shape)) = (target, tensor_shape(&self.sizes, &weight)) else {
             return Err(unsupported("an adapter", format!("of `{module}`"), EXPORT_MERGED));
         };
         let (Some(first), Some(second)) = (self.tensors.get(a), self.tensors.get(b)) else {
@@ -142,14 +143,14 @@ impl Adapter {
             return Err(file_error(
                 &self.folder,
                 format!(
-                    "`{module}` has A {:?} and B {:?}, of which one does not fit the base's {shape:?}; the base is another model",
+                    "`{module}` has A {:?} and B {:?}, which do not fit the base's {shape:?}; the base is another model",
                     first.shape, second.shape
                 ),
             ));
         }
         let meant = scale(module, rank).map_err(|reason| file_error(&self.folder, reason))?;
         let factor = (meant * rank as f64 / alpha) as f32;
-        let of = |suffix: &str, shape: &[u64], location: &crate::safetensors::Location, rows| Planned {
+        let planned = |suffix: &str, shape: &[u64], location: &crate::safetensors::Location, rows| Planned {
             info: TensorInfo {
                 name: format!("{}.lora_{suffix}", target.name),
                 shape: shape.to_vec(),
@@ -158,8 +159,8 @@ impl Adapter {
             values: Values::Stored { location: location.clone(), rows },
         };
         Ok([
-            of("a", &first.shape, first, Rows::default()),
-            of("b", &second.shape, second, Rows { scale: factor, ..target.transform }),
+            planned("a", &first.shape, first, Rows::default()),
+            planned("b", &second.shape, second, Rows { scale: factor, ..target.transform }),
         ])
     }
 }
@@ -180,8 +181,8 @@ fn check_head(config: &Fields, family: &Family, base: &Path) -> Result<()> {
 /// Refuses adapters that are more than two matrices for each projection.
 fn check(config: &Fields) -> Result<()> {
     let refuse = |key: &str| {
-        let found = config.get(key).map_or_else(String::new, Json::to_string);
-        Err(unsupported(format!("`{key}` of an adapter in GGUF"), found, EXPORT_MERGED))
+        let value = config.get(key).map_or_else(String::new, Json::to_string);
+        Err(unsupported(format!("`{key}` of an adapter in GGUF"), value, EXPORT_MERGED))
     };
     if config.get("peft_type").is_some_and(|kind| kind != "LORA") {
         return refuse("peft_type");

@@ -14,14 +14,14 @@ use crate::writer::{Header, TensorInfo, Writer};
 /// Values that are converted at once.
 const CHUNK: u64 = 1 << 18;
 
-/// What happens to the rows of a tensor, or to the elements of a vector, on the way to the file.
+/// The changes of a tensor's rows, or of a vector's elements, before they are written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Rows {
     /// For q and k of llama: the rows of a head of d; Hugging Face rotates i with i + d/2, and llama.cpp 2i with 2i + 1.
     pub(crate) interleaved: Option<u64>,
-    /// What is added to each value.
+    /// Added to each value.
     pub(crate) add: f32,
-    /// What each value is multiplied by.
+    /// Factor of each value.
     pub(crate) scale: f32,
 }
 
@@ -113,7 +113,7 @@ impl<'a> Conversion<'a> {
         };
         for (key, value) in &self.header.metadata {
             match file.header().get(key) {
-                Some(found) if found == value => {}
+                Some(written) if written == value => {}
                 Some(_) => return wrong(key, "it has another value".to_owned()),
                 None => return wrong(key, "it is missing".to_owned()),
             }
@@ -128,12 +128,12 @@ impl<'a> Conversion<'a> {
                     1 => 0..1,
                     _ => part.start / columns..part.end / columns,
                 };
-                let mut found = file.rows(index, rows)?;
+                let mut written = file.rows(index, rows)?;
                 if info.shape.len() == 1 {
-                    found = found[part.start as usize..part.end as usize].to_vec();
+                    written = written[part.start as usize..part.end as usize].to_vec();
                 }
                 let meant = self.meant(values, part.clone(), info)?;
-                if let Some((x, y)) = first_difference(info.kind, &meant, &found) {
+                if let Some((x, y)) = first_difference(info.kind, &meant, &written) {
                     return wrong(&info.name, format!("{y} is in the file where {x} was meant"));
                 }
             }
@@ -232,12 +232,12 @@ fn check_finite(info: &TensorInfo, values: &[f32]) -> Result<()> {
     }
 }
 
-/// Returns the first pair (meant, found) that differs by more than rounding.
-fn first_difference(kind: TensorType, meant: &[f32], found: &[f32]) -> Option<(f32, f32)> {
+/// Returns the first pair (meant, written) that differs by more than rounding.
+fn first_difference(kind: TensorType, meant: &[f32], written: &[f32]) -> Option<(f32, f32)> {
     let block = if kind == TensorType::Q8_0 { Q8_0_BLOCK } else { 1 };
-    for (meant, found) in meant.chunks(block).zip(found.chunks(block)) {
+    for (meant, written) in meant.chunks(block).zip(written.chunks(block)) {
         let largest = meant.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-        let pairs = meant.iter().zip(found);
+        let pairs = meant.iter().zip(written);
         for (x, y) in pairs {
             let difference = (x - y).abs();
             if difference.is_nan() || difference > kind.rounding(largest) {

@@ -14,7 +14,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and the remedy.
+        /// The problem, and the remedy.
         reason: String,
     },
     /// Something that llama.cpp or this crate cannot represent.
@@ -22,9 +22,9 @@ pub enum Error {
     Unsupported {
         /// The kind of thing, such as `model_type`.
         what: String,
-        /// What was found.
+        /// The unsupported value.
         found: String,
-        /// What works instead.
+        /// An alternative that works.
         remedy: String,
     },
     /// A written file whose content differs from what was meant.

@@ -36,8 +36,8 @@ impl Fields {
     }
 
     fn wrong(&self, key: &str, expected: &str) -> crate::Error {
-        let found = self.get(key).map_or_else(|| "missing".to_owned(), Value::to_string);
-        file_error(&self.path, format!("`{key}` is {found}; expected {expected}"))
+        let value = self.get(key).map_or_else(|| "missing".to_owned(), Value::to_string);
+        file_error(&self.path, format!("`{key}` is {value}; expected {expected}"))
     }
 
     /// Returns a whole number from 1 to 2^32 − 1.

@@ -1,4 +1,4 @@
-//! A model's folder: what llama.cpp has to know of it.
+//! A model's folder, as llama.cpp has to read it.
 
 mod family;
 mod keys;
@@ -6,6 +6,8 @@ mod names;
 mod rope;
 
 use std::path::{Path, PathBuf};
+
+use decoder::Sizes;
 
 use crate::conversion::{Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
@@ -16,7 +18,7 @@ use crate::tokenizer::Tokenizer;
 use crate::value::Value;
 use crate::writer::TensorInfo;
 
-pub(crate) use family::{Family, Sizes};
+pub(crate) use family::{Family, sizes, tensor_shape};
 pub(crate) use names::{TensorName, gguf_name};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -55,8 +57,8 @@ impl Model {
     /// As [`Model::open`].
     pub fn open_with(folder: &Path, tokenizer: &Path) -> Result<Self> {
         let config = Fields::read(&folder.join("config.json"))?;
-        let family = Family::of(&config)?;
-        let sizes = Sizes::read(&config)?;
+        let family = Family::from_config(&config)?;
+        let sizes = family::sizes(&config)?;
         family.check(&config, &sizes)?;
         let mut tensors = Tensors::of_model(folder)?;
         let tied = ties(&config, family, &mut tensors)?;
@@ -80,7 +82,7 @@ impl Model {
         Self { name: name.to_owned(), ..self }
     }
 
-    /// Says in the file that no token is put before a text: for a model whose chat template does not write the one that begins a text.
+    /// Writes that no token is put before a text: for a model whose chat template does not write the one that begins a text.
     /// llama.cpp puts it before every prompt otherwise, also before one that a template rendered.
     #[must_use]
     pub fn without_begin_token(mut self) -> Self {
@@ -100,7 +102,7 @@ impl Model {
 
     /// Returns the rows of the embedding: the number of tokens in the file.
     pub fn vocabulary(&self) -> u32 {
-        self.sizes.vocabulary
+        u32::try_from(self.sizes.vocabulary).unwrap_or(u32::MAX)
     }
 
     /// Returns the tokenizer.
@@ -109,10 +111,10 @@ impl Model {
     }
 
     /// Plans the conversion: matrices are stored as `kind`, vectors as `f32`. For `q8_0`, matrices whose rows are not a multiple of 32
-    /// long are stored as `f16`, as llama.cpp does, and [`Conversion::notes`] says which.
+    /// long are stored as `f16`, as llama.cpp does, and [`Conversion::notes`] names them.
     ///
     /// # Errors
-    /// Tensors that are missing, unknown, or of another shape than `config.json` says.
+    /// Tensors that are missing, unknown, or of another shape than in `config.json`.
     pub fn convert(&self, kind: TensorType) -> Result<Conversion<'_>> {
         let mut plan = Vec::new();
         let mut notes = self.family.notes(&self.config)?;
@@ -202,17 +204,17 @@ impl Model {
 
     /// The embedding and the head have a row for each token; permuted tensors have whole heads.
     fn check_shape(&self, name: &str, location: &Location) -> Result<()> {
-        let expected = self.sizes.shape(self.family, name);
+        let expected = tensor_shape(&self.sizes, name);
         match expected {
             Some(expected) if expected != location.shape => Err(file_error(
                 &self.folder,
-                format!("`{name}` has the shape {:?}; config.json says {expected:?}", location.shape),
+                format!("`{name}` has the shape {:?}; config.json gives {expected:?}", location.shape),
             )),
             _ => Ok(()),
         }
     }
 
-    /// Returns the name in the file. llama.cpp tells by it whether the text after Phi-3's special tokens is stripped, and then fails to
+    /// Returns the name in the file. llama.cpp decides by it whether the text after Phi-3's special tokens is stripped, and then fails to
     /// load a vocabulary without certain tokens.
     fn name(&self) -> String {
         let name = self.name.clone();
@@ -233,9 +235,9 @@ impl Model {
             ("general.file_type".to_owned(), kind.file_type().into()),
             ("general.quantization_version".to_owned(), QUANTIZATION_VERSION.into()),
         ];
-        metadata.extend(keys::of(&self.config, self.family, &self.sizes)?);
+        metadata.extend(keys::keys(&self.config, self.family, &self.sizes)?);
         metadata.extend(rope::keys(&self.config, self.family, &self.sizes)?);
-        metadata.extend(self.tokenizer.metadata(self.sizes.vocabulary)?);
+        metadata.extend(self.tokenizer.metadata(self.vocabulary())?);
         Ok(metadata)
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Ollama does not run a model's chat template, which is Jinja; it has a template of Go's. So a Modelfile gets one if the Jinja template
 //! is a known [`ChatFormat`], or one whose texts around the contents are the same in each turn: if that renders probing conversations to
-//! the same text. If it is none, and its special tokens are those of one known format alone, that is taken, and the Modelfile says what
-//! the model's own template writes otherwise. Else the Modelfile has no template, and says so.
+//! the same text. Otherwise, if the template's special tokens are those of exactly one known format, the Modelfile gets that format and
+//! lists where its text differs from the model's own. If no format is left, the Modelfile has no template, and a comment with the reason.
 //!
 //! Source: Ollama's `docs/modelfile.md` and `template/template.go`.
 
@@ -31,7 +31,7 @@ pub struct Chat {
     pub format: ChatFormat,
     /// The system message that the model's template writes where a conversation has none.
     pub default_system: Option<String>,
-    /// What the model's own template writes otherwise.
+    /// Differences from the text of the model's own template.
     pub difference: Option<String>,
 }
 
@@ -40,7 +40,7 @@ impl Chat {
     ///
     /// # Errors
     /// Why no known format is the template's, in words.
-    pub fn of(template: &str, begin: Option<&str>, render: Renderer<'_>) -> Result<Self, String> {
+    pub fn from_template(template: &str, begin: Option<&str>, render: Renderer<'_>) -> Result<Self, String> {
         let candidates = ChatFormat::all().iter().filter(|format| format.has_marks(template));
         let mut others = Vec::new();
         for format in candidates {
@@ -89,8 +89,8 @@ pub struct Modelfile {
     pub sampling: Vec<(&'static str, f64)>,
 }
 
-/// Returns what a model's `generation_config.json` says of sampling, by Ollama's names. A model that is not to be sampled has temperature
-/// 0, whatever else it says.
+/// Returns the sampling parameters of a model's `generation_config.json`, by Ollama's names. A model that is not to be sampled has
+/// temperature 0, whatever else the file has.
 pub fn sampling(generation_config: &Value) -> Vec<(&'static str, f64)> {
     const NAMES: [(&str, &str); 5] = [
         ("temperature", "temperature"),
@@ -100,12 +100,13 @@ pub fn sampling(generation_config: &Value) -> Vec<(&'static str, f64)> {
         ("repetition_penalty", "repeat_penalty"),
     ];
     let is_greedy = generation_config["do_sample"] == Value::Bool(false);
-    let mut found: Vec<(&str, f64)> = if is_greedy { vec![("temperature", 0.0)] } else { Vec::new() };
-    for (name, own) in NAMES {
-        let is_kept = !is_greedy || own == "repeat_penalty";
-        found.extend(generation_config[name].as_f64().filter(|_| is_kept).map(|value| (own, value)));
+    let mut parameters: Vec<(&str, f64)> = if is_greedy { vec![("temperature", 0.0)] } else { Vec::new() };
+    for (name, ollama_name) in NAMES {
+        let is_kept = !is_greedy || ollama_name == "repeat_penalty";
+        parameters
+            .extend(generation_config[name].as_f64().filter(|_| is_kept).map(|value| (ollama_name, value)));
     }
-    found
+    parameters
 }
 
 /// The context that is asked for at most: Ollama reserves the memory of the whole when a model is loaded.

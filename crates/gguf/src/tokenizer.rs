@@ -3,7 +3,7 @@
 //! llama.cpp has its own tokenizers and reads from a file which of them, its tokens and its merges. Two of them are supported, both from
 //! `tokenizer.json`:
 //!
-//! - byte-level BPE (GPT-2, Llama 3, Qwen, …; `tokenizer.ggml.model = gpt2`), whose pre-tokenizer is told by name (see [`pre`]);
+//! - byte-level BPE (GPT-2, Llama 3, Qwen, …; `tokenizer.ggml.model = gpt2`), whose pre-tokenizer has a name (see [`pre`]);
 //! - BPE over characters with bytes for unknown ones, which is what SentencePiece's models become in `tokenizer.json` (Llama 2,
 //!   Mistral, Gemma; `tokenizer.ggml.model = llama`).
 //!
@@ -66,7 +66,7 @@ impl Tokenizer {
             ));
         }
         let fields = Fields { path: path.clone(), fields: json::read(&path)? };
-        let own = json::read_optional(&folder.join("tokenizer_config.json"))?;
+        let tokenizer_config = json::read_optional(&folder.join("tokenizer_config.json"))?;
         let model = object(&fields, "model")?;
         let kind = model.get("type").and_then(Json::as_str).unwrap_or("BPE");
         if kind != "BPE" {
@@ -79,7 +79,7 @@ impl Tokenizer {
         let vocabulary = vocabulary(&fields, model)?;
         let is_sentencepiece = model.get("byte_fallback") == Some(&Json::Bool(true));
         let mut added = added_tokens(&fields)?;
-        added.extend(special_of_config(&own, &vocabulary, &added));
+        added.extend(special_of_config(&tokenizer_config, &vocabulary, &added));
         let mut notes = Vec::new();
         let mut tokens: BTreeMap<u32, (String, i32)> =
             vocabulary.iter().map(|(text, id)| (*id, (text.clone(), NORMAL))).collect();
@@ -90,7 +90,7 @@ impl Tokenizer {
             let (space_prefix, note) = sentencepiece::space_prefix(&fields)?;
             notes.extend(note);
             let kind = Kind::SentencePiece { scores, space_prefix };
-            (kind, Special::read(folder, config, &own, &fields, &added)?)
+            (kind, Special::read(folder, config, &tokenizer_config, &fields, &added)?)
         } else {
             let tokenizer =
                 parsed(&path).map_err(|cause| file_error(&path, format!("not a tokenizer: {cause}")))?;
@@ -102,7 +102,7 @@ impl Tokenizer {
                 );
             }
             let kind = Kind::ByteLevel { pre, merges: merges(&fields, model)? };
-            (kind, Special::read(folder, config, &own, &fields, &added)?)
+            (kind, Special::read(folder, config, &tokenizer_config, &fields, &added)?)
         };
         for token in &added {
             let is_control = token.special || looks_special(&token.text);
@@ -113,9 +113,9 @@ impl Tokenizer {
             tokens.insert(token.id, (text, if is_unknown { UNKNOWN } else { kind }));
         }
         notes.extend(special.notes.iter().cloned());
-        let templates = template::read(folder, &own)?;
+        let templates = template::read(folder, &tokenizer_config)?;
         let older = json::read_optional(&folder.join("special_tokens_map.json"))?;
-        let names_begin = [&own, &older].into_iter().any(|fields| {
+        let names_begin = [&tokenizer_config, &older].into_iter().any(|fields| {
             fields.get("bos_token").is_some_and(|token| token.is_string() || token.get("content").is_some())
         });
         Ok(Self { tokens, kind, special, templates, names_begin, notes, path })
@@ -160,7 +160,7 @@ impl Tokenizer {
     pub(crate) fn add_no_begin(&mut self) {
         if let Some(begin) = self.begin_token() {
             self.notes.push(format!(
-                "the chat template writes no `{begin}`, so the file says add_bos_token = false: a chat in llama.cpp then has the tokens of \
+                "the chat template writes no `{begin}`, so the file has add_bos_token = false: a chat in llama.cpp then has the tokens of \
                  apply_chat_template, and any other text no `{begin}`"
             ));
         }
@@ -299,7 +299,7 @@ fn added_tokens(fields: &Fields) -> Result<Vec<AddedToken>> {
     all.iter().map(read).collect()
 }
 
-/// Returns the special tokens that `tokenizer.json` has as ordinary ones, and `tokenizer_config.json` says are special.
+/// Returns the tokens that are ordinary in `tokenizer.json` and special in `tokenizer_config.json`.
 fn special_of_config(
     config: &Map<String, Json>,
     vocabulary: &BTreeMap<String, u32>,
@@ -343,7 +343,7 @@ pub(crate) fn pairs<'a>(fields: &Fields, model: &'a Map<String, Json>) -> Result
     all.iter().map(pair).collect()
 }
 
-/// Returns whether a token is one of control although its file does not say so, as llama.cpp's converter guesses.
+/// Returns whether a token is a control token although its file has it as an ordinary one, as llama.cpp's converter guesses.
 fn looks_special(text: &str) -> bool {
     ["<pad>", "<mask>", "<2mass>", "[@BOS@]"].contains(&text)
         || (text.starts_with("<|") && text.ends_with("|>"))

@@ -17,14 +17,14 @@ use crate::value::{Value, write_string};
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
 /// The version of the format.
 pub(crate) const VERSION: u32 = 3;
-/// What offsets of values are multiples of, in bytes.
+/// Alignment of the offsets of values, in bytes.
 pub(crate) const ALIGNMENT: u64 = 32;
 /// The most dimensions that a tensor has in ggml.
 pub(crate) const MAX_DIMENSIONS: usize = 4;
 /// The most bytes of a tensor's name in ggml, without the final zero.
 pub(crate) const MAX_NAME: usize = 63;
 
-/// What a file says of a tensor.
+/// The description of a tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
     /// The name, at most 63 bytes.

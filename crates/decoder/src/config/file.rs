@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::rope_file::{self, Rope, Written};
+use super::rope_file::{self, RopeFields, Written};
 use super::window_file::{rotary_layers, windows};
 use super::{AttentionPath, DecoderConfig, WHAT};
 use crate::error::{Error, Result};
@@ -67,9 +67,9 @@ pub(super) struct HuggingFace {
     #[serde(default, deserialize_with = "named::rms_norm_eps")]
     rms_norm_eps: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) rope_parameters: Option<Rope>,
+    pub(super) rope_parameters: Option<RopeFields>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) rope_scaling: Option<Rope>,
+    pub(super) rope_scaling: Option<RopeFields>,
     #[serde(default, deserialize_with = "named::rope_theta", skip_serializing_if = "Option::is_none")]
     pub(super) rope_theta: Option<f64>,
     #[serde(default, deserialize_with = "named::tie_word_embeddings")]
@@ -206,6 +206,8 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         for name in ["dtype", "torch_dtype", "transformers_version"] {
             file.other.shift_remove(name);
         }
+
+        // Layers: windows, rotation, dropouts.
         check_activation(&mut file, family)?;
         let (sliding_window, layer_types) = windows(&mut file, family)?;
         let rotary_layers = if facts.has_unrotated_layers { rotary_layers(&file)? } else { Vec::new() };
@@ -220,6 +222,8 @@ impl TryFrom<HuggingFace> for DecoderConfig {
                 )));
             }
         }
+
+        // Rotary embedding and heads.
         let positions = file.max_position_embeddings.unwrap_or(facts.positions);
         let rope = rope_file::read(&mut file, family, positions)?;
         let (hidden, heads) = (file.hidden_size, file.num_attention_heads);
@@ -229,6 +233,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
                 "`num_attention_heads` {heads} does not divide `hidden_size` {hidden}; take a divisor, or give `head_dim`"
             )));
         }
+
         // Factors of the families that have them.
         let (has_factors, gemma) = (facts.has_multipliers, family.is_gemma());
         let mut number = |name: &str, is_read: bool| if is_read { file.take_number(name) } else { Ok(None) };
@@ -238,6 +243,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         let residual_multiplier = number("residual_multiplier", has_factors)?.unwrap_or(1.0);
         let logits_scaling = number("logits_scaling", has_factors)?.unwrap_or(1.0);
         let query_pre_attn_scalar = number("query_pre_attn_scalar", gemma)?.or(gemma.then_some(256.0));
+
         // Caps have the family's default only where the file has no such field; null is no cap.
         let mut cap = |name: &str, is_read: bool, default: Option<f64>| match file.other.contains_key(name) {
             true if is_read => file.take_number(name),
@@ -247,6 +253,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         let [attn_cap, final_cap] = facts.softcaps.map_or([None; 2], |caps| caps.map(Some));
         let attn_logit_softcapping = cap("attn_logit_softcapping", facts.softcaps.is_some(), attn_cap)?;
         let final_logit_softcapping = cap("final_logit_softcapping", gemma, final_cap)?;
+
         let config = Self {
             family,
             vocab_size: file.vocab_size,

@@ -26,18 +26,88 @@ const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// `rope_parameters` or `rope_scaling`.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(try_from = "Map<String, Value>")]
-pub(super) struct Rope {
+pub struct RopeFields {
+    /// The name of the scaling.
     #[serde(skip_serializing_if = "Option::is_none")]
-    rope_type: Option<String>,
+    pub rope_type: Option<String>,
+    /// All other fields.
     #[serde(flatten)]
-    numbers: Map<String, Value>,
+    pub numbers: Map<String, Value>,
+}
+
+/// The rotary embedding in a file, in either spelling or both.
+#[derive(Debug, Default)]
+pub struct RopeSpellings {
+    parameters: Option<RopeFields>,
+    scaling: Option<RopeFields>,
+    theta: Option<f64>,
+    local_theta: Option<f64>,
+    partial: Option<f64>,
+}
+
+impl RopeSpellings {
+    /// Takes the spellings out of the fields of a `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config): a field of another type.
+    pub fn read(fields: &Map<String, Value>) -> Result<Self> {
+        let rope = |name: &str| match fields.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Object(rope)) => RopeFields::try_from(rope.clone()).map(Some).map_err(refuse),
+            Some(other) => Err(refuse(format!("the rotary embedding is {other}; expected an object"))),
+        };
+        Ok(Self {
+            parameters: rope("rope_parameters")?,
+            scaling: rope("rope_scaling")?,
+            theta: number(fields, THETA)?,
+            local_theta: number(fields, LOCAL_THETA)?,
+            partial: number(fields, PARTIAL)?,
+        })
+    }
+
+    /// Joins the spellings: returns the parameters of layers that attend to everything, and those of layers with a window, which only
+    /// some families have.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config): spellings that disagree.
+    pub fn join(self, family: Family) -> Result<[RopeFields; 2]> {
+        let Self { parameters, scaling, theta, local_theta, partial } = self;
+        if family.facts().local_theta.is_none() {
+            let full = scaling.filter(|older| !older.is_empty()).or(parameters).unwrap_or_default();
+            let full = full.with(THETA, THETA, theta)?.with(PARTIAL, PARTIAL, partial)?;
+            return Ok([full, RopeFields::default()]);
+        }
+        let (full, local) = match &parameters {
+            Some(new) => (new.entry(LayerType::Full)?, new.entry(LayerType::Sliding)?),
+            None => (None, None),
+        };
+        // Parameters without layer types are those of layers that attend to everything.
+        let mut full = full.or(parameters.filter(|_| local.is_none())).unwrap_or_default();
+        if let Some(older) = scaling {
+            full.rope_type = older.rope_type.or(full.rope_type);
+            full.numbers.extend(older.numbers);
+        }
+        let local = local.unwrap_or_default().with(THETA, LOCAL_THETA, local_theta)?;
+        Ok([full.with(THETA, THETA, theta)?, local])
+    }
+}
+
+/// An optional number of the rotary embedding.
+fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<f64>> {
+    match fields.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => value
+            .as_f64()
+            .map(Some)
+            .ok_or_else(|| refuse(format!("`{name}` of the rotary embedding is {value}; expected a number"))),
+    }
 }
 
 /// Takes the scaling's name out of the fields. Files have it as `rope_type`, as the older `type`, or as both; transformers 5 reads the
 /// first.
-impl TryFrom<Map<String, Value>> for Rope {
+impl TryFrom<Map<String, Value>> for RopeFields {
     type Error = String;
 
     fn try_from(mut numbers: Map<String, Value>) -> Result<Self, String> {
@@ -51,15 +121,9 @@ impl TryFrom<Map<String, Value>> for Rope {
     }
 }
 
-impl Rope {
-    /// An optional number.
+impl RopeFields {
     fn optional(&self, name: &str) -> Result<Option<f64>> {
-        match self.numbers.get(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => value.as_f64().map(Some).ok_or_else(|| {
-                refuse(format!("`{name}` of the rotary embedding is {value}; expected a number"))
-            }),
-        }
+        number(&self.numbers, name)
     }
 
     fn number(&self, name: &str) -> Result<f64> {
@@ -159,92 +223,48 @@ pub(super) struct Read {
     pub(super) partial: f64,
 }
 
-/// Reads it, and removes its fields from `file`'s others.
+/// Reads the rotary embedding, and removes its fields from `file`'s others.
 pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Result<Read> {
     let facts = family.facts();
-    let older_theta = file.rope_theta;
-    let older_partial = file.take_number(PARTIAL)?;
-    let (new, older) = (file.rope_parameters.take(), file.rope_scaling.take());
-    if let Some(local_theta) = facts.local_theta {
-        return read_by_layer(file, (new, older), positions, [facts.theta, local_theta]);
-    }
-    let none = || Rope { rope_type: None, numbers: Map::new() };
-    let rope = older.filter(|older| !older.is_empty()).or(new).unwrap_or_else(none);
-    let rope = rope.with(THETA, THETA, older_theta)?.with(PARTIAL, PARTIAL, older_partial)?;
-    let partial = rope.optional(PARTIAL)?.unwrap_or(1.0);
+    let partial = file.take_number(PARTIAL)?;
+    let local_theta = facts.local_theta.map_or(Ok(None), |_| file.take_number(LOCAL_THETA))?;
+    let (parameters, scaling) = (file.rope_parameters.take(), file.rope_scaling.take());
+    let spellings = RopeSpellings { parameters, scaling, theta: file.rope_theta, local_theta, partial };
+    let [full, local] = spellings.join(family)?;
+    let partial = full.optional(PARTIAL)?.unwrap_or(1.0);
     if partial != 1.0 && !facts.has_partial_rotation {
         return Err(refuse(format!(
             "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
         )));
     }
-    let plain = |rope: &Rope| -> Result<Read> {
-        Ok(Read { rope: rope.frequencies(positions, facts.theta)?, local: None, long: None, partial })
-    };
-    if !facts.has_partial_rotation {
-        return plain(&rope);
+    let original = if facts.has_partial_rotation { file.take_number(ORIGINAL)? } else { None };
+    // Older files of Phi-3 call it su, and once yarn.
+    if facts.has_partial_rotation && ["longrope", "su", "yarn"].contains(&full.kind()) {
+        let original = full.optional(ORIGINAL)?.or(original);
+        let long = LongRope {
+            short_factor: full.list("short_factor")?,
+            long_factor: full.list("long_factor")?,
+            original_positions: original.unwrap_or(4096.0) as i64,
+            attention_factor: full.optional("attention_factor")?,
+            factor: full.optional("factor")?,
+        };
+        let theta = full.optional(THETA)?.unwrap_or(facts.theta);
+        let rope = Frequencies { theta, scaling: Scaling::None };
+        return Ok(Read { rope, local: None, long: Some(long), partial });
     }
-    let original = file.take_number(ORIGINAL)?;
-    // Older files call it su, and once yarn.
-    if !["longrope", "su", "yarn"].contains(&rope.kind()) {
-        if let Some(original) = original {
-            file.other.insert(ORIGINAL.to_owned(), json!(original as i64));
-        }
-        return plain(&rope);
+    if let Some(original) = original {
+        file.other.insert(ORIGINAL.to_owned(), json!(original as i64));
     }
-    let original = rope.optional(ORIGINAL)?.or(original);
-    let long = LongRope {
-        short_factor: rope.list("short_factor")?,
-        long_factor: rope.list("long_factor")?,
-        original_positions: original.unwrap_or(4096.0) as i64,
-        attention_factor: rope.optional("attention_factor")?,
-        factor: rope.optional("factor")?,
-    };
-    let rope = Frequencies { theta: rope.optional(THETA)?.unwrap_or(facts.theta), scaling: Scaling::None };
-    Ok(Read { rope, local: None, long: Some(long), partial })
-}
-
-/// Reads two embeddings: one for layers that attend to everything, one for layers with a window.
-fn read_by_layer(
-    file: &mut HuggingFace,
-    (new, older): (Option<Rope>, Option<Rope>),
-    positions: i64,
-    [default_theta, default_local_theta]: [f64; 2],
-) -> Result<Read> {
-    let local_theta = file.take_number(LOCAL_THETA)?;
-    let none = || Rope { rope_type: None, numbers: Map::new() };
-    let (full, local) = match &new {
-        Some(new) => (new.entry(LayerType::Full)?, new.entry(LayerType::Sliding)?),
-        None => (None, None),
-    };
-    // Parameters without layer types are those of layers that attend to everything.
-    let full = full.or(new.filter(|_| local.is_none()));
-    let mut full = full.unwrap_or_else(none);
-    if let Some(older) = older {
-        full.rope_type = older.rope_type.or(full.rope_type);
-        full.numbers.extend(older.numbers);
-    }
-    let full = full.with(THETA, THETA, file.rope_theta)?;
-    let local = local.unwrap_or_else(none).with(THETA, LOCAL_THETA, local_theta)?;
-    let partial = full.optional(PARTIAL)?.unwrap_or(1.0);
-    if partial != 1.0 {
-        return Err(refuse(format!(
-            "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
-        )));
-    }
-    Ok(Read {
-        rope: full.frequencies(positions, default_theta)?,
-        local: Some(local.frequencies(positions, default_local_theta)?),
-        long: None,
-        partial,
-    })
+    let local = facts.local_theta.map(|theta| local.frequencies(positions, theta)).transpose()?;
+    Ok(Read { rope: full.frequencies(positions, facts.theta)?, local, long: None, partial })
 }
 
 /// The fields that a file gets.
 pub(super) struct Written {
     /// `rope_parameters`.
-    pub(super) parameters: Rope,
+    pub(super) parameters: RopeFields,
     /// `rope_scaling`; `None` where there is no scaling, and where the older spelling has no place for one.
-    pub(super) scaling: Option<Rope>,
+    pub(super) scaling: Option<RopeFields>,
     /// `rope_theta`.
     pub(super) theta: f64,
 }
@@ -252,17 +272,17 @@ pub(super) struct Written {
 /// Returns the fields of both spellings, and inserts those that are not of the embedding alone into `other`.
 pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> Written {
     let theta = config.rope.theta;
-    let mut parameters = Rope::from_frequencies(&config.rope);
+    let mut parameters = RopeFields::from_frequencies(&config.rope);
     let mut scaling = (config.rope.scaling != Scaling::None).then(|| parameters.clone());
     scaling.iter_mut().for_each(|scaling| drop(scaling.numbers.shift_remove(THETA)));
     if let Some(local) = &config.local_rope {
         let both = [(LayerType::Full, &config.rope), (LayerType::Sliding, local)];
         let entry = |(layers, rope): (LayerType, &Frequencies)| {
-            let rope = Rope::from_frequencies(rope);
+            let rope = RopeFields::from_frequencies(rope);
             (layers.name().to_owned(), serde_json::to_value(rope).unwrap_or_default())
         };
         other.insert(LOCAL_THETA.to_owned(), json!(local.theta));
-        parameters = Rope { rope_type: None, numbers: both.into_iter().map(entry).collect() };
+        parameters = RopeFields { rope_type: None, numbers: both.into_iter().map(entry).collect() };
         return Written { parameters, scaling, theta };
     }
     if config.family.facts().has_partial_rotation {
@@ -278,7 +298,7 @@ pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> W
         let older =
             Map::from_iter([("type".to_owned(), json!("longrope"))]).into_iter().chain(factors.clone());
         let is_plain = long.factor.is_none() && long.attention_factor.is_none();
-        scaling = is_plain.then(|| Rope { rope_type: None, numbers: older.collect() });
+        scaling = is_plain.then(|| RopeFields { rope_type: None, numbers: older.collect() });
         parameters.numbers.extend(factors);
         let optional = [("factor", long.factor), ("attention_factor", long.attention_factor)];
         for (name, number) in optional.into_iter().filter_map(|(name, number)| Some((name, number?))) {

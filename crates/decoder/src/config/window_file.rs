@@ -42,7 +42,7 @@ pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<
     let window = file.take("sliding_window")?;
     let window = if named { window } else { facts.window };
     match types {
-        // transformers computes windows in all layers of such a family, whatever the list says.
+        // transformers computes windows in all layers of such a family, whatever the list has.
         Some(types)
             if facts.window_rule == WindowRule::All
                 && window.is_some()

@@ -209,7 +209,7 @@ fn chat(model: &Model, folder: &Path) -> anyhow::Result<Option<Result<Chat, Stri
         let messages = conversation.iter().map(|(role, content)| Message::new(role.name(), content));
         Some(template.render(&Conversation::new(messages), true).ok()?.text)
     };
-    Ok(Some(Chat::of(source, tokenizer.begin_token(), &render)))
+    Ok(Some(Chat::from_template(source, tokenizer.begin_token(), &render)))
 }
 
 /// Compares a file with llama.cpp, before it has its name, and returns the figures; `None` where it is not compared.

@@ -1,10 +1,10 @@
-//! What llama.cpp assumes about each family of decoders.
+//! llama.cpp's assumptions about each family of decoders.
 //!
 //! Source: llama.cpp's `conversion/*.py`, `gguf-py/gguf/constants.py` and `src/models/*.cpp` of 2026.
 
 use std::ops::Deref;
 
-use decoder::{DecoderConfig, Facts, QueryKeyNorm, Width, Windows};
+use decoder::{DecoderConfig, Facts, QueryKeyNorm, Sizes, Windows};
 use serde_json::Value;
 
 use crate::error::{Result, file_error, unsupported};
@@ -13,7 +13,7 @@ use crate::json::Fields;
 /// A family, and how llama.cpp reads it.
 #[derive(Debug)]
 pub(crate) struct Family {
-    kind: decoder::Family,
+    pub(crate) kind: decoder::Family,
     /// llama.cpp's architecture.
     pub(crate) architecture: &'static str,
     /// Whether llama.cpp rotates neighbouring pairs of q and k, so that the rows of each head have to be interleaved.
@@ -26,6 +26,8 @@ pub(crate) struct Family {
     pub(crate) has_head: bool,
     /// Whether a head may be wider or narrower than hidden_size / heads.
     pub(crate) own_head_dim: bool,
+    /// Values of `rope_type` that llama.cpp computes for this family.
+    pub(crate) rope_types: &'static [&'static str],
     /// Every n-th layer differs: it attends to everything (Gemma), or has no rotary embedding (SmolLM3). llama.cpp's own constant.
     pub(crate) period: Option<u32>,
 }
@@ -41,6 +43,9 @@ impl Deref for Family {
 const ALL: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 const QKV: &[&str] = &["q_proj", "k_proj", "v_proj"];
 
+const LLAMA_ROPE: &[&str] = &["default", "linear", "llama3", "yarn"];
+const GEMMA_ROPE: &[&str] = &["default", "linear"];
+
 const LLAMA: Family = Family {
     kind: decoder::Family::Llama,
     architecture: "llama",
@@ -49,11 +54,13 @@ const LLAMA: Family = Family {
     head_required: false,
     has_head: true,
     own_head_dim: true,
+    rope_types: LLAMA_ROPE,
     period: None,
 };
 
-/// Of those whose pairs of q and k are not permuted.
-const OTHER: Family = Family { permuted: false, biases: &[], ..LLAMA };
+/// A family whose pairs of q and k are not permuted.
+const OTHER: Family =
+    Family { permuted: false, biases: &[], rope_types: &["default", "linear", "yarn"], ..LLAMA };
 
 static FAMILIES: [Family; 10] = [
     LLAMA,
@@ -64,6 +71,7 @@ static FAMILIES: [Family; 10] = [
         architecture: "smollm3",
         biases: QKV,
         own_head_dim: false,
+        rope_types: OTHER.rope_types,
         period: Some(4),
         ..LLAMA
     },
@@ -76,25 +84,38 @@ static FAMILIES: [Family; 10] = [
         own_head_dim: false,
         ..OTHER
     },
-    Family { kind: decoder::Family::Phi3, architecture: "phi3", own_head_dim: false, ..OTHER },
+    Family {
+        kind: decoder::Family::Phi3,
+        architecture: "phi3",
+        own_head_dim: false,
+        rope_types: &["default", "longrope", "su"],
+        ..OTHER
+    },
     Family {
         kind: decoder::Family::Gemma2,
         architecture: "gemma2",
         has_head: false,
+        rope_types: GEMMA_ROPE,
         period: Some(2),
         ..OTHER
     },
-    Family { kind: decoder::Family::Gemma3, architecture: "gemma3", period: Some(6), ..OTHER },
+    Family {
+        kind: decoder::Family::Gemma3,
+        architecture: "gemma3",
+        rope_types: GEMMA_ROPE,
+        period: Some(6),
+        ..OTHER
+    },
 ];
 
 impl Family {
     /// Finds the family of a configuration.
-    pub(crate) fn of(config: &Fields) -> Result<&'static Self> {
-        let found = config.text("model_type")?;
+    pub(crate) fn from_config(config: &Fields) -> Result<&'static Self> {
+        let model_type = config.text("model_type")?;
         let known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
-        let Some(family) = FAMILIES.iter().find(|family| family.model_type == found) else {
+        let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
             let remedy = format!("the families that can be converted are {}", known.join(", "));
-            return Err(unsupported("the `model_type`", format!("`{found}`"), remedy));
+            return Err(unsupported("the `model_type`", format!("`{model_type}`"), remedy));
         };
         if let Some(quantized) = config.get("quantization_config") {
             let method = quantized.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
@@ -121,8 +142,8 @@ impl Family {
     /// Refuses options that llama.cpp would silently read differently.
     pub(crate) fn check(&self, config: &Fields, sizes: &Sizes) -> Result<()> {
         let refuse = |key: &str, remedy: String| {
-            let found = config.get(key).map_or_else(|| "its default".to_owned(), Value::to_string);
-            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), found, remedy))
+            let value = config.get(key).map_or_else(|| "its default".to_owned(), Value::to_string);
+            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), value, remedy))
         };
         if !self.own_head_dim && sizes.head_dim * sizes.heads != sizes.hidden {
             return refuse(
@@ -164,7 +185,7 @@ impl Family {
             // llama.cpp knows the two models with 27 billion parameters by their number of layers.
             let largest = sizes.layers == if self.has_query_key_norms() { 62 } else { 46 };
             let expected = if largest { sizes.hidden / sizes.heads } else { sizes.head_dim };
-            if scalar != f64::from(expected) {
+            if scalar != expected as f64 {
                 return refuse("query_pre_attn_scalar", format!("llama.cpp takes {expected} for this model"));
             }
         }
@@ -180,9 +201,9 @@ impl Family {
             true => ("layer_types", |value| value == "sliding_attention"),
             false => ("no_rope_layers", |value| value == 1),
         };
-        let refuse = |key: &str, found: String| {
+        let refuse = |key: &str, value: String| {
             let remedy = format!("llama.cpp takes every {period}th layer as the other kind");
-            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), found, remedy))
+            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), value, remedy))
         };
         if self.is_gemma && config.fields.get("sliding_window").is_some_and(Value::is_null) {
             return refuse("sliding_window", "null, with which all layers attend to everything".to_owned());
@@ -206,19 +227,19 @@ impl Family {
         let Some(key) = keys.iter().find(|key| config.get(key).is_some()) else { return Ok(()) };
         let every = config.size(key)?;
         let differs = |number: u32| number.is_multiple_of(every) != number.is_multiple_of(period);
-        match (1..=sizes.layers).any(differs) {
+        match (1..=sizes.layers as u32).any(differs) {
             true => refuse(key, every.to_string()),
             false => Ok(()),
         }
     }
 
-    /// Says what llama.cpp leaves out.
+    /// Returns notes on parts of the model that llama.cpp leaves out.
     pub(crate) fn notes(&self, config: &Fields) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         let window = config.optional_size("sliding_window")?;
         let is_optional = self.windows == Windows::Optional;
-        let used = !is_optional || config.flag("use_sliding_window", false)?;
-        if let Some(window) = window.filter(|_| used && !self.is_gemma)
+        let is_used = !is_optional || config.flag("use_sliding_window", false)?;
+        if let Some(window) = window.filter(|_| is_used && !self.is_gemma)
             && config.optional_size("max_position_embeddings")?.is_none_or(|context| window < context)
         {
             notes.push(format!(
@@ -238,61 +259,25 @@ impl Family {
     }
 }
 
-/// The sizes that the files' shapes follow from.
-#[derive(Debug)]
-pub(crate) struct Sizes {
-    pub(crate) layers: u32,
-    pub(crate) hidden: u32,
-    pub(crate) feed_forward: u32,
-    pub(crate) heads: u32,
-    pub(crate) key_value_heads: u32,
-    pub(crate) head_dim: u32,
-    pub(crate) vocabulary: u32,
-    pub(crate) context: u32,
+/// Reads the sizes of a configuration.
+pub(crate) fn sizes(config: &Fields) -> Result<Sizes> {
+    let wrong = |reason: String| file_error(&config.path, reason);
+    let text = serde_json::to_string(&config.fields).map_err(|cause| wrong(cause.to_string()))?;
+    Ok(DecoderConfig::sizes_from_str(&text).map_err(|cause| wrong(cause.to_string()))?.sizes())
 }
 
-impl Sizes {
-    pub(crate) fn read(config: &Fields) -> Result<Self> {
-        let wrong = |reason: String| file_error(&config.path, reason);
-        let text = serde_json::to_string(&config.fields).map_err(|cause| wrong(cause.to_string()))?;
-        let sizes = DecoderConfig::sizes_from_str(&text).map_err(|cause| wrong(cause.to_string()))?;
-        // The reader bounds each size far below 2^32.
-        let size = |size: i64| u32::try_from(size).unwrap_or(u32::MAX);
-        Ok(Self {
-            layers: size(sizes.num_hidden_layers),
-            hidden: size(sizes.hidden_size),
-            feed_forward: size(sizes.intermediate_size),
-            heads: size(sizes.num_attention_heads),
-            key_value_heads: size(sizes.num_key_value_heads),
-            head_dim: size(sizes.head_dim),
-            vocabulary: size(sizes.vocab_size),
-            context: size(sizes.max_position_embeddings),
-        })
-    }
-
-    /// The shape of a tensor of the files; `None` for norms of q and k, which families have of several sizes.
-    pub(crate) fn shape(&self, family: &Family, name: &str) -> Option<Vec<u64>> {
-        let (module, kind) = name.rsplit_once('.')?;
-        let [hidden, wide] = [self.hidden, self.feed_forward].map(u64::from);
-        let queries = u64::from(self.heads) * u64::from(self.head_dim);
-        let keys = u64::from(self.key_value_heads) * u64::from(self.head_dim);
-        let width = |width: Width| match width {
-            Width::Hidden => hidden,
-            Width::Queries => queries,
-            Width::Keys => keys,
-            Width::QueriesKeysValues => queries + 2 * keys,
-            Width::FeedForward => wide,
-            Width::GateUp => 2 * wide,
-        };
-        let projection =
-            family.kind.projections().iter().find(|projection| module.ends_with(projection.name));
-        let (rows, columns) = match (projection, module.rsplit('.').next()?) {
-            (Some(projection), _) => (width(projection.output), width(projection.input)),
-            (None, "embed_tokens" | "lm_head") => (u64::from(self.vocabulary), hidden),
-            (None, "q_norm" | "k_norm") if family.query_key_norm == QueryKeyNorm::AllHeads => return None,
-            (None, "q_norm" | "k_norm") => return Some(vec![u64::from(self.head_dim)]),
-            _ => return Some(vec![hidden]),
-        };
-        Some(if kind == "bias" { vec![rows] } else { vec![rows, columns] })
-    }
+/// Returns the shape of a tensor of the files; `None` for the norms of q and k of all heads, which have several sizes.
+pub(crate) fn tensor_shape(sizes: &Sizes, name: &str) -> Option<Vec<u64>> {
+    let (module, kind) = name.rsplit_once('.')?;
+    let projection = sizes.family.projections().iter().find(|projection| module.ends_with(projection.name));
+    let (rows, columns) = match (projection, module.rsplit('.').next()?) {
+        (Some(projection), _) => (sizes.width(projection.output)?, sizes.width(projection.input)?),
+        (None, "embed_tokens" | "lm_head") => (sizes.vocabulary, sizes.hidden),
+        (None, "q_norm" | "k_norm") => {
+            let is_per_head = sizes.family.facts().query_key_norm == QueryKeyNorm::PerHead;
+            return is_per_head.then(|| vec![sizes.head_dim]);
+        }
+        _ => return Some(vec![sizes.hidden]),
+    };
+    Some(if kind == "bias" { vec![rows] } else { vec![rows, columns] })
 }

@@ -1,22 +1,24 @@
-//! The metadata that llama.cpp reads of an architecture.
+//! The metadata that llama.cpp reads for an architecture.
 
-use super::family::{Family, Sizes};
+use decoder::Sizes;
+
+use super::family::Family;
 use crate::error::Result;
 use crate::json::Fields;
 use crate::value::Value;
 
 /// Returns the keys of sizes, norms and scales; those of the rotary embedding are in `rope`.
-pub(super) fn of(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Vec<(String, Value)>> {
+pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Vec<(String, Value)>> {
     let mut keys: Vec<(&str, Value)> = vec![
-        ("vocab_size", sizes.vocabulary.into()),
-        ("context_length", sizes.context.into()),
-        ("embedding_length", sizes.hidden.into()),
-        ("block_count", sizes.layers.into()),
-        ("feed_forward_length", sizes.feed_forward.into()),
-        ("attention.head_count", sizes.heads.into()),
-        ("attention.head_count_kv", sizes.key_value_heads.into()),
-        ("attention.key_length", sizes.head_dim.into()),
-        ("attention.value_length", sizes.head_dim.into()),
+        ("vocab_size", count(sizes.vocabulary)),
+        ("context_length", count(sizes.context)),
+        ("embedding_length", count(sizes.hidden)),
+        ("block_count", count(sizes.layers)),
+        ("feed_forward_length", count(sizes.feed_forward)),
+        ("attention.head_count", count(sizes.heads)),
+        ("attention.head_count_kv", count(sizes.kv_heads)),
+        ("attention.key_length", count(sizes.head_dim)),
+        ("attention.value_length", count(sizes.head_dim)),
         ("attention.layer_norm_rms_epsilon", float(config.number("rms_norm_eps")?)),
     ];
     let number = |key: &str, default: f64| {
@@ -43,12 +45,17 @@ pub(super) fn of(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Vec<
                 keys.push(("final_logit_softcapping", float(cap)));
             }
         }
-        // llama.cpp tells Phi-3 from Phi-4 by this key's presence.
+        // llama.cpp distinguishes Phi-3 and Phi-4 by this key's presence.
         "phi3" => keys
             .push(("attention.sliding_window", config.optional_size("sliding_window")?.unwrap_or(0).into())),
         _ => {}
     }
     Ok(keys.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)).collect())
+}
+
+/// Returns a size as the 32 bits that llama.cpp reads; the reader bounds each size far below 2^32.
+pub(super) fn count(size: u64) -> Value {
+    u32::try_from(size).unwrap_or(u32::MAX).into()
 }
 
 pub(super) fn float(number: f64) -> Value {

@@ -1,24 +1,24 @@
-//! The names of tensors in a GGUF file, and what happens to their rows on the way.
+//! The names of tensors in a GGUF file, and how their rows change.
 
-use decoder::NormPlacement;
+use decoder::{NormPlacement, Sizes};
 
-use super::family::{Family, Sizes};
+use super::family::Family;
 use crate::conversion::Rows;
 
-/// A tensor's name in the file, and what happens to its rows.
+/// A tensor's name in the file, and the change of its rows.
 #[derive(Debug, PartialEq)]
 pub(crate) struct TensorName {
     pub(crate) name: String,
     pub(crate) transform: Rows,
 }
 
-/// Returns where a tensor of a Hugging Face model goes; `None` for one that the family does not have.
+/// Returns the name and the change of a tensor of a Hugging Face model; `None` for a tensor that the family does not have.
 pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<TensorName> {
     let (module, kind) = name.rsplit_once('.')?;
-    let own = |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default() });
+    let unchanged = |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default() });
     match (module, kind) {
-        ("model.embed_tokens", "weight") => return own("token_embd.weight"),
-        ("lm_head", "weight") => return own("output.weight"),
+        ("model.embed_tokens", "weight") => return unchanged("token_embd.weight"),
+        ("lm_head", "weight") => return unchanged("output.weight"),
         ("model.norm", "weight") => {
             let transform = Rows { add: norm_offset(family), ..Rows::default() };
             return Some(TensorName { name: "output_norm.weight".to_owned(), transform });
@@ -26,7 +26,7 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
         _ => {}
     }
     let (layer, module) = module.strip_prefix("model.layers.")?.split_once('.')?;
-    let layer: u32 = layer.parse().ok().filter(|layer| *layer < sizes.layers)?;
+    let layer: u64 = layer.parse().ok().filter(|layer| *layer < sizes.layers)?;
     if !family.modules().any(|known| known == module) {
         return None;
     }
@@ -39,11 +39,11 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
     let is_norm = last.ends_with("norm");
     let heads = match last {
         "q_proj" => sizes.heads,
-        "k_proj" => sizes.key_value_heads,
+        "k_proj" => sizes.kv_heads,
         _ => 0,
     };
     let transform = Rows {
-        interleaved: (family.permuted && heads > 0).then_some(u64::from(sizes.head_dim)),
+        interleaved: (family.permuted && heads > 0).then_some(sizes.head_dim),
         add: if is_norm { norm_offset(family) } else { 0.0 },
         scale: 1.0,
     };

@@ -9,12 +9,12 @@
 //!
 //! Other types are refused by name.
 
-use std::f64::consts::TAU;
+use decoder::rope::{Frequencies, Scaling};
+use decoder::{LongRope, RopeSpellings, Sizes};
+use serde_json::Value as Json;
 
-use serde_json::{Map, Value as Json};
-
-use super::family::{Family, Sizes};
-use super::keys::float;
+use super::family::Family;
+use super::keys::{count, float};
 use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
 use crate::value::Value;
@@ -32,73 +32,41 @@ struct Rope {
 }
 
 impl Rope {
-    /// Reads the spelling of transformers 5 (`rope_parameters`) or the older one (`rope_theta` and `rope_scaling`), which takes precedence
-    /// where a file has both, as in all versions of transformers.
     fn read(config: &Fields, family: &Family) -> Result<Self> {
-        let wrong = |reason: String| file_error(&config.path, reason);
-        let fields = |value: &Json| match value {
-            Json::Object(fields) => named(fields.clone()).map_err(wrong),
-            other => Err(wrong(format!("the rotary embedding is {other}; expected an object"))),
-        };
-        let new = config.get("rope_parameters").map(fields).transpose()?;
-        let older = config.get("rope_scaling").map(fields).transpose()?;
-        let by_layer = |kind: &str| {
-            let entry = new.as_ref().and_then(|new| new.get(kind)).filter(|entry| !entry.is_null());
-            entry.map(fields).transpose()
-        };
-        let (full, window) = (by_layer("full_attention")?, by_layer("sliding_attention")?);
-        let full = full.or_else(|| new.clone().filter(|_| window.is_none()));
-        let mut full = full.unwrap_or_default();
-        if let Some(older) = older.filter(|older| !older.is_empty()) {
-            // Gemma 3's has a scaling for one kind of layer, which is joined with that layer's parameters.
-            if family.model_type != "gemma3_text" {
-                full.clear();
-            }
-            full.extend(older);
-        }
-        let with = |mut fields: Map<String, Json>, key: &str| -> Result<Fields> {
-            if let Some(older) = config.optional_number(key)? {
-                let new = fields.entry("rope_theta").or_insert_with(|| older.into());
-                if new.as_f64() != Some(older) {
-                    return Err(wrong(format!(
-                        "`rope_theta` is {new} in the rotary embedding's parameters, and `{key}` is {older:?}; they must agree"
-                    )));
-                }
-            }
-            Ok(Fields { path: config.path.clone(), fields })
-        };
-        let parameters = with(full, "rope_theta")?;
-        let base = parameters.optional_number("rope_theta")?.unwrap_or(family.theta);
-        let window = with(window.unwrap_or_default(), "rope_local_base_freq")?;
-        let window_base = window.optional_number("rope_theta")?;
+        check_names(config)?;
+        let spellings = RopeSpellings::read(&config.fields);
+        let [full, local] = spellings
+            .and_then(|spellings| spellings.join(family.kind))
+            .map_err(|cause| file_error(&config.path, cause.to_string()))?;
+        let fields = |fields| Fields { path: config.path.clone(), fields };
+        let (kind, parameters) = (full.rope_type, fields(full.numbers));
         let fraction = match parameters.optional_number("partial_rotary_factor")? {
             Some(fraction) => fraction,
             None => config.optional_number("partial_rotary_factor")?.unwrap_or(1.0),
         };
-        let kind = parameters.get(TYPE).map_or(Ok("default"), |_| parameters.text(TYPE))?.to_owned();
-        let rope = Self { kind, base, fraction, window_base, parameters };
+        let rope = Self {
+            kind: kind.unwrap_or_else(|| "default".to_owned()),
+            base: parameters.optional_number("rope_theta")?.unwrap_or(family.theta),
+            fraction,
+            window_base: fields(local.numbers).optional_number("rope_theta")?,
+            parameters,
+        };
         rope.check(family)?;
         Ok(rope)
     }
 
     fn check(&self, family: &Family) -> Result<()> {
-        let refuse = |what: &str, found: String, remedy: &str| {
-            Err(unsupported(format!("{what} of a `{}`", family.model_type), found, remedy.to_owned()))
+        let refuse = |what: &str, value: String, remedy: &str| {
+            Err(unsupported(format!("{what} of a `{}`", family.model_type), value, remedy.to_owned()))
         };
-        let known: &[&str] = match family.model_type {
-            "phi3" => &["default", "longrope", "su"],
-            "gemma2" | "gemma3_text" => &["default", "linear"],
-            "llama" | "mistral" | "granite" => &["default", "linear", "llama3", "yarn"],
-            _ => &["default", "linear", "yarn"],
-        };
-        if !known.contains(&&*self.kind) {
+        if !family.rope_types.contains(&&*self.kind) {
             return refuse(
                 "the `rope_type`",
                 format!("`{}`", self.kind),
-                &format!("known are {}", known.join(", ")),
+                &format!("known are {}", family.rope_types.join(", ")),
             );
         }
-        if self.fraction != 1.0 && family.model_type != "phi3" {
+        if self.fraction != 1.0 && !family.has_partial_rotation {
             return refuse(
                 "`partial_rotary_factor`",
                 self.fraction.to_string(),
@@ -119,33 +87,32 @@ impl Rope {
         Ok(())
     }
 
-    fn rotated(&self, sizes: &Sizes) -> u32 {
-        (f64::from(sizes.head_dim) * self.fraction) as u32
+    /// Returns the number of a head's elements that rotate.
+    fn rotated(&self, sizes: &Sizes) -> u64 {
+        (sizes.head_dim as f64 * self.fraction) as u64
     }
 }
 
-const TYPE: &str = "rope_type";
-
-/// Returns fields whose scaling is named by `rope_type` alone: older files call it `type`, and some have both.
-fn named(mut fields: Map<String, Json>) -> std::result::Result<Map<String, Json>, String> {
-    if let Some(old) = fields.remove("type").filter(|old| !old.is_null()) {
-        let new = fields.get(TYPE).filter(|new| !new.is_null()).cloned().unwrap_or_else(|| old.clone());
-        if usual_name(&new) != usual_name(&old) {
-            return Err(format!(
+/// Refuses a scaling whose two names, `rope_type` and the older `type`, differ: llama.cpp's converter and transformers may read another.
+/// Phi-3's older files call `longrope` `su`.
+fn check_names(config: &Fields) -> Result<()> {
+    let usual_name = |kind: &Json| match kind.as_str() {
+        Some("su") => "longrope".to_owned(),
+        other => other.unwrap_or_default().to_owned(),
+    };
+    for spelling in ["rope_parameters", "rope_scaling"] {
+        let Some(fields) = config.get(spelling) else { continue };
+        let name = |key: &str| fields.get(key).filter(|name| !name.is_null());
+        if let (Some(new), Some(old)) = (name("rope_type"), name("type"))
+            && usual_name(new) != usual_name(old)
+        {
+            let reason = format!(
                 "the rotary embedding has the `rope_type` {new} and the `type` {old}; they must agree"
-            ));
+            );
+            return Err(file_error(&config.path, reason));
         }
-        fields.insert(TYPE.to_owned(), new);
     }
-    Ok(fields)
-}
-
-/// `longrope`, which Phi-3's older files call `su`.
-fn usual_name(kind: &Json) -> &str {
-    match kind.as_str() {
-        Some("su") => "longrope",
-        other => other.unwrap_or_default(),
-    }
+    Ok(())
 }
 
 /// Returns the metadata of the rotary embedding.
@@ -153,8 +120,8 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
     let rope = Rope::read(config, family)?;
     let parameters = &rope.parameters;
     let mut keys: Vec<(&str, Value)> =
-        vec![("rope.dimension_count", rope.rotated(sizes).into()), ("rope.freq_base", float(rope.base))];
-    if let Some(base) = rope.window_base.filter(|_| family.model_type == "gemma3_text") {
+        vec![("rope.dimension_count", count(rope.rotated(sizes))), ("rope.freq_base", float(rope.base))];
+    if let Some(base) = rope.window_base.filter(|_| family.local_theta.is_some()) {
         keys.push(("rope.freq_base_swa", float(base)));
     }
     match &*rope.kind {
@@ -166,7 +133,10 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
             let original = parameters.optional_size("original_max_position_embeddings")?;
             keys.push(("rope.scaling.type", "yarn".into()));
             keys.push(("rope.scaling.factor", float(parameters.number("factor")?)));
-            keys.push(("rope.scaling.original_context_length", original.unwrap_or(sizes.context).into()));
+            keys.push((
+                "rope.scaling.original_context_length",
+                original.map_or_else(|| count(sizes.context), Value::from),
+            ));
             for (key, name) in
                 [("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")]
             {
@@ -177,18 +147,20 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
         }
         "longrope" | "su" => {
             let original = original_context(config, parameters)?;
-            let scale = f64::from(sizes.context) / f64::from(original);
-            let factor = match parameters.optional_number("attention_factor")? {
-                Some(factor) => factor,
-                None if scale <= 1.0 => 1.0,
-                None => (1.0 + scale.ln() / f64::from(original).ln()).sqrt(),
+            let rope = LongRope {
+                short_factor: Vec::new(),
+                long_factor: Vec::new(),
+                original_positions: original.into(),
+                attention_factor: parameters.optional_number("attention_factor")?,
+                factor: None,
             };
             keys.push(("rope.scaling.original_context_length", original.into()));
-            keys.push(("rope.scaling.attn_factor", float(factor)));
+            keys.push(("rope.scaling.attn_factor", float(rope.amplitude(sizes.context as i64))));
         }
-        _ if family.model_type == "phi3" => {
-            let original = original_context(config, parameters).unwrap_or(sizes.context);
-            keys.push(("rope.scaling.original_context_length", original.into()));
+        _ if family.has_partial_rotation => {
+            let original =
+                original_context(config, parameters).map_or_else(|_| count(sizes.context), Value::from);
+            keys.push(("rope.scaling.original_context_length", original));
         }
         _ => {}
     }
@@ -235,22 +207,15 @@ pub(super) fn factors(
     }
 }
 
-/// Llama 3: high frequencies stay, low ones are divided by the factor, and those between are interpolated.
+/// Returns the numbers by which Llama 3's scaling divides the frequencies.
 fn llama3(rope: &Rope, sizes: &Sizes) -> Result<Vec<f32>> {
     let number = |key: &str| rope.parameters.number(key);
-    let (factor, low, high) = (number("factor")?, number("low_freq_factor")?, number("high_freq_factor")?);
-    let original = f64::from(rope.parameters.size("original_max_position_embeddings")?);
-    let elements = rope.rotated(sizes);
-    let of = |pair: u32| {
-        let wavelength = TAU * rope.base.powf(f64::from(2 * pair) / f64::from(elements));
-        if wavelength < original / high {
-            1.0
-        } else if wavelength > original / low {
-            factor
-        } else {
-            let smooth = (original / wavelength - low) / (high - low);
-            1.0 / ((1.0 - smooth) / factor + smooth)
-        }
+    let scaling = Scaling::Llama3 {
+        factor: number("factor")?,
+        low_freq_factor: number("low_freq_factor")?,
+        high_freq_factor: number("high_freq_factor")?,
+        original_positions: f64::from(rope.parameters.size("original_max_position_embeddings")?),
     };
-    Ok((0..elements / 2).map(|pair| of(pair) as f32).collect())
+    let frequencies = Frequencies { theta: rope.base, scaling };
+    Ok(frequencies.divisors(rope.rotated(sizes) as i64).map(|divisor| divisor as f32).collect())
 }

@@ -62,7 +62,7 @@ fn common(one: impl Iterator<Item = char>, other: impl Iterator<Item = char>) ->
     one.zip(other).take_while(|(one, other)| one == other).map(|(c, _)| c.len_utf8()).sum()
 }
 
-/// The texts before, between and after contents, each of which occurs once.
+/// The texts before, between and after contents; each content occurs once.
 fn between<'t, const CONTENTS: usize, const PARTS: usize>(
     text: &'t str,
     contents: [&str; CONTENTS],

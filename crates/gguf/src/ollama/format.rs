@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use super::{Renderer, quoted};
 
-/// Who speaks.
+/// The speaker of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Instructions before a conversation.
@@ -46,7 +46,7 @@ pub struct ChatFormat {
     pub(super) system: System<String>,
     pub(super) user: [String; 2],
     pub(super) assistant: [String; 2],
-    /// What asks for a reply.
+    /// The text that asks for a reply.
     pub(super) prompt: String,
 }
 

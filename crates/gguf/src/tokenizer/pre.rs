@@ -58,13 +58,13 @@ const EXPRESSIONS: [(&str, Option<&str>, Option<&str>); 6] = [
 /// Returns the name of a tokenizer's pre-tokenizer.
 pub(super) fn name(fields: &Fields, tokenizer: &tokenizers::Tokenizer) -> Result<String> {
     let checksum = checksum(tokenizer).map_err(|cause| file_error(&fields.path, cause.to_string()))?;
-    let mut known = CHECKSUMS.lines().filter_map(|line| line.split_once(' '));
-    if let Some((_, name)) = known.find(|(sum, _)| *sum == checksum) {
+    let mut checksums = CHECKSUMS.lines().filter_map(|line| line.split_once(' '));
+    if let Some((_, name)) = checksums.find(|(sum, _)| *sum == checksum) {
         return Ok(name.to_owned());
     }
     let (expressions, merges_words) = (expressions(fields), ignores_merges(fields));
-    if let Some(found) = expressions.as_deref().and_then(|found| by_expressions(found, merges_words)) {
-        return Ok(found.to_owned());
+    if let Some(name) = expressions.as_deref().and_then(|all| by_expressions(all, merges_words)) {
+        return Ok(name.to_owned());
     }
     let steps = fields.get("pre_tokenizer").map_or_else(|| "none".to_owned(), Json::to_string);
     Err(unsupported(
@@ -86,11 +86,11 @@ fn ignores_merges(fields: &Fields) -> bool {
     fields.get("model").and_then(|model| model.get("ignore_merges")) == Some(&Json::Bool(true))
 }
 
-fn by_expressions(found: &[String], ignore_merges: bool) -> Option<&'static str> {
-    match found {
-        [one] => {
-            let (_, whole, merged) = EXPRESSIONS.iter().find(|(known, ..)| known == one)?;
-            if ignore_merges { *whole } else { *merged }
+fn by_expressions(expressions: &[String], ignore_merges: bool) -> Option<&'static str> {
+    match expressions {
+        [expression] => {
+            let (_, unmerged, merged) = EXPRESSIONS.iter().find(|(other, ..)| other == expression)?;
+            if ignore_merges { *unmerged } else { *merged }
         }
         // Every digit alone, as StarCoder and SmolLM.
         [digits, rest] if digits == r"\p{N}" && rest == GPT_2 && !ignore_merges => Some("smollm"),
@@ -111,7 +111,7 @@ fn expressions(fields: &Fields) -> Option<Vec<String>> {
         _ => vec![step.clone()],
     };
     let is = |step: &Json, key: &str, default: bool| step.get(key).and_then(Json::as_bool).unwrap_or(default);
-    let mut found = Vec::new();
+    let mut expressions = Vec::new();
     for step in &steps {
         match step.get("type")?.as_str()? {
             "ByteLevel" => {
@@ -119,15 +119,15 @@ fn expressions(fields: &Fields) -> Option<Vec<String>> {
                     return None;
                 }
                 if is(step, "use_regex", true) {
-                    found.push(GPT_2.to_owned());
+                    expressions.push(GPT_2.to_owned());
                 }
             }
-            "Digits" if is(step, "individual_digits", false) => found.push(r"\p{N}".to_owned()),
+            "Digits" if is(step, "individual_digits", false) => expressions.push(r"\p{N}".to_owned()),
             "Split" if step.get("behavior")?.as_str()? == "Isolated" && !is(step, "invert", false) => {
-                found.push(step.get("pattern")?.get("Regex")?.as_str()?.to_owned());
+                expressions.push(step.get("pattern")?.get("Regex")?.as_str()?.to_owned());
             }
             _ => return None,
         }
     }
-    Some(found)
+    Some(expressions)
 }

@@ -3,7 +3,7 @@
 //! There the model is BPE with ranked merges. llama.cpp instead joins the two neighbours whose text is the token with the highest
 //! *score*. Both do the same if (1) all merges into one token follow each other, and (2) every way to split a token into two others is
 //! a merge; then the score is minus the rank of the token. SentencePiece's own models have both properties. A tokenizer without the
-//! first is refused; one without the second is converted, and a note says where results may differ.
+//! first is refused; one without the second is converted, and a note describes where results may differ.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -22,10 +22,10 @@ pub(super) fn scores(
     model: &Map<String, Json>,
     vocabulary: &BTreeMap<String, u32>,
 ) -> Result<(BTreeMap<u32, f32>, Option<String>)> {
-    let refuse = |found: String| {
+    let refuse = |step: String| {
         unsupported(
             "a BPE tokenizer with bytes for unknown characters that is not SentencePiece's",
-            found,
+            step,
             "llama.cpp would tokenize differently",
         )
     };

@@ -50,7 +50,7 @@ impl Special {
     pub(super) fn read(
         folder: &Path,
         config: &Fields,
-        own: &Map<String, Json>,
+        tokenizer_config: &Map<String, Json>,
         tokenizer: &Fields,
         added: &[AddedToken],
     ) -> Result<Self> {
@@ -65,7 +65,7 @@ impl Special {
         };
         let by_text = |text: &str| added.iter().find(|token| token.text == text).map(|token| token.id);
         let of_config = |role: &str| {
-            let text = match own.get(&format!("{role}_token"))? {
+            let text = match tokenizer_config.get(&format!("{role}_token"))? {
                 Json::String(text) => text,
                 entry => entry.get("content")?.as_str()?,
             };
@@ -74,13 +74,14 @@ impl Special {
                 u32::try_from(id).ok()
             })
         };
+
+        // The token of each role, and all tokens that end a text, once each.
         let mut ids = Vec::new();
         let mut ends = numbers(&generation, "eos");
         for (role, key) in ROLES {
             let of_model = || numbers(&config.fields, role).first().copied();
-            let found =
-                of_config(role).or_else(of_model).or_else(|| numbers(&generation, role).first().copied());
-            if let Some(id) = found {
+            let of_generation = || numbers(&generation, role).first().copied();
+            if let Some(id) = of_config(role).or_else(of_model).or_else(of_generation) {
                 ids.push((key, id));
                 if role == "eos" {
                     ends.insert(0, id);
@@ -95,8 +96,9 @@ impl Special {
                 true
             }
         });
+
+        // Further ends. Only a few have a place in the file; llama.cpp stops at known ends in any case.
         let end_of_turn: Vec<u32> = ENDS_OF_TURN.iter().filter_map(|text| by_text(text)).collect();
-        // Only a few ends have a place; those at which llama.cpp stops in any case need none.
         let stops = |end: &&u32| KNOWN_ENDS.iter().any(|text| by_text(text) == Some(**end));
         let further = ends.iter().skip(1);
         let unknown: Vec<u32> = further.clone().filter(|end| !stops(end)).copied().collect();
@@ -105,7 +107,6 @@ impl Special {
         let placed: Vec<u32> = unknown.iter().copied().chain(known.take(1)).collect();
         ids.extend(FURTHER_ENDS.into_iter().zip(placed));
         let id_of = |key: &str| ids.iter().find(|(name, _)| *name == key).map(|(_, id)| *id);
-        let (begin, end) = added_by_template(tokenizer, by_text);
         let mut notes = Vec::new();
         if unknown.len() > FURTHER_ENDS.len() {
             notes.push(format!(
@@ -113,15 +114,18 @@ impl Special {
                 &unknown[FURTHER_ENDS.len()..]
             ));
         }
-        let mut decide = |role: &str, key: &str, found: Option<u32>| {
-            let added = found.is_some() && found == id_of(key);
-            match own.get(&format!("add_{role}_token")) {
-                Some(Json::Bool(said)) if *said != added => {
+
+        // Whether tokens are added to each text: by the file's own configuration, or else as the tokenizer does.
+        let (begin, end) = added_by_template(tokenizer, by_text);
+        let mut decide = |role: &str, key: &str, id: Option<u32>| {
+            let added = id.is_some() && id == id_of(key);
+            match tokenizer_config.get(&format!("add_{role}_token")) {
+                Some(Json::Bool(configured)) if *configured != added => {
                     notes.push(format!(
-                        "tokenizer_config.json says add_{role}_token = {said}, tokenizer.json does {}; the file says {said}",
+                        "tokenizer_config.json has add_{role}_token = {configured}, tokenizer.json does {}; the file has {configured}",
                         if added { "add it" } else { "not add it" }
                     ));
-                    *said
+                    *configured
                 }
                 _ => added,
             }

@@ -22,13 +22,13 @@ pub(super) fn read(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(Str
 
 fn texts(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(String, String)>> {
     let processor = json::read_optional(&folder.join("chat_template.json"))?;
-    let mut found = BTreeMap::new();
+    let mut templates = BTreeMap::new();
     for fields in [&processor, config] {
         match fields.get("chat_template") {
-            Some(Json::String(text)) => drop(found.insert(DEFAULT.to_owned(), text.clone())),
+            Some(Json::String(text)) => drop(templates.insert(DEFAULT.to_owned(), text.clone())),
             Some(Json::Array(all)) => {
                 let text = |entry: &Json, key: &str| Some(entry.get(key)?.as_str()?.to_owned());
-                found.extend(
+                templates.extend(
                     all.iter().filter_map(|entry| Some((text(entry, "name")?, text(entry, "template")?))),
                 );
             }
@@ -40,15 +40,15 @@ fn texts(folder: &Path, config: &Map<String, Json>) -> Result<Vec<(String, Strin
     for path in entries.map(|entry| entry.path()) {
         if path.extension().is_some_and(|extension| extension == "jinja") {
             let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            found.insert(name, text(&path)?);
+            templates.insert(name, text(&path)?);
         }
     }
     let path = folder.join("chat_template.jinja");
     if path.is_file() {
-        found.insert(DEFAULT.to_owned(), text(&path)?);
+        templates.insert(DEFAULT.to_owned(), text(&path)?);
     }
-    let default = found.remove_entry(DEFAULT);
-    Ok(default.into_iter().chain(found).collect())
+    let default = templates.remove_entry(DEFAULT);
+    Ok(default.into_iter().chain(templates).collect())
 }
 
 /// Returns the metadata of the templates. `begins` says whether the folder names a `bos_token`: templates that ask for one that it does

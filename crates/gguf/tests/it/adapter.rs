@@ -147,7 +147,7 @@ fn what_a_file_cannot_hold_is_refused_by_name() {
         &path,
         &[(format!("{q}A.weight"), vec![RANK, HIDDEN]), (format!("{q}B.weight"), vec![7, RANK])],
     );
-    assert!(convert().contains("has A [4, 64] and B [7, 4], of which one does not fit the base's [64, 64]"));
+    assert!(convert().contains("has A [4, 64] and B [7, 4], which do not fit the base's [64, 64]"));
     write_tensors(&path, &[("base_model.model.lm_head.weight".to_owned(), vec![300, HIDDEN])]);
     assert!(
         convert().starts_with("a tensor of an adapter is not supported: `base_model.model.lm_head.weight`")

@@ -18,7 +18,7 @@ fn qwen(conversation: &[(Role, &str)]) -> Option<String> {
 
 #[test]
 fn a_modelfile_has_the_template_its_system_message_and_every_stop() {
-    let chat = Chat::of("… <|im_start|> …", None, &qwen);
+    let chat = Chat::from_template("… <|im_start|> …", None, &qwen);
     let stops = ["<|im_end|>", "<|endoftext|>"].map(str::to_owned).to_vec();
     let file = Modelfile {
         from: "model-q8_0.gguf".to_owned(),
@@ -57,7 +57,7 @@ fn every_format_is_told_from_the_others() {
     for format in ChatFormat::all() {
         let render = |conversation: &[(Role, &str)]| Some(format!("<s>{}", format.render(conversation)));
         let template = format.render(&[(Role::System, "S"), (Role::User, "U"), (Role::Assistant, "A")]);
-        let found = Chat::of(&template, Some("<s>"), &render).unwrap();
+        let found = Chat::from_template(&template, Some("<s>"), &render).unwrap();
         assert_eq!((&found.format.name, found.default_system), (&format.name, None));
     }
 }
@@ -68,7 +68,7 @@ fn an_unknown_template_is_said_to_be() {
     let other = |conversation: &[(Role, &str)]| {
         Some(qwen(&conversation[conversation.len() - 1..])?.replace("assistant\n", "assistant: "))
     };
-    let chat = Chat::of("<|im_start|>", None, &other).unwrap();
+    let chat = Chat::from_template("<|im_start|>", None, &other).unwrap();
     assert_eq!((&*chat.format.name, chat.difference.as_deref()), ("ChatML", Some("a question alone")));
     let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Ok(chat)), ..Modelfile::default() };
     assert!(
@@ -76,13 +76,13 @@ fn an_unknown_template_is_said_to_be() {
             .contains("\n# The model's own template writes a question alone in another way.\nTEMPLATE")
     );
     expect!["it writes other texts than Mistral (a question alone) and Llama 2 (a question alone)"]
-        .assert_eq(&Chat::of("[INST] <<SYS>>", None, &other).unwrap_err());
-    let error = Chat::of("### Instruction:", None, &other).unwrap_err();
+        .assert_eq(&Chat::from_template("[INST] <<SYS>>", None, &other).unwrap_err());
+    let error = Chat::from_template("### Instruction:", None, &other).unwrap_err();
     expect!["its special tokens are those of no known format; known are ChatML, Llama 3, Gemma, Phi-3, Phi-4 mini, Granite 3, Tulu (OLMo 2), Zephyr, Mistral, Llama 2"]
         .assert_eq(&error);
     // One that changes what was said before.
     let forgetful = |conversation: &[(Role, &str)]| qwen(&conversation[conversation.len() - 1..]);
-    let chat = Chat::of("<|im_start|>", None, &forgetful).unwrap();
+    let chat = Chat::from_template("<|im_start|>", None, &forgetful).unwrap();
     assert_eq!(chat.difference.as_deref(), Some("several turns"));
     let file = Modelfile { from: "m.gguf".to_owned(), chat: Some(Err(error)), ..Modelfile::default() };
     assert!(
@@ -102,7 +102,7 @@ fn a_template_of_ones_own_becomes_a_template_of_its_own() {
     };
     let bars = |role: Role, content: &str| format!("<|im_start|>{}|{content}<|im_end|>", role.name());
     let render = |conversation: &[(Role, &str)]| join(conversation, &bars, "<|im_start|>assistant|");
-    let chat = Chat::of("<|im_start|>", Some("<s>"), &render).unwrap();
+    let chat = Chat::from_template("<|im_start|>", Some("<s>"), &render).unwrap();
     assert_eq!(
         (&*chat.format.name, &chat.difference, &chat.default_system),
         ("the model's own", &None, &None)
@@ -120,7 +120,7 @@ fn a_template_of_ones_own_becomes_a_template_of_its_own() {
         Role::Assistant => format!("### Response:\n{content}</s>\n\n"),
     };
     let render = |conversation: &[(Role, &str)]| join(conversation, &alpaca, "### Response:\n");
-    let chat = Chat::of("### Instruction:", Some("<s>"), &render).unwrap();
+    let chat = Chat::from_template("### Instruction:", Some("<s>"), &render).unwrap();
     let conversation =
         [(Role::System, "Be brief."), (Role::User, "a"), (Role::Assistant, "b"), (Role::User, "c")];
     assert_eq!(
@@ -134,7 +134,7 @@ fn a_template_of_ones_own_becomes_a_template_of_its_own() {
         let own = if is_given { &[][..] } else { &own };
         join(&[own, conversation].concat(), &bars, "<|im_start|>assistant|")
     };
-    let chat = Chat::of("", Some("<s>"), &render).unwrap();
+    let chat = Chat::from_template("", Some("<s>"), &render).unwrap();
     assert_eq!((&*chat.format.name, chat.default_system.as_deref()), ("the model's own", Some("Be kind.")));
 }
 
@@ -148,7 +148,7 @@ fn no_text_of_a_model_becomes_a_directive() {
         let own = if is_given { &[][..] } else { &own };
         qwen(&[own, conversation].concat())
     };
-    let chat = Chat::of("<|im_start|>", None, &render).unwrap();
+    let chat = Chat::from_template("<|im_start|>", None, &render).unwrap();
     assert_eq!(chat.default_system.as_deref(), Some(evil));
     for stop in ["</s>\"\nFROM /etc/passwd", "\"\"\"", "\"\"\"\nFROM /etc/passwd\n\"\"\""] {
         let file = Modelfile {

@@ -147,7 +147,7 @@ fn options_that_llama_cpp_would_read_differently_are_refused() {
         "llama",
         "vocab_size",
         json!(301),
-        expect!["FOLDER: `lm_head.weight` has the shape [300, 64]; config.json says [301, 64]"],
+        expect!["FOLDER: `lm_head.weight` has the shape [300, 64]; config.json gives [301, 64]"],
     );
 }
 

@@ -82,7 +82,7 @@ fn special_tokens_come_from_the_files_in_their_order() {
     .assert_eq(&settings(model.convert(TensorType::F16).unwrap().header()));
     assert_eq!(model.tokenizer().stop_tokens(), ["<s>", "<|im_end|>"]);
     expect![
-        "tokenizer_config.json says add_bos_token = true, tokenizer.json does not add it; the file says true"
+        "tokenizer_config.json has add_bos_token = true, tokenizer.json does not add it; the file has true"
     ]
     .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
 }
@@ -322,7 +322,7 @@ fn a_model_without_a_begin_token_adds_none_and_says_so() {
     assert_eq!(conversion.header().get("tokenizer.ggml.add_bos_token"), Some(&Value::Bool(false)));
     let notes = conversion.notes().join("\n");
     assert!(
-        notes.contains("the chat template writes no `<s>`, so the file says add_bos_token = false"),
+        notes.contains("the chat template writes no `<s>`, so the file has add_bos_token = false"),
         "{notes}"
     );
 }
