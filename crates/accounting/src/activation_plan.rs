@@ -59,7 +59,7 @@ pub struct LayerCost {
     pub transient_bytes: u64,
 }
 
-/// What a decoder layer keeps between its forward and its backward, and what it recomputes. `training::activations` runs it.
+/// The tensors that a decoder layer keeps from its forward to its backward; the others are recomputed. `training::activations` runs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayerPlan {
     /// Keeps everything that backward needs (no checkpointing).
@@ -149,7 +149,7 @@ pub fn least_recomputation<T: Copy>(
     let mut search = Search::new(layers, choices)?;
     let first = loop {
         match search.least_units(budget, None) {
-            Ok(found) => break found,
+            Ok(plan) => break plan,
             Err(Crowded) => search.unit *= 4,
         }
     };
@@ -167,7 +167,7 @@ pub fn least_recomputation<T: Copy>(
     while lowest < best.peak {
         let middle = lowest + (best.peak - lowest) / 2;
         match search.least_units(middle, Some(best.units)) {
-            Ok(Some(found)) => best = found,
+            Ok(Some(plan)) => best = plan,
             Ok(None) => lowest = middle + 1,
             Err(Crowded) => break,
         }
@@ -210,7 +210,7 @@ struct Kind {
 }
 
 /// A plan.
-struct Found {
+struct OrderedPlan {
     /// The index of each layer's choice, in the order of forward.
     order: Vec<usize>,
     peak: u64,
@@ -254,15 +254,15 @@ impl Search {
                 });
             }
             // No sum below can overflow.
-            let held = product("bytes of all layers", &[cost.held_bytes, layers as u64])?;
-            sum("bytes of all layers", [held, cost.transient_bytes])?;
+            let all_layers = product("bytes of all layers", &[cost.held_bytes, layers as u64])?;
+            sum("bytes of all layers", [all_layers, cost.transient_bytes])?;
             let (held, transient) = (cost.held_bytes, cost.transient_bytes);
             let picoseconds = (seconds * PICOSECONDS).round() as u128;
             kinds.push(Kind { index, held, transient, picoseconds });
         }
         let most = |bytes: fn(&Kind) -> u64| kinds.iter().map(bytes).max().unwrap_or(0);
-        let held = product("bytes of all layers", &[most(|kind| kind.held), layers as u64])?;
-        sum("bytes of all layers", [held, most(|kind| kind.transient)])?;
+        let all_layers = product("bytes of all layers", &[most(|kind| kind.held), layers as u64])?;
+        sum("bytes of all layers", [all_layers, most(|kind| kind.transient)])?;
         kinds.sort_by_key(|kind| std::cmp::Reverse(kind.transient));
         Ok(Self { layers, unit: 1, kinds })
     }
@@ -273,13 +273,13 @@ impl Search {
 
     /// Returns the picoseconds of layers with these choices.
     fn picoseconds(&self, order: &[usize]) -> u128 {
-        let of =
+        let seconds =
             |index| self.kinds.iter().find(|kind| kind.index == index).map_or(0, |kind| kind.picoseconds);
-        order.iter().map(|&index| of(index)).sum()
+        order.iter().map(|&index| seconds(index)).sum()
     }
 
     /// Returns the least recomputation within `budget`, if anything fits; with `limit`, only if it does not exceed that.
-    fn least_units(&self, budget: u64, limit: Option<u128>) -> Result<Option<Found>, Crowded> {
+    fn least_units(&self, budget: u64, limit: Option<u128>) -> Result<Option<OrderedPlan>, Crowded> {
         let mut trail = Trail::new();
         // By number of layers: partial plans that no other beats in both bytes and seconds, by increasing bytes.
         let mut fronts: Vec<Vec<Partial>> = vec![Vec::new(); self.layers + 1];
@@ -315,7 +315,7 @@ impl Search {
             at = before;
         }
         order.reverse();
-        Ok(Some(Found { order, peak: best.peak, units: best.units }))
+        Ok(Some(OrderedPlan { order, peak: best.peak, units: best.units }))
     }
 
     /// Returns the smallest budget that any plan fits.

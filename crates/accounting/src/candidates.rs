@@ -7,7 +7,7 @@
 //!
 //! | placement | the device holds | a pass costs more by |
 //! |---|---|---|
-//! | [`Placement::Resident`] | all weights, and what each layer keeps | the recomputation of what is not kept |
+//! | [`Placement::Resident`] | all weights, and the activations that each layer keeps | the recomputation of the others |
 //! | [`Placement::Offloaded`] | a ring of layers, the resident layers, every layer's input or activations | a forward of the layers that keep their inputs, and loads that compute does not hide |
 //! | fewer rows | the activations of these rows | each pass loads offloaded layers again, and on a CPU packs the weights of each product again |
 //!
@@ -31,8 +31,8 @@
 //! let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled: None };
 //! let adapters = Some(LowRank::default());
 //! let job = Job::new(presets::find("qwen2.5-0.5b")?, adapters, Choices::default(), batch, rates);
-//! let found = job.search(&Allowed::default(), AvailableMemory { device: 4 << 30, host: None })?;
-//! let chosen = found.chosen().expect("a candidate that fits");
+//! let result = job.search(&Allowed::default(), AvailableMemory { device: 4 << 30, host: None })?;
+//! let chosen = result.chosen().expect("a candidate that fits");
 //! assert!(chosen.peak.total <= 4 << 30);
 //! # Ok::<(), accounting::Error>(())
 //! ```
@@ -49,7 +49,7 @@ use crate::lora::LowRank;
 use crate::offload::sizes::Choices;
 use crate::offload::{Footprint, OptimizerPlace, Rates};
 
-pub use search::{Allowed, Found, Layers, OffloadedLayers};
+pub use search::{Allowed, Layers, OffloadedLayers, SearchResult};
 
 #[cfg(doc)]
 use crate::offload::{simulate, sizes};
@@ -63,7 +63,7 @@ pub struct Batch {
     pub labelled: Option<u64>,
 }
 
-/// What a training computes in a step, on which machine.
+/// The step of a training, and the rates of its machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Job {
     /// The model.
@@ -113,7 +113,7 @@ impl Job {
     }
 }
 
-/// Where offloaded layers are.
+/// The storage of offloaded layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
     /// In host memory.
@@ -122,14 +122,14 @@ pub enum Tier {
     File,
 }
 
-/// Where the layers of a pass are, and what they keep for backward.
+/// The places of the layers of a pass, and the activations that they keep for backward.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Placement {
-    /// All weights are on the device. What each layer keeps, in the order of forward.
+    /// All weights are on the device. The plan of each layer, in the order of forward.
     Resident(Vec<LayerPlan>),
     /// Layers are loaded when they run.
     Offloaded {
-        /// Where they are between.
+        /// Their storage between passes.
         tier: Tier,
         /// Layers on the device at a time, besides the resident ones.
         ring: usize,
@@ -137,7 +137,7 @@ pub enum Placement {
         resident: Vec<usize>,
         /// Layers that keep their activations. The others keep their inputs and run again in backward.
         keep: Vec<usize>,
-        /// Where the optimizer's state is.
+        /// The place of the optimizer's state.
         optimizer: OptimizerPlace,
     },
 }
@@ -145,13 +145,13 @@ pub enum Placement {
 /// A plan of a step, with its peak and its time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Where the layers are, and what they keep.
+    /// The places of the layers, and the activations that they keep.
     pub placement: Placement,
     /// Rows of a pass; `None` for those of a batch.
     pub rows: Option<u64>,
     /// Bytes on the device at the peak; on a CPU with those of the host.
     pub peak: Footprint,
-    /// Which of [`Job::largest`] has the peak.
+    /// The number of the batch in [`Job::largest`] with the peak.
     pub batch: usize,
     /// Bytes on the device at the peak of [`Job::evaluation`]; 0 without one.
     pub evaluation_bytes: u64,

@@ -6,7 +6,7 @@
 //! ```text
 //! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal), within the window in layers with one
 //! backward   = 2 · forward                   every product's two factors need their gradient
-//! recomputed = what the backward recomputes, by choice
+//! recomputed = the recomputation of the backward, by choice
 //! ```
 //!
 //! The rule "forward 2·N·D, backward 4·N·D, together 6·N·D" (`D` tokens, `N` parameters) is the first term alone.
@@ -52,14 +52,14 @@ impl Workload {
     }
 }
 
-/// What the backward recomputes.
+/// The recomputation of a backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputation {
     /// The attention's kernel.
     pub attention: AttentionKernel,
-    /// What is checkpointed.
+    /// The checkpoints around blocks.
     pub checkpoint: Recompute,
-    /// What a SwiGLU keeps. Without effect in a family without one.
+    /// The tensors that a SwiGLU keeps. No effect in a family without SwiGLU.
     pub swiglu: SwigluLevel,
 }
 
@@ -103,7 +103,7 @@ impl Flops {
     }
 }
 
-/// One kind of product of a decoder's forward.
+/// A kind of product of a decoder's forward.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlopsRow {
     /// The module's name, `Q·Kᵀ` or `P·V`.

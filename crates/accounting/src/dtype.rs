@@ -102,8 +102,8 @@ impl FromStr for Dtype {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wanted = text.to_ascii_lowercase();
-        let wanted = match wanted.as_str() {
+        let lower = text.to_ascii_lowercase();
+        let name = match lower.as_str() {
             "float64" | "double" => "fp64",
             "float32" | "float" => "fp32",
             "float16" | "half" => "fp16",
@@ -114,7 +114,7 @@ impl FromStr for Dtype {
         };
         Self::ALL
             .into_iter()
-            .find(|dtype| dtype.name() == wanted)
+            .find(|dtype| dtype.name() == name)
             .ok_or_else(|| Error::unknown("dtype", text, Self::ALL.map(Self::name)))
     }
 }

@@ -16,7 +16,7 @@ pub enum Error {
     /// A result is too large for the integers it is counted in.
     #[error("{what}: {terms} does not fit in {bits} bits; give smaller sizes")]
     Overflow {
-        /// What was computed.
+        /// The computed quantity.
         what: &'static str,
         /// Bits of the integer that was too small.
         bits: u32,
@@ -26,7 +26,7 @@ pub enum Error {
     /// A name that is not in a table.
     #[error("unknown {kind} `{given}`; known are: {known}")]
     UnknownName {
-        /// What was looked up, for example `dtype`.
+        /// The table, for example `dtype`.
         kind: &'static str,
         /// The name as given.
         given: String,
@@ -36,7 +36,7 @@ pub enum Error {
     /// Sizes of a model that contradict each other.
     #[error("{what}; {remedy}")]
     Shape {
-        /// Which sizes, with their values.
+        /// The sizes, with their values.
         what: String,
         /// Sizes that would be valid.
         remedy: String,
@@ -65,7 +65,7 @@ pub enum Error {
     /// A text that should be a number of bytes, parameters or tokens.
     #[error("cannot read `{given}` as {what}; {remedy}")]
     Quantity {
-        /// What was expected.
+        /// The expected kind of number.
         what: &'static str,
         /// The text as given.
         given: String,
@@ -78,7 +78,7 @@ pub enum Error {
          model, a lower precision, more recomputation or a higher ZeRO stage"
     )]
     NothingFits {
-        /// What was searched: `batch`, `sequence` or `model`.
+        /// The searched size: `batch`, `sequence` or `model`.
         what: &'static str,
         /// Bytes of the smallest case, formatted.
         needed: String,

@@ -1,5 +1,5 @@
 //! Exact integer arithmetic: every count is a `u64` (bytes, elements) or a `u128` (FLOPs), and a result that does
-//! not fit is an error that names what was computed, never a wrapped number.
+//! not fit is an error that names the quantity, never a wrapped number.
 
 use crate::Error;
 

@@ -2,10 +2,9 @@
 //!
 //! A case fits if one of its candidates does ([`candidates`](crate::candidates)). The least bytes of a candidate grow with the batch, the row
 //! and the model (but for a loss in chunks, which are smaller where one more begins), so a bisection finds an answer `n`: a step at `n`
-//! fits, one at `n + 1` does not. A case whose bytes
-//! exceed 64 bits does not fit either.
+//! fits, a step at `n + 1` does not. A case whose bytes exceed 64 bits does not fit either.
 //!
-//! "The largest model" needs a rule for what grows. Here everything but the vocabulary, the context and the head size
+//! "The largest model" needs a rule of growth. Here everything but the vocabulary, the context and the head size
 //! grows by the same factor `n / q` over a template, where `q` is its number of layers (or of key-value heads, if
 //! there are more): GPT-2 small (12 layers, 12 heads, 768 wide) at `n = 25` has 25 layers, 25 heads and is 1600 wide.
 
@@ -81,7 +80,7 @@ fn with_work(job: &Job, work: Workload) -> Job {
     Job { largest: vec![batch], mean: batch, ..job.clone() }
 }
 
-/// Returns what is allowed of a model of `from` layers for one of `to`: layer i is as layer ⌊i·from/to⌋ was.
+/// Stretches `allowed` from a model of `from` layers to one of `to`: layer i is as layer ⌊i·from/to⌋ was.
 fn stretched(allowed: &Allowed, from: u64, to: u64) -> Allowed {
     let (from, to) = (from as usize, to as usize);
     let source = |layer: usize| layer * from / to;
@@ -114,8 +113,8 @@ fn search(
     let least = |n| -> Result<u64, Error> {
         let job = sized(n)?;
         let candidates = job.smallest(&stretched(allowed, layers, job.model.layers))?.into_iter();
-        let on_host = |one: &Candidate| budget.host.is_none_or(|host| one.host_bytes <= host);
-        let bytes = candidates.filter(on_host).map(|one| one.device_bytes()).min();
+        let fits_host = |candidate: &Candidate| budget.host.is_none_or(|host| candidate.host_bytes <= host);
+        let bytes = candidates.filter(fits_host).map(|candidate| candidate.device_bytes()).min();
         bytes.ok_or_else(|| Error::NothingFits {
             what,
             needed: "more".into(),
@@ -133,21 +132,19 @@ fn search(
         Err(Error::Overflow { .. }) => Ok(false),
         Err(error) => Err(error),
     };
-    // The least bytes are those of the simplest ways, and jump where the loss begins another chunk: the case that is asked about, and the
-    // next larger ones, are looked at in full.
+    // A bound from below, by the smallest candidates alone, which need no search. Bytes jump down where the loss begins another chunk, so
+    // the start may fit though the bound is smaller.
     let starts = start <= highest && fits(start)?;
     let mut largest = match bisect(what, budget.device, highest, least) {
-        Ok(found) if starts => found.largest.max(start),
-        Ok(found) => found.largest,
         Err(Error::NothingFits { .. }) if starts => start,
-        Err(error) => return Err(error),
+        bound => bound?.max(if starts { start } else { 0 }),
     };
+    // Mixed plans fit a little more than the smallest candidates: search in full from there on.
     if largest < highest {
-        let costs = |more: u64| Ok(u64::from(!fits(largest.saturating_add(more))?));
-        largest += match bisect(what, 0, highest - largest, costs) {
-            Ok(more) => more.largest,
+        let exceeds = |more: u64| Ok(u64::from(!fits(largest.saturating_add(more))?));
+        largest += match bisect(what, 0, highest - largest, exceeds) {
             Err(Error::NothingFits { .. }) => 0,
-            Err(error) => return Err(error),
+            more => more?,
         };
     }
     let limit = if largest == highest { Limit::Positions } else { Limit::Memory };
@@ -155,17 +152,6 @@ fn search(
     // The smallest ways are among those that are searched.
     let candidate = ways.chosen().or_else(|| ways.least()).cloned();
     Ok(Fit { largest, candidate: candidate.ok_or(Error::Zero { what: "ways to run a step" })?, limit })
-}
-
-/// What [`bisect`] finds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Largest {
-    /// The largest number that fits.
-    pub largest: u64,
-    /// Its bytes.
-    pub bytes: u64,
-    /// The limit.
-    pub limit: Limit,
 }
 
 /// Returns the `q` of the family rule: the size at which [`scaled`] returns `template` itself.
@@ -209,41 +195,35 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
 /// Returns the largest `n` in `1..=highest` with `cost(n) <= available`, where `cost` never decreases.
 ///
 /// # Errors
-/// Not even 1 fits: [`Error::NothingFits`], with `what`; those of `cost`, except that what overflows does not fit.
+/// Not even 1 fits: [`Error::NothingFits`], with `what`; errors of `cost`, except that a number that overflows does not fit.
 pub fn bisect(
     what: &'static str,
     available: u64,
     highest: u64,
     cost: impl Fn(u64) -> Result<u64, Error>,
-) -> Result<Largest, Error> {
+) -> Result<u64, Error> {
     let cost_or_overflow = |n| match cost(n) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(Error::Overflow { .. }) => Ok(None),
         Err(error) => Err(error),
     };
-    let fits = |n| Ok::<_, Error>(cost_or_overflow(n)?.filter(|bytes| *bytes <= available));
-    let Some(mut bytes) = fits(1)? else {
+    let fits = |n| Ok::<_, Error>(cost_or_overflow(n)?.is_some_and(|bytes| bytes <= available));
+    if !fits(1)? {
         let needed = cost_or_overflow(1)?.map_or("more than 2^64 bytes".into(), bytes_text);
         return Err(Error::NothingFits { what, needed, available: bytes_text(available) });
-    };
-    let mut low = 1;
-    let mut high = None;
+    }
+    // Double until the next number does not fit, then halve the interval.
+    let (mut low, mut high) = (1, None);
     while high.is_none() && low < highest {
         let next = low.saturating_mul(2).min(highest);
-        match fits(next)? {
-            Some(fitting) => (low, bytes) = (next, fitting),
-            None => high = Some(next),
-        }
+        if fits(next)? { low = next } else { high = Some(next) }
     }
-    let Some(mut high) = high else { return Ok(Largest { largest: low, bytes, limit: Limit::Positions }) };
+    let mut high = high.unwrap_or(low);
     while high - low > 1 {
         let middle = low + (high - low) / 2;
-        match fits(middle)? {
-            Some(fitting) => (low, bytes) = (middle, fitting),
-            None => high = middle,
-        }
+        if fits(middle)? { low = middle } else { high = middle }
     }
-    Ok(Largest { largest: low, bytes, limit: Limit::Memory })
+    Ok(low)
 }
 
 #[cfg(test)]
@@ -254,11 +234,10 @@ mod tests {
     #[test]
     fn the_search_finds_the_largest_that_fits() {
         for limit in [1, 2, 3, 7, 8, 9, 1000, 1 << 40] {
-            let fit = bisect("batch", limit * 10, u64::MAX, |n| product("cost", &[n, 10])).unwrap();
-            assert_eq!((fit.largest, fit.bytes, fit.limit), (limit, limit * 10, Limit::Memory));
+            let largest = bisect("batch", limit * 10, u64::MAX, |n| product("cost", &[n, 10])).unwrap();
+            assert_eq!(largest, limit);
         }
-        let capped = bisect("sequence", 1 << 40, 1000, Ok).unwrap();
-        assert_eq!((capped.largest, capped.limit), (1000, Limit::Positions));
+        assert_eq!(bisect("sequence", 1 << 40, 1000, Ok).unwrap(), 1000);
         let error = bisect("batch", 9, u64::MAX, |n| product("cost", &[n, 10])).unwrap_err().to_string();
         assert!(
             error.starts_with("no batch fits: the smallest needs 10 B and the device has 9 B;"),

@@ -59,7 +59,7 @@ impl MatrixProduct {
     }
 }
 
-/// Which pairs of positions of an attention count.
+/// The pairs of positions that count in an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Convention {
     /// All pairs, masked or not.

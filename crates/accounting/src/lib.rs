@@ -32,13 +32,13 @@
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes does a step of this project take, and which way to run it is the fastest that fits a budget? | [`candidates`] |
 //! | how many bytes are formats, state, logits and caches? | [`memory`] |
-//! | what does a step take by the formulas of the literature? | [`textbook`] |
+//! | how many bytes is a step by the formulas of the literature? | [`textbook`] |
 //! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
-//! | what does training adapters of a frozen base cost? | [`lora`] |
+//! | how many FLOPs and bytes do adapters of a frozen base take? | [`lora`] |
 //! | what fits? | [`fit`] |
 //! | which layers should recompute their activations? | [`activation_plan`] |
 //! | which weights should be offloaded, and how long does a step take then? | [`offload`] |
-//! | what does each of several ranks hold and send? | [`sharding`] |
+//! | how many bytes does each rank hold and send? | [`sharding`] |
 //! | how long is a step on many GPUs, what bounds it, and what do failures cost? | [`scale`] |
 //! | how long does a training take? | [`hardware`], [`training_time`] |
 //!

@@ -71,7 +71,7 @@ use crate::recompute::{NormKernel, Recompute};
 pub struct LowRank {
     /// r.
     pub rank: u64,
-    /// Which projections of every block are adapted.
+    /// The adapted projections of every block.
     pub targets: Targets,
     /// Whether the adapters' input has dropout. It takes memory during a pass, and none between passes.
     pub dropout: bool,

@@ -6,7 +6,7 @@
 //! | [`optimizer`] | the optimizer's state |
 //! | [`zero`] | the stages of ZeRO |
 //! | [`logits`] | logits and the temporaries of the loss |
-//! | [`vocabulary_parallel`] | the loss of ranks that share the vocabulary, and what they send |
+//! | [`vocabulary_parallel`] | the loss of ranks that share the vocabulary, and the bytes that they send |
 //! | [`kv_cache`] | keys and values of generation |
 //! | [`nf4`] | frozen weights of four bits |
 //!

@@ -18,7 +18,7 @@ pub struct ParameterTensor {
     pub name: String,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// What it belongs to.
+    /// The part of the model that it belongs to.
     pub part: Part,
 }
 

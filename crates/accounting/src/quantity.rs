@@ -47,13 +47,13 @@ fn parse(text: &str, units: &[(&str, u64)], what: &'static str, remedy: &'static
     let (number, unit) = compact.split_at(digits);
     let unit = unit.to_ascii_lowercase();
     let (_, factor) = units.iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
-    // Integer arithmetic on whole and fraction, so that the result is exact.
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() || fraction.len() > 12 {
+    // Integer arithmetic on integer and fraction, so that the result is exact.
+    let (integer, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if integer.is_empty() || fraction.len() > 12 {
         return Err(wrong());
     }
     let scale = 10u128.pow(fraction.len() as u32);
-    let numerator: u128 = format!("{whole}{fraction}").parse().map_err(|_| wrong())?;
+    let numerator: u128 = format!("{integer}{fraction}").parse().map_err(|_| wrong())?;
     let value = numerator.checked_mul(u128::from(*factor)).ok_or_else(wrong)?;
     // 63.3 MiB are no whole number of bytes, and a number without a unit has to be whole.
     let rest = if *factor > 1 { 0 } else { value % scale };

@@ -1,7 +1,7 @@
-//! What a forward keeps for the backward, and what the backward recomputes.
+//! Tensors that a forward keeps for the backward, and the backward's recomputation.
 //!
 //! The choices are independent of each other: the attention kernel (a flash kernel always recomputes its scores),
-//! the norm's kernel, the SwiGLU's level, and what is checkpointed around them.
+//! the norm's kernel, the SwiGLU's level, and the checkpoints around them.
 
 use std::str::FromStr;
 
@@ -20,16 +20,16 @@ pub enum AttentionKernel {
 /// The implementation of an RMSNorm. (A LayerNorm is one kernel everywhere.)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum NormKernel {
-    /// One kernel, which keeps its input and one number per token.
+    /// A single kernel, which keeps its input and a number per token.
     #[default]
     Fused,
-    /// One kernel that keeps its output instead of its input, because the next product keeps it too (Apex's
+    /// A single kernel that keeps its output instead of its input, because the next product keeps it too (Apex's
     /// `memory_efficient`; `runtime`'s norms on a CPU). Under autocast, where the product keeps its own copy, it equals
     /// [`NormKernel::Fused`].
     Output,
 }
 
-/// What is checkpointed.
+/// The checkpoints around blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recompute {
     /// Everything that the backward needs is kept.
@@ -41,7 +41,7 @@ pub enum Recompute {
     Full,
 }
 
-/// What a SwiGLU layer `(SiLU(xW) ⊙ xV)·U` keeps, per token (`H` hidden, `F` feed-forward). No hand-written level keeps
+/// The tensors that a SwiGLU layer `(SiLU(xW) ⊙ xV)·U` keeps, per token (`H` hidden, `F` feed-forward). No hand-written level keeps
 /// the input of `U`: it is an elementwise product of two kept or recomputed tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SwigluLevel {

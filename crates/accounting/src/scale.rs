@@ -1,4 +1,4 @@
-//! The time of a training step over many ranks, what bounds it, and what failures cost.
+//! The time of a training step over many ranks, its bound, and the cost of failures.
 //!
 //! A decoder of L layers; each layer's weights of W bytes are gathered before its passes, and its gradients of G bytes reduced after
 //! its backward, while other layers compute. With f = (N − 1)/N of N ranks, B bytes per second, and a latency of α per step of a tree:
@@ -12,7 +12,7 @@
 //! replicas   2·(R − 1)/R·G/B of each layer, beside the other transfers (hybrid sharding: N ranks hold a replica, R replicas)
 //! ```
 //!
-//! B is the rate within a node, or between nodes if that is less: what a ring sends crosses each node's border once, so there the
+//! B is the rate within a node, or between nodes if that is less: a ring's data crosses each node's border once, so there the
 //! rate is that of all the node's links together. It cancels from the **critical tokens**: with fewer tokens per rank than
 //!
 //! ```text
@@ -68,7 +68,7 @@ impl Network {
 /// How ranks divide a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Division {
-    /// What is divided.
+    /// The model states that are divided.
     pub stage: ZeroStage,
     /// Ranks that hold a replica together.
     pub shard: u64,
@@ -79,7 +79,7 @@ pub struct Division {
 /// The work of one rank in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Work {
-    /// Number of layers; what is outside of them counts as one more.
+    /// Number of layers; the parameters outside of them count as one more.
     pub layers: u64,
     /// Seconds of a layer's forward.
     pub forward: f64,
@@ -114,7 +114,7 @@ pub struct Step {
     pub latency: f64,
 }
 
-/// What most of the time is spent on.
+/// The activity that takes most of the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
     /// The ranks compute.
@@ -156,8 +156,8 @@ impl Step {
         self.gather + self.reduce + self.replicas + self.latency
     }
 
-    /// Returns what most of the time is spent on, if the training advances in the share `effective` of it. Where ranks wait longer than
-    /// they compute, it is what they wait for longest.
+    /// Returns the activity that takes most of the time, if the training advances in the share `effective` of it. Where ranks wait longer
+    /// than they compute, it is the longest wait.
     pub fn bound(&self, effective: f64) -> Bound {
         let waits = [
             (Bound::Gather, self.gather),

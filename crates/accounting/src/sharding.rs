@@ -11,7 +11,7 @@
 //! | 3 | b_w·P/N, and s of the largest layer | three layers | 4·P/N | 8·P/N | f·(A·b_g + (2·A·(n − s) + s)/n·b_w)·P |
 //!
 //! In stages 1 and 2 regions are buckets of about 16 MiB. In stage 3 each layer is a region, in which parameters begin at multiples of 256
-//! bytes; what is outside of the layers is divided as in stage 2. fp32 master weights are divided in every stage. Frozen regions are
+//! bytes; parameters outside of the layers are divided as in stage 2. fp32 master weights are divided in every stage. Frozen regions are
 //! neither reduced nor stepped: whole on each rank or, in a layer of stage 3, gathered with it.
 //!
 //! **Loads of stage 3.** Layers are gathered into s slots. The last s layers of a forward stay for its backward, and the first s of a
@@ -109,7 +109,7 @@ impl Region {
         self.parameters.iter().map(|parameter| within(&parameter.range)).sum()
     }
 
-    /// Returns the bytes of its gradients, with those between parameters: what is reduced.
+    /// Returns the bytes of its gradients that are reduced, with the gaps between parameters.
     fn gradient_bytes(&self) -> Result<u64, Error> {
         self.gradients.map_or(Ok(0), |dtype| dtype.bytes(self.elements))
     }
@@ -165,18 +165,18 @@ impl Layout {
         let mut bytes = RankBytes::default();
         let (mut largest, mut gradients) = (0, 0);
         for region in &self.regions {
-            let own = region.owned(rank % self.ranks, self.ranks);
-            let (held, parameters) = (own.end - own.start, region.of_parameters(&own));
-            let weights = if region.layer.is_some() { held } else { region.elements };
+            let range = region.owned(rank % self.ranks, self.ranks);
+            let (share, parameters) = (range.end - range.start, region.of_parameters(&range));
+            let weights = if region.layer.is_some() { share } else { region.elements };
             bytes.weights += region.dtype.bytes(weights)?;
             let Some(dtype) = region.gradients else { continue };
-            bytes.sums += if self.takes_gradients(region) { 0 } else { Dtype::Fp32.bytes(held)? };
+            bytes.sums += if self.takes_gradients(region) { 0 } else { Dtype::Fp32.bytes(share)? };
             let master = recipe.master.filter(|_| region.dtype == recipe.parameters);
             bytes.master += master.map_or(Ok(0), |dtype| dtype.bytes(parameters))?;
             bytes.optimizer += optimizer.state_tensors() * recipe.state.bytes(parameters)?;
             largest = largest.max(region.gradient_bytes()?);
             gradients += region.gradient_bytes()?;
-            let piece = PIECE.min(dtype.bytes(held)?);
+            let piece = PIECE.min(dtype.bytes(share)?);
             bytes.pieces = bytes.pieces.max(2 * (self.ranks - 1) * piece);
         }
         let layers = (0..self.layers()).map(|layer| self.layer_bytes(layer));
@@ -207,11 +207,11 @@ impl Layout {
         }
         for region in self.regions.iter().filter(|region| !three || region.layer.is_some()) {
             let Some(dtype) = region.gradients else { continue };
-            let own = region.owned(0, self.ranks);
+            let range = region.owned(0, self.ranks);
             if three {
                 copy = copy.max(region.gradient_bytes()?);
             }
-            pieces = pieces.max(2 * (self.ranks - 1) * PIECE.min(dtype.bytes(own.end - own.start)?));
+            pieces = pieces.max(2 * (self.ranks - 1) * PIECE.min(dtype.bytes(range.end - range.start)?));
         }
         Ok(copy + pieces)
     }
@@ -261,17 +261,17 @@ impl Layout {
         let to_replicas = if replica + 1 == self.replicas { self.replicas - 1 } else { 1 };
         let mut sent = Vec::new();
         for region in &self.regions {
-            let own = region.owned(number, self.ranks);
-            let own = own.end - own.start;
+            let range = region.owned(number, self.ranks);
+            let share = range.end - range.start;
             if let Some(dtype) = region.gradients {
-                sent.push(product(WHAT, &[rounds, to_replicas, Dtype::Fp32.bytes(own)?])?);
-                sent.push(product(WHAT, &[rounds, dtype.bytes(region.elements - own)?])?);
+                sent.push(product(WHAT, &[rounds, to_replicas, Dtype::Fp32.bytes(share)?])?);
+                sent.push(product(WHAT, &[rounds, dtype.bytes(region.elements - share)?])?);
             }
             let gathers = match region.layer {
                 Some(layer) => self.gathers(layer, rounds, slots),
                 None => u64::from(region.gradients.is_some()),
             };
-            sent.push(product(WHAT, &[gathers, self.ranks - 1, region.dtype.bytes(own)?])?);
+            sent.push(product(WHAT, &[gathers, self.ranks - 1, region.dtype.bytes(share)?])?);
         }
         sum(WHAT, sent)
     }

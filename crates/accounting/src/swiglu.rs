@@ -70,7 +70,7 @@ pub fn accumulating_peak(stack: &SwigluStack, level: SwigluLevel) -> Result<Peak
     peak_of_step(stack, level, Gradients::Accumulated)
 }
 
-/// What becomes of the gradients of earlier steps.
+/// Whether gradients of earlier steps exist.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gradients {
     Cleared,
@@ -147,7 +147,7 @@ impl Bytes {
         })
     }
 
-    /// Allocates the layer's output and what the layer keeps besides its input.
+    /// Allocates the layer's output and the tensors that the layer keeps besides its input.
     fn forward(&self, level: SwigluLevel, tracker: &mut PeakTracker) {
         let kept = level.kept_feed_forward_tensors() * self.wide;
         let temporaries = match level {
@@ -164,7 +164,8 @@ impl Bytes {
         tracker.free(temporaries - kept);
     }
 
-    /// Frees what the layer kept, and leaves the gradients of its input and, unless they are added to earlier ones, of its weights.
+    /// Frees the tensors that the layer kept, and leaves the gradients of its input and, unless they are added to earlier ones, of its
+    /// weights.
     fn backward(&self, level: SwigluLevel, last: bool, gradients: Gradients, tracker: &mut PeakTracker) {
         // A gradient that is added to an earlier one is freed: the function's three at its end, an operator's at once.
         let added = if gradients == Gradients::Accumulated { self.weight } else { 0 };

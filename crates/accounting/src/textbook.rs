@@ -1,7 +1,7 @@
 //! The memory of a training step by the formulas of the literature, for systems that this project does not implement.
 //!
-//! Steps of this project are predicted operation by operation ([`candidates`](crate::candidates)) and compared with the allocator. Here are
-//! the formulas of the literature: ZeRO, tensors in host memory, eager attention, kernels of a framework.
+//! A step of this project is predicted operation by operation ([`candidates`](crate::candidates)) and compared with the allocator. These
+//! formulas answer for ZeRO, tensors in host memory, eager attention and a framework's kernels.
 //!
 //! # Moments
 //!
@@ -10,9 +10,9 @@
 //! | moment | gradients | activations | logits and loss | temporaries |
 //! |---|---|---|---|---|
 //! | head | none yet¹, or the output's³ | all | all | gathered parameters² |
-//! | backward of the last block | those of the output¹ | all | what the caller holds | one block's backward, buffers² |
-//! | backward of the first block | all | one block's | what the caller holds | one block's backward, buffers² |
-//! | backward of the embedding | all | tokens | what the caller holds | a tied matrix' second gradient |
+//! | backward of the last block | those of the output¹ | all | the loss's input | one block's backward, buffers² |
+//! | backward of the first block | all | one block's | the loss's input | one block's backward, buffers² |
+//! | backward of the embedding | all | tokens | the loss's input | a tied matrix' second gradient |
 //! | optimizer step | all | none | none | the step's own |
 //!
 //! ¹ all of them if gradients are accumulated over several batches. ² of ZeRO, or of tensors on the host, with a block as a bucket:
@@ -51,6 +51,8 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 
+use decoder::QueryKeyNorm;
+
 use crate::decoder_flops::{Recomputation, Workload, check_positions};
 use crate::exact::{positive, product, sum};
 use crate::memory::logits::{self, Loss};
@@ -58,7 +60,7 @@ use crate::memory::optimizer::Optimizer;
 use crate::memory::recipe::Recipe;
 use crate::memory::zero::ZeroStage;
 use crate::memory::{Item, total};
-use crate::model::{Decoder, Family, Part};
+use crate::model::{Decoder, Family, Part, has_modelled_passes};
 use crate::offload::{Footprint, Moment};
 use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use crate::{Dtype, Error};
@@ -86,7 +88,7 @@ pub struct OnHost {
     pub gradients: bool,
     /// Master weights and the optimizer's state; the step runs there.
     pub optimizer: bool,
-    /// What each block keeps, if that is only its input.
+    /// The inputs of blocks, if these keep nothing else.
     pub block_inputs: bool,
 }
 
@@ -101,17 +103,17 @@ pub struct Step {
     pub optimizer: Optimizer,
     /// Whether its step is one kernel. Otherwise it makes lists of temporaries as large as the model, as `torch.optim` does on a GPU.
     pub fused_optimizer: bool,
-    /// What the backward recomputes.
+    /// The recomputation of the backward.
     pub recomputation: Recomputation,
     /// The implementation of the loss.
     pub loss: Loss,
-    /// What data-parallel devices divide.
+    /// The model states that data-parallel devices divide.
     pub stage: ZeroStage,
     /// The data-parallel devices.
     pub devices: u64,
     /// Whether gradients of an earlier batch exist while the next one runs.
     pub accumulate: bool,
-    /// What is in host memory.
+    /// Tensors in host memory.
     pub host: OnHost,
 }
 
@@ -203,85 +205,77 @@ pub fn model_states(model: &Decoder, step: &Step) -> Result<ModelStates, Error> 
 /// Adds up the memory of a step of `model`.
 ///
 /// # Errors
-/// A family other than GPT-2, Llama, Mistral, Qwen2 and SmolLM3; block inputs on the host of blocks that keep more; bytes beyond 64 bits.
+/// A family other than GPT-2 and those of Llama's blocks (Llama, Mistral, Qwen2, SmolLM3); block inputs on the host of blocks that keep
+/// more; bytes beyond 64 bits.
 pub fn memory(model: &Decoder, step: &Step) -> Result<Memory, Error> {
-    let Step { work, recipe, host, .. } = *step;
     check(model, step)?;
-    let place = |bytes, on_host| if on_host { (0, bytes) } else { (bytes, 0) };
+    let Step { work, recipe, host, .. } = *step;
+
+    // Model states, each on the device or on the host.
     let states = model_states(model, step)?;
+    let place = |bytes, on_host| if on_host { (0, bytes) } else { (bytes, 0) };
     let (parameters, parameters_on_host) = place(states.parameters, host.parameters);
     let (all_gradients, gradients_on_host) = place(states.gradients, host.gradients);
     let (master, master_on_host) = place(states.master, host.optimizer);
-    let (state, state_on_host) = place(states.optimizer, host.optimizer);
+    let (optimizer, optimizer_on_host) = place(states.optimizer, host.optimizer);
+    let (casts, block_casts) = autocast_copies(model, step)?;
 
-    // What blocks keep. On the host, one block's is where it is used, and another one's in flight.
+    // Activations. If block inputs are on the host, one block's are in use; the next block's, in transfer, are a temporary.
     let block = Block::new(model, step)?;
-    let (kept, outside) = (block.kept(), block.outside);
-    let of_blocks = product(WHAT, &[model.layers, kept])?;
-    let in_flight = if host.block_inputs { kept } else { 0 };
-    let all_kept = sum(WHAT, [outside, if host.block_inputs { kept } else { of_blocks }])?;
-    let one_kept = sum(WHAT, [outside, kept])?;
+    let (per_block, outside) = (block.kept(), block.outside);
+    let of_blocks = product(WHAT, &[model.layers, per_block])?;
+    let (on_device, blocks_on_host, in_transfer) =
+        if host.block_inputs { (per_block, of_blocks, per_block) } else { (of_blocks, 0, 0) };
+    let all_activations = sum(WHAT, [outside, on_device])?;
+    let one_block = sum(WHAT, [outside, per_block])?;
 
+    // Logits and loss: at the peak, and the caller's tensor while the backward runs.
     let loss_peak = total(&logits::peak(model, work, &recipe, step.loss, None)?)?;
     let width = if step.loss == Loss::Eager { model.vocabulary } else { model.hidden };
-    let loss_held = product(WHAT, &[work.tokens()?, width, recipe.compute.storage_bits() / 8])?;
+    let loss_input = product(WHAT, &[work.tokens()?, width, recipe.compute.storage_bits() / 8])?;
 
+    // Temporaries: a block's backward and buffers. The first block prefetches nothing.
     let (reducing, gathered) = buffers(model, step)?;
+    let at_head = sum(WHAT, [gathered, in_transfer])?;
     let first_backward = sum(WHAT, [block.backward(), reducing, gathered])?;
-    // The first block has no further one to prefetch.
-    let last_backward = sum(WHAT, [first_backward, in_flight])?;
+    let last_backward = sum(WHAT, [first_backward, in_transfer])?;
     let update = if host.optimizer { 0 } else { update_bytes(model, step)? };
+
+    // The gradient of the output matrix arrives with the chunks of the loss, or with the backward of the logits.
+    let matrix = |width| product("parameters of the output", &[model.vocabulary, width]);
+    let output_gradient = recipe.gradients.bytes(step.share(matrix(model.hidden)?, ZeroStage::Two))?;
+    let head_gradient = if step.loss == Loss::Eager { 0 } else { output_gradient };
+    let early = |gradients| if step.accumulate && !host.gradients { all_gradients } else { gradients };
 
     // A tied matrix, or an accumulated one, already has its gradient when the embedding's part arrives. A gradient on the host is added to
     // there, but the new part passes through the device.
-    let matrix = |width| product("parameters of the output", &[model.vocabulary, width]);
-    let output_gradient = recipe.gradients.bytes(step.share(matrix(model.hidden)?, ZeroStage::Two))?;
-    let twice = model.tied || step.accumulate || host.gradients;
-    let second_gradient = if twice { recipe.gradients.bytes(matrix(model.embedding)?)? } else { 0 };
-    // The gradient of the output matrix arrives with the chunks of the loss, or with the backward of the logits.
-    let at_head = if step.loss == Loss::Eager { 0 } else { output_gradient };
-    let early = |gradients| if step.accumulate && !host.gradients { all_gradients } else { gradients };
+    let has_second_gradient = model.tied || step.accumulate || host.gradients;
+    let second_gradient =
+        if has_second_gradient { recipe.gradients.bytes(matrix(model.embedding)?)? } else { 0 };
 
-    let (casts, one_cast) = autocast_copies(model, step)?;
-    let moment = |moment, casts, gradients, activations, logits, temporaries| {
-        let bytes = [parameters, casts, master, state, gradients, activations, logits, temporaries];
+    let moment = |moment, [casts, gradients, activations, logits, temporaries]: [u64; 5]| {
+        let bytes = [parameters, casts, master, optimizer, gradients, activations, logits, temporaries];
         let parts = PARTS.into_iter().zip(bytes).map(|(name, bytes)| Item { name, bytes }).collect();
         Ok::<_, Error>(Footprint { moment, parts, total: sum(WHAT, bytes)? })
     };
     let last = Moment::Backward(usize::try_from(model.layers - 1).unwrap_or(usize::MAX));
-    Ok(Memory {
-        moments: [
-            moment(
-                Moment::Head,
-                casts,
-                early(at_head),
-                all_kept,
-                loss_peak,
-                sum(WHAT, [gathered, in_flight])?,
-            )?,
-            moment(last, casts, early(output_gradient), all_kept, loss_held, last_backward)?,
-            moment(Moment::Backward(0), one_cast, all_gradients, one_kept, loss_held, first_backward)?,
-            moment(Moment::Embedding, 0, all_gradients, outside, loss_held, second_gradient)?,
-            moment(Moment::Update, 0, all_gradients, 0, 0, update)?,
-        ],
-        host_bytes: sum(
-            WHAT,
-            [
-                parameters_on_host,
-                gradients_on_host,
-                master_on_host,
-                state_on_host,
-                if host.block_inputs { of_blocks } else { 0 },
-            ],
-        )?,
-        block_backward: block.backward(),
-    })
+    let moments = [
+        moment(Moment::Head, [casts, early(head_gradient), all_activations, loss_peak, at_head])?,
+        moment(last, [casts, early(output_gradient), all_activations, loss_input, last_backward])?,
+        moment(Moment::Backward(0), [block_casts, all_gradients, one_block, loss_input, first_backward])?,
+        moment(Moment::Embedding, [0, all_gradients, outside, loss_input, second_gradient])?,
+        moment(Moment::Update, [0, all_gradients, 0, 0, update])?,
+    ];
+    let states_on_host = [parameters_on_host, gradients_on_host, master_on_host, optimizer_on_host];
+    let host_bytes = sum(WHAT, states_on_host.into_iter().chain([blocks_on_host]))?;
+    Ok(Memory { moments, host_bytes, block_backward: block.backward() })
 }
 
 fn check(model: &Decoder, step: &Step) -> Result<(), Error> {
     check_positions(model, step.work.sequence)?;
-    use Family::{Gpt2, Llama, Mistral, Qwen2, SmolLm3};
-    let is_counted = matches!(model.family, Gpt2 | Llama | Mistral | Qwen2 | SmolLm3);
+    let facts = model.family.facts();
+    let is_plain = facts.query_key_norm == QueryKeyNorm::None && !facts.has_multipliers;
+    let is_counted = model.family == Family::Gpt2 || has_modelled_passes(model.family) && is_plain;
     model.check_modelled(is_counted, step.work.sequence)?;
     positive("the number of devices", step.devices)?;
     step.recipe.check_trained()?;
@@ -294,8 +288,8 @@ fn check(model: &Decoder, step: &Step) -> Result<(), Error> {
     Ok(())
 }
 
-/// Gradients of a block on their way to other devices or the host, and parameters that come from there: those of two blocks, or of the
-/// largest matrix outside.
+/// Returns the bytes of gradients in transfer to other devices or the host, those of a block, and of parameters that come from there: of
+/// two blocks, or twice the largest matrix outside.
 fn buffers(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
     let block = model.block_parameters()?;
     let reduces = step.divides(ZeroStage::Two) || step.host.gradients;
@@ -309,7 +303,7 @@ fn buffers(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
     Ok((reducing, step.recipe.compute.bytes(product(WHAT, &[2, largest])?)?))
 }
 
-/// Autocast's copies of all weights and of one block's, unless gathered parameters replace them.
+/// Returns the bytes of autocast's copies of all weights, and of one block's; none where gathered parameters replace them.
 fn autocast_copies(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
     if !step.recipe.casts || step.divides(ZeroStage::Three) || step.host.parameters {
         return Ok((0, 0));
@@ -318,8 +312,8 @@ fn autocast_copies(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
     Ok((all, step.recipe.compute.bytes(model.block_parameters()?)?.min(all)))
 }
 
-/// Temporaries of the optimizer's step over lists of tensors: the square root of the second moment; AdaGrad's list form also allocates the
-/// scaled gradients.
+/// Returns the temporaries of the optimizer's step over lists of tensors: the square root of the second moment; AdaGrad's list form also
+/// allocates the scaled gradients.
 fn update_bytes(model: &Decoder, step: &Step) -> Result<u64, Error> {
     let copies = match step.optimizer {
         _ if step.fused_optimizer => 0,
@@ -331,12 +325,12 @@ fn update_bytes(model: &Decoder, step: &Step) -> Result<u64, Error> {
     product(WHAT, &[copies, step.recipe.state.bytes(share)?])
 }
 
-/// Bytes of a block's tensors, and of what is kept outside the blocks.
+/// Bytes of a block's tensors, and of the tensors kept outside the blocks.
 struct Block {
     recomputation: Recomputation,
     casts: bool,
     gated: bool,
-    /// `[tokens, d]` of the residual stream, and of what products read.
+    /// `[tokens, d]` of the residual stream, and of the operands of products.
     stream: u64,
     narrow: u64,
     /// A norm's numbers per token, and attention's.
@@ -418,7 +412,7 @@ impl Block {
         self.norm() + copies * self.narrow + tensors * self.wide
     }
 
-    /// What a block keeps from its forward to its backward.
+    /// Bytes that a block keeps from its forward to its backward.
     fn kept(&self) -> u64 {
         match self.recomputation.checkpoint {
             Recompute::Full => self.stream,
@@ -427,7 +421,7 @@ impl Block {
     }
 
     /// Temporaries of a backward: gradients of the residual stream and of a branch, and the larger of the feed-forward layer's and of the
-    /// attention's after what the feed-forward layer kept is freed. A recomputed block keeps everything but its input, which exists.
+    /// attention's once the feed-forward layer's tensors are freed. A recomputed block keeps everything but its input, which exists.
     fn backward(&self) -> u64 {
         let level = self.recomputation.swiglu;
         let wide = match (self.gated, level) {

@@ -11,8 +11,8 @@ use crate::{Error, decoder_flops};
 const ATTEMPTS: usize = 6;
 
 impl Job {
-    /// What a layer may keep. What elementwise recomputation keeps depends on the kernel of attention, which is known for whole rows on
-    /// a CPU. There a copy in host memory saves nothing.
+    /// The plans that a layer may have. Elementwise recomputation depends on the kernel of attention, which is known for full rows on a
+    /// CPU. There a copy in host memory saves nothing.
     pub(super) fn kept_options(&self) -> &'static [LayerPlan] {
         match (self.on_cpu, self.choices.documents) {
             (true, false) => &[
@@ -64,7 +64,7 @@ impl Job {
             .collect()
     }
 
-    /// The costs of resident layers that keep what `plan` says, with the seconds of their recomputation.
+    /// Returns the costs of resident layers under `plan`, with the seconds of their recomputation.
     pub(super) fn with_plan(
         &self,
         costs: StepCosts,
@@ -120,7 +120,7 @@ impl Job {
         let layers = self.model.layers as usize;
         let batch = self.pass(self.widest(), rows);
         let choices = self.layer_choices(batch, options)?;
-        // What the layers may take: at first all, then less by what the whole step was beyond the budget.
+        // The bytes of the layers: at first the budget, then less by the excess of the step.
         let mut available = budget;
         for _ in 0..ATTEMPTS {
             let plan = match least_recomputation(layers, &choices, available) {
@@ -147,7 +147,7 @@ impl Job {
             other => other?,
         };
         let planned = self.evaluate(Placement::Resident(least.layers), rows)?;
-        // The head may need more than the layers; then what is held counts, not what a backward adds.
+        // The head may need more than the layers; then the kept bytes count, not those that a backward adds.
         let held = |choice: &&LayerChoice<LayerPlan>| (choice.cost.held_bytes, choice.cost.transient_bytes);
         let Some(smallest) = choices.iter().min_by_key(held) else { return Ok(planned) };
         let uniform = self.evaluate(Placement::Resident(vec![smallest.of; layers]), rows)?;

@@ -1,4 +1,4 @@
-//! What a candidate takes.
+//! The bytes and seconds of a candidate.
 
 use super::{Batch, Candidate, Job, Placement, Tier};
 use crate::Error;
@@ -12,7 +12,7 @@ use crate::offload::{
     moments, simulate,
 };
 
-/// A rate at which an update takes no time, for passes that none follows.
+/// A rate at which an update takes no time, for passes without an update.
 const NO_UPDATE: f64 = 1e30;
 
 /// A pass as it is simulated.
@@ -98,7 +98,7 @@ impl Job {
     /// Predicts a step whose passes have at most `rows` rows.
     ///
     /// # Errors
-    /// Those of [`simulate`]; a model whose activations are not modelled.
+    /// As [`simulate`]; a model whose activations are not modelled.
     pub fn evaluate(&self, placement: Placement, rows: Option<u64>) -> Result<Candidate, Error> {
         let mut worst: Option<(Footprint, usize, u64)> = None;
         for (number, batch) in self.largest.iter().enumerate() {
@@ -115,7 +115,7 @@ impl Job {
         Ok(Candidate { placement, rows, peak, batch, evaluation_bytes, host_bytes, seconds })
     }
 
-    /// Returns what is on the device at every moment of a step, in their order; the largest is [`Candidate::peak`].
+    /// Returns the device's bytes at every moment of a step, in their order; the largest is [`Candidate::peak`].
     ///
     /// # Errors
     /// As [`Job::evaluate`].
@@ -216,7 +216,7 @@ impl Job {
         sum(WHAT, [simulated.saturating_sub(files), gradients])
     }
 
-    /// A footprint with the summed gradients apart from the optimizer's state, and on a CPU with what is in host memory.
+    /// A footprint with the summed gradients apart from the optimizer's state, and on a CPU with the bytes in host memory.
     fn complete(&self, mut footprint: Footprint, pass: &SimulatedPass) -> Result<Footprint, Error> {
         split_gradients(&mut footprint, pass.summed);
         if self.on_cpu && pass.host_bytes > 0 {

@@ -1,4 +1,4 @@
-//! The fastest candidate within a budget, and what is beside it.
+//! Search for the fastest candidate within a budget.
 
 use super::{Candidate, Job, Placement, Tier};
 use crate::Error;
@@ -11,10 +11,10 @@ const SPLIT_GAIN: f64 = 0.02;
 /// Plans between the chosen one and the least, for [`Job::cheaper_plans`].
 const LEVELS: u64 = 4;
 
-/// Which candidates are considered.
+/// The candidates that a search considers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Allowed {
-    /// What resident layers keep; `None` for no candidate whose layers are all resident.
+    /// The activation plans of resident layers; `None` for no candidate whose layers are all resident.
     pub layers: Option<Layers>,
     /// How layers are offloaded; `None` for no candidate with offloaded layers.
     pub offloaded: Option<OffloadedLayers>,
@@ -24,7 +24,7 @@ pub struct Allowed {
     pub rows: Option<u64>,
 }
 
-/// What resident layers keep.
+/// The activation plans of resident layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Layers {
     /// Any activation plan.
@@ -36,7 +36,7 @@ pub enum Layers {
 /// How layers are offloaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadedLayers {
-    /// Where to.
+    /// The storage.
     pub tiers: Vec<Tier>,
     /// The largest ring; with [`OffloadedLayers::resident`] the ring, unless only a smaller one fits.
     pub most_slots: usize,
@@ -44,7 +44,7 @@ pub struct OffloadedLayers {
     pub resident: Option<Vec<usize>>,
     /// The layers that keep their activations; `None` for as many as fit, or more resident layers where that is faster.
     pub keep: Option<Vec<usize>>,
-    /// Where the optimizer's state of offloaded layers is.
+    /// The place of the optimizer's state of offloaded layers.
     pub optimizer: OptimizerPlace,
 }
 
@@ -68,8 +68,8 @@ impl Default for Allowed {
 
 /// The candidates of a search.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Found {
-    /// By falling peak, without those than which another takes fewer bytes and no more time. Of those with fewer rows, only the best.
+pub struct SearchResult {
+    /// By falling peak, without candidates that another one dominates in bytes and time. Of candidates with fewer rows, only the best.
     pub candidates: Vec<Candidate>,
     /// The number of the fastest that fits.
     pub chosen: Option<usize>,
@@ -77,7 +77,7 @@ pub struct Found {
     pub budget: AvailableMemory,
 }
 
-impl Found {
+impl SearchResult {
     /// Returns the fastest candidate that fits.
     pub fn chosen(&self) -> Option<&Candidate> {
         self.chosen.map(|number| &self.candidates[number])
@@ -112,15 +112,15 @@ fn fits(candidate: &Candidate, budget: AvailableMemory) -> bool {
     candidate.device_bytes() <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
 }
 
-/// Whether a candidate that changes no more takes fewer bytes and no more time than `other`, or as many bytes and less time.
+/// Returns whether a candidate with as many rows takes fewer bytes and no more time than `other`, or as many bytes and less time.
 fn dominates(candidate: &Candidate, other: &Candidate) -> bool {
     let bytes = |one: &Candidate| (one.device_bytes(), one.host_bytes);
-    let (own, its) = (bytes(candidate), bytes(other));
-    let no_worse = own.0 <= its.0 && own.1 <= its.1 && candidate.seconds <= other.seconds;
-    candidate.rows == other.rows && no_worse && (own != its || candidate.seconds < other.seconds)
+    let (ours, theirs) = (bytes(candidate), bytes(other));
+    let no_worse = ours.0 <= theirs.0 && ours.1 <= theirs.1 && candidate.seconds <= other.seconds;
+    candidate.rows == other.rows && no_worse && (ours != theirs || candidate.seconds < other.seconds)
 }
 
-/// Seconds, with a share for what a candidate changes.
+/// Returns the seconds, raised by [`SPLIT_GAIN`] for a candidate that changes the order of a sum.
 fn cost(candidate: &Candidate) -> f64 {
     candidate.seconds * if candidate.keeps_bits() { 1.0 } else { 1.0 + SPLIT_GAIN }
 }
@@ -130,7 +130,7 @@ impl Job {
     ///
     /// # Errors
     /// A model whose activations are not modelled; an activation plan of another length.
-    pub fn search(&self, allowed: &Allowed, budget: AvailableMemory) -> Result<Found, Error> {
+    pub fn search(&self, allowed: &Allowed, budget: AvailableMemory) -> Result<SearchResult, Error> {
         let mut all: Vec<Candidate> = Vec::new();
         for rows in self.row_counts(allowed) {
             match &allowed.layers {
@@ -163,7 +163,7 @@ impl Job {
         }
         shown.sort_by_key(|candidate| std::cmp::Reverse((candidate.device_bytes(), candidate.peak.total)));
         let chosen = chosen.and_then(|chosen| shown.iter().position(|one| *one == chosen));
-        Ok(Found { candidates: shown, chosen, budget })
+        Ok(SearchResult { candidates: shown, chosen, budget })
     }
 
     /// Returns the smallest candidate of each kind that is allowed, with the fewest rows: with all layers resident, and with as few as can
@@ -234,12 +234,12 @@ impl Job {
         let keeps =
             self.evaluate(Placement::Resident(vec![LayerPlan::KeepAll; self.model.layers as usize]), rows)?;
         let least = self.least_held(options, rows)?;
-        let mut found = Vec::new();
+        let mut candidates = Vec::new();
         if !fits(&keeps, budget) && least.peak.total <= budget.device {
-            found.extend(self.least_recomputed(options, rows, budget.device)?);
+            candidates.extend(self.least_recomputed(options, rows, budget.device)?);
         }
-        found.extend([keeps, least]);
-        Ok(found)
+        candidates.extend([keeps, least]);
+        Ok(candidates)
     }
 
     /// The fastest that fits with layers in `tier`, and the one that takes the least.
@@ -251,7 +251,7 @@ impl Job {
         budget: AvailableMemory,
     ) -> Result<Vec<Candidate>, Error> {
         let layers = self.model.layers as usize;
-        let of = |ring: usize, resident: Vec<usize>, keep: Vec<usize>| {
+        let candidate = |ring: usize, resident: Vec<usize>, keep: Vec<usize>| {
             let optimizer = allowed.optimizer;
             self.evaluate(Placement::Offloaded { tier, ring, resident, keep, optimizer }, rows)
         };
@@ -261,7 +261,7 @@ impl Job {
         let keeps = |ring: usize, resident: &[usize]| match &allowed.keep {
             Some(keep) => Ok(vec![keep.clone()]),
             None => {
-                let most = most(layers + 1, budget, |count| of(ring, resident.to_vec(), last(count)))?;
+                let most = most(layers + 1, budget, |count| candidate(ring, resident.to_vec(), last(count)))?;
                 let most = most.map_or(0, |(count, _)| count);
                 Ok::<_, Error>(if most > 0 { vec![last(most), Vec::new()] } else { vec![Vec::new()] })
             }
@@ -273,7 +273,7 @@ impl Job {
             let mut all = Vec::new();
             for ring in rings {
                 for keep in keeps(ring, resident)? {
-                    all.push(of(ring, resident.clone(), keep)?);
+                    all.push(candidate(ring, resident.clone(), keep)?);
                 }
             }
             let best = all.iter().find(|one| fits(one, budget)).cloned();
@@ -285,11 +285,12 @@ impl Job {
             for keep in keeps(ring, &[])? {
                 // The most resident layers that fit beside the ring. At least one layer is offloaded.
                 let residents = layers + 1 - ring;
-                let most = most(residents, budget, |stay| of(ring, interleaved(layers, stay), keep.clone()))?;
+                let most =
+                    most(residents, budget, |stay| candidate(ring, interleaved(layers, stay), keep.clone()))?;
                 all.extend(most.map(|(_, candidate)| candidate));
             }
         }
-        all.push(of(1, Vec::new(), allowed.keep.clone().unwrap_or_default())?);
+        all.push(candidate(1, Vec::new(), allowed.keep.clone().unwrap_or_default())?);
         Ok(best_and_least(all, budget))
     }
 }
@@ -298,14 +299,14 @@ impl Job {
 fn most(
     end: usize,
     budget: AvailableMemory,
-    of: impl Fn(usize) -> Result<Candidate, Error>,
+    candidate: impl Fn(usize) -> Result<Candidate, Error>,
 ) -> Result<Option<(usize, Candidate)>, Error> {
     let (mut most, mut too_many, mut low) = (None, end, 0);
     while low < too_many {
         let middle = low + (too_many - low) / 2;
-        let candidate = of(middle)?;
-        if fits(&candidate, budget) {
-            (most, low) = (Some((middle, candidate)), middle + 1);
+        let evaluated = candidate(middle)?;
+        if fits(&evaluated, budget) {
+            (most, low) = (Some((middle, evaluated)), middle + 1);
         } else {
             too_many = middle;
         }

@@ -24,7 +24,7 @@ use crate::recompute::Recompute;
 /// is one that goes over the labelled tokens only.
 ///
 /// # Errors
-/// What [`LowRank`] refuses; more labelled tokens than there are.
+/// Adapters that [`LowRank`] refuses; more labelled tokens than there are.
 ///
 /// ```
 /// use accounting::decoder_flops::{Recomputation, Workload, step};
@@ -35,7 +35,7 @@ use crate::recompute::Recompute;
 /// let again = Recomputation::default();
 /// let adapted = flops::step(&model, &LowRank::default(), work, None, &again)?.model()?;
 /// let whole = step(&model, work, &again)?.model()?;
-/// // Two thirds, and what the adapters and attention's core add.
+/// // Two thirds, plus the adapters and attention's core.
 /// assert_eq!(adapted.dense * 1000 / whole.dense, 675);
 /// assert_eq!(adapted.dense, 1_047_698_341_888);
 /// # Ok::<(), accounting::Error>(())
@@ -75,7 +75,7 @@ pub fn step(
         }
         let down = product(tokens, linear.inputs, lora.rank)?;
         let up = product(tokens, lora.rank, linear.outputs)?;
-        // Each pass computes ν: W·Aᵀ, and B·(A·Aᵀ). With dropout W multiplies what it drops and what it keeps.
+        // Each pass computes ν: W·Aᵀ, and B·(A·Aᵀ). With dropout W multiplies the dropped part and the kept part.
         let (mut norms, mut again) = (Flops::default(), Flops::default());
         if lora.magnitudes {
             norms = Flops::sum([

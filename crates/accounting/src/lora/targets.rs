@@ -1,4 +1,4 @@
-//! Which projections of a block are adapted.
+//! The projections of a block that are adapted.
 
 use std::fmt;
 use std::str::FromStr;
@@ -55,7 +55,7 @@ impl Projection {
 /// use accounting::lora::{Projection, Targets};
 ///
 /// let targets: Targets = "q,v_proj".parse()?;
-/// assert_eq!(targets, Targets::of(&[Projection::Query, Projection::Value]));
+/// assert_eq!(targets, Targets::new(&[Projection::Query, Projection::Value]));
 /// assert_eq!(targets.to_string(), "q,v");
 /// assert!("q,w".parse::<Targets>().unwrap_err().to_string().starts_with("unknown target `w`; known are: q, k,"));
 /// # Ok::<(), accounting::Error>(())
@@ -72,7 +72,7 @@ impl Targets {
     pub const ALL: Self = Self([true; 7]);
 
     /// Creates a set.
-    pub fn of(projections: &[Projection]) -> Self {
+    pub fn new(projections: &[Projection]) -> Self {
         let mut targets = Self::NONE;
         for &projection in projections {
             targets.0[projection as usize] = true;

@@ -2,7 +2,7 @@
 
 use crate::Error;
 
-/// What is sharded over data-parallel devices.
+/// The model states that are sharded over data-parallel devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ZeroStage {
     /// Nothing: plain data parallelism.

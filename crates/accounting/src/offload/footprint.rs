@@ -99,7 +99,7 @@ pub(super) fn is_resident(setup: &Setup, layer: usize) -> bool {
     matches!(setup.method, Method::Resident { .. }) || setup.resident.binary_search(&layer).is_ok()
 }
 
-/// Lists what is on the device at every moment; one layer at a time is there only while it computes.
+/// Lists the device's bytes at every moment; one layer at a time is there only while it computes.
 fn base(costs: &StepCosts, setup: &Setup) -> Result<Vec<Item>, Error> {
     let all = || costs.layers.iter().enumerate();
     let resident = all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
@@ -129,7 +129,7 @@ pub(super) fn peak(footprints: Vec<Footprint>) -> Footprint {
     footprints.into_iter().fold(Footprint::default(), larger)
 }
 
-/// Returns what is on the device at every moment of a step, in their order.
+/// Returns the device's bytes at every moment of a step, in their order.
 pub(super) fn footprints(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Result<Vec<Footprint>, Error> {
     let base = base(costs, setup)?;
     let kept = kept(costs, setup)?;
@@ -159,25 +159,24 @@ pub(super) fn footprints(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Re
     moments(costs, setup, &kept, spans).into_iter().map(footprint).collect()
 }
 
-/// Returns what each layer keeps; `None` for its input.
+/// Returns the activations that each layer keeps; `None` for its input alone.
 fn kept(costs: &StepCosts, setup: &Setup) -> Result<Vec<Option<Kept>>, Error> {
-    let of_layers = || costs.layers.iter().map(|layer| layer.kept);
+    let by_layer = || costs.layers.iter().map(|layer| layer.kept);
     if !costs.training {
         return Ok(vec![None; costs.layers.len()]);
     }
     match setup.method {
         Method::Resident { recompute: false } => {
-            let all: Vec<Option<Kept>> = of_layers().map(|kept| kept.or(costs.working.kept)).collect();
+            let all: Vec<Option<Kept>> = by_layer().map(|kept| kept.or(costs.working.kept)).collect();
             if all.iter().all(Option::is_some) {
                 return Ok(all);
             }
             Err(Error::Shape {
-                what: "a training without recomputation, of which no bytes that a layer keeps are given"
-                    .into(),
-                remedy: "give WorkingMemory::kept, or recompute".into(),
+                what: "training without recomputation needs `WorkingMemory::kept`".into(),
+                remedy: "set it, or recompute".into(),
             })
         }
-        Method::Overlap { .. } => Ok(of_layers().collect()),
+        Method::Overlap { .. } => Ok(by_layer().collect()),
         Method::Resident { recompute: true } | Method::OneAtATime => Ok(vec![None; costs.layers.len()]),
     }
 }
@@ -221,28 +220,28 @@ fn moments(costs: &StepCosts, setup: &Setup, kept: &[Option<Kept>], spans: &[Spa
 fn passing(costs: &StepCosts, kept: &[Option<Kept>], moment: Moment) -> Result<[Item; 2], Error> {
     let working = costs.working;
     let input = working.input_bytes;
-    let held = |count: usize| {
-        let of = |kept: &Option<Kept>| kept.map_or(input, |kept| kept.bytes);
-        sum("bytes that layers keep", kept[..count].iter().map(of))
+    let first_layers = |count: usize| {
+        let bytes = |kept: &Option<Kept>| kept.map_or(input, |kept| kept.bytes);
+        sum("bytes that layers keep", kept[..count].iter().map(bytes))
     };
-    let (held, bytes) = match moment {
+    let (activations, bytes) = match moment {
         Moment::Head if !costs.training => (0, working.head_bytes),
-        Moment::Head => (held(kept.len())?, working.head_bytes),
+        Moment::Head => (first_layers(kept.len())?, working.head_bytes),
         Moment::Forward(_) if !costs.training => (input, working.forward_bytes),
         Moment::Forward(layer) => match kept[layer] {
-            None => (held(layer + 1)?, working.forward_bytes),
-            Some(own) => (held(layer)?, own.forward_bytes),
+            None => (first_layers(layer + 1)?, working.forward_bytes),
+            Some(layer_kept) => (first_layers(layer)?, layer_kept.forward_bytes),
         },
-        Moment::Recomputation(layer) => (held(layer + 1)?, working.recomputation_bytes),
+        Moment::Recomputation(layer) => (first_layers(layer + 1)?, working.recomputation_bytes),
         Moment::Backward(layer) => {
             let bytes = kept[layer].map_or(working.backward_bytes, |kept| kept.backward_bytes);
-            (held(layer + 1)?, bytes)
+            (first_layers(layer + 1)?, bytes)
         }
         Moment::Embedding => (0, working.embedding_bytes),
         Moment::Update => (0, working.update_bytes),
     };
     let name = if kept.iter().any(Option::is_some) { "kept activations" } else { "layer inputs" };
-    Ok([Item { name, bytes: held }, Item { name: "working memory", bytes }])
+    Ok([Item { name, bytes: activations }, Item { name: "working memory", bytes }])
 }
 
 /// A layer's gradient, and the interval in which it is on the device.

@@ -26,7 +26,7 @@ pub struct AvailableMemory {
 pub struct OffloadPlan {
     /// Ring, resident layers, and where the optimizer is.
     pub setup: Setup,
-    /// Where the optimizer is; `None` if nothing is trained.
+    /// The place of the optimizer; `None` if nothing is trained.
     pub optimizer: Option<OptimizerPlace>,
     /// A later step, not the first.
     pub step: SimulatedStep,

@@ -52,7 +52,7 @@ pub struct Setup {
     pub optimizer: OptimizerPlace,
 }
 
-/// Which step is simulated.
+/// The step that is simulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
     /// The first: no streamed layer is on the device.

@@ -29,7 +29,7 @@ pub struct SimulatedStep {
 impl SimulatedStep {
     /// Returns the seconds in which `stream` works.
     pub fn busy(&self, stream: StreamKind) -> f64 {
-        self.of(stream).map(|span| span.end - span.start).sum()
+        self.stream(stream).map(|span| span.end - span.start).sum()
     }
 
     /// Returns the fraction of the load stream's time that overlaps with compute; 1 if nothing is loaded.
@@ -37,12 +37,12 @@ impl SimulatedStep {
         let loads = self.busy(StreamKind::Load);
         let together = |load: &Span| {
             let shared = |span: &Span| (span.end.min(load.end) - span.start.max(load.start)).max(0.0);
-            self.of(StreamKind::Compute).map(shared).sum::<f64>()
+            self.stream(StreamKind::Compute).map(shared).sum::<f64>()
         };
-        if loads > 0.0 { self.of(StreamKind::Load).map(together).sum::<f64>() / loads } else { 1.0 }
+        if loads > 0.0 { self.stream(StreamKind::Load).map(together).sum::<f64>() / loads } else { 1.0 }
     }
 
-    fn of(&self, stream: StreamKind) -> impl Iterator<Item = &Span> {
+    fn stream(&self, stream: StreamKind) -> impl Iterator<Item = &Span> {
         self.spans.iter().filter(move |span| span.stream == stream)
     }
 }
@@ -60,13 +60,13 @@ pub fn simulate(
 ) -> Result<SimulatedStep, Error> {
     check(costs, rates, setup)?;
     // The state of the ring repeats from the third step on.
-    let wanted = match start {
+    let first = match start {
         Start::Cold => 0,
         Start::Warm => 3,
     };
     // One more, for loads that run ahead.
-    let (spans, ends) = run(costs, rates, setup, wanted + 2);
-    let (begin, end) = (ends[wanted], ends[wanted + 1]);
+    let (spans, ends) = run(costs, rates, setup, first + 2);
+    let (begin, end) = (ends[first], ends[first + 1]);
     let mut spans: Vec<Span> =
         spans.into_iter().filter(|span| span.end > begin && span.start < end).collect();
     let moved = |stream| {
@@ -96,7 +96,7 @@ pub fn simulate(
     Ok(step)
 }
 
-/// Returns what is on the device at every moment of a simulated `step`, whose largest is [`SimulatedStep::device`].
+/// Returns the device's bytes at every moment of a simulated `step`, whose largest is [`SimulatedStep::device`].
 ///
 /// # Errors
 /// As [`simulate`].

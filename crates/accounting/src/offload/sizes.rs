@@ -6,9 +6,8 @@
 //! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer; in training on
 //! a CPU the sum of the first and of twice the second ([`Choices::packs`]). Measurements should replace them.
 
-mod casts;
 mod choices;
-mod update;
+mod weight_copies;
 
 use super::flat_bytes;
 use super::step_costs::{Fixed, Kept as LayerKept, Layer, StepCosts, WorkingMemory};
@@ -26,9 +25,9 @@ use crate::recompute::{NormKernel, Recompute};
 use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
-use casts::cast_bytes;
 pub use choices::Choices;
-pub use update::update_bytes;
+use weight_copies::cast_bytes;
+pub use weight_copies::update_bytes;
 
 /// Returns the costs of a forward that keeps nothing and ends in logits.
 ///
@@ -172,7 +171,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
 /// gradients and their state are in fp32.
 ///
 /// # Errors
-/// As [`inference`]; what [`LowRank`] refuses.
+/// As [`inference`]; adapters that [`LowRank`] refuses.
 pub fn adapters(
     model: &Decoder,
     lora: &LowRank,
@@ -240,15 +239,15 @@ pub fn with_activation_plan(
     }
     let block = block_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
     let mut costs = costs;
-    for (number, (layer, &kept)) in costs.layers.iter_mut().zip(plan).enumerate() {
-        let KeptPasses { held, forward, mut backward } = kept_passes(&block, kept, number == 0)?;
+    for (number, (layer, &layer_plan)) in costs.layers.iter_mut().zip(plan).enumerate() {
+        let KeptPasses { kept, forward, mut backward } = kept_passes(&block, layer_plan, number == 0)?;
         // Casts with and without a graph are two: the second run of a trained layer makes those with one, which stay.
-        if choices.recipe.casts && lora.is_none() && kept != LayerPlan::KeepAll {
-            let casts = cast_bytes(model, choices, kept)?;
+        if choices.recipe.casts && lora.is_none() && layer_plan != LayerPlan::KeepAll {
+            let casts = cast_bytes(model, choices, layer_plan)?;
             layer.gradient_bytes = sum("bytes of gradients and casts", [layer.gradient_bytes, casts])?;
             backward = sum("bytes of a backward", [backward, casts])?;
         }
-        layer.kept = Some(LayerKept { bytes: held, forward_bytes: forward, backward_bytes: backward });
+        layer.kept = Some(LayerKept { bytes: kept, forward_bytes: forward, backward_bytes: backward });
     }
     Ok(costs)
 }

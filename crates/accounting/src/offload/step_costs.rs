@@ -2,10 +2,10 @@
 
 use crate::{Error, exact};
 
-/// One layer.
+/// Costs of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Layer {
-    /// Bytes of its flat buffer, all regions: what a load moves and a slot holds.
+    /// Bytes of its flat buffer, all regions: the size of a load and of a slot.
     pub slot_bytes: u64,
     /// Bytes of its trainable weights in that buffer; 0: frozen.
     pub trainable_bytes: u64,
@@ -77,7 +77,7 @@ pub struct WorkingMemory {
 pub struct Kept {
     /// Bytes that it keeps between its passes, including its input.
     pub bytes: u64,
-    /// Maximum bytes of its forward, including its input and what it keeps.
+    /// Maximum bytes of its forward, including its input and the activations that it keeps.
     pub forward_bytes: u64,
     /// Maximum bytes of its backward beyond those that it keeps, including its weights' gradients.
     pub backward_bytes: u64,
@@ -88,7 +88,7 @@ pub struct Kept {
 pub struct StepCosts {
     /// The layers, in the order of forward.
     pub layers: Vec<Layer>,
-    /// What is always on the device.
+    /// Tensors that are always on the device.
     pub fixed: Fixed,
     /// Temporary memory.
     pub working: WorkingMemory,

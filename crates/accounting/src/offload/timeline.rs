@@ -1,6 +1,6 @@
-//! What the streams do, and when.
+//! Operations of the streams, with their times.
 
-/// A stream: runs one thing at a time.
+/// A stream: runs one operation at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StreamKind {
     /// The device's compute.
@@ -64,7 +64,7 @@ impl Operation {
 pub struct Span {
     /// The stream.
     pub stream: StreamKind,
-    /// What it does.
+    /// The operation.
     pub operation: Operation,
     /// The layer; `None` for the fixed part, or all.
     pub layer: Option<usize>,

@@ -38,7 +38,7 @@ use crate::{Error, exact};
 
 pub(crate) use peaks::{KeptPasses, Passes, kept_passes, passes};
 
-/// What is trained in a block.
+/// The weights that are trained in a block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Trained<'a> {
     /// Nothing: the block is frozen, or in inference.
@@ -49,6 +49,15 @@ pub(crate) enum Trained<'a> {
     Everything,
 }
 
+impl<'a> Trained<'a> {
+    fn adapters(self) -> Option<&'a LowRank> {
+        match self {
+            Trained::Adapters(lora) => Some(lora),
+            Trained::Nothing | Trained::Everything => None,
+        }
+    }
+}
+
 /// Further settings that decide a block's memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockOptions<'a> {
@@ -56,9 +65,9 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) tokens: u64,
     /// Number formats.
     pub(crate) recipe: &'a Recipe,
-    /// What a norm keeps.
+    /// The implementation of norms, which decides what they keep.
     pub(crate) norm: NormKernel,
-    /// What is trained.
+    /// The weights that are trained.
     pub(crate) trained: Trained<'a>,
     /// Whether the gradients of trained tensors are counted as they arrive, and stay; otherwise they are the caller's.
     pub(crate) gradients: bool,
@@ -69,7 +78,7 @@ pub(crate) struct BlockOptions<'a> {
 }
 
 /// Bytes of one projection's tensors.
-struct Sizes {
+struct ProjectionBytes {
     adapted: bool,
     /// Input and output, in the base's dtype and in fp32.
     input: u64,
@@ -85,16 +94,75 @@ struct Sizes {
     low: u64,
     /// How many low-rank terms there are: a frozen one's u is not kept.
     terms: u64,
-    /// With DoRA the product before it is multiplied, in fp32, and ν; and what computing ν takes.
+    /// With DoRA the product before it is multiplied, in fp32, and ν; and the temporaries of computing ν.
     unscaled: u64,
     norms: u64,
     /// A byte for each element of the input.
     mask: u64,
-    /// Gradients of what learns, as far as they are counted.
+    /// Gradients of the trained tensors, as far as they are counted.
     gradients: u64,
 }
 
-/// One block with its options.
+impl ProjectionBytes {
+    fn new(options: &BlockOptions<'_>, which: Projection, linear: &Linear) -> Result<Self, Error> {
+        let BlockOptions { tokens, recipe, trained, gradients, widens, .. } = *options;
+        let lora = trained.adapters();
+        let everything = matches!(trained, Trained::Everything);
+        let adapted = lora.is_some_and(|lora| lora.targets.has(which));
+        let magnitudes = adapted && lora.is_some_and(|lora| lora.magnitudes);
+        let rank = lora.map_or(0, |lora| lora.rank);
+        let c = recipe.compute.storage_bits() / 8;
+        let activation = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
+        let (wide_input, wide_output) = (activation(linear.inputs, 4)?, activation(linear.outputs, 4)?);
+
+        // With an adapter, and where 16 bits are not multiplied, a tile is in fp32.
+        let tile = |length, width| match recipe.quantized {
+            true => nf4::tile_bytes(length, width, if adapted || widens { 4 } else { c }),
+            false => Ok(0),
+        };
+
+        // Elements of W and b, and of A, B and the magnitudes.
+        let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
+        let bias = if linear.bias { linear.outputs } else { 0 };
+        let weight = exact::sum("elements of a weight", [weight, bias])?;
+        let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
+        let pair = product("elements of an adapter", &[rank, widths])?;
+        let adapter =
+            exact::sum("elements of an adapter", [pair, if magnitudes { linear.outputs } else { 0 }])?;
+
+        Ok(Self {
+            adapted,
+            input: activation(linear.inputs, c)?,
+            output: activation(linear.outputs, c)?,
+            wide_input,
+            wide_output,
+            narrow_gradients: match gradients && everything && recipe.casts {
+                true => recipe.compute.bytes(weight)?,
+                false => 0,
+            },
+            tile: tile(linear.outputs, linear.inputs)?,
+            tile_back: tile(linear.inputs, linear.outputs)?,
+            low: activation(rank, 4)?,
+            terms: 1 + u64::from(lora.is_some_and(|lora| lora.subtracted)),
+            unscaled: match magnitudes {
+                true => {
+                    exact::sum("bytes of a product", [wide_output, LowRank::WIDE.bytes(linear.outputs)?])?
+                }
+                false => 0,
+            },
+            // W·Aᵀ, the same times B, and two vectors.
+            norms: LowRank::WIDE.bytes(product("elements of norms", &[2 * rank + 2, linear.outputs])?)?,
+            mask: activation(linear.inputs, 1)?,
+            gradients: match (gradients, everything, adapted) {
+                (true, true, _) => recipe.gradients.bytes(weight)?,
+                (true, false, true) => LowRank::WIDE.bytes(adapter)?,
+                _ => 0,
+            },
+        })
+    }
+}
+
+/// A block with its options.
 pub(crate) struct Block {
     /// Whether the base is in 16 bits, so that sums in fp32 are tensors of their own.
     rounds: bool,
@@ -106,13 +174,13 @@ pub(crate) struct Block {
     documents: bool,
     /// Whether all weights learn.
     everything: bool,
-    projections: Vec<Sizes>,
+    projections: Vec<ProjectionBytes>,
     /// Gradient of a norm's weight, as far as it is counted.
     norm_gradient: u64,
     query_key_norms: Option<QueryKeyNorms>,
     /// Whether branches are multiplied before they are added.
     multiplies: bool,
-    /// `[n, d]` of the residual stream, and of what products read and write.
+    /// `[n, d]` of the residual stream, and of the operands and results of products.
     pub(crate) narrow: u64,
     operand: u64,
     /// `[n, h·k]`
@@ -125,7 +193,7 @@ pub(crate) struct Block {
     /// `[n, f]`
     wide: u64,
     log_sum_exp: u64,
-    /// One number for each token.
+    /// A number for each token.
     statistic: u64,
 }
 
@@ -136,7 +204,7 @@ struct QueryKeyNorms {
     gradients: u64,
 }
 
-/// Which parts of a block need a gradient, and so record a graph.
+/// The parts of a block that need a gradient, and so record a graph.
 struct Recorded {
     input: bool,
     attention: bool,
@@ -148,104 +216,55 @@ struct Recorded {
 impl Block {
     pub(crate) fn new(model: &Decoder, options: &BlockOptions<'_>) -> Result<Self, Error> {
         let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens } = *options;
-        let (everything, lora) = match trained {
-            Trained::Nothing => (false, None),
-            Trained::Adapters(lora) => (false, Some(lora)),
-            Trained::Everything => (true, None),
-        };
+        let (everything, lora) = (matches!(trained, Trained::Everything), trained.adapters());
         let c = recipe.compute.storage_bits() / 8;
-        let rounds = c < 4;
         let attended = if recipe.casts && widens { 4 } else { c };
-        let of = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
-        let sizes = |(which, linear): (Projection, Linear)| {
-            let adapted = lora.is_some_and(|lora| lora.targets.has(which));
-            let rank = lora.map_or(0, |lora| lora.rank);
-            let magnitudes = adapted && lora.is_some_and(|lora| lora.magnitudes);
-            let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
-            let bias = if linear.bias { linear.outputs } else { 0 };
-            let (wide_input, wide_output) = (of(linear.inputs, 4)?, of(linear.outputs, 4)?);
-            // With an adapter, and where 16 bits are not multiplied, a tile is in fp32.
-            let tile = |length, width| match recipe.quantized {
-                true => nf4::tile_bytes(length, width, if adapted || widens { 4 } else { c }),
-                false => Ok(0),
-            };
-            let learns = match (gradients, everything, adapted) {
-                (true, true, _) => {
-                    recipe.gradients.bytes(exact::sum("elements of a weight", [weight, bias])?)?
-                }
-                (true, false, true) => {
-                    let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
-                    let pair = product("elements of an adapter", &[rank, widths])?;
-                    let magnitudes = if magnitudes { linear.outputs } else { 0 };
-                    LowRank::WIDE.bytes(exact::sum("elements of an adapter", [pair, magnitudes])?)?
-                }
-                _ => 0,
-            };
-            Ok::<_, Error>(Sizes {
-                adapted,
-                input: of(linear.inputs, c)?,
-                output: of(linear.outputs, c)?,
-                wide_input,
-                wide_output,
-                narrow_gradients: if gradients && everything && recipe.casts {
-                    recipe.compute.bytes(exact::sum("elements of a weight", [weight, bias])?)?
-                } else {
-                    0
-                },
-                tile: tile(linear.outputs, linear.inputs)?,
-                tile_back: tile(linear.inputs, linear.outputs)?,
-                low: of(rank, 4)?,
-                terms: 1 + u64::from(lora.is_some_and(|lora| lora.subtracted)),
-                unscaled: if magnitudes {
-                    exact::sum("bytes of a product", [wide_output, LowRank::WIDE.bytes(linear.outputs)?])?
-                } else {
-                    0
-                },
-                // W·Aᵀ, the same times B, and two vectors.
-                norms: LowRank::WIDE.bytes(product("elements of norms", &[2 * rank + 2, linear.outputs])?)?,
-                mask: of(linear.inputs, 1)?,
-                gradients: learns,
-            })
-        };
-        let of_norm =
+        let activation = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
+        let norm_gradient =
             |width: u64| if gradients && everything { recipe.gradients.bytes(width) } else { Ok(0) };
         let norms = |[queries, keys]: [(u64, u64); 2]| {
             Ok::<_, Error>(QueryKeyNorms {
-                statistics: of(exact::sum("norms of a token", [queries.1, keys.1])?, 4)?,
-                gradients: exact::sum("bytes of gradients", [of_norm(queries.0)?, of_norm(keys.0)?])?,
+                statistics: activation(exact::sum("norms of a token", [queries.1, keys.1])?, 4)?,
+                gradients: exact::sum(
+                    "bytes of gradients",
+                    [norm_gradient(queries.0)?, norm_gradient(keys.0)?],
+                )?,
             })
         };
         Ok(Self {
-            rounds,
+            rounds: c < 4,
             dropout: lora.is_some_and(|lora| lora.dropout),
             mixed: recipe.casts,
             mixed_in_fp32: recipe.casts && widens,
             keeps_output: norm == NormKernel::Output && !recipe.casts,
             documents,
             everything,
-            projections: Projection::linears(model)?.into_iter().map(sizes).collect::<Result<_, _>>()?,
-            norm_gradient: of_norm(model.hidden)?,
+            projections: Projection::linears(model)?
+                .iter()
+                .map(|(which, linear)| ProjectionBytes::new(options, *which, linear))
+                .collect::<Result<_, _>>()?,
+            norm_gradient: norm_gradient(model.hidden)?,
             query_key_norms: model.query_key_norms()?.map(norms).transpose()?,
             multiplies: model.family.facts().has_multipliers,
-            narrow: of(model.hidden, recipe.residual.storage_bits() / 8)?,
-            operand: of(model.hidden, c)?,
-            query: of(model.query_width()?, c)?,
-            key: of(model.kv_width()?, c)?,
-            attended_query: of(model.query_width()?, attended)?,
-            attended_key: of(model.kv_width()?, attended)?,
-            wide: of(model.feed_forward, c)?,
-            log_sum_exp: of(model.heads, 4)?,
-            statistic: of(1, 4)?,
+            narrow: activation(model.hidden, recipe.residual.storage_bits() / 8)?,
+            operand: activation(model.hidden, c)?,
+            query: activation(model.query_width()?, c)?,
+            key: activation(model.kv_width()?, c)?,
+            attended_query: activation(model.query_width()?, attended)?,
+            attended_key: activation(model.kv_width()?, attended)?,
+            wide: activation(model.feed_forward, c)?,
+            log_sum_exp: activation(model.heads, 4)?,
+            statistic: activation(1, 4)?,
         })
     }
 
-    fn of(&self, which: Projection) -> &Sizes {
+    fn projection(&self, which: Projection) -> &ProjectionBytes {
         &self.projections[which as usize]
     }
 
-    /// Whether one of them learns, itself or by an adapter, so that its input is kept.
+    /// Whether one of these projections learns, itself or by an adapter, so that its input is kept.
     fn learns(&self, which: &[Projection]) -> bool {
-        self.everything || which.iter().any(|one| self.of(*one).adapted)
+        self.everything || which.iter().any(|one| self.projection(*one).adapted)
     }
 
     fn recorded(&self, input: bool) -> Recorded {
@@ -255,45 +274,49 @@ impl Block {
         Recorded { input, attention, middle, feed_forward: middle || self.learns(&[Gate, Up, Down]) }
     }
 
-    /// Lists what the block keeps; `input` is whether a gradient continues to what is before it.
+    /// Lists the tensors that the block keeps; `input` is whether its input needs a gradient.
     pub(crate) fn kept(&self, input: bool) -> Vec<Item> {
         use Projection::{Down, Gate, Key, Output, Query, Up, Value};
-        let of = self.recorded(input);
+        let recorded = self.recorded(input);
         let mut items = Vec::new();
         let mut keep = |condition: bool, name, bytes| {
             if condition {
                 items.push(Item { name, bytes });
             }
         };
-        keep(of.input && !self.keeps_output, "norm input", self.narrow);
-        keep(of.input, "norm statistics", self.statistic);
-        keep(self.keeps_first_output(&of), "query, key, value input", self.narrow);
+        keep(recorded.input && !self.keeps_output, "norm input", self.narrow);
+        keep(recorded.input, "norm statistics", self.statistic);
+        keep(self.keeps_first_output(&recorded), "query, key, value input", self.narrow);
         keep(self.mixed, "casts of the query, key, value input", self.kept_casts(&[Query, Key, Value]));
         if let Some(norms) = &self.query_key_norms {
-            keep(of.attention, "outputs of the norms of queries and keys", self.query + self.key);
-            keep(of.attention, "norm statistics", norms.statistics);
+            keep(recorded.attention, "outputs of the norms of queries and keys", self.query + self.key);
+            keep(recorded.attention, "norm statistics", norms.statistics);
         }
-        keep(of.attention, "query", self.attended_query);
-        keep(of.attention, "key and value", 2 * self.attended_key);
-        keep(of.attention, "log-sum-exp of scores", self.log_sum_exp);
+        keep(recorded.attention, "query", self.attended_query);
+        keep(recorded.attention, "key and value", 2 * self.attended_key);
+        keep(recorded.attention, "log-sum-exp of scores", self.log_sum_exp);
         if self.mixed_in_fp32 {
-            keep(of.attention, "attention output in fp32", self.attended_query);
+            keep(recorded.attention, "attention output in fp32", self.attended_query);
             keep(self.learns(&[Output]), "attention output", self.query);
         } else {
-            keep(of.attention || self.learns(&[Output]), "attention output", self.query);
+            keep(recorded.attention || self.learns(&[Output]), "attention output", self.query);
         }
-        keep(self.keeps_both_outputs(&of), "attention output of each document", self.query);
-        keep(of.middle && !self.keeps_output, "norm input", self.narrow);
-        keep(of.middle, "norm statistics", self.statistic);
-        keep(self.keeps_second_output(&of), "feed-forward input", self.narrow);
+        keep(self.keeps_both_outputs(&recorded), "attention output of each document", self.query);
+        keep(recorded.middle && !self.keeps_output, "norm input", self.narrow);
+        keep(recorded.middle, "norm statistics", self.statistic);
+        keep(self.keeps_second_output(&recorded), "feed-forward input", self.narrow);
         keep(self.mixed, "casts of the feed-forward input", self.kept_casts(&[Gate, Up]));
-        let gates = of.middle || self.learns(&[Gate, Up]);
+        let gates = recorded.middle || self.learns(&[Gate, Up]);
         keep(gates, "gate xW", self.wide);
         keep(gates, "up xV", self.wide);
         keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.wide);
         for which in [Query, Key, Value, Output, Gate, Up, Down] {
-            keep(self.of(which).adapted, "low-rank products", self.of(which).low);
-            keep(self.of(which).unscaled > 0, "products before their magnitudes", self.of(which).unscaled);
+            keep(self.projection(which).adapted, "low-rank products", self.projection(which).low);
+            keep(
+                self.projection(which).unscaled > 0,
+                "products before their magnitudes",
+                self.projection(which).unscaled,
+            );
         }
         items
     }
@@ -301,7 +324,7 @@ impl Block {
     /// Bytes that the attention keeps between its input and its output, for a gradient of its input.
     pub(super) fn attention_bytes(&self) -> Result<u64, Error> {
         use Projection::{Key, Output, Query, Value};
-        let low = self.of_adapters(&[Query, Key, Value, Output])?;
+        let low = self.adapter_bytes(&[Query, Key, Value, Output])?;
         let again =
             if self.documents && !self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
         let norms = self.query_key_norms.as_ref().map_or(0, |norms| self.query + self.key + norms.statistics);
@@ -311,9 +334,9 @@ impl Block {
         exact::sum("bytes of a block", [attended, self.log_sum_exp, low, again, norms, casts, rounded])
     }
 
-    /// What adapters of these projections keep beside inputs.
-    fn of_adapters(&self, which: &[Projection]) -> Result<u64, Error> {
-        let adapted = which.iter().map(|which| self.of(*which)).filter(|one| one.adapted);
+    /// Bytes that adapters of these projections keep beside inputs.
+    fn adapter_bytes(&self, which: &[Projection]) -> Result<u64, Error> {
+        let adapted = which.iter().map(|which| self.projection(*which)).filter(|one| one.adapted);
         exact::sum("bytes of a block", adapted.map(|one| one.low + one.unscaled))
     }
 
@@ -327,17 +350,18 @@ impl Block {
 
     /// Whether the results of attention are kept before and after they are concatenated: before for its backward, after for that of
     /// the output's projection.
-    fn keeps_both_outputs(&self, of: &Recorded) -> bool {
-        self.documents && !self.mixed_in_fp32 && of.attention && self.learns(&[Projection::Output])
+    fn keeps_both_outputs(&self, recorded: &Recorded) -> bool {
+        self.documents && !self.mixed_in_fp32 && recorded.attention && self.learns(&[Projection::Output])
     }
 
-    fn keeps_first_output(&self, of: &Recorded) -> bool {
+    fn keeps_first_output(&self, recorded: &Recorded) -> bool {
         use Projection::{Key, Query, Value};
-        !self.mixed && (of.input && self.keeps_output || self.learns(&[Query, Key, Value]))
+        !self.mixed && (recorded.input && self.keeps_output || self.learns(&[Query, Key, Value]))
     }
 
-    fn keeps_second_output(&self, of: &Recorded) -> bool {
-        !self.mixed && (of.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up]))
+    fn keeps_second_output(&self, recorded: &Recorded) -> bool {
+        !self.mixed
+            && (recorded.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up]))
     }
 }
 

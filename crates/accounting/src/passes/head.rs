@@ -91,9 +91,10 @@ pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Resu
     let HeadOptions { work, recipe, loss, trained, .. } = *options;
     let tokens = work.tokens()?;
     let kept = total(&outside(model, options)?[FIXED..])?;
-    let of = |width: u64, bytes: u64| product("bytes of the head", &[tokens, width, bytes]);
+    let tensor = |width: u64, bytes: u64| product("bytes of the head", &[tokens, width, bytes]);
     let c = recipe.compute.storage_bits() / 8;
-    let (narrow, logits, wide) = (of(model.hidden, c)?, of(model.vocabulary, c)?, of(model.vocabulary, 4)?);
+    let (narrow, logits, wide) =
+        (tensor(model.hidden, c)?, tensor(model.vocabulary, c)?, tensor(model.vocabulary, 4)?);
     let matrix = product("elements of the output matrix", &[model.vocabulary, model.hidden])?;
     let gradient = if trained { recipe.gradients.bytes(matrix)? } else { 0 };
     let mut tracker = PeakTracker::default();

@@ -1,9 +1,9 @@
 //! The share of time in which a training advances although GPUs fail.
 
-/// Failures of a run, and what each costs. Seconds.
+/// Failures of a run and their costs, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Failures {
-    /// Mean time between failures of one GPU, with what belongs to it.
+    /// Mean time between failures of a GPU, with the devices that belong to it.
     pub gpu_mtbf: f64,
     /// Writing a checkpoint, during which the training waits.
     pub save: f64,

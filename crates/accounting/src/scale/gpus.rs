@@ -72,14 +72,14 @@ impl Run<'_> {
     /// No GPUs; a division that does not come out even; counts beyond 64 bits.
     pub fn step(&self, gpus: &Gpus) -> Result<Step, Error> {
         let Parallelism { gpus: all, shard, model, bubble } = self.parallelism;
-        let held = positive("GPUs of a shard", shard)? * positive("GPUs of a model", model)?;
-        if !positive("the number of GPUs", all)?.is_multiple_of(held) {
+        let replica = positive("GPUs of a shard", shard)? * positive("GPUs of a model", model)?;
+        if !positive("the number of GPUs", all)?.is_multiple_of(replica) {
             return Err(Error::Shape {
                 what: format!("{all} GPUs are not a multiple of {shard} × {model}"),
                 remedy: "give a multiple of the GPUs that hold a replica".into(),
             });
         }
-        let division = Division { stage: ZeroStage::Three, shard, replicas: all / held };
+        let division = Division { stage: ZeroStage::Three, shard, replicas: all / replica };
         let mut network = gpus.network;
         // The ranks of tensor parallelism fill the nodes, and each has its share of the links.
         network.node = (network.node / model).max(1);
@@ -136,12 +136,12 @@ impl Run<'_> {
     pub fn calibrate(&self, gpus: &Gpus, tokens_per_second: f64) -> Result<Gpus, Error> {
         let flops = self.step(gpus)?.compute * gpus.flops;
         let seconds = self.tokens()? / tokens_per_second;
-        let mut found = Gpus { flops: flops / seconds, ..*gpus };
-        // What is exposed depends little on the rate.
+        let mut calibrated = Gpus { flops: flops / seconds, ..*gpus };
+        // The exposed seconds depend little on the rate.
         for _ in 0..8 {
-            found.flops = flops / (seconds - self.step(&found)?.exposed());
+            calibrated.flops = flops / (seconds - self.step(&calibrated)?.exposed());
         }
-        Ok(found)
+        Ok(calibrated)
     }
 
     /// Returns the bytes of a GPU's weights, gradients and optimizer state, all divided, in the recipe's formats.
@@ -150,8 +150,8 @@ impl Run<'_> {
     /// Counts beyond 64 bits.
     pub fn state_bytes(&self, recipe: &Recipe) -> Result<f64, Error> {
         let bytes = recipe.bytes_per_parameter(crate::memory::optimizer::Optimizer::AdamW);
-        let held = self.parallelism.shard * self.parallelism.model;
-        Ok(bytes * self.model.parameters()? as f64 / held as f64)
+        let replica = self.parallelism.shard * self.parallelism.model;
+        Ok(bytes * self.model.parameters()? as f64 / replica as f64)
     }
 }
 

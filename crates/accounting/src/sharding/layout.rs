@@ -1,4 +1,4 @@
-//! Which parameters are divided together.
+//! The regions of parameters that are divided together.
 
 use super::{ALIGNMENT, BUCKET_BYTES, LayerPosition, Parameter, Region};
 use crate::exact::{positive, product, sum};
@@ -13,7 +13,7 @@ use crate::{Dtype, Error};
 /// How a model's parameters are divided among ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// What is divided.
+    /// The model states that are divided.
     pub stage: ZeroStage,
     /// Number of ranks that divide one replica.
     pub ranks: u64,
@@ -71,7 +71,7 @@ impl Layout {
     /// of the layers are whole on each rank, and no region.
     ///
     /// # Errors
-    /// No ranks; what [`LowRank`] refuses; counts beyond 64 bits.
+    /// No ranks; adapters that [`LowRank`] refuses; counts beyond 64 bits.
     pub fn of_adapters(
         model: &Decoder,
         lora: &LowRank,

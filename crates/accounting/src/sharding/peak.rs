@@ -1,7 +1,7 @@
-//! What the division among ranks changes of a step's memory.
+//! Changes of a step's memory by the division among ranks.
 //!
 //! Gradients of a region wait until all are there, are copied, and are freed when the copy has been reduced. A copy is filled while the one
-//! before it is reduced. So beside what a layer's backward has of its own, there are at most
+//! before it is reduced. So beside the tensors of a layer's backward there are at most
 //!
 //! ```text
 //! stage 1   after backward                all gradients, and a copy of the first region that is not reduced yet
@@ -64,8 +64,8 @@ impl Layout {
     fn own_layer_bytes(&self, layer: u64) -> Result<u64, Error> {
         let mut bytes = 0;
         for region in self.regions.iter().filter(|region| region.layer == Some(layer)) {
-            let own = region.owned(0, self.ranks);
-            bytes += region.dtype.bytes(own.end - own.start)?;
+            let range = region.owned(0, self.ranks);
+            bytes += region.dtype.bytes(range.end - range.start)?;
         }
         Ok(bytes)
     }
@@ -104,15 +104,15 @@ impl Layout {
         let (mut next, mut waiting, mut copy) = (0, after, 0);
         for number in (0..costs.layers.len()).rev() {
             let layer = &mut costs.layers[number];
-            let own = std::mem::take(&mut layer.gradient_bytes);
+            let gradients = std::mem::take(&mut layer.gradient_bytes);
             let mut most = sum(WHAT, [waiting, copy])?;
-            waiting = sum(WHAT, [waiting, own])?;
+            waiting = sum(WHAT, [waiting, gradients])?;
             while let Some(&(region, bytes)) = regions.get(next)
                 && region.is_complete_after(number as u64)
             {
-                // The layer's own are among its working bytes.
+                // The layer's gradients are among its working bytes.
                 let next_copy = self.copy_bytes(region)?;
-                most = most.max(sum(WHAT, [waiting.saturating_sub(own), next_copy, copy])?);
+                most = most.max(sum(WHAT, [waiting.saturating_sub(gradients), next_copy, copy])?);
                 (waiting, copy, next) = (waiting.saturating_sub(bytes), next_copy, next + 1);
             }
             layer.reducing_bytes = sum(WHAT, [most, pieces])?;
@@ -126,12 +126,12 @@ impl Layout {
     fn reduce_layers(&self, costs: &mut StepCosts, pieces: u64) -> Result<(), Error> {
         let mut copy = 0;
         for number in (0..costs.layers.len()).rev() {
-            let own = self.trained().filter(|region| region.layer == Some(number as u64));
-            let own = sum(WHAT, own.map(Region::gradient_bytes).collect::<Result<Vec<_>, _>>()?)?;
+            let regions = self.trained().filter(|region| region.layer == Some(number as u64));
+            let gradients = sum(WHAT, regions.map(Region::gradient_bytes).collect::<Result<Vec<_>, _>>()?)?;
             let layer = &mut costs.layers[number];
             layer.gradient_bytes = 0;
             layer.reducing_bytes = sum(WHAT, [copy, pieces])?;
-            let delivered = sum(WHAT, [own, own])?;
+            let delivered = sum(WHAT, [gradients, gradients])?;
             costs.working.backward_bytes = costs.working.backward_bytes.max(delivered);
             // Then its activations are freed, but for its input.
             let input = costs.working.input_bytes;
@@ -139,7 +139,7 @@ impl Layout {
                 let freed = kept.bytes.saturating_sub(input);
                 kept.backward_bytes = kept.backward_bytes.max(delivered.saturating_sub(freed));
             }
-            copy = own;
+            copy = gradients;
         }
         let outside = self.trained().filter(|region| region.layer.is_none());
         let last = outside.map(|region| self.copy_bytes(region)).collect::<Result<Vec<_>, _>>()?;

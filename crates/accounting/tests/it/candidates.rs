@@ -2,7 +2,7 @@
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{
-    Allowed, Batch, Candidate, Found, Job, Layers, OffloadedLayers, Placement, Tier,
+    Allowed, Batch, Candidate, Job, Layers, OffloadedLayers, Placement, SearchResult, Tier,
 };
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
@@ -48,7 +48,7 @@ fn allowed() -> Allowed {
     Allowed { offloaded: Some(offloaded), ..Allowed::default() }
 }
 
-fn search(job: &Job, allowed: &Allowed, bytes: u64) -> Found {
+fn search(job: &Job, allowed: &Allowed, bytes: u64) -> SearchResult {
     job.search(allowed, AvailableMemory { device: bytes, host: None }).unwrap()
 }
 

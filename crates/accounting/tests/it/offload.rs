@@ -204,7 +204,8 @@ fn both_ways_to_make_every_layer_resident_agree() {
         9 s, 0 s idle, 3830 B
     "#]],
     );
-    expect!["a training without recomputation, of which no bytes that a layer keeps are given; give WorkingMemory::kept, or recompute"].assert_eq(&simulate(&costs, &RATES, &of(false), Start::Warm).unwrap_err().to_string());
+    expect!["training without recomputation needs `WorkingMemory::kept`; set it, or recompute"]
+        .assert_eq(&simulate(&costs, &RATES, &of(false), Start::Warm).unwrap_err().to_string());
 }
 
 #[test]

@@ -4,7 +4,7 @@ mod calibration;
 mod changes;
 mod table;
 
-use accounting::candidates::{Candidate, Found, Job, Placement};
+use accounting::candidates::{Candidate, Job, Placement, SearchResult};
 use accounting::offload::{self as on_paper, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -67,7 +67,7 @@ fn budget_text(budget: &Budget) -> String {
 /// What was predicted.
 pub(crate) struct Prediction {
     pub(crate) job: Job,
-    pub(crate) found: Found,
+    pub(crate) found: SearchResult,
     data: DataShape,
     /// Whether the rates are this machine's.
     is_timed: bool,

@@ -209,7 +209,7 @@ pub fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Re
     let targets: Vec<Projection> = adapted.map(|(which, _)| which).collect();
     Ok(LowRank {
         rank: rank.unsigned_abs(),
-        targets: Targets::of(&targets),
+        targets: Targets::new(&targets),
         dropout: adapter.lora_dropout > 0.0,
         magnitudes: adapter.use_dora,
         subtracted: matches!(adapter.init()?, Init::Pissa | Init::Olora),

@@ -1,6 +1,6 @@
 //! Whether a training of 16-bit weights keeps fp32 copies of them.
 
-use accounting::candidates::{Found, Job};
+use accounting::candidates::{Job, SearchResult};
 use models::DecoderConfig;
 use tch::Kind;
 
@@ -14,7 +14,7 @@ pub struct Searched {
     /// What a step computes.
     pub job: Job,
     /// The ways to run it.
-    pub found: Found,
+    pub found: SearchResult,
 }
 
 /// Searches the ways to run a step, and decides between master weights and stochastic rounding where the configuration does not:
@@ -25,7 +25,7 @@ pub struct Searched {
 pub fn choose_master_weights<E>(
     config: &Config,
     kind: Kind,
-    search: impl Fn(MasterWeights) -> Result<(Job, Found), E>,
+    search: impl Fn(MasterWeights) -> Result<(Job, SearchResult), E>,
 ) -> Result<Searched, E> {
     let of = |master_weights| {
         let (job, found) = search(master_weights)?;

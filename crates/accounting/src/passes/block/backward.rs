@@ -1,11 +1,11 @@
-//! The order in which a block's backward frees what was kept and makes gradients.
+//! The order in which a block's backward frees kept tensors and makes gradients.
 
-use super::{Block, Sizes};
+use super::{Block, ProjectionBytes};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
 impl Block {
-    /// Frees what a recorded forward kept, except its input, and the gradient of the output; leaves the gradient of the input
+    /// Frees the tensors that a recorded forward kept, except its input, and the gradient of the output; leaves the gradient of the input
     /// if requested.
     pub(crate) fn backward(&self, tracker: &mut PeakTracker, input: bool) {
         self.backward_to_attention(tracker, input);
@@ -13,17 +13,17 @@ impl Block {
         self.backward_of_first_norm(tracker, input);
     }
 
-    /// The part of the backward before the attention's output projection.
+    /// Runs the backward down to the attention's output projection.
     pub(super) fn backward_to_attention(&self, tracker: &mut PeakTracker, input: bool) {
         use Projection::{Down, Gate, Up};
-        let of = self.recorded(input);
+        let recorded = self.recorded(input);
         let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if kept {
                 tracker.free(bytes);
             }
         };
-        let gates = of.middle || self.learns(&[Gate, Up]);
-        if of.feed_forward {
+        let gates = recorded.middle || self.learns(&[Gate, Up]);
+        if recorded.feed_forward {
             self.project_branch_back(tracker, Down, gates);
         }
         drop_if(tracker, self.learns(&[Down]), self.wide);
@@ -32,12 +32,12 @@ impl Block {
             // freed, and gate and up.
             tracker.make(2 * self.wide);
             tracker.free(3 * self.wide);
-            self.project_norm_back(tracker, Up, self.wide, of.middle);
-            self.project_norm_back(tracker, Gate, self.wide, of.middle);
-            self.add_back(tracker, of.middle);
+            self.project_norm_back(tracker, Up, self.wide, recorded.middle);
+            self.project_norm_back(tracker, Gate, self.wide, recorded.middle);
+            self.add_back(tracker, recorded.middle);
         }
-        drop_if(tracker, self.keeps_second_output(&of), self.narrow);
-        if of.middle {
+        drop_if(tracker, self.keeps_second_output(&recorded), self.narrow);
+        if recorded.middle {
             // The norm's gradient is computed in place, and added to the residual stream's.
             tracker.make(self.norm_gradient);
             tracker.free(self.statistic);
@@ -47,21 +47,21 @@ impl Block {
         }
     }
 
-    /// From the output's projection to the queries'.
+    /// Runs from the output's projection to the queries'.
     pub(super) fn backward_of_attention(&self, tracker: &mut PeakTracker, input: bool) {
         use Projection::{Key, Output, Query, Value};
-        let of = self.recorded(input);
+        let recorded = self.recorded(input);
         let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if kept {
                 tracker.free(bytes);
             }
         };
-        if of.middle {
-            self.project_branch_back(tracker, Output, of.attention);
+        if recorded.middle {
+            self.project_branch_back(tracker, Output, recorded.attention);
         }
-        let rounded = !of.attention || self.mixed_in_fp32;
+        let rounded = !recorded.attention || self.mixed_in_fp32;
         drop_if(tracker, rounded && self.learns(&[Output]), self.query);
-        if of.attention && self.mixed_in_fp32 {
+        if recorded.attention && self.mixed_in_fp32 {
             tracker.make(self.attended_query);
             tracker.free(self.query);
             tracker.make(self.attended_query + 2 * self.attended_key);
@@ -75,34 +75,34 @@ impl Block {
                 tracker.make(rounded);
                 tracker.free(wide);
             }
-        } else if of.attention {
+        } else if recorded.attention {
             tracker.make(self.query + 2 * self.key);
-            drop_if(tracker, self.keeps_both_outputs(&of), self.query);
-            // The output's gradient, and what attention kept, its output among it.
+            drop_if(tracker, self.keeps_both_outputs(&recorded), self.query);
+            // The output's gradient, and the tensors that attention kept, its output among them.
             tracker.free(self.query);
             tracker.free(2 * self.query + 2 * self.key + self.log_sum_exp);
         }
-        if of.attention {
+        if recorded.attention {
             tracker.touch(self.query + self.key);
             if let Some(norms) = &self.query_key_norms {
                 tracker.make(norms.gradients);
                 tracker.free(self.query + self.key + norms.statistics);
             }
-            self.project_norm_back(tracker, Value, self.key, of.input);
+            self.project_norm_back(tracker, Value, self.key, recorded.input);
             for (which, gradient) in [(Key, self.key), (Query, self.query)] {
-                self.project_norm_back(tracker, which, gradient, of.input);
-                self.add_back(tracker, of.input);
+                self.project_norm_back(tracker, which, gradient, recorded.input);
+                self.add_back(tracker, recorded.input);
             }
         }
     }
 
-    /// The attention's norm.
+    /// Runs the backward of the attention's norm.
     pub(super) fn backward_of_first_norm(&self, tracker: &mut PeakTracker, input: bool) {
-        let of = self.recorded(input);
-        if self.keeps_first_output(&of) {
+        let recorded = self.recorded(input);
+        if self.keeps_first_output(&recorded) {
             tracker.free(self.narrow);
         }
-        if of.input {
+        if recorded.input {
             tracker.make(self.norm_gradient);
             tracker.free(self.statistic);
             tracker.make(self.narrow);
@@ -148,7 +148,7 @@ impl Block {
 
     /// Leaves the gradient of the input if requested, and those of trained tensors; frees u.
     fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
-        let sizes = self.of(which);
+        let sizes = self.projection(which);
         if !sizes.adapted {
             if of_input {
                 tracker.make(sizes.input);
@@ -200,7 +200,7 @@ impl Block {
     }
 
     /// [`Block::project_back`] with DoRA.
-    fn project_scaled_back(&self, tracker: &mut PeakTracker, sizes: &Sizes, of_input: bool) {
+    fn project_scaled_back(&self, tracker: &mut PeakTracker, sizes: &ProjectionBytes, of_input: bool) {
         tracker.make(sizes.gradients);
         if self.rounds {
             tracker.make(sizes.wide_output);

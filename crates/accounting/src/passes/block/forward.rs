@@ -1,40 +1,40 @@
 //! The order in which a block's forward makes tensors and frees those that it does not keep.
 
-use super::{Block, Sizes};
+use super::{Block, ProjectionBytes};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
 impl Block {
-    /// Leaves the block's output and, with `record`, what it keeps except its input; `input` as for [`Block::kept`].
+    /// Leaves the block's output and, with `record`, the tensors that it keeps except its input; `input` as for [`Block::kept`].
     pub(crate) fn forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
         self.forward_with(tracker, [record; 2], input);
     }
 
-    /// [`Block::forward`], which records the attention, and the rest, separately.
+    /// [`Block::forward`], where whether the attention and whether the rest is recorded are two flags.
     pub(super) fn forward_with(
         &self,
         tracker: &mut PeakTracker,
         [attention, record]: [bool; 2],
         input: bool,
     ) {
-        let of = self.recorded(input);
+        let recorded = self.recorded(input);
         tracker.make(self.narrow + self.statistic);
-        if !(record && of.input) {
+        if !(record && recorded.input) {
             tracker.free(self.statistic);
         }
         self.forward_attention(tracker, attention, input);
         self.add(tracker);
         // The input of a recomputed attention is kept in any case.
-        if !(record && (!attention || self.keeps_first_output(&of))) {
+        if !(record && (!attention || self.keeps_first_output(&recorded))) {
             tracker.free(self.narrow);
         }
         self.forward_feed_forward(tracker, record, input);
     }
 
-    /// From the queries' projection to the output's.
+    /// Runs from the queries' projection to the output's.
     pub(super) fn forward_attention(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
         use Projection::{Key, Output, Query, Value};
-        let of = self.recorded(input);
+        let recorded = self.recorded(input);
         let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if !(record && kept) {
                 tracker.free(bytes);
@@ -43,14 +43,14 @@ impl Block {
         for which in [Query, Key, Value] {
             self.project_norm(tracker, which, record);
         }
-        // First the normalised and the rotated ones, then those that they were made of are freed.
+        // Each step makes new queries and keys, then frees its inputs: first the norms, then the rotation.
         if let Some(norms) = &self.query_key_norms {
             tracker.make(self.query + self.key + norms.statistics);
             tracker.free(self.query + self.key);
-            release(tracker, of.attention, norms.statistics);
+            release(tracker, recorded.attention, norms.statistics);
         }
         tracker.make(self.query + self.key);
-        release(tracker, of.attention && self.query_key_norms.is_some(), self.query + self.key);
+        release(tracker, recorded.attention && self.query_key_norms.is_some(), self.query + self.key);
         if self.mixed_in_fp32 {
             // Operands in fp32, the result, its documents together, the same rounded.
             let attended = 2 * (self.attended_query + self.attended_key) + self.log_sum_exp;
@@ -58,42 +58,42 @@ impl Block {
             let joined = if self.documents { self.attended_query } else { 0 };
             tracker.make(joined + self.query);
             tracker.free(joined);
-            release(tracker, of.attention, attended);
+            release(tracker, recorded.attention, attended);
         } else {
             tracker.make(self.query + self.log_sum_exp);
-            release(tracker, of.attention, self.log_sum_exp);
+            release(tracker, recorded.attention, self.log_sum_exp);
             if self.documents {
                 tracker.make(self.query);
-                if !(record && self.keeps_both_outputs(&of)) {
+                if !(record && self.keeps_both_outputs(&recorded)) {
                     tracker.free(self.query);
                 }
             }
         }
         self.project(tracker, Output, record);
         // Queries, keys, values and output exist until their function ends.
-        release(tracker, of.attention && !self.mixed_in_fp32, self.query + 2 * self.key);
-        release(tracker, of.attention && !self.mixed_in_fp32 || self.learns(&[Output]), self.query);
+        release(tracker, recorded.attention && !self.mixed_in_fp32, self.query + 2 * self.key);
+        release(tracker, recorded.attention && !self.mixed_in_fp32 || self.learns(&[Output]), self.query);
     }
 
     fn forward_feed_forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
         use Projection::{Down, Gate, Up};
-        let of = self.recorded(input);
+        let recorded = self.recorded(input);
         let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if !(record && kept) {
                 tracker.free(bytes);
             }
         };
         tracker.make(self.narrow + self.statistic);
-        release(tracker, of.middle, self.statistic);
+        release(tracker, recorded.middle, self.statistic);
         self.project_norm(tracker, Gate, record);
         self.project_norm(tracker, Up, record);
         tracker.make(self.wide);
-        release(tracker, of.middle || self.learns(&[Gate, Up]), 2 * self.wide);
+        release(tracker, recorded.middle || self.learns(&[Gate, Up]), 2 * self.wide);
         self.project(tracker, Down, record);
         release(tracker, self.learns(&[Down]), self.wide);
         self.add(tracker);
-        release(tracker, self.keeps_second_output(&of), self.narrow);
-        release(tracker, of.middle && !self.keeps_output, self.narrow);
+        release(tracker, self.keeps_second_output(&recorded), self.narrow);
+        release(tracker, recorded.middle && !self.keeps_output, self.narrow);
     }
 
     /// Computes the residual stream, then frees the branch.
@@ -120,7 +120,7 @@ impl Block {
 
     /// Leaves the output, and u if it is kept.
     fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
-        let sizes = self.of(which);
+        let sizes = self.projection(which);
         if !sizes.adapted {
             tracker.make(sizes.output);
             return tracker.touch(sizes.tile);
@@ -148,7 +148,7 @@ impl Block {
     }
 
     /// [`Block::project`] with DoRA: leaves also the product before it is multiplied.
-    fn project_scaled(&self, tracker: &mut PeakTracker, sizes: &Sizes, record: bool) {
+    fn project_scaled(&self, tracker: &mut PeakTracker, sizes: &ProjectionBytes, record: bool) {
         tracker.touch(sizes.norms);
         let dropped = if self.dropout { sizes.input } else { 0 };
         let mask = if self.dropout { sizes.mask } else { 0 };

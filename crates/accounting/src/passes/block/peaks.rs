@@ -1,4 +1,15 @@
-//! Peaks of a block's passes.
+//! The peaks of a block's forward and backward, by replaying their allocations in a [`PeakTracker`].
+//!
+//! A layer of an activation plan keeps some tensors of its forward and computes the others again before its backward:
+//!
+//! | plan | kept from forward to backward | computed again |
+//! |---|---|---|
+//! | [`KeepAll`](LayerPlan::KeepAll) | all | – |
+//! | [`RecomputeElementwise`](LayerPlan::RecomputeElementwise) | the input, and the results of products and attention | the other tensors, and the output |
+//! | [`RecomputeAttention`](LayerPlan::RecomputeAttention) | all but the attention's, from the queries to its output | these, and the attention's output |
+//! | [`RecomputeMlp`](LayerPlan::RecomputeMlp) | all but the results of gate and up and their product | these three, and the MLP's output |
+//! | [`RecomputeAll`](LayerPlan::RecomputeAll) | the input | all, and the output |
+//! | [`Offload`](LayerPlan::Offload) | the input, on the host | the same; the input and that of the layer before return |
 
 use super::Block;
 use crate::activation_plan::LayerPlan;
@@ -6,27 +17,9 @@ use crate::lora::Projection;
 use crate::passes::PeakTracker;
 use crate::{Error, exact};
 
-/// Returns the peak of a block's backward beyond what is kept, with the gradient of the output.
-fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
-    let mut tracker = PeakTracker::default();
-    let kept = exact::sum("bytes of a block", block.kept(input).iter().map(|item| item.bytes))?;
-    tracker.make(kept);
-    tracker.make(block.narrow);
-    block.backward(&mut tracker, input);
-    Ok(tracker.peak()? - kept - block.narrow)
-}
+const WHAT: &str = "bytes of a block";
 
-/// Returns the same for a recomputed block, which keeps only its input.
-fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
-    let mut tracker = PeakTracker::default();
-    // The gradient of the output is there first; the second output is live until the backward is done.
-    tracker.make(block.narrow);
-    block.forward(&mut tracker, true, input);
-    block.backward(&mut tracker, input);
-    Ok(tracker.peak()? - block.narrow)
-}
-
-/// Bytes of one block's passes.
+/// Bytes of one block's passes, behind a part that is trained.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Passes {
     /// Peak of a forward that saves nothing, without its input.
@@ -41,123 +34,147 @@ pub(crate) struct Passes {
     pub(crate) backward: u64,
 }
 
-/// The passes of a block behind a part that is trained.
+/// Returns the passes of a block behind a part that is trained. A block that learns nothing has only a forward.
 pub(crate) fn passes(block: &Block) -> Result<Passes, Error> {
-    const WHAT: &str = "bytes of a block";
-    let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, false, true);
-    let forward = tracker.peak()?;
+    let forward = forward_peak(block, false)?;
     if !block.learns(&Projection::ALL) {
         return Ok(Passes { forward, recomputed: 0, kept: 0, keeping: 0, backward: 0 });
     }
-    let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, true, true);
+    let kept = exact::sum(WHAT, block.kept(true).iter().map(|item| item.bytes))?;
     Ok(Passes {
         forward,
-        recomputed: exact::sum(WHAT, [recomputed_bytes(block, true)?, block.narrow])?,
-        kept: exact::sum(WHAT, block.kept(true).iter().map(|item| item.bytes))?,
-        keeping: tracker.peak()?,
-        backward: exact::sum(WHAT, [backward_bytes(block, true)?, block.narrow])?,
+        recomputed: recomputed_peak(block)?,
+        kept,
+        keeping: forward_peak(block, true)?,
+        backward: backward_peak(block, kept)?,
     })
 }
 
-/// The passes of a block that stays on the device and keeps its activations in one of the ways of an activation plan.
+fn forward_peak(block: &Block, saves: bool) -> Result<u64, Error> {
+    let mut tracker = PeakTracker::default();
+    block.forward(&mut tracker, saves, true);
+    tracker.peak()
+}
+
+/// The peak of the backward beyond the kept bytes, with the gradient of the output.
+fn backward_peak(block: &Block, kept: u64) -> Result<u64, Error> {
+    let mut tracker = PeakTracker::default();
+    tracker.make(kept);
+    tracker.make(block.narrow);
+    block.backward(&mut tracker, true);
+    Ok(tracker.peak()? - kept)
+}
+
+/// The peak of a forward that is run again and its backward, with the gradient of the output.
+fn recomputed_peak(block: &Block) -> Result<u64, Error> {
+    let mut tracker = PeakTracker::default();
+    // The gradient of the output is there first; the second output is live until the backward is done.
+    tracker.make(block.narrow);
+    block.forward(&mut tracker, true, true);
+    block.backward(&mut tracker, true);
+    tracker.peak()
+}
+
+/// Bytes of a block that stays on the device and whose activations follow a plan.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeptPasses {
-    /// Bytes between its passes.
-    pub(crate) held: u64,
-    /// The most of its forward, its input and what it comes to keep among them.
+    /// Bytes that are kept from forward to backward.
+    pub(crate) kept: u64,
+    /// Peak of the forward, with its input and the kept bytes.
     pub(crate) forward: u64,
-    /// The most of its backward beyond what is held, with the gradient of the output.
+    /// Peak of the backward beyond the kept bytes, with the gradient of the output.
     pub(crate) backward: u64,
 }
 
-/// The passes of `block`, the first layer or another, which keeps `what`.
-///
-/// | what | held | made again before the backward |
-/// |---|---|---|
-/// | everything | all | – |
-/// | products | the input, and the results of products and attention | the other tensors of "everything", and the output |
-/// | attention | all but the gate's, the other and their product | these three, and the feed-forward layer's output |
-/// | feed-forward | all but the attention's from the queries to its output | these, and the attention's output |
-/// | input | the input | all, and the output |
-/// | input on the host | – | the same; the input and the one of the layer before come back |
-pub(crate) fn kept_passes(block: &Block, what: LayerPlan, first: bool) -> Result<KeptPasses, Error> {
-    const WHAT: &str = "bytes of a block";
-    let Passes { forward, recomputed, kept, keeping, backward } = passes(block)?;
+/// Returns the passes of `block` under `plan`; see the [module](self). `first` is whether no layer is before it.
+pub(crate) fn kept_passes(block: &Block, plan: LayerPlan, first: bool) -> Result<KeptPasses, Error> {
+    let passes = passes(block)?;
     let narrow = block.narrow;
-    let input_and = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
-    Ok(match what {
-        LayerPlan::KeepAll => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
-        LayerPlan::RecomputeElementwise => {
-            // Results of products: every u, and with DoRA a product instead of the output.
-            let adapted = block.projections.iter().filter(|one| one.adapted);
-            let lows = exact::sum(WHAT, adapted.map(|one| one.terms * one.low))?;
-            let unscaled = block.projections.iter().filter(|one| one.unscaled > 0);
-            let unscaled = exact::sum(WHAT, unscaled.map(|one| one.unscaled - one.output))?;
-            let held = exact::sum(
-                WHAT,
-                [
-                    narrow + 2 * block.operand,
-                    block.query + block.attended_query,
-                    2 * block.key,
-                    block.log_sum_exp,
-                    2 * block.wide,
-                    lows,
-                    unscaled,
-                ],
-            )?;
-            let input = if block.keeps_output { narrow } else { 0 };
-            let whole = exact::sum(WHAT, [kept, input, narrow, backward])?;
-            KeptPasses {
-                held,
-                forward: exact::sum(WHAT, [forward, held])?,
-                backward: whole.saturating_sub(held),
-            }
-        }
-        LayerPlan::RecomputeMlp => {
-            use Projection::{Down, Gate, Up};
-            let low = block.of_adapters(&[Gate, Up, Down])?;
-            let product = if block.learns(&[Down]) { block.wide } else { 0 };
-            let again = exact::sum(WHAT, [2 * block.wide, product, low, block.kept_casts(&[Gate, Up])])?;
-            // The gradient of the branch is there until the branch's backward is done.
-            let gradient = block.branch_gradient();
-            // What the norm made is the recomputed branch's input.
-            let input = if block.mixed { narrow } else { 0 };
-            KeptPasses {
-                held: exact::sum(WHAT, [kept - again, input])?,
-                forward: input_and(keeping)?,
-                backward: exact::sum(WHAT, [again, block.operand, backward, gradient])?,
-            }
-        }
-        LayerPlan::RecomputeAttention => {
-            let again = block.attention_bytes()?;
-            let mut tracker = PeakTracker::default();
-            block.forward_with(&mut tracker, [false, true], true);
-            let forward = tracker.peak()?;
-            // The attention's input is kept for it in any case.
-            let input = if block.keeps_first_output(&block.recorded(true)) { 0 } else { narrow };
-            let held = exact::sum(WHAT, [kept - again, input])?;
-            let mut tracker = PeakTracker::default();
-            tracker.make(held);
-            tracker.make(narrow);
-            block.backward_to_attention(&mut tracker, true);
-            // The second output is there until the attention's backward is done.
-            tracker.make(block.branch_gradient());
-            block.forward_attention(&mut tracker, true, true);
-            tracker.free(block.branch_gradient());
-            block.backward_of_attention(&mut tracker, true);
-            tracker.free(block.operand + input);
-            block.backward_of_first_norm(&mut tracker, true);
-            KeptPasses { held, forward: input_and(forward)?, backward: tracker.peak()? - held }
-        }
+    let Passes { forward, recomputed, kept, keeping, backward } = passes;
+    let with_input = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
+    match plan {
+        LayerPlan::KeepAll => Ok(KeptPasses { kept, forward: with_input(keeping)?, backward }),
+        LayerPlan::RecomputeElementwise => keeping_products(block, passes),
+        LayerPlan::RecomputeMlp => recomputing_mlp(block, passes),
+        LayerPlan::RecomputeAttention => recomputing_attention(block, kept),
         LayerPlan::RecomputeAll => {
-            KeptPasses { held: narrow, forward: input_and(forward)?, backward: recomputed }
+            Ok(KeptPasses { kept: narrow, forward: with_input(forward)?, backward: recomputed })
         }
-        LayerPlan::Offload => KeptPasses {
-            held: 0,
-            forward: input_and(forward)?,
-            backward: exact::sum(WHAT, [recomputed, narrow, if first { 0 } else { narrow }])?,
-        },
+        LayerPlan::Offload => {
+            let inputs = if first { narrow } else { 2 * narrow };
+            let backward = exact::sum(WHAT, [recomputed, inputs])?;
+            Ok(KeptPasses { kept: 0, forward: with_input(forward)?, backward })
+        }
+    }
+}
+
+/// Keeps the input and the results of products and attention; norms, rotation, SiLU and sums run again.
+fn keeping_products(block: &Block, passes: Passes) -> Result<KeptPasses, Error> {
+    let Passes { forward, kept: all, backward, .. } = passes;
+    // Each adapter's u, and with DoRA the product before its magnitudes instead of the output.
+    let adapted = block.projections.iter().filter(|projection| projection.adapted);
+    let low = exact::sum(WHAT, adapted.map(|projection| projection.terms * projection.low))?;
+    let with_magnitudes = block.projections.iter().filter(|projection| projection.unscaled > 0);
+    let unscaled =
+        exact::sum(WHAT, with_magnitudes.map(|projection| projection.unscaled - projection.output))?;
+    // The input and the outputs of o and down; q, k, v and the attention's output; gate and up.
+    let products = [
+        block.narrow + 2 * block.operand,
+        block.query + block.attended_query,
+        2 * block.key,
+        block.log_sum_exp,
+        2 * block.wide,
+        low,
+        unscaled,
+    ];
+    let kept = exact::sum(WHAT, products)?;
+    // Backward runs as if everything had been kept, beside the output that was computed again.
+    let input = if block.keeps_output { block.narrow } else { 0 };
+    let at_backward = exact::sum(WHAT, [all, input, block.narrow, backward])?;
+    let forward = exact::sum(WHAT, [forward, kept])?;
+    Ok(KeptPasses { kept, forward, backward: at_backward.saturating_sub(kept) })
+}
+
+/// Keeps everything but the results of gate and up and their product.
+fn recomputing_mlp(block: &Block, passes: Passes) -> Result<KeptPasses, Error> {
+    use Projection::{Down, Gate, Up};
+    let Passes { kept: all, keeping, backward, .. } = passes;
+    // Tensors that are computed again.
+    let low = block.adapter_bytes(&[Gate, Up, Down])?;
+    let product = if block.learns(&[Down]) { block.wide } else { 0 };
+    let again = exact::sum(WHAT, [2 * block.wide, product, low, block.kept_casts(&[Gate, Up])])?;
+    // In mixed precision the recomputed branch keeps its own input: the norm's output.
+    let input = if block.mixed { block.narrow } else { 0 };
+    // The gradient of the branch is live until the branch's backward is done.
+    let gradient = block.branch_gradient();
+    Ok(KeptPasses {
+        kept: exact::sum(WHAT, [all - again, input])?,
+        forward: exact::sum(WHAT, [block.narrow, keeping])?,
+        backward: exact::sum(WHAT, [again, block.operand, backward, gradient])?,
     })
+}
+
+/// Keeps everything but the attention's tensors, from the queries to its output. `all` are the bytes of a block that keeps everything.
+fn recomputing_attention(block: &Block, all: u64) -> Result<KeptPasses, Error> {
+    let mut tracker = PeakTracker::default();
+    block.forward_with(&mut tracker, [false, true], true);
+    let forward = exact::sum(WHAT, [block.narrow, tracker.peak()?])?;
+    // The attention's input is kept for the recomputation, also where the norm does not keep it.
+    let again = block.attention_bytes()?;
+    let input = if block.keeps_first_output(&block.recorded(true)) { 0 } else { block.narrow };
+    let kept = exact::sum(WHAT, [all - again, input])?;
+    // Backward of the MLP, with the gradient of the output.
+    let mut tracker = PeakTracker::default();
+    tracker.make(kept);
+    tracker.make(block.narrow);
+    block.backward_to_attention(&mut tracker, true);
+    // The attention again; its second output is live until its backward is done.
+    tracker.make(block.branch_gradient());
+    block.forward_attention(&mut tracker, true, true);
+    tracker.free(block.branch_gradient());
+    // Backward of the attention and of the norm before it.
+    block.backward_of_attention(&mut tracker, true);
+    tracker.free(block.operand + input);
+    block.backward_of_first_norm(&mut tracker, true);
+    Ok(KeptPasses { kept, forward, backward: tracker.peak()? - kept })
 }

@@ -1,4 +1,4 @@
-//! What a block's passes leave.
+//! Tensors that are left after a block's passes.
 
 use super::*;
 use crate::model::{Family, Sizes};
@@ -17,7 +17,7 @@ fn models() -> Vec<Decoder> {
 fn allocations_are_freed_except_listed_tensors() {
     for (model, set) in models().iter().flat_map(|model| (1..1u32 << 7).map(move |set| (model, set))) {
         let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
-        let targets = Targets::of(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
+        let targets = Targets::new(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
         for flags in 0..32u32 {
             let flag = |bit: u32| flags >> bit & 1 == 1;
             let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };

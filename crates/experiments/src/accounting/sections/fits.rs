@@ -68,17 +68,17 @@ fn peak(model: &Decoder, step: &Step) -> Result<u64, Error> {
 
 fn largest_batch(model: &Decoder, step: &Step, available: u64) -> Result<u64, Error> {
     let sized = |batch| Step { work: Workload { batch, ..step.work }, ..*step };
-    Ok(bisect("batch", available, u64::MAX, |batch| peak(model, &sized(batch)))?.largest)
+    bisect("batch", available, u64::MAX, |batch| peak(model, &sized(batch)))
 }
 
 /// The longest sequence of a step of `model` in `available` bytes. Learned positions are a limit too.
 pub(super) fn longest_sequence(model: &Decoder, step: &Step, available: u64) -> Result<u64, Error> {
     let positions = if model.family.has_learned_positions() { model.context } else { u64::MAX };
     let sized = |sequence| Step { work: Workload { sequence, ..step.work }, ..*step };
-    Ok(bisect("sequence", available, positions, |sequence| peak(model, &sized(sequence)))?.largest)
+    bisect("sequence", available, positions, |sequence| peak(model, &sized(sequence)))
 }
 
 fn largest_model(template: &Decoder, step: &Step, available: u64) -> Result<Decoder, Error> {
-    let sizes = bisect("model", available, u64::MAX, |n| peak(&scaled(template, n)?, step))?;
-    scaled(template, sizes.largest)
+    let size = bisect("model", available, u64::MAX, |n| peak(&scaled(template, n)?, step))?;
+    scaled(template, size)
 }

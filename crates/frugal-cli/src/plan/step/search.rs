@@ -1,7 +1,7 @@
 //! The ways to run a training step of one process, and the fastest that fits.
 
 use accounting::activation_plan::LayerPlan;
-use accounting::candidates::{Allowed, Candidate, Found, Job, Placement, Tier};
+use accounting::candidates::{Allowed, Candidate, Job, Placement, SearchResult, Tier};
 use accounting::offload::{AvailableMemory, Condition, Direction, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
 use clap::ValueEnum as _;
@@ -20,7 +20,7 @@ use crate::run::plan::{Columns, candidates_json, candidates_table};
 pub(crate) struct Ways {
     pub(crate) job: Job,
     pub(crate) allowed: Allowed,
-    pub(crate) found: Found,
+    pub(crate) found: SearchResult,
     /// How weights of 16 bits that are trained take small updates.
     half: Option<MasterWeights>,
 }

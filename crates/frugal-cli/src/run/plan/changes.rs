@@ -1,6 +1,6 @@
 //! What to change where nothing fits.
 
-use accounting::candidates::{Allowed, Candidate, Found};
+use accounting::candidates::{Allowed, Candidate, SearchResult};
 use accounting::offload::AvailableMemory;
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -39,7 +39,7 @@ struct Change {
 
 impl Question<'_> {
     /// The least budget, and the changes that cost the training the least.
-    pub(crate) fn nothing_fits(&self, budget: &str, found: &Found) -> String {
+    pub(crate) fn nothing_fits(&self, budget: &str, found: &SearchResult) -> String {
         let Some(least) = found.least() else { return format!("nothing fits {budget}") };
         let needed = least.device_bytes();
         let mut text =

@@ -1,6 +1,6 @@
 //! Candidates as text and as JSON.
 
-use accounting::candidates::{Candidate, Found};
+use accounting::candidates::{Candidate, SearchResult};
 use accounting::quantity::{bytes_text, grouped};
 use frugal::planning::{self, Budget};
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ pub(crate) struct Columns {
 }
 
 /// A line for each candidate, the one that takes the most first. `held` returns what is shown for the bytes of its tensors.
-pub(crate) fn candidates_table(found: &Found, columns: Columns, held: &dyn Fn(u64) -> u64) -> String {
+pub(crate) fn candidates_table(found: &SearchResult, columns: Columns, held: &dyn Fn(u64) -> u64) -> String {
     let Columns { is_timed, epoch } = columns;
     let mut header = vec!["  plan".to_owned(), "peak".to_owned()];
     if is_timed {
@@ -58,7 +58,7 @@ pub(crate) fn candidates_table(found: &Found, columns: Columns, held: &dyn Fn(u6
 }
 
 /// Candidates for programs. Bytes are those of tensors.
-pub(crate) fn candidates_json(found: &Found, columns: Columns) -> Value {
+pub(crate) fn candidates_json(found: &SearchResult, columns: Columns) -> Value {
     let of = |candidate: &Candidate| {
         let parts = candidate.peak.parts.iter();
         json!({
