@@ -178,7 +178,7 @@ fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOption
     heads_first(q, k, v, |q, k, v, _| over_window(q, k, v, options))
 }
 
-/// Transposes to heads first, as libtorch's operator expects (the transposes are views), and tells it about groups.
+/// Transposes to heads first, as libtorch's operator expects (the transposes are views), and passes the number of groups.
 fn heads_first(
     q: &Tensor,
     k: &Tensor,

@@ -192,8 +192,8 @@ impl Hub {
         }
         if path.is_file() {
             let is_gguf = path.extension().is_some_and(|extension| extension == "gguf");
-            let of = if is_gguf { "the model that the GGUF file was made of" } else { "a model" };
-            return Err(refuse(name_or_path, format!("it is a file; give the folder of {of}")));
+            let model = if is_gguf { "the model that the GGUF file was made of" } else { "a model" };
+            return Err(refuse(name_or_path, format!("it is a file; give the folder of {model}")));
         }
         if path.is_absolute() || name_or_path.starts_with('.') {
             let reason = "there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)";
@@ -222,11 +222,11 @@ impl Hub {
         check_revision(name, revision)?;
         let patterns: Vec<Regex> =
             patterns.iter().map(|pattern| matcher(name, pattern)).collect::<Result<_>>()?;
-        let wanted = |path: &str| patterns.iter().any(|pattern| pattern.is_match(path));
+        let is_wanted = |path: &str| patterns.iter().any(|pattern| pattern.is_match(path));
         let (folder, files) = if self.offline {
             self.cached(kind, name, revision)?
         } else {
-            self.download(kind, name, revision, &wanted)?
+            self.download(kind, name, revision, &is_wanted)?
         };
         for pattern in needed {
             let matcher = matcher(name, pattern)?;
@@ -266,8 +266,8 @@ fn check_revision(name: &str, revision: Option<&str>) -> Result<()> {
 }
 
 fn matcher(name: &str, pattern: &str) -> Result<Regex> {
-    let whole = format!("^{}$", regex::escape(pattern).replace(r"\*", ".*"));
-    Regex::new(&whole).map_err(|cause| refuse(name, format!("the pattern `{pattern}`: {cause}")))
+    let anchored = format!("^{}$", regex::escape(pattern).replace(r"\*", ".*"));
+    Regex::new(&anchored).map_err(|cause| refuse(name, format!("the pattern `{pattern}`: {cause}")))
 }
 
 fn listed(files: &[String]) -> String {

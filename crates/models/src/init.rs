@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// A distribution of initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// One value for all elements.
+    /// The same value for all elements.
     Constant(f64),
     /// Normal, mean 0.
     Normal {

@@ -105,9 +105,9 @@ impl KeyValueCache {
         if let Some(real) = real {
             let (kind, device) = (Kind::Bool, self.shape.device);
             if real.size() != [self.rows, new] || real.kind() != kind || real.device() != device {
-                let (size, of) = (real.size(), real.kind());
+                let (size, dtype) = (real.size(), real.kind());
                 let reason = format!(
-                    "`real` is {of:?} {size:?} on {:?}; expected Bool [{}, {new}] on {device:?}",
+                    "`real` is {dtype:?} {size:?} on {:?}; expected Bool [{}, {new}] on {device:?}",
                     real.device(),
                     self.rows
                 );
@@ -118,16 +118,16 @@ impl KeyValueCache {
             }
         }
         if let Some(tokens) = &self.tokens {
-            let mut place = tokens.f_narrow(1, self.length, new)?;
+            let mut added = tokens.f_narrow(1, self.length, new)?;
             match real {
-                Some(real) => place.f_copy_(real)?,
-                None => drop(place.try_fill_(1)?),
+                Some(real) => added.f_copy_(real)?,
+                None => drop(added.try_fill_(1)?),
             }
         }
         Ok(())
     }
 
-    /// Which tokens each new token attends to, within a window that is shorter than the cache or without one.
+    /// Returns the mask of tokens that each new token attends to, within a window that is shorter than the cache or without one.
     fn mask(&self, new: i64, window: Option<i64>) -> Result<Mask> {
         let end = self.length + new;
         // The first key that a new token attends to.
@@ -213,8 +213,8 @@ impl KeyValueCache {
             let reason = format!("row {row} of {} cannot be removed", self.rows);
             return Err(Error::invalid(WHAT, reason));
         }
-        let take = |of: &Tensor, length: i64, dim: i64| -> Result<()> {
-            let read = of.f_narrow(dim, 0, length)?;
+        let take = |tensor: &Tensor, length: i64, dim: i64| -> Result<()> {
+            let read = tensor.f_narrow(dim, 0, length)?;
             read.f_select(0, row)?.f_copy_(&read.f_select(0, last)?)?;
             Ok(())
         };
@@ -244,7 +244,7 @@ impl KeyValueCache {
 pub struct Extension<'c> {
     cache: &'c KeyValueCache,
     new: i64,
-    /// One for each window of the model's layers, built when a layer first needs it.
+    /// A mask for each window of the model's layers, built when a layer first needs it.
     masks: RefCell<Vec<Mask>>,
     written: Cell<usize>,
 }

@@ -1,4 +1,4 @@
-//! One decoder for the families of Llama (Touvron et al., arXiv:2302.13971): rotary embeddings, RMS norms, a gated MLP.
+//! The decoder of the families of Llama (Touvron et al., arXiv:2302.13971): rotary embeddings, RMS norms, a gated MLP.
 //!
 //! ```text
 //! x = e·embed_tokens[tokens]

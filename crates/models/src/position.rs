@@ -25,11 +25,11 @@ impl PositionalEncoding {
     /// A size below 1.
     pub fn new(max_length: i64, width: i64, options: (Kind, Device)) -> Result<Self> {
         positive("positional encoding", &[("max_length", max_length), ("width", width)])?;
-        let place = Tensor::try_arange(max_length, (Kind::Double, Device::Cpu))?.f_unsqueeze(1)?;
+        let positions = Tensor::try_arange(max_length, (Kind::Double, Device::Cpu))?.f_unsqueeze(1)?;
         let pairs = (width + 1) / 2;
         let exponent =
             Tensor::try_arange(pairs, (Kind::Double, Device::Cpu))?.try_mul_scalar(-2.0 / width as f64)?;
-        let angle = place.f_mul(&exponent.try_mul_scalar(10_000f64.ln())?.f_exp()?)?;
+        let angle = positions.f_mul(&exponent.try_mul_scalar(10_000f64.ln())?.f_exp()?)?;
         // [max_length, pairs, 2] laid out flat alternates sine and cosine; an odd width drops the last cosine.
         let table =
             Tensor::f_stack(&[angle.f_sin()?, angle.f_cos()?], 2)?.f_reshape([max_length, 2 * pairs])?;

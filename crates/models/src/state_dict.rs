@@ -26,11 +26,11 @@ pub fn load_state_dict(
     from: &str,
 ) -> Result<()> {
     let given: BTreeMap<&str, &Tensor> = state.iter().map(|(name, tensor)| (&**name, tensor)).collect();
-    let wanted = tensors(module);
-    let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), named.tensor.size())).collect();
+    let targets = tensors(module);
+    let shapes: Vec<_> = targets.iter().map(|named| (named.name.clone(), named.tensor.size())).collect();
     check_fit(&shapes, &given.iter().map(|(name, tensor)| (*name, tensor.size())).collect(), from)?;
     let _no_grad = tch::no_grad_guard();
-    for named in wanted {
+    for named in targets {
         named.tensor.shallow_clone().f_copy_(given[&*named.name])?;
     }
     Ok(())
@@ -38,17 +38,17 @@ pub fn load_state_dict(
 
 /// Compares the names and shapes of a state with a model's.
 pub(crate) fn check_fit(
-    wanted: &[(String, Vec<i64>)],
+    targets: &[(String, Vec<i64>)],
     given: &BTreeMap<&str, Vec<i64>>,
     from: &str,
 ) -> Result<()> {
-    let names: BTreeSet<&str> = wanted.iter().map(|(name, _)| &**name).collect();
+    let names: BTreeSet<&str> = targets.iter().map(|(name, _)| &**name).collect();
     let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
-    for (name, shape) in wanted {
+    for (name, shape) in targets {
         match given.get(&**name) {
             None => missing.push(name.clone()),
-            Some(found) if found != shape => {
-                mismatched.push(format!("{name} {found:?} (expected {shape:?})"));
+            Some(other) if other != shape => {
+                mismatched.push(format!("{name} {other:?} (expected {shape:?})"));
             }
             Some(_) => {}
         }

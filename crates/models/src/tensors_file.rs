@@ -41,7 +41,7 @@ pub fn write_with(
     tensors: &[(String, Tensor)],
     metadata: &[(&str, &str)],
 ) -> io::Result<()> {
-    Content::new(LazyTensor::of_each(tensors), metadata).write_to(out)
+    Content::new(LazyTensor::from_tensors(tensors), metadata).write_to(out)
 }
 
 /// Writes a file atomically.
@@ -49,7 +49,7 @@ pub fn write_with(
 /// # Errors
 /// Errors of [`write_to`], with the path; a folder that does not exist or is full.
 pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
-    write_content(path, &mut Content::new(LazyTensor::of_each(tensors), &[]))
+    write_content(path, &mut Content::new(LazyTensor::from_tensors(tensors), &[]))
 }
 
 /// [`write()`] of content whose values other processes may have parts of.

@@ -283,7 +283,7 @@ impl Optimizer for ShardedOptimizer {
         let divided = self.options.shards.as_ref().and_then(|shards| shards.divided(tensor));
         match divided {
             Some(divided) => divided.into_lazy(name, &tensor.size()),
-            None => LazyTensor::of(name, tensor),
+            None => LazyTensor::from_tensor(name, tensor),
         }
     }
 

@@ -176,7 +176,7 @@ pub trait Optimizer: Debug + Send {
 
     /// Returns a named tensor whose values are read when it is written; rank 0 receives them.
     fn lazy_weight<'a>(&'a self, name: String, tensor: &Tensor) -> LazyTensor<'a> {
-        LazyTensor::of(name, tensor)
+        LazyTensor::from_tensor(name, tensor)
     }
 
     /// Writes the values of one of the model's tensors, which are the same on all ranks.
@@ -224,7 +224,7 @@ pub trait Optimizer: Debug + Send {
     /// # Errors
     /// A failure of an earlier step.
     fn lazy_state(&self) -> Result<Vec<LazyTensor<'_>>> {
-        Ok(LazyTensor::of_each(&self.state()?))
+        Ok(LazyTensor::from_tensors(&self.state()?))
     }
 
     /// Loads a state from [`Optimizer::state`]. The state of a parameter without any tensor in it is reset.

@@ -60,7 +60,7 @@ impl Adapters {
     /// # Errors
     /// A folder that cannot be written.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        self.save_lazily(Some(folder), &|name, tensor| LazyTensor::of(name, tensor))
+        self.save_lazily(Some(folder), &|name, tensor| LazyTensor::from_tensor(name, tensor))
     }
 
     /// [`Adapters::save`] where other processes have parts of the tensors: `lazy` returns each of the model's tensors under a name, as it
@@ -87,7 +87,7 @@ impl Adapters {
     /// # Errors
     /// An unknown adapter; a folder that cannot be written.
     pub fn save_one(&self, name: &str, folder: &Path) -> Result<()> {
-        self.save_one_lazily(name, Some(folder), &|name, tensor| LazyTensor::of(name, tensor))
+        self.save_one_lazily(name, Some(folder), &|name, tensor| LazyTensor::from_tensor(name, tensor))
     }
 
     fn save_one_lazily(&self, name: &str, folder: Option<&Path>, lazy: &LazyTensors<'_>) -> Result<()> {
@@ -124,7 +124,7 @@ impl Adapters {
 /// # Errors
 /// A folder that cannot be written.
 pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tensor)]) -> Result<()> {
-    let content = tensors::content(&folder.join(TENSORS_FILE), LazyTensor::of_each(tensors));
+    let content = tensors::content(&folder.join(TENSORS_FILE), LazyTensor::from_tensors(tensors));
     write_content(folder, config, &mut content?)
 }
 

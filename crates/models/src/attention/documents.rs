@@ -101,9 +101,9 @@ impl Documents {
             ));
         }
         if ids.device() == Device::Cpu {
-            let of = starts.windows(2).zip(0i64..);
+            let documents = starts.windows(2).zip(0i64..);
             let expected_ids =
-                of.flat_map(|(pair, id)| std::iter::repeat_n(id, (pair[1] - pair[0]) as usize));
+                documents.flat_map(|(pair, id)| std::iter::repeat_n(id, (pair[1] - pair[0]) as usize));
             if Vec::<i32>::try_from(&cu_seqlens)? != starts
                 || !Vec::<i64>::try_from(ids.f_reshape([-1])?)?.into_iter().eq(expected_ids)
             {

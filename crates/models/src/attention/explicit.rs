@@ -53,7 +53,7 @@ pub(super) fn additive_mask(
     Ok(zeros.try_masked_fill(&hidden, f64::NEG_INFINITY)?.f_to_kind(q.kind())?)
 }
 
-/// Which keys each query of whole rows attends to: `[t, t]`, or `[b, 1, t, t]` with documents.
+/// Returns whether each query of full rows attends to each key: `[t, t]`, or `[b, 1, t, t]` with documents.
 pub(super) fn visible(q: &Tensor, documents: Option<&Documents>, window: Option<i64>) -> Result<Tensor> {
     let sequence = q.size()[1];
     let causal = band([sequence, sequence], 0, window, q)?;

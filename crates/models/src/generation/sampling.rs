@@ -102,25 +102,25 @@ impl Sampling {
 
 /// Returns the token at quantile `drawn` of the distribution that is left after both restrictions.
 fn draw(probabilities: Vec<f32>, top_k: Option<usize>, top_p: f64, drawn: f64) -> i64 {
-    let of = |token: &usize| probabilities[*token];
-    let by_probability = |a: &usize, b: &usize| of(b).total_cmp(&of(a)).then(a.cmp(b));
+    let probability = |token: &usize| probabilities[*token];
+    let by_probability = |a: &usize, b: &usize| probability(b).total_cmp(&probability(a)).then(a.cmp(b));
     let mut kept: Vec<usize> = (0..probabilities.len()).collect();
     if let Some(k) = top_k.filter(|&k| k < kept.len()) {
         kept.select_nth_unstable_by(k - 1, by_probability);
         kept.truncate(k);
     }
-    let sum = |kept: &[usize]| kept.iter().map(|token| f64::from(of(token))).sum::<f64>();
+    let sum = |kept: &[usize]| kept.iter().map(|token| f64::from(probability(token))).sum::<f64>();
     if top_p < 1.0 {
         let all = sum(&kept);
         // Tokens below this probability sum to less than 1 − top_p, so the nucleus is among the others; only those are sorted.
         let least = (1.0 - top_p) * all / kept.len() as f64;
-        kept.retain(|token| f64::from(of(token)) >= least);
+        kept.retain(|token| f64::from(probability(token)) >= least);
         kept.sort_unstable_by(by_probability);
         let mut reached = 0.0;
         let before = |token: &usize| {
-            let wanted = reached < top_p * all;
-            reached += f64::from(of(token));
-            wanted
+            let is_before = reached < top_p * all;
+            reached += f64::from(probability(token));
+            is_before
         };
         kept = kept.into_iter().take_while(before).collect();
     } else {
@@ -128,11 +128,11 @@ fn draw(probabilities: Vec<f32>, top_k: Option<usize>, top_p: f64, drawn: f64) -
     }
     let mut left = drawn * sum(&kept);
     let drawn_token = kept.iter().find(|token| {
-        left -= f64::from(of(token));
+        left -= f64::from(probability(token));
         left < 0.0
     });
     // Rounding may leave a remainder at the end.
-    let last = kept.iter().rev().find(|token| of(token) > 0.0);
+    let last = kept.iter().rev().find(|token| probability(token) > 0.0);
     drawn_token.or(last).map_or(0, |&token| token as i64)
 }
 
@@ -150,9 +150,9 @@ mod tests {
         let all: f64 = order.iter().map(|&token| f64::from(probabilities[token])).sum();
         let mut sum = 0.0;
         let number = order.iter().take_while(|&&token| {
-            let wanted = sum < top_p * all;
+            let is_before = sum < top_p * all;
             sum += f64::from(probabilities[token]);
-            wanted
+            is_before
         });
         let number = number.count();
         order.truncate(number);

@@ -11,7 +11,7 @@ use hf_hub::{Cache, Repo, RepoType};
 use super::{Hub, RepositoryKind, refuse};
 use crate::error::Result;
 
-/// One repository in the cache.
+/// A repository in the cache.
 pub(super) struct CachedRepository {
     cache: Cache,
     repo: Repo,

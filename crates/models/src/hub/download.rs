@@ -32,7 +32,7 @@ impl Hub {
         kind: RepositoryKind,
         name: &str,
         revision: Option<&str>,
-        wanted: &dyn Fn(&str) -> bool,
+        is_wanted: &dyn Fn(&str) -> bool,
     ) -> Result<(PathBuf, Vec<String>)> {
         let revision = revision.unwrap_or("main");
         let repository = CachedRepository::new(self, kind, name, revision)?;
@@ -42,7 +42,7 @@ impl Hub {
         let chosen: Vec<Chosen<'_>> = description
             .siblings
             .iter()
-            .filter(|file| wanted(&file.rfilename))
+            .filter(|file| is_wanted(&file.rfilename))
             .map(|file| request.chosen(file))
             .collect::<Result<_>>()?;
         if chosen.is_empty() {
@@ -112,7 +112,7 @@ struct LfsFile {
 }
 
 impl Description {
-    /// Parses the hub's response, or says what is wrong with it.
+    /// Parses the hub's response; the error names what is invalid in it.
     fn read(text: &str) -> std::result::Result<Self, String> {
         let mut description: Self = strict_json::from_str(text)
             .map_err(|cause| format!("responds, but not as a hub does: {cause}"))?;
@@ -228,15 +228,15 @@ impl Request<'_> {
             part.remove();
             return Err(self.another_size(file, received));
         }
-        let (found, expected) = (part.sha256(), file.sha256.map(str::to_ascii_lowercase));
-        if let Some(expected) = expected.filter(|expected| *expected != found) {
+        let (digest, expected) = (part.sha256(), file.sha256.map(str::to_ascii_lowercase));
+        if let Some(expected) = expected.filter(|expected| *expected != digest) {
             part.remove();
             return Err(refuse(
                 self.name,
                 format!(
-                    "`{}` has the SHA-256 {}…, but the hub says {}…; the download is deleted, fetch it again",
+                    "`{}` has the SHA-256 {}…, but the hub has {}…; the download is deleted, fetch it again",
                     file.path,
-                    &found[..12],
+                    &digest[..12],
                     &expected[..12]
                 ),
             ));

@@ -57,10 +57,10 @@ struct State {
     nested_offset: Option<f64>,
 }
 
-/// Where the tensors of files are, by name: the index of the file, and of the entry in it.
+/// The places of tensors in files, by name: the index of the file, and of the entry in it.
 pub(super) type Locations = BTreeMap<String, (usize, usize)>;
 
-/// Reads what is beside a weight, and compares dtypes and sizes.
+/// Reads the tensors beside a weight, and checks their dtypes and sizes.
 pub(super) fn read(
     files: &[TensorsFile],
     beside: &Locations,
@@ -79,13 +79,14 @@ pub(super) fn read(
         }
         Ok(Some(files[file].bytes(entry)))
     };
-    let is_map =
-        |found: &[u8], values: &[f32], tolerance: f32| {
-            found.len() == 4 * values.len()
-                && found.as_chunks::<4>().0.iter().zip(values).all(|(found, value)| {
-                    (f32::from_le_bytes(*found) - value).abs() <= tolerance * value.abs()
-                })
+    let is_map = |stored: &[u8], values: &[f32], tolerance: f32| {
+        let is_near = |(bytes, value): (&[u8; 4], &f32)| {
+            (f32::from_le_bytes(*bytes) - value).abs() <= tolerance * value.abs()
         };
+        stored.len() == 4 * values.len() && stored.as_chunks::<4>().0.iter().zip(values).all(is_near)
+    };
+
+    // The state: format and shape.
     let Some(text) = bytes(STATE, Kind::Uint8)? else {
         return refuse(format!("`{name}{STATE}` is missing; copy or download the files again"));
     };
@@ -104,15 +105,17 @@ pub(super) fn read(
         _ => return refuse(format!("its shape is [{out}, {inner}]; expected an even number of columns")),
     };
     if state.quant_type != "nf4" || state.blocksize != BLOCK {
-        let (found, size) = (state.quant_type, state.blocksize);
-        return refuse(format!("{found} in blocks of {size}; nf4 in blocks of {BLOCK} is supported"));
+        let (format, size) = (state.quant_type, state.blocksize);
+        return refuse(format!("{format} in blocks of {size}; nf4 in blocks of {BLOCK} is supported"));
     }
+
+    // The codes, and the values that they stand for.
     let blocks = (elements + BLOCK - 1) / BLOCK;
-    let sized = |what: &str, found: Option<usize>, expected: i64| match found {
-        Some(found) if found as i64 == expected => Ok(()),
-        found => {
-            let found = found.map_or_else(|| "missing".to_owned(), |found| format!("{found} bytes"));
-            refuse(format!("{what} is {found}; a weight [{out}, {inner}] has {expected} bytes of it"))
+    let sized = |what: &str, bytes: Option<usize>, expected: i64| match bytes {
+        Some(bytes) if bytes as i64 == expected => Ok(()),
+        bytes => {
+            let size = bytes.map_or_else(|| "missing".to_owned(), |bytes| format!("{bytes} bytes"));
+            refuse(format!("{what} is {size}; a weight [{out}, {inner}] has {expected} bytes of it"))
                 .map(|_: Quantized| ())
         }
     };
@@ -120,6 +123,8 @@ pub(super) fn read(
     if !bytes(".quant_map", Kind::Float)?.is_some_and(|map| is_map(map, &TABLE, 0.0)) {
         return refuse("`quant_map` is missing, or has other values than NF4's".to_owned());
     }
+
+    // A scale for each block, in fp32 or nested: in 8 bits with a scale for each block of scales.
     let Some(offset) = state.nested_offset else {
         sized("`absmax`", bytes(".absmax", Kind::Float)?.map(<[u8]>::len), 4 * blocks)?;
         return Ok(Quantized { shape: [out, inner], scales: Scales::Float, offset: 0.0 });

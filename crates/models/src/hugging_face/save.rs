@@ -50,7 +50,7 @@ pub fn save_with(
     if state.iter().any(|(_, tensor)| is_nf4(tensor)) {
         return quantized(model.decoder_config(), &state, max_shard_bytes)?.write(folder, complete);
     }
-    ModelFiles::new(model.decoder_config(), LazyTensor::of_each(&state), max_shard_bytes)?
+    ModelFiles::new(model.decoder_config(), LazyTensor::from_tensors(&state), max_shard_bytes)?
         .write(folder, complete)
 }
 
@@ -71,9 +71,9 @@ fn quantized(config: &DecoderConfig, state: &[(String, Tensor)], limit: u64) -> 
     }
     let dense = state.iter().filter(|(_, tensor)| !is_nf4(tensor));
     let dense: Vec<_> = dense.map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
-    let mut json = config_json(config, &LazyTensor::of_each(&dense));
+    let mut json = config_json(config, &LazyTensor::from_tensors(&dense));
     json[bitsandbytes::CONFIG_FIELD] = bitsandbytes::config(nested);
-    ModelFiles::divided(json, LazyTensor::of_each(&tensors), limit)
+    ModelFiles::divided(json, LazyTensor::from_tensors(&tensors), limit)
 }
 
 /// The files of a model whose weights are brought when they are written, because other processes have parts of them: one process

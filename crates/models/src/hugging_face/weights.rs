@@ -202,14 +202,14 @@ impl Weights {
 
     /// Copies the wanted tensors, after checking that the whole model matches.
     pub(super) fn copy_some(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
-        let wanted = tensors(model);
+        let targets = tensors(model);
         let shape = |tensor: &Tensor| match nf4::matrix_shape(tensor) {
             Some(shape) => shape.to_vec(),
             None => tensor.size(),
         };
-        let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), shape(named.tensor))).collect();
+        let shapes: Vec<_> = targets.iter().map(|named| (named.name.clone(), shape(named.tensor))).collect();
         self.check(&shapes)?;
-        for named in wanted.into_iter().filter(|named| is_wanted(&named.name)) {
+        for named in targets.into_iter().filter(|named| is_wanted(&named.name)) {
             let _ = self.copy_one(&named.name, named.tensor)?;
         }
         Ok(())
@@ -232,11 +232,11 @@ impl Weights {
             }
         };
         if (values.kind(), values.size()) != (target.kind(), target.size()) {
-            let (found, expected) = (values.size(), target.size());
+            let (shape, expected) = (values.size(), target.size());
             return Err(Error::file(
                 file.path(),
                 format!(
-                    "`{}` is {:?} {found:?}; expected {:?} {expected:?}",
+                    "`{}` is {:?} {shape:?}; expected {:?} {expected:?}",
                     entry.name,
                     values.kind(),
                     target.kind()
@@ -248,13 +248,13 @@ impl Weights {
         Ok(true)
     }
 
-    fn check(&self, wanted: &[(String, Vec<i64>)]) -> Result<()> {
+    fn check(&self, targets: &[(String, Vec<i64>)]) -> Result<()> {
         let shape = |name: &str, index| match self.quantized.get(name) {
             Some(quantized) => quantized.shape.to_vec(),
             None => self.entry(index).1.shape.clone(),
         };
         let given = self.locations.iter().map(|(name, index)| (&**name, shape(name, *index))).collect();
-        check_fit(wanted, &given, &self.path.display().to_string())
+        check_fit(targets, &given, &self.path.display().to_string())
     }
 
     fn entry(&self, (file, index): (usize, usize)) -> (&TensorsFile, &Entry) {

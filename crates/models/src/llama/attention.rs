@@ -66,8 +66,8 @@ impl SelfAttention {
             }
         };
         let o_proj = linear(of_queries, hidden, config.has_bias(BiasOption::AttentionOutput))?;
-        let norms = |widths: [i64; 2], whole: bool| -> Result<_> {
-            Ok(Some(([norm(config, widths[0], options)?, norm(config, widths[1], options)?], whole)))
+        let norms = |widths: [i64; 2], covers_all: bool| -> Result<_> {
+            Ok(Some(([norm(config, widths[0], options)?, norm(config, widths[1], options)?], covers_all)))
         };
         let norms = match config.family.facts().query_key_norm {
             QueryKeyNorm::None => None,

@@ -20,17 +20,17 @@ impl Rotaries {
         let mut all: Vec<(Frequencies, Rotary)> = Vec::new();
         for layer in 0..usize::try_from(config.num_hidden_layers).unwrap_or(0) {
             let Some(frequencies) = config.layer_rope(layer) else { continue };
-            if all.iter().all(|(known, _)| known != frequencies) {
+            if all.iter().all(|(other, _)| other != frequencies) {
                 all.push((*frequencies, Rotary::new(config, frequencies, device)?));
             }
         }
         Ok(Self { all })
     }
 
-    /// The rotary embedding of a layer; `None` for a layer without.
+    /// Returns the rotary embedding of a layer; `None` for a layer without.
     pub(super) fn of_layer(&self, config: &DecoderConfig, layer: usize) -> Option<Rotary> {
-        let wanted = config.layer_rope(layer)?;
-        self.all.iter().find(|(known, _)| known == wanted).map(|(_, rotary)| rotary.clone())
+        let frequencies = config.layer_rope(layer)?;
+        self.all.iter().find(|(other, _)| other == frequencies).map(|(_, rotary)| rotary.clone())
     }
 }
 

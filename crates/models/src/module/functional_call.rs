@@ -180,30 +180,30 @@ impl<P: Module + ?Sized> Slot<P> {
     fn swap_in(&mut self, others: &[Tensor]) -> Result<Vec<Tensor>> {
         self.restore()?;
         // Slots that share a tensor get the same replacement.
-        let mut known = Vec::new();
-        let (mut own, mut indices) = (Vec::new(), Vec::new());
+        let mut distinct = Vec::new();
+        let (mut originals, mut indices) = (Vec::new(), Vec::new());
         let mut look = EachTensor(|slot: &mut Tensor| {
             let identity = identity(slot);
-            let index = known.iter().position(|other| *other == identity).unwrap_or_else(|| {
-                known.push(identity);
-                known.len() - 1
+            let index = distinct.iter().position(|other| *other == identity).unwrap_or_else(|| {
+                distinct.push(identity);
+                distinct.len() - 1
             });
             indices.push(index);
-            own.push(slot.shallow_clone());
+            originals.push(slot.shallow_clone());
         });
         map_modules(&mut *self.part, &mut look)?;
-        if known.len() != others.len() {
+        if distinct.len() != others.len() {
             let reason =
-                format!("{} tensors for a part with {}; give one for each", others.len(), known.len());
+                format!("{} tensors for a part with {}; give one for each", others.len(), distinct.len());
             return Err(refuse(reason));
         }
         let replacements: Vec<Tensor> =
             indices.into_iter().map(|index| others[index].shallow_clone()).collect();
         if let Err(error) = assign(&mut *self.part, &replacements) {
-            assign(&mut *self.part, &own)?;
+            assign(&mut *self.part, &originals)?;
             return Err(error);
         }
-        Ok(own)
+        Ok(originals)
     }
 }
 

@@ -23,12 +23,12 @@ pub struct NamedTensor<'a> {
 /// Lists every tensor of the state, in order. A shared tensor is listed once, under its first name.
 pub fn tensors(module: &(impl Module + ?Sized)) -> Vec<NamedTensor<'_>> {
     let (mut list, mut seen) = (Vec::new(), BTreeSet::new());
-    let mut found = |name: &str, tensor, role| {
+    let mut add = |name: &str, tensor, role| {
         if seen.insert(identity(tensor)) {
             list.push(NamedTensor { name: name.to_owned(), tensor, role });
         }
     };
-    module.visit(&mut Visitor::new(&mut found));
+    module.visit(&mut Visitor::new(&mut add));
     list
 }
 
@@ -65,7 +65,7 @@ pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
     count
 }
 
-/// Freezes (or, with `frozen` false, unfreezes) every parameter whose whole name matches `pattern`, a regular expression such as
+/// Freezes (or, with `frozen` false, unfreezes) every parameter whose full name matches `pattern`, a regular expression such as
 /// `h\.[0-3]\..*` or `.*bias`. Returns their names.
 ///
 /// # Errors
@@ -73,17 +73,17 @@ pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
 pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> Result<Vec<String>> {
     let refuse =
         |reason: &str| Error::Invalid(format!("the pattern `{pattern}` for parameter names: {reason}"));
-    let whole = Regex::new(&format!("^(?:{pattern})$")).map_err(|cause| refuse(&cause.to_string()))?;
+    let anchored = Regex::new(&format!("^(?:{pattern})$")).map_err(|cause| refuse(&cause.to_string()))?;
     let mut names = Vec::new();
     for (name, tensor) in parameters(module) {
-        if whole.is_match(&name) {
+        if anchored.is_match(&name) {
             let _ = tensor.f_set_requires_grad(!frozen)?;
             names.push(name);
         }
     }
     if names.is_empty() {
-        let known: Vec<String> = parameters(module).into_iter().map(|(name, _)| name).take(8).collect();
-        return Err(refuse(&format!("it matches no parameter; the first are {}", known.join(", "))));
+        let first: Vec<String> = parameters(module).into_iter().map(|(name, _)| name).take(8).collect();
+        return Err(refuse(&format!("it matches no parameter; the first are {}", first.join(", "))));
     }
     Ok(names)
 }

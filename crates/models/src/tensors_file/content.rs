@@ -47,28 +47,29 @@ impl<'a> LazyTensor<'a> {
     /// use tch::{Device, Tensor};
     ///
     /// let mut bytes = Vec::new();
-    /// let tensors = vec![LazyTensor::of("x", &Tensor::from_slice(&[1.0f32, 2.0]))];
+    /// let tensors = vec![LazyTensor::from_tensor("x", &Tensor::from_slice(&[1.0f32, 2.0]))];
     /// Content::new(tensors, &[("format", "pt")]).write_to(&mut bytes)?;
     /// assert_eq!(tensors_file::from_bytes(&bytes, Device::Cpu)?[0].1, Tensor::from_slice(&[1.0f32, 2.0]));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn of(name: impl Into<String>, tensor: &Tensor) -> Self {
+    pub fn from_tensor(name: impl Into<String>, tensor: &Tensor) -> Self {
         let (shared, elements) = (tensor.shallow_clone(), elements(&tensor.size()));
         // Of a tensor that is not contiguous this is a copy, which is made once.
         let flat = RefCell::new(None);
         Self::new(name, tensor.kind(), &tensor.size(), move |range| {
             let _no_grad = tch::no_grad_guard();
-            let mut kept = flat.borrow_mut();
-            let whole = kept.take().map_or_else(|| shared.f_detach()?.f_reshape([-1]), Ok)?;
-            let piece = whole.f_narrow(0, range.start, range.end - range.start)?.f_to_device(Device::Cpu)?;
-            *kept = (range.end < elements).then_some(whole);
+            let mut copy = flat.borrow_mut();
+            let contiguous = copy.take().map_or_else(|| shared.f_detach()?.f_reshape([-1]), Ok)?;
+            let piece =
+                contiguous.f_narrow(0, range.start, range.end - range.start)?.f_to_device(Device::Cpu)?;
+            *copy = (range.end < elements).then_some(contiguous);
             Ok(Some(piece))
         })
     }
 
-    /// [`LazyTensor::of`] for each.
-    pub fn of_each(tensors: &[(String, Tensor)]) -> Vec<Self> {
-        tensors.iter().map(|(name, tensor)| Self::of(name, tensor)).collect()
+    /// [`LazyTensor::from_tensor`] for each.
+    pub fn from_tensors(tensors: &[(String, Tensor)]) -> Vec<Self> {
+        tensors.iter().map(|(name, tensor)| Self::from_tensor(name, tensor)).collect()
     }
 
     /// Returns the tensor's name.

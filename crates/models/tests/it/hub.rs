@@ -218,7 +218,7 @@ fn wrong_content_of_the_right_size_is_not_cached() {
             }
         }
         let error = world.hub(false).fetch("tiny/whole", None).unwrap_err();
-        expect!["`tiny/whole`: `model.safetensors` has the SHA-256 DIGEST but the hub says DIGEST the download is deleted, fetch it again"]
+        expect!["`tiny/whole`: `model.safetensors` has the SHA-256 DIGEST but the hub has DIGEST the download is deleted, fetch it again"]
             .assert_eq(&without_digests(&world.words(&error)));
         let blobs = world.cache.path().join("models--tiny--whole/blobs");
         assert!(!names(&blobs).iter().any(|name| name.ends_with(".part")), "{:?}", names(&blobs));

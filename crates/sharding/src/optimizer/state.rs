@@ -30,7 +30,7 @@ impl ShardedOptimizer {
                 let (name, part) = (&self.names[member.parameter], parts.get(&member.parameter));
                 let step = Tensor::from(self.steps[member.parameter].cast_signed());
                 let named = &mut named[member.parameter];
-                named.push(LazyTensor::of(format!("{name}.{STEP}"), &step));
+                named.push(LazyTensor::from_tensor(format!("{name}.{STEP}"), &step));
                 for slot in self.rule().slots().iter().copied().chain(master) {
                     let name = format!("{name}.{slot}");
                     let values = match (part, slot) {

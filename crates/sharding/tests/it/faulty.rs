@@ -192,7 +192,7 @@ impl Optimizer for Faulty {
         let middle = tensors.len() / 2;
         if let Some(tensor) = tensors.get_mut(middle) {
             let (name, kind, shape) = (tensor.name().to_owned(), tensor.kind(), tensor.shape().to_vec());
-            let inner = std::mem::replace(tensor, LazyTensor::of("", &Tensor::from(0)));
+            let inner = std::mem::replace(tensor, LazyTensor::from_tensor("", &Tensor::from(0)));
             *tensor = LazyTensor::new(name, kind, &shape, move |range| {
                 self.meet(Operation::Save)?;
                 inner.piece(range)

@@ -15,7 +15,7 @@ fn save(checkpoints: &Checkpoints, step: u64) -> Vec<String> {
     let optimizer = [("w.step".to_owned(), Tensor::from(step as i64))];
     let random = RandomState::capture(Device::Cpu).unwrap();
     let state = json!({ "data": { "position": step } });
-    let (model, optimizer) = (LazyTensor::of_each(&model), LazyTensor::of_each(&optimizer));
+    let (model, optimizer) = (LazyTensor::from_tensors(&model), LazyTensor::from_tensors(&optimizer));
     checkpoints.save(Snapshot::new(step, model, optimizer, random, state)).unwrap().warnings
 }
 

@@ -28,7 +28,7 @@ fn a_changed_checkpoint_is_refused_or_equivalent() {
     let tensors = [("w".to_owned(), Tensor::arange(6, (Kind::Float, Device::Cpu)))];
     let random_state = RandomState::capture(Device::Cpu).unwrap();
     let state = json!({ "data": { "position": 7 } });
-    let lazy = || LazyTensor::of_each(&tensors);
+    let lazy = || LazyTensor::from_tensors(&tensors);
     let snapshot = Snapshot::new(5, lazy(), lazy(), random_state.clone(), state.clone());
     Checkpoints::open(root.path(), 2).unwrap().save(snapshot).unwrap();
     let folder = root.path().join("step-000000000005");

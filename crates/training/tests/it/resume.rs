@@ -424,7 +424,7 @@ fn a_learning_rate_of_many_digits_round_trips() {
 
 fn snapshot(checkpoint: &Checkpoint, random: RandomState) -> Snapshot<'static> {
     let Checkpoint { step, model, optimizer, state, .. } = checkpoint;
-    let (model, optimizer) = (LazyTensor::of_each(model), LazyTensor::of_each(optimizer));
+    let (model, optimizer) = (LazyTensor::from_tensors(model), LazyTensor::from_tensors(optimizer));
     Snapshot::new(*step, model, optimizer, random, state.clone())
 }
 
