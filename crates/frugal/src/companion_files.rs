@@ -1,4 +1,4 @@
-//! What belongs to a model besides its weights: the tokenizer, the chat template, and the tokens that end an answer.
+//! The files of a model besides its weights: tokenizer, chat template, and end tokens.
 //!
 //! A model answers well only if it is asked as it was trained, and it stops only where its training ended answers. So a training decides
 //! these files as it decides the weights: it writes them into its output folder when it starts, and whatever is made of the run, or reads
@@ -51,7 +51,7 @@ const TOKENIZER_FILES: [&str; 7] = [
     "merges.txt",
 ];
 
-/// What belongs to a model besides its weights.
+/// The files of a model besides its weights.
 #[derive(Debug, Clone)]
 pub struct CompanionFiles {
     /// The model's folder.
@@ -70,7 +70,7 @@ pub struct CompanionFiles {
     end_tokens: Vec<i64>,
 }
 
-/// Where the chat template is from.
+/// Source of the chat template.
 #[derive(Debug, Clone)]
 enum Template {
     /// The files of a folder, as they are.
@@ -86,8 +86,8 @@ impl CompanionFiles {
     /// A file that is missing, cannot be read, or is not JSON.
     pub fn of(folder: &Folder, adapter: Option<&Path>, data: &DataConfig) -> Result<Self> {
         let model = folder.path();
-        let own = |name: &str| adapter.filter(|adapter| adapter.join(name).is_file());
-        let tokenizer = own(TOKENIZER).unwrap_or(model).to_owned();
+        let in_adapter = |name: &str| adapter.filter(|adapter| adapter.join(name).is_file());
+        let tokenizer = in_adapter(TOKENIZER).unwrap_or(model).to_owned();
         let own_template = match adapter {
             Some(adapter) if has_template(adapter)? => Some(adapter),
             _ => None,
@@ -124,13 +124,13 @@ impl CompanionFiles {
         // A file may name tokens that the model does not have; transformers never meets them.
         let vocabulary = folder.config().vocab_size;
         companions.end_tokens.retain(|end| (0..vocabulary).contains(end));
-        if let Some(adapter) = own(GENERATION) {
+        if let Some(adapter) = in_adapter(GENERATION) {
             let path = adapter.join(GENERATION);
             companions.listed_ends = ends_of(&object(&path)?);
             companions.end_tokens = companions.listed_ends.clone();
             companions.end_tokens.retain(|end| (0..vocabulary).contains(end));
             companions.generation = Some(path);
-        } else if own(TOKENIZER).is_some() || own_template.is_some() {
+        } else if in_adapter(TOKENIZER).is_some() || own_template.is_some() {
             companions.add_ends_of_tokenizer(own_template.is_some(), data)?;
         }
         Ok(companions)
@@ -181,10 +181,10 @@ impl CompanionFiles {
         }
     }
 
-    /// Compiles the chat template with the date and the variables of a data configuration; `None` if there is none.
+    /// Compiles the chat template with the date and the variables of a data configuration; `None` without a template.
     ///
     /// # Errors
-    /// A file that is missing or no template; a date that is none.
+    /// A missing file; an invalid template or date.
     pub fn chat_template(&self, data: &DataConfig) -> Result<Option<ChatTemplate>> {
         let date = match &data.date {
             Some(date) => date.parse().map_err(|reason| Error::Toml(format!("`data.date`: {reason}")))?,
@@ -230,8 +230,8 @@ impl CompanionFiles {
         let bytes = |folder: &Path| std::fs::read(folder.join(TOKENIZER)).ok();
         let is_same = self.tokenizer != self.model && bytes(&self.tokenizer) == bytes(&self.model);
         for name in TOKENIZER_FILES {
-            let own = self.tokenizer.join(name);
-            let from = if is_same && !own.is_file() { self.model.join(name) } else { own };
+            let source = self.tokenizer.join(name);
+            let from = if is_same && !source.is_file() { self.model.join(name) } else { source };
             copy(&from, &out.join(name))?;
         }
         if let Some(file) = &self.tokenizer_file {
@@ -244,7 +244,7 @@ impl CompanionFiles {
         self.write_generation_config(out)
     }
 
-    /// Writes the text of the template into a folder, as [`CHAT_TEMPLATE`], and returns its path; `None` if there is none, or several.
+    /// Writes the text of the template into a folder, as [`CHAT_TEMPLATE`], and returns its path; `None` without exactly one template.
     ///
     /// # Errors
     /// A file that cannot be read or written.

@@ -85,23 +85,23 @@ pub const CONFIG_FILE: &str = "config.toml";
 pub struct Config {
     /// Whether a model is fine-tuned or trained from scratch.
     pub task: Task,
-    /// Which model.
+    /// Model.
     pub model: ModelConfig,
     /// The training data.
     pub data: DataConfig,
     /// Low-rank adapters, under PEFT's names; absent for full fine-tuning, which a file says by `method = "full"`.
     pub adapter: Option<LoraConfig>,
-    /// What the MLPs keep for backward.
+    /// Activations that the MLPs keep for backward.
     pub mlp: MlpConfig,
-    /// How the loss is computed.
+    /// Computation of the loss.
     pub loss: LossConfig,
-    /// What the layers keep for backward.
+    /// Activations that the layers keep for backward.
     pub activations: ActivationsConfig,
     /// Weight offloading; absent to keep all weights on the device.
     pub offload: Option<OffloadConfig>,
     /// Mixed precision.
     pub precision: PrecisionConfig,
-    /// What updates the weights.
+    /// Optimizer.
     pub optimizer: OptimizerConfig,
     /// The loop.
     pub training: TrainingConfig,
@@ -118,7 +118,7 @@ pub enum Task {
     Train,
 }
 
-/// Which model.
+/// The model, by name or by shape.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelConfig {
@@ -145,7 +145,7 @@ pub struct ModelConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ShapeConfig {
-    /// Which architecture.
+    /// Architecture.
     pub family: ShapeFamily,
     /// Width of the hidden states.
     pub width: i64,
@@ -260,7 +260,7 @@ impl FromStr for Config {
     }
 }
 
-/// What is wrong, behind the line that it is wrong in.
+/// Returns the message of a TOML error with its line.
 fn with_line(text: &str, cause: &toml::de::Error) -> String {
     let message = nearest::with_suggestion(&cause.message().lines().collect::<Vec<_>>().join(" "));
     let Some(before) = cause.span().and_then(|span| text.get(..span.start)) else { return message };

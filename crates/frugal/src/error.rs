@@ -14,7 +14,7 @@ pub enum Error {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong, where, and what to do.
+        /// The problem, its place, and the remedy.
         reason: String,
     },
     /// A configuration that is not TOML, or has a key or a value that means nothing.
@@ -25,9 +25,9 @@ pub enum Error {
     Value {
         /// The key, with its section.
         key: &'static str,
-        /// What came.
+        /// The value.
         found: String,
-        /// What was expected.
+        /// The expected values.
         expected: &'static str,
     },
     /// Two techniques that cannot be combined.
@@ -37,9 +37,9 @@ pub enum Error {
         first: String,
         /// The other one.
         second: String,
-        /// Why not.
+        /// The reason.
         why: &'static str,
-        /// What does work.
+        /// A combination that works.
         remedy: &'static str,
     },
     /// A budget that the process is beyond before its work begins.

@@ -79,8 +79,8 @@ impl LlamaCpp {
         let line = out.lines().next_back().unwrap_or_default();
         let answer: Answer = serde_json::from_str(line)
             .map_err(|cause| refuse(format!("llama.cpp gave an unexpected answer: {cause}")))?;
-        let whole = |row: Vec<Option<f64>>| row.into_iter().collect::<Option<Vec<f64>>>();
-        let rows = answer.rows.into_iter().map(whole).collect::<Option<_>>();
+        let complete = |row: Vec<Option<f64>>| row.into_iter().collect::<Option<Vec<f64>>>();
+        let rows = answer.rows.into_iter().map(complete).collect::<Option<_>>();
         let log_probabilities =
             rows.ok_or_else(|| refuse("llama.cpp gave no probability for some tokens".to_owned()))?;
         Ok(Computed { log_probabilities, tokens: answer.tokens })
@@ -94,7 +94,7 @@ struct Answer {
     tokens: Option<Vec<Vec<u32>>>,
 }
 
-/// What llama.cpp has computed.
+/// Results of llama.cpp.
 #[derive(Debug, Clone)]
 pub struct Computed {
     /// For each prompt, the log-probability of every token after it.
@@ -103,7 +103,7 @@ pub struct Computed {
     pub tokens: Option<Vec<Vec<u32>>>,
 }
 
-/// What llama.cpp is to compute.
+/// A request to llama.cpp.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// The model's GGUF file.

@@ -1,4 +1,4 @@
-//! What a plan needs: this machine's rates, a budget, and what a training computes in a step.
+//! Inputs of a plan: this machine's rates, a budget, and the computation of a step.
 //!
 //! [`accounting`] predicts steps from sizes and rates. [`KnownRates`] has the rates, which are measured once; [`Job`](accounting::candidates::Job)s
 //! come from a configuration by [`job`], and [`allowed`] says which ways to run a step the configuration leaves open.

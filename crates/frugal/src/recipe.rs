@@ -98,7 +98,7 @@ impl Recipe {
     /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers.
     ///
     /// # Errors
-    /// Those of [`Recipe::check_ranks`]; another number of replicas than the configuration's.
+    /// Errors of [`Recipe::check_ranks`]; another number of replicas than the configuration's.
     pub fn over(mut self, ranks: impl Into<Mesh>) -> Result<Self> {
         let mesh = ranks.into();
         self.check_ranks(mesh.world().size())?;
@@ -134,7 +134,7 @@ impl Recipe {
     /// layers, or a frozen base that stays whole.
     ///
     /// # Errors
-    /// Those of [`Recipe::check_folder`], of [`Folder::load`] and of each technique.
+    /// Errors of [`Recipe::check_folder`], of [`Folder::load`] and of each technique.
     pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
         self.check_folder(folder)?;
         if let Some(ranks) = &self.ranks {
@@ -208,7 +208,7 @@ impl Recipe {
     /// Applies every technique to a model.
     ///
     /// # Errors
-    /// Those of each technique.
+    /// Errors of each technique.
     pub fn apply(&self, model: Box<dyn LanguageModel>) -> Result<Prepared> {
         self.apply_to(model, None, self.shards()?)
     }
@@ -272,14 +272,14 @@ impl Recipe {
         Ok(ranks.map(|ranks| Shards::new(ranks.clone(), frozen)).transpose()?)
     }
 
-    /// How layers that ranks divide are loaded.
+    /// Method of loading layers that ranks divide.
     fn options_of_layers(&self, device: Device, shards: &Shards, keep: Vec<usize>) -> offload::OffloadConfig {
-        let own = self.config.offload.clone().unwrap_or_default();
+        let offload = self.config.offload.clone().unwrap_or_default();
         let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
-        offload::OffloadConfig { source: Some(source), keep, ..own.options(device) }
+        offload::OffloadConfig { source: Some(source), keep, ..offload.options(device) }
     }
 
-    /// Which of the offloaded or divided layers keep their activations.
+    /// Offloaded or divided layers that keep their activations.
     fn kept_layers(&self, layers: usize) -> Result<Vec<usize>> {
         self.config.kept_layers(layers).map(Option::unwrap_or_default)
     }
@@ -289,30 +289,34 @@ impl Recipe {
         let config = &self.config;
         let adapter = config.adapter.as_ref();
         let resident = config.offload.as_ref().is_some_and(|offload| !offload.resident.is_empty());
-        let whole = config.optimizer.frozen_weights == FrozenPlace::Whole
+        let is_whole = config.optimizer.frozen_weights == FrozenPlace::Whole
             && (adapter.is_some() || config.model.freeze.is_some());
         let read = adapter.is_some_and(|adapter| adapter.reads_weights().unwrap_or(true));
-        !resident && !whole && !read && config.mlp.level.is_none()
+        !resident && !is_whole && !read && config.mlp.level.is_none()
     }
 
     /// Puts the layers behind switches, unless all keep their activations to the end. Of offloaded layers, `offload` has the plan.
     fn install_activations(&self, model: &mut dyn Module) -> Result<Option<Activations>> {
-        let own = &self.config.activations;
+        let activations = &self.config.activations;
         let offloaded = self.config.offload.is_some() || self.divides_layers();
         // Ranks do not change their plans.
-        let keeps =
-            own.plan == ActivationPlan::Keep || own.plan == ActivationPlan::Auto && self.ranks.is_some();
+        let keeps = activations.plan == ActivationPlan::Keep
+            || activations.plan == ActivationPlan::Auto && self.ranks.is_some();
         if keeps || offloaded {
             return Ok(None);
         }
         let layers = count_blocks(model)?;
-        let plan = match own.plan {
+        let plan = match activations.plan {
             // What the plan will be is decided later: `Prepared::plan_activations`, or by who has predicted it.
             ActivationPlan::Auto | ActivationPlan::Keep | ActivationPlan::Plan => {
                 vec![LayerPlan::KeepAll; layers]
             }
-            ActivationPlan::Recompute => activations::every_kth(layers, 1, own.recompute.layer_plan())?,
-            ActivationPlan::EveryK => activations::every_kth(layers, own.every, own.recompute.layer_plan())?,
+            ActivationPlan::Recompute => {
+                activations::every_kth(layers, 1, activations.recompute.layer_plan())?
+            }
+            ActivationPlan::EveryK => {
+                activations::every_kth(layers, activations.every, activations.recompute.layer_plan())?
+            }
         };
         Ok(Some(Activations::install(model, &plan)?))
     }

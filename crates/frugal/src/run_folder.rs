@@ -52,7 +52,7 @@ pub const SAMPLES: &str = "samples.jsonl";
 /// The largest file whose digest is recorded, in bytes: larger ones would delay the first step.
 const DIGESTED: u64 = 8 << 30;
 
-/// What a training was made of, and how it ended.
+/// Versions, data, plan, starts and outcome of a training.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RunRecord {
@@ -62,7 +62,7 @@ pub struct RunRecord {
     pub torch: String,
     /// The model's folder, or what shape it has.
     pub model: String,
-    /// What is trained: `LoRA`, `DoRA`, `full` or `from scratch`.
+    /// Method: `LoRA`, `DoRA`, `full` or `from scratch`.
     pub method: String,
     /// Optimizer steps in all.
     pub steps: u64,
@@ -76,18 +76,18 @@ pub struct RunRecord {
     pub validation: SplitRecord,
     /// The identity of the batches, which a resume compares.
     pub batches: Value,
-    /// What was chosen under the budget.
+    /// The plan that was chosen under the budget.
     pub plan: Value,
-    /// The chat template that rows are made with, in the output folder; absent where there is none.
+    /// The chat template of the rows, in the output folder; absent without a template.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<FileRecord>,
     /// The configuration at the last start.
     pub config: Value,
-    /// Where its values come from.
+    /// Origins of its values.
     pub origins: Origins,
     /// Each start of the program.
     pub starts: Vec<StartRecord>,
-    /// How the last of them ended; `None` while it runs, and after a kill.
+    /// Outcome of the last start; `None` while it runs, and after a kill.
     pub outcome: Option<Outcome>,
 }
 
@@ -126,7 +126,7 @@ pub struct StartRecord {
     pub command: String,
 }
 
-/// How a training ended.
+/// Outcome of a training.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Outcome {
@@ -141,12 +141,12 @@ pub struct Outcome {
     pub peak_bytes: u64,
     /// The most bytes of pages of mapped files (weights, libraries) that were seen beside them on a CPU.
     pub file_bytes: u64,
-    /// Why it failed, where the state does not say it.
+    /// Error of a failed training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
 
-/// What a training is doing.
+/// State of a training.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
@@ -183,7 +183,7 @@ pub fn unix_time() -> u64 {
 }
 
 impl RunRecord {
-    /// Reads the record of an output folder; `None` if there is none, as in folders of earlier versions.
+    /// Reads the record of an output folder; `None` without a record, as in folders of earlier versions.
     ///
     /// # Errors
     /// A record that cannot be read.

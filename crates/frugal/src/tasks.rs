@@ -1,4 +1,4 @@
-//! What models are fine-tuned for, and how their answers are graded.
+//! Tasks with answers that can be graded.
 
 pub mod gsm8k;
 pub mod questions;

@@ -47,12 +47,12 @@ impl<'t> TextStream<'t> {
         {
             return Ok(String::new());
         }
-        let whole = self.decode(&tokens[self.start..])?;
-        if whole.ends_with(UNFINISHED) {
+        let text = self.decode(&tokens[self.start..])?;
+        if text.ends_with(UNFINISHED) {
             return Ok(String::new());
         }
         let before = self.decode(&tokens[self.start..self.given])?;
-        let new = whole.strip_prefix(&before).unwrap_or(&whole);
+        let new = text.strip_prefix(&before).unwrap_or(&text);
         self.held.push_str(new);
         (self.start, self.given) = (self.given, tokens.len());
         Ok(self.release())
@@ -66,9 +66,9 @@ impl<'t> TextStream<'t> {
         if self.stopped {
             return Ok(String::new());
         }
-        let whole = self.decode(&tokens[self.start..])?;
+        let all = self.decode(&tokens[self.start..])?;
         let before = self.decode(&tokens[self.start..self.given.min(tokens.len())])?;
-        self.held.push_str(whole.strip_prefix(&before).unwrap_or(&whole));
+        self.held.push_str(all.strip_prefix(&before).unwrap_or(&all));
         self.given = tokens.len();
         let mut text = self.release();
         text.push_str(&std::mem::take(&mut self.held));

@@ -1,4 +1,4 @@
-//! How often checkpoints are written.
+//! Interval between checkpoints.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// How often checkpoints are written: after a number of steps, or after a time: `500`, `"10m"`, `"600s"`, `"2h"`.
+/// Interval between checkpoints: a number of steps, or a time: `500`, `"10m"`, `"600s"`, `"2h"`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointEvery {
     /// After this many steps.
@@ -119,18 +119,18 @@ mod tests {
 
     #[test]
     fn steps_and_times_are_read_and_written() {
-        let of = |text: &str| text.parse::<CheckpointEvery>();
+        let parse = |text: &str| text.parse::<CheckpointEvery>();
         let time = |seconds| Ok(CheckpointEvery::Time(Duration::from_secs(seconds)));
-        assert_eq!(of("500"), Ok(CheckpointEvery::Steps(500)));
-        assert_eq!(of("10m"), time(600));
-        assert_eq!(of("600s"), time(600));
-        assert_eq!(of("2 h"), time(7200));
+        assert_eq!(parse("500"), Ok(CheckpointEvery::Steps(500)));
+        assert_eq!(parse("10m"), time(600));
+        assert_eq!(parse("600s"), time(600));
+        assert_eq!(parse("2 h"), time(7200));
         for wrong in ["0", "0s", "ten", "10d", "-5", "m", "", "99999999999999999999h"] {
-            let error = of(wrong).unwrap_err();
+            let error = parse(wrong).unwrap_err();
             assert!(error.contains("nor a time, as 10m"), "{error}");
         }
         for (text, shown) in [("90s", "90s"), ("120s", "2m"), ("3600s", "1h"), ("7", "7")] {
-            assert_eq!(of(text).unwrap().to_string(), shown);
+            assert_eq!(parse(text).unwrap().to_string(), shown);
         }
     }
 

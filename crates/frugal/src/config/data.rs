@@ -44,9 +44,9 @@ pub struct DataConfig {
     /// The longest row in tokens; absent for the model's context.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_length: Option<usize>,
-    /// What happens to rows that are too long.
+    /// Handling of rows that are too long.
     pub overlong: Overlong,
-    /// Which part of a conversation, or of a prompt with its completion, is learned: `answers`, `last` or `all`.
+    /// Part of a conversation, or of a prompt with its completion, that counts in the loss: `answers`, `last` or `all`.
     pub mask: Mask,
     /// A file with a chat template; absent for the model's own.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -60,7 +60,7 @@ pub struct DataConfig {
     /// Positions of a packed row; absent to pad each batch to its longest row.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub packing: Option<usize>,
-    /// How batches of documents are made, in a training from scratch: `base`, `standard`, `balanced:K`, `sequenced` or
+    /// Batching strategy for documents, in a training from scratch: `base`, `standard`, `balanced:K`, `sequenced` or
     /// `packed`.
     pub strategy: String,
     /// Threads that make batches of documents; 0 makes them in the training thread.

@@ -72,7 +72,7 @@ impl Config {
         }
     }
 
-    /// Returns the adapter that a fine-tuning has unless told otherwise: it adapts attention with α = 2r. ([`LoraConfig::default`] has
+    /// Returns the default adapter of a fine-tuning: it adapts attention with α = 2r. ([`LoraConfig::default`] has
     /// PEFT's defaults, which are those of a file in PEFT's format.)
     pub fn default_adapter() -> LoraConfig {
         LoraConfig {

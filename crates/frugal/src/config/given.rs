@@ -1,4 +1,4 @@
-//! What a person gave of a configuration, by key, over the defaults.
+//! The values of a configuration that a user gave, by key, over the defaults.
 //!
 //! Values come in layers: a file, then `--set`, then flags; a later one overrides an earlier one, key by key. The defaults are applied
 //! last, since one of them depends on the method. Each value has its [origin](Origins).
@@ -37,7 +37,7 @@ pub fn current_name(key: &str) -> String {
     earlier.map_or_else(|| key.to_owned(), |(section, _, name)| format!("{section}.{name}"))
 }
 
-/// What a person gave of a configuration. See the [module](self).
+/// The values of a configuration that a user gave. See the [module](self).
 #[derive(Debug, Clone, Default)]
 pub struct Given {
     values: Map<String, Value>,
@@ -93,7 +93,7 @@ impl Given {
         let marks = Origins::read(text);
         let keys = leaves(&Value::Object(layer.clone()));
         if !keys.is_empty() && keys.iter().all(|(key, _)| marks.has(key)) {
-            // A training wrote it, and in earlier versions without a method: the adapter said it.
+            // Earlier versions wrote no method: a section `adapter` stood for LoRA.
             if written.task == Task::Finetune && written.method.is_none() && !layer.contains_key("adapter") {
                 layer.insert("method".to_owned(), json!(Method::Full));
             }
@@ -108,7 +108,7 @@ impl Given {
         defaults.retain(|(key, _)| key != "task" && key != "method");
         defaults.push(("method".to_owned(), json!(Method::default())));
         for (key, value) in keys {
-            // One that a person has edited since is none.
+            // A template that a person has edited since is not that of the run.
             if marks.has(&key) && marks.get(&key) == DEFAULT && defaults.contains(&(key.clone(), value)) {
                 remove(&mut layer, &key);
             }

@@ -1,11 +1,11 @@
-//! How trained weights of 16 bits take updates that are smaller than their last digit.
+//! Handling of updates that are smaller than the last digit of trained 16-bit weights.
 
 use std::fmt;
 
 use serde::de::{Deserializer, Error, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
-/// How trained weights in bf16 and fp16 take updates that are smaller than their last digit. Those in fp32 have no need of it.
+/// Handling of updates that are smaller than the last digit of trained bf16 and fp16 weights. No effect on fp32 weights.
 ///
 /// A bf16 number has 8 significant bits, so that an update below 2⁻⁹ of a weight is lost where the weight is rounded to nearest: at the
 /// learning rates of fine-tuning nearly all are.

@@ -1,10 +1,10 @@
-//! What a fine-tuning trains.
+//! Methods of fine-tuning.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Config, Task};
 
-/// What a fine-tuning trains.
+/// Method of fine-tuning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]

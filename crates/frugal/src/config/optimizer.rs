@@ -23,16 +23,16 @@ pub struct OptimizerConfig {
     /// Maximum gradient norm; 0 for no clipping. A step whose loss or gradients are not finite is skipped; without clipping and with the
     /// optimizer on the host it ends the training.
     pub clip: f64,
-    /// Where the optimizer state of offloaded layers is stored and updated.
+    /// Storage of the optimizer state of offloaded layers, and the device that updates it.
     pub place: OptimizerPlace,
-    /// How trained weights in bf16 and fp16 take updates smaller than their last digit: `true` keeps fp32 copies (4 bytes each),
+    /// Handling of updates smaller than the last digit of trained bf16 and fp16 weights: `true` keeps fp32 copies (4 bytes each),
     /// `"stochastic"` rounds at random, `false` loses such updates, and `"auto"` keeps copies where memory allows, else it rounds at random.
     pub master_weights: MasterWeights,
     /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too.
     pub zero_stage: u8,
     /// Replicas of what ranks divide (hybrid sharding): the number of ranks is a multiple of it.
     pub replicas: usize,
-    /// Where the frozen weights of layers are in ZeRO stage 3.
+    /// Storage of the frozen weights of layers in ZeRO stage 3.
     pub frozen_weights: FrozenPlace,
 }
 
@@ -103,7 +103,7 @@ impl OptimizerRule {
     }
 }
 
-/// Where the frozen weights of layers are in ZeRO stage 3.
+/// Storage of the frozen weights of layers in ZeRO stage 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FrozenPlace {
@@ -114,7 +114,7 @@ pub enum FrozenPlace {
     Sharded,
 }
 
-/// Where the optimizer state of offloaded layers is stored and updated.
+/// Storage of the optimizer state of offloaded layers, and the device that updates it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]

@@ -1,4 +1,4 @@
-//! Where each value of a configuration comes from, and `config.toml` with that beside it.
+//! Origin of each value of a configuration, and `config.toml` with the origins as comments.
 
 use std::collections::BTreeMap;
 

@@ -93,7 +93,7 @@ fn has_key(section: &str, key: &str) -> bool {
     }
 }
 
-/// The value of a TOML expression; `None` if it is none.
+/// Parses a TOML expression; `None` if it is invalid.
 fn parsed(text: &str) -> Option<Value> {
     let table = format!("value = {text}").parse::<toml::Table>().ok()?;
     let value = table.get("value")?;

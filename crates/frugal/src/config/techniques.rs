@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Bytes;
 
-/// What the MLPs keep for backward.
+/// Activations that the MLPs keep for backward.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MlpConfig {
@@ -16,11 +16,11 @@ pub struct MlpConfig {
     pub level: Option<String>,
 }
 
-/// How the loss is computed.
+/// Computation of the loss.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossConfig {
-    /// Which loss head.
+    /// Loss head.
     pub head: LossHeadKind,
     /// Tokens whose logits exist at a time in the fused loss; absent for `chunk_bytes`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -48,13 +48,13 @@ pub enum LossHeadKind {
     Fused,
 }
 
-/// What the layers keep for backward.
+/// Activations that the layers keep for backward.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ActivationsConfig {
-    /// Which layers keep their activations.
+    /// Layers that keep their activations.
     pub plan: ActivationPlan,
-    /// What a layer that does not keep its activations recomputes.
+    /// Part that a layer without kept activations recomputes.
     pub recompute: Recomputed,
     /// k of `every-k`: every k-th layer does not keep its activations.
     pub every: usize,
@@ -69,7 +69,7 @@ impl Default for ActivationsConfig {
     }
 }
 
-/// Which layers keep their activations.
+/// Layers that keep their activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
@@ -87,7 +87,7 @@ pub enum ActivationPlan {
     Plan,
 }
 
-/// What a layer that does not keep its activations recomputes in backward. Gradients have the same bits with each.
+/// Part that a layer without kept activations recomputes in backward. Gradients have the same bits with each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -109,16 +109,16 @@ pub enum Recomputed {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OffloadConfig {
-    /// Where offloaded layers are stored.
+    /// Storage of offloaded layers.
     pub tier: OffloadTier,
-    /// How they are transferred.
+    /// Transfer method.
     pub method: OffloadMethod,
     /// Layers on the device at a time, for `overlap`: 1 has no overlap, 3 are one that runs and two in transfer.
     pub ring: usize,
     /// Layers that stay on the device, by number.
     pub resident: Vec<usize>,
-    /// Layers that keep their activations, by number; absent for those of `activations.plan`, of which `auto` is as many as fit where a
-    /// step is planned, and else none.
+    /// Layers that keep their activations, by number. Default: the layers that `activations.plan` keeps; with `auto`, as many as the budget
+    /// of a planned step holds, and none without a plan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep: Option<Vec<usize>>,
     /// Page-locks the host's memory where the device is a GPU.
@@ -142,7 +142,7 @@ impl Default for OffloadConfig {
     }
 }
 
-/// Where offloaded layers are stored.
+/// Storage of offloaded layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -155,7 +155,7 @@ pub enum OffloadTier {
     File,
 }
 
-/// How offloaded layers are transferred.
+/// Transfer method of offloaded layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
@@ -207,10 +207,10 @@ pub enum ScalerConfig {
         /// The first scale.
         #[serde(default = "default_init_scale")]
         init_scale: f32,
-        /// What multiplies the scale after `growth_interval` steps.
+        /// Factor of the scale after `growth_interval` steps without an overflow.
         #[serde(default = "default_growth_factor")]
         growth_factor: f64,
-        /// What multiplies the scale after an overflow.
+        /// Factor of the scale after an overflow.
         #[serde(default = "default_backoff_factor")]
         backoff_factor: f64,
         /// Steps without an overflow until the scale grows.

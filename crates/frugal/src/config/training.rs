@@ -43,7 +43,7 @@ pub struct TrainingConfig {
     pub log_every: u64,
     /// Seed of every random choice.
     pub seed: u64,
-    /// Where to compute: `auto` (the GPU if one is usable, else the CPU), `cpu`, `cuda` or `cuda:N`. A training writes the one that
+    /// Device: `auto` (the GPU if one is usable, else the CPU), `cpu`, `cuda` or `cuda:N`. A training writes the one that
     /// it took.
     pub device: String,
     /// Bytes that may be held: of the process on a CPU, where pages of mapped files do not count, of tensors on a GPU; absent for 80 % of what is free in the program, and for no

@@ -117,7 +117,7 @@ impl Budget {
         self.total.saturating_sub(self.tensors()).saturating_sub(self.reserve())
     }
 
-    /// Returns the budget of which the program, `tensors` and the reserve are all.
+    /// Returns the budget that the program, `tensors` and the reserve fill.
     pub fn held_with(&self, tensors: u64) -> u64 {
         with_reserve(tensors + self.program()) - self.resumed()
     }
@@ -187,7 +187,7 @@ mod tests {
         Budget { total, taken, live: 0, prepared: 0, resumes: false, is_default: false }
     }
 
-    /// What the least budget leaves suffices, and a budget of a few percent less does not.
+    /// The smallest budget leaves enough for the tensors, and one that is a few percent smaller does not.
     #[test]
     fn the_least_budget_is_the_least() {
         for (taken, tensors) in [(0, 1 << 20), (135 << 20, 0), (135 << 20, 900 << 20), (1 << 30, 700 << 30)] {

@@ -1,4 +1,4 @@
-//! What a configuration's training computes in a step, for predictions.
+//! Describes a configuration's training step to `accounting`, for predictions.
 
 use accounting::Decoder;
 use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
@@ -21,7 +21,7 @@ use crate::config::{
 use crate::error::Result;
 use crate::recipe::Recipe as Applied;
 
-/// Why a step is not predicted.
+/// Reason why a step is not predicted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotPredicted(pub String);
 
@@ -77,7 +77,7 @@ pub fn job(
         (None, Some(Bytes(bytes))) => (bytes / row).max(1),
         (None, None) => loss_chunk(shape.vocab_size, kind, device),
     };
-    let whole = match (loss.chunk_tokens, loss.chunk_bytes) {
+    let all_tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
         (None, None) if lora.is_none() => {
             let matrix = [shape.vocab_size, shape.hidden_size];
             fused_ce::one_chunk_tokens(matrix, product_kind, device).unsigned_abs()
@@ -86,7 +86,7 @@ pub fn job(
     };
     let loss = match loss.head {
         LossHeadKind::Plain => Loss::Eager,
-        LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens, whole },
+        LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens, whole: all_tokens },
     };
     let (formats, operands) = match (mixed, &lora) {
         (Some(mixed), _) => mixed,
@@ -126,7 +126,7 @@ pub fn loss_chunk(vocabulary: i64, kind: Kind, device: Device) -> u64 {
 
 /// The number formats of mixed precision, and the dtype of its products; `None` for a step without.
 fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Recipe, Kind)>, NotPredicted> {
-    let found = match config.precision.compute {
+    let compute = match config.precision.compute {
         Compute::Fp32 => return Ok(None),
         Compute::Bf16 => (Recipe::AMP_BF16, Kind::BFloat16),
         Compute::Fp16 => return Err(refused("mixed precision in fp16")),
@@ -151,7 +151,7 @@ fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Reci
     if config.adapter.is_none() && splits {
         return Err(refused("mixed precision of all weights over several passes in a step"));
     }
-    Ok(Some(found))
+    Ok(Some(compute))
 }
 
 fn state_of(rule: OptimizerRule) -> Optimizer {
@@ -256,7 +256,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
     Ok(Allowed { layers: Some(plan), offloaded, splits, rows })
 }
 
-/// How layers may be offloaded where nothing says it.
+/// Ways to offload layers that a plan compares by default.
 fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> {
     let on_cpu = device == Device::Cpu;
     let frozen = config.adapter.is_some();
@@ -294,7 +294,7 @@ pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
 fn with_placement(config: &Config, placement: &Placement) -> Config {
     let mut config = config.clone();
     if let Placement::Offloaded { tier, ring, resident, keep, optimizer } = placement {
-        let own = config.offload.unwrap_or_default();
+        let offload = config.offload.unwrap_or_default();
         config.offload = Some(OffloadConfig {
             tier: match tier {
                 Tier::Host => OffloadTier::Host,
@@ -303,7 +303,7 @@ fn with_placement(config: &Config, placement: &Placement) -> Config {
             ring: *ring,
             resident: resident.clone(),
             keep: Some(keep.clone()),
-            ..own
+            ..offload
         });
         config.optimizer.place = match optimizer {
             OptimizerPlace::Device => config::OptimizerPlace::Device,

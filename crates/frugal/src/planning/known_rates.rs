@@ -53,8 +53,8 @@ impl KnownRates {
     /// # Errors
     /// A device that does not exist.
     pub fn nominal(device: Device) -> Result<Self> {
-        let found = Self { product_workspaces: product_workspaces(device)?, ..Self::nominal_of_host() };
-        Ok(if device.is_cuda() { found.with_nominal_gpu() } else { found })
+        let rates = Self { product_workspaces: product_workspaces(device)?, ..Self::nominal_of_host() };
+        Ok(if device.is_cuda() { rates.with_nominal_gpu() } else { rates })
     }
 
     fn nominal_of_host() -> Self {
@@ -117,7 +117,7 @@ impl KnownRates {
         let file_load = layer_load_rate(device, &Tier::File(scratch.path().to_owned()))?;
         let file_optimizer = file_optimizer_rate(scratch.path())?;
         runtime::memory::empty_cache(device)?;
-        let found = Self {
+        let rates = Self {
             flops,
             bandwidth,
             host_bandwidth,
@@ -129,11 +129,11 @@ impl KnownRates {
         };
         if let Some(path) = cache_file() {
             let mut all = read(&path);
-            all.insert(key(device, kind)?, found);
+            all.insert(key(device, kind)?, rates);
             // The next run measures again if this fails.
             let _ = write(&path, &all);
         }
-        Ok(found)
+        Ok(rates)
     }
 
     /// Rates of layers in host memory, and of the optimizer on device and host.
@@ -197,16 +197,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("cache").join(FILE);
         assert!(read(&path).is_empty());
-        let known = KnownRates::nominal(Device::Cpu).unwrap();
-        let all = BTreeMap::from([("this machine".to_owned(), known)]);
+        let rates = KnownRates::nominal(Device::Cpu).unwrap();
+        let all = BTreeMap::from([("this machine".to_owned(), rates)]);
         write(&path, &all).unwrap();
         assert_eq!(read(&path), all);
-        let zero = KnownRates { flops: 0.0, ..known };
-        write(&path, &BTreeMap::from([("a".to_owned(), zero), ("b".to_owned(), known)])).unwrap();
-        assert_eq!(read(&path), BTreeMap::from([("b".to_owned(), known)]));
+        let zero = KnownRates { flops: 0.0, ..rates };
+        write(&path, &BTreeMap::from([("a".to_owned(), zero), ("b".to_owned(), rates)])).unwrap();
+        assert_eq!(read(&path), BTreeMap::from([("b".to_owned(), rates)]));
         // Earlier versions kept no date.
-        let dated = KnownRates { measured_at: Some(1_790_000_000), ..known };
-        write(&path, &BTreeMap::from([("a".to_owned(), dated), ("b".to_owned(), known)])).unwrap();
+        let dated = KnownRates { measured_at: Some(1_790_000_000), ..rates };
+        write(&path, &BTreeMap::from([("a".to_owned(), dated), ("b".to_owned(), rates)])).unwrap();
         assert_eq!(read(&path)["a"].measured_at, Some(1_790_000_000));
         assert_eq!(read(&path)["b"].measured_at, None);
         std::fs::write(&path, "{").unwrap();
@@ -224,12 +224,12 @@ mod tests {
         for (rates, keeps) in [(host.with_nominal_gpu(), true), (host, false)] {
             let job = planning::job(&config, &shape, (kind, device), &data, &rates).unwrap();
             let allowed = planning::allowed(&config, 8, device).unwrap();
-            let found = job.search(&allowed, AvailableMemory { device: 100 << 30, host: None }).unwrap();
+            let plans = job.search(&allowed, AvailableMemory { device: 100 << 30, host: None }).unwrap();
             assert_eq!(
-                found.chosen().unwrap().name() == "keep all",
+                plans.chosen().unwrap().name() == "keep all",
                 keeps,
                 "{}",
-                found.chosen().unwrap().name()
+                plans.chosen().unwrap().name()
             );
         }
     }

@@ -11,7 +11,7 @@ use crate::config::{Config, MasterWeights};
 pub struct Searched {
     /// [`MasterWeights::Always`], or another way that was asked for.
     pub master_weights: MasterWeights,
-    /// What a step computes.
+    /// Computation of a step.
     pub job: Job,
     /// The ways to run it.
     pub found: SearchResult,
@@ -21,21 +21,21 @@ pub struct Searched {
 /// master weights where the fastest way that fits with them takes at most [`SLOWER`] times as long as the fastest without.
 ///
 /// # Errors
-/// Those of `search`.
+/// Errors of `search`.
 pub fn choose_master_weights<E>(
     config: &Config,
     kind: Kind,
     search: impl Fn(MasterWeights) -> Result<(Job, SearchResult), E>,
 ) -> Result<Searched, E> {
-    let of = |master_weights| {
+    let searched = |master_weights| {
         let (job, found) = search(master_weights)?;
         Ok(Searched { master_weights, job, found })
     };
-    let own = config.optimizer.master_weights;
-    if own != MasterWeights::Auto || !trains_half(config, kind) {
-        return of(own);
+    let configured = config.optimizer.master_weights;
+    if configured != MasterWeights::Auto || !trains_half(config, kind) {
+        return searched(configured);
     }
-    let (copies, stochastic) = (of(MasterWeights::Always)?, of(MasterWeights::Stochastic)?);
+    let (copies, stochastic) = (searched(MasterWeights::Always)?, searched(MasterWeights::Stochastic)?);
     let seconds = |searched: &Searched| searched.found.chosen().map(|chosen| chosen.seconds);
     Ok(match (seconds(&copies), seconds(&stochastic)) {
         (Some(with), Some(without)) if with <= SLOWER * without => copies,
@@ -44,7 +44,7 @@ pub fn choose_master_weights<E>(
     })
 }
 
-/// How much longer a step with master weights may take, because they crowd out activations or layers.
+/// Longest step with master weights, relative to one without: they leave less memory to activations or layers.
 pub const SLOWER: f64 = 1.5;
 
 /// Returns whether all weights are trained, in 16 bits.
@@ -58,8 +58,8 @@ pub fn states_fit(config: &Config, shape: &DecoderConfig, ranks: usize, bytes: u
     let numbers =
         |(_, sizes): (String, Vec<i64>)| sizes.iter().map(|size| size.unsigned_abs()).product::<u64>();
     let parameters: u64 = shape.shapes().into_iter().map(numbers).sum();
-    let kept = 4 * (config.optimizer.rule.rule().slots().len() as u64 + 1);
-    parameters.saturating_mul(2 + 2) + parameters.saturating_mul(kept) / ranks.max(1) as u64 <= bytes
+    let state_bytes = 4 * (config.optimizer.rule.rule().slots().len() as u64 + 1);
+    parameters.saturating_mul(2 + 2) + parameters.saturating_mul(state_bytes) / ranks.max(1) as u64 <= bytes
 }
 
 #[cfg(test)]
@@ -84,26 +84,26 @@ mod tests {
         let (shape, data) = (shape(), DataShape::uniform(1, 256, false));
         let rates = KnownRates::nominal(Device::Cpu).unwrap();
         let allowed = planning::allowed(config, 24, Device::Cpu).unwrap();
-        let found = choose_master_weights(config, kind, |master_weights| {
+        let choice = choose_master_weights(config, kind, |master_weights| {
             let mut config = config.clone();
             config.optimizer.master_weights = master_weights;
             let job = planning::job(&config, &shape, (kind, Device::Cpu), &data, &rates)?;
-            let found = job.search(&allowed, AvailableMemory { device, host: None })?;
-            Ok::<_, planning::NotPredicted>((job, found))
+            let choice = job.search(&allowed, AvailableMemory { device, host: None })?;
+            Ok::<_, planning::NotPredicted>((job, choice))
         });
-        found.unwrap()
+        choice.unwrap()
     }
 
     #[test]
     fn master_weights_are_kept_where_memory_allows() {
-        let of = |master_weights| {
+        let searched = |master_weights| {
             let mut config = Config { adapter: None, ..Config::default() };
             config.optimizer.master_weights = master_weights;
             config
         };
-        let auto = of(MasterWeights::Auto);
+        let auto = searched(MasterWeights::Auto);
         let seconds = |way, device| {
-            let searched = chosen(&of(way), Kind::BFloat16, device);
+            let searched = chosen(&searched(way), Kind::BFloat16, device);
             searched.found.chosen().map(|chosen| chosen.seconds)
         };
         for device in [9 << 30, 7 << 30, 1 << 30] {
@@ -120,7 +120,7 @@ mod tests {
         assert!(nothing.found.chosen().is_none() && nothing.master_weights == MasterWeights::Stochastic);
         // Another choice is kept, and so is that of weights which need neither.
         for way in [MasterWeights::Always, MasterWeights::Never, MasterWeights::Stochastic] {
-            assert_eq!(chosen(&of(way), Kind::BFloat16, 1).master_weights, way);
+            assert_eq!(chosen(&searched(way), Kind::BFloat16, 1).master_weights, way);
         }
         assert_eq!(chosen(&auto, Kind::Float, 1).master_weights, MasterWeights::Auto);
     }

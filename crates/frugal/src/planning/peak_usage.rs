@@ -1,4 +1,4 @@
-//! What a process held while it worked, to be compared with its budget.
+//! Peak memory of the process, to compare with its budget.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,17 +11,17 @@ use crate::error::Result;
 
 /// Measures the peak memory of a stretch of work.
 ///
-/// The kernel keeps the peak of all resident pages, of which those of mapped files (libraries, weights) are not what a budget is of: it
-/// drops them when memory gets short. What they take is sampled, and subtracted at its most. So [`PeakUsage::anonymous`] is exact if the
+/// The kernel keeps the peak of all resident pages, but pages of mapped files (libraries, weights) do not count against a budget: it
+/// drops them when memory gets short. Their bytes are sampled, and the largest sample is subtracted. So [`PeakUsage::anonymous`] is exact if the
 /// pages of files stay, and otherwise at least the most that a sample saw.
 pub struct PeakMeter {
     region: Region,
     samples: MemorySamples,
-    /// The process's peak before the start, and what of it was in no file: 0 where the work alone is measured.
+    /// The process's peak before the start, and its anonymous part: 0 where the work alone is measured.
     earlier: [u64; 2],
 }
 
-/// What the process held in no file when [`note_preparation`] was called.
+/// Anonymous memory of the process when [`note_preparation`] was called.
 static PREPARED: AtomicU64 = AtomicU64::new(0);
 /// The most that it had held in RAM by then, the pages of files included.
 static PREPARED_IN_RAM: AtomicU64 = AtomicU64::new(0);
@@ -142,7 +142,7 @@ mod tests {
     /// The process has one peak.
     static PEAK: Mutex<()> = Mutex::new(());
 
-    /// What reading the data took is in what a training held.
+    /// The peak of a training includes the memory of reading its data.
     #[test]
     fn work_before_the_start_counts_where_it_belongs_to_the_process() {
         const BYTES: u64 = 96 << 20;

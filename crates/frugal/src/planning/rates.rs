@@ -1,4 +1,4 @@
-//! How fast this machine is at what a step consists of.
+//! Measured rates of this machine: products, memory, transfers and files.
 
 use std::fs::File;
 use std::io::Read;
@@ -140,8 +140,8 @@ pub fn file_read_rate(path: &Path) -> Result<f64> {
     let length = file.metadata().map_err(failed)?.len().min(READ);
     // Pages that are not on the disk yet stay in the cache.
     file.sync_data().map_err(failed)?;
-    let whole = std::num::NonZeroU64::new(length);
-    rustix::fs::fadvise(&file, 0, whole, rustix::fs::Advice::DontNeed)
+    let bytes_of_file = std::num::NonZeroU64::new(length);
+    rustix::fs::fadvise(&file, 0, bytes_of_file, rustix::fs::Advice::DontNeed)
         .map_err(|cause| failed(std::io::Error::from(cause)))?;
     let mut buffer = vec![0; 4 << 20];
     let (mut bytes, began) = (0, Instant::now());
@@ -178,13 +178,13 @@ pub fn loopback_rate() -> Result<f64> {
         let store = Store::connect(&launch, options.timeout)?;
         let group = Group::new(&store, "loopback", options)?;
         let division = Division::even(ELEMENTS, 2);
-        let whole = Tensor::f_zeros([ELEMENTS], (Kind::Float, Device::Cpu))?;
-        let own = whole.f_narrow(0, division.range(rank).start, division.len(rank))?;
+        let all_elements = Tensor::f_zeros([ELEMENTS], (Kind::Float, Device::Cpu))?;
+        let part = all_elements.f_narrow(0, division.range(rank).start, division.len(rank))?;
         let mut samples = Vec::new();
         for round in 0..6 {
             group.barrier("before")?;
             let (began, sent) = (Instant::now(), group.bytes().sent);
-            group.all_gather(&whole, division, &own, "the rate of a gather")?.wait()?;
+            group.all_gather(&all_elements, division, &part, "the rate of a gather")?.wait()?;
             if round > 0 {
                 samples.push((group.bytes().sent - sent) as f64 / began.elapsed().as_secs_f64());
             }
@@ -194,9 +194,9 @@ pub fn loopback_rate() -> Result<f64> {
     };
     let samples = std::thread::scope(|scope| {
         let other = scope.spawn(|| run(1));
-        let own = run(0);
+        let first = run(0);
         other.join().expect("a rank returns its error")?;
-        own
+        first
     })?;
     Ok(Samples { samples }.median())
 }

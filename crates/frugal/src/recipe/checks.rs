@@ -155,9 +155,9 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         return refused("`training.device`", why, "use `training.device = \"cpu\"`, or one process");
     }
     if !ranks.is_multiple_of(optimizer.replicas) {
-        let found = format!("{} with {ranks} ranks", optimizer.replicas);
+        let given = format!("{} with {ranks} ranks", optimizer.replicas);
         let expected = "a number that divides the number of ranks";
-        return Err(Error::Value { key: "optimizer.replicas", found, expected });
+        return Err(Error::Value { key: "optimizer.replicas", found: given, expected });
     }
     if config.training.accumulation < ranks {
         return Err(Error::Value {

@@ -1,4 +1,4 @@
-//! Which offloaded or divided layers keep their activations.
+//! Choice of the offloaded or divided layers that keep their activations.
 
 use training::activations::{self, LayerPlan};
 

@@ -6,7 +6,7 @@ use crate::config::{
 };
 use crate::error::{Error, Result};
 
-/// What a rule is about: whether a configuration has it, and its name.
+/// Subject of a rule: its name, and whether a configuration has it.
 struct Setting {
     is_set: fn(&Config) -> bool,
     name: Name,

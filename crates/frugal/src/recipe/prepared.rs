@@ -29,7 +29,7 @@ use crate::recipe::Recipe;
 pub struct Handles {
     /// The adapters.
     pub adapters: Option<Adapters>,
-    /// What the layers keep.
+    /// Activations that the layers keep.
     pub activations: Option<Activations>,
     /// The offloaded layers.
     pub offload: Option<Offload>,
@@ -54,7 +54,7 @@ pub struct Prepared {
 /// The activation plan that was chosen under a budget.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ActivationChoice {
-    /// What each layer keeps.
+    /// Plan of each layer.
     pub layers: Vec<LayerPlan>,
     /// Predicted bytes of a step on the device at its peak, weights, gradients and optimizer state included.
     pub peak_bytes: u64,
@@ -69,12 +69,12 @@ impl Prepared {
     /// # Errors
     /// No plan fits: the error names the least budget that does.
     pub fn plan_activations(&mut self, batch: &Batch) -> Result<Option<ActivationChoice>> {
-        let own = &self.config.activations;
-        let (Some(activations), ActivationPlan::Plan) = (&self.handles.activations, own.plan) else {
+        let configured = &self.config.activations;
+        let (Some(activations), ActivationPlan::Plan) = (&self.handles.activations, configured.plan) else {
             return Ok(None);
         };
         let device = batch.tokens.device();
-        let budget = match (own.budget, self.config.training.budget) {
+        let budget = match (configured.budget, self.config.training.budget) {
             (Some(budget), _) => budget,
             // Tensors may take what the program itself leaves of it.
             (None, Some(budget)) => {
@@ -91,16 +91,16 @@ impl Prepared {
         let _precision = self.precision.clone().map(|policy| precision::enter(Some(policy)));
         let forecast = StepPredictor::measure(self.model.as_mut(), activations, &input, &batch.labels, 1)?;
         random.restore()?;
-        // Between steps: what is alive now, and state and gradients, of which none is there yet.
+        // Between steps: tensors that are alive now, and state and gradients, which do not exist yet.
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let optimizer = &self.config.optimizer;
         let slots = optimizer.rule.rule().slots().len() as u64;
         let beside = |tensor: &Tensor| {
             // Kept in fp32, except for fp64.
-            let kept = tensor.numel() as u64 * 4.max(tensor.kind().elt_size_in_bytes() as u64);
+            let fp32_bytes = tensor.numel() as u64 * 4.max(tensor.kind().elt_size_in_bytes() as u64);
             let is_half = matches!(tensor.kind(), Kind::BFloat16 | Kind::Half);
             let copies = u64::from(is_half && optimizer.master_weights.keeps_copies());
-            bytes(tensor) + (slots + copies) * kept
+            bytes(tensor) + (slots + copies) * fp32_bytes
         };
         let trained: u64 =
             module::trainable(self.model.as_ref()).iter().map(|(_, tensor)| beside(tensor)).sum();
@@ -220,12 +220,13 @@ fn schedule(config: &Config, steps: u64) -> Result<LrSchedule> {
         let (key, expected) = ("training.steps", "1 step or epoch at least");
         return Err(Error::Value { key, found: "0".to_owned(), expected });
     }
-    let own = &config.optimizer;
-    let schedule = LrSchedule { shape: own.schedule, warmup: own.warmup_steps(steps), steps, floor: 0.0 };
+    let optimizer = &config.optimizer;
+    let schedule =
+        LrSchedule { shape: optimizer.schedule, warmup: optimizer.warmup_steps(steps), steps, floor: 0.0 };
     if schedule.check().is_err() {
-        let found = format!("{} of the training's {steps} steps", schedule.warmup);
+        let warmup = format!("{} of the training's {steps} steps", schedule.warmup);
         let expected = "fewer than all steps, since the learning rate decays after it, or `optimizer.schedule = \"constant\"`";
-        return Err(Error::Value { key: "optimizer.warmup", found, expected });
+        return Err(Error::Value { key: "optimizer.warmup", found: warmup, expected });
     }
     Ok(schedule)
 }

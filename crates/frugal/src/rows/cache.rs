@@ -208,13 +208,13 @@ mod tests {
         assert_eq!(read(&path), None);
         write(&path, &rows).unwrap();
         assert_eq!(read(&path), Some(rows.clone()));
-        let whole = fs::read(&path).unwrap();
-        for at in 0..whole.len() {
-            let mut bytes = whole.clone();
+        let content = fs::read(&path).unwrap();
+        for at in 0..content.len() {
+            let mut bytes = content.clone();
             bytes[at] ^= 4;
             fs::write(&path, &bytes).unwrap();
             assert_eq!(read(&path), None, "{at}");
-            fs::write(&path, &whole[..at]).unwrap();
+            fs::write(&path, &content[..at]).unwrap();
             assert_eq!(read(&path), None, "{at}");
         }
         for number in 0..KEPT + 3 {

@@ -15,14 +15,14 @@ use super::overlong::{Overlong, split, truncate};
 use super::second_end::second_end;
 use crate::error::{Error, Result};
 
-/// How rows are made for a model.
+/// Options of rows for a model.
 #[derive(Debug, Clone)]
 pub struct RowOptions {
     /// The most tokens of a row.
     pub longest: usize,
-    /// What happens to longer ones.
+    /// Handling of longer rows.
     pub overlong: Overlong,
-    /// What of a conversation, or of a prompt with its completion, is learned.
+    /// Part of a conversation, or of a prompt with its completion, that counts in the loss.
     pub mask: Mask,
     /// The token that begins every row without a chat template, if the model has one.
     pub begin: Option<u32>,
@@ -32,7 +32,7 @@ pub struct RowOptions {
     pub vocabulary: usize,
     /// The field that holds the text of a record.
     pub field: String,
-    /// How a prompt and a completion are made of a record's fields; `None` for the formats of [`dataloading::records::RecordFormat`].
+    /// Templates that make a prompt and a completion of a record's fields; `None` for the formats of [`dataloading::records::RecordFormat`].
     pub templates: Option<PromptTemplates>,
 }
 
@@ -261,7 +261,7 @@ impl RowEncoder {
     }
 }
 
-/// What is found about a record while its rows are made.
+/// Notes on a record while its rows are made.
 #[derive(Default)]
 struct Findings {
     has_empty_answer: bool,

@@ -5,12 +5,12 @@ use training::masked_rows::MaskedRow;
 
 use crate::error::Result;
 
-/// How parts are marked: the text before and after each.
+/// Marks of a part: the text before and after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
-    /// What is read.
+    /// Marks of tokens that are read only.
     pub read: [&'static str; 2],
-    /// What is learned.
+    /// Marks of tokens that count in the loss.
     pub learned: [&'static str; 2],
     /// Special tokens that are learned, such as the one that ends a turn.
     pub learned_token: [&'static str; 2],

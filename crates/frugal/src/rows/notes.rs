@@ -1,4 +1,4 @@
-//! What is noted of records that are not wrong: how many have it, and the first of them.
+//! Notes on valid records: the number of records with each, and the first of them.
 
 use std::collections::BTreeMap;
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use training::masked_rows::MaskedRow;
 
-/// What happens to a row that is too long.
+/// Handling of a row that is too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]

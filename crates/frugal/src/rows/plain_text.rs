@@ -22,8 +22,10 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
     let options = encoder.options();
     let longest = options.longest;
     if longest < 2 {
-        let found = longest.to_string();
-        return Err(Error::Value { key: "data.max_length", found, expected: "2 tokens or more" }.into());
+        let length = longest.to_string();
+        return Err(
+            Error::Value { key: "data.max_length", found: length, expected: "2 tokens or more" }.into()
+        );
     }
     let (mut row, mut count, mut is_over) = (Vec::new(), 0_usize, false);
     // A full row is passed on when there is a token for the next.

@@ -18,7 +18,7 @@ const CHUNK: usize = 512;
 /// Bytes of texts of records that are encoded in parallel.
 const CHUNK_BYTES: usize = 2 << 20;
 
-/// What files hold.
+/// Content of files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
     /// GSM8K's problems: JSON lines with `question`, and an `answer` whose last line is `####` and the result.
@@ -157,7 +157,7 @@ pub enum Cached {
 /// Reads the rows of files from a folder of prepared rows; if they are not there, makes them as [`prepare`] does, and writes them.
 ///
 /// # Errors
-/// As [`prepare`]. A cache that cannot be written is none.
+/// As [`prepare`]. A cache that cannot be written is no error.
 pub fn prepare_cached(
     files: &[PathBuf],
     encoder: &RowEncoder,

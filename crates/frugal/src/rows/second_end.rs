@@ -26,7 +26,7 @@ pub(super) fn second_end<'a>(
         })
     };
     texts.find_map(|text| {
-        let own = tokens().filter(|token| text.trim_end().ends_with(token.as_str()));
-        own.max_by_key(|token| token.len()).map(String::as_str).filter(|own| is_followed(own))
+        let trailing = tokens().filter(|token| text.trim_end().ends_with(token.as_str()));
+        trailing.max_by_key(|token| token.len()).map(String::as_str).filter(|trailing| is_followed(trailing))
     })
 }

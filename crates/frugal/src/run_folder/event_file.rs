@@ -2,7 +2,7 @@
 //!
 //! A file is a sequence of records: the length as `u64`, its checksum, that many bytes, and their checksum, all little-endian
 //! (TensorFlow's `record_writer.h`). A checksum is the CRC-32C of the bytes, rotated right by 15 bits, plus `0xa282ead8`. The bytes of a
-//! record are an `Event` of protocol buffers (`event.proto`, `summary.proto`), of which these fields are written:
+//! record are an `Event` of protocol buffers (`event.proto`, `summary.proto`) with these fields:
 //!
 //! | message | fields |
 //! |---|---|
@@ -168,13 +168,16 @@ mod tests {
 
     #[test]
     fn numbers_of_any_size_are_varints() {
-        let of = |value: u64| {
+        let varint = |value: u64| {
             let mut bytes = Vec::new();
             varint(value, &mut bytes);
             bytes
         };
-        assert_eq!((of(0), of(127), of(128), of(300)), (vec![0], vec![127], vec![128, 1], vec![0xac, 2]));
-        assert_eq!(of(u64::MAX).len(), 10);
+        assert_eq!(
+            (varint(0), varint(127), varint(128), varint(300)),
+            (vec![0], vec![127], vec![128, 1], vec![0xac, 2])
+        );
+        assert_eq!(varint(u64::MAX).len(), 10);
     }
 
     #[test]

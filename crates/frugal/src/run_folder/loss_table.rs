@@ -58,8 +58,8 @@ impl Observer for LossTable {
 
     fn on_resume(&mut self, step: u64) -> training::Result<()> {
         let before = |line: &str| {
-            let own = line.split_once(',').and_then(|(step, _)| step.parse::<u64>().ok());
-            line == HEADER || own.is_some_and(|own| own <= step && line.ends_with('\n'))
+            let line_step = line.split_once(',').and_then(|(step, _)| step.parse::<u64>().ok());
+            line == HEADER || line_step.is_some_and(|line_step| line_step <= step && line.ends_with('\n'))
         };
         let file = keep_lines(&self.path, before);
         self.file = file.map_err(|cause| training::Error::io(&self.path, cause))?;

@@ -47,7 +47,7 @@ impl Reference {
     /// Prepares a reference answer.
     ///
     /// # Errors
-    /// What is wrong with it: it is empty, has no number, or is no regular expression.
+    /// The problem: it is empty, has no number, or is not a regular expression.
     pub fn new(grader: Grader, text: &str) -> Result<Self, String> {
         let text = text.trim();
         if text.is_empty() {
@@ -160,18 +160,19 @@ mod tests {
             (Grader::Regex, "^yes$", "yes, it does", false),
         ];
         for (grader, reference, answer, right) in table {
-            let found = Reference::new(grader, reference).unwrap().accepts(answer);
-            assert_eq!(found, right, "{grader:?} {reference} {answer}");
+            let accepted = Reference::new(grader, reference).unwrap().accepts(answer);
+            assert_eq!(accepted, right, "{grader:?} {reference} {answer}");
         }
     }
 
     #[test]
     fn references_that_cannot_be_compared_are_refused() {
-        let of = |grader, text: &str| Reference::new(grader, text).unwrap_err();
-        assert_eq!(of(Grader::Number, "many"), "there is no number in the answer `many`");
+        let refusal = |grader, text: &str| Reference::new(grader, text).unwrap_err();
+        assert_eq!(refusal(Grader::Number, "many"), "there is no number in the answer `many`");
         assert!(
-            of(Grader::Regex, "a(b").starts_with("the answer is no regular expression: regex parse error")
+            refusal(Grader::Regex, "a(b")
+                .starts_with("the answer is no regular expression: regex parse error")
         );
-        assert!(of(Grader::Exact, " \n").starts_with("the answer is empty"));
+        assert!(refusal(Grader::Exact, " \n").starts_with("the answer is empty"));
     }
 }

@@ -16,7 +16,7 @@ use serde::Serialize;
 /// The normal distribution has 95 % within ± this many standard deviations.
 const Z: f64 = 1.959_963_984_540_054;
 
-/// How many were right, of how many.
+/// A number of correct answers, and of all answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Accuracy {
     /// Right answers.

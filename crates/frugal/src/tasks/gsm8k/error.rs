@@ -1,4 +1,4 @@
-//! What can be wrong with problems, prompts and answers.
+//! Errors of problems, prompts and answers.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ pub enum Error {
         path: PathBuf,
         /// From 1.
         line: u64,
-        /// What is wrong and what to do.
+        /// The problem and the remedy.
         reason: String,
     },
     /// A file without problems.
@@ -44,9 +44,9 @@ pub enum Error {
     /// A setting that cannot be used.
     #[error("{what}: {reason}")]
     Config {
-        /// Which setting or part.
+        /// The setting or part.
         what: &'static str,
-        /// What came, what was expected, and what to do.
+        /// The value, the expected values, and the remedy.
         reason: String,
     },
     /// A row that is longer than the model's context.
@@ -74,7 +74,7 @@ pub enum Error {
         id: u32,
         /// Its token.
         token: String,
-        /// How many ids the model knows.
+        /// Size of the model's vocabulary.
         vocabulary: usize,
     },
     /// A generated token that is not an id.
@@ -88,7 +88,7 @@ pub enum Error {
     Generate {
         /// The numbers of the problems of the batch.
         problems: String,
-        /// What went wrong.
+        /// The problem.
         cause: Box<dyn std::error::Error + Send + Sync>,
     },
 }

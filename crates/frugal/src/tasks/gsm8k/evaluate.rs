@@ -1,4 +1,4 @@
-//! How many problems a model solves: the assignment's `evaluate_generation`.
+//! Measures the share of problems that a model solves: the assignment's `evaluate_generation`.
 //!
 //! Prompts are sorted by their number of tokens and generated in batches, so that the rows of a batch have little padding; the
 //! results come in the order of the problems. Each generated text is cut at the first stop text and graded three ways
@@ -16,7 +16,7 @@ use super::records::Problem;
 use super::stop_texts::StopTexts;
 use super::tokenize::Encoder;
 
-/// What continues prompts.
+/// A generator of continuations of prompts.
 pub trait Generator {
     /// The new tokens of each prompt, in the prompts' order: at most `max_new` of them, which may end early with a token of
     /// `ends` or where `stop` says so.
@@ -32,7 +32,7 @@ pub trait Generator {
     ) -> Result<Vec<Vec<i64>>, Box<dyn std::error::Error + Send + Sync>>;
 }
 
-/// How an evaluation is done.
+/// Options of an evaluation.
 #[derive(Debug, Clone)]
 pub struct EvaluateOptions {
     /// Prompts at a time.
@@ -64,7 +64,7 @@ pub struct Graded {
     pub text: String,
     /// The gold number.
     pub gold: String,
-    /// What each grader took from the text.
+    /// Answer that each grader extracted from the text.
     pub extracted: BTreeMap<Grader, Option<String>>,
     /// The verdict of each grader.
     pub right: BTreeMap<Grader, bool>,

@@ -21,7 +21,7 @@ use std::sync::LazyLock;
 use regex::Regex;
 use serde::Serialize;
 
-/// What lm-evaluation-harness takes where nothing is found.
+/// Answer of lm-evaluation-harness where no number is found.
 const INVALID: &str = "[invalid]";
 
 fn pattern(pattern: &str) -> Regex {
@@ -72,11 +72,11 @@ impl Grader {
     /// Returns whether `text` answers the problem whose gold answer (steps and `#### NUMBER`) is `answer`. For OpenAI's grader an
     /// answer without a mark matches no text; the harness compares with all of it.
     pub fn right(self, text: &str, answer: &str) -> bool {
-        let found = self.extract(text);
+        let answer_text = self.extract(text);
         match self {
-            Self::OpenAi => found.is_some() && found == self.extract(answer),
+            Self::OpenAi => answer_text.is_some() && answer_text == self.extract(answer),
             Self::Strict | Self::Flexible => {
-                normalised(found.as_deref().unwrap_or(INVALID)) == normalised(answer)
+                normalised(answer_text.as_deref().unwrap_or(INVALID)) == normalised(answer)
             }
         }
     }

@@ -57,7 +57,7 @@ impl PromptFormat {
 #[derive(Debug, Clone)]
 pub struct FewShot {
     format: PromptFormat,
-    /// One more than are shown, if there are enough: it replaces an example that is the question itself.
+    /// The examples that are shown, and one more, if there are enough: it replaces an example that is the question itself.
     examples: Vec<Problem>,
     shots: usize,
 }
@@ -134,7 +134,7 @@ impl FewShot {
     /// Returns the examples, the question, and the words before its answer.
     ///
     /// # Errors
-    /// Those of [`examples`](Self::examples).
+    /// Errors of [`examples`](Self::examples).
     pub fn prompt(&self, question: &str) -> Result<String> {
         let mut prompt = String::new();
         for example in self.examples(question)? {

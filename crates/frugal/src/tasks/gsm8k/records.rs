@@ -29,7 +29,7 @@ pub struct Problem {
     pub answer: String,
 }
 
-/// What happens to `<<48/2=24>>`.
+/// Handling of annotations such as `<<48/2=24>>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Annotations {
     /// Keeps them.
@@ -181,7 +181,7 @@ impl Iterator for Problems {
 /// Returns all problems of a file.
 ///
 /// # Errors
-/// The file cannot be read or has no problem; the first line that is none, with its number: not JSON, a field that is missing
+/// The file cannot be read or has no problem; the first invalid line, with its number: not JSON, a field that is missing
 /// or no string, an answer without `#### NUMBER`.
 pub fn read(path: &Path, annotations: Annotations) -> Result<Vec<Problem>> {
     Problems::open(path, annotations)?.collect()

@@ -19,7 +19,7 @@ pub struct StopTexts<'a> {
 }
 
 impl<'a> StopTexts<'a> {
-    /// Those of lm-evaluation-harness's `gsm8k`.
+    /// Returns the stop texts of lm-evaluation-harness's `gsm8k`.
     pub const DEFAULT: [&'static str; 3] = ["Question:", "</s>", "<|im_end|>"];
 
     /// Makes a finder of any of `texts`.

@@ -19,7 +19,7 @@ use super::records::Problem;
 /// The label of a token that is not learned.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// What happens to a row or a prompt that is longer than the model's context.
+/// Handling of rows and prompts that are longer than the model's context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TooLong {
     /// It is an error.
@@ -29,7 +29,7 @@ pub enum TooLong {
     Skip,
 }
 
-/// What the model asks of its rows.
+/// Limits and end tokens of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodeOptions {
     /// Ids that the model knows: 0 to `vocabulary - 1`.
@@ -40,7 +40,7 @@ pub struct EncodeOptions {
     pub begin: Option<u32>,
     /// The token after the answer.
     pub end: u32,
-    /// What happens to longer rows.
+    /// Handling of longer rows.
     pub too_long: TooLong,
 }
 
@@ -90,8 +90,8 @@ impl Encoder {
             });
         }
         let encoder = Self { tokenizer, options };
-        let own = [encoder.options.begin, Some(encoder.options.end)];
-        encoder.check(&own.into_iter().flatten().collect::<Vec<_>>())?;
+        let special = [encoder.options.begin, Some(encoder.options.end)];
+        encoder.check(&special.into_iter().flatten().collect::<Vec<_>>())?;
         Ok(encoder)
     }
 
@@ -164,7 +164,7 @@ impl Encoder {
     /// Returns the rows of all problems.
     ///
     /// # Errors
-    /// Those of [`tokenize`](Self::tokenize).
+    /// Errors of [`tokenize`](Self::tokenize).
     pub fn tokenize_all(&self, problems: &[Problem], few_shot: &FewShot) -> Result<TrainingRows> {
         let mut all = TrainingRows::default();
         for (number, problem) in problems.iter().enumerate() {
