@@ -3,7 +3,7 @@
 
 use std::error::Error;
 
-use amp::{Autocast, DynamicGradScaler, DynamicOptions};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig};
 use kernels::linear::linear;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
@@ -22,7 +22,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(named, 1e-2)])?;
 
     let autocast = Autocast::new(Kind::Half)?;
-    let mut scaler = DynamicGradScaler::new(DynamicOptions::default())?;
+    let mut scaler = DynamicGradScaler::new(DynamicScalerConfig::default())?;
     let (mut first, mut last) = (f64::NAN, f64::NAN);
     for step in 0..300 {
         let xy = Tensor::rand([256, 2], fp32) * 2.0 - 1.0;

@@ -7,20 +7,20 @@
 //! scaler.
 //!
 //! ```
-//! use amp::{Autocast, DynamicGradScaler, DynamicOptions};
-//! use models::module::trainable;
-//! use models::{Gpt2Like, Gpt2LikeConfig};
-//! use tch::{Device, Kind};
-//! use training::batches::Synthetic;
-//! use training::optimizer::{AdamW, Group, DeviceOptimizer};
-//! use training::trainer::{Options, Trainer};
+//! use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig};
+//! use amp::models::module::trainable;
+//! use amp::models::{Gpt2Like, Gpt2LikeConfig};
+//! use amp::tch::{Device, Kind};
+//! use amp::training::batches::Synthetic;
+//! use amp::training::optimizer::{AdamW, Group, DeviceOptimizer};
+//! use amp::training::trainer::{TrainerConfig, Trainer};
 //!
 //! let config = Gpt2LikeConfig { vocab_size: 32, hidden_dim: 32, embedding_dim: 32, num_heads: 4, ff_dim: 64, ..Default::default() };
 //! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
 //! let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)])?;
-//! let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), Options { steps: 3, ..Options::default() })?;
+//! let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), TrainerConfig { steps: 3, ..TrainerConfig::default() })?;
 //! trainer.precision = Some(Autocast::new(Kind::Half)?.policy());
-//! trainer.scaler = Box::new(DynamicGradScaler::new(DynamicOptions::default())?);
+//! trainer.scaler = Box::new(DynamicGradScaler::new(DynamicScalerConfig::default())?);
 //!
 //! let mut data = Synthetic {
 //!     seed: 1, vocabulary: 32, rows: 2, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
@@ -63,6 +63,9 @@ pub use autocast::Autocast;
 pub use autocast::cast_cache::CastStatistics;
 pub use error::{Error, Result};
 pub use scaler::device_scaler::{DeviceRule, DeviceScaler};
-pub use scaler::dynamic_scale::{DynamicOptions, DynamicRule, DynamicScale};
+pub use scaler::dynamic_scale::{DynamicRule, DynamicScale, DynamicScalerConfig};
 pub use scaler::static_scale::StaticRule;
 pub use scaler::{DynamicGradScaler, ScaleRule, Scaler, StaticGradScaler};
+
+// For its callers, who then depend on this crate alone.
+pub use {models, runtime, tch, training};

@@ -10,13 +10,13 @@
 //! training loop of your own, with any number of optimizers:
 //!
 //! ```
-//! use amp::{DynamicGradScaler, DynamicOptions};
+//! use amp::{DynamicGradScaler, DynamicScalerConfig};
 //! use tch::{Kind, Tensor};
 //! use training::optimizer::{Group, DeviceOptimizer, Sgd};
 //!
 //! let w = Tensor::from_slice(&[3.0f32]).set_requires_grad(true);
 //! let mut sgd = DeviceOptimizer::new(Sgd, vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])?;
-//! let mut scaler = DynamicGradScaler::new(DynamicOptions::default())?;
+//! let mut scaler = DynamicGradScaler::new(DynamicScalerConfig::default())?;
 //!
 //! let loss = w.square().sum(Kind::Float);
 //! runtime::autograd::backward(&[&scaler.scale(&loss)?])?;
@@ -48,7 +48,7 @@ use training::optimizer::DeviceOptimizer;
 use training::scaler::UnscaleResult;
 
 use crate::error::{Result, foreign_state, refused};
-use dynamic_scale::{DynamicOptions, DynamicRule};
+use dynamic_scale::{DynamicRule, DynamicScalerConfig};
 use per_optimizer_state::PerOptimizerState;
 use static_scale::StaticRule;
 
@@ -104,7 +104,7 @@ impl DynamicGradScaler {
     ///
     /// # Errors
     /// An option outside its range.
-    pub fn new(options: DynamicOptions) -> Result<Self> {
+    pub fn new(options: DynamicScalerConfig) -> Result<Self> {
         Ok(Self::with_rule(DynamicRule::new(options)?))
     }
 }

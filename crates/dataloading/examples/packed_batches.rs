@@ -5,10 +5,10 @@ use std::error::Error;
 use std::sync::Arc;
 
 use dataloading::embedded;
-use dataloading::packing::PackingOptions;
+use dataloading::packing::PackingConfig;
 use dataloading::text::{Corpus, Format};
-use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
-use dataloading::{Loader, LoaderOptions, PackedDataset, PackedOptions, TokenStore, Tokenizer};
+use dataloading::token_store::{TokenizeConfig, WriterConfig, tokenize_to_store};
+use dataloading::{Loader, LoaderConfig, PackedConfig, PackedDataset, TokenStore, Tokenizer};
 
 /// Tokenizes, packs, loads and resumes.
 pub fn main() -> Result<(), Box<dyn Error>> {
@@ -20,24 +20,24 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let tokenizer = Tokenizer::from_file(&data.join("tokenizer.json"))?;
     let corpus = Corpus::new([data.join("corpus/valid.txt")], Format::Articles);
     let tokenize =
-        TokenizeOptions { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeOptions::default() };
+        TokenizeConfig { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeConfig::default() };
     tokenize_to_store(
         &corpus,
         &tokenizer,
         &tokenize,
         &path,
-        &WriterOptions::new(tokenizer.vocabulary()),
+        &WriterConfig::new(tokenizer.vocabulary()),
         |_| {},
     )?;
 
     // Before training: pack the documents into rows of 256 tokens, four rows per batch.
-    let plan = PackingOptions { capacity: 256, ..PackingOptions::default() };
-    let options = PackedOptions { rows: 4, plan, seed: 7, ..PackedOptions::default() };
+    let plan = PackingConfig { capacity: 256, ..PackingConfig::default() };
+    let options = PackedConfig { rows: 4, plan, seed: 7, ..PackedConfig::default() };
     let dataset = Arc::new(PackedDataset::new(TokenStore::open(&path)?, &options)?);
     println!("{} rows, {:.1} % filled", dataset.plan().rows(), 100.0 * dataset.plan().fill());
 
     // Training: worker threads prefetch; the state is a few integers.
-    let mut loader = Loader::new(dataset.clone(), &LoaderOptions::default())?;
+    let mut loader = Loader::new(dataset.clone(), &LoaderConfig::default())?;
     for batch in loader.by_ref().take(10) {
         let batch = batch?;
         let packing = batch.packing.ok_or("the batch is packed")?;
@@ -54,7 +54,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let next = loader.next().ok_or("the epoch has more batches")??;
 
     // Resuming: the same batch, without replaying the former ones.
-    let mut resumed = Loader::resume(dataset, &LoaderOptions::default(), &serde_json::from_str(&state)?)?;
+    let mut resumed = Loader::resume(dataset, &LoaderConfig::default(), &serde_json::from_str(&state)?)?;
     let again = resumed.next().ok_or("the epoch has more batches")??;
     if next.tokens == again.tokens { Ok(()) } else { Err("the resumed batch differs".into()) }
 }

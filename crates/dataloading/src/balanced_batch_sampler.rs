@@ -48,7 +48,7 @@ pub enum BatchSize {
 
 /// Options of balanced batching.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BalancedOptions {
+pub struct BalancedConfig {
     /// The size of a batch.
     pub batch_size: BatchSize,
     /// The maximum difference in length within a batch, in tokens.
@@ -61,7 +61,7 @@ pub struct BalancedOptions {
     pub incomplete: Incomplete,
 }
 
-impl Default for BalancedOptions {
+impl Default for BalancedConfig {
     fn default() -> Self {
         Self {
             batch_size: BatchSize::Samples(32),
@@ -100,10 +100,10 @@ pub struct Operations {
 /// Random batches in which lengths differ by at most `k`.
 ///
 /// ```
-/// use dataloading::{BalancedBatchSampler, BalancedOptions, BatchSampler, BatchSize};
+/// use dataloading::{BalancedBatchSampler, BalancedConfig, BatchSampler, BatchSize};
 ///
 /// let samples: Vec<Vec<u32>> = (0..100).map(|i| vec![7; 1 + i % 50]).collect();
-/// let options = BalancedOptions { batch_size: BatchSize::Samples(4), k: 3, ..BalancedOptions::default() };
+/// let options = BalancedConfig { batch_size: BatchSize::Samples(4), k: 3, ..BalancedConfig::default() };
 /// let sampler = BalancedBatchSampler::new(&samples, &options)?;
 /// let mut chosen = Vec::new();
 /// sampler.choose(0, 5, &mut chosen)?;
@@ -113,7 +113,7 @@ pub struct Operations {
 /// ```
 #[derive(Debug)]
 pub struct BalancedBatchSampler {
-    options: BalancedOptions,
+    options: BalancedConfig,
     usable: UsableSamples,
     /// `None` if one window holds all lengths: the order of the data set is used.
     sorted: Option<LengthOrder>,
@@ -146,7 +146,7 @@ impl BalancedBatchSampler {
     /// # Errors
     /// No sample has a token; the batch size is 0, less than the longest sample in tokens, or larger than any window if
     /// short batches are dropped.
-    pub fn new<S: Samples + ?Sized>(samples: &S, options: &BalancedOptions) -> Result<Self> {
+    pub fn new<S: Samples + ?Sized>(samples: &S, options: &BalancedConfig) -> Result<Self> {
         let mut lengths = lengths_of(WHAT, samples)?;
         let usable = UsableSamples::new(WHAT, &lengths, options.max_length)?;
         let limit = u32::try_from(options.max_length).unwrap_or(u32::MAX);
@@ -329,7 +329,7 @@ impl BatchSampler for BalancedBatchSampler {
     }
 
     fn fingerprint(&self) -> u64 {
-        let BalancedOptions { batch_size, k, max_length, seed: _, incomplete } = self.options;
+        let BalancedConfig { batch_size, k, max_length, seed: _, incomplete } = self.options;
         let (kind, size) = match batch_size {
             BatchSize::Samples(samples) => (0, samples),
             BatchSize::Tokens(tokens) => (1, tokens),

@@ -5,11 +5,11 @@
 //! answers, which it learns to write.
 //!
 //! ```
-//! use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, TemplateOptions};
+//! use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, TemplateConfig};
 //!
 //! let source = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}\
 //!               {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-//! let template = ChatTemplate::new("chat_template.jinja", source, TemplateOptions::default())?;
+//! let template = ChatTemplate::new("chat_template.jinja", source, TemplateConfig::default())?;
 //! let conversation = Conversation::new([Message::new("user", "2+2?"), Message::new("assistant", "4")]);
 //! let ends = EndTokens { added: vec!["<|im_end|>".to_owned()], ..EndTokens::default() };
 //!
@@ -54,6 +54,6 @@ mod unused;
 pub use conversation::{Conversation, Message};
 pub use python_date::Date;
 pub use reasoning::TrainingVariant;
-pub use template::{ChatTemplate, Rendered, TemplateOptions};
+pub use template::{ChatTemplate, Rendered, TemplateConfig};
 pub use template_files::{DEFAULT_TEMPLATE, TemplateSources, template_sources};
 pub use turns::{EndTokens, Mask, Segment};

@@ -14,7 +14,7 @@ mod sequenced;
 mod standard;
 
 pub use base::BaseDataset;
-pub use packed::{PackedDataset, PackedOptions};
+pub use packed::{PackedConfig, PackedDataset};
 pub use sequenced::{Capacity, Overflow, SequencedDataset};
 pub use standard::{StandardDataset, collate};
 

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::text::{Corpus, Format};
-use crate::token_store::{TokenStore, TokenizeOptions, WriterOptions, tokenize_to_store};
-use crate::tokenizer::{Tokenizer, TrainOptions};
+use crate::token_store::{TokenStore, TokenizeConfig, WriterConfig, tokenize_to_store};
+use crate::tokenizer::{Tokenizer, TrainConfig};
 use tempfile::TempDir;
 
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ pub enum DocumentSource {
 
 /// Which documents to read, and how.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DocumentOptions {
+pub struct DocumentConfig {
     /// Training data.
     pub train: DocumentSource,
     /// Validation data, in any form of [`DocumentSource::Path`].
@@ -88,7 +88,7 @@ impl Documents {
     /// # Errors
     /// Missing, empty or invalid files; a vocabulary that differs from the tokenizer's or the store's; validation text with a
     /// store that has no tokenizer.
-    pub fn read(request: &DocumentOptions) -> Result<Self> {
+    pub fn read(request: &DocumentConfig) -> Result<Self> {
         let (train, validation, tokenizer) = request.files()?;
         let tokenizer = request.tokenizer(&train, tokenizer.as_deref())?;
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
@@ -119,7 +119,7 @@ impl Documents {
     }
 }
 
-impl DocumentOptions {
+impl DocumentConfig {
     /// Training data, validation data, and the tokenizer's file.
     fn files(&self) -> Result<(InputFile, Option<InputFile>, Option<PathBuf>)> {
         let validation = self.validation.as_deref().map(|path| InputFile::at(path, &self.field));
@@ -147,7 +147,7 @@ impl DocumentOptions {
             (None, InputFile::Store(_)) => Ok(None),
             (None, InputFile::Text(corpus)) => {
                 let vocabulary = self.vocabulary.unwrap_or(TRAINED_VOCABULARY);
-                let options = TrainOptions { vocabulary, ..TrainOptions::default() };
+                let options = TrainConfig { vocabulary, ..TrainConfig::default() };
                 let texts = corpus.records()?.map(|record| Ok(record?.text));
                 Ok(Some(Tokenizer::train(texts, &options)?))
             }
@@ -171,12 +171,12 @@ impl DocumentOptions {
                 Ok(store)
             }
             (InputFile::Text(corpus), Some(tokenizer)) => {
-                let options = TokenizeOptions {
+                let options = TokenizeConfig {
                     end_of_text: tokenizer.end_of_text().ok(),
                     longest: Some(self.longest),
-                    ..TokenizeOptions::default()
+                    ..TokenizeConfig::default()
                 };
-                let writer = WriterOptions::new(tokenizer.vocabulary());
+                let writer = WriterConfig::new(tokenizer.vocabulary());
                 let (store, _) = tokenize_to_store(corpus, tokenizer, &options, into, &writer, |_| ())?;
                 Ok(store)
             }

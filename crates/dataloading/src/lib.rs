@@ -8,10 +8,10 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use dataloading::packing::PackingOptions;
+//! use dataloading::packing::PackingConfig;
 //! use dataloading::text::{Corpus, Format};
-//! use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
-//! use dataloading::{Loader, LoaderOptions, PackedDataset, PackedOptions, Samples, TokenStore, Tokenizer, embedded};
+//! use dataloading::token_store::{TokenizeConfig, WriterConfig, tokenize_to_store};
+//! use dataloading::{Loader, LoaderConfig, PackedDataset, PackedConfig, Samples, TokenStore, Tokenizer, embedded};
 //!
 //! # let folder = tempfile::tempdir()?;
 //! # let (text, tokens) = (folder.path().join("towns.txt"), folder.path().join("towns"));
@@ -20,16 +20,16 @@
 //! // Once: text to token ids in a folder of memory-mapped files.
 //! let tokenizer = Tokenizer::from_file(&embedded::folder()?.join(embedded::TOKENIZER))?;
 //! let corpus = Corpus::new([text], Format::Paragraphs);
-//! let ending = TokenizeOptions { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeOptions::default() };
-//! let options = WriterOptions::new(tokenizer.vocabulary());
+//! let ending = TokenizeConfig { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeConfig::default() };
+//! let options = WriterConfig::new(tokenizer.vocabulary());
 //! tokenize_to_store(&corpus, &tokenizer, &ending, &tokens, &options, |_| {})?;
 //!
 //! // For each training run: documents packed into rows of 32 tokens.
 //! let store = TokenStore::open(&tokens)?;
 //! assert_eq!(store.len(), 3);
-//! let plan = PackingOptions { capacity: 32, ..PackingOptions::default() };
-//! let packed = PackedDataset::new(store, &PackedOptions { plan, ..PackedOptions::default() })?;
-//! let mut loader = Loader::new(Arc::new(packed), &LoaderOptions { epochs: None, ..LoaderOptions::default() })?;
+//! let plan = PackingConfig { capacity: 32, ..PackingConfig::default() };
+//! let packed = PackedDataset::new(store, &PackedConfig { plan, ..PackedConfig::default() })?;
+//! let mut loader = Loader::new(Arc::new(packed), &LoaderConfig { epochs: None, ..LoaderConfig::default() })?;
 //!
 //! let batch = loader.next().expect("the epochs are unlimited")?;
 //! assert_eq!(batch.tokens.size(), [1, 32]);
@@ -136,19 +136,19 @@ pub mod token_store;
 #[cfg(feature = "readers")]
 pub mod tokenizer;
 
-pub use balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, BatchSize};
+pub use balanced_batch_sampler::{BalancedBatchSampler, BalancedConfig, BatchSize};
 pub use batch::{Batch, Counts, IGNORE_INDEX, Packing};
 pub use batch_source::BatchSource;
 pub use datasets::{
-    BaseDataset, Capacity, Overflow, PackedDataset, PackedOptions, SequencedDataset, StandardDataset, collate,
+    BaseDataset, Capacity, Overflow, PackedConfig, PackedDataset, SequencedDataset, StandardDataset, collate,
 };
 pub use error::{Error, Result};
 pub use host_batch::HostBatch;
 pub use length_order::UsableSamples;
 pub use length_statistics::LengthStatistics;
-pub use loader::{Loader, LoaderOptions, LoaderState, LoaderStats};
-pub use packing::{PackingOptions, PackingPlan, StreamingBestFit};
-pub use random_batch_sampler::{BatchOptions, BatchSampler, Incomplete, Order, RandomBatchSampler};
+pub use loader::{Loader, LoaderConfig, LoaderState, LoaderStats};
+pub use packing::{PackingConfig, PackingPlan, StreamingBestFit};
+pub use random_batch_sampler::{BatchConfig, BatchSampler, Incomplete, Order, RandomBatchSampler};
 pub use samples::Samples;
 #[cfg(feature = "readers")]
 pub use token_store::TokenStore;

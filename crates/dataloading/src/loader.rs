@@ -9,7 +9,7 @@
 //! epochs, so that every rank always has a batch; only an incomplete last round of the last epoch is dropped. Epochs
 //! without batches are skipped. Because the position counts global batches, a run can resume with another number of ranks.
 //!
-//! On CUDA a worker writes to page-locked memory (unless [`LoaderOptions::pinned`] is off) and copies asynchronously to the
+//! On CUDA a worker writes to page-locked memory (unless [`LoaderConfig::pinned`] is off) and copies asynchronously to the
 //! device on its own stream, while the model computes. On the CPU the tensors of a batch are views of the memory that the
 //! worker wrote, which is reused after they are dropped.
 
@@ -43,7 +43,7 @@ const MOST_RANKS: u64 = 1 << 24;
 
 /// Options of a loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LoaderOptions {
+pub struct LoaderConfig {
     /// Number of worker threads, at most 1024; with 0 the caller's thread makes each batch on request.
     pub workers: usize,
     /// Prefetch depth: batches that are ready or in progress ahead of the consumer; at least 1 with workers.
@@ -61,7 +61,7 @@ pub struct LoaderOptions {
     pub epochs: Option<u64>,
 }
 
-impl Default for LoaderOptions {
+impl Default for LoaderConfig {
     /// One worker, prefetch of 2, CPU, page-locked memory for CUDA devices, one rank, one epoch.
     fn default() -> Self {
         Self {
@@ -111,23 +111,23 @@ pub struct LoaderStats {
 /// ```
 /// use std::sync::Arc;
 ///
-/// use dataloading::{BatchOptions, Loader, LoaderOptions, StandardDataset};
+/// use dataloading::{BatchConfig, Loader, LoaderConfig, StandardDataset};
 ///
 /// let samples: Vec<Vec<u32>> = (1..100).map(|length| vec![7; length]).collect();
-/// let options = BatchOptions { batch_size: 8, ..BatchOptions::default() };
+/// let options = BatchConfig { batch_size: 8, ..BatchConfig::default() };
 /// let dataset = Arc::new(StandardDataset::new(samples, &options)?);
 ///
-/// let mut loader = Loader::new(dataset.clone(), &LoaderOptions::default())?;
+/// let mut loader = Loader::new(dataset.clone(), &LoaderConfig::default())?;
 /// let first = loader.next().unwrap()?;
 /// assert_eq!(first.counts.documents, 8);
 ///
-/// let rest = Loader::resume(dataset, &LoaderOptions::default(), &loader.state())?;
+/// let rest = Loader::resume(dataset, &LoaderConfig::default(), &loader.state())?;
 /// assert_eq!(rest.count(), 12);
 /// # Ok::<(), dataloading::Error>(())
 /// ```
 pub struct Loader {
     source: Arc<dyn BatchSource>,
-    options: LoaderOptions,
+    options: LoaderConfig,
     /// The position after the last batch returned.
     cursor: Cursor,
     queue: Arc<Queue>,
@@ -156,7 +156,7 @@ impl Loader {
     /// # Errors
     /// The rank is not less than the number of ranks; there are too many workers or ranks; no epoch has a batch; the device
     /// does not exist; a thread cannot be started.
-    pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
+    pub fn new(source: Arc<dyn BatchSource>, options: &LoaderConfig) -> Result<Self> {
         let epochs = options.epochs;
         if epochs != Some(0) && Cursor::default().advanced(0, epochs, &*source)?.is_none() {
             return Err(cursor::no_batches(0, epochs.unwrap_or(1)));
@@ -169,11 +169,7 @@ impl Loader {
     ///
     /// # Errors
     /// Same as [`Loader::new`]; the state has another seed, another number of batches in its epoch, or other data or options.
-    pub fn resume(
-        source: Arc<dyn BatchSource>,
-        options: &LoaderOptions,
-        state: &LoaderState,
-    ) -> Result<Self> {
+    pub fn resume(source: Arc<dyn BatchSource>, options: &LoaderConfig, state: &LoaderState) -> Result<Self> {
         let refuse = |reason: String| Err(Error::Config { what: WHAT, reason });
         if source.seed() != state.seed {
             return refuse(format!(
@@ -201,7 +197,7 @@ impl Loader {
         Self::start(source, options, Cursor { epoch: state.epoch, position: state.position })
     }
 
-    fn start(source: Arc<dyn BatchSource>, options: &LoaderOptions, cursor: Cursor) -> Result<Self> {
+    fn start(source: Arc<dyn BatchSource>, options: &LoaderConfig, cursor: Cursor) -> Result<Self> {
         let options = *options;
         if options.rank >= options.ranks {
             let reason = format!(

@@ -26,8 +26,8 @@ mod plan;
 mod streaming;
 
 pub use bound::{lower_bound, next_fit};
-pub use plan::{Assignment, PackingOptions, PackingPlan, Piece};
-pub use streaming::{StreamingBestFit, StreamingOptions};
+pub use plan::{Assignment, PackingConfig, PackingPlan, Piece};
+pub use streaming::{StreamingBestFit, StreamingConfig};
 
 use crate::error::{Error, Result};
 

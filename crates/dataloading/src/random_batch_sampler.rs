@@ -65,7 +65,7 @@ pub enum Incomplete {
 
 /// Options of data sets with one sample per row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BatchOptions {
+pub struct BatchConfig {
     /// Samples per batch. If larger than the data set: one short batch, or an error if incomplete batches are dropped.
     pub batch_size: usize,
     /// The maximum tokens of a sample; the rest is truncated and counted.
@@ -80,7 +80,7 @@ pub struct BatchOptions {
     pub incomplete: Incomplete,
 }
 
-impl Default for BatchOptions {
+impl Default for BatchConfig {
     fn default() -> Self {
         Self {
             batch_size: 32,
@@ -97,7 +97,7 @@ impl Default for BatchOptions {
 #[derive(Debug, Clone)]
 pub struct RandomBatchSampler {
     usable: UsableSamples,
-    options: BatchOptions,
+    options: BatchConfig,
 }
 
 impl RandomBatchSampler {
@@ -105,14 +105,14 @@ impl RandomBatchSampler {
     ///
     /// # Errors
     /// No sample has a token; the batch size is 0, or larger than the data set if incomplete batches are dropped.
-    pub fn new<S: Samples + ?Sized>(samples: &S, options: &BatchOptions) -> Result<Self> {
+    pub fn new<S: Samples + ?Sized>(samples: &S, options: &BatchConfig) -> Result<Self> {
         Self::named("RandomBatchSampler", samples, options)
     }
 
     pub(crate) fn named<S: Samples + ?Sized>(
         what: &'static str,
         samples: &S,
-        options: &BatchOptions,
+        options: &BatchConfig,
     ) -> Result<Self> {
         let usable = UsableSamples::new(what, &lengths_of(what, samples)?, options.max_length)?;
         check_batch_size(what, options.batch_size, options.incomplete, usable.len())?;
@@ -177,7 +177,7 @@ impl BatchSampler for RandomBatchSampler {
     }
 
     fn fingerprint(&self) -> u64 {
-        let BatchOptions { batch_size, max_length, pad, seed: _, order, incomplete } = self.options;
+        let BatchConfig { batch_size, max_length, pad, seed: _, order, incomplete } = self.options;
         Fingerprint::new("RandomBatchSampler")
             .number(SEQUENCE)
             .numbers([batch_size as u64, max_length as u64, pad.into()].into_iter())
@@ -187,7 +187,7 @@ impl BatchSampler for RandomBatchSampler {
 
     fn choose(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<()> {
         check_index("RandomBatchSampler", epoch, index, self.batches(epoch))?;
-        let BatchOptions { batch_size, seed, order, .. } = self.options;
+        let BatchConfig { batch_size, seed, order, .. } = self.options;
         let samples = self.usable.len();
         let positions = index * batch_size..((index + 1) * batch_size).min(samples);
         chosen.clear();
@@ -224,7 +224,7 @@ mod tests {
         ) {
             prop_assume!(lengths.iter().any(|&length| length > 0));
             let order = if sequential { Order::Sequential } else { Order::Shuffled };
-            let options = BatchOptions { batch_size, seed, order, ..BatchOptions::default() };
+            let options = BatchConfig { batch_size, seed, order, ..BatchConfig::default() };
             let sampler = RandomBatchSampler::new(&samples(&lengths), &options).unwrap();
             let mut seen = vec![0; lengths.len()];
             let mut chosen = Vec::new();
@@ -241,15 +241,15 @@ mod tests {
     #[test]
     fn sizes_without_a_batch_are_refused() {
         let samples = samples(&[1, 2, 3]);
-        let options = BatchOptions { batch_size: 5, ..BatchOptions::default() };
+        let options = BatchConfig { batch_size: 5, ..BatchConfig::default() };
         assert_eq!(RandomBatchSampler::new(&samples, &options).unwrap().batches(0), 1);
-        let options = BatchOptions { incomplete: Incomplete::Drop, ..options };
+        let options = BatchConfig { incomplete: Incomplete::Drop, ..options };
         assert_eq!(
             RandomBatchSampler::new(&samples, &options).unwrap_err().to_string(),
             "RandomBatchSampler: the batch size 5 is larger than the 3 samples, and incomplete batches are dropped, so \
              there is no batch; keep them, or use smaller batches"
         );
-        let options = BatchOptions { batch_size: 0, ..BatchOptions::default() };
+        let options = BatchConfig { batch_size: 0, ..BatchConfig::default() };
         assert!(RandomBatchSampler::new(&samples, &options).is_err());
     }
 }

@@ -33,11 +33,11 @@
 //!
 //! ```
 //! use dataloading::Samples;
-//! use dataloading::token_store::{TokenStore, Writer, WriterOptions};
+//! use dataloading::token_store::{TokenStore, Writer, WriterConfig};
 //!
 //! let folder = tempfile::tempdir()?;
 //! let path = folder.path().join("towns");
-//! let mut writer = Writer::create(&path, &WriterOptions::new(4096))?;
+//! let mut writer = Writer::create(&path, &WriterConfig::new(4096))?;
 //! writer.push(&[17, 4, 1000])?;
 //! writer.push(&[])?;
 //! writer.finish()?;
@@ -64,8 +64,8 @@ use shard::Shard;
 
 pub use header::VERSION;
 pub use ids::Ids;
-pub use tokenize::{TokenizeOptions, Tokenized, TooLong, tokenize, tokenize_to_store};
-pub use writer::{Writer, WriterOptions};
+pub use tokenize::{TokenizeConfig, Tokenized, TooLong, tokenize, tokenize_to_store};
+pub use writer::{Writer, WriterConfig};
 
 /// An open token store. It can be read from any thread; reading copies only the requested tokens.
 #[derive(Debug)]

@@ -4,9 +4,9 @@
 //! recognised; none are added: the caller appends an end-of-text token if needed.
 //!
 //! ```
-//! use dataloading::tokenizer::{Tokenizer, TrainOptions};
+//! use dataloading::tokenizer::{Tokenizer, TrainConfig};
 //!
-//! let options = TrainOptions { vocabulary: 270, ..TrainOptions::default() };
+//! let options = TrainConfig { vocabulary: 270, ..TrainConfig::default() };
 //! let tokenizer = Tokenizer::train(["the cat and the hat", "the mat"].map(|t| Ok(t.to_owned())), &options)?;
 //! let ids = tokenizer.encode("the rat")?;
 //! assert_eq!(tokenizer.decode(&ids)?, "the rat");
@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 
 pub use encoded::Encoded;
 pub use pieces::LONGEST_PIECE;
-pub use train::{END_OF_TEXT, PADDING, TrainOptions};
+pub use train::{END_OF_TEXT, PADDING, TrainConfig};
 
 /// Names of padding tokens in use, the most common first.
 const PADDING_NAMES: [&str; 7] =
@@ -109,7 +109,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// Errors of [`train_json`](Self::train_json).
-    pub fn train(texts: impl IntoIterator<Item = Result<String>>, options: &TrainOptions) -> Result<Self> {
+    pub fn train(texts: impl IntoIterator<Item = Result<String>>, options: &TrainConfig) -> Result<Self> {
         Self::from_bytes(Self::train_json(texts, options)?.as_bytes())
     }
 
@@ -120,7 +120,7 @@ impl Tokenizer {
     /// The first error of `texts`; no text; a vocabulary too small for the 256 bytes and the special tokens.
     pub fn train_json(
         texts: impl IntoIterator<Item = Result<String>>,
-        options: &TrainOptions,
+        options: &TrainConfig,
     ) -> Result<String> {
         train::train(texts, options)
     }

@@ -10,8 +10,8 @@ use clap::Args;
 use dataloading::Samples;
 use dataloading::records;
 use dataloading::text::{Corpus as Files, Format};
-use dataloading::token_store::{TokenStore, Writer, WriterOptions};
-use dataloading::tokenizer::{Tokenizer, TrainOptions};
+use dataloading::token_store::{TokenStore, Writer, WriterConfig};
+use dataloading::tokenizer::{Tokenizer, TrainConfig};
 use report::cli::Scale;
 use report::{Case, Metric};
 use serde_json::Value;
@@ -85,13 +85,13 @@ impl Corpus {
         let tokenizer = if *data == Data::Embedded {
             Tokenizer::from_file(&dataloading::embedded::folder()?.join(dataloading::embedded::TOKENIZER))?
         } else {
-            let options = TrainOptions { vocabulary: limits.vocabulary, ..TrainOptions::default() };
+            let options = TrainConfig { vocabulary: limits.vocabulary, ..TrainConfig::default() };
             Tokenizer::train(lines(&texts.train)?.take(LINES), &options)?
         };
         let folder = TempDir::new().map_err(|cause| Error::io(std::env::temp_dir(), cause))?;
         let store = |files: &[PathBuf], name: &str, tokens| {
             let path = folder.path().join(name);
-            let mut writer = Writer::create(&path, &WriterOptions::new(tokenizer.vocabulary()))?;
+            let mut writer = Writer::create(&path, &WriterConfig::new(tokenizer.vocabulary()))?;
             let texts = fill(&mut writer, files, &tokenizer, limits.max_length, tokens)?;
             Ok::<_, anyhow::Error>((texts, writer.finish()?))
         };

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use runtime::collectives::ranks::{Output, Progress, Ranks, RanksOptions};
+use runtime::collectives::ranks::{Output, Progress, Ranks, RanksConfig};
 
 /// Runs `count` processes of this program with these arguments, a thread each, and returns by rank what they printed.
 ///
@@ -19,7 +19,7 @@ pub(crate) fn run(
     let program = std::env::current_exe().context("finding this program to run it again")?;
     let lines = Arc::new(Mutex::new((vec![Vec::new(); count], Vec::new())));
     let written = lines.clone();
-    let options = RanksOptions { ranks: count, ..RanksOptions::default() };
+    let options = RanksConfig { ranks: count, ..RanksConfig::default() };
     let command = |_| {
         let mut command = Command::new(&program);
         command.args(arguments).env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1");

@@ -13,7 +13,7 @@ use frugal::companion_files::{CompanionFiles, turn_end};
 use frugal::config::Dtype;
 use frugal::models::hugging_face::Folder;
 use frugal::training::interrupt;
-use models::generation::GenerateOptions;
+use models::generation::GenerationConfig;
 use serde_json::json;
 
 use super::output::{print_line, show};
@@ -86,11 +86,11 @@ pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     let mut end_tokens = companions.end_tokens().to_vec();
     end_tokens.extend(turn_end(&template, &tokenizer).filter(|end| !companions.end_tokens().contains(end)));
     let mut session = Session::new(tokenizer, template, arguments.system.as_deref(), context);
-    let options = GenerateOptions {
+    let options = GenerationConfig {
         max_new_tokens: arguments.max_new_tokens,
         sampling: arguments.sampling.get(common.seed()),
         end_tokens,
-        ..GenerateOptions::default()
+        ..GenerationConfig::default()
     };
     let llama = load(&folder, arguments, device)?;
     let model = with_adapter(llama, adapter.as_deref())?;
@@ -109,7 +109,7 @@ fn converse(
     common: &Common,
     session: &mut Session,
     model: &dyn models::module::LanguageModel,
-    options: &GenerateOptions,
+    options: &GenerationConfig,
 ) -> anyhow::Result<()> {
     let is_terminal = std::io::stdin().is_terminal();
     let stop = if is_terminal { interrupt::on_signals()? } else { Arc::new(AtomicBool::new(false)) };

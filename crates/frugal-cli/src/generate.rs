@@ -18,7 +18,7 @@ use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
 use frugal::planning::{self, Budget, MachineRates, PeakMeter};
 use lora::peft::TENSORS_FILE;
-use models::generation::{FinishReason, GenerateOptions, Generated, Generator};
+use models::generation::{FinishReason, Generated, GenerationConfig, Generator};
 use models::tensors_file::dtype_name;
 use report::cli::Failure;
 use serde_json::{Value, json};
@@ -231,11 +231,11 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
         }
     };
     let model = with_adapter(llama, adapter.as_deref())?;
-    let options = GenerateOptions {
+    let options = GenerationConfig {
         max_new_tokens: arguments.max_new_tokens,
         sampling: arguments.sampling.get(common.seed()),
         end_tokens: companions.end_tokens().to_vec(),
-        ..GenerateOptions::default()
+        ..GenerationConfig::default()
     };
     let generator = Generator::new(model.as_ref(), &options)?;
     let mut rows =

@@ -11,7 +11,7 @@ use anyhow::Context;
 use clap::{Args, CommandFactory};
 use frugal::training::interrupt;
 use report::cli::Failure;
-use runtime::collectives::ranks::{Progress, Ranks, RanksOptions, ending};
+use runtime::collectives::ranks::{Progress, Ranks, RanksConfig, ending};
 use signal_hook::iterator::Signals;
 
 use crate::common_flags::Common;
@@ -53,7 +53,7 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
         Signals::new(interrupt::signals()).context("a handler of signals cannot be registered")?;
     let run_id = std::process::id().to_string();
     for restart_count in 0..=arguments.restarts {
-        let options = RanksOptions { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };
+        let options = RanksConfig { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };
         let screen = Arc::new(Screen::new(common.quiet, arguments.is_json()));
         let printing = screen.clone();
         let command = |rank| {

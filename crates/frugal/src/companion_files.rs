@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use dataloading::Tokenizer;
 use dataloading::chat::{
-    ChatTemplate, Conversation, DEFAULT_TEMPLATE, Date, Message, TemplateOptions, TemplateSources,
+    ChatTemplate, Conversation, DEFAULT_TEMPLATE, Date, Message, TemplateConfig, TemplateSources,
     template_sources,
 };
 use files::atomic_write;
@@ -191,7 +191,7 @@ impl CompanionFiles {
             None => Date::today(),
         };
         let arguments = data.template_arguments.clone();
-        let options = TemplateOptions { arguments, date, ..TemplateOptions::default() };
+        let options = TemplateConfig { arguments, date, ..TemplateConfig::default() };
         Ok(ChatTemplate::from_sources(&self.template_sources()?, &self.tokenizer, options)?)
     }
 

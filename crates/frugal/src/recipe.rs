@@ -46,7 +46,7 @@ mod prepared;
 
 use std::sync::Arc;
 
-use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler};
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
 use lora::LoraConfig;
 use models::hugging_face::Folder;
@@ -328,12 +328,12 @@ impl Recipe {
         Ok(match self.config.precision.scaler.unwrap_or_default() {
             ScalerConfig::Static { scale } => Box::new(StaticGradScaler::new(scale)?),
             ScalerConfig::Dynamic { init_scale, growth_factor, backoff_factor, growth_interval } => {
-                let options = DynamicOptions {
+                let options = DynamicScalerConfig {
                     init_scale,
                     growth_factor,
                     backoff_factor,
                     growth_interval,
-                    ..DynamicOptions::default()
+                    ..DynamicScalerConfig::default()
                 };
                 Box::new(DynamicGradScaler::new(options)?)
             }

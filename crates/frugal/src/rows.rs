@@ -30,7 +30,7 @@ mod second_end;
 pub use cache::folder as cache_folder;
 pub(crate) use cache::hex_digest_of;
 pub use counts::{Counts, Rows};
-pub use encoder::{RowEncoder, RowOptions};
+pub use encoder::{RowConfig, RowEncoder};
 pub use held_out::{MAX_HELD_OUT, MIN_ROWS, hold_out};
 pub use marked::{Marks, marked};
 pub use notes::Notes;

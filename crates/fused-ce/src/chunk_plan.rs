@@ -176,9 +176,9 @@ mod tests {
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let budget =
             |bytes| LinearCrossEntropy { chunk: Some(Chunk::Budget(bytes)), ..LinearCrossEntropy::default() };
-        let of = |kind, device| Planned { sizes, kind, device, trains_weight: true };
+        let planned = |kind, device| Planned { sizes, kind, device, trains_weight: true };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
-            ChunkPlan::new(&budget(1_000_000), of(kind, device), pass).unwrap().tokens
+            ChunkPlan::new(&budget(1_000_000), planned(kind, device), pass).unwrap().tokens
         };
         assert_eq!(tokens(Kind::Float, Device::Cpu, &Cpu), 250);
         assert_eq!(tokens(Kind::Double, Device::Cpu, &Cpu), 125);
@@ -187,8 +187,9 @@ mod tests {
         assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Reference), 71);
         // Rounded logits, on a GPU only: two bytes, and libtorch's operators work on a copy in fp32.
         let rounded = LinearCrossEntropy { round_logits: true, ..budget(1_000_000) };
-        let plan =
-            |kind, device, pass: &dyn LogitsPass| ChunkPlan::new(&rounded, of(kind, device), pass).unwrap();
+        let plan = |kind, device, pass: &dyn LogitsPass| {
+            ChunkPlan::new(&rounded, planned(kind, device), pass).unwrap()
+        };
         for (kind, device, pass, logits, tokens) in [
             (Kind::BFloat16, Device::Cuda(0), &Cpu as &dyn LogitsPass, Kind::BFloat16, 500),
             (Kind::Half, Device::Cuda(0), &Reference, Kind::Half, 71),
@@ -198,7 +199,7 @@ mod tests {
             let found = plan(kind, device, pass);
             assert_eq!((found.logits, found.tokens), (logits, tokens), "{kind:?} on {device:?}");
         }
-        let error = ChunkPlan::new(&budget(3999), of(Kind::Float, Device::Cpu), &Cpu).unwrap_err();
+        let error = ChunkPlan::new(&budget(3999), planned(Kind::Float, Device::Cpu), &Cpu).unwrap_err();
         expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is less than the 4000 bytes of one row of 1000 logits; increase it, or set a number of tokens"]
             .assert_eq(&error.to_string());
     }
@@ -228,8 +229,8 @@ mod tests {
         // The same by the pass that this machine has for a GPU.
         let most = one_chunk_tokens([128_256, 4096], bf16, gpu);
         for (rows, is_one) in [(most, true), (most + 1, false)] {
-            let of = Planned { sizes: sizes(rows), kind: bf16, device: gpu, trains_weight: true };
-            let plan = ChunkPlan::new(&LinearCrossEntropy::default(), of, pass_for(gpu)).unwrap();
+            let planned = Planned { sizes: sizes(rows), kind: bf16, device: gpu, trains_weight: true };
+            let plan = ChunkPlan::new(&LinearCrossEntropy::default(), planned, pass_for(gpu)).unwrap();
             assert_eq!(plan.is_one(rows), is_one, "{rows}");
         }
         // No sum is saved: a frozen weight, gradients in fp32, a CPU's cache.

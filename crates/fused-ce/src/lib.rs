@@ -20,13 +20,14 @@
 //!
 //! ```
 //! use fused_ce::LinearCrossEntropy;
-//! use tch::{Tensor, kind};
+//! use fused_ce::runtime::autograd::backward;
+//! use fused_ce::tch::{Tensor, kind};
 //!
 //! let x = Tensor::randn([4, 16, 64], kind::FLOAT_CPU).set_requires_grad(true);
 //! let w = Tensor::randn([1000, 64], kind::FLOAT_CPU).set_requires_grad(true);
 //! let targets = Tensor::randint(1000, [4, 16], kind::INT64_CPU);
 //! let loss = LinearCrossEntropy::default().loss(&x, &w, &targets)?;
-//! runtime::autograd::backward(&[&loss])?;
+//! backward(&[&loss])?;
 //! assert_eq!(w.grad().size(), [1000, 64]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -92,3 +93,6 @@ pub use head::LinearCrossEntropyHead;
 pub use inputs::{Adapter, Denominator, Inputs, Targets};
 pub use linear_cross_entropy::Output;
 pub use options::{CheckTargets, Chunk, EmptyMean, Gradients, LinearCrossEntropy, LogSumExp, Reduction};
+
+// For its callers, who then depend on this crate alone.
+pub use {models, runtime, tch};

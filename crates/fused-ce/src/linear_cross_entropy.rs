@@ -79,8 +79,8 @@ impl LinearCrossEntropy {
         // The gradient of a bias is summed from a tile in fp32, and the tile is then copied. Shards agree on their chunks.
         let trains_weight =
             trains(inputs.weight) && !inputs.bias.is_some_and(trains) && inputs.shard.is_none();
-        let of = Planned { sizes, kind, device, trains_weight };
-        let plan = ChunkPlan::new(self, of, pass)?;
+        let planned = Planned { sizes, kind, device, trains_weight };
+        let plan = ChunkPlan::new(self, planned, pass)?;
         self.run_planned(inputs, sizes, plan, pass, rows)
     }
 
@@ -311,10 +311,10 @@ mod tests {
                 let expected = run(None);
                 // The number of labelled tokens is unknown, known (before the shift), or too large.
                 for labelled in [None, Some(labelled), Some(9)] {
-                    let found = run(Some(labelled));
-                    assert_eq!(found.len(), expected.len());
-                    for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                        let error = (found - expected).abs().max().double_value(&[]);
+                    let loss = run(Some(labelled));
+                    assert_eq!(loss.len(), expected.len());
+                    for (index, (loss, expected)) in loss.iter().zip(&expected).enumerate() {
+                        let error = (loss - expected).abs().max().double_value(&[]);
                         assert!(error <= 1e-12, "{index} of {options:?}, {labelled:?}: {error:e}");
                     }
                 }

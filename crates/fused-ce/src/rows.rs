@@ -176,9 +176,9 @@ mod tests {
                     (labelled.unwrap_or(12), labelled.is_some())
                 );
                 let all = Tensor::arange(12, (Kind::Int64, Device::Cpu));
-                let found = unread.labelled.unwrap().nonzero().squeeze_dim(1);
-                let index = unread.index.as_ref().unwrap_or(&all).index_select(0, &found);
-                let classes = unread.classes.unwrap().index_select(0, &found);
+                let labelled = unread.labelled.unwrap().nonzero().squeeze_dim(1);
+                let index = unread.index.as_ref().unwrap_or(&all).index_select(0, &labelled);
+                let classes = unread.classes.unwrap().index_select(0, &labelled);
                 let numbers = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
                 assert_eq!(numbers(&index), numbers(seen.index.as_ref().unwrap_or(&all)), "shift {shift}");
                 assert_eq!(numbers(&classes), numbers(seen.classes.as_ref().unwrap()));

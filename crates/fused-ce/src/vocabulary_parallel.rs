@@ -9,7 +9,7 @@
 use std::fmt::Debug;
 
 pub use runtime::collectives::ReduceOp;
-use runtime::collectives::{Group, ReduceOptions};
+use runtime::collectives::{Group, ReduceConfig};
 use tch::Tensor;
 
 use crate::error::{Result, refused};
@@ -28,7 +28,7 @@ pub trait ProcessGroup: Debug + Send + Sync {
 /// Sums in the order of ranks, so that equal runs give equal bits.
 impl ProcessGroup for Group {
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> runtime::Result<()> {
-        let options = ReduceOptions { op, ..ReduceOptions::default() };
+        let options = ReduceConfig { op, ..ReduceConfig::default() };
         if tensor.is_contiguous() {
             return Group::all_reduce(self, tensor, options, "cross-entropy");
         }

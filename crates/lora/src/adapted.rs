@@ -46,12 +46,12 @@ impl Adapters {
             _ => Map::new(),
         };
         for name in self.names() {
-            let mut own = self.config(&name)?.clone();
+            let mut config = self.config(&name)?.clone();
             // The path of the base does not affect the computation.
-            own.base_model_name_or_path = None;
-            let Ok(Value::Object(own)) = serde_json::from_str(&own.to_json()) else { continue };
+            config.base_model_name_or_path = None;
+            let Ok(Value::Object(config)) = serde_json::from_str(&config.to_json()) else { continue };
             fields.extend(
-                own.into_iter().map(|(field, value)| (format!("{}{field}", field_prefix(&name)), value)),
+                config.into_iter().map(|(field, value)| (format!("{}{field}", field_prefix(&name)), value)),
             );
         }
         let config = Value::Object(fields);

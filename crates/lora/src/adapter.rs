@@ -9,7 +9,7 @@ use crate::dora::{row_norms, squared_norms};
 use crate::error::Result;
 use crate::function::Term;
 use crate::init::Initial;
-use crate::options::Options;
+use crate::options::LoraLinearConfig;
 
 /// One adapter of one projection.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl Adapter {
     pub(crate) fn new(
         name: &str,
         weight: &Tensor,
-        options: &Options,
+        options: &LoraLinearConfig,
         generator: &mut Generator,
     ) -> Result<Self> {
         options.check()?;

@@ -321,7 +321,7 @@ pub(crate) fn rows(x: &Tensor) -> runtime::Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use runtime::autograd::{GradcheckOptions, gradcheck};
+    use runtime::autograd::{GradcheckConfig, gradcheck};
     use runtime::random::Generator;
     use tch::kind;
 
@@ -349,7 +349,7 @@ mod tests {
                 Ok(vec![low_rank_linear(x, weight, Some(bias), &terms, Kind::Double)?])
             },
             &inputs.iter().collect::<Vec<_>>(),
-            GradcheckOptions::default(),
+            GradcheckConfig::default(),
         )
         .unwrap();
         let expected = 24 * (30 + 20 + 4 + 15 + 12 + 10 + 8 + 5 + 4);

@@ -5,7 +5,7 @@
 //!
 //! | item | purpose |
 //! |---|---|
-//! | [`LoraLinear`], [`Options`] | one projection with an adapter, in any model |
+//! | [`LoraLinear`], [`LoraLinearConfig`] | one projection with an adapter, in any model |
 //! | [`Adapters`], [`LoraConfig`] | adapters of a whole model: install by name, switch, merge, save |
 //! | [`Init`] | initialisation: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
 //! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, reading and writing |
@@ -20,9 +20,10 @@
 //!
 //! ```
 //! use lora::LoraConfig;
-//! use models::module::{Input, LanguageModel};
-//! use models::{Llama, DecoderConfig};
-//! use tch::{Device, Kind, Tensor};
+//! use lora::models::module::{Input, LanguageModel};
+//! use lora::models::{Llama, DecoderConfig};
+//! use lora::runtime::autograd::backward;
+//! use lora::tch::{Device, Kind, Tensor};
 //!
 //! # let folder = std::env::temp_dir().join(format!("lora-doc-{}", std::process::id()));
 //! let base = DecoderConfig::llama(100, 16, 40, 2, 4);
@@ -38,8 +39,8 @@
 //!
 //! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5]).view([1, 5]);
 //! let loss = model.loss(&Input::training(&tokens), &tokens)?.mean(5)?;
-//! runtime::autograd::backward(&[&loss])?;
-//! // … an optimizer's step over `models::module::trainable(&model)` …
+//! backward(&[&loss])?;
+//! // … an optimizer's step over `lora::models::module::trainable(&model)` …
 //! adapters.save(&folder)?;
 //! let _ = adapters.merge_and_unload(&mut model)?;
 //! # std::fs::remove_dir_all(&folder).ok();
@@ -70,4 +71,7 @@ pub use config::{BiasTraining, Layers, LoraConfig, Names};
 pub use error::{Error, Result};
 pub use init::Init;
 pub use linear::{DEFAULT, LoraLinear};
-pub use options::Options;
+pub use options::LoraLinearConfig;
+
+// For its callers, who then depend on this crate alone.
+pub use {models, runtime, tch};

@@ -17,7 +17,7 @@ use crate::adapter::Adapter;
 use crate::dora;
 use crate::error::{Error, Result, option};
 use crate::function::low_rank_linear;
-use crate::options::Options;
+use crate::options::LoraLinearConfig;
 use crate::switch::Switch;
 
 /// The default name of an adapter.
@@ -35,13 +35,13 @@ pub const DEFAULT: &str = "default";
 /// changed.
 ///
 /// ```
-/// use lora::{LoraLinear, Options};
+/// use lora::{LoraLinear, LoraLinearConfig};
 /// use models::Linear;
 /// use models::module::{Context, Projection, parameter_count};
 /// use tch::{Device, Kind, Tensor, kind};
 ///
 /// let linear = Linear::new(64, 32, true, kind::FLOAT_CPU)?;
-/// let adapted = LoraLinear::new(linear, &Options { r: 8, alpha: 16.0, dropout: 0.05, ..Options::default() })?;
+/// let adapted = LoraLinear::new(linear, &LoraLinearConfig { r: 8, alpha: 16.0, dropout: 0.05, ..LoraLinearConfig::default() })?;
 /// assert_eq!(parameter_count(&adapted).trainable, 8 * (64 + 32));
 ///
 /// let training = Context { training: true, ..Context::default() };
@@ -74,7 +74,7 @@ impl LoraLinear {
     ///
     /// # Errors
     /// An option outside its range; a base without a floating dtype; too little memory.
-    pub fn new(linear: Linear, options: &Options) -> Result<Self> {
+    pub fn new(linear: Linear, options: &LoraLinearConfig) -> Result<Self> {
         let switch = Arc::new(Switch::default());
         switch.set(|setting| setting.active = vec![DEFAULT.to_owned()]);
         let mut layer = Self::over(&linear.weight, linear.bias, switch)?;
@@ -86,21 +86,21 @@ impl LoraLinear {
     ///
     /// # Errors
     /// A projection with other tensors; as [`LoraLinear::new`].
-    pub fn of(projection: &dyn Projection, options: &Options) -> Result<Self> {
+    pub fn of(projection: &dyn Projection, options: &LoraLinearConfig) -> Result<Self> {
         let (mut weight, mut bias) = (None, None);
         for named in tensors(projection) {
             match named.name.as_str() {
                 "weight" => weight = Some(named.tensor.shallow_clone()),
                 "bias" => bias = Some(named.tensor.shallow_clone()),
                 other => {
-                    let found = format!("a projection with a tensor `{other}`");
-                    return Err(option("projection", found, "a weight and a bias only"));
+                    let value = format!("a projection with a tensor `{other}`");
+                    return Err(option("projection", value, "a weight and a bias only"));
                 }
             }
         }
         let weight = weight.ok_or_else(|| {
-            let found = "one without a weight".to_owned();
-            option("projection", found, "a weight [out, in]")
+            let value = "one without a weight".to_owned();
+            option("projection", value, "a weight [out, in]")
         })?;
         Self::new(Linear { weight, bias }, options)
     }
@@ -108,8 +108,8 @@ impl LoraLinear {
     /// Creates a layer without adapters.
     pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
         if !(weight.is_floating_point() || is_nf4(weight)) || matrix_shape(weight).is_none() {
-            let found = format!("{:?} {:?}", weight.kind(), weight.size());
-            return Err(option("weight", found, "a floating matrix [out, in], or NF4"));
+            let value = format!("{:?} {:?}", weight.kind(), weight.size());
+            return Err(option("weight", value, "a floating matrix [out, in], or NF4"));
         }
         for tensor in std::iter::once(weight).chain(&bias) {
             let _ = tensor.f_set_requires_grad(false)?;

@@ -39,8 +39,8 @@ impl LoraConfig {
                     require(names.iter().any(|name| in_list(one, name)), (field, entry), PROJECTIONS, &names)
                 })?,
                 Some(Names::Pattern(pattern)) if field == "exclude_modules" && !is_all_linear(pattern) => {
-                    let whole = compile(pattern, &format!("^(?:{pattern})$"))?;
-                    let is_met = names.iter().any(|name| whole.is_match(name));
+                    let excluded = compile(pattern, &format!("^(?:{pattern})$"))?;
+                    let is_met = names.iter().any(|name| excluded.is_match(name));
                     require(is_met, (field, pattern), PROJECTIONS, &names)?;
                 }
                 _ => {}
@@ -62,8 +62,8 @@ impl LoraConfig {
                 let field = if r == self.r { "r" } else { "rank_pattern" };
                 let expected =
                     "a rank within the widths of what it adapts, beyond which it only takes memory";
-                let found = format!("{r}, and `{name}` is {inner} by {out}");
-                return Err(option(field, found, expected));
+                let value = format!("{r}, and `{name}` is {inner} by {out}");
+                return Err(option(field, value, expected));
             }
         }
         Ok(())

@@ -6,11 +6,11 @@ use crate::init::Init;
 /// Options of one projection's adapter. [`LoraConfig`](crate::LoraConfig) has the same for a whole model, in PEFT's format.
 ///
 /// ```
-/// let options = lora::Options { r: 16, alpha: 32.0, dropout: 0.05, ..lora::Options::default() };
+/// let options = lora::LoraLinearConfig { r: 16, alpha: 32.0, dropout: 0.05, ..lora::LoraLinearConfig::default() };
 /// assert_eq!(options.scaling(), 2.0);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
-pub struct Options {
+pub struct LoraLinearConfig {
     /// Rank, at least 1. A rank beyond the projection's widths is allowed but useless.
     pub r: i64,
     /// α; the low-rank product is scaled by α/r.
@@ -30,14 +30,14 @@ pub struct Options {
 /// More than any projection is wide; a larger one overflows the sizes of tensors.
 const MAX_RANK: i64 = 1 << 20;
 
-impl Default for Options {
+impl Default for LoraLinearConfig {
     /// PEFT's defaults: rank 8, α 8.
     fn default() -> Self {
         Self { r: 8, alpha: 8.0, dropout: 0.0, rslora: false, dora: false, init: Init::default(), seed: 0 }
     }
 }
 
-impl Options {
+impl LoraLinearConfig {
     /// Returns s in y = x·Wᵀ + s·x·Aᵀ·Bᵀ.
     pub fn scaling(&self) -> f64 {
         let r = self.r as f64;
@@ -52,7 +52,7 @@ impl Options {
         self.check_as("r")
     }
 
-    /// As [`Options::check`], where the field `rank` set the rank.
+    /// As [`LoraLinearConfig::check`], where the field `rank` set the rank.
     pub(crate) fn check_as(&self, rank: &str) -> Result<()> {
         let refuse = |name: &str, value: String, expected| Err(option(name, value, expected));
         if self.r < 1 {

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Error, Result, no_target, option, unsupported};
-use crate::options::Options;
+use crate::options::LoraLinearConfig;
 
 /// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
@@ -171,7 +171,7 @@ impl LoraConfig {
     ///
     /// # Errors
     /// An invalid regular expression, or a pattern without a numeric value; an option outside its range.
-    pub fn options(&self, name: &str) -> Result<Options> {
+    pub fn options(&self, name: &str) -> Result<LoraLinearConfig> {
         let r = pattern_value(&self.rank_pattern, name)?;
         let alpha = pattern_value(&self.alpha_pattern, name)?;
         let number = |field: &'static str, value: &Value| {
@@ -183,7 +183,7 @@ impl LoraConfig {
                 .ok_or_else(|| option("rank_pattern", value, "a whole number for each pattern"))?,
             None => self.r,
         };
-        let options = Options {
+        let options = LoraLinearConfig {
             r: rank,
             alpha: alpha.map_or(Ok(self.lora_alpha), |value| number("alpha_pattern", value))?,
             dropout: self.lora_dropout,

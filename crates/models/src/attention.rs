@@ -61,7 +61,7 @@ use crate::error::{Error, Result, wrong_shape};
 
 /// Options of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct AttentionOptions {
+pub struct AttentionConfig {
     /// The implementation.
     pub path: AttentionPath,
     /// Probability that an attention weight is dropped; 0 outside training.
@@ -75,7 +75,7 @@ pub struct AttentionOptions {
     pub softcap: Option<f64>,
 }
 
-impl AttentionOptions {
+impl AttentionConfig {
     /// The factor of the scores of heads of this width.
     pub(crate) fn scale_of(&self, head: i64) -> f64 {
         self.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt())
@@ -94,7 +94,7 @@ pub fn causal_attention(
     path: AttentionPath,
     dropout: f64,
 ) -> Result<Tensor> {
-    attention(q, k, v, documents, &AttentionOptions { path, dropout, ..AttentionOptions::default() })
+    attention(q, k, v, documents, &AttentionConfig { path, dropout, ..AttentionConfig::default() })
 }
 
 /// Computes attention of `q` `[batch, sequence, heads, head]` over `k` and `v` `[batch, sequence, kv_heads, head]`, all of one
@@ -109,13 +109,13 @@ pub fn attention(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
     check(q, k, v, documents, options)?;
     let (batch, sequence, heads, head) = q.size4()?;
     // A window of at least the longest document has no effect.
     let longest = documents.map_or(sequence, Documents::longest);
-    let options = AttentionOptions { window: options.window.filter(|&window| window < longest), ..*options };
+    let options = AttentionConfig { window: options.window.filter(|&window| window < longest), ..*options };
     // A mixed-precision policy, if there is one, decides the dtype.
     let o_bthe = precision::attend(q, k, v, &|q, k, v| attend(q, k, v, documents, &options))?;
     Ok(o_bthe.f_reshape([batch, sequence, heads * head])?)
@@ -126,9 +126,9 @@ fn attend(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
-    let &AttentionOptions { path, dropout, scale, window, softcap } = options;
+    let &AttentionConfig { path, dropout, scale, window, softcap } = options;
     if k.size()[2] != q.size()[2] && !supports_grouped_queries(options, q) {
         let [k, v] = [repeat_kv(k, q.size()[2])?, repeat_kv(v, q.size()[2])?];
         return attend(q, &k, &v, documents, options);
@@ -156,7 +156,7 @@ fn attend(
 
 /// Whether the kernel of this path, device and dtype supports grouped queries without copies. (libtorch's own `math` on the
 /// CPU, for dropout or a mask, makes the copies itself.)
-fn supports_grouped_queries(options: &AttentionOptions, q: &Tensor) -> bool {
+fn supports_grouped_queries(options: &AttentionConfig, q: &Tensor) -> bool {
     match options.path {
         AttentionPath::Fused if has_kernel(q, options) => true,
         _ if options.softcap.is_some() => false,
@@ -174,7 +174,7 @@ fn repeat_kv(x: &Tensor, heads: i64) -> Result<Tensor> {
 }
 
 /// Attention over rows that are one document each, within the window.
-fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
+fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionConfig) -> Result<Tensor> {
     heads_first(q, k, v, |q, k, v, _| over_window(q, k, v, options))
 }
 
@@ -195,7 +195,7 @@ fn per_document(
     k: &Tensor,
     v: &Tensor,
     documents: &Documents,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
     let lengths = documents.starts().windows(2).map(|pair| i64::from(pair[1] - pair[0]));
     let lengths: Vec<i64> = lengths.filter(|&length| length > 0).collect();
@@ -216,7 +216,7 @@ fn packed_on_cuda(
     k: &Tensor,
     v: &Tensor,
     documents: &Documents,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
     let flat = |x: &Tensor| x.f_flatten(0, 1);
     let packing = Packing {
@@ -251,7 +251,7 @@ fn check(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<()> {
     let operation = "attention";
     let shape = q.size();
@@ -272,7 +272,7 @@ fn check(
     if v.size() != of_k {
         return Err(wrong_shape(operation, "v", v.size(), format!("{of_k:?}, as k")));
     }
-    let &AttentionOptions { dropout, scale, window, softcap, .. } = options;
+    let &AttentionConfig { dropout, scale, window, softcap, .. } = options;
     let refuse = |reason: String| Err(Error::invalid(operation, reason));
     if !(0.0..1.0).contains(&dropout) {
         return refuse(format!("dropout is {dropout}; expected a probability in [0, 1)"));

@@ -16,12 +16,12 @@
 //! another number of rows.
 //!
 //! ```
-//! use models::generation::{GenerateOptions, generate};
+//! use models::generation::{GenerationConfig, generate};
 //! use models::{Llama, DecoderConfig};
 //! use tch::{Device, Kind};
 //!
 //! let model = Llama::new(&DecoderConfig::qwen2(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
-//! let options = GenerateOptions { max_new_tokens: 5, ..GenerateOptions::default() };
+//! let options = GenerationConfig { max_new_tokens: 5, ..GenerationConfig::default() };
 //! let generated = generate(&model, &[vec![3, 1, 4], vec![1, 5, 9, 2, 6]], &options, &mut ())?;
 //! assert_eq!(generated[1].tokens.len(), 5);
 //! # Ok::<(), models::Error>(())
@@ -48,7 +48,7 @@ const WHAT: &str = "generation";
 
 /// Options of generation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct GenerateOptions {
+pub struct GenerationConfig {
     /// Maximum number of new tokens per row.
     pub max_new_tokens: usize,
     /// How the next token is chosen.
@@ -60,7 +60,7 @@ pub struct GenerateOptions {
     pub cache: bool,
 }
 
-impl Default for GenerateOptions {
+impl Default for GenerationConfig {
     fn default() -> Self {
         Self { max_new_tokens: 256, sampling: Sampling::Greedy, end_tokens: Vec::new(), cache: true }
     }
@@ -90,11 +90,11 @@ impl<F: FnMut(usize, &[i64]) -> bool> TokenCallback for F {
 /// Why a row ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// One of [`GenerateOptions::end_tokens`].
+    /// One of [`GenerationConfig::end_tokens`].
     EndToken,
     /// The [`TokenCallback`] stopped it.
     Callback,
-    /// [`GenerateOptions::max_new_tokens`] is reached.
+    /// [`GenerationConfig::max_new_tokens`] is reached.
     MaxNewTokens,
     /// The model's maximum sequence length is reached.
     MaxSequence,
@@ -116,7 +116,7 @@ pub struct Generated {
 pub fn generate(
     model: &dyn LanguageModel,
     prompts: &[Vec<i64>],
-    options: &GenerateOptions,
+    options: &GenerationConfig,
     callback: &mut dyn TokenCallback,
 ) -> Result<Vec<Generated>> {
     Generator::new(model, options)?.generate(prompts, callback)
@@ -126,7 +126,7 @@ pub fn generate(
 #[derive(Debug)]
 pub struct Generator<'m> {
     model: &'m dyn LanguageModel,
-    options: GenerateOptions,
+    options: GenerationConfig,
     device: Device,
     prefix: Vec<i64>,
     read: Option<KeyValueCache>,
@@ -137,7 +137,7 @@ impl<'m> Generator<'m> {
     ///
     /// # Errors
     /// `max_new_tokens` of 0; sampling options outside their ranges; an end token outside the vocabulary.
-    pub fn new(model: &'m dyn LanguageModel, options: &GenerateOptions) -> Result<Self> {
+    pub fn new(model: &'m dyn LanguageModel, options: &GenerationConfig) -> Result<Self> {
         if options.max_new_tokens == 0 {
             let reason = "`max_new_tokens` is 0; expected at least 1".to_owned();
             return Err(Error::invalid(WHAT, reason));

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
-use crate::attention::{AttentionOptions, cached_attention, has_kernel, over_window};
+use crate::attention::{AttentionConfig, cached_attention, has_kernel, over_window};
 use crate::error::{Error, Result, wrong_shape};
 
 const WHAT: &str = "key-value cache";
@@ -277,7 +277,7 @@ impl Extension<'_> {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        options: &AttentionOptions,
+        options: &AttentionConfig,
     ) -> Result<Tensor> {
         let KeyValueCache { layers, length, rows, shape, .. } = self.cache;
         let Some(stored) = layers.get(layer) else {

@@ -6,13 +6,13 @@ use std::error::Error;
 
 use models::module::trainable;
 use models::{DecoderConfig, Llama};
-use offload::{HostAdamW, HostOptions};
+use offload::{HostAdamW, HostAdamWConfig};
 use tch::{Device, Kind};
 use training::Trainer;
 use training::batches::Synthetic;
 use training::observer::Collect;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 
 /// Trains both, and compares.
 pub fn main() -> Result<(), Box<dyn Error>> {
@@ -34,10 +34,10 @@ fn train(device: Device, options: Option<offload::OffloadConfig>) -> Result<Vec<
         Some(options) => {
             let offload = options.install(&mut model)?;
             println!("{} bytes of layers go through {} slots", 6 * offload.layer_bytes(), options.ring);
-            Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), HostOptions::default())?)
+            Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), HostAdamWConfig::default())?)
         }
     };
-    let options = Options { steps: 5, ..Options::default() };
+    let options = TrainerConfig { steps: 5, ..TrainerConfig::default() };
     let mut trainer = Trainer::new(Box::new(model), optimizer, options)?;
     let records = Collect::default();
     trainer.observers.push(Box::new(records.clone()));

@@ -14,7 +14,7 @@
 //! features need all gradients before the first update, and keep them on the host until then: accumulation, until the last
 //! micro-batch; clipping, whose norm covers all gradients; and [`NonFinite::Skip`], because a step can be skipped only as a whole.
 //! Then layers are updated in the order of forward, and the next forward may start before the last ones are done
-//! ([`HostOptions::overlap`]): a load waits for its layer's update. With [`NonFinite::Fail`] each layer's gradients are checked before
+//! ([`HostAdamWConfig::overlap`]): a load waits for its layer's update. With [`NonFinite::Fail`] each layer's gradients are checked before
 //! its update; a layer whose gradients are not finite keeps its weights, those of layers behind it are updated by then, and the error
 //! says that the step cannot be undone. Layers that share a tensor are updated after backward, once.
 //!
@@ -56,7 +56,7 @@ use state::{LayerGradients, LayerState, Parameter, Shared, State};
 
 /// Options of [`HostAdamW`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct HostOptions {
+pub struct HostAdamWConfig {
     /// Whether a step may return before the host has finished it; the next forward waits layer by layer. Call
     /// [`Offload::synchronize`] before reading weights in between.
     pub overlap: bool,
@@ -81,7 +81,7 @@ pub struct Stepped {
 /// ```
 /// use models::module::{Input, LanguageModel, trainable};
 /// use models::{Llama, DecoderConfig};
-/// use offload::{HostAdamW, HostOptions, Offload, OffloadConfig};
+/// use offload::{HostAdamW, HostAdamWConfig, Offload, OffloadConfig};
 /// use tch::{Device, Kind, Tensor};
 /// use training::optimizer::{AdamW, Group};
 ///
@@ -89,7 +89,7 @@ pub struct Stepped {
 /// let mut model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
 /// let offload = OffloadConfig::default().install(&mut model)?;
 /// let group = Group::new(trainable(&model), 1e-3);
-/// let mut optimizer = HostAdamW::new(&offload, vec![group], AdamW::default(), HostOptions::default())?;
+/// let mut optimizer = HostAdamW::new(&offload, vec![group], AdamW::default(), HostAdamWConfig::default())?;
 ///
 /// let tokens = Tensor::from_slice(&[3i64, 1, 4, 1]).view([1, 4]);
 /// for _ in 0..3 {
@@ -108,7 +108,7 @@ pub struct HostAdamW {
     rest: Option<DeviceOptimizer>,
     groups: Vec<Group>,
     rule: AdamW,
-    options: HostOptions,
+    options: HostAdamWConfig,
     /// The loss of the step, if it is watched.
     loss: Option<Tensor>,
 }
@@ -121,7 +121,7 @@ impl HostAdamW {
     /// # Errors
     /// Another `HostAdamW` for the same layers; a group with its own rule; layers in f64; fp32 copies and stochastic rounding together;
     /// the errors of [`DeviceOptimizer::new`].
-    pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostOptions) -> Result<Self> {
+    pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostAdamWConfig) -> Result<Self> {
         let engine = offload.engine().clone();
         if options.master_weights && options.stochastic_rounding.is_some() {
             let reason = "both `master_weights` and `stochastic_rounding` are given; a weight with an fp32 copy needs no random \
@@ -220,7 +220,7 @@ impl HostAdamW {
     /// Ends a step: clips and updates what was not updated during backward, and clears all gradients.
     ///
     /// # Errors
-    /// A failure on the host thread, also of an earlier step with [`HostOptions::overlap`]; those of libtorch.
+    /// A failure on the host thread, also of an earlier step with [`HostAdamWConfig::overlap`]; those of libtorch.
     pub fn step(&mut self) -> Result<Stepped> {
         let decision = self.unscale_and_clip(&mut NoScaler)?;
         self.take_step(&decision)?;

@@ -13,10 +13,11 @@
 //! loaded into a ring of slots, each with device memory for one layer.
 //!
 //! ```
-//! use models::module::{Input, LanguageModel};
-//! use models::{Llama, DecoderConfig};
 //! use offload::{Offload, OffloadConfig};
-//! use tch::{Device, Kind, Tensor};
+//! use offload::models::module::{Input, LanguageModel};
+//! use offload::models::{Llama, DecoderConfig};
+//! use offload::runtime::autograd::backward;
+//! use offload::tch::{Device, Kind, Tensor};
 //!
 //! let config = DecoderConfig { num_hidden_layers: 6, ..DecoderConfig::qwen2(100, 32, 64, 6, 4) };
 //! let mut model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
@@ -26,7 +27,7 @@
 //! let offload = OffloadConfig { ring: 3, ..OffloadConfig::default() }.install(&mut model)?;
 //! let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
 //! assert_eq!(loss, before);
-//! runtime::autograd::backward(&[&loss])?;
+//! backward(&[&loss])?;
 //! assert_eq!(offload.ring_bytes(), 3 * offload.layer_bytes());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -97,9 +98,12 @@ pub use blocks::{
 };
 pub use engine::Counters;
 pub use error::{Error, Result};
-pub use host_adam_w::{HostAdamW, HostOptions, StateBytes, Stepped};
+pub use host_adam_w::{HostAdamW, HostAdamWConfig, StateBytes, Stepped};
 pub use offload::Offload;
 pub use options::{HookPoint, Method, OffloadConfig, TestHook};
 pub use schedule::Direction;
 pub use storage::Tier;
 pub use trace::{Span, StreamKind, load_rate, overlap, to_chrome};
+
+// For its callers, who then depend on this crate alone.
+pub use {models, runtime, tch, training};

@@ -60,7 +60,7 @@ mod thread_local_state;
 pub use checkpoint::{Checkpoint, checkpoint};
 pub use engine::{GradMode, Keep, backward, backward_with, grad, set_grad};
 pub use function::{Backward, Forward, Function, apply, apply_always, apply_any};
-pub use gradcheck::{GradcheckOptions, GradcheckReport, gradcheck};
+pub use gradcheck::{GradcheckConfig, GradcheckReport, gradcheck};
 pub use gradient_hook::{GradientHook, mark_written};
 pub use saved_tensor_storage::{SavedTensorStorage, StoredTensor};
 pub use settings::{Settings, note_setting};

@@ -3,7 +3,7 @@
 //! ```no_run
 //! use std::time::Duration;
 //!
-//! use runtime::collectives::{Division, Group, GroupOptions, Launch, ReduceOptions, Store};
+//! use runtime::collectives::{Division, Group, GroupConfig, Launch, ReduceConfig, Store};
 //! use tch::{Kind, Tensor};
 //!
 //! // `frugal launch -n 2 -- PROGRAM` and torchrun tell each process its rank.
@@ -11,7 +11,7 @@
 //!     None => Group::alone(),
 //!     Some(launch) => {
 //!         let store = Store::connect(&launch, Duration::from_secs(60))?;
-//!         Group::new(&store, "world", GroupOptions::default())?
+//!         Group::new(&store, "world", GroupConfig::default())?
 //!     }
 //! };
 //! group.agree(&[("torch", runtime::torch_version())])?;
@@ -22,7 +22,7 @@
 //! let weights = Tensor::zeros([1000], (Kind::Float, tch::Device::Cpu));
 //! let own = division.range(group.rank());
 //! let sum = Tensor::zeros([own.end - own.start], (Kind::Float, tch::Device::Cpu));
-//! group.reduce_scatter(&gradients, division, &sum, ReduceOptions::default(), "layer 3")?.wait()?;
+//! group.reduce_scatter(&gradients, division, &sum, ReduceConfig::default(), "layer 3")?.wait()?;
 //! let shard = weights.narrow(0, own.start, own.end - own.start);
 //! let _ = shard.shallow_clone().g_sub_(&(&sum * 0.1));
 //! group.all_gather(&weights, division, &shard, "layer 3")?.wait()?;
@@ -52,16 +52,16 @@
 //!
 //! # GPUs
 //!
-//! A group whose [`GroupOptions::device`] is a CUDA device is connected by libtorch's NCCL, and its tensors are on that device. This is
+//! A group whose [`GroupConfig::device`] is a CUDA device is connected by libtorch's NCCL, and its tensors are on that device. This is
 //! **written, never run on a GPU**: on a machine without one, whose CUDA runtime was made to report one, its classes were constructed and
 //! destroyed with the libraries of libtorch 2.11.0 and 2.13.0, and the code above them ran over a stand-in. Other versions of libtorch
 //! are refused.
 //!
 //! ```no_run
-//! # use runtime::collectives::{Group, GroupOptions, Store};
+//! # use runtime::collectives::{Group, GroupConfig, Store};
 //! # fn connect(store: &Store) -> runtime::Result<Group> {
 //! let device = tch::Device::Cuda(store.launch().local_rank);
-//! Group::new(store, "gpus", GroupOptions { device, ..GroupOptions::default() })
+//! Group::new(store, "gpus", GroupConfig { device, ..GroupConfig::default() })
 //! # }
 //! ```
 //!
@@ -99,7 +99,7 @@ mod work;
 
 pub use division::Division;
 pub use failure::CollectiveError;
-pub use group::{Group, GroupOptions};
+pub use group::{Group, GroupConfig};
 pub use launch::Launch;
 pub use ordered::PIECE;
 pub use store::Store;
@@ -127,7 +127,7 @@ pub enum Order {
 
 /// How a reduction is computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReduceOptions {
+pub struct ReduceConfig {
     /// Sum or maximum.
     pub op: ReduceOp,
     /// The order of additions.

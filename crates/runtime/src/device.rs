@@ -90,14 +90,14 @@ pub fn copy_on_this_thread(target: &Tensor, source: &Tensor) -> Result<()> {
     };
     if !plain(target) || !plain(source) || target.kind() != source.kind() || target.numel() != source.numel()
     {
-        let of = |tensor: &Tensor| match tensor.defined() {
+        let device_of = |tensor: &Tensor| match tensor.defined() {
             true => format!("{:?} {:?} on {}", tensor.kind(), tensor.size(), flag(tensor.device())),
             false => "undefined".to_owned(),
         };
         let reason = format!(
             "{} into {}; expected contiguous CPU tensors of one dtype and number of elements",
-            of(source),
-            of(target)
+            device_of(source),
+            device_of(target)
         );
         return Err(Error::invalid("copy_on_this_thread", reason));
     }

@@ -35,4 +35,4 @@ mod trace;
 pub use counter::{Counter, Recompute, flops_of, recompute, record_external};
 pub use counts::{Counts, Flops, OpCounts, Work};
 pub use range::{Range, kernel, range};
-pub use trace::{Trace, TraceOptions};
+pub use trace::{Trace, TraceConfig};

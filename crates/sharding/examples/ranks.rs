@@ -10,8 +10,8 @@ use std::error::Error;
 
 use models::module::trainable;
 use models::{DecoderConfig, Llama};
-use runtime::collectives::{Group, GroupOptions, Launch, Store};
-use sharding::{Options, ShardedOptimizer, Stage};
+use runtime::collectives::{Group, GroupConfig, Launch, Store};
+use sharding::{ShardedOptimizer, ShardingConfig, Stage};
 use tch::{Device, Kind};
 use training::batches::Synthetic;
 use training::observer::Collect;
@@ -22,8 +22,8 @@ use training::{Trainer, trainer};
 pub fn main() -> Result<(), Box<dyn Error>> {
     let ranks = match Launch::from_environment()? {
         Some(launch) => {
-            let store = Store::connect(&launch, GroupOptions::default().timeout)?;
-            Group::new(&store, "training", GroupOptions::default())?
+            let store = Store::connect(&launch, GroupConfig::default().timeout)?;
+            Group::new(&store, "training", GroupConfig::default())?
         }
         None => Group::alone(),
     };
@@ -31,11 +31,11 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let model = Llama::new(&DecoderConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
     let parameters = trainable(&model);
     let order = parameters.iter().map(|(name, _)| name.clone()).collect();
-    let options = Options { stage: Stage::Two, order, ..Options::default() };
+    let options = ShardingConfig { stage: Stage::Two, order, ..ShardingConfig::default() };
     let groups = vec![optimizer::Group::new(parameters, 1e-2)];
     let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, options)?;
 
-    let options = trainer::Options { steps: 5, accumulation: 4, ..trainer::Options::default() };
+    let options = trainer::TrainerConfig { steps: 5, accumulation: 4, ..trainer::TrainerConfig::default() };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options)?;
     let records = Collect::default();
     trainer.observers.push(Box::new(records.clone()));

@@ -5,15 +5,15 @@ use training::optimizer::{Group, Rule};
 
 use crate::Result;
 use crate::mesh::Mesh;
-use crate::optimizer::Options;
+use crate::optimizer::ShardingConfig;
 use crate::shards::Shards;
 
 /// Makes sure that all ranks have the same optimizer, parameters and values.
-pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], mesh: &Mesh, options: &Options) -> Result<()> {
+pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], mesh: &Mesh, options: &ShardingConfig) -> Result<()> {
     let mut fields = vec![
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
         ("optimizer".to_owned(), format!("{rule:?}")),
-        ("options".to_owned(), format!("{:?}", Options { order: Vec::new(), ..options.clone() })),
+        ("options".to_owned(), format!("{:?}", ShardingConfig { order: Vec::new(), ..options.clone() })),
         ("order of parameters".to_owned(), options.order.join(" ")),
         ("replicas".to_owned(), mesh.replicas().to_string()),
         ("threads".to_owned(), tch::get_num_threads().to_string()),

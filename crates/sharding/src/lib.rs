@@ -32,7 +32,7 @@
 //! let shards = sharding::Shards::new(&ranks, FrozenWeights::Sharded)?;
 //! let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
 //! let offload = offload::OffloadConfig { source: Some(source), ..Default::default() }.install(&mut model)?;
-//! let options = sharding::Options { stage: Stage::Three, shards: Some(shards), ..Default::default() };
+//! let options = sharding::ShardingConfig { stage: Stage::Three, shards: Some(shards), ..Default::default() };
 //! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, options)?;
 //! ```
 //!
@@ -46,7 +46,7 @@
 //! ```no_run
 //! # fn training(ranks: &runtime::collectives::Group, groups: Vec<training::optimizer::Group>) -> Result<(), training::Error> {
 //! let mesh = sharding::Mesh::new(ranks, 2)?;
-//! let options = sharding::Options { stage: sharding::Stage::Two, ..Default::default() };
+//! let options = sharding::ShardingConfig { stage: sharding::Stage::Two, ..Default::default() };
 //! let optimizer = sharding::ShardedOptimizer::new(training::optimizer::AdamW::default(), groups, mesh, options)?;
 //! # Ok(())
 //! # }
@@ -72,7 +72,7 @@
 //! ```
 //! use models::{Gpt2Like, Gpt2LikeConfig, module};
 //! use runtime::collectives::Group;
-//! use sharding::{Options, ShardedOptimizer};
+//! use sharding::{ShardingConfig, ShardedOptimizer};
 //! use tch::{Device, Kind};
 //! use training::optimizer::{self, AdamW};
 //!
@@ -86,8 +86,8 @@
 //! let groups = optimizer::Group::by_dimension(parameters, 3e-3, 0.1);
 //! // In a process that a launcher started: `Group::new(&Store::connect(…)?, "training", …)`.
 //! let ranks = Group::alone();
-//! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, Options { order, ..Options::default() })?;
-//! let trainer = training::Trainer::new(Box::new(model), Box::new(optimizer), training::trainer::Options::default())?;
+//! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, ShardingConfig { order, ..ShardingConfig::default() })?;
+//! let trainer = training::Trainer::new(Box::new(model), Box::new(optimizer), training::trainer::TrainerConfig::default())?;
 //! # Ok::<(), training::Error>(())
 //! ```
 //!
@@ -117,8 +117,11 @@ mod sums;
 pub use bucket::ALIGNMENT;
 pub use mesh::{Mesh, Reduction};
 pub use norm::BLOCK;
-pub use optimizer::{Options, ShardedOptimizer, Stage};
+pub use optimizer::{ShardedOptimizer, ShardingConfig, Stage};
 pub use shards::{FrozenWeights, Shards};
+
+// For its callers, who then depend on this crate alone.
+pub use {runtime, tch, training};
 
 pub(crate) type Result<T, E = training::Error> = std::result::Result<T, E>;
 

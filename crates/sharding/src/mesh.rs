@@ -1,6 +1,6 @@
 //! The ranks of a training, and how they sum gradients.
 
-use runtime::collectives::{Division, Group, Order, ReduceOptions, Work};
+use runtime::collectives::{Division, Group, Order, ReduceConfig, Work};
 use tch::{Device, Tensor};
 
 use crate::{Result, refused};
@@ -120,7 +120,7 @@ impl Terms {
         if let Some(replicas) = mesh.replicas.as_ref().filter(|_| replica > 0) {
             replicas.recv(&sums, replica - 1, &label)?.wait()?;
         }
-        let options = ReduceOptions { accumulate: !first || replica > 0, ..ReduceOptions::default() };
+        let options = ReduceConfig { accumulate: !first || replica > 0, ..ReduceConfig::default() };
         mesh.shard.reduce_scatter(&gradients, division, &sums, options, &label)?.wait()?;
         let Some(replicas) = &mesh.replicas else { return Ok(Vec::new()) };
         if replica == last {
@@ -133,7 +133,7 @@ impl Terms {
     fn reduce_native(self, mesh: &Mesh) -> runtime::Result<()> {
         let Self { gradients, division, mut sums, first, label } = self;
         let _no_grad = tch::no_grad_guard();
-        let options = ReduceOptions { order: Order::Native, ..ReduceOptions::default() };
+        let options = ReduceConfig { order: Order::Native, ..ReduceConfig::default() };
         let padded = Division { elements: gradients.numel() as i64, ..division };
         let shard = Tensor::f_empty([division.per_rank], (gradients.kind(), Device::Cpu))?;
         mesh.shard.reduce_scatter(&gradients, padded, &shard, options, &label)?.wait()?;

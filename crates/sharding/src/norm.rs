@@ -3,7 +3,7 @@
 //! ‖g‖² = Σ over blocks of Σ over a block's elements of g², both in f64 and in order. A block's sum is one rank's, so the result
 //! depends neither on the number of ranks nor on vector width.
 
-use runtime::collectives::{Group, ReduceOptions};
+use runtime::collectives::{Group, ReduceConfig};
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
@@ -74,7 +74,7 @@ pub(crate) fn global_norm(group: &Group, buckets: &[(usize, Vec<f64>, usize)]) -
     }
     let all = Tensor::f_from_slice(&all)?.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?;
     // Zeros on all ranks but one: exact.
-    group.all_reduce(&all, ReduceOptions::default(), "gradient norm")?;
+    group.all_reduce(&all, ReduceConfig::default(), "gradient norm")?;
     Ok(Vec::<f64>::try_from(all)?.iter().sum::<f64>().sqrt())
 }
 

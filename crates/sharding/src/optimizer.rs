@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use runtime::autograd::GradientHook;
-use runtime::collectives::{Group as Ranks, ReduceOp, ReduceOptions};
+use runtime::collectives::{Group as Ranks, ReduceConfig, ReduceOp};
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 use training::checkpoint::LazyTensor;
@@ -28,7 +28,7 @@ use crate::round::{Round, hooks, label};
 use crate::shards::bytes;
 use crate::{Result, refused};
 use part::{Part, inner_groups, parts};
-pub use settings::{Options, Stage};
+pub use settings::{ShardingConfig, Stage};
 
 /// The value that a rank sends in place of its count of gradients if one is not finite.
 const NON_FINITE: i64 = 2;
@@ -37,7 +37,7 @@ const NON_FINITE: i64 = 2;
 #[derive(Debug)]
 pub struct ShardedOptimizer {
     mesh: Mesh,
-    options: Options,
+    options: ShardingConfig,
     groups: Vec<Group>,
     names: Vec<String>,
     /// This rank's parts of the parameters, in order, and which they are; parameters without a part are left out.
@@ -62,7 +62,7 @@ impl ShardedOptimizer {
         rule: impl Rule + 'static,
         groups: Vec<Group>,
         ranks: impl Into<Mesh>,
-        options: Options,
+        options: ShardingConfig,
     ) -> Result<Self> {
         Self::boxed(Box::new(rule), groups, ranks, options)
     }
@@ -75,7 +75,7 @@ impl ShardedOptimizer {
         rule: Box<dyn Rule>,
         groups: Vec<Group>,
         ranks: impl Into<Mesh>,
-        options: Options,
+        options: ShardingConfig,
     ) -> Result<Self> {
         let mesh = ranks.into();
         options.check(&mesh)?;
@@ -150,7 +150,7 @@ impl ShardedOptimizer {
     }
 
     /// Returns the options.
-    pub fn options(&self) -> &Options {
+    pub fn options(&self) -> &ShardingConfig {
         &self.options
     }
 
@@ -176,7 +176,7 @@ impl ShardedOptimizer {
         // In the same numbers, so that it takes no message of its own.
         flags.iter_mut().take(usize::from(non_finite)).for_each(|first| *first = NON_FINITE);
         let all = Tensor::f_from_slice(&flags)?;
-        let options = ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() };
+        let options = ReduceConfig { op: ReduceOp::Max, ..ReduceConfig::default() };
         self.mesh.world.all_reduce(&all, options, "parameters with a gradient")?;
         let all = Vec::<i64>::try_from(all)?;
         Ok((all.iter().map(|seen| *seen != 0).collect(), all.contains(&NON_FINITE)))
@@ -314,7 +314,7 @@ impl Optimizer for ShardedOptimizer {
         let overflow = match found_inf {
             Some(flag) => {
                 let flag = flag.f_reshape([1])?.f_to_kind(Kind::Float)?.f_contiguous()?;
-                let options = ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() };
+                let options = ReduceConfig { op: ReduceOp::Max, ..ReduceConfig::default() };
                 self.mesh.world.all_reduce(&flag, options, "overflow")?;
                 flag.f_double_value(&[0])? != 0.0
             }

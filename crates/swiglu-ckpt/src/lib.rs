@@ -17,13 +17,14 @@
 //!
 //! ```
 //! use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
-//! use tch::{Kind, Tensor, kind};
+//! use swiglu_ckpt::runtime::autograd::backward;
+//! use swiglu_ckpt::tch::{Kind, Tensor, kind};
 //!
 //! let config = SwigluConfig { level: CheckpointLevel::InputOnly, ..SwigluConfig::new(512, 2048) };
 //! let mlp = SwigluMlp::new(&config)?;
 //! let x = Tensor::randn([2, 16, 512], kind::FLOAT_CPU).set_requires_grad(true);
 //! let y = mlp.forward(&x)?;
-//! runtime::autograd::backward(&[&y.sum(Kind::Float)])?;
+//! backward(&[&y.sum(Kind::Float)])?;
 //! assert_eq!(x.grad().size(), [2, 16, 512]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -45,3 +46,6 @@ pub use gelu::feed_forward;
 pub use install::RecomputedMlp;
 pub use level::CheckpointLevel;
 pub use mlp::{GateUpStorage, SwigluConfig, SwigluMlp};
+
+// For its callers, who then depend on this crate alone.
+pub use {models, runtime, tch};

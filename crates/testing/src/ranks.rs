@@ -7,14 +7,14 @@
 //! ([`Group::of_ranks`](runtime::collectives::Group::of_ranks)).
 //!
 //! ```no_run
-//! use runtime::collectives::{Group, GroupOptions, Store};
+//! use runtime::collectives::{Group, GroupConfig, Store};
 //! use testing::ranks::{self, Ranks};
 //!
 //! // #[test]
 //! fn a_rank() {
 //!     ranks::rank(|steps: usize, launch| {
 //!         let store = Store::connect(launch, ranks::LIMIT).unwrap();
-//!         let group = Group::new(&store, "world", GroupOptions::default()).unwrap();
+//!         let group = Group::new(&store, "world", GroupConfig::default()).unwrap();
 //!         for step in 0..steps {
 //!             println!("step {step} of rank {}", group.rank());
 //!         }
@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use runtime::collectives::Launch;
-use runtime::collectives::ranks::{Progress, Ranks as Processes, RanksOptions, ending};
+use runtime::collectives::ranks::{Progress, Ranks as Processes, RanksConfig, ending};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -103,7 +103,7 @@ impl<'a> Ranks<'a> {
         let line = move |rank: usize, _, line: &str| {
             written.lock().unwrap_or_else(PoisonError::into_inner)[rank].push(line.to_owned());
         };
-        let options = RanksOptions { ranks: self.count, ..RanksOptions::default() };
+        let options = RanksConfig { ranks: self.count, ..RanksConfig::default() };
         let mut processes = Processes::start(&options, command, line).expect("processes");
         let (until, mut problem) = (Instant::now() + LIMIT, String::new());
         while !processes.have_ended() && problem.is_empty() {

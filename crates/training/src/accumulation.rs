@@ -56,7 +56,7 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
     let (all, length) = batch.tokens.size2()?;
     let part = |first: i64| -> Result<Batch> {
         let count = rows.min(all - first);
-        let of = |tensor: &Tensor| tensor.f_narrow(0, first, count);
+        let rows = |tensor: &Tensor| tensor.f_narrow(0, first, count);
         let packing = match &batch.packing {
             None => None,
             Some(packing) => {
@@ -65,8 +65,8 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
                 let starts: Vec<i32> = inside.map(|start| start - begin).collect();
                 let before = packing.starts.iter().filter(|start| **start < begin).count() as i64;
                 Some(Packing {
-                    positions: of(&packing.positions)?,
-                    document_ids: of(&packing.document_ids)?.try_sub_scalar(before)?,
+                    positions: rows(&packing.positions)?,
+                    document_ids: rows(&packing.document_ids)?.try_sub_scalar(before)?,
                     cu_seqlens: Tensor::f_from_slice(&starts)?.f_to_device(batch.tokens.device())?,
                     longest: starts.windows(2).map(|ends| i64::from(ends[1] - ends[0])).max().unwrap_or(0),
                     starts,
@@ -76,7 +76,7 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
         // The counts stay with the step; the targets of a part are at most these.
         let positions = usize::try_from(count * length).unwrap_or(usize::MAX);
         let counts = Counts { targets: batch.counts.targets.min(positions), ..Counts::default() };
-        Ok(Batch { tokens: of(&batch.tokens)?, labels: of(&batch.labels)?, packing, counts })
+        Ok(Batch { tokens: rows(&batch.tokens)?, labels: rows(&batch.labels)?, packing, counts })
     };
     (0..all).step_by(rows as usize).map(part).collect()
 }

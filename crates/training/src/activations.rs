@@ -80,8 +80,8 @@ pub fn every_kth(layers: usize, k: usize, plan: LayerPlan) -> Result<Vec<LayerPl
             "every 0th layer; expected 1 for every layer, 2 for every second, …",
         ));
     }
-    let of = |layer| if layer % k == 0 && layer + 1 < layers { plan } else { LayerPlan::KeepAll };
-    Ok((0..layers).map(of).collect())
+    let plan_of = |layer| if layer % k == 0 && layer + 1 < layers { plan } else { LayerPlan::KeepAll };
+    Ok((0..layers).map(plan_of).collect())
 }
 
 const WHAT: &str = "activation plan";

@@ -54,12 +54,14 @@ impl Findings {
 
     /// The error of a step that is neither skipped nor taken; `culprit` is a parameter whose gradient is not finite.
     pub fn error(&self, culprit: Option<&str>) -> Error {
-        let of = culprit.map_or_else(String::new, |name| format!(" (of `{name}` first)"));
+        let culprit_name = culprit.map_or_else(String::new, |name| format!(" (of `{name}` first)"));
         match *self {
             Self { norm: Some(norm), .. } if !norm.is_finite() => {
-                not_finite(&format!("the gradients' norm is {norm}{of}"))
+                not_finite(&format!("the gradients' norm is {norm}{culprit_name}"))
             }
-            Self { non_finite: true, .. } => not_finite(&format!("a gradient is infinite or NaN{of}")),
+            Self { non_finite: true, .. } => {
+                not_finite(&format!("a gradient is infinite or NaN{culprit_name}"))
+            }
             Self { loss, .. } => not_finite(&format!("the loss is {}", loss.unwrap_or(f64::NAN))),
         }
     }

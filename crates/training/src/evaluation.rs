@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use models::module::LanguageModel;
-use runtime::collectives::{Group, ReduceOptions};
+use runtime::collectives::{Group, ReduceConfig};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -88,7 +88,7 @@ pub fn evaluate_over(
     let sums = Tensor::f_stack(&sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
     if let Some(group) = ranks {
         // Zeros on all ranks but one: exact.
-        group.all_reduce(&sums, ReduceOptions::default(), "evaluation")?;
+        group.all_reduce(&sums, ReduceConfig::default(), "evaluation")?;
     }
     // One after the other, in the order of the batches.
     let values = runtime::ops::read(&sums.f_reshape([-1])?)?;

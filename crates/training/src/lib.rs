@@ -13,7 +13,7 @@
 //! use tch::{Device, Kind};
 //! use training::batches::Synthetic;
 //! use training::optimizer::{AdamW, DeviceOptimizer, Group};
-//! use training::trainer::{StopReason, Options, Trainer};
+//! use training::trainer::{StopReason, TrainerConfig, Trainer};
 //!
 //! runtime::random::seed(1)?;
 //! let config = Gpt2LikeConfig {
@@ -22,7 +22,7 @@
 //! };
 //! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
 //! let optimizer = DeviceOptimizer::new(AdamW::default(), Group::by_dimension(module::trainable(&model), 3e-3, 0.1))?;
-//! let options = Options { steps: 20, clip: Some(1.0), ..Options::default() };
+//! let options = TrainerConfig { steps: 20, clip: Some(1.0), ..TrainerConfig::default() };
 //! let mut data = Synthetic {
 //!     seed: 1, vocabulary: 32, rows: 8, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
 //! };
@@ -59,4 +59,4 @@ pub use error::{Error, Result};
 pub use loader_batches::LoaderBatches;
 pub use optimizer::{DeviceOptimizer, Optimizer};
 pub use schedule::LrSchedule;
-pub use trainer::Trainer;
+pub use trainer::{Trainer, TrainerConfig};

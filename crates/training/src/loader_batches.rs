@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dataloading::loader::{Loader, LoaderOptions, LoaderState, LoaderStats};
+use dataloading::loader::{Loader, LoaderConfig, LoaderState, LoaderStats};
 use dataloading::{Batch, BatchSource};
 use serde_json::Value;
 
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct LoaderBatches {
     source: Source,
-    options: LoaderOptions,
+    options: LoaderConfig,
     loader: Loader,
 }
 
@@ -30,7 +30,7 @@ impl LoaderBatches {
     ///
     /// # Errors
     /// Errors of [`Loader::new`].
-    pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
+    pub fn new(source: Arc<dyn BatchSource>, options: &LoaderConfig) -> Result<Self> {
         let loader = Loader::new(source.clone(), options)?;
         Ok(Self { source: Source(source), options: *options, loader })
     }

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use dataloading::fingerprint::Fingerprint;
 use dataloading::packing::{Algorithm, Assignment, LongDocuments};
 use dataloading::permutation::Permutation;
-use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, PackingOptions, PackingPlan};
+use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, PackingConfig, PackingPlan};
 use models::Documents;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
@@ -358,7 +358,7 @@ fn packed(rows: &MaskedRows, capacity: usize) -> Result<Assignment> {
         }
         lengths.push(positions as u32);
     }
-    let options = PackingOptions { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
+    let options = PackingConfig { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
     Ok(PackingPlan::new(&lengths, &options)?.assignment())
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use models::module::trainable;
-use runtime::profile::{Trace, TraceOptions};
+use runtime::profile::{Trace, TraceConfig};
 
 use crate::batches::Batches;
 use crate::error::Result;
@@ -66,7 +66,7 @@ fn record(
     path: &Path,
 ) -> Result<StopReason> {
     let cuda = trainable(trainer.model.as_ref()).iter().any(|(_, tensor)| tensor.device().is_cuda());
-    let trace = Trace::start(TraceOptions { cuda, shapes: true, memory: true })?;
+    let trace = Trace::start(TraceConfig { cuda, shapes: true, memory: true })?;
     let ended = trainer.advance(until, train, validation)?;
     trace.save(path)?;
     Ok(ended)

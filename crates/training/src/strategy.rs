@@ -4,9 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
-use dataloading::packing::PackingOptions;
-use dataloading::{BalancedOptions, BatchOptions, BatchSize, BatchSource, Samples};
+use dataloading::datasets::{BaseDataset, PackedConfig, PackedDataset, SequencedDataset, StandardDataset};
+use dataloading::packing::PackingConfig;
+use dataloading::{BalancedConfig, BatchConfig, BatchSize, BatchSource, Samples};
 
 use crate::error::{Error, Result};
 
@@ -44,23 +44,23 @@ impl Strategy {
     ///
     /// # Errors
     /// Samples without tokens, a batch size of 0.
-    pub fn source(self, samples: Arc<dyn Samples>, options: &BatchOptions) -> Result<Arc<dyn BatchSource>> {
-        let &BatchOptions { batch_size, max_length, pad, seed, .. } = options;
+    pub fn source(self, samples: Arc<dyn Samples>, options: &BatchConfig) -> Result<Arc<dyn BatchSource>> {
+        let &BatchConfig { batch_size, max_length, pad, seed, .. } = options;
         Ok(match self {
             Self::Base => Arc::new(BaseDataset::new(samples, options)?),
             Self::Standard => Arc::new(StandardDataset::new(samples, options)?),
             Self::Balanced { k } => {
                 let batch_size = BatchSize::Samples(batch_size);
-                let balanced = BalancedOptions { batch_size, k, max_length, seed, ..Default::default() };
+                let balanced = BalancedConfig { batch_size, k, max_length, seed, ..Default::default() };
                 Arc::new(StandardDataset::balanced(samples, &balanced, pad)?)
             }
             Self::Sequenced => Arc::new(SequencedDataset::new(samples, options, None)?),
             Self::Packed => {
-                let plan = PackingOptions { capacity: max_length, ..Default::default() };
+                let plan = PackingConfig { capacity: max_length, ..Default::default() };
                 let rows = packed_rows(&samples, batch_size, max_length);
                 Arc::new(PackedDataset::new(
                     samples,
-                    &PackedOptions { rows, plan, pad, seed, ..Default::default() },
+                    &PackedConfig { rows, plan, pad, seed, ..Default::default() },
                 )?)
             }
         })

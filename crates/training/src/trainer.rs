@@ -48,7 +48,7 @@ use failed_step::BeforeStep;
 use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
-pub use options::{FailedCheckpoint, Options};
+pub use options::{FailedCheckpoint, TrainerConfig};
 use ranks::Owner;
 pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
@@ -66,7 +66,7 @@ pub enum StopReason {
     OutOfData,
     /// [`Trainer::stop`] was set.
     Interrupted,
-    /// [`Options::patience`] evaluations in a row were not better than the best.
+    /// [`TrainerConfig::patience`] evaluations in a row were not better than the best.
     StoppedEarly,
 }
 
@@ -103,8 +103,8 @@ pub struct Trainer {
     pub cheaper_plans: Option<CheaperPlans>,
     /// Set from outside to end the training after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
-    /// Options. May be changed between runs.
-    pub options: Options,
+    /// The configuration. May be changed between runs.
+    pub options: TrainerConfig,
     step: u64,
     saved: Option<u64>,
     watch: DivergenceMonitor,
@@ -112,7 +112,7 @@ pub struct Trainer {
     best_so_far: Option<Best>,
     pending: Vec<Pending>,
     last: Instant,
-    /// When a checkpoint was last due by [`Options::checkpoint_interval`].
+    /// When a checkpoint was last due by [`TrainerConfig::checkpoint_interval`].
     saved_at: Instant,
     /// Fingerprint of frozen parameters that checkpoints leave out, once computed.
     fingerprint: Fingerprint,
@@ -130,7 +130,7 @@ impl Trainer {
     pub fn new(
         model: Box<dyn LanguageModel>,
         optimizer: Box<dyn Optimizer>,
-        options: Options,
+        options: TrainerConfig,
     ) -> Result<Self> {
         options.check()?;
         Ok(Self {

@@ -68,7 +68,12 @@ fn crate_readme(name: &str, description: &str, front_page: Option<&str>, others:
         );
     };
     let example = example(front_page).unwrap_or_default();
-    let used = |krate: &str| krate == name || example.contains(&format!("{}::", krate.replace('-', "_")));
+    // A path through another crate, such as `lora::runtime::autograd`, needs no dependency on its second part.
+    let begins = |at: usize| !example[..at].ends_with(|c: char| c.is_alphanumeric() || "_:".contains(c));
+    let used = |krate: &str| {
+        let path = format!("{}::", krate.replace('-', "_"));
+        krate == name || example.match_indices(&path).any(|(at, _)| begins(at))
+    };
     let mut dependencies: String = others
         .iter()
         .filter(|krate| used(krate))

@@ -12,13 +12,13 @@
 //! each loads the checkpoint of the other.
 //!
 //! ```
-//! use amp::{DeviceScaler, DynamicOptions, DynamicRule};
+//! use amp::{DeviceScaler, DynamicScalerConfig, DynamicRule};
 //! use tch::{Device, Kind, Tensor};
 //! use training::optimizer::{AdamW, Group, DeviceOptimizer};
 //!
 //! let w = Tensor::from_slice(&[3.0f32]).set_requires_grad(true);
 //! let mut adam = DeviceOptimizer::new(AdamW::default(), vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])?;
-//! let mut scaler = DeviceScaler::new(DynamicRule::new(DynamicOptions::default())?, Device::Cpu)?;
+//! let mut scaler = DeviceScaler::new(DynamicRule::new(DynamicScalerConfig::default())?, Device::Cpu)?;
 //!
 //! let loss = w.square().sum(Kind::Float) * f64::INFINITY;
 //! runtime::autograd::backward(&[&scaler.scale(&loss)?])?;

@@ -24,7 +24,7 @@ use crate::error::{Error, Result, foreign_state, option};
 /// Options of a dynamic scale, under the names of `torch.amp.GradScaler` and Megatron-LM.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct DynamicOptions {
+pub struct DynamicScalerConfig {
     /// Initial scale.
     #[serde(alias = "initial")]
     pub init_scale: f32,
@@ -47,7 +47,7 @@ pub struct DynamicOptions {
     pub hysteresis: u32,
 }
 
-impl Default for DynamicOptions {
+impl Default for DynamicScalerConfig {
     /// PyTorch's defaults; the bounds are the smallest and the largest normal fp32 numbers.
     fn default() -> Self {
         Self {
@@ -62,7 +62,7 @@ impl Default for DynamicOptions {
     }
 }
 
-impl DynamicOptions {
+impl DynamicScalerConfig {
     /// Checks that every option is within its range.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |name, value: f64, expected| Err(option(name, value, expected));
@@ -111,12 +111,12 @@ pub struct DynamicScale {
 
 impl DynamicScale {
     /// Returns the initial state.
-    pub fn new(options: &DynamicOptions) -> Self {
+    pub fn new(options: &DynamicScalerConfig) -> Self {
         Self { scale: options.init_scale, growth_tracker: 0, hysteresis_tracker: options.hysteresis }
     }
 
     /// Updates the scale after a step.
-    pub fn update(&mut self, overflow: bool, options: &DynamicOptions) {
+    pub fn update(&mut self, overflow: bool, options: &DynamicScalerConfig) {
         if overflow {
             self.growth_tracker = 0;
             self.hysteresis_tracker = self.hysteresis_tracker.saturating_sub(1);
@@ -147,7 +147,7 @@ const PATIENCE: u32 = 50;
 /// The rule of [`DynamicGradScaler`](super::DynamicGradScaler): options and state.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicRule {
-    options: DynamicOptions,
+    options: DynamicScalerConfig,
     current: DynamicScale,
     /// Steps skipped in a row.
     skipped: u32,
@@ -158,7 +158,7 @@ pub struct DynamicRule {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct State {
-    options: DynamicOptions,
+    options: DynamicScalerConfig,
     #[serde(alias = "now")]
     current: DynamicScale,
     skipped: u32,
@@ -171,7 +171,7 @@ impl DynamicRule {
     ///
     /// # Errors
     /// An option outside its range.
-    pub fn new(options: DynamicOptions) -> Result<Self> {
+    pub fn new(options: DynamicScalerConfig) -> Result<Self> {
         options.check()?;
         Ok(Self { options, current: DynamicScale::new(&options), skipped: 0, at_min_scale: 0 })
     }
@@ -182,7 +182,7 @@ impl DynamicRule {
     }
 
     /// Returns the options.
-    pub fn options(&self) -> &DynamicOptions {
+    pub fn options(&self) -> &DynamicScalerConfig {
         &self.options
     }
 
@@ -253,7 +253,7 @@ impl DeviceRule for DynamicRule {
 
     /// [`DynamicScale::update`] without a branch: computes both outcomes and selects one by the flag.
     fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor> {
-        let DynamicOptions {
+        let DynamicScalerConfig {
             growth_factor,
             backoff_factor,
             growth_interval,
@@ -297,7 +297,7 @@ impl DeviceRule for DynamicRule {
     }
 
     fn update_by_kernel(&self, state: &Tensor, found_inf: &Tensor) -> Result<Option<Updated>> {
-        let DynamicOptions {
+        let DynamicScalerConfig {
             growth_factor,
             backoff_factor,
             growth_interval,

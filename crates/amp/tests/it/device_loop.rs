@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler, StaticRule};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler, StaticRule};
 use models::module::{tensors, trainable};
 use models::state_dict::state_dict;
 use models::{Gpt2Like, Gpt2LikeConfig};
@@ -15,7 +15,7 @@ use training::clip::NonFinite;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Sgd};
 use training::scaler::GradScaler;
-use training::trainer::{Options, Trainer};
+use training::trainer::{Trainer, TrainerConfig};
 
 #[derive(Clone, Default)]
 struct Notes(Arc<Mutex<Vec<StepRecord>>>);
@@ -70,7 +70,7 @@ fn model() -> Gpt2Like {
     model
 }
 
-fn trainer(options: &Options, frozen: bool, scaler: Box<dyn GradScaler>) -> (Trainer, Notes) {
+fn trainer(options: &TrainerConfig, frozen: bool, scaler: Box<dyn GradScaler>) -> (Trainer, Notes) {
     let model = model();
     let mut optimizer =
         DeviceOptimizer::new(AdamW::default(), Group::by_dimension(trainable(&model), 3e-3, 0.1)).unwrap();
@@ -84,7 +84,7 @@ fn trainer(options: &Options, frozen: bool, scaler: Box<dyn GradScaler>) -> (Tra
 }
 
 /// The scale starts too high and grows soon: some later steps are skipped too.
-const DYNAMIC: DynamicOptions = DynamicOptions {
+const DYNAMIC: DynamicScalerConfig = DynamicScalerConfig {
     init_scale: 1.8e16,
     growth_factor: 64.0,
     backoff_factor: 0.0625,
@@ -108,20 +108,24 @@ fn everything(trainer: &Trainer) -> Vec<(String, Tensor)> {
 
 #[test]
 fn host_and_device_scalers_train_alike() {
-    let plain = Options { steps: 24, log_every: 5, ..Options::default() };
+    let plain = TrainerConfig { steps: 24, log_every: 5, ..TrainerConfig::default() };
     for (name, options, frozen) in [
         ("plain", plain.clone(), false),
-        ("micro-batches", Options { accumulation: 3, ..plain.clone() }, false),
-        ("clipped", Options { clip: Some(0.05), accumulation: 2, ..plain.clone() }, false),
+        ("micro-batches", TrainerConfig { accumulation: 3, ..plain.clone() }, false),
+        ("clipped", TrainerConfig { clip: Some(0.05), accumulation: 2, ..plain.clone() }, false),
         (
             "clipped, and anything goes",
-            Options { clip: Some(0.05), non_finite: NonFinite::Ignore, ..plain.clone() },
+            TrainerConfig { clip: Some(0.05), non_finite: NonFinite::Ignore, ..plain.clone() },
             false,
         ),
-        ("clipped loosely", Options { clip: Some(1e6), non_finite: NonFinite::Fail, ..plain.clone() }, false),
+        (
+            "clipped loosely",
+            TrainerConfig { clip: Some(1e6), non_finite: NonFinite::Fail, ..plain.clone() },
+            false,
+        ),
         (
             "a frozen group",
-            Options { clip: Some(0.5), accumulation: 2, accuracy: true, ..plain.clone() },
+            TrainerConfig { clip: Some(0.5), accumulation: 2, accuracy: true, ..plain.clone() },
             true,
         ),
     ] {
@@ -150,7 +154,13 @@ fn host_and_device_scalers_train_alike() {
 
 #[test]
 fn host_and_device_scalers_load_each_others_checkpoints() {
-    let options = Options { steps: 16, accumulation: 2, clip: Some(0.5), log_every: 7, ..Options::default() };
+    let options = TrainerConfig {
+        steps: 16,
+        accumulation: 2,
+        clip: Some(0.5),
+        log_every: 7,
+        ..TrainerConfig::default()
+    };
     let (mut whole, whole_notes) = trainer(&options, false, Box::new(dynamic()));
     whole.run(&mut data(), None).unwrap();
     let sides = [|| Box::new(dynamic()) as Box<dyn GradScaler>, on_device];
@@ -159,7 +169,8 @@ fn host_and_device_scalers_load_each_others_checkpoints() {
         let open = || Some(Checkpoints::open(folder.path(), 1).unwrap());
         {
             // Steps were skipped before, and the growth tracker is in the middle of an interval.
-            let (mut begun, _) = trainer(&Options { steps: 8, ..options.clone() }, false, sides[first]());
+            let (mut begun, _) =
+                trainer(&TrainerConfig { steps: 8, ..options.clone() }, false, sides[first]());
             begun.checkpoints = open();
             begun.run(&mut data(), None).unwrap();
         }
@@ -179,7 +190,7 @@ fn errors_appear_at_the_read_and_weights_are_unchanged() {
     // A static scale at which every step overflows.
     let patient = StaticRule::new(1e30).unwrap().with_patience(3);
     let scaler = amp::DeviceScaler::new(patient, Device::Cpu).unwrap();
-    let options = Options { steps: 40, log_every: 10, ..Options::default() };
+    let options = TrainerConfig { steps: 40, log_every: 10, ..TrainerConfig::default() };
     let (mut trainer, notes) = trainer(&options, false, Box::new(scaler));
     let before: Vec<Tensor> =
         tensors(trainer.model.as_ref()).iter().map(|n| n.tensor.detach().copy()).collect();
@@ -200,7 +211,7 @@ fn errors_appear_at_the_read_and_weights_are_unchanged() {
 fn an_optimizer_that_cannot_skip_on_the_device_is_an_error() {
     let model = model();
     let optimizer = DeviceOptimizer::new(Sgd, vec![Group::new(trainable(&model), 0.1)]).unwrap();
-    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), Options::default()).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), TrainerConfig::default()).unwrap();
     trainer.scaler = Box::new(StaticGradScaler::new(8.0).unwrap().on_device(Device::Cpu).unwrap());
     let error = trainer.run(&mut data(), None).unwrap_err().to_string();
     assert!(error.contains("sgd has no fused kernel"), "{error}");

@@ -1,7 +1,7 @@
 //! `DeviceScaler`: the same bits as on the host, skipped steps change nothing, and no host read.
 
 use amp::{
-    DeviceRule, DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, Error, ScaleRule,
+    DeviceRule, DeviceScaler, DynamicGradScaler, DynamicRule, DynamicScalerConfig, Error, ScaleRule,
     StaticGradScaler, StaticRule,
 };
 use expect_test::expect;
@@ -29,12 +29,12 @@ fn state_vector(rule: &impl DeviceRule) -> Tensor {
     Tensor::from_slice(&rule.state_vector())
 }
 
-fn options() -> impl Strategy<Value = DynamicOptions> {
+fn options() -> impl Strategy<Value = DynamicScalerConfig> {
     let factors = (1.01f64..9.0, 0.05f64..0.99, 1u32..5, 1u32..4);
     (-20i32..120, factors, 0i32..6, 0i32..6).prop_map(
         |(exponent, (growth_factor, backoff_factor, growth_interval, hysteresis), below, above)| {
             let init_scale = 2f32.powi(exponent) * 1.1;
-            DynamicOptions {
+            DynamicScalerConfig {
                 init_scale,
                 growth_factor,
                 backoff_factor,
@@ -87,7 +87,7 @@ proptest! {
         growth_interval in 1u32..5,
     ) {
         let init_scale = 2f32.powi(exponent);
-        let options = DynamicOptions { init_scale, growth_factor, backoff_factor, growth_interval, ..DynamicOptions::default() };
+        let options = DynamicScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, ..DynamicScalerConfig::default() };
         let rule = DynamicRule::new(options).unwrap();
         let mut ours = state_vector(&rule);
         let (scale, growth_tracker) = (Tensor::from_slice(&[init_scale]), Tensor::from_slice(&[0i32]));
@@ -155,7 +155,7 @@ fn a_skipped_step_has_no_effect() {
         let mut optimizer =
             optimizer(parameters.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect());
         let mut scaler =
-            DynamicGradScaler::new(DynamicOptions::default()).unwrap().on_device(Device::Cpu).unwrap();
+            DynamicGradScaler::new(DynamicScalerConfig::default()).unwrap().on_device(Device::Cpu).unwrap();
         let mut scale = 65536.0;
         let mut take = |step: u64, bad: bool, optimizer: &mut DeviceOptimizer| {
             backward(&parameters, step, scale, bad);
@@ -185,7 +185,7 @@ fn a_skipped_step_has_no_effect() {
 #[test]
 fn host_and_device_decisions_give_the_same_bits() {
     let bad = |step: u64| [3, 4, 9, 15].contains(&step);
-    let dynamic = DynamicOptions { growth_interval: 3, hysteresis: 2, ..DynamicOptions::default() };
+    let dynamic = DynamicScalerConfig { growth_interval: 3, hysteresis: 2, ..DynamicScalerConfig::default() };
     for (name, kind, optimizer) in optimizers() {
         let [host, device] = [0, 1].map(|_| leaves(7, 5, kind));
         let owned = |p: &[(String, Tensor)]| p.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect();
@@ -231,12 +231,12 @@ fn on_cuda_the_scale_matches_the_host_scale() {
     let device = runtime::device::select("cuda").unwrap();
     let flags = [0.0, f32::NAN, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0];
     for (hysteresis, growth_interval, max_scale) in [(1, 2, f32::MAX), (2, 3, 70_000.0), (3, 1, 1e6)] {
-        let options = DynamicOptions {
+        let options = DynamicScalerConfig {
             hysteresis,
             growth_interval,
             max_scale,
             min_scale: 20_000.0,
-            ..DynamicOptions::default()
+            ..DynamicScalerConfig::default()
         };
         let mut host = DynamicRule::new(options).unwrap();
         let mut scaler = DeviceScaler::new(host, device).unwrap();
@@ -282,7 +282,7 @@ fn only_the_overflowing_optimizer_of_several_skips() {
         DeviceOptimizer::new(Adam::default(), vec![Group::new(owned, 0.1)]).unwrap()
     });
     let mut scaler =
-        DynamicGradScaler::new(DynamicOptions::default()).unwrap().on_device(Device::Cpu).unwrap();
+        DynamicGradScaler::new(DynamicScalerConfig::default()).unwrap().on_device(Device::Cpu).unwrap();
     backward(&parameters[0], 1, 65536.0, false);
     backward(&parameters[1], 2, 65536.0, true);
     let before = parameters.each_ref().map(|p| bits(&p[0].1));

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use amp::{DynamicGradScaler, DynamicOptions};
+use amp::{DynamicGradScaler, DynamicScalerConfig};
 use serde::Deserialize;
 use tch::{Kind, Tensor};
 use training::optimizer::{DeviceOptimizer, Group, Sgd};
@@ -24,9 +24,9 @@ struct Config {
 }
 
 impl Config {
-    fn options(&self) -> DynamicOptions {
-        let default = DynamicOptions::default();
-        DynamicOptions {
+    fn options(&self) -> DynamicScalerConfig {
+        let default = DynamicScalerConfig::default();
+        DynamicScalerConfig {
             init_scale: self.init_scale.map_or(default.init_scale, |scale| scale as f32),
             growth_factor: self.growth_factor.unwrap_or(default.growth_factor),
             backoff_factor: self.backoff_factor.unwrap_or(default.backoff_factor),
@@ -70,7 +70,7 @@ fn fixtures_scale_and_tracker_match_pytorch_bit_for_bit() {
             // A scaler restored from its state continues the sequence.
             if step % 7 == 3 {
                 let state = scaler.state().to_string();
-                scaler = DynamicGradScaler::new(DynamicOptions::default()).unwrap();
+                scaler = DynamicGradScaler::new(DynamicScalerConfig::default()).unwrap();
                 scaler.load_state(&serde_json::from_str(&state).unwrap()).unwrap();
             }
         }

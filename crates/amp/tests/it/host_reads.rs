@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use amp::{Autocast, DynamicGradScaler, DynamicOptions};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig};
 use models::module::trainable;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::profile::{Counter, Trace};
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
-use training::trainer::{Options, Trainer};
+use training::trainer::{Trainer, TrainerConfig};
 
 /// libtorch's operators that read a value on the host; `item` calls `_local_scalar_dense`.
 const ATEN: [&str; 3] = ["aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"];
@@ -69,7 +69,7 @@ fn by_hand(folder: &Path, count: i64) {
             runtime::autograd::set_grad(w, Some(&w.detach().full_like(grad))).unwrap();
         }
     };
-    let make = || DynamicGradScaler::new(DynamicOptions::default()).unwrap();
+    let make = || DynamicGradScaler::new(DynamicScalerConfig::default()).unwrap();
     let (mut host, mut device) = (make(), make().on_device(Device::Cpu).unwrap());
     let loss = Tensor::from(1f32);
     for bad in [false, true, false] {
@@ -114,8 +114,13 @@ fn trainer(scaler: Box<dyn GradScaler>, width: i64) -> Trainer {
     let model = Gpt2Like::new(&config, kind::FLOAT_CPU).unwrap();
     let optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)]).unwrap();
-    let options =
-        Options { steps: 6, accumulation: 2, clip: Some(1.0), log_every: 100, ..Options::default() };
+    let options = TrainerConfig {
+        steps: 6,
+        accumulation: 2,
+        clip: Some(1.0),
+        log_every: 100,
+        ..TrainerConfig::default()
+    };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.precision = Some(Autocast::new(Kind::Half).unwrap().policy());
     trainer.scaler = scaler;
@@ -135,7 +140,7 @@ fn a_step_synchronises_at_most_once() {
 
     // In the trainer, the losses of all steps and the decisions of the device are read in one copy at the end.
     const STEPS: u64 = 6;
-    let high = DynamicOptions { init_scale: 2f32.powi(40), ..DynamicOptions::default() };
+    let high = DynamicScalerConfig { init_scale: 2f32.powi(40), ..DynamicScalerConfig::default() };
     let scaler = || DynamicGradScaler::new(high).unwrap();
     for (scaler, expected) in [
         (Box::new(scaler()) as Box<dyn GradScaler>, STEPS + 1),

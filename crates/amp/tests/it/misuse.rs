@@ -1,6 +1,6 @@
 //! Calls out of order are errors with a remedy and change nothing, for a scaler on the host and on the device.
 
-use amp::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, Result};
+use amp::{DeviceScaler, DynamicGradScaler, DynamicRule, DynamicScalerConfig, Result};
 use expect_test::{Expect, expect};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, kind};
@@ -16,7 +16,7 @@ enum Either {
 impl Either {
     fn both() -> [Self; 2] {
         let make =
-            || DynamicGradScaler::new(DynamicOptions { init_scale: 8.0, ..Default::default() }).unwrap();
+            || DynamicGradScaler::new(DynamicScalerConfig { init_scale: 8.0, ..Default::default() }).unwrap();
         [Self::Host(make()), Self::Device(make().on_device(Device::Cpu).unwrap())]
     }
 

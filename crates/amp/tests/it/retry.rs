@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use amp::{Autocast, DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, StaticGradScaler};
+use amp::{Autocast, DeviceScaler, DynamicGradScaler, DynamicRule, DynamicScalerConfig, StaticGradScaler};
 use models::module::{tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::precision::{Attention, Policy, Product};
@@ -13,7 +13,7 @@ use training::batches::Synthetic;
 use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
-use training::trainer::{Options, Overflow, Trainer};
+use training::trainer::{Overflow, Trainer, TrainerConfig};
 
 /// Dropout uses the generator of the process, which concurrent tests would share.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -61,7 +61,7 @@ fn run(
         assert!(weight.requires_grad(), "{name}");
     }
     let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&model), 1e-3)])?;
-    let options = Options { steps, accumulation: 2, overflow, ..Options::default() };
+    let options = TrainerConfig { steps, accumulation: 2, overflow, ..TrainerConfig::default() };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options)?;
     trainer.precision = Some(policy);
     trainer.scaler = scaler;
@@ -75,7 +75,7 @@ fn run(
 }
 
 fn dynamic(log2: i32) -> Box<dyn GradScaler> {
-    let options = DynamicOptions { init_scale: 2f32.powi(log2), ..DynamicOptions::default() };
+    let options = DynamicScalerConfig { init_scale: 2f32.powi(log2), ..DynamicScalerConfig::default() };
     Box::new(DynamicGradScaler::new(options).unwrap())
 }
 
@@ -105,7 +105,7 @@ fn a_retried_step_equals_the_step_at_the_right_scale() {
 #[test]
 fn device_decisions_cannot_be_retried() {
     let _alone = ALONE.lock();
-    let rule = DynamicRule::new(DynamicOptions::default()).unwrap();
+    let rule = DynamicRule::new(DynamicScalerConfig::default()).unwrap();
     let scaler = Box::new(DeviceScaler::new(rule, Device::Cpu).unwrap());
     let error = run(1, Overflow::Retry { most: 1 }, fp16(), scaler).err().unwrap().to_string();
     assert!(error.contains("give one that decides on the host"), "{error}");

@@ -1,7 +1,7 @@
 //! Loss scalers: unscaling, several optimizers, and calls out of order.
 
 use amp::{
-    DynamicGradScaler, DynamicOptions, DynamicRule, DynamicScale, Error, ScaleRule, StaticGradScaler,
+    DynamicGradScaler, DynamicRule, DynamicScale, DynamicScalerConfig, Error, ScaleRule, StaticGradScaler,
     StaticRule,
 };
 use proptest::prelude::*;
@@ -32,7 +32,7 @@ fn values(t: &Tensor) -> Vec<f32> {
 }
 
 fn dynamic() -> DynamicGradScaler {
-    DynamicGradScaler::new(DynamicOptions { init_scale: 8.0, ..DynamicOptions::default() }).unwrap()
+    DynamicGradScaler::new(DynamicScalerConfig { init_scale: 8.0, ..DynamicScalerConfig::default() }).unwrap()
 }
 
 #[test]
@@ -121,19 +121,19 @@ fn calls_out_of_order_fail_before_any_change() {
 
 #[test]
 fn invalid_scale_factors_are_refused() {
-    let good = DynamicOptions::default();
+    let good = DynamicScalerConfig::default();
     for (options, name) in [
-        (DynamicOptions { init_scale: 0.0, ..good }, "init_scale"),
-        (DynamicOptions { init_scale: f32::NAN, ..good }, "init_scale"),
-        (DynamicOptions { growth_factor: 1.0, ..good }, "growth_factor"),
-        (DynamicOptions { growth_factor: f64::INFINITY, ..good }, "growth_factor"),
-        (DynamicOptions { backoff_factor: 1.0, ..good }, "backoff_factor"),
-        (DynamicOptions { backoff_factor: 0.0, ..good }, "backoff_factor"),
-        (DynamicOptions { growth_interval: 0, ..good }, "growth_interval"),
-        (DynamicOptions { hysteresis: 0, ..good }, "hysteresis"),
-        (DynamicOptions { min_scale: -1.0, ..good }, "min_scale"),
-        (DynamicOptions { max_scale: 1.0, min_scale: 2.0, ..good }, "max_scale"),
-        (DynamicOptions { init_scale: 4.0, max_scale: 2.0, ..good }, "init_scale"),
+        (DynamicScalerConfig { init_scale: 0.0, ..good }, "init_scale"),
+        (DynamicScalerConfig { init_scale: f32::NAN, ..good }, "init_scale"),
+        (DynamicScalerConfig { growth_factor: 1.0, ..good }, "growth_factor"),
+        (DynamicScalerConfig { growth_factor: f64::INFINITY, ..good }, "growth_factor"),
+        (DynamicScalerConfig { backoff_factor: 1.0, ..good }, "backoff_factor"),
+        (DynamicScalerConfig { backoff_factor: 0.0, ..good }, "backoff_factor"),
+        (DynamicScalerConfig { growth_interval: 0, ..good }, "growth_interval"),
+        (DynamicScalerConfig { hysteresis: 0, ..good }, "hysteresis"),
+        (DynamicScalerConfig { min_scale: -1.0, ..good }, "min_scale"),
+        (DynamicScalerConfig { max_scale: 1.0, min_scale: 2.0, ..good }, "max_scale"),
+        (DynamicScalerConfig { init_scale: 4.0, max_scale: 2.0, ..good }, "init_scale"),
     ] {
         let error = DynamicGradScaler::new(options).unwrap_err();
         assert!(error.is_invalid_argument(), "{name}: {error}");
@@ -172,7 +172,7 @@ fn a_state_with_old_names_loads() {
     }});
     let mut scaler = dynamic();
     scaler.load_state(&former).unwrap();
-    let options = DynamicOptions {
+    let options = DynamicScalerConfig {
         init_scale: 8.0,
         growth_factor: 4.0,
         backoff_factor: 0.25,
@@ -191,7 +191,7 @@ fn a_state_with_old_names_loads() {
 
 #[test]
 fn overflow_at_every_scale_ends_the_run() {
-    let options = DynamicOptions { init_scale: 2.0, min_scale: 1.0, ..DynamicOptions::default() };
+    let options = DynamicScalerConfig { init_scale: 2.0, min_scale: 1.0, ..DynamicScalerConfig::default() };
     let mut rule = DynamicRule::new(options).unwrap();
     let end = (1..100).find_map(|step| rule.update(true).err().map(|error| (step, error))).unwrap();
     let (52, Error::Overflowed(message)) = end else { panic!("{end:?}") };
@@ -212,8 +212,12 @@ fn overflow_at_every_scale_ends_the_run() {
 
 #[test]
 fn hysteresis_tolerates_overflows_until_the_scale_grows() {
-    let options =
-        DynamicOptions { init_scale: 16.0, growth_interval: 2, hysteresis: 2, ..DynamicOptions::default() };
+    let options = DynamicScalerConfig {
+        init_scale: 16.0,
+        growth_interval: 2,
+        hysteresis: 2,
+        ..DynamicScalerConfig::default()
+    };
     let mut scale = DynamicScale::new(&options);
     let seen: Vec<f32> = [true, true, true, false, false, true, true]
         .into_iter()
@@ -238,7 +242,7 @@ proptest! {
         growth_interval in 1u32..5,
     ) {
         let init_scale = 2f32.powi(exponent);
-        let options = DynamicOptions { init_scale, growth_factor, backoff_factor, growth_interval, ..DynamicOptions::default() };
+        let options = DynamicScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, ..DynamicScalerConfig::default() };
         let mut ours = DynamicScale::new(&options);
         let scale = Tensor::from_slice(&[init_scale]);
         let growth_tracker = Tensor::from_slice(&[0i32]);

@@ -1,13 +1,13 @@
 //! Mixed-precision training with `Trainer`.
 
-use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler};
 use models::module::{tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::{GradScaler, NoScaler};
-use training::trainer::{Options, Trainer};
+use training::trainer::{Trainer, TrainerConfig};
 
 fn data(position: u64) -> Synthetic {
     Synthetic {
@@ -42,7 +42,7 @@ fn trainer(steps: u64, dtype: Option<Kind>, scaler: Box<dyn GradScaler>) -> Trai
         }
     }
     let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&model), 3e-3)]).unwrap();
-    let options = Options { steps, accumulation: 2, clip: Some(1.0), ..Options::default() };
+    let options = TrainerConfig { steps, accumulation: 2, clip: Some(1.0), ..TrainerConfig::default() };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.precision = dtype.map(|dtype| Autocast::new(dtype).unwrap().policy());
     trainer.scaler = scaler;
@@ -68,7 +68,7 @@ fn mixed_precision_learns_what_fp32_learns() {
     let (before, full) = run(None, Box::new(NoScaler));
     assert!(full < before - 1.0, "fp32 learned nothing: {before} to {full}");
     // A scale that starts far too high is corrected within a few skipped steps.
-    let high = DynamicOptions { init_scale: 2f32.powi(30), ..DynamicOptions::default() };
+    let high = DynamicScalerConfig { init_scale: 2f32.powi(30), ..DynamicScalerConfig::default() };
     let cases: [(&str, Kind, Box<dyn GradScaler>); 3] = [
         ("bf16", Kind::BFloat16, Box::new(NoScaler)),
         ("fp16, static", Kind::Half, Box::new(StaticGradScaler::new(1024.0).unwrap())),
@@ -85,7 +85,7 @@ fn mixed_precision_learns_what_fp32_learns() {
 
 #[test]
 fn overflowing_steps_are_skipped_and_the_scale_falls() {
-    let options = DynamicOptions { init_scale: 2f32.powi(40), ..DynamicOptions::default() };
+    let options = DynamicScalerConfig { init_scale: 2f32.powi(40), ..DynamicScalerConfig::default() };
     let mut trainer = trainer(30, Some(Kind::Half), Box::new(DynamicGradScaler::new(options).unwrap()));
     let before: Vec<Tensor> =
         tensors(trainer.model.as_ref()).iter().map(|named| named.tensor.detach().copy()).collect();

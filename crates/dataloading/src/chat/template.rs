@@ -27,7 +27,7 @@ const NAME: &str = "chat_template";
 
 /// The variables of a template beside the conversation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct TemplateOptions {
+pub struct TemplateConfig {
     /// `bos_token`, `eos_token` and others, by their name.
     pub special_tokens: Map<String, Json>,
     /// Further variables, such as `enable_thinking`.
@@ -36,7 +36,7 @@ pub struct TemplateOptions {
     pub date: Date,
 }
 
-impl Default for TemplateOptions {
+impl Default for TemplateConfig {
     fn default() -> Self {
         Self { special_tokens: Map::new(), arguments: Map::new(), date: Date::today() }
     }
@@ -59,7 +59,7 @@ pub struct ChatTemplate {
     from: String,
     source: String,
     marks_generation: bool,
-    options: TemplateOptions,
+    options: TemplateConfig,
     /// The template that renders conversations with tools instead.
     for_tools: Option<Box<ChatTemplate>>,
 }
@@ -91,7 +91,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`Error::Template`] with the line: the syntax is wrong, or the template is longer than 1 MiB.
-    pub fn new(from: &str, source: &str, options: TemplateOptions) -> Result<Self> {
+    pub fn new(from: &str, source: &str, options: TemplateConfig) -> Result<Self> {
         if source.len() > LONGEST_TEMPLATE {
             let reason =
                 format!("{} bytes are more than {LONGEST_TEMPLATE}; is it a template?", source.len());
@@ -188,7 +188,7 @@ impl ChatTemplate {
     }
 
     /// Returns what it reads beside the conversation.
-    pub fn options(&self) -> &TemplateOptions {
+    pub fn options(&self) -> &TemplateConfig {
         &self.options
     }
 

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::template::{ChatTemplate, TemplateOptions};
+use super::template::{ChatTemplate, TemplateConfig};
 use crate::error::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
@@ -33,7 +33,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// A file that cannot be read or is not JSON; several templates without a default; those of [`ChatTemplate::new`].
-    pub fn from_folder(folder: &Path, options: TemplateOptions) -> Result<Option<Self>> {
+    pub fn from_folder(folder: &Path, options: TemplateConfig) -> Result<Option<Self>> {
         Self::from_sources(&template_sources(folder)?, folder, options)
     }
 
@@ -45,7 +45,7 @@ impl ChatTemplate {
     pub fn from_sources(
         sources: &TemplateSources,
         folder: &Path,
-        options: TemplateOptions,
+        options: TemplateConfig,
     ) -> Result<Option<Self>> {
         if sources.is_empty() {
             return Ok(None);
@@ -83,7 +83,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// A file that cannot be read; those of [`ChatTemplate::new`].
-    pub fn from_file(path: &Path, folder: &Path, options: TemplateOptions) -> Result<Self> {
+    pub fn from_file(path: &Path, folder: &Path, options: TemplateConfig) -> Result<Self> {
         Self::new(&path.display().to_string(), &read(path)?, with_special_tokens(folder, options)?)
     }
 }
@@ -138,7 +138,7 @@ fn malformed(path: PathBuf) -> Error {
     Error::File { path, reason: reason.to_owned() }
 }
 
-fn with_special_tokens(folder: &Path, mut options: TemplateOptions) -> Result<TemplateOptions> {
+fn with_special_tokens(folder: &Path, mut options: TemplateConfig) -> Result<TemplateConfig> {
     // The last one counts.
     let mut all = Map::new();
     for file in [SPECIAL_TOKENS, TOKENIZER] {

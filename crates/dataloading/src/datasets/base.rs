@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
 use crate::length_order::UsableSamples;
-use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
+use crate::random_batch_sampler::{BatchConfig, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
 /// Random batches `[batch_size, max_length]`, for samples of any length: the baseline of the other strategies.
@@ -14,7 +14,7 @@ use crate::samples::Samples;
 pub struct BaseDataset<S> {
     samples: S,
     sampler: RandomBatchSampler,
-    options: BatchOptions,
+    options: BatchConfig,
     fingerprint: u64,
 }
 
@@ -23,7 +23,7 @@ impl<S: Samples> BaseDataset<S> {
     ///
     /// # Errors
     /// Same as [`RandomBatchSampler::new`]; a batch too large for memory.
-    pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
+    pub fn new(samples: S, options: &BatchConfig) -> Result<Self> {
         let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
         let rows = options.batch_size.min(sampler.usable().len());
         let bytes = options.max_length.checked_mul(rows).and_then(|positions| positions.checked_mul(64));
@@ -61,7 +61,7 @@ impl<S: Samples> BatchSource for BaseDataset<S> {
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
-        let BatchOptions { max_length, pad, .. } = self.options;
+        let BatchConfig { max_length, pad, .. } = self.options;
         self.sampler.choose(epoch, index, &mut host.chosen)?;
         let mut documents = Documents::in_memory_of(host);
         let beyond = documents.read_chosen(&self.samples, &host.chosen, max_length)?;

@@ -6,18 +6,18 @@ use crate::error::{Error, Result};
 use crate::fingerprint::{Fingerprint, SEQUENCE};
 use crate::host_batch::HostBatch;
 use crate::length_order::lengths_of;
-use crate::packing::{PackingOptions, PackingPlan};
+use crate::packing::{PackingConfig, PackingPlan};
 use crate::permutation::Permutation;
 use crate::random_batch_sampler::{Incomplete, Order, batches_of, check_batch_size, check_index, stream};
 use crate::samples::Samples;
 
 /// Options of packed batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PackedOptions {
+pub struct PackedConfig {
     /// Rows per batch, at least 1.
     pub rows: usize,
     /// The packing algorithm and the length of rows.
-    pub plan: PackingOptions,
+    pub plan: PackingConfig,
     /// The padding token.
     pub pad: u32,
     /// The seed of the order.
@@ -28,12 +28,12 @@ pub struct PackedOptions {
     pub incomplete: Incomplete,
 }
 
-impl Default for PackedOptions {
+impl Default for PackedConfig {
     /// One row of 512 tokens.
     fn default() -> Self {
         Self {
             rows: 1,
-            plan: PackingOptions::default(),
+            plan: PackingConfig::default(),
             pad: 0,
             seed: 0,
             order: Order::default(),
@@ -51,7 +51,7 @@ impl Default for PackedOptions {
 pub struct PackedDataset<S> {
     samples: S,
     plan: PackingPlan,
-    options: PackedOptions,
+    options: PackedConfig,
     fingerprint: u64,
 }
 
@@ -60,7 +60,7 @@ impl<S: Samples> PackedDataset<S> {
     ///
     /// # Errors
     /// Same as [`PackingPlan::new`]; a batch of 0 rows; fewer rows than a batch has if incomplete batches are dropped.
-    pub fn new(samples: S, options: &PackedOptions) -> Result<Self> {
+    pub fn new(samples: S, options: &PackedConfig) -> Result<Self> {
         const WHAT: &str = "PackedDataset";
         let plan = PackingPlan::new(&lengths_of(WHAT, &samples)?, &options.plan)?;
         let options = *options;
@@ -76,8 +76,8 @@ impl<S: Samples> PackedDataset<S> {
                 ),
             });
         }
-        let PackedOptions { rows, plan: of_plan, pad, seed: _, order, incomplete } = options;
-        let PackingOptions { capacity, algorithm, long } = of_plan;
+        let PackedConfig { rows, plan: of_plan, pad, seed: _, order, incomplete } = options;
+        let PackingConfig { capacity, algorithm, long } = of_plan;
         let fingerprint = Fingerprint::new(WHAT)
             .number(SEQUENCE)
             .number(samples.fingerprint())
@@ -114,7 +114,7 @@ impl<S: Samples> BatchSource for PackedDataset<S> {
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
         check_index("PackedDataset", epoch, index, self.batches(epoch))?;
-        let PackedOptions { rows, pad, seed, order, .. } = self.options;
+        let PackedConfig { rows, pad, seed, order, .. } = self.options;
         let positions = index * rows..((index + 1) * rows).min(self.plan.rows());
         let shuffled = order == Order::Shuffled;
         let of_rows = Permutation::new(self.plan.rows() as u64, seed, epoch, stream::BATCHES);

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
 use crate::length_order::UsableSamples;
-use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
+use crate::random_batch_sampler::{BatchConfig, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
 /// How a sample that exceeds the capacity is handled.
@@ -37,7 +37,7 @@ pub struct Capacity {
 pub struct SequencedDataset<S> {
     samples: S,
     sampler: RandomBatchSampler,
-    options: BatchOptions,
+    options: BatchConfig,
     capacity: Option<Capacity>,
     fingerprint: u64,
 }
@@ -47,7 +47,7 @@ impl<S: Samples> SequencedDataset<S> {
     ///
     /// # Errors
     /// Same as [`RandomBatchSampler::new`]; a capacity smaller than `max_length`, with which a sequence could be empty.
-    pub fn new(samples: S, options: &BatchOptions, capacity: Option<Capacity>) -> Result<Self> {
+    pub fn new(samples: S, options: &BatchConfig, capacity: Option<Capacity>) -> Result<Self> {
         const WHAT: &str = "SequencedDataset";
         let sampler = RandomBatchSampler::named(WHAT, &samples, options)?;
         if let Some(Capacity { tokens, .. }) = capacity
@@ -90,7 +90,7 @@ impl<S: Samples> BatchSource for SequencedDataset<S> {
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
-        let BatchOptions { max_length, pad, .. } = self.options;
+        let BatchConfig { max_length, pad, .. } = self.options;
         self.sampler.choose(epoch, index, &mut host.chosen)?;
         let mut documents = Documents::in_memory_of(host);
         let mut dropped = 0;

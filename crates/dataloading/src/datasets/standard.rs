@@ -4,13 +4,13 @@
 use tch::Device;
 
 use super::Documents;
-use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions};
+use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedConfig};
 use crate::batch::Batch;
 use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
-use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
+use crate::random_batch_sampler::{BatchConfig, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
 /// Returns one batch of these samples, padded with `pad` to the longest.
@@ -55,7 +55,7 @@ impl<S: Samples> StandardDataset<S> {
     ///
     /// # Errors
     /// Same as [`RandomBatchSampler::new`].
-    pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
+    pub fn new(samples: S, options: &BatchConfig) -> Result<Self> {
         let sampler = RandomBatchSampler::named("StandardDataset", &samples, options)?;
         Self::with_sampler(samples, sampler, options.max_length, options.pad)
     }
@@ -66,7 +66,7 @@ impl<S: Samples> StandardDataset<S, BalancedBatchSampler> {
     ///
     /// # Errors
     /// Same as [`BalancedBatchSampler::new`].
-    pub fn balanced(samples: S, options: &BalancedOptions, pad: u32) -> Result<Self> {
+    pub fn balanced(samples: S, options: &BalancedConfig, pad: u32) -> Result<Self> {
         let sampler = BalancedBatchSampler::new(&samples, options)?;
         Self::with_sampler(samples, sampler, options.max_length, pad)
     }

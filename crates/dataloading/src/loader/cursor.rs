@@ -1,6 +1,6 @@
 //! A position in the global sequence of batches.
 
-use super::LoaderOptions;
+use super::LoaderConfig;
 use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
 
@@ -73,7 +73,7 @@ impl Cursor {
     /// after the last batch of the round: at the end of an epoch rather than at the start of the next, which may not exist.
     pub(super) fn next_batch(
         &mut self,
-        options: &LoaderOptions,
+        options: &LoaderConfig,
         source: &dyn BatchSource,
     ) -> Result<Option<BatchId>> {
         let Some(next) = self.advanced(options.rank, options.epochs, source)? else { return Ok(None) };

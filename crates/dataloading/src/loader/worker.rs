@@ -7,7 +7,7 @@ use std::time::Instant;
 use runtime::device::{Event, Stream};
 use tch::Device;
 
-use super::LoaderOptions;
+use super::LoaderConfig;
 use super::cursor::{BatchId, Cursor};
 use super::queue::Queue;
 use super::staging::Staging;
@@ -33,14 +33,14 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions, stream: Option<Stream>) -> Self {
+    pub(super) fn new(source: Arc<dyn BatchSource>, options: &LoaderConfig, stream: Option<Stream>) -> Self {
         let device = options.device;
         let host = HostBatch::in_memory(device, options.pinned);
         Self { source, device, stream, staging: Staging::default(), host }
     }
 
     /// Advances the cursor by one round.
-    pub(super) fn next_batch(&self, cursor: &mut Cursor, options: &LoaderOptions) -> Result<Option<BatchId>> {
+    pub(super) fn next_batch(&self, cursor: &mut Cursor, options: &LoaderConfig) -> Result<Option<BatchId>> {
         let at = BatchId { epoch: cursor.epoch, index: cursor.position as usize };
         caught(at, || cursor.next_batch(options, &*self.source))?
     }
@@ -71,7 +71,7 @@ impl Builder {
 }
 
 /// The loop of a worker thread.
-pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderOptions) {
+pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderConfig) {
     while let Some(mut ticket) = queue.ticket(|cursor| builder.next_batch(cursor, options)) {
         let began = Instant::now();
         // The slot is filled in any case: the consumer waits for it.
@@ -110,7 +110,7 @@ mod tests {
 
     use super::super::staging::MOST;
     use super::*;
-    use crate::{BatchOptions, StandardDataset};
+    use crate::{BatchConfig, StandardDataset};
 
     fn tokens(batch: &Batch) -> Vec<i64> {
         Vec::try_from(batch.tokens.reshape([-1])).unwrap()
@@ -121,13 +121,13 @@ mod tests {
     fn a_worker_reuses_few_buffers_and_never_one_being_copied() {
         // Similar lengths, so that all batches have buffers of one size.
         let samples: Vec<Vec<u32>> = (0..120).map(|index| vec![index; 500 + index as usize % 7]).collect();
-        let batching = BatchOptions { batch_size: 4, ..BatchOptions::default() };
+        let batching = BatchConfig { batch_size: 4, ..BatchConfig::default() };
         let source: Arc<dyn BatchSource> = Arc::new(StandardDataset::new(samples, &batching).unwrap());
         let live = || pinned_bytes(Device::Cpu).unwrap().live;
         let before = live();
 
         let stream = Stream::new(Device::Cpu).unwrap();
-        let mut builder = Builder::new(source.clone(), &LoaderOptions::default(), Some(stream.clone()));
+        let mut builder = Builder::new(source.clone(), &LoaderConfig::default(), Some(stream.clone()));
         let (open, gate) = channel::<()>();
         stream
             .submit(move || {

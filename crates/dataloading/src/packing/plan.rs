@@ -7,7 +7,7 @@ use crate::length_order::LengthOrder;
 
 /// Options of packing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PackingOptions {
+pub struct PackingConfig {
     /// Tokens per row.
     pub capacity: usize,
     /// The packing algorithm.
@@ -16,7 +16,7 @@ pub struct PackingOptions {
     pub long: LongDocuments,
 }
 
-impl Default for PackingOptions {
+impl Default for PackingConfig {
     fn default() -> Self {
         Self { capacity: 512, algorithm: Algorithm::default(), long: LongDocuments::default() }
     }
@@ -88,7 +88,7 @@ impl PackingPlan {
     ///
     /// # Errors
     /// The capacity is 0 or exceeds 2²⁸; no document has a token; there are more than 2³² − 2 pieces.
-    pub fn new(lengths: &[u32], options: &PackingOptions) -> Result<Self> {
+    pub fn new(lengths: &[u32], options: &PackingConfig) -> Result<Self> {
         let capacity = check_capacity(options.capacity)?;
         let too_many = |pieces: usize| Error::Config {
             what: WHAT,

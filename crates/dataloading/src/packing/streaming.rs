@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 
 /// Options of streaming packing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StreamingOptions {
+pub struct StreamingConfig {
     /// Tokens per row.
     pub capacity: usize,
     /// The maximum number of waiting documents.
@@ -26,7 +26,7 @@ pub struct StreamingOptions {
     pub patience: u64,
 }
 
-impl Default for StreamingOptions {
+impl Default for StreamingConfig {
     fn default() -> Self {
         Self { capacity: 512, documents: 1024, patience: 1024 }
     }
@@ -45,9 +45,9 @@ struct Waiting {
 /// A packer for documents as they arrive.
 ///
 /// ```
-/// use dataloading::packing::{StreamingBestFit, StreamingOptions};
+/// use dataloading::packing::{StreamingBestFit, StreamingConfig};
 ///
-/// let mut packer = StreamingBestFit::new(&StreamingOptions { capacity: 10, documents: 3, patience: 100 })?;
+/// let mut packer = StreamingBestFit::new(&StreamingConfig { capacity: 10, documents: 3, patience: 100 })?;
 /// let mut rows = Vec::new();
 /// for (document, length) in [7, 6, 3, 4].into_iter().enumerate() {
 ///     rows.extend(packer.push(document as u64, length)?);
@@ -58,7 +58,7 @@ struct Waiting {
 /// ```
 #[derive(Debug)]
 pub struct StreamingBestFit {
-    options: StreamingOptions,
+    options: StreamingConfig,
     by_length: Vec<VecDeque<Waiting>>,
     lengths: BitmapTree,
     /// Arrival and length of all waiting documents, and of some that have left.
@@ -74,7 +74,7 @@ impl StreamingBestFit {
     ///
     /// # Errors
     /// The capacity or the buffer size is 0.
-    pub fn new(options: &StreamingOptions) -> Result<Self> {
+    pub fn new(options: &StreamingConfig) -> Result<Self> {
         let capacity = check_capacity(options.capacity)? as usize;
         if options.documents == 0 {
             let reason = "a buffer of 0 documents; expected at least 1".into();
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn packed_documents_are_released_behind_a_waiting_one() {
-        let options = StreamingOptions { capacity: 10, documents: 2, patience: u64::MAX };
+        let options = StreamingConfig { capacity: 10, documents: 2, patience: u64::MAX };
         let mut packer = StreamingBestFit::new(&options).unwrap();
         // Shorter than all others, and nothing fits beside it.
         assert_eq!(packer.push(0, 9).unwrap(), None);

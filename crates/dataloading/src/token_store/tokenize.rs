@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{TokenStore, Writer, WriterOptions};
+use super::{TokenStore, Writer, WriterConfig};
 use crate::error::{Error, Result};
 use crate::text::{Corpus, Record, Records};
 use crate::tokenizer::Tokenizer;
@@ -25,7 +25,7 @@ pub enum TooLong {
 
 /// Options of tokenization.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TokenizeOptions {
+pub struct TokenizeConfig {
     /// The id appended to each record; see [`Tokenizer::end_of_text`].
     pub end_of_text: Option<u32>,
     /// The maximum tokens of a document, end-of-text included.
@@ -64,7 +64,7 @@ pub struct Tokenized {
 pub fn tokenize(
     mut records: Records,
     tokenizer: &Tokenizer,
-    options: &TokenizeOptions,
+    options: &TokenizeConfig,
     mut progress: impl FnMut(&Tokenized),
     mut sink: impl FnMut(&[u32]) -> Result<()>,
 ) -> Result<Tokenized> {
@@ -96,9 +96,9 @@ pub fn tokenize(
 pub fn tokenize_to_store(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
-    options: &TokenizeOptions,
+    options: &TokenizeConfig,
     path: &Path,
-    store: &WriterOptions,
+    store: &WriterConfig,
     progress: impl FnMut(&Tokenized),
 ) -> Result<(TokenStore, Tokenized)> {
     if store.vocabulary < tokenizer.vocabulary() {
@@ -133,7 +133,7 @@ pub fn tokenize_to_store(
     Ok((writer.finish()?, counts))
 }
 
-fn check(tokenizer: &Tokenizer, options: &TokenizeOptions) -> Result<()> {
+fn check(tokenizer: &Tokenizer, options: &TokenizeConfig) -> Result<()> {
     let wrong = |reason| Err(Error::Config { what: "tokenize", reason });
     if options.longest == Some(0) {
         return wrong("the maximum length is 0 tokens; expected at least 1".into());
@@ -158,7 +158,7 @@ fn next_chunk(records: &mut Records) -> Result<Vec<Record>> {
 
 fn add(
     mut ids: Vec<u32>,
-    options: &TokenizeOptions,
+    options: &TokenizeConfig,
     counts: &mut Tokenized,
     sink: &mut impl FnMut(&[u32]) -> Result<()>,
 ) -> Result<()> {

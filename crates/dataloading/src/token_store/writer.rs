@@ -18,7 +18,7 @@ const LOCK: &str = "writing.lock";
 
 /// Options of a new store.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WriterOptions {
+pub struct WriterConfig {
     /// The vocabulary size: every id must be less than this.
     pub vocabulary: usize,
     /// Maximum size of a shard in bytes, without its header. A longer document has a shard to itself. A reader maps all
@@ -28,7 +28,7 @@ pub struct WriterOptions {
     pub replace: bool,
 }
 
-impl WriterOptions {
+impl WriterConfig {
     /// Shards of 512 MiB; an existing store is an error.
     pub fn new(vocabulary: usize) -> Self {
         Self { vocabulary, shard_bytes: 512 << 20, replace: false }
@@ -43,7 +43,7 @@ pub struct Writer {
     partial: PathBuf,
     /// Where a store is moved when it is replaced.
     aside: PathBuf,
-    options: WriterOptions,
+    options: WriterConfig,
     width: u32,
     lock: Option<File>,
     current: Option<Unfinished>,
@@ -68,7 +68,7 @@ impl Writer {
     /// # Errors
     /// The vocabulary is 0 or exceeds `u32`; shards have 0 bytes; `path` exists and may not be replaced, or is not a store;
     /// another process is writing this store; the folder is not writable.
-    pub fn create(path: &Path, options: &WriterOptions) -> Result<Self> {
+    pub fn create(path: &Path, options: &WriterConfig) -> Result<Self> {
         let wrong = |reason| Err(Error::Config { what: "token store", reason });
         if options.vocabulary == 0 || options.vocabulary as u64 > 1 << 32 {
             return wrong(format!("a vocabulary of {}; expected 1 to 2^32 ids", options.vocabulary));

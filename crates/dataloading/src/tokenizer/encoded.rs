@@ -8,9 +8,9 @@ use std::ops::Range;
 /// tokenizers mark the start of a text, merge across the borders of its parts, and give some special tokens the blanks beside them.
 ///
 /// ```
-/// use dataloading::tokenizer::{Tokenizer, TrainOptions};
+/// use dataloading::tokenizer::{Tokenizer, TrainConfig};
 ///
-/// let options = TrainOptions { vocabulary: 270, ..TrainOptions::default() };
+/// let options = TrainConfig { vocabulary: 270, ..TrainConfig::default() };
 /// let tokenizer = Tokenizer::train(["the cat and the hat"].map(|text| Ok(text.to_owned())), &options)?;
 /// let encoded = tokenizer.encode_with_spans("the hat")?;
 /// assert_eq!(encoded.ids, tokenizer.encode("the hat")?);

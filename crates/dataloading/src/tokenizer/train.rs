@@ -27,7 +27,7 @@ const CHUNK: usize = 1024;
 
 /// How a tokenizer is trained.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TrainOptions {
+pub struct TrainConfig {
     /// Ids in all: special tokens, 256 bytes, merges. Fewer when the texts have no more pairs.
     pub vocabulary: usize,
     /// Special tokens; they get the ids from 0.
@@ -36,7 +36,7 @@ pub struct TrainOptions {
     pub smallest_count: u64,
 }
 
-impl Default for TrainOptions {
+impl Default for TrainConfig {
     /// 4096 ids, `<|endoftext|>` and `<|padding|>`, pairs seen twice.
     fn default() -> Self {
         Self { vocabulary: 4096, special_tokens: vec![END_OF_TEXT.into(), PADDING.into()], smallest_count: 2 }
@@ -47,7 +47,7 @@ type Pair = (u32, u32);
 
 pub(super) fn train(
     texts: impl IntoIterator<Item = Result<String>>,
-    options: &TrainOptions,
+    options: &TrainConfig,
 ) -> Result<String> {
     check(options)?;
     let words = count_words(texts)?;
@@ -73,7 +73,7 @@ pub(super) fn train(
     Ok(render(&names, &merges, options.special_tokens.len()))
 }
 
-fn check(options: &TrainOptions) -> Result<()> {
+fn check(options: &TrainConfig) -> Result<()> {
     let wrong = |reason| Err(Error::Config { what: "tokenizer training", reason });
     let special: BTreeSet<&String> = options.special_tokens.iter().collect();
     if special.len() != options.special_tokens.len() || special.iter().any(|name| name.chars().count() < 2) {
@@ -121,7 +121,7 @@ fn count_words(texts: impl IntoIterator<Item = Result<String>>) -> Result<BTreeM
 }
 
 /// Merges until the vocabulary is full; appends the new symbols' names, and returns the pairs in order.
-fn merge(mut words: Vec<(Vec<u32>, u64)>, names: &mut Vec<String>, options: &TrainOptions) -> Vec<Pair> {
+fn merge(mut words: Vec<(Vec<u32>, u64)>, names: &mut Vec<String>, options: &TrainConfig) -> Vec<Pair> {
     let mut counts: HashMap<Pair, u64> = HashMap::new();
     let mut places: HashMap<Pair, BTreeSet<u32>> = HashMap::new();
     for (place, (word, count)) in words.iter().enumerate() {
@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     /// The same algorithm, counting everything anew at each step.
-    fn naive(mut words: Vec<(Vec<u32>, u64)>, names: &mut Vec<String>, options: &TrainOptions) -> Vec<Pair> {
+    fn naive(mut words: Vec<(Vec<u32>, u64)>, names: &mut Vec<String>, options: &TrainConfig) -> Vec<Pair> {
         let mut merges = Vec::new();
         while names.len() < options.vocabulary {
             let mut counts: BTreeMap<Pair, u64> = BTreeMap::new();
@@ -245,7 +245,7 @@ mod tests {
             words in proptest::collection::vec((proptest::collection::vec(0u32..4, 1..12), 1u64..4), 1..12)
         ) {
             let names: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
-            let options = TrainOptions { vocabulary: 20, ..TrainOptions::default() };
+            let options = TrainConfig { vocabulary: 20, ..TrainConfig::default() };
             let (mut ours, mut theirs) = (names.clone(), names);
             let expected = naive(words.clone(), &mut theirs, &options);
             proptest::prop_assert_eq!(merge(words, &mut ours, &options), expected);
@@ -256,7 +256,7 @@ mod tests {
     #[test]
     fn a_tie_goes_to_the_smaller_ids() {
         let mut names: Vec<String> = ["a", "b", "c"].map(String::from).to_vec();
-        let options = TrainOptions { vocabulary: 5, ..TrainOptions::default() };
+        let options = TrainConfig { vocabulary: 5, ..TrainConfig::default() };
         let words = vec![(vec![2, 1], 3), (vec![0, 1], 3), (vec![1, 2], 3)];
         assert_eq!(merge(words, &mut names, &options), [(0, 1), (1, 2)]);
         assert_eq!(names[3..], ["ab", "bc"]);

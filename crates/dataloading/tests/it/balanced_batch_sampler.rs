@@ -2,7 +2,7 @@
 
 use dataloading::balanced_batch_sampler::k_from_flag;
 use dataloading::{
-    BalancedBatchSampler, BalancedOptions, BatchOptions, BatchSampler, BatchSize, BatchSource, Incomplete,
+    BalancedBatchSampler, BalancedConfig, BatchConfig, BatchSampler, BatchSize, BatchSource, Incomplete,
     RandomBatchSampler, Result, Samples, StandardDataset,
 };
 use proptest::prelude::*;
@@ -45,7 +45,7 @@ proptest! {
         epoch: u64,
     ) {
         prop_assume!(lengths.iter().any(|&length| length > 0));
-        let options = BalancedOptions { batch_size: BatchSize::Samples(size), k, max_length, seed, ..Default::default() };
+        let options = BalancedConfig { batch_size: BatchSize::Samples(size), k, max_length, seed, ..Default::default() };
         let sampler = BalancedBatchSampler::new(&Lengths(lengths.clone()), &options).unwrap();
         let batches = all_batches(&sampler, epoch);
         let mut seen = vec![0; lengths.len()];
@@ -66,7 +66,7 @@ proptest! {
         k in 0_usize..70,
         epoch in 0_u64..5,
     ) {
-        let options = BalancedOptions { batch_size: BatchSize::Tokens(limit), k, ..Default::default() };
+        let options = BalancedConfig { batch_size: BatchSize::Tokens(limit), k, ..Default::default() };
         let sampler = BalancedBatchSampler::new(&Lengths(lengths.clone()), &options).unwrap();
         let mut seen = vec![0; lengths.len()];
         for batch in all_batches(&sampler, epoch) {
@@ -83,7 +83,7 @@ proptest! {
         size in 1_usize..20,
         k in 0_usize..70,
     ) {
-        let options = BalancedOptions { batch_size: BatchSize::Samples(size), k, incomplete: Incomplete::Drop, ..Default::default() };
+        let options = BalancedConfig { batch_size: BatchSize::Samples(size), k, incomplete: Incomplete::Drop, ..Default::default() };
         let sampler = BalancedBatchSampler::new(&Lengths(lengths.clone()), &options);
         // A batch is full if enough of the sorted lengths are within k.
         let mut sorted = lengths.clone();
@@ -113,8 +113,8 @@ proptest! {
         prop_assume!(lengths.iter().any(|&length| length > 0));
         let used = || lengths.iter().copied().filter(|&length| length > 0);
         let k = used().max().unwrap() - used().min().unwrap() + beyond;
-        let balanced = BalancedOptions { batch_size: BatchSize::Samples(size), k, seed, ..Default::default() };
-        let standard = BatchOptions { batch_size: size, seed, ..Default::default() };
+        let balanced = BalancedConfig { batch_size: BatchSize::Samples(size), k, seed, ..Default::default() };
+        let standard = BatchConfig { batch_size: size, seed, ..Default::default() };
         let balanced = BalancedBatchSampler::new(&Lengths(lengths.clone()), &balanced).unwrap();
         let standard = RandomBatchSampler::new(&Lengths(lengths.clone()), &standard).unwrap();
         prop_assert_eq!(all_batches(&balanced, epoch), all_batches(&standard, epoch));
@@ -124,9 +124,9 @@ proptest! {
 #[test]
 fn the_tensors_are_those_of_standard_batching_too() {
     let lengths = || Lengths((0..50).map(|index| 1 + index * 7 % 23).collect());
-    let options = BalancedOptions { batch_size: BatchSize::Samples(8), k: 22, ..Default::default() };
+    let options = BalancedConfig { batch_size: BatchSize::Samples(8), k: 22, ..Default::default() };
     let balanced = StandardDataset::balanced(lengths(), &options, 9).unwrap();
-    let options = BatchOptions { batch_size: 8, pad: 9, ..Default::default() };
+    let options = BatchConfig { batch_size: 8, pad: 9, ..Default::default() };
     let standard = StandardDataset::new(lengths(), &options).unwrap();
     assert_eq!(balanced.batches(3), 7);
     for index in 0..7 {
@@ -145,7 +145,7 @@ fn skewed(n: usize) -> Lengths {
 fn operations_per_batch_do_not_depend_on_the_size() {
     let mut counts = Vec::new();
     for n in [1_000, 10_000, 100_000] {
-        let options = BalancedOptions { batch_size: BatchSize::Samples(16), k: 20, ..Default::default() };
+        let options = BalancedConfig { batch_size: BatchSize::Samples(16), k: 20, ..Default::default() };
         let sampler = BalancedBatchSampler::new(&skewed(n), &options).unwrap();
         let batches = sampler.batches(0);
         let (mut chosen, mut most_comparisons, mut passes, mut measured) = (Vec::new(), 0, 0, 0);
@@ -167,7 +167,7 @@ fn operations_per_batch_do_not_depend_on_the_size() {
 fn pairs_within_a_window_are_about_equally_frequent() {
     // One length: all 12 samples are in one window with k = 0, next to 30 of other lengths.
     let lengths: Vec<usize> = (0..42).map(|index| if index < 12 { 5 } else { 6 + index }).collect();
-    let options = BalancedOptions { batch_size: BatchSize::Samples(4), k: 0, ..Default::default() };
+    let options = BalancedConfig { batch_size: BatchSize::Samples(4), k: 0, ..Default::default() };
     let sampler = BalancedBatchSampler::new(&Lengths(lengths), &options).unwrap();
     let epochs = 6_000;
     let mut together = vec![0_f64; 12 * 12];
@@ -203,7 +203,7 @@ fn pairs_within_a_window_are_about_equally_frequent() {
 
 #[test]
 fn window_boundaries_change_between_epochs() {
-    let options = BalancedOptions { batch_size: BatchSize::Samples(100), k: 9, ..Default::default() };
+    let options = BalancedConfig { batch_size: BatchSize::Samples(100), k: 9, ..Default::default() };
     let sampler = BalancedBatchSampler::new(&Lengths((1..=50).collect()), &options).unwrap();
     let mut shortest_batch = std::collections::BTreeSet::new();
     for epoch in 0..60 {
@@ -215,27 +215,27 @@ fn window_boundaries_change_between_epochs() {
 
 #[test]
 fn invalid_sampler_options_are_refused() {
-    let refused = |options: BalancedOptions, words: &str| {
+    let refused = |options: BalancedConfig, words: &str| {
         let error = BalancedBatchSampler::new(&Lengths(vec![3, 9]), &options).unwrap_err();
         assert_eq!(error.to_string(), words);
     };
     refused(
-        BalancedOptions { batch_size: BatchSize::Samples(0), ..Default::default() },
+        BalancedConfig { batch_size: BatchSize::Samples(0), ..Default::default() },
         "BalancedBatchSampler: the batch size is 0; expected at least 1",
     );
     refused(
-        BalancedOptions { batch_size: BatchSize::Tokens(8), ..Default::default() },
+        BalancedConfig { batch_size: BatchSize::Tokens(8), ..Default::default() },
         "BalancedBatchSampler: a batch of 8 tokens cannot hold the longest sample, 9 tokens; use larger batches, or a \
          smaller max_length",
     );
     for batch_size in [BatchSize::Samples(2), BatchSize::Tokens(18)] {
         let incomplete = Incomplete::Drop;
         refused(
-            BalancedOptions { batch_size, k: 5, incomplete, ..Default::default() },
+            BalancedConfig { batch_size, k: 5, incomplete, ..Default::default() },
             "BalancedBatchSampler: no 6 consecutive lengths have enough samples for a full batch, and incomplete ones \
              are dropped, so there is no batch; keep them, or use smaller batches or a larger k",
         );
-        let options = BalancedOptions { batch_size, k: 6, incomplete, ..Default::default() };
+        let options = BalancedConfig { batch_size, k: 6, incomplete, ..Default::default() };
         assert_eq!(BalancedBatchSampler::new(&Lengths(vec![3, 9]), &options).unwrap().batches(0), 1);
     }
     assert_eq!(
@@ -243,7 +243,7 @@ fn invalid_sampler_options_are_refused() {
         "k: -3 is negative; expected the largest difference in length within a batch, from 0 on"
     );
     assert_eq!(k_from_flag(20).unwrap(), 20);
-    let sampler = BalancedBatchSampler::new(&Lengths(vec![3, 9]), &BalancedOptions::default()).unwrap();
+    let sampler = BalancedBatchSampler::new(&Lengths(vec![3, 9]), &BalancedConfig::default()).unwrap();
     let error = sampler.choose(4, 1, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "BalancedBatchSampler: batch 1 of epoch 4, which has 1");
 }

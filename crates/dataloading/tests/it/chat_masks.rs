@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use dataloading::chat::{
-    ChatTemplate, Conversation, EndTokens, Mask, Message, Segment, TemplateOptions, TrainingVariant,
+    ChatTemplate, Conversation, EndTokens, Mask, Message, Segment, TemplateConfig, TrainingVariant,
 };
 use serde_json::json;
 
@@ -329,7 +329,7 @@ fn arguments_of_calls_are_objects_or_texts_as_the_template_takes_them() {
         ("c.function.arguments|tojson", "{\"b\": 1, \"a\": [2]}<|im_end|>\n"),
         ("'x' + c.function.arguments", "x{\"b\": 1, \"a\": [2]}<|im_end|>\n"),
     ] {
-        let template = ChatTemplate::new("t", &source(call), TemplateOptions::default()).unwrap();
+        let template = ChatTemplate::new("t", &source(call), TemplateConfig::default()).unwrap();
         let rows = template.rows(&conversation, Mask::Answers, &ends()).unwrap();
         assert_eq!(learned(&rows[0]), [expected]);
     }

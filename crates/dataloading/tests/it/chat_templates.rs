@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
 use serde_json::{Map, Value, json};
 
 pub(crate) fn fixtures() -> Value {
@@ -18,7 +18,7 @@ pub(crate) fn fixtures() -> Value {
 
 pub(crate) fn template(name: &str, source: &str) -> ChatTemplate {
     let special = json!({ "bos_token": "<s>", "eos_token": "</s>" });
-    let options = TemplateOptions {
+    let options = TemplateConfig {
         special_tokens: special.as_object().unwrap().clone(),
         arguments: Map::new(),
         date: "2026-01-02".parse().unwrap(),
@@ -78,7 +78,7 @@ fn renderings_and_spans_are_those_of_transformers() {
 #[test]
 fn errors_name_the_line_and_what_the_template_says() {
     let check = |source: &str, expected: &str| {
-        let options = TemplateOptions::default();
+        let options = TemplateConfig::default();
         let rendered = ChatTemplate::new("chat_template.jinja", source, options)
             .and_then(|template| template.render(&Conversation::new([Message::new("user", "a")]), false));
         let error = rendered.unwrap_err().to_string();
@@ -110,7 +110,7 @@ fn errors_name_the_line_and_what_the_template_says() {
 #[test]
 fn tojson_is_pythons() {
     let render = |source: &str| {
-        let template = ChatTemplate::new("t", source, TemplateOptions::default()).unwrap();
+        let template = ChatTemplate::new("t", source, TemplateConfig::default()).unwrap();
         let mut conversation = Conversation::new([Message::new("user", "<ä\u{7f}\u{1}\"\\\n日😀>")]);
         conversation.tools = Some(json!({ "b": [1, -2.5, 1e16, true, null], "a": {}, "c": [] }));
         template.render(&conversation, false).unwrap().text
@@ -139,7 +139,7 @@ fn tojson_is_pythons() {
 fn the_template_of_a_folder_is_found_as_transformers_finds_it() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-    let open = || ChatTemplate::from_folder(folder.path(), TemplateOptions::default());
+    let open = || ChatTemplate::from_folder(folder.path(), TemplateConfig::default());
     let render = |with_tools: bool| {
         let mut conversation = Conversation::new([Message::new("user", "hi")]);
         conversation.tools = with_tools.then(|| json!([{}]));

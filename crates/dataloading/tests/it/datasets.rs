@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use dataloading::packing::PackingOptions;
+use dataloading::packing::PackingConfig;
 use dataloading::{
-    BaseDataset, Batch, BatchOptions, BatchSampler, BatchSource, Capacity, IGNORE_INDEX, Incomplete, Order,
-    Overflow, PackedDataset, PackedOptions, RandomBatchSampler, Result, Samples, SequencedDataset,
+    BaseDataset, Batch, BatchConfig, BatchSampler, BatchSource, Capacity, IGNORE_INDEX, Incomplete, Order,
+    Overflow, PackedConfig, PackedDataset, RandomBatchSampler, Result, Samples, SequencedDataset,
     StandardDataset,
 };
 use proptest::prelude::*;
@@ -109,7 +109,7 @@ proptest! {
         number in 0_u64..3,
     ) {
         prop_assume!(lengths.iter().any(|&length| length > 0));
-        let options = BatchOptions { batch_size, max_length, ..BatchOptions::default() };
+        let options = BatchConfig { batch_size, max_length, ..BatchConfig::default() };
         let base = BaseDataset::new(Numbered(lengths.clone()), &options).unwrap();
         let standard = StandardDataset::new(Numbered(lengths.clone()), &options).unwrap();
         let expected: Vec<_> = lengths.iter().enumerate().filter(|&(_, &length)| length > 0)
@@ -140,7 +140,7 @@ proptest! {
         cut: bool,
     ) {
         prop_assume!(lengths.iter().any(|&length| length > 0));
-        let options = BatchOptions { batch_size, max_length, ..BatchOptions::default() };
+        let options = BatchConfig { batch_size, max_length, ..BatchConfig::default() };
         let overflow = if cut { Overflow::Truncate } else { Overflow::Drop };
         let capacity = room.map(|room| Capacity { tokens: max_length + room, overflow });
         let dataset = SequencedDataset::new(Numbered(lengths.clone()), &options, capacity).unwrap();
@@ -178,8 +178,8 @@ proptest! {
     ) {
         prop_assume!(lengths.iter().any(|&length| length > 0));
         let order = if sequential { Order::Sequential } else { Order::Shuffled };
-        let plan = PackingOptions { capacity, ..Default::default() };
-        let options = PackedOptions { rows, plan, order, ..PackedOptions::default() };
+        let plan = PackingConfig { capacity, ..Default::default() };
+        let options = PackedConfig { rows, plan, order, ..PackedConfig::default() };
         let dataset = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
         for number in 0..2 {
             let mut next = BTreeMap::new();
@@ -198,8 +198,8 @@ proptest! {
 #[test]
 fn neighbours_change_from_epoch_to_epoch() {
     let lengths: Vec<usize> = (0..400).map(|index| 1 + index * 13 % 20).collect();
-    let plan = PackingOptions { capacity: 20, ..Default::default() };
-    let options = PackedOptions { rows: 1, plan, ..PackedOptions::default() };
+    let plan = PackingConfig { capacity: 20, ..Default::default() };
+    let options = PackedConfig { rows: 1, plan, ..PackedConfig::default() };
     let dataset = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
     let pairs = |number| {
         let mut pairs = std::collections::BTreeSet::new();
@@ -219,7 +219,7 @@ fn neighbours_change_from_epoch_to_epoch() {
 
 #[test]
 fn a_single_token_has_no_target() {
-    let options = BatchOptions { batch_size: 3, ..BatchOptions::default() };
+    let options = BatchConfig { batch_size: 3, ..BatchConfig::default() };
     let batch = StandardDataset::new(Numbered(vec![1, 1, 1]), &options).unwrap().batch(0, 0).unwrap();
     assert_eq!((batch.counts.targets, batch.counts.tokens), (0, 3));
     assert_eq!(numbers(&batch.labels), [IGNORE_INDEX; 3]);
@@ -245,7 +245,7 @@ impl Samples for Changed {
 
 #[test]
 fn invalid_options_are_errors() {
-    let dataset = StandardDataset::new(Changed, &BatchOptions::default()).unwrap();
+    let dataset = StandardDataset::new(Changed, &BatchConfig::default()).unwrap();
     assert_eq!(
         dataset.batch(0, 0).unwrap_err().to_string(),
         "samples: sample 0: 3 tokens from token 0 on, but its length implies 4; the data changed after it was opened; \
@@ -257,7 +257,7 @@ fn invalid_options_are_errors() {
     );
     let capacity = Some(Capacity { tokens: 100, overflow: Overflow::Truncate });
     assert_eq!(
-        SequencedDataset::new(Numbered(vec![3]), &BatchOptions::default(), capacity).unwrap_err().to_string(),
+        SequencedDataset::new(Numbered(vec![3]), &BatchConfig::default(), capacity).unwrap_err().to_string(),
         "SequencedDataset: the capacity of 100 tokens is less than max_length, 512; a sequence must hold at least \
          one sample"
     );
@@ -266,19 +266,19 @@ fn invalid_options_are_errors() {
 #[test]
 fn options_without_a_batch_are_refused() {
     let samples = || Numbered(vec![3, 2]);
-    let options = BatchOptions { max_length: usize::MAX, ..BatchOptions::default() };
+    let options = BatchConfig { max_length: usize::MAX, ..BatchConfig::default() };
     assert_eq!(
         BaseDataset::new(samples(), &options).unwrap_err().to_string(),
         "BaseDataset: 2 rows padded to max_length, 18446744073709551615, exceed the memory; use a smaller one"
     );
     assert_eq!(StandardDataset::new(samples(), &options).unwrap().batch(0, 0).unwrap().tokens.size(), [2, 3]);
     assert_eq!(
-        PackedDataset::new(samples(), &PackedOptions { rows: 0, ..PackedOptions::default() })
+        PackedDataset::new(samples(), &PackedConfig { rows: 0, ..PackedConfig::default() })
             .unwrap_err()
             .to_string(),
         "PackedDataset: the batch size is 0; expected at least 1"
     );
-    let sampler = || RandomBatchSampler::new(&samples(), &BatchOptions::default()).unwrap();
+    let sampler = || RandomBatchSampler::new(&samples(), &BatchConfig::default()).unwrap();
     assert_eq!(
         StandardDataset::with_sampler(Numbered(vec![3]), sampler(), 512, 0).unwrap_err().to_string(),
         "StandardDataset: the sampler has 2 samples, but the data set has 1; create the sampler from this data set"
@@ -295,7 +295,7 @@ fn samples_of_dropped_batches_are_counted() {
     let lengths: Vec<usize> = (0..53).map(|index| index * 7 % 30).collect();
     let used = lengths.iter().filter(|&&length| length > 0).count();
     for (incomplete, dropped) in [(Incomplete::Keep, 0), (Incomplete::Drop, used % 8)] {
-        let options = BatchOptions { batch_size: 8, incomplete, ..BatchOptions::default() };
+        let options = BatchConfig { batch_size: 8, incomplete, ..BatchConfig::default() };
         let sampler = RandomBatchSampler::new(&Numbered(lengths.clone()), &options).unwrap();
         assert_eq!(sampler.dropped_samples(3), dropped);
         let batches = StandardDataset::new(Numbered(lengths.clone()), &options).unwrap();
@@ -303,8 +303,8 @@ fn samples_of_dropped_batches_are_counted() {
             (0..batches.batches(3)).map(|index| batches.batch(3, index).unwrap().counts.documents);
         assert_eq!(documents.sum::<usize>(), used - dropped);
 
-        let plan = PackingOptions { capacity: 32, ..PackingOptions::default() };
-        let options = PackedOptions { rows: 5, plan, incomplete, ..PackedOptions::default() };
+        let plan = PackingConfig { capacity: 32, ..PackingConfig::default() };
+        let options = PackedConfig { rows: 5, plan, incomplete, ..PackedConfig::default() };
         let packed = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
         let rows = packed.plan().rows();
         assert!(!rows.is_multiple_of(5), "{rows} rows, none of which is left out");

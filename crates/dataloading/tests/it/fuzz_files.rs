@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use dataloading::Samples;
-use dataloading::token_store::{TokenStore, Writer, WriterOptions};
-use dataloading::tokenizer::{Tokenizer, TrainOptions};
+use dataloading::token_store::{TokenStore, Writer, WriterConfig};
+use dataloading::tokenizer::{Tokenizer, TrainConfig};
 use sha2::{Digest, Sha256};
 use testing::fuzz::{self, Outcome};
 
@@ -36,7 +36,7 @@ fn token_store() {
     for (name, vocabulary) in [("token store of 2 bytes", 100), ("token store of 4 bytes", 70_000)] {
         let folder = scratch();
         let path = folder.path().join("store");
-        let mut writer = Writer::create(&path, &WriterOptions::new(vocabulary)).unwrap();
+        let mut writer = Writer::create(&path, &WriterConfig::new(vocabulary)).unwrap();
         let documents: [&[u32]; 3] = [&[1, 2, 3], &[], &[4, 5, 6, 99]];
         documents.iter().for_each(|document| writer.push(document).unwrap());
         writer.finish().unwrap();
@@ -97,7 +97,7 @@ fn token_store() {
 #[test]
 fn tokenizer() {
     let texts = ["the cat and the hat", "the mat", "äöü 123"].map(|text| Ok(text.to_owned()));
-    let options = TrainOptions { vocabulary: 270, ..TrainOptions::default() };
+    let options = TrainConfig { vocabulary: 270, ..TrainConfig::default() };
     let ours = serde_json::from_str(&Tokenizer::train_json(texts, &options).unwrap()).unwrap();
     // Features of other tokenizers: a normalizer, several steps, a vocabulary with probabilities.
     let theirs: serde_json::Value = serde_json::json!({

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Conversation, EndTokens, Mask, Message, TemplateConfig};
 use dataloading::records::{self, RecordFormat};
 use serde_json::json;
 use testing::fuzz::{self, Outcome};
@@ -99,7 +99,7 @@ fn chat_templates() {
         conversation.tools = random.once_in(4).then(|| json!([{ "function": { "name": "f" } }]));
         // The engine's limit on what a template makes is 256 MiB; no mutation comes near it.
         fuzz::within(64 << 20, || {
-            let Ok(template) = ChatTemplate::new("t", &source, TemplateOptions::default()) else {
+            let Ok(template) = ChatTemplate::new("t", &source, TemplateConfig::default()) else {
                 return Outcome::Refused;
             };
             let Ok(rendered) = template.render(&conversation, false) else { return Outcome::Refused };

@@ -2,7 +2,7 @@
 //!
 //! `xtask/peers/jinja_snippets.py` made `jinja_snippets.json`.
 
-use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
 use serde_json::Value;
 
 /// Snippets in which Jinja2 has what templates of conversations do not need, and which are an error here.
@@ -23,10 +23,10 @@ const REFUSED: &[&str] = &[
 ];
 
 fn render(source: &str, arguments: &Value) -> dataloading::Result<String> {
-    let options = TemplateOptions {
+    let options = TemplateConfig {
         arguments: arguments.as_object().cloned().unwrap_or_default(),
         date: "2026-01-02".parse().unwrap(),
-        ..TemplateOptions::default()
+        ..TemplateConfig::default()
     };
     let conversation = Conversation::new([Message::new("user", "Hi"), Message::new("assistant", "4")]);
     Ok(ChatTemplate::new("snippet", source, options)?.render(&conversation, false)?.text)

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::strategies::{content, reference, strategies};
-use dataloading::packing::{Algorithm, LongDocuments, PackingOptions};
+use dataloading::packing::{Algorithm, LongDocuments, PackingConfig};
 use dataloading::{
-    BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Error, Incomplete,
-    Loader, LoaderOptions, LoaderState, Overflow, PackedDataset, PackedOptions, Result, Samples,
+    BalancedConfig, BaseDataset, Batch, BatchConfig, BatchSize, BatchSource, Capacity, Error, Incomplete,
+    Loader, LoaderConfig, LoaderState, Overflow, PackedConfig, PackedDataset, Result, Samples,
     SequencedDataset, StandardDataset,
 };
 use proptest::prelude::*;
@@ -16,8 +16,8 @@ fn all(loader: Loader) -> Vec<Vec<Vec<i64>>> {
     loader.map(|batch| content(&batch.unwrap())).collect()
 }
 
-fn options(workers: usize, prefetch: usize) -> LoaderOptions {
-    LoaderOptions { workers, prefetch, epochs: Some(2), ..LoaderOptions::default() }
+fn options(workers: usize, prefetch: usize) -> LoaderConfig {
+    LoaderConfig { workers, prefetch, epochs: Some(2), ..LoaderConfig::default() }
 }
 
 #[test]
@@ -75,7 +75,7 @@ proptest! {
     ) {
         let source = strategies(29, seed).remove(strategy);
         let expected = reference(&source, 2);
-        let with = |rank, ranks| LoaderOptions { rank, ranks, ..options((rank % 2) as usize, 2) };
+        let with = |rank, ranks| LoaderConfig { rank, ranks, ..options((rank % 2) as usize, 2) };
         let mut batches = Vec::new();
         let mut loaders: Vec<Loader> =
             (0..before).map(|rank| Loader::new(source.clone(), &with(rank, before)).unwrap()).collect();
@@ -136,7 +136,7 @@ impl Samples for Bad {
 
 fn bad(sample: usize, panics: bool) -> Arc<dyn BatchSource> {
     let options =
-        BatchOptions { batch_size: 10, order: dataloading::Order::Sequential, ..BatchOptions::default() };
+        BatchConfig { batch_size: 10, order: dataloading::Order::Sequential, ..BatchConfig::default() };
     let samples = Bad { sample, panics, reads: AtomicUsize::new(0) };
     Arc::new(StandardDataset::new(samples, &options).unwrap())
 }
@@ -178,8 +178,8 @@ fn a_panic_is_an_error_with_its_index_and_ends_the_loader() {
 fn an_abandoned_loader_ends_its_threads() {
     for taken in [0, 1, 5] {
         let samples = Arc::new(Bad { sample: 1000, panics: false, reads: AtomicUsize::new(0) });
-        let dataset = StandardDataset::new(samples.clone(), &BatchOptions::default()).unwrap();
-        let options = LoaderOptions { epochs: None, ..options(3, 4) };
+        let dataset = StandardDataset::new(samples.clone(), &BatchConfig::default()).unwrap();
+        let options = LoaderConfig { epochs: None, ..options(3, 4) };
         let mut loader = Loader::new(Arc::new(dataset), &options).unwrap();
         assert_eq!(loader.by_ref().take(taken).filter(Result::is_ok).count(), taken);
         drop(loader);
@@ -201,7 +201,7 @@ fn a_state_of_other_data_is_refused() {
     );
     let former = serde_json::from_str::<LoaderState>(r#"{"seed":5,"epoch":0,"position":0,"batches":10}"#);
     assert!(former.unwrap_err().to_string().starts_with("missing field `fingerprint`"));
-    let refused = |source: &Arc<dyn BatchSource>, options: LoaderOptions, state: LoaderState, words: &str| {
+    let refused = |source: &Arc<dyn BatchSource>, options: LoaderConfig, state: LoaderState, words: &str| {
         assert_eq!(Loader::resume(source.clone(), &options, &state).unwrap_err().to_string(), words);
     };
     refused(
@@ -219,7 +219,7 @@ fn a_state_of_other_data_is_refused() {
     );
     refused(
         &source,
-        LoaderOptions { rank: 2, ranks: 2, ..options(0, 1) },
+        LoaderConfig { rank: 2, ranks: 2, ..options(0, 1) },
         state,
         "loader: rank 2 of 2; expected a rank from 0 to below the number of ranks",
     );
@@ -231,8 +231,8 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
     let samples = || (0..40).map(|index| vec![index; 1 + index as usize % 8]).collect::<Vec<Vec<u32>>>();
     let mut other = samples();
     other[17][1] += 1;
-    let plain = BatchOptions { batch_size: 10, max_length: 32, ..BatchOptions::default() };
-    let standard = |samples, change: fn(&mut BatchOptions)| -> Arc<dyn BatchSource> {
+    let plain = BatchConfig { batch_size: 10, max_length: 32, ..BatchConfig::default() };
+    let standard = |samples, change: fn(&mut BatchConfig)| -> Arc<dyn BatchSource> {
         let mut options = plain;
         change(&mut options);
         Arc::new(StandardDataset::new(samples, &options).unwrap())
@@ -240,15 +240,15 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
     let sequenced = |capacity| -> Arc<dyn BatchSource> {
         Arc::new(SequencedDataset::new(samples(), &plain, capacity).unwrap())
     };
-    let balanced = |change: fn(&mut BalancedOptions)| -> Arc<dyn BatchSource> {
+    let balanced = |change: fn(&mut BalancedConfig)| -> Arc<dyn BatchSource> {
         let batch_size = BatchSize::Samples(10);
-        let mut options = BalancedOptions { batch_size, k: 100, max_length: 32, ..Default::default() };
+        let mut options = BalancedConfig { batch_size, k: 100, max_length: 32, ..Default::default() };
         change(&mut options);
         Arc::new(StandardDataset::balanced(samples(), &options, 0).unwrap())
     };
-    let packed = |change: fn(&mut PackedOptions)| -> Arc<dyn BatchSource> {
-        let plan = PackingOptions { capacity: 8, ..PackingOptions::default() };
-        let mut options = PackedOptions { rows: 6, plan, ..PackedOptions::default() };
+    let packed = |change: fn(&mut PackedConfig)| -> Arc<dyn BatchSource> {
+        let plan = PackingConfig { capacity: 8, ..PackingConfig::default() };
+        let mut options = PackedConfig { rows: 6, plan, ..PackedConfig::default() };
         change(&mut options);
         Arc::new(PackedDataset::new(samples(), &options).unwrap())
     };
@@ -303,7 +303,7 @@ fn more_ranks_than_batches_continue_into_later_epochs() {
     let expected = reference(&source, 5);
     for workers in [0, 2] {
         let of_rank = |rank| {
-            let options = LoaderOptions { rank, ranks: 7, epochs: Some(5), ..options(workers, 2) };
+            let options = LoaderConfig { rank, ranks: 7, epochs: Some(5), ..options(workers, 2) };
             all(Loader::new(source.clone(), &options).unwrap())
         };
         // Two complete rounds of seven in 15 batches.
@@ -311,7 +311,7 @@ fn more_ranks_than_batches_continue_into_later_epochs() {
             assert_eq!(of_rank(rank), [expected[rank as usize].clone(), expected[rank as usize + 7].clone()]);
         }
         // No complete round in an epoch.
-        let options = LoaderOptions { rank: 0, ranks: 7, epochs: Some(2), ..options(workers, 2) };
+        let options = LoaderConfig { rank: 0, ranks: 7, epochs: Some(2), ..options(workers, 2) };
         assert!(all(Loader::new(source.clone(), &options).unwrap()).is_empty());
     }
 }
@@ -319,17 +319,17 @@ fn more_ranks_than_batches_continue_into_later_epochs() {
 #[test]
 fn absurd_numbers_are_refused() {
     let source = strategies(9, 4).remove(1);
-    let refused = |options: &LoaderOptions| Loader::new(source.clone(), options).unwrap_err().to_string();
+    let refused = |options: &LoaderConfig| Loader::new(source.clone(), options).unwrap_err().to_string();
     let many = options(usize::MAX, 1);
     assert_eq!(refused(&many), "loader: 18446744073709551615 workers; expected at most 1024");
-    let many = LoaderOptions { ranks: 1 << 25, ..options(0, 1) };
+    let many = LoaderConfig { ranks: 1 << 25, ..options(0, 1) };
     assert_eq!(refused(&many), "loader: 33554432 ranks; expected at most 16777216");
     assert_eq!(
-        refused(&LoaderOptions { ranks: 0, ..options(0, 1) }),
+        refused(&LoaderConfig { ranks: 0, ..options(0, 1) }),
         "loader: rank 0 of 0; expected a rank from 0 to below the number of ranks"
     );
     for workers in [0, 2] {
-        let options = LoaderOptions { epochs: None, ..options(workers, 1) };
+        let options = LoaderConfig { epochs: None, ..options(workers, 1) };
         let state = Loader::new(source.clone(), &options).unwrap().state();
         let state = LoaderState { epoch: u64::MAX, position: 3, ..state };
         let mut loader = Loader::resume(source.clone(), &options, &state).unwrap();

@@ -3,7 +3,7 @@
 //! Page-locked memory belongs to the process: the test that inspects it comes first in alphabetical order.
 
 use crate::strategies::{content, reference, strategies};
-use dataloading::{Batch, Loader, LoaderOptions, Result};
+use dataloading::{Batch, Loader, LoaderConfig, Result};
 use runtime::device::graph::CapturedStep;
 use runtime::device::{cuda_count, pinned_bytes, synchronize};
 use tch::{Device, Kind, Tensor};
@@ -27,7 +27,7 @@ fn a_loader_works_while_a_step_is_captured() {
     let device = Device::Cuda(0);
     let source = strategies(97, 6).remove(1);
     let options =
-        LoaderOptions { workers: 2, prefetch: 8, device, epochs: Some(4), ..LoaderOptions::default() };
+        LoaderConfig { workers: 2, prefetch: 8, device, epochs: Some(4), ..LoaderConfig::default() };
     let mut loader = Loader::new(source.clone(), &options).unwrap();
     let mut batches = vec![content(&loader.next().unwrap().unwrap())];
     let sum = Tensor::zeros([4], (Kind::Float, device));
@@ -50,13 +50,13 @@ fn a_device_gets_the_batches_of_the_cpu() {
         return;
     }
     let device = Device::Cuda(0);
-    let options = |workers, pinned| LoaderOptions {
+    let options = |workers, pinned| LoaderConfig {
         workers,
         prefetch: 3,
         device,
         pinned,
         epochs: Some(2),
-        ..LoaderOptions::default()
+        ..LoaderConfig::default()
     };
     // Pageable first: nothing may have allocated page-locked memory before.
     for pinned in [false, true] {

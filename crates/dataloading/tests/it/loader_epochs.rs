@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use dataloading::{
-    BalancedOptions, Batch, BatchSize, BatchSource, Incomplete, Loader, LoaderOptions, Result,
-    StandardDataset,
+    BalancedConfig, Batch, BatchSize, BatchSource, Incomplete, Loader, LoaderConfig, Result, StandardDataset,
 };
 
-fn options(workers: usize, prefetch: usize) -> LoaderOptions {
-    LoaderOptions { workers, prefetch, ..LoaderOptions::default() }
+fn options(workers: usize, prefetch: usize) -> LoaderConfig {
+    LoaderConfig { workers, prefetch, ..LoaderConfig::default() }
 }
 
 /// A source with two batches in some epochs and none in others; asking for one particular epoch panics.
@@ -64,7 +63,7 @@ fn the_last_epoch_is_finished_without_asking_for_the_next() {
             for ranks in [1, 2, epochs * 2] {
                 let mut seen = Vec::new();
                 for rank in 0..ranks {
-                    let options = LoaderOptions { rank, ranks, epochs: Some(epochs), ..options(workers, 3) };
+                    let options = LoaderConfig { rank, ranks, epochs: Some(epochs), ..options(workers, 3) };
                     let (positions, error) =
                         positions(Loader::new(short(|_| true, epochs), &options).unwrap());
                     assert_eq!(error, None);
@@ -80,13 +79,13 @@ fn the_last_epoch_is_finished_without_asking_for_the_next() {
 #[test]
 fn a_finished_loader_resumes_at_the_end_or_into_further_epochs() {
     for workers in [0, 2] {
-        let options = LoaderOptions { epochs: Some(1), ..options(workers, 3) };
+        let options = LoaderConfig { epochs: Some(1), ..options(workers, 3) };
         let mut loader = Loader::new(short(|_| true, 1), &options).unwrap();
         assert_eq!(loader.by_ref().count(), 2);
         let state = loader.state();
         assert_eq!((state.epoch, state.position, state.batches), (0, 2, 2));
         assert_eq!(Loader::resume(short(|_| true, 1), &options, &state).unwrap().count(), 0);
-        let further = LoaderOptions { epochs: Some(2), ..options };
+        let further = LoaderConfig { epochs: Some(2), ..options };
         let rest = Loader::resume(short(|_| true, 2), &further, &state).unwrap();
         assert_eq!(positions(rest), (vec![(1, 0), (1, 1)], None));
     }
@@ -96,7 +95,7 @@ fn a_finished_loader_resumes_at_the_end_or_into_further_epochs() {
 fn an_epoch_without_batches_is_skipped() {
     let odd = || short(|epoch| epoch % 2 == 1, 6);
     for workers in [0, 2] {
-        let options = LoaderOptions { epochs: Some(6), ..options(workers, 2) };
+        let options = LoaderConfig { epochs: Some(6), ..options(workers, 2) };
         let expected = [(1, 0), (1, 1), (3, 0), (3, 1), (5, 0), (5, 1)];
         let mut loader = Loader::new(odd(), &options).unwrap();
         for done in 0..=expected.len() {
@@ -111,7 +110,7 @@ fn an_epoch_without_batches_is_skipped() {
 fn epochs_without_any_batch_are_an_error() {
     let none = || short(|_| false, u64::MAX);
     let refused = |epochs| {
-        let options = LoaderOptions { epochs, ..options(0, 2) };
+        let options = LoaderConfig { epochs, ..options(0, 2) };
         Loader::new(none(), &options).unwrap_err().to_string()
     };
     assert_eq!(
@@ -132,7 +131,7 @@ fn epochs_without_any_batch_are_an_error() {
             ),
             (short(|_| true, 1), "a worker of the loader panicked at batch 2 of epoch 0: no epoch 1"),
         ] {
-            let options = LoaderOptions { epochs: None, ..options(workers, 2) };
+            let options = LoaderConfig { epochs: None, ..options(workers, 2) };
             let (positions, error) = positions(Loader::new(source, &options).unwrap());
             assert_eq!((positions.len(), error.as_deref()), (2, Some(words)), "{workers} workers");
         }
@@ -144,17 +143,17 @@ fn epochs_without_any_batch_are_an_error() {
 fn balanced_batches_skip_epochs_without_full_windows() {
     let lengths = [[5; 16], [6; 16]].concat().into_iter().chain([20]);
     let samples: Vec<Vec<u32>> = lengths.map(|length| vec![7; length]).collect();
-    let balanced = BalancedOptions {
+    let balanced = BalancedConfig {
         batch_size: BatchSize::Samples(32),
         k: 1,
         incomplete: Incomplete::Drop,
-        ..BalancedOptions::default()
+        ..BalancedConfig::default()
     };
     let source = Arc::new(StandardDataset::balanced(samples, &balanced, 0).unwrap());
     let batches: Vec<usize> = (0..20).map(|epoch| source.batches(epoch)).collect();
     assert!(batches.contains(&0) && batches.contains(&1), "{batches:?}");
     for ranks in [1, 2] {
-        let options = LoaderOptions { ranks, epochs: Some(20), ..options(2, 2) };
+        let options = LoaderConfig { ranks, epochs: Some(20), ..options(2, 2) };
         let taken: Vec<Batch> = Loader::new(source.clone(), &options).unwrap().map(Result::unwrap).collect();
         assert_eq!(taken.len(), batches.iter().sum::<usize>() / ranks as usize);
         assert!(taken.iter().all(|batch| batch.counts.documents == 32));

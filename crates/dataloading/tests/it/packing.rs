@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use dataloading::packing::{
-    Algorithm, LongDocuments, PackingOptions, PackingPlan, StreamingBestFit, StreamingOptions, lower_bound,
+    Algorithm, LongDocuments, PackingConfig, PackingPlan, StreamingBestFit, StreamingConfig, lower_bound,
 };
 use dataloading::permutation::Permutation;
 use proptest::prelude::*;
@@ -71,7 +71,7 @@ proptest! {
         let lengths: Vec<u32> = lengths.into_iter().map(|length| length % narrow.max(2) % (capacity + 1)).collect();
         prop_assume!(lengths.iter().any(|&length| length > 0));
         for algorithm in ALGORITHMS {
-            let options = PackingOptions { capacity: capacity as usize, algorithm, ..Default::default() };
+            let options = PackingConfig { capacity: capacity as usize, algorithm, ..Default::default() };
             let plan = PackingPlan::new(&lengths, &options).unwrap();
             prop_assert_eq!(contents(&plan), oracle(&lengths, capacity, algorithm), "{:?}", algorithm);
         }
@@ -85,7 +85,7 @@ proptest! {
     ) {
         let long = if drop_long { LongDocuments::Drop } else { LongDocuments::Split };
         for algorithm in ALGORITHMS {
-            let options = PackingOptions { capacity, algorithm, long };
+            let options = PackingConfig { capacity, algorithm, long };
             let Ok(plan) = PackingPlan::new(&lengths, &options) else {
                 prop_assert!(lengths.iter().all(|&length| length == 0 || drop_long && length as usize > capacity));
                 continue;
@@ -128,7 +128,7 @@ proptest! {
         let lengths: Vec<u32> = lengths.into_iter().map(|length| length.min(capacity as u32)).collect();
         let bound = lower_bound(&lengths, capacity).unwrap();
         for algorithm in ALGORITHMS {
-            let plan = PackingPlan::new(&lengths, &PackingOptions { capacity, algorithm, ..Default::default() }).unwrap();
+            let plan = PackingPlan::new(&lengths, &PackingConfig { capacity, algorithm, ..Default::default() }).unwrap();
             prop_assert!(plan.rows() >= bound);
             // 11/9 of the minimum plus 6/9 (Dósa 2007); and the bound is at least 2/3 of the minimum (Martello and Toth).
             prop_assert!(plan.rows() as f64 <= 11.0 / 9.0 * 1.5 * bound as f64 + 1.0);
@@ -143,7 +143,7 @@ proptest! {
         patience in 0_u64..20,
     ) {
         let lengths: Vec<u32> = lengths.into_iter().map(|length| length.min(capacity as u32)).collect();
-        let (rows, longest_wait) = stream(&lengths, &StreamingOptions { capacity, documents, patience });
+        let (rows, longest_wait) = stream(&lengths, &StreamingConfig { capacity, documents, patience });
         let mut seen = vec![0; lengths.len()];
         for row in &rows {
             let sum: u32 = row.iter().map(|&document| lengths[document as usize]).sum();
@@ -157,7 +157,7 @@ proptest! {
 }
 
 /// Returns all rows of a stream, and checks the number of waiting documents.
-fn stream(lengths: &[u32], options: &StreamingOptions) -> (Vec<Vec<u64>>, u64) {
+fn stream(lengths: &[u32], options: &StreamingConfig) -> (Vec<Vec<u64>>, u64) {
     let mut packer = StreamingBestFit::new(options).unwrap();
     let mut rows = Vec::new();
     for (document, &length) in lengths.iter().enumerate() {
@@ -186,7 +186,7 @@ fn uniform_lengths_fill_their_rows() {
         let tokens: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
         for algorithm in ALGORITHMS {
             let plan =
-                PackingPlan::new(&lengths, &PackingOptions { algorithm, ..Default::default() }).unwrap();
+                PackingPlan::new(&lengths, &PackingConfig { algorithm, ..Default::default() }).unwrap();
             assert!(
                 plan.rows() * 1000 <= bound * 1004,
                 "seed {seed}: {} rows, at least {bound}",
@@ -205,7 +205,7 @@ fn uniform_lengths_fill_their_rows() {
 #[test]
 fn a_stream_of_uniform_lengths_fills_its_rows() {
     let lengths = uniform(100_000, 3);
-    let (rows, _) = stream(&lengths, &StreamingOptions::default());
+    let (rows, _) = stream(&lengths, &StreamingConfig::default());
     let tokens: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
     let fill = tokens as f64 / (rows.len() * 512) as f64;
     assert!(fill >= 0.99, "{fill}");
@@ -213,20 +213,20 @@ fn a_stream_of_uniform_lengths_fills_its_rows() {
 
 #[test]
 fn unpackable_documents_are_refused() {
-    let check = |lengths: &[u32], options: PackingOptions, words: &str| {
+    let check = |lengths: &[u32], options: PackingConfig, words: &str| {
         assert_eq!(PackingPlan::new(lengths, &options).unwrap_err().to_string(), words);
     };
     check(
         &[1],
-        PackingOptions { capacity: 0, ..Default::default() },
+        PackingConfig { capacity: 0, ..Default::default() },
         "packing: rows of 0 tokens; expected a capacity from 1 to 268435456",
     );
     check(
         &[0, 9, 0],
-        PackingOptions { capacity: 8, long: LongDocuments::Drop, ..Default::default() },
+        PackingConfig { capacity: 8, long: LongDocuments::Drop, ..Default::default() },
         "packing: none of 3 documents can be packed into rows of 8 tokens: 2 have no token and 1 are longer than a row",
     );
-    let mut packer = StreamingBestFit::new(&StreamingOptions { capacity: 8, ..Default::default() }).unwrap();
+    let mut packer = StreamingBestFit::new(&StreamingConfig { capacity: 8, ..Default::default() }).unwrap();
     assert_eq!(
         packer.push(0, 9).unwrap_err().to_string(),
         "packing: a document of 9 tokens is longer than a row of 8; split it first"

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use dataloading::token_store::{TokenStore, VERSION, Writer, WriterOptions};
+use dataloading::token_store::{TokenStore, VERSION, Writer, WriterConfig};
 use dataloading::{Result, Samples};
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
 
-fn write(path: &Path, documents: &[Vec<u32>], options: &WriterOptions) -> Result<TokenStore> {
+fn write(path: &Path, documents: &[Vec<u32>], options: &WriterConfig) -> Result<TokenStore> {
     let mut writer = Writer::create(path, options)?;
     for document in documents {
         writer.push(document)?;
@@ -26,7 +26,7 @@ fn all(store: &TokenStore) -> Result<Vec<Vec<u32>>> {
 /// Three documents in two shards of 16-bit ids.
 fn example(path: &Path) -> TokenStore {
     let documents = [vec![1, 2, 3], vec![], vec![4, 5, 6, 7]];
-    write(path, &documents, &WriterOptions { shard_bytes: 40, ..WriterOptions::new(100) }).unwrap()
+    write(path, &documents, &WriterConfig { shard_bytes: 40, ..WriterConfig::new(100) }).unwrap()
 }
 
 /// Corrects the last 16 bytes of a header after a deliberate change.
@@ -51,7 +51,7 @@ proptest! {
         let vocabulary = if narrow { 65_536 } else { 70_000 };
         let documents: Vec<Vec<u32>> =
             documents.into_iter().map(|d| d.into_iter().map(|id| id % vocabulary).collect()).collect();
-        let options = WriterOptions { shard_bytes, ..WriterOptions::new(vocabulary as usize) };
+        let options = WriterConfig { shard_bytes, ..WriterConfig::new(vocabulary as usize) };
         let written = write(&path, &documents, &options).unwrap();
         let store = TokenStore::open(&path).unwrap();
         prop_assert_eq!(store.fingerprint(), written.fingerprint());
@@ -217,7 +217,7 @@ fn damage_is_reported() {
 fn damaged_offsets_are_refused_at_the_document() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
-    write(&path, &[vec![1, 2], vec![3]], &WriterOptions::new(10)).unwrap();
+    write(&path, &[vec![1, 2], vec![3]], &WriterConfig::new(10)).unwrap();
     // 128 bytes of header, 8 of ids, then offsets 0, 2, 3.
     alter(&path.join("00000.tokens"), |b| b[144] = 200);
     let store = TokenStore::open(&path).unwrap();
@@ -237,7 +237,7 @@ fn damaged_offsets_are_refused_at_the_document() {
 fn an_id_beyond_the_vocabulary_is_refused_and_the_writer_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
-    let mut writer = Writer::create(&path, &WriterOptions::new(10)).unwrap();
+    let mut writer = Writer::create(&path, &WriterConfig::new(10)).unwrap();
     writer.push(&[9]).unwrap();
     let error = writer.push(&[1, 10]).unwrap_err().to_string();
     assert!(
@@ -256,14 +256,14 @@ fn the_width_follows_the_vocabulary() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
         let largest = (vocabulary - 1) as u32;
-        let store = write(&path, &[vec![largest; 8]], &WriterOptions::new(vocabulary)).unwrap();
+        let store = write(&path, &[vec![largest; 8]], &WriterConfig::new(vocabulary)).unwrap();
         assert_eq!(all(&store).unwrap(), [[largest; 8]]);
         let size = std::fs::metadata(path.join("00000.tokens")).unwrap().len();
         assert_eq!(size, 128 + 8 * bytes + 16);
     }
     let folder = tempfile::tempdir().unwrap();
     for vocabulary in [0, (1 << 32) + 1] {
-        assert!(Writer::create(&folder.path().join("store"), &WriterOptions::new(vocabulary)).is_err());
+        assert!(Writer::create(&folder.path().join("store"), &WriterConfig::new(vocabulary)).is_err());
     }
 }
 
@@ -273,11 +273,11 @@ fn an_interrupted_write_leaves_no_store_and_the_next_one_cleans_up() {
     let path = folder.path().join("store");
     let partial = folder.path().join(".store.partial");
     let mut writer =
-        Writer::create(&path, &WriterOptions { shard_bytes: 40, ..WriterOptions::new(10) }).unwrap();
+        Writer::create(&path, &WriterConfig { shard_bytes: 40, ..WriterConfig::new(10) }).unwrap();
     (0..20).for_each(|_| writer.push(&[1, 2, 3]).unwrap());
     let leftovers = std::fs::read_dir(&partial).unwrap().count();
     assert!(leftovers > 3, "{leftovers} files");
-    let second = Writer::create(&path, &WriterOptions::new(10)).unwrap_err().to_string();
+    let second = Writer::create(&path, &WriterConfig::new(10)).unwrap_err().to_string();
     assert!(second.ends_with("another process is writing this store; wait for it, or choose another name"));
     // A killed process leaves the files without a lock.
     let kept = folder.path().join("kept");
@@ -285,12 +285,12 @@ fn an_interrupted_write_leaves_no_store_and_the_next_one_cleans_up() {
     drop(writer);
     std::fs::rename(&kept, &partial).unwrap();
     assert!(!path.exists());
-    let store = write(&path, &[vec![5]], &WriterOptions::new(10)).unwrap();
+    let store = write(&path, &[vec![5]], &WriterConfig::new(10)).unwrap();
     assert_eq!((store.shards(), all(&store).unwrap()), (1, vec![vec![5]]));
     assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
     assert!(!partial.exists());
     // Dropping a writer removes its files.
-    drop(Writer::create(&folder.path().join("other"), &WriterOptions::new(10)).unwrap());
+    drop(Writer::create(&folder.path().join("other"), &WriterConfig::new(10)).unwrap());
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
@@ -298,10 +298,10 @@ fn an_interrupted_write_leaves_no_store_and_the_next_one_cleans_up() {
 fn a_store_is_replaced_only_when_asked_and_only_if_it_is_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
-    let old = write(&path, &[vec![1]], &WriterOptions::new(10)).unwrap();
-    let error = Writer::create(&path, &WriterOptions::new(10)).unwrap_err().to_string();
+    let old = write(&path, &[vec![1]], &WriterConfig::new(10)).unwrap();
+    let error = Writer::create(&path, &WriterConfig::new(10)).unwrap_err().to_string();
     assert!(error.ends_with("the path exists; remove it, choose another name, or allow replacement"));
-    let replace = WriterOptions { replace: true, ..WriterOptions::new(10) };
+    let replace = WriterConfig { replace: true, ..WriterConfig::new(10) };
     let new = write(&path, &[vec![2], vec![3]], &replace).unwrap();
     // A process that has the former store open can still read it.
     assert_eq!((all(&old).unwrap(), all(&new).unwrap()), (vec![vec![1]], vec![vec![2], vec![3]]));
@@ -321,7 +321,7 @@ fn a_store_is_replaced_only_when_asked_and_only_if_it_is_one() {
 fn an_empty_store_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("deep/er/store");
-    let store = write(&path, &[], &WriterOptions::new(10)).unwrap();
+    let store = write(&path, &[], &WriterConfig::new(10)).unwrap();
     store.verify().unwrap();
     assert!(store.is_empty());
     assert_eq!((store.tokens(), store.shards(), store.length(0)), (0, 1, 0));
@@ -332,7 +332,7 @@ fn a_replaced_store_is_unchanged_for_open_readers() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let old = example(&path);
-    let options = WriterOptions { replace: true, ..WriterOptions::new(100) };
+    let options = WriterConfig { replace: true, ..WriterConfig::new(100) };
     let new = write(&path, &[vec![50; 9]], &options).unwrap();
     assert_eq!(all(&old).unwrap(), [vec![1, 2, 3], vec![], vec![4, 5, 6, 7]]);
     old.verify().unwrap();
@@ -345,7 +345,7 @@ fn a_replaced_store_is_unchanged_for_open_readers() {
 fn a_store_with_an_interrupted_replacement_is_recovered() {
     let folder = tempfile::tempdir().unwrap();
     let (path, aside) = (folder.path().join("store"), folder.path().join(".store.replaced"));
-    write(&path, &[vec![1], vec![2]], &WriterOptions::new(10)).unwrap();
+    write(&path, &[vec![1], vec![2]], &WriterConfig::new(10)).unwrap();
     let interrupt = || std::fs::rename(&path, &aside).unwrap();
     interrupt();
     let error = TokenStore::open(&path).unwrap_err().to_string();
@@ -355,13 +355,13 @@ fn a_store_with_an_interrupted_replacement_is_recovered() {
     .assert_eq(&error.replace(&format!("{}/", folder.path().display()), ""));
     // A writer without permission to replace, and one that does not finish.
     for replace in [false, true] {
-        let options = WriterOptions { replace, ..WriterOptions::new(10) };
+        let options = WriterConfig { replace, ..WriterConfig::new(10) };
         assert_eq!(Writer::create(&path, &options).is_ok(), replace);
         assert_eq!(all(&TokenStore::open(&path).unwrap()).unwrap(), [[1], [2]]);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
         interrupt();
     }
-    let replace = WriterOptions { replace: true, ..WriterOptions::new(10) };
+    let replace = WriterConfig { replace: true, ..WriterConfig::new(10) };
     assert_eq!(all(&write(&path, &[vec![3]], &replace).unwrap()).unwrap(), [[3]]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
@@ -373,7 +373,7 @@ fn a_damaged_id_is_refused_by_every_reader() {
     for (vocabulary, width) in [(100, 2), (70_000, 4)] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
-        write(&path, &[vec![1, 2], vec![3, 99, 5, 6]], &WriterOptions::new(vocabulary)).unwrap();
+        write(&path, &[vec![1, 2], vec![3, 99, 5, 6]], &WriterConfig::new(vocabulary)).unwrap();
         // The fourth id of all, which stands where the document's second does.
         alter(&path.join("00000.tokens"), |bytes| bytes[128 + 3 * width + width - 1] = 1);
         let store = TokenStore::open(&path).unwrap();
@@ -400,14 +400,14 @@ fn damaged_offsets_are_found_when_a_data_set_is_made() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let documents = [vec![1, 2, 3], vec![], vec![4, 5, 6, 7]];
-    let store = write(&path, &documents, &WriterOptions::new(100)).unwrap();
-    assert!(dataloading::StandardDataset::new(store, &dataloading::BatchOptions::default()).is_ok());
+    let store = write(&path, &documents, &WriterConfig::new(100)).unwrap();
+    assert!(dataloading::StandardDataset::new(store, &dataloading::BatchConfig::default()).is_ok());
     let shard = path.join("00000.tokens");
     // The end of the last document: seven ids of two bytes, padded to 16, then four offsets.
     alter(&shard, |bytes| bytes[128 + 16 + 24] = 99);
     let store = TokenStore::open(&path).unwrap();
     assert_eq!((store.length(1), store.length(2)), (0, 0));
-    let options = dataloading::BatchOptions::default();
+    let options = dataloading::BatchConfig::default();
     let error = dataloading::StandardDataset::new(store, &options).unwrap_err().to_string();
     expect![
         "store/00000.tokens: document 2: its offsets are damaged (3..99 of 7 tokens); copy or write the store again"
@@ -424,14 +424,14 @@ fn names_need_not_be_utf_8() {
     let folder = tempfile::tempdir().unwrap();
     // Lossy conversion would map both to the same name.
     let [one, two] = [b"a\xff", b"a\xfe"].map(|name| folder.path().join(OsStr::from_bytes(name)));
-    let mut first = Writer::create(&one, &WriterOptions::new(10)).unwrap();
-    let mut second = Writer::create(&two, &WriterOptions::new(10)).unwrap();
+    let mut first = Writer::create(&one, &WriterConfig::new(10)).unwrap();
+    let mut second = Writer::create(&two, &WriterConfig::new(10)).unwrap();
     first.push(&[1]).unwrap();
     second.push(&[2]).unwrap();
     assert_eq!(all(&first.finish().unwrap()).unwrap(), [[1]]);
     assert_eq!(all(&second.finish().unwrap()).unwrap(), [[2]]);
     assert_eq!(all(&TokenStore::open(&one).unwrap()).unwrap(), [[1]]);
-    let again = Writer::create(&one, &WriterOptions::new(10)).unwrap_err().to_string();
+    let again = Writer::create(&one, &WriterConfig::new(10)).unwrap_err().to_string();
     assert!(
         again.ends_with("a\u{fffd}: the path exists; remove it, choose another name, or allow replacement")
     );
@@ -442,8 +442,8 @@ fn names_need_not_be_utf_8() {
 fn a_part_of_a_long_document_is_read_alone() {
     let folder = tempfile::tempdir().unwrap();
     let document: Vec<u32> = (0..100_000).map(|position| position % 97).collect();
-    let store = write(&folder.path().join("store"), std::slice::from_ref(&document), &WriterOptions::new(97))
-        .unwrap();
+    let store =
+        write(&folder.path().join("store"), std::slice::from_ref(&document), &WriterConfig::new(97)).unwrap();
     let mut part = Vec::new();
     store.read_part(0, 50_000..50_010, &mut part).unwrap();
     assert_eq!(part, document[50_000..50_010]);

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use dataloading::text::{Corpus, Format};
 use dataloading::token_store::{
-    TokenizeOptions, Tokenized, TooLong, WriterOptions, tokenize, tokenize_to_store,
+    TokenizeConfig, Tokenized, TooLong, WriterConfig, tokenize, tokenize_to_store,
 };
-use dataloading::tokenizer::TrainOptions;
+use dataloading::tokenizer::TrainConfig;
 use dataloading::{Samples, Tokenizer};
 use expect_test::expect;
 
@@ -14,7 +14,7 @@ const TEXTS: [&str; 4] =
     ["the cat sat on the mat .", "a cat and a dog sat .", "the dog 's mat @-@ like hat", "on and on"];
 
 fn train_json(texts: &[&str], vocabulary: usize) -> dataloading::Result<String> {
-    let options = TrainOptions { vocabulary, ..TrainOptions::default() };
+    let options = TrainConfig { vocabulary, ..TrainConfig::default() };
     Tokenizer::train_json(texts.iter().map(|text| Ok((*text).to_owned())), &options)
 }
 
@@ -65,7 +65,7 @@ fn any_text_round_trips_and_batches_equal_single_texts() {
 
 #[test]
 fn an_incomplete_tokenizer_is_an_error_with_the_remedy() {
-    let options = TrainOptions { special_tokens: Vec::new(), vocabulary: 260, ..TrainOptions::default() };
+    let options = TrainConfig { special_tokens: Vec::new(), vocabulary: 260, ..TrainConfig::default() };
     let bare = Tokenizer::train(TEXTS.map(|text| Ok(text.into())), &options).unwrap();
     expect!["padding token: the tokenizer has none of <|padding|> <pad> [PAD] <|pad|> <PAD> <|pad_token|> <|finetune_right_pad_id|>; pass the id of the end-of-text token as padding id: padding has no label and is masked"]
         .assert_eq(&bare.padding().unwrap_err().to_string());
@@ -106,7 +106,7 @@ fn wikitext_2_has_its_articles_and_lines() {
     }
 }
 
-fn documents(options: &TokenizeOptions, text: &str) -> (Vec<Vec<u32>>, Tokenized) {
+fn documents(options: &TokenizeConfig, text: &str) -> (Vec<Vec<u32>>, Tokenized) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("text.jsonl");
     std::fs::write(&path, text).unwrap();
@@ -131,14 +131,14 @@ fn long_documents_are_split_cut_or_dropped_and_empty_ones_skipped() {
         (TooLong::Truncate, vec!["abc.", "vwxy"], 2),
         (TooLong::Drop, vec!["abc."], 6),
     ] {
-        let options = TokenizeOptions { end_of_text: Some(0), longest: Some(4), too_long };
+        let options = TokenizeConfig { end_of_text: Some(0), longest: Some(4), too_long };
         let (texts, counts) = documents(&options, text);
         assert_eq!(texts, expected.iter().map(|text| ids(text)).collect::<Vec<_>>());
         let tokens = expected.iter().map(|text| text.len() as u64).sum();
         let documents = expected.len() as u64;
         assert_eq!(counts, Tokenized { documents, tokens, too_long: 1, dropped_tokens, ..base });
     }
-    let (texts, counts) = documents(&TokenizeOptions::default(), text);
+    let (texts, counts) = documents(&TokenizeConfig::default(), text);
     assert_eq!((texts.len(), counts.tokens, counts.too_long), (2, 8, 0));
 }
 
@@ -150,10 +150,10 @@ fn the_store_of_a_corpus_does_not_depend_on_the_threads() {
     std::fs::write(&path, &text).unwrap();
     let tokenizer = small();
     let corpus = Corpus::new([path], Format::Lines);
-    let options = TokenizeOptions { end_of_text: Some(0), ..TokenizeOptions::default() };
+    let options = TokenizeConfig { end_of_text: Some(0), ..TokenizeConfig::default() };
     let make = |threads: usize| {
         let store = folder.path().join(format!("store-{threads}"));
-        let writer = WriterOptions { shard_bytes: 100_000, ..WriterOptions::new(tokenizer.vocabulary()) };
+        let writer = WriterConfig { shard_bytes: 100_000, ..WriterConfig::new(tokenizer.vocabulary()) };
         let mut calls = 0;
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let progress = |_: &Tokenized| calls += 1;
@@ -178,19 +178,19 @@ fn a_corpus_without_documents_creates_no_store() {
     std::fs::write(&path, "the cat sat on the mat . the dog\n").unwrap();
     let (corpus, tokenizer, target) =
         (Corpus::new([path], Format::Lines), small(), folder.path().join("store"));
-    let make = |options: TokenizeOptions, vocabulary| {
-        let store = WriterOptions::new(vocabulary);
+    let make = |options: TokenizeConfig, vocabulary| {
+        let store = WriterConfig::new(vocabulary);
         let made = tokenize_to_store(&corpus, &tokenizer, &options, &target, &store, |_| ());
         made.unwrap_err().to_string()
     };
-    let drop = TokenizeOptions { longest: Some(2), too_long: TooLong::Drop, ..TokenizeOptions::default() };
+    let drop = TokenizeConfig { longest: Some(2), too_long: TooLong::Drop, ..TokenizeConfig::default() };
     let error = make(drop, 270);
     assert!(error.ends_with("of 1 records 0 are empty and 1 longer than allowed, so there is nothing to store; allow longer ones"), "{error}");
-    let end = TokenizeOptions { end_of_text: Some(270), ..TokenizeOptions::default() };
+    let end = TokenizeConfig { end_of_text: Some(270), ..TokenizeConfig::default() };
     assert_eq!(make(end, 270), "tokenize: the end-of-text id 270 is not among the tokenizer's 270");
-    let none = TokenizeOptions { longest: Some(0), ..TokenizeOptions::default() };
+    let none = TokenizeConfig { longest: Some(0), ..TokenizeConfig::default() };
     assert_eq!(make(none, 270), "tokenize: the maximum length is 0 tokens; expected at least 1");
-    let small = make(TokenizeOptions::default(), 269);
+    let small = make(TokenizeConfig::default(), 269);
     assert_eq!(
         small,
         "token store: the vocabulary is 269, but the tokenizer has 270 ids; use at least as many"

@@ -8,7 +8,7 @@ use anyhow::Result;
 use models::Gpt2LikeConfig;
 use models::module::{LanguageModel, trainable};
 use runtime::memory::Region;
-use runtime::profile::{Trace, TraceOptions, range};
+use runtime::profile::{Trace, TraceConfig, range};
 use tch::{Device, Tensor};
 use trace::{Composition, Profile};
 use training::accumulation::{MicroBatches, fetch, forward};
@@ -111,7 +111,7 @@ impl Gradient {
     /// # Errors
     /// Errors of [`Gradient::compute`] and of the profiler.
     pub(crate) fn profile(&mut self, path: &Path) -> Result<OperatorSeconds> {
-        let trace = Trace::start(TraceOptions { cuda: false, shapes: false, memory: false })?;
+        let trace = Trace::start(TraceConfig { cuda: false, shapes: false, memory: false })?;
         {
             let _step = range("step");
             self.compute()?;

@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use amp::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule};
+use amp::{DeviceScaler, DynamicGradScaler, DynamicRule, DynamicScalerConfig};
 use anyhow::Result;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -76,7 +76,8 @@ impl Overhead {
 pub(crate) fn run(size: Size, rounds: usize, device: Device) -> Result<Overhead> {
     const WARMUP: usize = 2;
     let mut optimizer = size.optimizer(device)?;
-    let options = DynamicOptions { init_scale: 1.0, growth_interval: u32::MAX, ..DynamicOptions::default() };
+    let options =
+        DynamicScalerConfig { init_scale: 1.0, growth_interval: u32::MAX, ..DynamicScalerConfig::default() };
     let mut on_host = DynamicGradScaler::new(options)?;
     let mut on_device = DeviceScaler::new(DynamicRule::new(options)?, device)?;
     let one = Tensor::f_ones([1], (Kind::Float, device))?;

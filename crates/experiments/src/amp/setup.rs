@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler};
 use anyhow::Result;
 use kernels::matmul::compute_kind;
 use tch::{Device, Kind};
@@ -67,8 +67,8 @@ impl Scales {
         }
     }
 
-    fn dynamic(&self, initial: usize, growth_interval: u32) -> DynamicOptions {
-        DynamicOptions { init_scale: self.initial[initial], growth_interval, ..Default::default() }
+    fn dynamic(&self, initial: usize, growth_interval: u32) -> DynamicScalerConfig {
+        DynamicScalerConfig { init_scale: self.initial[initial], growth_interval, ..Default::default() }
     }
 }
 
@@ -125,7 +125,7 @@ impl Setup {
             Self::StaticHigh => Box::new(StaticGradScaler::new(high)?),
             Self::Dynamic => dynamic(scales.dynamic(1, scales.interval))?,
             Self::DynamicLow => {
-                dynamic(DynamicOptions { max_scale: right, ..scales.dynamic(0, scales.short_interval) })?
+                dynamic(DynamicScalerConfig { max_scale: right, ..scales.dynamic(0, scales.short_interval) })?
             }
             Self::DynamicHigh => dynamic(scales.dynamic(2, scales.interval))?,
             Self::Restless | Self::Retry => dynamic(scales.dynamic(1, scales.short_interval))?,

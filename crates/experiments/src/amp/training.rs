@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use amp::{Autocast, CastStatistics};
 use anyhow::Result;
-use dataloading::loader::LoaderOptions;
-use dataloading::{BatchOptions, Order};
+use dataloading::loader::LoaderConfig;
+use dataloading::{BatchConfig, Order};
 use models::module::{LanguageModel, trainable};
 use models::state_dict::{load_state_dict, state_dict};
 use models::{Gpt2Like, Gpt2LikeConfig};
@@ -20,7 +20,7 @@ use training::observer::StepRecord;
 use training::optimizer::Group;
 use training::schedule::{LrSchedule, Shape};
 use training::strategy::Strategy;
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 
 use super::setup::{Parts, Scales, Setup};
 use crate::corpus::Corpus;
@@ -161,17 +161,17 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
     let &Training { strategy, batch_size, steps, lr, warmup, evaluate_every, device, seed, .. } = training;
     runtime::random::seed(seed)?;
     let max_length = training.model.max_length as usize;
-    let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
-    let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
+    let options = BatchConfig { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
+    let loader = LoaderConfig { workers: 1, device, epochs: None, ..Default::default() };
     let batches = LoaderBatches::new(strategy.source(corpus.train.clone(), &options)?, &loader)?;
-    let measured_on = BatchOptions { order: Order::Sequential, ..options };
+    let measured_on = BatchConfig { order: Order::Sequential, ..options };
     let validation = Strategy::Standard.source(corpus.validation.clone(), &measured_on)?;
-    let validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
+    let validation = LoaderBatches::new(validation, &LoaderConfig { epochs: Some(1), ..loader })?;
 
     let Parts { weights, autocast, scaler } = setup.parts(&training.scales)?;
     let model = gpt2_like(&training.model, corpus.vocabulary(), weights, device)?;
     let optimizer = setup.adam(Group::new(trainable(&*model), lr))?;
-    let options = Options {
+    let options = TrainerConfig {
         steps,
         accuracy: true,
         overflow: setup.overflow(),

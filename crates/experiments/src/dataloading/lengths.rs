@@ -4,13 +4,13 @@
 use std::sync::Arc;
 
 use dataloading::Result;
-use dataloading::balanced_batch_sampler::{BalancedOptions, BatchSize};
+use dataloading::balanced_batch_sampler::{BalancedConfig, BatchSize};
 use dataloading::batch_source::BatchSource;
-use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
+use dataloading::datasets::{BaseDataset, PackedConfig, PackedDataset, SequencedDataset, StandardDataset};
 use dataloading::host_batch::HostBatch;
 use dataloading::length_statistics::{LengthStatistics, Waste};
-use dataloading::packing::PackingOptions;
-use dataloading::random_batch_sampler::BatchOptions;
+use dataloading::packing::PackingConfig;
+use dataloading::random_batch_sampler::BatchConfig;
 use dataloading::samples::Samples;
 use report::{Case, Metric};
 
@@ -83,20 +83,20 @@ impl Batching {
 
     /// The data set.
     fn over<S: Samples + 'static>(self, samples: S, seed: u64) -> Result<Box<dyn BatchSource>> {
-        let options = BatchOptions { batch_size: BATCH, max_length: LENGTH, seed, ..BatchOptions::default() };
+        let options = BatchConfig { batch_size: BATCH, max_length: LENGTH, seed, ..BatchConfig::default() };
         Ok(match self {
             Self::OneLength => Box::new(BaseDataset::new(samples, &options)?),
             Self::Longest => Box::new(StandardDataset::new(samples, &options)?),
             Self::Balanced(k) => {
                 let batch_size = BatchSize::Samples(BATCH);
                 let options =
-                    BalancedOptions { batch_size, k, max_length: LENGTH, seed, ..Default::default() };
+                    BalancedConfig { batch_size, k, max_length: LENGTH, seed, ..Default::default() };
                 Box::new(StandardDataset::balanced(samples, &options, 0)?)
             }
             Self::Sequenced => Box::new(SequencedDataset::new(samples, &options, None)?),
             Self::Packed => {
-                let plan = PackingOptions { capacity: LENGTH, ..PackingOptions::default() };
-                let options = PackedOptions { rows: 8, plan, seed, ..Default::default() };
+                let plan = PackingConfig { capacity: LENGTH, ..PackingConfig::default() };
+                let options = PackedConfig { rows: 8, plan, seed, ..Default::default() };
                 Box::new(PackedDataset::new(samples, &options)?)
             }
         })

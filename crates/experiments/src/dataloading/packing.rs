@@ -2,7 +2,7 @@
 
 use dataloading::Result;
 use dataloading::packing::{
-    Algorithm, PackingOptions, PackingPlan, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
+    Algorithm, PackingConfig, PackingPlan, StreamingBestFit, StreamingConfig, lower_bound, next_fit,
 };
 use report::{Case, Metric};
 
@@ -86,11 +86,11 @@ impl Packer {
         match self {
             Self::Plan(algorithm) => {
                 let plan =
-                    PackingPlan::new(lengths, &PackingOptions { algorithm, ..PackingOptions::default() })?;
+                    PackingPlan::new(lengths, &PackingConfig { algorithm, ..PackingConfig::default() })?;
                 Ok(std::hint::black_box(plan.assignment()).offsets.len() - 1)
             }
             Self::Streaming => {
-                let mut packer = StreamingBestFit::new(&StreamingOptions::default())?;
+                let mut packer = StreamingBestFit::new(&StreamingConfig::default())?;
                 let mut rows = 0;
                 for (document, &length) in (0..).zip(lengths) {
                     rows += usize::from(std::hint::black_box(packer.push(document, length)?).is_some());

@@ -1,7 +1,7 @@
 //! Time to make a balanced sampler, and to choose a batch.
 
 use dataloading::Result;
-use dataloading::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, Operations};
+use dataloading::balanced_batch_sampler::{BalancedBatchSampler, BalancedConfig, Operations};
 use dataloading::permutation::Permutation;
 use dataloading::random_batch_sampler::BatchSampler;
 use dataloading::samples::Samples;
@@ -54,7 +54,7 @@ fn measure(n: usize, k: usize, bench: &Bench) -> Result<Vec<Metric>> {
     let seed = bench.seed;
     const BATCHES: usize = 1000;
     let lengths = Lengths(text_lengths(n, seed));
-    let options = BalancedOptions { k, seed, ..BalancedOptions::default() };
+    let options = BalancedConfig { k, seed, ..BalancedConfig::default() };
     let construction = seconds(repeats(bench).min(5), || BalancedBatchSampler::new(&lengths, &options));
     let sampler = BalancedBatchSampler::new(&lengths, &options)?;
     let batches = sampler.batches(0);

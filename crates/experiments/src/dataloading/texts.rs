@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use dataloading::Result;
 use dataloading::embedded;
 use dataloading::text::{Corpus, Format};
-use dataloading::token_store::{TokenStore, TokenizeOptions, Writer, WriterOptions, tokenize};
+use dataloading::token_store::{TokenStore, TokenizeConfig, Writer, WriterConfig, tokenize};
 use dataloading::tokenizer::Tokenizer;
 
 use crate::corpus::VARIABLE;
@@ -63,7 +63,7 @@ impl Text {
         };
         let records = Corpus::new([path], Format::Lines).records()?;
         let mut lines = Vec::new();
-        let options = TokenizeOptions::default();
+        let options = TokenizeConfig::default();
         tokenize(
             records,
             &tokenizer()?,
@@ -87,7 +87,7 @@ fn tokenizer() -> Result<Tokenizer> {
 /// # Errors
 /// No embedded data; the folder cannot be written to.
 pub fn repeated(path: &Path, tokens: u64) -> Result<TokenStore> {
-    let mut writer = Writer::create(path, &WriterOptions::new(tokenizer()?.vocabulary()))?;
+    let mut writer = Writer::create(path, &WriterConfig::new(tokenizer()?.vocabulary()))?;
     let lines = Text::Embedded.lines()?.unwrap_or_default();
     let mut written = 0;
     for line in lines.iter().cycle() {

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dataloading::Result;
-use dataloading::balanced_batch_sampler::{BalancedOptions, BatchSize};
+use dataloading::balanced_batch_sampler::{BalancedConfig, BatchSize};
 use dataloading::batch::Counts;
 use dataloading::batch_source::BatchSource;
-use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
-use dataloading::loader::{Loader, LoaderOptions};
-use dataloading::packing::PackingOptions;
-use dataloading::random_batch_sampler::BatchOptions;
+use dataloading::datasets::{BaseDataset, PackedConfig, PackedDataset, SequencedDataset, StandardDataset};
+use dataloading::loader::{Loader, LoaderConfig};
+use dataloading::packing::PackingConfig;
+use dataloading::random_batch_sampler::BatchConfig;
 use dataloading::samples::Samples;
 use dataloading::token_store::TokenStore;
 use report::{Case, Metric};
@@ -61,15 +61,15 @@ impl Strategy {
     /// # Errors
     /// Samples that make no batch.
     fn over(self, samples: Arc<dyn Samples>, seed: u64) -> Result<Arc<dyn BatchSource>> {
-        let options = BatchOptions { batch_size: BATCH, max_length: LENGTH, seed, ..BatchOptions::default() };
-        let balanced = BalancedOptions {
+        let options = BatchConfig { batch_size: BATCH, max_length: LENGTH, seed, ..BatchConfig::default() };
+        let balanced = BalancedConfig {
             batch_size: BatchSize::Samples(BATCH),
             k: 20,
             max_length: LENGTH,
             seed,
-            ..BalancedOptions::default()
+            ..BalancedConfig::default()
         };
-        let plan = PackingOptions { capacity: LENGTH, ..PackingOptions::default() };
+        let plan = PackingConfig { capacity: LENGTH, ..PackingConfig::default() };
         Ok(match self {
             Self::Base => Arc::new(BaseDataset::new(samples, &options)?),
             Self::Standard => Arc::new(StandardDataset::new(samples, &options)?),
@@ -77,7 +77,7 @@ impl Strategy {
             Self::Sequenced => Arc::new(SequencedDataset::new(samples, &options, None)?),
             Self::Packed => Arc::new(PackedDataset::new(
                 samples,
-                &PackedOptions { rows: 8, plan, seed, ..Default::default() },
+                &PackedConfig { rows: 8, plan, seed, ..Default::default() },
             )?),
         })
     }
@@ -172,14 +172,9 @@ fn measure(
     let (mut rates, mut positions, mut per_token) = (Vec::new(), Vec::new(), Vec::new());
     let mut sum = Counts::default();
     for epoch in 0..=epochs {
-        let options = LoaderOptions {
-            workers,
-            prefetch: 4,
-            device,
-            epochs: Some(epoch + 1),
-            ..LoaderOptions::default()
-        };
-        let state = Loader::new(source.clone(), &LoaderOptions { workers: 0, ..options })?.state();
+        let options =
+            LoaderConfig { workers, prefetch: 4, device, epochs: Some(epoch + 1), ..LoaderConfig::default() };
+        let state = Loader::new(source.clone(), &LoaderConfig { workers: 0, ..options })?.state();
         let state = dataloading::LoaderState { epoch, batches: source.batches(epoch) as u64, ..state };
         let mut loader = Loader::resume(source.clone(), &options, &state)?;
         let began = Instant::now();

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use accounting::memory::logits::Loss;
 use anyhow::{Result, bail};
 use dataloading::Order;
-use dataloading::datasets::{PackedDataset, PackedOptions};
-use dataloading::loader::LoaderOptions;
-use dataloading::packing::PackingOptions;
+use dataloading::datasets::{PackedConfig, PackedDataset};
+use dataloading::loader::LoaderConfig;
+use dataloading::packing::PackingConfig;
 use fused_ce::Chunk;
 use models::module::{LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
@@ -18,7 +18,7 @@ use training::Trainer;
 use training::activations::{Activations, LayerPlan};
 use training::loader_batches::LoaderBatches;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 
 use super::baselines::{self, Implementation, install};
 use crate::corpus::Corpus;
@@ -158,16 +158,16 @@ pub(crate) fn train(corpus: &Corpus, variant: Variant, training: &Training) -> R
     let &Training { batch_size, sequence, steps, lr, device, seed, .. } = training;
     let before = live_bytes(device)?;
     runtime::random::seed(seed)?;
-    let options = PackedOptions {
+    let options = PackedConfig {
         rows: batch_size,
-        plan: PackingOptions { capacity: sequence, ..PackingOptions::default() },
+        plan: PackingConfig { capacity: sequence, ..PackingConfig::default() },
         pad: corpus.pad(),
         seed,
         order: Order::Shuffled,
-        ..PackedOptions::default()
+        ..PackedConfig::default()
     };
     let source = Arc::new(PackedDataset::new(corpus.train.clone(), &options)?);
-    let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
+    let loader = LoaderConfig { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader)?;
     let kind = training.kind;
     let mut model = model(&training.model, variant, (batch_size * sequence) as i64, (kind, device))?;
@@ -175,7 +175,8 @@ pub(crate) fn train(corpus: &Corpus, variant: Variant, training: &Training) -> R
     let _activations = Activations::install(&mut *model, &vec![LayerPlan::RecomputeAll; layers])?;
     let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
     let optimizer = if kind == Kind::Float { optimizer } else { optimizer.with_master_weights() };
-    let mut trainer = Trainer::new(model, Box::new(optimizer), Options { steps, ..Default::default() })?;
+    let mut trainer =
+        Trainer::new(model, Box::new(optimizer), TrainerConfig { steps, ..Default::default() })?;
     let recorder = TrainingRecorder::of(&mut trainer, device)?;
     trainer.run(&mut batches, None)?;
     drop(trainer);

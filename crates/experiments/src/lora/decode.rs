@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::Args;
 use kernels::physical;
 use models::Llama;
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::module::{LanguageModel, parameters};
 use report::cli::Scale;
 use report::{Case, Metric};
@@ -151,7 +151,7 @@ fn decode(model: &dyn LanguageModel, batch: i64, arguments: &Decode) -> anyhow::
     let prompts: Vec<Vec<i64>> =
         (0..batch).map(|row| (0..arguments.prompt).map(|place| token(row, place)).collect()).collect();
     let options =
-        GenerateOptions { max_new_tokens: arguments.new_tokens as usize, ..GenerateOptions::default() };
+        GenerationConfig { max_new_tokens: arguments.new_tokens as usize, ..GenerationConfig::default() };
     let start = Instant::now();
     let mut first = None;
     let mut watch = |_: usize, _: &[i64]| {

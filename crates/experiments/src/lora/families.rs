@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 use lora::peft::CONFIG_FILE;
 use lora::{Adapters, LoraConfig};
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
 use models::{Documents, Llama, tensors_file};
@@ -197,7 +197,7 @@ fn greedy(model: &Llama, inputs: &Cases, key: &str, last: usize, cache: bool) ->
     };
     let prompts: Vec<Vec<i64>> = ids.iter().zip(&mask).map(real).collect();
     let new = expected.first().map_or(0, Vec::len);
-    let options = GenerateOptions { max_new_tokens: new, cache, ..GenerateOptions::default() };
+    let options = GenerationConfig { max_new_tokens: new, cache, ..GenerationConfig::default() };
     let generated = generate(model, &prompts, &options, &mut ())?;
     let generated: Vec<Vec<i64>> = generated.into_iter().map(|row| row.tokens).collect();
     if generated != expected {

@@ -11,7 +11,7 @@ use accounting::offload::Method as Paper;
 use anyhow::Context;
 use frugal::planning::MachineRates;
 use models::DecoderConfig;
-use offload::{HostAdamW, HostOptions, OffloadConfig, StreamKind};
+use offload::{HostAdamW, HostAdamWConfig, OffloadConfig, StreamKind};
 use report::{Case, Metric};
 use runtime::device::pinned_bytes;
 use runtime::measure::Samples;
@@ -180,7 +180,7 @@ impl Runner {
         if variant.host_optimizer {
             let offload = model.offload.as_ref().context("the model is not offloaded")?;
             let groups = vec![Group::new(model.parameters(), 1e-6)];
-            let host = HostAdamW::new(offload, groups, AdamW::default(), HostOptions::default())?;
+            let host = HostAdamW::new(offload, groups, AdamW::default(), HostAdamWConfig::default())?;
             let optimizer = host_optimizer.insert(host);
             // The first step makes the state.
             step_on_host(&model, optimizer)?;

@@ -7,7 +7,7 @@ use clap::Args;
 use dataloading::{Tokenizer, embedded};
 use models::module::{Input, LanguageModel, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{HostAdamW, HostOptions, OffloadConfig};
+use offload::{HostAdamW, HostAdamWConfig, OffloadConfig};
 use report::{Case, Metric};
 use runtime::autograd::backward;
 use runtime::device;
@@ -171,7 +171,7 @@ impl Training {
         let mut model = self.model()?;
         let offload =
             OffloadConfig { device: self.device, ..OffloadConfig::default() }.install(&mut model)?;
-        let host = HostOptions { overlap: true, ..HostOptions::default() };
+        let host = HostAdamWConfig { overlap: true, ..HostAdamWConfig::default() };
         let mut optimizer = HostAdamW::new(&offload, Self::groups(&model), AdamW::default(), host)?;
         let (mut losses, mut seconds) = (Vec::new(), Vec::new());
         for step in 0..self.steps {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use report::cli::Scale;
 use report::{Case, Metric};
-use runtime::collectives::{Division, Group, GroupOptions, Launch, Order, ReduceOptions, Store};
+use runtime::collectives::{Division, Group, GroupConfig, Launch, Order, ReduceConfig, Store};
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Figures, Part};
@@ -65,12 +65,12 @@ fn transfers(device: Device, scale: Scale) -> anyhow::Result<Figures> {
 pub(crate) fn rank(rounds: usize) -> anyhow::Result<()> {
     let launch = Launch::from_environment()?.context("this verb is run by `collectives`, as its ranks")?;
     let store = Store::connect(&launch, Duration::from_secs(60))?;
-    let group = Group::new(&store, "measured", GroupOptions::default())?;
+    let group = Group::new(&store, "measured", GroupConfig::default())?;
     let ones = Tensor::f_ones([ELEMENTS], (Kind::Float, Device::Cpu))?;
     let division = Division::even(ELEMENTS, group.size());
     let shard = Tensor::f_ones([division.len(group.rank())], (Kind::Float, Device::Cpu))?;
-    let ordered = ReduceOptions::default();
-    let native = ReduceOptions { order: Order::Native, ..ordered };
+    let ordered = ReduceConfig::default();
+    let native = ReduceConfig { order: Order::Native, ..ordered };
     let once = |operation: &str, ours: bool| -> runtime::Result<()> {
         let options = if ours { ordered } else { native };
         match (operation, ours) {

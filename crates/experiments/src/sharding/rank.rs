@@ -9,11 +9,11 @@ use anyhow::{Context, bail};
 use clap::Args;
 use models::module;
 use offload::Offload;
-use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use runtime::collectives::{Group, GroupConfig, Launch, Store};
 use runtime::memory::{self, Region};
-use runtime::profile::{Trace, TraceOptions};
+use runtime::profile::{Trace, TraceConfig};
 use serde::{Deserialize, Serialize};
-use sharding::{FrozenWeights, Options, ShardedOptimizer, Shards, Stage};
+use sharding::{FrozenWeights, ShardedOptimizer, ShardingConfig, Shards, Stage};
 use tch::Device;
 use training::activations::{Activations, LayerPlan};
 use training::layer_source::LayerSource;
@@ -118,7 +118,7 @@ impl Training {
             }
             (_, Some(stage)) => {
                 let bucket_bytes = arguments.sizes.bucket_bytes;
-                let options = Options { stage, bucket_bytes, shards, ..Options::default() };
+                let options = ShardingConfig { stage, bucket_bytes, shards, ..ShardingConfig::default() };
                 (Box::new(ShardedOptimizer::new(AdamW::default(), vec![parameters], group, options)?), true)
             }
             (other, None) => bail!("unknown variant `{other}`"),
@@ -126,8 +126,12 @@ impl Training {
         let accumulation = arguments.rounds * if together { group.size() } else { 1 };
         let (next, stride) = if together { (0, 1) } else { (rank, ranks) };
         let batches = HashedBatches { sizes: arguments.sizes, next, stride };
-        let options =
-            trainer::Options { steps: 0, accumulation, log_every: 1, ..trainer::Options::default() };
+        let options = trainer::TrainerConfig {
+            steps: 0,
+            accumulation,
+            log_every: 1,
+            ..trainer::TrainerConfig::default()
+        };
         let mut trainer = Trainer::new(model, optimizer, options)?;
         let records = Collect::default();
         trainer.observers.push(Box::new(records.clone()));
@@ -176,7 +180,7 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
     let store = Store::connect(&launch, Duration::from_secs(60))?;
     let group = match arguments.fake[..] {
         [rank, ranks] => Group::fake(rank, ranks)?,
-        _ => Group::new(&store, "measured", GroupOptions::default())?,
+        _ => Group::new(&store, "measured", GroupConfig::default())?,
     };
     let before = memory::live_bytes(Device::Cpu)?;
     let mut trainings = Vec::new();
@@ -207,7 +211,7 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
         if let Some(folder) = &arguments.trace {
             let path = folder.join(format!("{}-rank-{}.json", training.measured.variant, group.rank()));
             group.barrier("before the trace")?;
-            let trace = Trace::start(TraceOptions { cuda: false, shapes: false, memory: false })?;
+            let trace = Trace::start(TraceConfig { cuda: false, shapes: false, memory: false })?;
             training.step()?;
             group.barrier("after the trace")?;
             trace.save(&path)?;

@@ -13,7 +13,7 @@ use tch::Kind;
 use training::Trainer;
 use training::batches::{Batches, Synthetic};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 
 use crate::driver::Bench;
 
@@ -70,7 +70,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()
     let parameters = parameter_count(&*model).total;
     let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let mut trainer =
-        Trainer::new(model, Box::new(optimizer), Options { steps: WARMUP, ..Default::default() })?;
+        Trainer::new(model, Box::new(optimizer), TrainerConfig { steps: WARMUP, ..Default::default() })?;
     trainer.run(&mut batches, None)?;
     bench.expect(steps as usize);
     let mut seconds = Vec::new();

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use amp::Autocast;
 use anyhow::{Context, Result};
-use dataloading::loader::LoaderOptions;
-use dataloading::{BatchOptions, Order, Samples};
+use dataloading::loader::LoaderConfig;
+use dataloading::{BatchConfig, Order, Samples};
 use fused_ce::LinearCrossEntropy;
 use models::module::{LanguageModel, LossHead, ModuleMapper, map_modules, trainable};
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, NormKernel, ProjectionHead};
@@ -21,7 +21,7 @@ use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group, Implementation, ZeroGrad};
 use training::step_tracing::{self, Loading, TracedSteps};
 use training::strategy::Strategy;
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 
 use super::injected_slowdowns::{
     HostReadsHead, IndexedLossHead, Inefficiency, TokenizePerItem, UnusedProjection,
@@ -106,10 +106,10 @@ impl Setup {
             corpus.train.clone()
         };
         let strategy = if has(Inefficiency::PadToMax) { Strategy::Base } else { Strategy::Packed };
-        let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
+        let options = BatchConfig { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
         let workers = usize::from(!has(Inefficiency::NoWorkers));
         let pinned = !has(Inefficiency::Unpinned);
-        let loader = LoaderOptions { workers, device, pinned, epochs: None, ..Default::default() };
+        let loader = LoaderConfig { workers, device, pinned, epochs: None, ..Default::default() };
         let batches = LoaderBatches::new(strategy.source(samples, &options)?, &loader)?;
 
         let kind = (Kind::Float, device);
@@ -132,7 +132,7 @@ impl Setup {
         let mut trainer = Trainer::new(
             model,
             Box::new(optimizer),
-            Options { steps: 0, accuracy, zero_grad, ..Default::default() },
+            TrainerConfig { steps: 0, accuracy, zero_grad, ..Default::default() },
         )?;
         if techniques.mixed_precision {
             trainer.precision = Some(Autocast::new(Kind::BFloat16)?.policy());
@@ -160,9 +160,9 @@ impl Setup {
         let &Common { batch_size, device, .. } = common;
         let max_length = self.trainer.model.max_sequence() as usize;
         let (order, pad) = (Order::Sequential, corpus.pad());
-        let options = BatchOptions { batch_size, max_length, pad, order, ..Default::default() };
+        let options = BatchConfig { batch_size, max_length, pad, order, ..Default::default() };
         let source = Strategy::Standard.source(corpus.validation.clone(), &options)?;
-        let loader = LoaderOptions { workers: 1, device, epochs: Some(1), ..Default::default() };
+        let loader = LoaderConfig { workers: 1, device, epochs: Some(1), ..Default::default() };
         let mut batches = LoaderBatches::new(source, &loader)?;
         let _precision = self.trainer.precision.clone().map(|policy| precision::enter(Some(policy)));
         Ok(evaluate(&*self.trainer.model, &mut batches, self.trainer.step())?.loss)

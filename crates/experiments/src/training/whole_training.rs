@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use dataloading::loader::{LoaderOptions, LoaderStats};
-use dataloading::{BatchOptions, Order};
+use dataloading::loader::{LoaderConfig, LoaderStats};
+use dataloading::{BatchConfig, Order};
 use models::module::trainable;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::memory::Region;
@@ -15,7 +15,7 @@ use training::loader_batches::LoaderBatches;
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::schedule::{LrSchedule, Shape};
 use training::strategy::Strategy;
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 
 use crate::corpus::Corpus;
 use crate::training_recorder::TrainingRecorder;
@@ -111,22 +111,22 @@ pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) ->
     let region = Region::start(device)?;
     let config = Gpt2LikeConfig { vocab_size: corpus.vocabulary(), ..training.model.clone() };
     let max_length = config.max_length as usize;
-    let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
-    let loader = LoaderOptions { workers, device, epochs: Some(epochs), ..Default::default() };
+    let options = BatchConfig { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
+    let loader = LoaderConfig { workers, device, epochs: Some(epochs), ..Default::default() };
     let prepared = Instant::now();
     let mut batches = LoaderBatches::new(strategy.source(corpus.train.clone(), &options)?, &loader)?;
     let seconds = prepared.elapsed().as_secs_f64();
     // Every strategy is measured on the same batches.
-    let measured_on = BatchOptions { order: Order::Sequential, ..options };
+    let measured_on = BatchConfig { order: Order::Sequential, ..options };
     let validation = Strategy::Standard.source(corpus.validation.clone(), &measured_on)?;
-    let mut validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
+    let mut validation = LoaderBatches::new(validation, &LoaderConfig { epochs: Some(1), ..loader })?;
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
     let mut trainer = Trainer::new(
         model,
         Box::new(optimizer),
-        Options { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
+        TrainerConfig { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
     )?;
     trainer.schedule = LrSchedule { warmup, shape: Shape::Constant, ..Default::default() };
     let recorder = TrainingRecorder::of(&mut trainer, device)?;

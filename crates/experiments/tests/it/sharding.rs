@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use accounting::sharding as predicted;
 use report::Record;
-use runtime::collectives::ranks::{Output, Progress, Ranks, RanksOptions};
+use runtime::collectives::ranks::{Output, Progress, Ranks, RanksConfig};
 use serde_json::Value;
 
 #[test]
 fn the_prediction_has_the_constants_of_the_implementation() {
     assert_eq!(predicted::BLOCK, sharding::BLOCK as u64);
     assert_eq!(predicted::ALIGNMENT, sharding::ALIGNMENT as u64);
-    assert_eq!(predicted::BUCKET_BYTES, sharding::Options::default().bucket_bytes as u64);
+    assert_eq!(predicted::BUCKET_BYTES, sharding::ShardingConfig::default().bucket_bytes as u64);
     assert_eq!(predicted::PIECE, runtime::collectives::PIECE as u64);
 }
 
@@ -70,7 +70,7 @@ fn losses_and_parameters_of_two_ranks_are_those_of_ddp_and_fsdp2() {
             .arg("ZeRO-1,ZeRO-2,ZeRO-3,ZeRO-3 recomputed");
         command
     };
-    let options = RanksOptions { ranks: 2, ..RanksOptions::default() };
+    let options = RanksConfig { ranks: 2, ..RanksConfig::default() };
     let mut ranks = Ranks::start(&options, command, move |rank, output, line| {
         if rank == 0 && output == Output::Standard {
             written.lock().unwrap().push(line.to_owned());

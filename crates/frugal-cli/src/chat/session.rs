@@ -6,7 +6,7 @@ use anyhow::{anyhow, bail};
 use frugal::dataloading::Tokenizer;
 use frugal::dataloading::chat::{ChatTemplate, Conversation, Message};
 use frugal::text_stream::TextStream;
-use models::generation::{FinishReason, GenerateOptions, Generator};
+use models::generation::{FinishReason, GenerationConfig, Generator};
 use models::module::LanguageModel;
 
 /// Positions that are left for an answer at least, if the context has four times as many.
@@ -58,7 +58,7 @@ impl Session {
     pub(super) fn answer(
         &mut self,
         model: &dyn LanguageModel,
-        options: &GenerateOptions,
+        options: &GenerationConfig,
         text: &str,
         stop: &AtomicBool,
         shown: impl FnMut(&str) -> bool,
@@ -75,7 +75,7 @@ impl Session {
     fn next(
         &mut self,
         model: &dyn LanguageModel,
-        options: &GenerateOptions,
+        options: &GenerationConfig,
         stop: &AtomicBool,
         mut shown: impl FnMut(&str) -> bool,
     ) -> anyhow::Result<Answer> {

@@ -4,7 +4,7 @@ use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
 use frugal::tasks::gsm8k::evaluate::Graded;
 use frugal::tasks::gsm8k::{
-    Accuracy, EvaluateOptions, Evaluation, FewShot, Grader, Problem, Solver, evaluate_generation,
+    Accuracy, EvaluateConfig, Evaluation, FewShot, Grader, Problem, Solver, evaluate_generation,
 };
 use models::generation::Sampling;
 use report::Progress;
@@ -39,10 +39,10 @@ pub(super) fn run(
     let out = arguments.answers_file()?;
     let model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
 
-    let options = EvaluateOptions {
+    let options = EvaluateConfig {
         batch_size: arguments.batch_size as usize,
         max_new_tokens: arguments.max_new_tokens,
-        ..EvaluateOptions::default()
+        ..EvaluateConfig::default()
     };
     let mut solver = Solver::new(model.as_ref(), Sampling::Greedy, &problems, &encoder, &few_shot)?;
     let mut progress = (!common.quiet).then(|| Progress::new(problems.len() as u64));

@@ -12,7 +12,7 @@ use frugal::rows::RowEncoder;
 use frugal::tasks::gsm8k::Accuracy;
 use frugal::tasks::questions::{Grader, Reference};
 use frugal::training::masked_rows::MaskedRow;
-use models::generation::{FinishReason, GenerateOptions, Generator};
+use models::generation::{FinishReason, GenerationConfig, Generator};
 use report::Progress;
 use serde_json::{Value, json};
 
@@ -48,10 +48,10 @@ pub(super) fn run(
     // Hours of answers must not end with a file that cannot be written.
     let out = arguments.answers_file()?;
     let model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
-    let options = GenerateOptions {
+    let options = GenerationConfig {
         max_new_tokens: arguments.max_new_tokens,
         end_tokens,
-        ..GenerateOptions::default()
+        ..GenerationConfig::default()
     };
     let generator = Generator::new(model.as_ref(), &options)?;
     let mut progress = (!common.quiet).then(|| Progress::new(questions.len() as u64));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use accounting::quantity::bytes_text;
 use anyhow::{Context, anyhow, bail};
-use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
 use files::atomic_write;
 use frugal::llama_cpp::LlamaCpp;
 use gguf::ollama::{self, Chat, Modelfile, Role};
@@ -180,7 +180,7 @@ fn opened(folder: &Path, texts: &Path) -> anyhow::Result<Model> {
     let model = Model::open_with(folder, texts)?;
     let begins = || {
         let begin = model.tokenizer().begin_token()?;
-        let template = ChatTemplate::from_folder(texts, TemplateOptions::default()).ok()??;
+        let template = ChatTemplate::from_folder(texts, TemplateConfig::default()).ok()??;
         let conversation = Conversation::new([Message::new(Role::User.name(), "question")]);
         Some(template.render(&conversation, true).ok()?.text.starts_with(begin))
     };
@@ -202,7 +202,7 @@ fn sampling(folder: &Path) -> anyhow::Result<Vec<(&'static str, f64)>> {
 fn chat(model: &Model, folder: &Path) -> anyhow::Result<Option<Result<Chat, String>>> {
     let tokenizer = model.tokenizer();
     let Some(source) = tokenizer.chat_template() else { return Ok(None) };
-    let Some(template) = ChatTemplate::from_folder(folder, TemplateOptions::default())? else {
+    let Some(template) = ChatTemplate::from_folder(folder, TemplateConfig::default())? else {
         return Ok(None);
     };
     let render = |conversation: &[(Role, &str)]| {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
 use frugal::companion_files::tokenizer_of;
 use frugal::llama_cpp::{LlamaCpp, Request};
 use frugal::planning;
@@ -118,7 +118,7 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
 
 /// A conversation by the chat template, if there is one.
 fn chat(folder: &Path) -> Option<String> {
-    let template = ChatTemplate::from_folder(folder, TemplateOptions::default()).ok()??;
+    let template = ChatTemplate::from_folder(folder, TemplateConfig::default()).ok()??;
     let messages = [("user", TEXTS[0]), ("assistant", TEXTS[2]), ("user", "And?")];
     let messages = messages.map(|(role, content)| Message::new(role, content));
     Some(template.render(&Conversation::new(messages), true).ok()?.text)

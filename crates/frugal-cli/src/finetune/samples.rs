@@ -7,7 +7,7 @@ use frugal::dataloading::{IGNORE_INDEX, Tokenizer};
 use frugal::models::module::LanguageModel;
 use frugal::run_folder::SAMPLES;
 use frugal::training::masked_rows::MaskedRows;
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use serde_json::{Value, json};
 
 use crate::common_flags::Common;
@@ -92,10 +92,10 @@ impl Samples {
 
     /// Greedy answers. Samples are an extra: where there is no memory for them, there are none.
     fn answer(&self, common: &Common, model: &dyn LanguageModel) -> anyhow::Result<Vec<String>> {
-        let options = GenerateOptions {
+        let options = GenerationConfig {
             max_new_tokens: TOKENS,
             end_tokens: self.end_tokens.clone(),
-            ..GenerateOptions::default()
+            ..GenerationConfig::default()
         };
         match generate(model, &self.prompts, &options, &mut ()) {
             Ok(rows) => rows.iter().map(|row| text(&self.tokenizer, &row.tokens)).collect(),

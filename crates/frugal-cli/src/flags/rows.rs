@@ -12,7 +12,7 @@ use frugal::dataloading::chat::ChatTemplate;
 use frugal::dataloading::records::{Detected, PromptTemplates, RecordFormat, Splits};
 use frugal::dataloading::text;
 use frugal::models::hugging_face::Folder;
-use frugal::rows::{self, Found, RowEncoder, RowOptions};
+use frugal::rows::{self, Found, RowConfig, RowEncoder};
 
 use crate::common_flags::Common;
 use crate::flags::flags_of;
@@ -31,7 +31,7 @@ pub(crate) fn encoder(
     data: &DataConfig,
     ends: &Ends,
 ) -> anyhow::Result<RowEncoder> {
-    let options = RowOptions {
+    let options = RowConfig {
         // A row has to fit a packed one.
         longest: data.packing.unwrap_or(usize::MAX).min(ends.longest(folder, data)),
         overlong: data.overlong,

@@ -6,7 +6,7 @@ use frugal::config::DataConfig;
 use frugal::dataloading::Tokenizer;
 use frugal::models::hugging_face::Folder;
 use frugal::rows::Overlong;
-use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
+use frugal::tasks::gsm8k::{EncodeConfig, Encoder, TooLong};
 
 use crate::common_flags::Common;
 
@@ -56,7 +56,7 @@ impl Ends {
     /// # Errors
     /// A tokenizer that does not fit the model.
     pub(crate) fn encoder(&self, folder: &Folder, data: &DataConfig) -> anyhow::Result<Encoder> {
-        let options = EncodeOptions {
+        let options = EncodeConfig {
             vocabulary: usize::try_from(folder.config().vocab_size).unwrap_or(0),
             context: self.longest(folder, data),
             begin: self.begin,

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::bail;
 use frugal::{Config, Recipe};
 use report::cli::Failure;
-use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use runtime::collectives::{Group, GroupConfig, Launch, Store};
 use serde_json::{Value, json};
 use sharding::Mesh;
 
@@ -75,14 +75,14 @@ pub(crate) fn run(
 fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let Some(launch) = Launch::from_environment()? else { return Ok(common.clone()) };
     Recipe::new(config)?.check_ranks(launch.world_size)?;
-    let store = Store::connect(&launch, GroupOptions::default().timeout)?;
+    let store = Store::connect(&launch, GroupConfig::default().timeout)?;
     let preparation =
-        Group::new(&store, "preparation", GroupOptions { timeout: PREPARATION, ..GroupOptions::default() })?;
+        Group::new(&store, "preparation", GroupConfig { timeout: PREPARATION, ..GroupConfig::default() })?;
     let mut fields = vec![("torch".to_owned(), runtime::torch_version().to_owned())];
     flatten("", &serde_json::to_value(config)?, &mut fields);
     fields.retain(|(name, _)| !PATHS.contains(&name.as_str()));
     agree(&preparation, &fields)?;
-    let group = Group::new(&store, "training", GroupOptions::default())?;
+    let group = Group::new(&store, "training", GroupConfig::default())?;
     let mesh = Mesh::new(&group, config.optimizer.replicas)?;
     let ranks = Ranks { preparation, group, mesh, launch };
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };

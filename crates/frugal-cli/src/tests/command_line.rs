@@ -4,7 +4,7 @@ use dataloading::Tokenizer;
 use expect_test::expect;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use lora::{Adapters, LoraConfig};
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
 use models::tensors_file;
@@ -49,7 +49,7 @@ fn text_comes_as_the_library_generates_it() {
     let tiny = Session::new();
     let tokenizer = Tokenizer::from_file(&tiny.path("model/tokenizer.json")).unwrap();
     let prompt: Vec<i64> = tokenizer.encode("Ann has").unwrap().into_iter().map(i64::from).collect();
-    let options = GenerateOptions { max_new_tokens: 12, end_tokens: vec![0], ..GenerateOptions::default() };
+    let options = GenerationConfig { max_new_tokens: 12, end_tokens: vec![0], ..GenerationConfig::default() };
     let expected = generate(&tiny.load("model"), &[prompt], &options, &mut ()).unwrap();
     let ids: Vec<u32> = expected[0].tokens.iter().map(|token| *token as u32).collect();
     let expected = tokenizer.decode(&ids).unwrap();

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use frugal::Config;
 use frugal::config::{DataConfig, nearest_name};
-use frugal::dataloading::documents::{DocumentOptions, DocumentSource, Documents};
-use frugal::dataloading::loader::LoaderOptions;
-use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
+use frugal::dataloading::documents::{DocumentConfig, DocumentSource, Documents};
+use frugal::dataloading::loader::LoaderConfig;
+use frugal::dataloading::{BatchConfig, BatchSource, Order, Samples};
 use frugal::training::batches::Synthetic;
 use frugal::training::step_tracing::Loading;
 use frugal::training::strategy::Strategy;
@@ -146,7 +146,7 @@ impl Source<'_> {
         })?;
         // The tokens.
         let max_length = self.length;
-        let documents = Documents::read(&DocumentOptions {
+        let documents = Documents::read(&DocumentConfig {
             train: match &*data.source {
                 EMBEDDED => DocumentSource::Embedded,
                 path => DocumentSource::Path(path.into()),
@@ -164,7 +164,7 @@ impl Source<'_> {
             );
         }
         // The loaders, and how many steps they have.
-        let options = BatchOptions {
+        let options = BatchConfig {
             batch_size: training.batch,
             max_length,
             pad: documents.pad,
@@ -172,7 +172,7 @@ impl Source<'_> {
             ..Default::default()
         };
         let loader =
-            LoaderOptions { workers: data.workers, device, epochs: training.epochs, ..Default::default() };
+            LoaderConfig { workers: data.workers, device, epochs: training.epochs, ..Default::default() };
         let source = strategy.source(documents.train.clone() as Arc<dyn Samples>, &options)?;
         let steps = match (
             training.steps,
@@ -184,9 +184,9 @@ impl Source<'_> {
         };
         let train = Box::new(LoaderBatches::new(source, &loader)?);
         let sequential = |store: Arc<dyn Samples>| -> anyhow::Result<Box<dyn Batches>> {
-            let options = BatchOptions { order: Order::Sequential, ..options };
+            let options = BatchConfig { order: Order::Sequential, ..options };
             let source = Strategy::Standard.source(store, &options)?;
-            Ok(Box::new(LoaderBatches::new(source, &LoaderOptions { epochs: Some(1), ..loader })?))
+            Ok(Box::new(LoaderBatches::new(source, &LoaderConfig { epochs: Some(1), ..loader })?))
         };
         let validation = documents.validation.clone().map(|store| sequential(store)).transpose()?;
         Ok(Data {

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use dataloading::text::{Corpus, Format};
-use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
-use dataloading::tokenizer::{Tokenizer, TrainOptions};
+use dataloading::token_store::{TokenizeConfig, WriterConfig, tokenize_to_store};
+use dataloading::tokenizer::{Tokenizer, TrainConfig};
 use serde_json::json;
 
 /// Size of the vocabulary.
@@ -21,16 +21,16 @@ pub(crate) fn write_texts(folder: &Path) {
     let objects = texts.iter().map(|text| json!({ "answer": text, "question": "?" }).to_string());
     std::fs::write(folder.join("objects.jsonl"), objects.collect::<Vec<_>>().join("\n")).unwrap();
     let corpus = Corpus::new([folder.join("lines.txt")], Format::Lines);
-    let options = TrainOptions { vocabulary: VOCABULARY.parse().unwrap(), ..TrainOptions::default() };
+    let options = TrainConfig { vocabulary: VOCABULARY.parse().unwrap(), ..TrainConfig::default() };
     let records = corpus.records().unwrap().map(|record| Ok(record?.text));
     let json = Tokenizer::train_json(records, &options).unwrap();
     std::fs::write(folder.join("tokenizer.json"), &json).unwrap();
     let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
-    let options = TokenizeOptions {
+    let options = TokenizeConfig {
         end_of_text: tokenizer.end_of_text().ok(),
         longest: Some(LENGTH),
-        ..TokenizeOptions::default()
+        ..TokenizeConfig::default()
     };
-    let writer = WriterOptions::new(tokenizer.vocabulary());
+    let writer = WriterConfig::new(tokenizer.vocabulary());
     tokenize_to_store(&corpus, &tokenizer, &options, &folder.join("store"), &writer, |_| ()).unwrap();
 }

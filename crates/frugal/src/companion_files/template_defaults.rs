@@ -35,7 +35,7 @@ fn literal(value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateOptions};
+    use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
     use serde_json::json;
 
     use super::*;
@@ -48,10 +48,8 @@ mod tests {
         let text = with_defaults(source, arguments);
         assert_eq!(with_defaults(&text, arguments), text, "once");
         let render = |given: &Value| {
-            let options = TemplateOptions {
-                arguments: given.as_object().unwrap().clone(),
-                ..TemplateOptions::default()
-            };
+            let options =
+                TemplateConfig { arguments: given.as_object().unwrap().clone(), ..TemplateConfig::default() };
             let template = ChatTemplate::new("t", &text, options).unwrap();
             template.render(&Conversation::new([Message::new("user", "hi")]), true).unwrap().text
         };

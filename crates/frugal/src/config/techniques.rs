@@ -225,19 +225,19 @@ pub enum ScalerConfig {
 }
 
 fn default_init_scale() -> f32 {
-    amp::DynamicOptions::default().init_scale
+    amp::DynamicScalerConfig::default().init_scale
 }
 
 fn default_growth_factor() -> f64 {
-    amp::DynamicOptions::default().growth_factor
+    amp::DynamicScalerConfig::default().growth_factor
 }
 
 fn default_backoff_factor() -> f64 {
-    amp::DynamicOptions::default().backoff_factor
+    amp::DynamicScalerConfig::default().backoff_factor
 }
 
 fn default_growth_interval() -> u32 {
-    amp::DynamicOptions::default().growth_interval
+    amp::DynamicScalerConfig::default().growth_interval
 }
 
 impl Default for ScalerConfig {

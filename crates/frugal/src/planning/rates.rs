@@ -13,7 +13,7 @@ use models::DecoderConfig;
 use models::init::Init;
 use models::module::{Input, LanguageModel};
 use offload::{Method, Offload, OffloadConfig, Tier, load_rate};
-use runtime::collectives::{Division, Group, GroupOptions, Launch, Store};
+use runtime::collectives::{Division, Group, GroupConfig, Launch, Store};
 use runtime::device;
 use runtime::file_memory;
 use runtime::measure::{Measurement, Samples};
@@ -174,7 +174,7 @@ pub fn loopback_rate() -> Result<f64> {
             _ => None,
         })?;
         let launch = launch.expect("its rank is set");
-        let options = GroupOptions { timeout: Duration::from_secs(30), ..GroupOptions::default() };
+        let options = GroupConfig { timeout: Duration::from_secs(30), ..GroupConfig::default() };
         let store = Store::connect(&launch, options.timeout)?;
         let group = Group::new(&store, "loopback", options)?;
         let division = Division::even(ELEMENTS, 2);

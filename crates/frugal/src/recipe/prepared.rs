@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dataloading::Batch;
 use lora::Adapters;
 use models::module::{self, Context, Input, LanguageModel};
-use offload::{HostAdamW, HostOptions, Offload};
+use offload::{HostAdamW, HostAdamWConfig, Offload};
 use runtime::memory;
 use runtime::precision::{self, Policy};
 use sharding::{Mesh, ShardedOptimizer, Shards, Stage};
@@ -17,7 +17,7 @@ use training::clip::NonFinite;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
-use training::trainer::{FailedCheckpoint, Frozen, Options};
+use training::trainer::{FailedCheckpoint, Frozen, TrainerConfig};
 
 use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
@@ -151,19 +151,20 @@ impl Prepared {
             (Some(ranks), ..) => {
                 let stage =
                     [Stage::One, Stage::Two, Stage::Three][usize::from(own.zero_stage.clamp(1, 3)) - 1];
-                let options = sharding::Options {
+                let options = sharding::ShardingConfig {
                     stage,
                     master_weights: own.master_weights.keeps_copies(),
                     stochastic_rounding,
                     order,
                     shards: handles.shards.clone(),
-                    ..sharding::Options::default()
+                    ..sharding::ShardingConfig::default()
                 };
                 Box::new(ShardedOptimizer::boxed(own.rule.rule(), groups, ranks, options)?)
             }
             (None, OptimizerPlace::Host, Some(offload)) => {
                 let master_weights = own.master_weights.keeps_copies();
-                let options = HostOptions { master_weights, stochastic_rounding, ..HostOptions::default() };
+                let options =
+                    HostAdamWConfig { master_weights, stochastic_rounding, ..HostAdamWConfig::default() };
                 Box::new(HostAdamW::new(offload, groups, AdamW::default(), options)?)
             }
             _ => {
@@ -175,7 +176,7 @@ impl Prepared {
                 })
             }
         };
-        let options = Options {
+        let options = TrainerConfig {
             steps,
             accumulation: training.accumulation,
             rows: training.micro_batch_size.filter(|rows| *rows < training.batch),
@@ -195,7 +196,7 @@ impl Prepared {
                 OptimizerPlace::Host if own.clip == 0.0 => NonFinite::Fail,
                 _ => NonFinite::Skip,
             },
-            ..Options::default()
+            ..TrainerConfig::default()
         };
         let mut trainer = Trainer::new(model, optimizer, options)?;
         trainer.schedule = schedule;

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 
 /// Options of rows for a model.
 #[derive(Debug, Clone)]
-pub struct RowOptions {
+pub struct RowConfig {
     /// The most tokens of a row.
     pub longest: usize,
     /// Handling of longer rows.
@@ -44,7 +44,7 @@ pub struct RowEncoder {
     ends: EndTokens,
     /// The ids of the tokens that end a generation of the model.
     end_ids: Vec<u32>,
-    options: RowOptions,
+    options: RowConfig,
 }
 
 impl RowEncoder {
@@ -53,7 +53,7 @@ impl RowEncoder {
         tokenizer: Tokenizer,
         template: Option<ChatTemplate>,
         model_ends: &[u32],
-        options: RowOptions,
+        options: RowConfig,
     ) -> Self {
         let model = model_ends.iter().chain([&options.end]).filter_map(|id| tokenizer.token(*id)).collect();
         let ends = EndTokens { added: tokenizer.added_tokens(), model };
@@ -66,7 +66,7 @@ impl RowEncoder {
     }
 
     /// Returns the options.
-    pub fn options(&self) -> &RowOptions {
+    pub fn options(&self) -> &RowConfig {
         &self.options
     }
 

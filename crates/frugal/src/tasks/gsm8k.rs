@@ -31,11 +31,11 @@ pub mod tokenize;
 
 pub use accuracy::Accuracy;
 pub use error::{Error, Result};
-pub use evaluate::{EvaluateOptions, Evaluation, Generator, evaluate_generation};
+pub use evaluate::{EvaluateConfig, Evaluation, Generator, evaluate_generation};
 pub use graders::Grader;
 pub use prompt::{FewShot, PromptFormat};
 pub use records::{Annotations, Problem};
 pub use solver::Solver;
 pub use split::Split;
 pub use stop_texts::StopTexts;
-pub use tokenize::{EncodeOptions, Encoder, TooLong, TrainingRow};
+pub use tokenize::{EncodeConfig, Encoder, TooLong, TrainingRow};

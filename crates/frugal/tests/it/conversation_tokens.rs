@@ -6,10 +6,10 @@
 
 use std::path::{Path, PathBuf};
 
-use dataloading::chat::{ChatTemplate, Conversation, Mask, Message, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Conversation, Mask, Message, TemplateConfig};
 use dataloading::records::{Detected, Record, RecordFormat, RecordLocation};
 use dataloading::{IGNORE_INDEX, Tokenizer};
-use frugal::rows::{Overlong, RowEncoder, RowOptions};
+use frugal::rows::{Overlong, RowConfig, RowEncoder};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use training::masked_rows::MaskedRow;
@@ -27,7 +27,7 @@ fn template(fixtures: &Value, (name, end): (&str, Option<&str>), is_marked: bool
     if !is_marked {
         source = source.replace("{% generation %}", "{% if true %}").replace("endgeneration", "endif");
     }
-    ChatTemplate::new(name, &source, TemplateOptions::default()).unwrap()
+    ChatTemplate::new(name, &source, TemplateConfig::default()).unwrap()
 }
 
 fn messages(fixtures: &Value, conversation: &str) -> Vec<Message> {
@@ -42,7 +42,7 @@ fn end_of(tokenizer: &Tokenizer) -> u32 {
 }
 
 fn encoder(tokenizer: &Tokenizer, template: Option<ChatTemplate>) -> RowEncoder {
-    let options = RowOptions {
+    let options = RowConfig {
         longest: 4096,
         overlong: Overlong::Error,
         mask: Mask::Answers,

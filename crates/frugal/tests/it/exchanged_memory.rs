@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use lora::{Adapters, BiasTraining, Disabled, LoraConfig};
 use models::module::{Input, LanguageModel, freeze, parameters, tensors, trainable};
 use models::{DecoderConfig, Llama};
-use offload::{HostAdamW, HostOptions, Method, Offload, OffloadConfig, Tier};
+use offload::{HostAdamW, HostAdamWConfig, Method, Offload, OffloadConfig, Tier};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -223,7 +223,7 @@ impl World {
                 let rule = AdamW::default();
                 self.optimizer = Some(match &self.offload {
                     Some(offload) if self.host_adam_w => {
-                        Either::Host(HostAdamW::new(offload, vec![group], rule, HostOptions::default())?)
+                        Either::Host(HostAdamW::new(offload, vec![group], rule, HostAdamWConfig::default())?)
                     }
                     _ => Either::Ordinary(DeviceOptimizer::new(rule, vec![group])?),
                 });

@@ -5,7 +5,7 @@ use std::error::Error;
 
 use expect_test::expect;
 use frugal::tasks::gsm8k::{
-    EncodeOptions, Encoder, EvaluateOptions, Evaluation, FewShot, Generator, Grader, Problem, PromptFormat,
+    EncodeConfig, Encoder, EvaluateConfig, Evaluation, FewShot, Generator, Grader, Problem, PromptFormat,
     StopTexts, TooLong, evaluate_generation,
 };
 
@@ -44,7 +44,7 @@ impl<F: FnMut(&str) -> String> Generator for Script<'_, F> {
 }
 
 fn encoder(context: usize, too_long: TooLong) -> Encoder {
-    let options = EncodeOptions { vocabulary: 4096, context, begin: None, end: 0, too_long };
+    let options = EncodeConfig { vocabulary: 4096, context, begin: None, end: 0, too_long };
     Encoder::new(gsm8k_data::tokenizer(), options).unwrap()
 }
 
@@ -56,7 +56,7 @@ fn evaluate(
     dataset: &[Problem],
     encoder: &Encoder,
     shots: usize,
-    options: &EvaluateOptions,
+    options: &EvaluateConfig,
     say: impl FnMut(&str) -> String,
 ) -> (Result<Evaluation, String>, Vec<Vec<usize>>, usize) {
     let train: Vec<Problem> = gsm8k_data::problems().split_off(100);
@@ -77,7 +77,7 @@ fn gold(dataset: &[Problem], question: &str) -> Problem {
 fn the_gold_answers_are_all_right_in_the_data_sets_order() {
     let (dataset, encoder) = (dataset(), encoder(2048, TooLong::Refuse));
     for (shots, batch_size) in [(0, 1), (3, 4), (3, 100)] {
-        let options = EvaluateOptions { batch_size, ..EvaluateOptions::default() };
+        let options = EvaluateConfig { batch_size, ..EvaluateConfig::default() };
         let say = |question: &str| format!(" {}", gold(&dataset, question).answer);
         let (evaluation, batches, observed) = evaluate(&dataset, &encoder, shots, &options, say);
         let evaluation = evaluation.unwrap();
@@ -100,7 +100,7 @@ fn the_gold_answers_are_all_right_in_the_data_sets_order() {
 #[test]
 fn graders_see_what_the_model_said_up_to_the_stop_text() {
     let (dataset, encoder) = (dataset(), encoder(2048, TooLong::Refuse));
-    let options = EvaluateOptions::default();
+    let options = EvaluateConfig::default();
     let functional_call = |question: &str| {
         let problem = gold(&dataset, question);
         format!(" So it is {}.\n\nQuestion: What are 2 and 3?\nAnswer: 5", problem.result())
@@ -111,11 +111,11 @@ fn graders_see_what_the_model_said_up_to_the_stop_text() {
     assert_eq!(shares, [0, 23, 0]);
     assert!(evaluation.graded.iter().all(|graded| graded.text.ends_with(".\n\n")));
     // Without stop texts the last number is the other question's.
-    let endless = EvaluateOptions { stop: Vec::new(), ..options.clone() };
+    let endless = EvaluateConfig { stop: Vec::new(), ..options.clone() };
     let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &endless, functional_call);
     assert_eq!(evaluation.unwrap().accuracy(Grader::Flexible).right, 0);
     // An answer that is cut off by the number of tokens is none.
-    let short = EvaluateOptions { max_new_tokens: 3, ..options };
+    let short = EvaluateConfig { max_new_tokens: 3, ..options };
     let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &short, functional_call);
     let evaluation = evaluation.unwrap();
     assert!(evaluation.graded.iter().all(|graded| graded.new_tokens == 3));
@@ -126,7 +126,7 @@ fn a_line_of_the_transcript_has_all_that_was_graded() {
     let encoder = encoder(2048, TooLong::Refuse);
     let dataset = [Problem::new("How many?", "#### 1,200").unwrap()];
     let (evaluation, ..) =
-        evaluate(&dataset, &encoder, 0, &EvaluateOptions::default(), |_| " $1,200.\n#### 1200".into());
+        evaluate(&dataset, &encoder, 0, &EvaluateConfig::default(), |_| " $1,200.\n#### 1200".into());
     expect![[r###"{"number":0,"prompt_tokens":13,"new_tokens":10,"text":" $1,200.\n#### 1200","gold":"1200","extracted":{"strict":"1200","flexible":"1200","openai":"1200"},"right":{"strict":true,"flexible":true,"openai":true}}"###]]
         .assert_eq(&serde_json::to_string(&evaluation.unwrap().graded[0]).unwrap());
 }
@@ -135,7 +135,7 @@ fn a_line_of_the_transcript_has_all_that_was_graded() {
 fn a_prompt_without_room_for_its_answer_is_refused_or_skipped_and_counted() {
     let dataset = dataset();
     let wide = encoder(2048, TooLong::Refuse);
-    let options = EvaluateOptions { max_new_tokens: 40, ..EvaluateOptions::default() };
+    let options = EvaluateConfig { max_new_tokens: 40, ..EvaluateConfig::default() };
     let say = |_: &str| " #### 1".to_owned();
     let all = evaluate(&dataset, &wide, 0, &options, say).0.unwrap();
     let mut lengths: Vec<usize> = all.graded.iter().map(|graded| graded.prompt_tokens).collect();
@@ -158,7 +158,7 @@ fn bad_settings_and_bad_models_are_named() {
     let (dataset, encoder) = (dataset(), encoder(2048, TooLong::Refuse));
     let say = |_: &str| String::new();
     for (batch_size, max_new_tokens) in [(0, 5), (5, 0)] {
-        let options = EvaluateOptions { batch_size, max_new_tokens, ..EvaluateOptions::default() };
+        let options = EvaluateConfig { batch_size, max_new_tokens, ..EvaluateConfig::default() };
         let error = evaluate(&dataset, &encoder, 0, &options, say).0.unwrap_err();
         assert_eq!(
             error,
@@ -181,7 +181,7 @@ fn bad_settings_and_bad_models_are_named() {
     }
     let zero = FewShot::zero(PromptFormat::default());
     let run = |fails| {
-        let options = EvaluateOptions { batch_size: 2, ..EvaluateOptions::default() };
+        let options = EvaluateConfig { batch_size: 2, ..EvaluateConfig::default() };
         let two = &dataset[..2];
         evaluate_generation(&mut Broken(fails), two, &encoder, &zero, &options, &mut |_| ())
             .unwrap_err()

@@ -3,14 +3,14 @@
 use crate::gsm8k_data;
 use dataloading::Tokenizer;
 use expect_test::expect;
-use frugal::tasks::gsm8k::{EncodeOptions, Encoder, FewShot, Problem, PromptFormat, TooLong};
+use frugal::tasks::gsm8k::{EncodeConfig, Encoder, FewShot, Problem, PromptFormat, TooLong};
 use serde_json::json;
 
-fn options() -> EncodeOptions {
-    EncodeOptions { vocabulary: 4096, context: 512, begin: None, end: 0, too_long: TooLong::Refuse }
+fn options() -> EncodeConfig {
+    EncodeConfig { vocabulary: 4096, context: 512, begin: None, end: 0, too_long: TooLong::Refuse }
 }
 
-fn encoder(options: EncodeOptions) -> Encoder {
+fn encoder(options: EncodeConfig) -> Encoder {
     Encoder::new(gsm8k_data::tokenizer(), options).unwrap()
 }
 
@@ -86,7 +86,7 @@ fn too_few_examples_are_an_error() {
 fn a_row_is_the_prompt_without_labels_and_the_answer_with_them() {
     let problems = three();
     for begin in [None, Some(7)] {
-        let encoder = encoder(EncodeOptions { begin, ..options() });
+        let encoder = encoder(EncodeConfig { begin, ..options() });
         for few_shot in [
             FewShot::zero(PromptFormat::default()),
             FewShot::new(&problems, 2, PromptFormat::default(), 3).unwrap(),
@@ -113,7 +113,7 @@ fn a_row_is_the_prompt_without_labels_and_the_answer_with_them() {
 
 #[test]
 fn a_row_has_the_tokens_of_the_whole_text() {
-    let encoder = encoder(EncodeOptions { context: 4096, ..options() });
+    let encoder = encoder(EncodeConfig { context: 4096, ..options() });
     let few_shot = FewShot::zero(PromptFormat::default());
     let mut problems = gsm8k_data::problems();
     problems.extend(gsm8k_data::real("test.jsonl").into_iter().flatten());
@@ -138,7 +138,7 @@ fn a_row_longer_than_the_context_is_refused_or_skipped_and_counted() {
         .map(|row| row.input_ids.len())
         .collect();
     let longest = *lengths.iter().max().unwrap();
-    let tight = |context, too_long| encoder(EncodeOptions { context, too_long, ..options() });
+    let tight = |context, too_long| encoder(EncodeConfig { context, too_long, ..options() });
     let all = tight(longest, TooLong::Refuse).tokenize_all(&problems, &few_shot).unwrap();
     assert_eq!((all.rows.len(), all.skipped.len()), (3, 0));
     let some = tight(longest - 1, TooLong::Skip).tokenize_all(&problems, &few_shot).unwrap();
@@ -161,7 +161,7 @@ fn an_id_beyond_the_models_is_refused_where_it_is_used() {
     // The tokenizer has ids up to 4095.
     let (problems, few_shot) = (three(), FewShot::zero(PromptFormat::default()));
     let tokenized =
-        |vocabulary| encoder(EncodeOptions { vocabulary, ..options() }).tokenize_all(&problems, &few_shot);
+        |vocabulary| encoder(EncodeConfig { vocabulary, ..options() }).tokenize_all(&problems, &few_shot);
     let largest = tokenized(4096).unwrap().rows.iter().flat_map(|row| row.input_ids.clone()).max().unwrap();
     assert!((300..4095).contains(&largest), "{largest}");
     assert!(tokenized(largest as usize + 1).is_ok(), "no row uses the ids beyond");
@@ -173,10 +173,10 @@ fn an_id_beyond_the_models_is_refused_where_it_is_used() {
         largest - 1
     );
     assert!(small.ends_with(&expected), "{small}");
-    assert!(error(EncodeOptions { end: 151_643, ..options() }).contains("the id 151643 (\"\")"));
-    assert!(error(EncodeOptions { begin: Some(9999), ..options() }).contains("9999"));
+    assert!(error(EncodeConfig { end: 151_643, ..options() }).contains("the id 151643 (\"\")"));
+    assert!(error(EncodeConfig { begin: Some(9999), ..options() }).contains("9999"));
     expect!["context: 0 positions; give the model's `max_position_embeddings`"]
-        .assert_eq(&error(EncodeOptions { context: 0, ..options() }));
+        .assert_eq(&error(EncodeConfig { context: 0, ..options() }));
 }
 
 #[test]

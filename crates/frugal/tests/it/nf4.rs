@@ -5,7 +5,7 @@ use std::time::Duration;
 use expect_test::expect;
 use frugal::Error;
 use frugal::config::{Dtype, OffloadConfig, OptimizerPlace};
-use frugal::runtime::collectives::{Group, GroupOptions, Store};
+use frugal::runtime::collectives::{Group, GroupConfig, Store};
 use frugal::training::trainer::Overflow;
 use testing::ranks::Ranks;
 
@@ -88,7 +88,7 @@ fn a_rank() {
                 },
             },
         };
-        let group = Group::new(&store, "nf4", GroupOptions::default()).unwrap();
+        let group = Group::new(&store, "nf4", GroupConfig::default()).unwrap();
         let techniques = |number| [NF4, LORA, stage(number)];
         let over = |number: u8, ranks: &Group| {
             let all = techniques(number);

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use dataloading::chat::{ChatTemplate, Mask, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Mask, TemplateConfig};
 use dataloading::{IGNORE_INDEX, Tokenizer};
-use frugal::rows::{self, Cached, Counts, Found, Overlong, RowEncoder, RowOptions};
+use frugal::rows::{self, Cached, Counts, Found, Overlong, RowConfig, RowEncoder};
 use frugal::training::masked_rows::MaskedRow;
 use serde_json::json;
 
@@ -18,13 +18,13 @@ struct Read {
 
 struct Setting {
     folder: tempfile::TempDir,
-    options: RowOptions,
+    options: RowConfig,
     template: Option<ChatTemplate>,
 }
 
 impl Setting {
     fn new() -> Self {
-        let options = RowOptions {
+        let options = RowConfig {
             longest: 40,
             overlong: Overlong::Error,
             mask: Mask::Answers,
@@ -103,7 +103,7 @@ fn questions_follow_the_template_where_there_is_one() {
     assert_eq!(setting.learned(&lines), ["2<|endoftext|>"]);
     let source = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<|endoftext|>\n{% endfor %}\
                   {% if add_generation_prompt %}assistant:\n{% endif %}";
-    setting.template = Some(ChatTemplate::new("t", source, TemplateOptions::default()).unwrap());
+    setting.template = Some(ChatTemplate::new("t", source, TemplateConfig::default()).unwrap());
     setting.options.begin = Some(1);
     let Read { rows, .. } = setting.read(&lines).unwrap();
     let tokenizer = Setting::tokenizer();
@@ -205,9 +205,9 @@ fn prepared_rows_are_those_of_the_same_data_and_settings_only() {
     setting.options.longest = 39;
     assert!(is_new(&setting), "another length");
     setting.options.longest = 40;
-    setting.template = Some(ChatTemplate::new("t", "a", TemplateOptions::default()).unwrap());
+    setting.template = Some(ChatTemplate::new("t", "a", TemplateConfig::default()).unwrap());
     assert!(is_new(&setting), "another template");
-    setting.template = Some(ChatTemplate::new("t", "b", TemplateOptions::default()).unwrap());
+    setting.template = Some(ChatTemplate::new("t", "b", TemplateConfig::default()).unwrap());
     assert!(is_new(&setting), "another template");
     setting.template = None;
     assert!(!is_new(&setting));
@@ -225,7 +225,7 @@ fn rows_of_large_data_are_on_the_disk() {
     const CACHE: &str = "FRUGAL_CACHE";
     const ALONE: &str = "FRUGAL_TEST_LARGE_DATA";
     let setting =
-        Setting { options: RowOptions { longest: 4096, ..Setting::new().options }, ..Setting::new() };
+        Setting { options: RowConfig { longest: 4096, ..Setting::new().options }, ..Setting::new() };
     if std::env::var_os(ALONE).is_none() {
         let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
         alone.args(["--exact", "rows::rows_of_large_data_are_on_the_disk"]).env(ALONE, "1");

@@ -10,7 +10,7 @@ use models::{DecoderConfig, Llama};
 use offload::{Offload, OffloadConfig};
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::collectives::Group as Ranks;
-use sharding::{FrozenWeights, Options, ShardedOptimizer, Shards, Stage};
+use sharding::{FrozenWeights, ShardedOptimizer, ShardingConfig, Shards, Stage};
 use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
@@ -47,12 +47,13 @@ fn divide(model: &mut Llama) -> (Offload, Shards, Ranks) {
 fn optimizer(model: &Llama, shards: Shards, ranks: &Ranks) -> training::Result<ShardedOptimizer> {
     let groups = vec![Group::new(trainable(model), 3e-3)];
     let order = trainable(model).into_iter().map(|(name, _)| name).collect();
-    let options = Options { stage: Stage::Three, order, shards: Some(shards), ..Options::default() };
+    let options =
+        ShardingConfig { stage: Stage::Three, order, shards: Some(shards), ..ShardingConfig::default() };
     ShardedOptimizer::new(AdamW::default(), groups, ranks, options)
 }
 
 fn trainer_of(model: Llama, optimizer: Box<dyn Optimizer>) -> Trainer {
-    let options = trainer::Options { steps: 4, log_every: 1, ..trainer::Options::default() };
+    let options = trainer::TrainerConfig { steps: 4, log_every: 1, ..trainer::TrainerConfig::default() };
     Trainer::new(Box::new(model), optimizer, options).unwrap()
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use expect_test::expect;
 use frugal::Error;
 use frugal::config::{Compute, ScalerConfig};
-use frugal::runtime::collectives::{Group, GroupOptions, Store};
+use frugal::runtime::collectives::{Group, GroupConfig, Store};
 use frugal::training::trainer::Overflow;
 use sha2::{Digest, Sha256};
 use tch::Kind;
@@ -76,7 +76,7 @@ fn a_rank() {
                 let name = technique.name;
                 // Stage 3 makes a second group of these ranks.
                 let group = format!("training {number}, {name}, {overflow:?}");
-                let ranks = Group::new(&store, &group, GroupOptions::default()).unwrap();
+                let ranks = Group::new(&store, &group, GroupConfig::default()).unwrap();
                 match run(&ranks) {
                     Err(error @ Error::Conflict { .. }) => println!("{}, {name}: {error}", stage.name),
                     Err(error) => panic!("{}, {family:?}, {name}: {error}", stage.name),

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use dataloading::chat::{ChatTemplate, Mask, TemplateOptions};
+use dataloading::chat::{ChatTemplate, Mask, TemplateConfig};
 use dataloading::records::{Detected, Record, RecordFormat, RecordLocation};
 use dataloading::{IGNORE_INDEX, Tokenizer};
-use frugal::rows::{Counts, Overlong, RowEncoder, RowOptions};
+use frugal::rows::{Counts, Overlong, RowConfig, RowEncoder};
 use serde_json::{Value, json};
 use training::masked_rows::MaskedRow;
 
@@ -22,7 +22,7 @@ const WITHOUT_SYSTEM: &str = "{% for m in messages if m.role != 'system' %}{{ m.
 fn encoder(source: &str) -> RowEncoder {
     let folder = dataloading::embedded::folder().unwrap();
     let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json")).unwrap();
-    let options = RowOptions {
+    let options = RowConfig {
         longest: 400,
         overlong: Overlong::Error,
         mask: Mask::Answers,
@@ -32,7 +32,7 @@ fn encoder(source: &str) -> RowEncoder {
         field: "text".to_owned(),
         templates: None,
     };
-    let template = ChatTemplate::new("t.jinja", source, TemplateOptions::default()).unwrap();
+    let template = ChatTemplate::new("t.jinja", source, TemplateConfig::default()).unwrap();
     RowEncoder::new(tokenizer, Some(template), &[0], options)
 }
 

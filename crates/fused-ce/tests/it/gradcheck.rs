@@ -1,7 +1,7 @@
 //! Gradients against finite differences in f64, without an oracle.
 
 use fused_ce::{Adapter, Chunk, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Reduction};
-use runtime::autograd::{GradcheckOptions, gradcheck};
+use runtime::autograd::{GradcheckConfig, gradcheck};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -38,7 +38,7 @@ fn gradients_match_the_function() {
             Ok([Some(output.loss), output.log_sum_exp].into_iter().flatten().collect())
         };
         let inputs: Vec<&Tensor> = leaves.iter().collect();
-        gradcheck(function, &inputs, GradcheckOptions::default())
+        gradcheck(function, &inputs, GradcheckConfig::default())
             .unwrap_or_else(|error| panic!("{options:?}: {error}"));
     }
 }

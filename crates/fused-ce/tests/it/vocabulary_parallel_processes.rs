@@ -1,7 +1,7 @@
 //! Shards of the vocabulary in processes, over `runtime::collectives`, against the whole vocabulary.
 
 use fused_ce::vocabulary_parallel::Shard;
-use runtime::collectives::{Group, GroupOptions, Store};
+use runtime::collectives::{Group, GroupConfig, Store};
 use testing::ranks::{LIMIT, Ranks};
 
 use crate::vocabulary_parallel::{VOCABULARY, Whole, cases, run, same};
@@ -11,10 +11,10 @@ use crate::vocabulary_parallel::{VOCABULARY, Whole, cases, run, same};
 fn a_rank() {
     testing::ranks::rank(|counts: Vec<usize>, launch| {
         let store = Store::connect(launch, LIMIT).unwrap();
-        let world = Group::new(&store, "world", GroupOptions::default()).unwrap();
+        let world = Group::new(&store, "world", GroupConfig::default()).unwrap();
         for count in counts.into_iter().filter(|count| world.rank() < *count) {
             let (name, first) = (format!("{count} ranks"), (0..count).collect::<Vec<_>>());
-            loss(&Group::of_ranks(&store, &name, &first, GroupOptions::default()).unwrap());
+            loss(&Group::of_ranks(&store, &name, &first, GroupConfig::default()).unwrap());
         }
         world.barrier("end").unwrap();
     });

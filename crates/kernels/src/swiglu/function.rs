@@ -118,7 +118,7 @@ fn rows(tensor: &Tensor) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use runtime::autograd::{self, GradcheckOptions, gradcheck};
+    use runtime::autograd::{self, GradcheckConfig, gradcheck};
     use runtime::random::Generator;
     use tch::kind;
 
@@ -136,8 +136,8 @@ mod tests {
         let halves_product =
             |x: &[Tensor]| Ok(vec![silu_mul(&x[0].f_narrow(1, 0, 4)?, &x[0].f_narrow(1, 4, 4)?)?]);
         for report in [
-            gradcheck(product, &[&gate, &up], GradcheckOptions::default()).unwrap(),
-            gradcheck(halves_product, &[&both], GradcheckOptions::default()).unwrap(),
+            gradcheck(product, &[&gate, &up], GradcheckConfig::default()).unwrap(),
+            gradcheck(halves_product, &[&both], GradcheckConfig::default()).unwrap(),
         ] {
             assert!(report.percent_of_tolerance <= 100.0, "{report}");
         }

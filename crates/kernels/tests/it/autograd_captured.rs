@@ -324,7 +324,7 @@ fn a_saved_output_that_is_held_elsewhere_is_differentiated_twice() {
     let report = gradcheck(
         |x| autograd::apply_any(Exp(Arc::default()), &[&x[0]]),
         &[&x],
-        autograd::GradcheckOptions::default(),
+        autograd::GradcheckConfig::default(),
     );
     assert!(report.unwrap().percent_of_tolerance < 5.0);
 }

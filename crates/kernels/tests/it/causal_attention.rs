@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use kernels::attention::{
     CausalOptions, SingleQueryOptions, causal_attention, single_query_attention, takes,
 };
-use runtime::autograd::{GradcheckOptions, Keep, grad, gradcheck};
+use runtime::autograd::{GradcheckConfig, Keep, grad, gradcheck};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -164,7 +164,7 @@ fn derivatives_match_finite_differences() {
     for options in [CausalOptions { scale: Some(0.7), ..PLAIN }, bent] {
         let attend =
             |inputs: &[Tensor]| Ok(vec![causal_attention(&inputs[0], &inputs[1], &inputs[2], options)?]);
-        gradcheck(attend, &inputs.each_ref(), GradcheckOptions::default()).unwrap();
+        gradcheck(attend, &inputs.each_ref(), GradcheckConfig::default()).unwrap();
     }
 }
 

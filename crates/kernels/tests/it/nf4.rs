@@ -2,7 +2,7 @@
 
 use kernels::matmul::{FEW, matvec, mm, mm_into};
 use kernels::nf4::{self, Scales};
-use runtime::autograd::{GradcheckOptions, backward, gradcheck};
+use runtime::autograd::{GradcheckConfig, backward, gradcheck};
 use runtime::memory::{Region, track_cpu};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
@@ -115,7 +115,7 @@ fn derivatives_match_finite_differences() {
     let report = gradcheck(
         |inputs| Ok(vec![nf4::linear(&inputs[0], &stored, Some(&inputs[1]))?]),
         &inputs.each_ref(),
-        GradcheckOptions::default(),
+        GradcheckConfig::default(),
     )
     .unwrap();
     assert_eq!(report.compared, 2 * 3 * 7 * (2 * 3 * 10 + 7), "{report}");

@@ -2,7 +2,7 @@
 
 use kernels::norm::{self, Keep, Norm, Options, add_norm, layer_norm, recoverable, rms_norm};
 use proptest::prelude::*;
-use runtime::autograd::{GradcheckOptions, backward, gradcheck};
+use runtime::autograd::{GradcheckConfig, backward, gradcheck};
 use runtime::ops;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -88,7 +88,7 @@ fn derivatives_of_every_combination_match_central_differences() {
                             outputs.extend(sum.map(|sum| sum.sin()));
                             Ok(outputs)
                         };
-                        let options = GradcheckOptions { atol: 1e-7, ..Default::default() };
+                        let options = GradcheckConfig { atol: 1e-7, ..Default::default() };
                         if let Err(error) = gradcheck(f, &inputs, options) {
                             panic!(
                                 "{norm:?} {keep:?} residual {residual} weight {has_weight} bias {has_bias} {needs:b}: {error}"

@@ -1,7 +1,7 @@
 //! Rotary embedding: compared with the formula in f64, its derivatives, and invalid inputs.
 
 use kernels::rope::RotaryTable;
-use runtime::autograd::{self, GradMode, GradcheckOptions, Keep, gradcheck};
+use runtime::autograd::{self, GradMode, GradcheckConfig, Keep, gradcheck};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 
@@ -101,7 +101,7 @@ fn derivatives_match_central_differences() {
             let (q, k) = table.rotate(&x[0], &x[1], positions)?;
             Ok(vec![q, k])
         };
-        let report = gradcheck(rotate, &[&q, &k], GradcheckOptions::default()).unwrap();
+        let report = gradcheck(rotate, &[&q, &k], GradcheckConfig::default()).unwrap();
         assert!(report.percent_of_tolerance <= 100.0, "{report}");
         // The derivative's own derivative: the square makes the first one depend on the input.
         let slope = |x: &[Tensor]| {
@@ -117,7 +117,7 @@ fn derivatives_match_central_differences() {
             let slopes = autograd::grad(&[&sum], &[None], &[&x[0], &x[1]], keep)?;
             Ok(slopes.into_iter().flatten().collect())
         };
-        let report = gradcheck(slope, &[&q, &k], GradcheckOptions::default()).unwrap();
+        let report = gradcheck(slope, &[&q, &k], GradcheckConfig::default()).unwrap();
         assert!(report.percent_of_tolerance <= 100.0, "{report}");
     }
     let from_joint = |x: &[Tensor]| {
@@ -125,7 +125,7 @@ fn derivatives_match_central_differences() {
         let (q, k) = table.rotate(&parts[0], &parts[1], None)?;
         Ok(vec![q, k])
     };
-    let report = gradcheck(from_joint, &[&joint], GradcheckOptions::default()).unwrap();
+    let report = gradcheck(from_joint, &[&joint], GradcheckConfig::default()).unwrap();
     assert!(report.percent_of_tolerance <= 100.0, "{report}");
 }
 

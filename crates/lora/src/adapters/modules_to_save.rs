@@ -64,8 +64,8 @@ impl Whole {
         if self.shown.as_deref() == Some(adapter) {
             return Ok(Some(self.live.f_detach()?));
         }
-        let found = self.values.iter().find(|(name, _)| name == adapter);
-        Ok(found.map(|(_, values)| values.f_detach()).transpose()?)
+        let values = self.values.iter().find(|(name, _)| name == adapter);
+        Ok(values.map(|(_, values)| values.f_detach()).transpose()?)
     }
 
     /// Returns the base's values, sharing memory.

@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::survey::{Found, Survey};
 use crate::config::{BiasTraining, LoraConfig};
 use crate::error::{Error, Result, listed, no_target, suggestion, unsupported};
-use crate::options::Options;
+use crate::options::LoraLinearConfig;
 use crate::targets::Targets;
 
 /// A projection and its new adapter.
@@ -18,7 +18,7 @@ pub(crate) struct PlannedSite {
     pub(crate) name: String,
     pub(crate) weight: Tensor,
     pub(crate) bias: Option<Tensor>,
-    pub(crate) options: Options,
+    pub(crate) options: LoraLinearConfig,
 }
 
 /// A tensor of the base that is trained as a whole.

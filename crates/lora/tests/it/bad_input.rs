@@ -4,7 +4,7 @@ use std::path::Path;
 
 use expect_test::{Expect, expect};
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
-use lora::{Adapters, Layers, LoraConfig, LoraLinear, Names, Options};
+use lora::{Adapters, Layers, LoraConfig, LoraLinear, LoraLinearConfig, Names};
 use models::module::{parameter_count, trainable};
 use models::{DecoderConfig, Linear, Llama, tensors_file};
 use serde_json::json;
@@ -109,9 +109,10 @@ fn targets_without_a_projection_are_refused() {
 #[test]
 fn an_invalid_layer_is_refused() {
     let linear = || Linear::new(4, 3, true, kind::FLOAT_CPU).unwrap();
-    let error = LoraLinear::new(linear(), &Options { r: -1, ..Options::default() }).unwrap_err();
+    let error =
+        LoraLinear::new(linear(), &LoraLinearConfig { r: -1, ..LoraLinearConfig::default() }).unwrap_err();
     expect!["`r` is -1; expected a rank of at least 1"].assert_eq(&error.to_string());
-    let layer = LoraLinear::new(linear(), &Options::default()).unwrap();
+    let layer = LoraLinear::new(linear(), &LoraLinearConfig::default()).unwrap();
     let context = models::module::Context::default();
     let of = |x: &Tensor| models::module::Projection::forward(&layer, x, &context).unwrap_err().to_string();
     expect!["lora linear: `x` has shape [2, 5]; expected […, 4]"]

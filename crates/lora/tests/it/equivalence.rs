@@ -1,6 +1,6 @@
 //! The function compared with libtorch's operators, and the rounding of low-precision bases.
 
-use lora::{LoraLinear, Options};
+use lora::{LoraLinear, LoraLinearConfig};
 use models::Linear;
 use models::module::{Context, Projection, parameters};
 use proptest::prelude::*;
@@ -27,7 +27,11 @@ fn linear(inner: i64, out: i64, bias: bool, generator: &mut Generator, options: 
 }
 
 /// A layer whose B is not zero, and its A, B and magnitudes.
-fn adapted(linear: Linear, options: &Options, generator: &mut Generator) -> (LoraLinear, Vec<Tensor>) {
+fn adapted(
+    linear: Linear,
+    options: &LoraLinearConfig,
+    generator: &mut Generator,
+) -> (LoraLinear, Vec<Tensor>) {
     let layer = LoraLinear::new(linear, options).unwrap();
     let mut learned = Vec::new();
     for (name, tensor) in parameters(&layer) {
@@ -82,7 +86,8 @@ fn error(found: &Tensor, expected: &Tensor, tolerance: f64) -> f64 {
 fn mask(state: &RandomState, shape: &[i64], rate: f64) -> Tensor {
     let width = *shape.last().unwrap();
     let zero = Linear { weight: Tensor::zeros([width, width], kind::DOUBLE_CPU), bias: None };
-    let options = Options { r: width, alpha: width as f64, dropout: rate, ..Options::default() };
+    let options =
+        LoraLinearConfig { r: width, alpha: width as f64, dropout: rate, ..LoraLinearConfig::default() };
     let layer = LoraLinear::new(zero, &options).unwrap();
     let _no_grad = tch::no_grad_guard();
     for (name, tensor) in parameters(&layer) {
@@ -107,7 +112,7 @@ proptest! {
         let _alone = GENERATOR.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut generator = Generator::new(seed).unwrap();
         let dropout = if drops { 0.4 } else { 0.0 };
-        let options = Options { r, alpha: 3.0, dropout, rslora, dora, seed, ..Options::default() };
+        let options = LoraLinearConfig { r, alpha: 3.0, dropout, rslora, dora, seed, ..LoraLinearConfig::default() };
         let base = linear(inner, out, bias, &mut generator, kind::DOUBLE_CPU);
         let (weight, of_bias) = (base.weight.shallow_clone(), base.bias.as_ref().map(Tensor::shallow_clone));
         let (layer, learned) = adapted(base, &options, &mut generator);
@@ -159,7 +164,7 @@ fn low_precision_bases_are_rounded_once() {
             let base = linear(64, 48, bias, &mut generator, (low, Device::Cpu));
             let (weight, of_bias) =
                 (base.weight.to_kind(Kind::Double), base.bias.as_ref().map(|b| b.to_kind(Kind::Double)));
-            let options = Options { r: 4, alpha: 9.0, ..Options::default() };
+            let options = LoraLinearConfig { r: 4, alpha: 9.0, ..LoraLinearConfig::default() };
             let (layer, learned) = adapted(base, &options, &mut generator);
             assert!(learned.iter().all(|tensor| tensor.kind() == Kind::Float));
             let x = generator.normal(&[rows, 64], (low, Device::Cpu)).unwrap().set_requires_grad(true);

@@ -1,6 +1,6 @@
 //! Merge, unmerge, switch, disable, delete, unload: the model's results after each, and the restoration of the base.
 
-use lora::{Adapters, BiasTraining, LoraConfig, LoraLinear, Options};
+use lora::{Adapters, BiasTraining, LoraConfig, LoraLinear, LoraLinearConfig};
 use models::module::{Context, Input, LanguageModel, Projection, parameter_count, tensors, trainable};
 use models::{DecoderConfig, Llama};
 use runtime::random::Generator;
@@ -304,7 +304,7 @@ fn fully_trained_tensors_are_used_by_the_model_wherever_their_memory_is() {
 fn any_projection_with_a_weight_can_be_wrapped() {
     let linear = models::Linear::new(6, 5, true, tch::kind::FLOAT_CPU).unwrap();
     let (x, context) = (Tensor::ones([2, 6], tch::kind::FLOAT_CPU), Context::default());
-    let layer = LoraLinear::of(&linear, &Options::default()).unwrap();
+    let layer = LoraLinear::of(&linear, &LoraLinearConfig::default()).unwrap();
     assert_eq!(layer.forward(&x, &context).unwrap(), linear.forward(&x, &context).unwrap());
-    assert!(LoraLinear::of(&layer, &Options::default()).is_err(), "not one that is adapted already");
+    assert!(LoraLinear::of(&layer, &LoraLinearConfig::default()).is_err(), "not one that is adapted already");
 }

@@ -1,7 +1,7 @@
 //! Exact bytes of adapted projections between forward and backward, and at the peak of a backward. The counts are
 //! the whole process's, so no other test may run at the same time.
 
-use lora::{LoraLinear, Options};
+use lora::{LoraLinear, LoraLinearConfig};
 use models::Linear;
 use models::module::{Context, Projection};
 use runtime::autograd::backward;
@@ -17,7 +17,7 @@ fn the_input_is_saved_once_and_no_mask_is_saved() {
     let live = || live_bytes(Device::Cpu).unwrap();
     let (tokens, width, out, r) = (96u64, 128u64, 160u64, 4u64);
     for dropout in [0.0, 0.25] {
-        let options = Options { r: r as i64, alpha: 8.0, dropout, ..Options::default() };
+        let options = LoraLinearConfig { r: r as i64, alpha: 8.0, dropout, ..LoraLinearConfig::default() };
         let layers: Vec<LoraLinear> = (0..3)
             .map(|_| {
                 let linear = Linear::new(width as i64, out as i64, false, F32).unwrap();
@@ -56,7 +56,8 @@ fn the_input_is_saved_once_and_no_mask_is_saved() {
     }
 
     // dx is not needed: W is not kept for it, and no product is computed.
-    let layer = LoraLinear::new(Linear::new(128, 160, true, F32).unwrap(), &Options::default()).unwrap();
+    let layer =
+        LoraLinear::new(Linear::new(128, 160, true, F32).unwrap(), &LoraLinearConfig::default()).unwrap();
     let x = Tensor::ones([tokens as i64, width as i64], F32);
     let y = layer.forward(&x, &context).unwrap().sum(Kind::Float);
     backward(&[&y]).unwrap();

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use kernels::nf4::{self, Scales};
-use lora::{Adapters, Init, LoraConfig, LoraLinear, Options};
+use lora::{Adapters, Init, LoraConfig, LoraLinear, LoraLinearConfig};
 use models::module::{Context, Input, LanguageModel, Projection, parameters, tensors};
 use models::{DecoderConfig, Linear, Llama};
 use runtime::autograd::{Checkpoint, backward, set_grad};
@@ -28,7 +28,7 @@ struct Case {
     stored: Tensor,
 }
 
-fn case(out: i64, inner: i64, options: &Options) -> Case {
+fn case(out: i64, inner: i64, options: &LoraLinearConfig) -> Case {
     let mut generator = Generator::new(1).unwrap();
     let mut normal = |shape: &[i64]| generator.normal(shape, kind::FLOAT_CPU).unwrap();
     let stored = nf4::quantize(&normal(&[out, inner]), Scales::Nested).unwrap();
@@ -69,17 +69,17 @@ fn error(found: &Tensor, expected: &Tensor) -> f64 {
     (&found - &expected).abs().max().double_value(&[]) / expected.abs().max().double_value(&[])
 }
 
-fn variants() -> Vec<Options> {
-    let base = Options { r: 4, alpha: 6.0, ..Options::default() };
+fn variants() -> Vec<LoraLinearConfig> {
+    let base = LoraLinearConfig { r: 4, alpha: 6.0, ..LoraLinearConfig::default() };
     vec![
         base.clone(),
-        Options { rslora: true, init: Init::Gaussian, ..base.clone() },
-        Options { dropout: 0.4, ..base.clone() },
-        Options { dora: true, ..base.clone() },
-        Options { dora: true, dropout: 0.3, ..base.clone() },
-        Options { init: Init::Pissa, ..base.clone() },
-        Options { init: Init::Olora, dropout: 0.2, ..base.clone() },
-        Options { init: Init::Orthogonal, ..base },
+        LoraLinearConfig { rslora: true, init: Init::Gaussian, ..base.clone() },
+        LoraLinearConfig { dropout: 0.4, ..base.clone() },
+        LoraLinearConfig { dora: true, ..base.clone() },
+        LoraLinearConfig { dora: true, dropout: 0.3, ..base.clone() },
+        LoraLinearConfig { init: Init::Pissa, ..base.clone() },
+        LoraLinearConfig { init: Init::Olora, dropout: 0.2, ..base.clone() },
+        LoraLinearConfig { init: Init::Orthogonal, ..base },
     ]
 }
 
@@ -138,9 +138,10 @@ fn an_input_in_bf16_keeps_its_dtype() {
 #[test]
 fn a_recomputed_segment_has_the_same_bits() {
     let _alone = GENERATOR.lock().unwrap();
-    for options in
-        [Options { dropout: 0.4, ..Options::default() }, Options { dora: true, ..Options::default() }]
-    {
+    for options in [
+        LoraLinearConfig { dropout: 0.4, ..LoraLinearConfig::default() },
+        LoraLinearConfig { dora: true, ..LoraLinearConfig::default() },
+    ] {
         for tokens in [3, 40] {
             let Case { layers: [quantized, _], .. } = case(96, 128, &options);
             let state = RandomState::capture(Device::Cpu).unwrap();

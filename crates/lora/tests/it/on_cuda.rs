@@ -1,6 +1,6 @@
 //! Adapted layers on a GPU compared with the same layers on the CPU in f64. Prints that it is skipped without a GPU.
 
-use lora::{LoraLinear, Options};
+use lora::{LoraLinear, LoraLinearConfig};
 use models::Linear;
 use models::module::{Context, Projection, parameters};
 use runtime::autograd::backward;
@@ -16,7 +16,7 @@ fn outcome(dora: bool, (dropout, bias): (f64, bool), (kind, device): (Kind, Devi
         drawn.to_kind(Kind::BFloat16).to_kind(kind).to_device(device)
     };
     let base = Linear { weight: drawn(&[40, 24]), bias: bias.then(|| drawn(&[40])) };
-    let options = Options { r: 4, alpha: 6.0, dropout, dora, ..Options::default() };
+    let options = LoraLinearConfig { r: 4, alpha: 6.0, dropout, dora, ..LoraLinearConfig::default() };
     let layer = LoraLinear::new(base, &options).unwrap();
     let mut leaves = vec![drawn(&[3, 50, 24]).set_requires_grad(true)];
     let upstream = drawn(&[3, 50, 40]);

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use lora::{LoraLinear, Options};
+use lora::{LoraLinear, LoraLinearConfig};
 use models::Linear;
 use models::module::{Context, Module, Projection, parameters};
 use runtime::autograd::{Checkpoint, backward, set_grad};
@@ -26,7 +26,7 @@ fn layer(dora: bool, options: (Kind, Device)) -> LoraLinear {
     let mut generator = Generator::new(1).unwrap();
     let mut normal = |shape: &[i64]| generator.normal(shape, options).unwrap();
     let linear = Linear { weight: normal(&[24, 16]), bias: Some(normal(&[24])) };
-    let options = Options { r: 4, alpha: 6.0, dropout: 0.5, dora, ..Options::default() };
+    let options = LoraLinearConfig { r: 4, alpha: 6.0, dropout: 0.5, dora, ..LoraLinearConfig::default() };
     let layer = LoraLinear::new(linear, &options).unwrap();
     let _no_grad = tch::no_grad_guard();
     for (name, tensor) in parameters(&layer) {

@@ -1,6 +1,6 @@
 //! The projections that a configuration selects, their number of parameters, and their initial values.
 
-use lora::{Layers, LoraConfig, LoraLinear, Names, Options};
+use lora::{Layers, LoraConfig, LoraLinear, LoraLinearConfig, Names};
 use models::module::{parameter_count, parameters};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Linear, Llama};
 use runtime::random::Generator;
@@ -177,7 +177,13 @@ fn initial_values_match_their_distributions_and_seeds() {
         let config =
             LoraConfig { init_lora_weights: serde_json::from_str(init).unwrap(), ..LoraConfig::default() };
         let weight = Generator::new(1).unwrap().normal(&[300, 400], kind::FLOAT_CPU).unwrap();
-        let options = Options { r: 16, alpha: 8.0, init: config.init().unwrap(), seed, ..Options::default() };
+        let options = LoraLinearConfig {
+            r: 16,
+            alpha: 8.0,
+            init: config.init().unwrap(),
+            seed,
+            ..LoraLinearConfig::default()
+        };
         let layer = LoraLinear::new(Linear { weight, bias: None }, &options).unwrap();
         let learned = parameters(&layer).into_iter().filter(|(name, _)| name.starts_with("lora_"));
         learned.map(|(_, tensor)| tensor.detach()).collect()

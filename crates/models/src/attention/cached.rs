@@ -5,7 +5,7 @@ use kernels::attention::{
 };
 use tch::{Kind, Tensor};
 
-use super::AttentionOptions;
+use super::AttentionConfig;
 use super::explicit::of_heads;
 use crate::error::Result;
 
@@ -19,7 +19,7 @@ pub(crate) fn cached_attention(
     k: &Tensor,
     v: &Tensor,
     mask: Option<&Tensor>,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
     let (batch, new, heads, head) = q.size4()?;
     let (_, kv_heads, keys, _) = k.size4()?;

@@ -3,7 +3,7 @@
 use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
-use super::{AttentionOptions, Documents, low};
+use super::{AttentionConfig, Documents, low};
 use crate::error::Result;
 
 /// Attention over the keys that `visible` has, `[t, t]` or `[b, 1, t, t]`; rows `[b, t, heads, head]`.
@@ -12,7 +12,7 @@ pub(super) fn explicit(
     k: &Tensor,
     v: &Tensor,
     visible: &Tensor,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
     Ok(of_heads(&q, &k, &v, visible, options)?.f_transpose(1, 2)?)
@@ -25,7 +25,7 @@ pub(super) fn of_heads(
     k: &Tensor,
     v: &Tensor,
     visible: &Tensor,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> Result<Tensor> {
     let scale = options.scale_of(q.size()[3]);
     let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.try_mul_scalar(scale)?;

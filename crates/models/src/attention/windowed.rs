@@ -4,7 +4,7 @@ use kernels::attention::{self as fused, CausalOptions};
 use kernels::attention::{ScaledDotProductOptions, scaled_dot_product};
 use tch::Tensor;
 
-use super::AttentionOptions;
+use super::AttentionConfig;
 use super::explicit::{band, of_heads};
 
 /// Bounds of the queries of a chunk: fewer make products too small, more read keys that no query attends to.
@@ -16,11 +16,11 @@ pub(crate) fn over_window(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> runtime::Result<Tensor> {
     let sequence = q.size()[2];
     if has_kernel(q, options) {
-        let &AttentionOptions { scale, window, softcap: cap, .. } = options;
+        let &AttentionConfig { scale, window, softcap: cap, .. } = options;
         return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap });
     }
     let Some(window) = options.window.filter(|&window| window < sequence) else {
@@ -50,7 +50,7 @@ pub(crate) fn over_window(
 }
 
 /// Whether the kernel of this project computes it, with windows, caps and groups.
-pub(crate) fn has_kernel(q: &Tensor, options: &AttentionOptions) -> bool {
+pub(crate) fn has_kernel(q: &Tensor, options: &AttentionConfig) -> bool {
     options.dropout == 0.0 && fused::takes(q.device(), q.kind())
 }
 
@@ -60,9 +60,9 @@ fn of_chunk(
     k: &Tensor,
     v: &Tensor,
     mask: Option<&Tensor>,
-    options: &AttentionOptions,
+    options: &AttentionConfig,
 ) -> runtime::Result<Tensor> {
-    let &AttentionOptions { dropout, scale, softcap, .. } = options;
+    let &AttentionConfig { dropout, scale, softcap, .. } = options;
     if softcap.is_none() {
         return scaled_dot_product(q, k, v, ScaledDotProductOptions { mask, dropout, scale });
     }

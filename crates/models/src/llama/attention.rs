@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::rotary::Rotary;
 use super::{DecoderConfig, norm};
-use crate::attention::{AttentionOptions, attention};
+use crate::attention::{AttentionConfig, attention};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::linear::Linear;
@@ -22,7 +22,7 @@ pub(super) struct SelfAttention {
     /// The layer's index in the cache.
     layer: usize,
     head: i64,
-    options: AttentionOptions,
+    options: AttentionConfig,
 }
 
 /// The projections to queries, keys and values.
@@ -74,7 +74,7 @@ impl SelfAttention {
             QueryKeyNorm::PerHead => norms([head; 2], false)?,
             QueryKeyNorm::AllHeads => norms([of_queries, of_keys], true)?,
         };
-        let options = AttentionOptions {
+        let options = AttentionConfig {
             path: config.attention,
             dropout: config.attention_dropout,
             scale: config.attention_scale(),
@@ -124,7 +124,7 @@ impl Attention for SelfAttention {
         drop(normalised);
         let v = heads(&v)?;
         let dropout = if context.training { self.options.dropout } else { 0.0 };
-        let options = AttentionOptions { dropout, ..self.options };
+        let options = AttentionConfig { dropout, ..self.options };
         let attended = match context.extension {
             Some(extension) => extension.attend(self.layer, &q, &k, &v, &options)?,
             None => attention(&q, &k, &v, context.documents, &options)?,

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, parameter_count, trainable};
 use models::{AttentionPath, DecoderConfig, Documents, Llama, tensors_file};
@@ -123,10 +123,10 @@ impl Case {
         for (prompts, key) in [(prompts, "greedy"), (short, "short_greedy")] {
             let expected = rows(&self.tensors[key]);
             for cache in [true, false] {
-                let options = GenerateOptions {
+                let options = GenerationConfig {
                     max_new_tokens: expected[0].len(),
                     cache,
-                    ..GenerateOptions::default()
+                    ..GenerationConfig::default()
                 };
                 let found = generate(model, &prompts, &options, &mut ()).unwrap();
                 let found: Vec<Vec<i64>> = found.into_iter().map(|row| row.tokens).collect();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::{DecoderConfig, Llama, hugging_face, tensors_file};
 use tch::{Device, Kind, Tensor};
 
@@ -38,7 +38,7 @@ fn check(name: &str) {
     let expected = rows(&cases["greedy"]);
     for cache in [true, false] {
         let options =
-            GenerateOptions { max_new_tokens: expected[0].len(), cache, ..GenerateOptions::default() };
+            GenerationConfig { max_new_tokens: expected[0].len(), cache, ..GenerationConfig::default() };
         let found = generate(&model, &prompts, &options, &mut ()).unwrap();
         let found: Vec<Vec<i64>> = found.into_iter().map(|row| row.tokens).collect();
         assert_eq!(found, expected, "{name}, cache: {cache}");

@@ -1,7 +1,7 @@
 //! The cache compared with whole rows, independence of rows, ends of rows, and invalid calls.
 
 use expect_test::expect;
-use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling, generate};
+use models::generation::{FinishReason, Generated, GenerationConfig, Generator, Sampling, generate};
 use models::module::{LanguageModel, ModuleMapper, map_modules};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use runtime::random::Generator as Random;
@@ -65,8 +65,9 @@ fn a_cache_does_not_change_tokens() {
         let model = qwen(kv_heads);
         for lengths in [&[9][..], &[1, 1, 1], &[3, 9, 1, 6], &[12, 12]] {
             for sampling in [Sampling::Greedy, RANDOM] {
-                let options = GenerateOptions { max_new_tokens: 11, sampling, ..GenerateOptions::default() };
-                let whole = GenerateOptions { cache: false, ..options.clone() };
+                let options =
+                    GenerationConfig { max_new_tokens: 11, sampling, ..GenerationConfig::default() };
+                let whole = GenerationConfig { cache: false, ..options.clone() };
                 let prompts = prompts(lengths, 0);
                 let with = generate(&model, &prompts, &options, &mut ()).unwrap();
                 let without = generate(&model, &prompts, &whole, &mut ()).unwrap();
@@ -86,7 +87,7 @@ fn a_shared_prefix_is_computed_once_and_does_not_change_tokens() {
     for (lengths, common) in [(&[8, 11, 7][..], 6), (&[7, 7], 6), (&[20], 19)] {
         let prompts = prompts(lengths, common);
         for sampling in [Sampling::Greedy, RANDOM] {
-            let options = GenerateOptions { max_new_tokens: 9, sampling, ..GenerateOptions::default() };
+            let options = GenerationConfig { max_new_tokens: 9, sampling, ..GenerationConfig::default() };
             let plain = generate(&model, &prompts, &options, &mut ()).unwrap();
             let generator =
                 Generator::new(&model, &options).unwrap().with_prefix(&prompts[0][..common]).unwrap();
@@ -103,7 +104,7 @@ fn rows_do_not_depend_on_each_other() {
     let model = qwen(2);
     let prompts = prompts(&[5, 9, 2, 7, 9], 0);
     let ends = [4, 1, 9, 2, 6];
-    let options = GenerateOptions { max_new_tokens: 9, ..GenerateOptions::default() };
+    let options = GenerationConfig { max_new_tokens: 9, ..GenerationConfig::default() };
     let mut seen = vec![0; prompts.len()];
     let mut callback = |row: usize, tokens: &[i64]| {
         seen[row] += 1;
@@ -123,7 +124,7 @@ fn rows_do_not_depend_on_each_other() {
 fn a_row_ends_at_an_end_token_its_length_or_the_last_position() {
     let model = qwen(4);
     let prompts = prompts(&[6, 30], 0);
-    let free = GenerateOptions { max_new_tokens: 20, ..GenerateOptions::default() };
+    let free = GenerationConfig { max_new_tokens: 20, ..GenerationConfig::default() };
     let all = generate(&model, &prompts, &free, &mut ()).unwrap();
     assert_eq!(
         [all[0].finish_reason, all[1].finish_reason],
@@ -134,7 +135,7 @@ fn a_row_ends_at_an_end_token_its_length_or_the_last_position() {
     let end = all[0].tokens[4];
     let first = all[0].tokens.iter().position(|&token| token == end).unwrap();
     let ended =
-        generate(&model, &prompts, &GenerateOptions { end_tokens: vec![96, end], ..free }, &mut ()).unwrap();
+        generate(&model, &prompts, &GenerationConfig { end_tokens: vec![96, end], ..free }, &mut ()).unwrap();
     let expected =
         Generated { tokens: all[0].tokens[..first].to_vec(), finish_reason: FinishReason::EndToken };
     assert!(ended[0] == expected || ended[0].tokens.len() < first, "{:?}", ended[0]);
@@ -146,7 +147,7 @@ fn seeds_are_reproducible_and_distinct() {
     let same = vec![prompts(&[4], 0).remove(0); 3];
     let draw = |seed| {
         let sampling = Sampling::Random { temperature: 2.0, top_k: None, top_p: 1.0, seed };
-        let options = GenerateOptions { max_new_tokens: 12, sampling, ..GenerateOptions::default() };
+        let options = GenerationConfig { max_new_tokens: 12, sampling, ..GenerationConfig::default() };
         generate(&model, &same, &options, &mut ()).unwrap()
     };
     let (first, again, other) = (draw(1), draw(1), draw(2));
@@ -168,7 +169,7 @@ fn a_model_without_a_cache_generates() {
     let model = drawn(Gpt2::new(&config, (Kind::Double, Device::Cpu)).unwrap(), 3);
     assert!(model.cache_shape().is_none());
     let prompts = [vec![1, 2, 3], vec![7]];
-    let options = GenerateOptions { max_new_tokens: 20, ..GenerateOptions::default() };
+    let options = GenerationConfig { max_new_tokens: 20, ..GenerationConfig::default() };
     let found = Generator::new(&model, &options).unwrap().generate(&prompts, &mut ()).unwrap();
     assert_eq!([found[0].tokens.len(), found[1].tokens.len()], [9, 11], "up to the model's 12 positions");
     let input = tch::Tensor::from_slice(&prompts[0]).view([1, 3]);
@@ -179,16 +180,16 @@ fn a_model_without_a_cache_generates() {
 #[test]
 fn invalid_generations_are_errors() {
     let model = qwen(2);
-    let said = |prompts: &[Vec<i64>], options: GenerateOptions, prefix: &[i64]| {
+    let said = |prompts: &[Vec<i64>], options: GenerationConfig, prefix: &[i64]| {
         let found = Generator::new(&model, &options)
             .and_then(|generator| generator.with_prefix(prefix))
             .and_then(|generator| generator.generate(prompts, &mut ()));
         found.unwrap_err().to_string()
     };
-    let options = GenerateOptions::default;
-    let random = |temperature, top_k, top_p| GenerateOptions {
+    let options = GenerationConfig::default;
+    let random = |temperature, top_k, top_p| GenerationConfig {
         sampling: Sampling::Random { temperature, top_k, top_p, seed: 0 },
-        ..GenerateOptions::default()
+        ..GenerationConfig::default()
     };
     let one = [vec![1]];
     let words = [
@@ -196,8 +197,8 @@ fn invalid_generations_are_errors() {
         said(&[vec![1, 97]], options(), &[]),
         said(&[vec![1; 40]], options(), &[]),
         said(&[vec![1, 2], vec![1, 3]], options(), &[1, 2]),
-        said(&one, GenerateOptions { max_new_tokens: 0, ..options() }, &[]),
-        said(&one, GenerateOptions { end_tokens: vec![-1], ..options() }, &[]),
+        said(&one, GenerationConfig { max_new_tokens: 0, ..options() }, &[]),
+        said(&one, GenerationConfig { end_tokens: vec![-1], ..options() }, &[]),
         said(&one, random(0.0, None, 1.0), &[]),
         said(&one, random(1.0, Some(0), 1.0), &[]),
         said(&one, random(1.0, None, 0.0), &[]),

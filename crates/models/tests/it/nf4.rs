@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use kernels::nf4::{self, Scales, sections};
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, parameter_count, tensors};
 use models::state_dict::state_dict;
@@ -105,7 +105,7 @@ fn fixtures_a_folder_of_bitsandbytes_is_the_model_of_transformers() {
     assert_eq!(matrices, 14);
 }
 
-fn generated(model: &Llama, prompts: &[Vec<i64>], options: &GenerateOptions) -> Vec<Vec<i64>> {
+fn generated(model: &Llama, prompts: &[Vec<i64>], options: &GenerationConfig) -> Vec<Vec<i64>> {
     let rows = generate(model, prompts, options, &mut |_: usize, _: &[i64]| false).unwrap();
     rows.into_iter().map(|row| row.tokens).collect()
 }
@@ -147,7 +147,7 @@ fn files_are_read_as_they_were_written() {
         {
             assert_eq!((meant.kind(), meant), (read.kind(), &read), "{name}");
         }
-        let options = GenerateOptions { max_new_tokens: 12, ..GenerateOptions::default() };
+        let options = GenerationConfig { max_new_tokens: 12, ..GenerationConfig::default() };
         let prompts = [vec![3i64, 1, 4, 1, 5], vec![9, 2, 6]];
         assert_eq!(generated(&again, &prompts, &options), generated(&loaded, &prompts, &options));
 
@@ -170,7 +170,7 @@ fn logits_of_the_cache_are_those_of_the_whole_row() {
     };
     let model = Llama::new(&config, (Scales::Nested.kind(), Device::Cpu)).unwrap();
     let prompt = vec![5i64, 17, 3, 60];
-    let options = GenerateOptions { max_new_tokens: 8, ..GenerateOptions::default() };
+    let options = GenerationConfig { max_new_tokens: 8, ..GenerationConfig::default() };
     let generated = generated(&model, std::slice::from_ref(&prompt), &options);
     let row: Vec<i64> = prompt.iter().chain(&generated[0]).copied().collect();
     let _no_grad = tch::no_grad_guard();

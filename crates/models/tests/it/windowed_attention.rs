@@ -1,6 +1,6 @@
 //! Attention within a sliding window, with its own scale and a cap: every implementation against the explicit one.
 
-use models::attention::{AttentionOptions, AttentionPath, Documents, attention};
+use models::attention::{AttentionConfig, AttentionPath, Documents, attention};
 use runtime::memory::Region;
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +8,7 @@ fn random(shape: [i64; 4]) -> Tensor {
     Tensor::randn(shape, (Kind::Double, Device::Cpu)).set_requires_grad(true)
 }
 
-fn run(qkv: &[Tensor; 3], documents: Option<&Documents>, options: &AttentionOptions) -> Vec<Tensor> {
+fn run(qkv: &[Tensor; 3], documents: Option<&Documents>, options: &AttentionConfig) -> Vec<Tensor> {
     let [q, k, v] = qkv;
     let output = attention(q, k, v, documents, options).unwrap();
     let weights = Tensor::arange(output.numel() as i64, (Kind::Double, Device::Cpu)).sin().view_as(&output);
@@ -34,7 +34,7 @@ fn windows_scales_and_caps_agree_in_every_path() {
         (Some(&packed), Some(65), Some(0.9), Some(1.5)),
         (Some(&packed), None, None, Some(0.2)),
     ] {
-        let options = |path| AttentionOptions { path, dropout: 0.0, scale, window, softcap };
+        let options = |path| AttentionConfig { path, dropout: 0.0, scale, window, softcap };
         let oracle = run(&qkv, documents, &options(AttentionPath::Explicit));
         for path in [AttentionPath::DenseMask, AttentionPath::Fused] {
             for (found, expected) in run(&qkv, documents, &options(path)).iter().zip(&oracle) {
@@ -51,7 +51,7 @@ fn a_token_sees_its_window_and_nothing_else() {
     let documents = Documents::new(&[&[6usize, 4]], Device::Cpu).unwrap();
     for path in [AttentionPath::Explicit, AttentionPath::DenseMask, AttentionPath::Fused] {
         let x = random([1, 10, 1, 4]);
-        let options = AttentionOptions { path, window: Some(3), ..AttentionOptions::default() };
+        let options = AttentionConfig { path, window: Some(3), ..AttentionConfig::default() };
         let output = attention(&x, &x, &x, Some(&documents), &options).unwrap();
         for query in 0..10i64 {
             let sum = output.select(1, query).sum(Kind::Double);
@@ -74,7 +74,7 @@ fn a_token_sees_its_window_and_nothing_else() {
 #[test]
 fn a_window_allocates_nothing_of_all_pairs() {
     let x = Tensor::randn([1, 4096, 1, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let options = AttentionOptions { window: Some(64), ..AttentionOptions::default() };
+    let options = AttentionConfig { window: Some(64), ..AttentionConfig::default() };
     let region = Region::start(Device::Cpu).unwrap();
     let output = attention(&x, &x, &x, None, &options).unwrap();
     runtime::autograd::backward(&[&output.sum(Kind::Float)]).unwrap();
@@ -86,19 +86,19 @@ fn a_window_allocates_nothing_of_all_pairs() {
 #[test]
 fn invalid_options_are_refused_by_name() {
     let x = random([1, 3, 1, 4]);
-    let error = |options: AttentionOptions| attention(&x, &x, &x, None, &options).unwrap_err().to_string();
-    let none = AttentionOptions::default();
+    let error = |options: AttentionConfig| attention(&x, &x, &x, None, &options).unwrap_err().to_string();
+    let none = AttentionConfig::default();
     for (options, expected) in [
         (
-            AttentionOptions { window: Some(0), ..none },
+            AttentionConfig { window: Some(0), ..none },
             "the window is 0 tokens; expected at least 1, the token itself",
         ),
-        (AttentionOptions { scale: Some(0.0), ..none }, "the scale is 0; expected a finite number above 0"),
+        (AttentionConfig { scale: Some(0.0), ..none }, "the scale is 0; expected a finite number above 0"),
         (
-            AttentionOptions { softcap: Some(f64::NAN), ..none },
+            AttentionConfig { softcap: Some(f64::NAN), ..none },
             "the soft cap is NaN; expected a finite number above 0",
         ),
-        (AttentionOptions { dropout: 1.0, ..none }, "dropout is 1; expected a probability in [0, 1)"),
+        (AttentionConfig { dropout: 1.0, ..none }, "dropout is 1; expected a probability in [0, 1)"),
     ] {
         assert_eq!(error(options), format!("attention: {expected}"));
     }

@@ -123,7 +123,7 @@ impl Layer {
                 let reason = format!(
                     "`{}` got another gradient after its layer was updated in the same backward; use the weight in \
                      the loss after the model's forward, use the group's weight decay for such a term, or clip \
-                     (`HostOptions::clip`), which waits for all gradients",
+                     (`HostAdamWConfig::clip`), which waits for all gradients",
                     self.tensor_name(index)
                 );
                 return Err(refused("optimizer", reason));

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::support::{alone, compare, steps, ways};
-use models::generation::{GenerateOptions, generate};
+use models::generation::{GenerationConfig, generate};
 use models::hugging_face::Folder;
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, Llama, tensors_file};
@@ -91,7 +91,7 @@ fn check_generation(name: &str) {
     let cases = cases(name);
     let (prompts, expected) = (prompts(&cases), rows(&cases["greedy"]));
     offloaded(name, &|model, offload, case| {
-        let options = GenerateOptions { max_new_tokens: expected[0].len(), ..GenerateOptions::default() };
+        let options = GenerationConfig { max_new_tokens: expected[0].len(), ..GenerationConfig::default() };
         let _no_grad = tch::no_grad_guard();
         let found = generate(model, &prompts, &options, &mut ()).unwrap();
         let found: Vec<Vec<i64>> = found.into_iter().map(|row| row.tokens).collect();

@@ -8,7 +8,7 @@ use models::module::{
     parameters, replace, trainable,
 };
 use models::{DecoderConfig, Llama};
-use offload::{HookPoint, HostAdamW, HostOptions, OffloadConfig, StateBytes, TestHook, Tier};
+use offload::{HookPoint, HostAdamW, HostAdamWConfig, OffloadConfig, StateBytes, TestHook, Tier};
 use runtime::autograd::{Backward, Forward, Function, apply, backward};
 use runtime::file_memory::is_in_file;
 use tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ const STEPS: u64 = 4;
 #[derive(Clone, Debug, Default)]
 struct Case {
     options: OffloadConfig,
-    host: HostOptions,
+    host: HostAdamWConfig,
     clip: Option<f64>,
     micro: u64,
     factor: bool,
@@ -124,7 +124,8 @@ fn the_host_optimizer_matches_the_device_optimizer() {
     for (_, options) in ways(5) {
         for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2), (Some(1e6), 1)] {
             for overlap in [false, true] {
-                let (options, host) = (options.clone(), HostOptions { overlap, ..HostOptions::default() });
+                let (options, host) =
+                    (options.clone(), HostAdamWConfig { overlap, ..HostAdamWConfig::default() });
                 check(&tiny, Case { options, host, clip, micro, factor: true });
             }
         }
@@ -158,7 +159,7 @@ fn delays_do_not_change_results() {
                 ring: 2 + seed as usize % 3,
                 ..OffloadConfig::default()
             };
-            let host = HostOptions { overlap: true, ..HostOptions::default() };
+            let host = HostAdamWConfig { overlap: true, ..HostAdamWConfig::default() };
             check(&tiny, Case { options, host, clip, micro, factor: true });
         }
     }
@@ -172,7 +173,7 @@ fn rings_and_resident_layers_do_not_change_results() {
     {
         for overlap in [false, true] {
             let options = OffloadConfig { ring, resident: resident.clone(), ..OffloadConfig::default() };
-            let host = HostOptions { overlap, ..HostOptions::default() };
+            let host = HostAdamWConfig { overlap, ..HostAdamWConfig::default() };
             check(&tiny, Case { options, host, micro: 1, ..Case::default() });
         }
     }
@@ -191,7 +192,7 @@ fn bf16_with_master_weights_with_stochastic_rounding_and_without() {
     };
     for (master_weights, stochastic_rounding) in WAYS_OF_BF16 {
         for (clip, micro) in [(None, 1), (Some(0.3), 2)] {
-            let host = HostOptions { master_weights, stochastic_rounding, overlap: true };
+            let host = HostAdamWConfig { master_weights, stochastic_rounding, overlap: true };
             check(&model, Case { host, clip, micro, ..Case::default() });
         }
     }
@@ -223,7 +224,7 @@ fn trained_layers_in_files() {
     };
     for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2)] {
         for overlap in [false, true] {
-            let host = HostOptions { overlap, ..HostOptions::default() };
+            let host = HostAdamWConfig { overlap, ..HostAdamWConfig::default() };
             for (ring, resident, keep) in [(3, vec![], vec![]), (1, vec![2], vec![3, 4])] {
                 let options =
                     OffloadConfig { tier: tier.clone(), ring, resident, keep, ..OffloadConfig::default() };
@@ -232,7 +233,7 @@ fn trained_layers_in_files() {
             for (master_weights, stochastic_rounding) in WAYS_OF_BF16 {
                 let (options, host) = (
                     OffloadConfig { tier: tier.clone(), ..OffloadConfig::default() },
-                    HostOptions { master_weights, stochastic_rounding, ..host },
+                    HostAdamWConfig { master_weights, stochastic_rounding, ..host },
                 );
                 check(&narrow, Case { options, host, clip, micro, factor: false });
             }
@@ -240,7 +241,7 @@ fn trained_layers_in_files() {
     }
     let mut model = tiny();
     let offload = OffloadConfig { tier, ..OffloadConfig::default() }.install(&mut *model).unwrap();
-    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostAdamWConfig::default()).unwrap();
     optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
     gradients_of(&model, 0, 1);
     let of_layers = |named: Vec<(String, Tensor)>| {
@@ -263,7 +264,7 @@ fn a_step_with_a_non_finite_norm_is_skipped() {
     let mut model = tiny();
     let before = weights(&model);
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
-    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostAdamWConfig::default()).unwrap();
     optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
     let tokens = batch(model.vocabulary(), 0);
     let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum * f64::INFINITY;
@@ -340,7 +341,7 @@ fn gradients_that_are_not_finite_reach_no_weight_without_clipping() {
             let offload = options.install(&mut *model).unwrap();
             let before = weights(&model);
             let mut optimizer =
-                HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+                HostAdamW::new(&offload, groups(&model), RULE, HostAdamWConfig::default()).unwrap();
             if let Some(non_finite) = non_finite {
                 optimizer.begin(StepSettings { non_finite, ..StepSettings::default() }).unwrap();
             }
@@ -378,7 +379,7 @@ fn master_copies_follow_weights_that_others_write() {
     let mut model = Box::new(Llama::new(&config, (kind, Device::Cpu)).unwrap());
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let group = vec![Group::new(trainable(&*model), 0.125)];
-    let host = HostOptions { master_weights: true, ..HostOptions::default() };
+    let host = HostAdamWConfig { master_weights: true, ..HostAdamWConfig::default() };
     let mut optimizer = HostAdamW::new(&offload, group, AdamW::default(), host).unwrap();
     let w =
         parameters(&*model).into_iter().find(|(name, _)| name.ends_with("3.mlp.up_proj.weight")).unwrap().1;
@@ -443,13 +444,14 @@ fn unsupported_parameters_are_errors() {
     let mut model = tiny();
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let new =
-        |groups| HostAdamW::new(&offload, groups, RULE, HostOptions::default()).unwrap_err().to_string();
+        |groups| HostAdamW::new(&offload, groups, RULE, HostAdamWConfig::default()).unwrap_err().to_string();
     let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
     assert!(new(vec![own]).contains("has its own rule"));
-    let both = HostOptions { master_weights: true, stochastic_rounding: Some(1), ..HostOptions::default() };
+    let both =
+        HostAdamWConfig { master_weights: true, stochastic_rounding: Some(1), ..HostAdamWConfig::default() };
     let error = HostAdamW::new(&offload, groups(&model), RULE, both).unwrap_err().to_string();
     assert!(error.contains("both `master_weights` and `stochastic_rounding`"), "{error}");
-    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostAdamWConfig::default()).unwrap();
     let step = StepSettings::default();
     for (settings, words) in [
         (StepSettings { micro_batches: 0, ..step }, "0 micro-batches"),
@@ -469,7 +471,7 @@ fn unsupported_parameters_are_errors() {
     let config = DecoderConfig::llama(60, 32, 48, 2, 4);
     let mut double = Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap();
     let offload = OffloadConfig::default().install(&mut double).unwrap();
-    let error = HostAdamW::new(&offload, groups(&double), RULE, HostOptions::default()).unwrap_err();
+    let error = HostAdamW::new(&offload, groups(&double), RULE, HostAdamWConfig::default()).unwrap_err();
     assert!(error.to_string().contains("is Double"), "{error}");
     assert_eq!(FLOAT.0, Kind::Float);
 }

@@ -10,7 +10,7 @@ use models::module::{
     Input, LanguageModel, ModuleMapper, Projection, map_modules, parameters, tensors, trainable,
 };
 use models::{Linear, Llama, Result};
-use offload::{HookPoint, HostAdamW, HostOptions, Method, OffloadConfig, TestHook};
+use offload::{HookPoint, HostAdamW, HostAdamWConfig, Method, OffloadConfig, TestHook};
 use runtime::autograd::{Keep, backward, backward_with, set_grad};
 use tch::{Kind, Tensor};
 use training::clip::NonFinite;
@@ -128,7 +128,7 @@ fn the_host_steps_a_layer_when_all_its_gradients_arrived() {
                 let offload = options.install(&mut *model).unwrap();
                 let groups = vec![Group::new(trainable(&*model), 1e-2)];
                 let mut optimizer =
-                    HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
+                    HostAdamW::new(&offload, groups, AdamW::default(), HostAdamWConfig::default()).unwrap();
                 optimizer.begin(StepSettings { clip, ..StepSettings::default() }).unwrap();
                 backwards(&model, how).unwrap();
                 optimizer.step().unwrap();
@@ -178,7 +178,7 @@ fn a_weight_that_layers_share_is_stepped_once() {
                 let mut model = shared();
                 let offload = options.install(&mut *model).unwrap();
                 let groups = vec![Group::new(trainable(&*model), 1e-2)];
-                let host = HostOptions { overlap, ..HostOptions::default() };
+                let host = HostAdamWConfig { overlap, ..HostAdamWConfig::default() };
                 let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), host).unwrap();
                 for step in 0..3 {
                     optimizer.begin(StepSettings { clip, non_finite, ..StepSettings::default() }).unwrap();
@@ -202,7 +202,7 @@ fn with_host_adam_w_of(start: &str, body: impl FnOnce(&Llama, &mut HostAdamW)) {
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let some = trainable(&*model).into_iter().filter(|(name, _)| name.starts_with(start));
     let mut optimizer =
-        HostAdamW::new(&offload, vec![Group::new(some, 1e-2)], AdamW::default(), HostOptions::default())
+        HostAdamW::new(&offload, vec![Group::new(some, 1e-2)], AdamW::default(), HostAdamWConfig::default())
             .unwrap();
     body(&model, &mut optimizer);
 }
@@ -266,7 +266,7 @@ fn a_weight_used_in_the_loss_before_the_model_gets_its_gradient() {
     with_host_adam_w(|model, _| {
         let other = weight(model, WEIGHTS[0]).sum(Kind::Float) * 0.1;
         let error = backward(&[&(other + loss(model, 1))]).unwrap_err().to_string();
-        expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got another gradient after its layer was updated in the same backward; use the weight in the loss after the model's forward, use the group's weight decay for such a term, or clip (`HostOptions::clip`), which waits for all gradients"].assert_eq(&error);
+        expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got another gradient after its layer was updated in the same backward; use the weight in the loss after the model's forward, use the group's weight decay for such a term, or clip (`HostAdamWConfig::clip`), which waits for all gradients"].assert_eq(&error);
     });
 }
 
@@ -277,7 +277,7 @@ fn two_optimizers_for_one_model_are_refused() {
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let new = || {
         let groups = vec![Group::new(trainable(&*model), 1e-2)];
-        HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default())
+        HostAdamW::new(&offload, groups, AdamW::default(), HostAdamWConfig::default())
     };
     let first = new().unwrap();
     let error = new().unwrap_err().to_string();
@@ -298,7 +298,8 @@ fn tensors_without_a_group_keep_their_gradients() {
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let some = trainable(&*model).into_iter().filter(|(name, _)| names(name));
     let groups = vec![Group::new(some, 1e-2)];
-    let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
+    let mut optimizer =
+        HostAdamW::new(&offload, groups, AdamW::default(), HostAdamWConfig::default()).unwrap();
     backward(&[&loss(&model, 1)]).unwrap();
     optimizer.step().unwrap();
     for ((name, expected), (_, tensor)) in expected.iter().zip(trainable(&*model)) {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use models::Result;
 use models::module::{Block, Context, Module, Visitor, VisitorMut, parameters, trainable};
-use offload::{HookPoint, HostAdamW, HostOptions, OffloadConfig, TestHook};
+use offload::{HookPoint, HostAdamW, HostAdamWConfig, OffloadConfig, TestHook};
 use runtime::autograd::backward;
 use tch::Tensor;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings};
@@ -80,7 +80,7 @@ fn a_block_can_run_twice() {
         let offload = options.install(&mut model).unwrap();
         let groups = vec![Group::new(trainable(&model), 0.1)];
         let mut optimizer =
-            HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
+            HostAdamW::new(&offload, groups, AdamW::default(), HostAdamWConfig::default()).unwrap();
         run(&model);
         optimizer.step().unwrap();
         assert_eq!(values(&model), expected, "{name}");
@@ -112,7 +112,7 @@ fn a_late_update_delays_only_its_own_layer() {
     let options = OffloadConfig { test_hook: Some(test_hook), ring: 2, ..OffloadConfig::default() };
     let offload = options.install(&mut model).unwrap();
     // Clipped, layers step from the first to the last, after the backward.
-    let host = HostOptions { overlap: true, ..HostOptions::default() };
+    let host = HostAdamWConfig { overlap: true, ..HostAdamWConfig::default() };
     let groups = vec![Group::new(trainable(&model), 0.1)];
     let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), host).unwrap();
     optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();

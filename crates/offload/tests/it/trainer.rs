@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::support::{alone, tiny};
 use models::module::{tensors, trainable};
-use offload::{HostAdamW, HostOptions, Method, OffloadConfig, Tier};
+use offload::{HostAdamW, HostAdamWConfig, Method, OffloadConfig, Tier};
 use tch::{Device, Tensor};
 use training::activations::{Activations, LayerPlan};
 use training::batches::Synthetic;
@@ -36,13 +36,13 @@ fn open(folder: &Path, steps: u64, options: Option<&OffloadConfig>) -> Trainer {
     }
     let optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
-    let settings = trainer::Options {
+    let settings = trainer::TrainerConfig {
         steps,
         accumulation: 2,
         clip: Some(0.5),
         checkpoint_every: Some(3),
         evaluate_every: Some(2),
-        ..trainer::Options::default()
+        ..trainer::TrainerConfig::default()
     };
     let mut trainer = Trainer::new(model, Box::new(optimizer), settings).unwrap();
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
@@ -118,7 +118,12 @@ fn groups(model: &models::Llama) -> Vec<Group> {
 }
 
 /// A training with the optimizer on the device or, its layers offloaded, on the host.
-fn placed(folder: &Path, place: Place, settings: trainer::Options, plan: Option<&[LayerPlan]>) -> Trainer {
+fn placed(
+    folder: &Path,
+    place: Place,
+    settings: trainer::TrainerConfig,
+    plan: Option<&[LayerPlan]>,
+) -> Trainer {
     let mut model = tiny();
     if let Some(plan) = plan {
         Activations::install(&mut *model, plan).unwrap();
@@ -127,7 +132,7 @@ fn placed(folder: &Path, place: Place, settings: trainer::Options, plan: Option<
         Place::Device => Box::new(DeviceOptimizer::new(AdamW::default(), groups(&model)).unwrap()),
         Place::Host => {
             let offload = OffloadConfig::default().install(&mut *model).unwrap();
-            let host = HostOptions { overlap: true, ..HostOptions::default() };
+            let host = HostAdamWConfig { overlap: true, ..HostAdamWConfig::default() };
             Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), host).unwrap())
         }
     };
@@ -154,13 +159,13 @@ fn the_trainer_runs_the_host_optimizer_with_the_same_bits() {
     for (clip, accumulation) in [(None, 1), (None, 3), (Some(0.3), 1), (Some(0.3), 2)] {
         for plan in [None, Some(mixed.as_slice())] {
             let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
-            let settings = trainer::Options {
+            let settings = trainer::TrainerConfig {
                 steps: 5,
                 accumulation,
                 clip,
                 evaluate_every: Some(2),
                 checkpoint_every: Some(2),
-                ..trainer::Options::default()
+                ..trainer::TrainerConfig::default()
             };
             let run = |folder: &Path, place| {
                 let mut trainer = placed(folder, place, settings.clone(), plan);
@@ -183,8 +188,12 @@ fn the_trainer_runs_the_host_optimizer_with_the_same_bits() {
 fn a_checkpoint_of_either_optimizer_loads_into_the_other() {
     let _alone = alone();
     for clip in [None, Some(0.3)] {
-        let settings =
-            |steps| trainer::Options { steps, clip, accumulation: 2, ..trainer::Options::default() };
+        let settings = |steps| trainer::TrainerConfig {
+            steps,
+            clip,
+            accumulation: 2,
+            ..trainer::TrainerConfig::default()
+        };
         let whole = tempfile::tempdir().unwrap();
         let mut unbroken = placed(whole.path(), Place::Device, settings(8), None);
         unbroken.run(&mut DATA.clone(), None).unwrap();
@@ -234,7 +243,7 @@ impl GradScaler for Twice {
 fn a_loss_scaler_is_refused_at_construction() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
-    let mut trainer = placed(folder.path(), Place::Host, trainer::Options::default(), None);
+    let mut trainer = placed(folder.path(), Place::Host, trainer::TrainerConfig::default(), None);
     trainer.scaler = Box::new(Twice);
     let mut data = DATA.clone();
     let error = trainer.run(&mut data, None).unwrap_err().to_string();
@@ -252,8 +261,12 @@ fn non_finite_gradients_follow_the_options() {
     let _alone = alone();
     for (non_finite, ends) in [(NonFinite::Skip, true), (NonFinite::Fail, false)] {
         let folder = tempfile::tempdir().unwrap();
-        let settings =
-            trainer::Options { steps: 1, clip: Some(1.0), non_finite, ..trainer::Options::default() };
+        let settings = trainer::TrainerConfig {
+            steps: 1,
+            clip: Some(1.0),
+            non_finite,
+            ..trainer::TrainerConfig::default()
+        };
         let mut trainer = placed(folder.path(), Place::Host, settings, None);
         let before: Vec<_> = values(&trainer).into_iter().map(|(_, tensor)| tensor.copy()).collect();
         // An embedding of infinity.

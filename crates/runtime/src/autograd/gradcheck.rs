@@ -13,7 +13,7 @@ use crate::ops::TryScalar;
 
 /// Tolerances of [`gradcheck`].
 #[derive(Clone, Copy, Debug)]
-pub struct GradcheckOptions {
+pub struct GradcheckConfig {
     /// Step of the central difference.
     pub epsilon: f64,
     /// Absolute tolerance.
@@ -22,7 +22,7 @@ pub struct GradcheckOptions {
     pub rtol: f64,
 }
 
-impl Default for GradcheckOptions {
+impl Default for GradcheckConfig {
     fn default() -> Self {
         Self { epsilon: 1e-6, atol: 1e-6, rtol: 1e-6 }
     }
@@ -65,7 +65,7 @@ impl fmt::Display for GradcheckReport {
 /// # Errors
 /// An input that is not f64; no input that requires a gradient; what `f` or its backward returns; two backward passes
 /// through one retained graph that differ; a derivative outside its tolerance, with the worst element named.
-pub fn gradcheck<F>(f: F, inputs: &[&Tensor], options: GradcheckOptions) -> Result<GradcheckReport>
+pub fn gradcheck<F>(f: F, inputs: &[&Tensor], options: GradcheckConfig) -> Result<GradcheckReport>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>>,
 {

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::group::Group;
-use super::{ReduceOp, ReduceOptions};
+use super::{ReduceConfig, ReduceOp};
 use crate::error::Result;
 use crate::ops::TryScalar;
 
@@ -27,7 +27,7 @@ impl Group {
         let number = own.map_or(0, |_| self.size() - self.rank());
         let device = self.device();
         let largest = Tensor::try_full([1], number as i64, (Kind::Int64, device))?;
-        self.all_reduce(&largest, ReduceOptions { op: ReduceOp::Max, ..ReduceOptions::default() }, label)?;
+        self.all_reduce(&largest, ReduceConfig { op: ReduceOp::Max, ..ReduceConfig::default() }, label)?;
         let Ok(number @ 1..) = usize::try_from(largest.f_int64_value(&[0])?) else { return Ok(None) };
         let rank = self.size().saturating_sub(number);
         let own = own.filter(|_| rank == self.rank()).unwrap_or_default().as_bytes();

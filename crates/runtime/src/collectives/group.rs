@@ -17,7 +17,7 @@ use crate::sys::collectives::{Backend, Interface};
 
 /// How a group is connected.
 #[derive(Clone, Debug)]
-pub struct GroupOptions {
+pub struct GroupConfig {
     /// The longest that a call waits for other ranks.
     pub timeout: Duration,
     /// Where this rank's tensors are: the CPU, connected by Gloo, or a CUDA device, connected by NCCL ([written, never run on a
@@ -25,7 +25,7 @@ pub struct GroupOptions {
     pub device: Device,
 }
 
-impl Default for GroupOptions {
+impl Default for GroupConfig {
     fn default() -> Self {
         Self { timeout: Duration::from_secs(300), device: Device::Cpu }
     }
@@ -43,7 +43,7 @@ pub(super) struct Inner {
     pub(super) name: String,
     pub(super) rank: usize,
     pub(super) size: usize,
-    pub(super) options: GroupOptions,
+    pub(super) options: GroupConfig,
     pub(super) state: Mutex<State>,
     pub(super) sent: AtomicU64,
     pub(super) received: AtomicU64,
@@ -68,7 +68,7 @@ impl Group {
     ///
     /// # Errors
     /// Ranks that do not come in time; a name that a group of this run has had; a device that does not exist here.
-    pub fn new(store: &Store, name: &str, options: GroupOptions) -> Result<Self> {
+    pub fn new(store: &Store, name: &str, options: GroupConfig) -> Result<Self> {
         let ranks: Vec<usize> = (0..store.launch().world_size).collect();
         Self::of_ranks(store, name, &ranks, options)
     }
@@ -77,7 +77,7 @@ impl Group {
     ///
     /// # Errors
     /// Errors of [`Group::new`]; ranks without this process's.
-    pub fn of_ranks(store: &Store, name: &str, ranks: &[usize], options: GroupOptions) -> Result<Self> {
+    pub fn of_ranks(store: &Store, name: &str, ranks: &[usize], options: GroupConfig) -> Result<Self> {
         let launch = store.launch();
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
         let Some(rank) = ranks.iter().position(|&rank| rank == launch.rank) else {
@@ -119,7 +119,7 @@ impl Group {
         store: &Store,
         name: &str,
         (rank, size): (usize, usize),
-        options: GroupOptions,
+        options: GroupConfig,
     ) -> Result<Self> {
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
         let cuda = checked(options.device)?;
@@ -172,7 +172,7 @@ impl Group {
 
     /// Returns a group of this process alone on the CPU, whose operations copy.
     pub fn alone() -> Self {
-        Self::with("alone", (0, 1), GroupOptions::default(), None, None)
+        Self::with("alone", (0, 1), GroupConfig::default(), None, None)
     }
 
     /// Returns a group with this process as one rank, while the others are not there: what is sent to them is counted and dropped,
@@ -197,13 +197,13 @@ impl Group {
         if rank >= size {
             return Err(Error::invalid("group", format!("there is no rank {rank} in a group of {size}")));
         }
-        Ok(Self::with("fake", (rank, size), GroupOptions::default(), None, None))
+        Ok(Self::with("fake", (rank, size), GroupConfig::default(), None, None))
     }
 
     fn with(
         name: &str,
         (rank, size): (usize, usize),
-        options: GroupOptions,
+        options: GroupConfig,
         backend: Option<Backend>,
         store: Option<Store>,
     ) -> Self {
@@ -300,7 +300,7 @@ mod tests {
 
     use tch::{Kind, Tensor};
 
-    use super::super::{Division, Launch, Order, ReduceOp, ReduceOptions};
+    use super::super::{Division, Launch, Order, ReduceConfig, ReduceOp};
     use super::*;
 
     /// A group of one rank has no connection otherwise. Here it has one, so that one GPU runs what several do.
@@ -314,7 +314,7 @@ mod tests {
             _ => None,
         });
         let store = Store::connect(&launch.unwrap().unwrap(), Duration::from_secs(30)).unwrap();
-        let options = GroupOptions { device: Device::Cuda(0), ..GroupOptions::default() };
+        let options = GroupConfig { device: Device::Cuda(0), ..GroupConfig::default() };
         let backend = Backend::nccl(&store.connection, "group/alone", (0, 1), options.timeout).unwrap();
         let group = Group::with("alone", (0, 1), options, Some(backend), Some(store));
         group.connect_nccl(0).unwrap();
@@ -337,11 +337,11 @@ mod tests {
         group.all_gather(&target, division, &source, "gather").unwrap().wait().unwrap();
         check(&target);
         for order in [Order::Ordered, Order::Native] {
-            let options = ReduceOptions { order, ..ReduceOptions::default() };
+            let options = ReduceConfig { order, ..ReduceConfig::default() };
             group.reduce_scatter(&source, division, &target, options, "reduce").unwrap().wait().unwrap();
             check(&target);
             target.shallow_clone().copy_(&source);
-            group.all_reduce(&target, ReduceOptions { op: ReduceOp::Max, ..options }, "maximum").unwrap();
+            group.all_reduce(&target, ReduceConfig { op: ReduceOp::Max, ..options }, "maximum").unwrap();
             check(&target);
         }
         // Within one group of messages, a rank may send to itself.

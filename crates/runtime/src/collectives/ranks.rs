@@ -8,9 +8,9 @@
 //! use std::process::Command;
 //! use std::time::Duration;
 //!
-//! use runtime::collectives::ranks::{Progress, Ranks, RanksOptions};
+//! use runtime::collectives::ranks::{Progress, Ranks, RanksConfig};
 //!
-//! let options = RanksOptions { ranks: 2, ..RanksOptions::default() };
+//! let options = RanksConfig { ranks: 2, ..RanksConfig::default() };
 //! let mut ranks = Ranks::start(&options, |_| {
 //!     let mut command = Command::new("sh");
 //!     command.args(["-c", "echo $RANK of $WORLD_SIZE"]);
@@ -43,7 +43,7 @@ const FLUSH: Duration = Duration::from_secs(1);
 
 /// Which processes are started.
 #[derive(Clone, Debug)]
-pub struct RanksOptions {
+pub struct RanksConfig {
     /// Number of processes.
     pub ranks: usize,
     /// How often they were started before.
@@ -52,7 +52,7 @@ pub struct RanksOptions {
     pub run_id: String,
 }
 
-impl Default for RanksOptions {
+impl Default for RanksConfig {
     fn default() -> Self {
         Self { ranks: 1, restart_count: 0, run_id: "none".to_owned() }
     }
@@ -102,7 +102,7 @@ impl Ranks {
     /// # Errors
     /// No ranks; a program that cannot be started; no socket.
     pub fn start(
-        options: &RanksOptions,
+        options: &RanksConfig,
         mut command: impl FnMut(usize) -> Command,
         line: impl Fn(usize, Output, &str) + Send + Sync + 'static,
     ) -> Result<Self> {

@@ -8,7 +8,7 @@ use super::group::Group;
 use super::operands::{byte_count, overlap, part};
 use super::ordered::{self, OrderedReduction, accumulation_kind, combine};
 use super::work::{Operation, Pending, Work};
-use super::{Division, Order, ReduceOp, ReduceOptions};
+use super::{Division, Order, ReduceConfig, ReduceOp};
 use crate::autograd::GradMode;
 use crate::error::Result;
 use crate::sys::collectives::{Native, Transfer};
@@ -20,7 +20,7 @@ const EXCHANGED: u64 = 64 << 10;
 impl Group {
     /// Begins to reduce a divided tensor: `shard` receives this rank's part of the sum (or maximum) of all ranks' `source`. Ordered, it
     /// is summed in fp32 (f64, i64) in the order of ranks, and `shard` may have that dtype or the source's; with
-    /// [`ReduceOptions::accumulate`] the terms are added to what `shard` contains. `shard` may be this rank's part of `source` itself.
+    /// [`ReduceConfig::accumulate`] the terms are added to what `shard` contains. `shard` may be this rank's part of `source` itself.
     ///
     /// Most of the work is done by [`Work::wait`].
     ///
@@ -32,7 +32,7 @@ impl Group {
         source: &Tensor,
         division: Division,
         shard: &Tensor,
-        options: ReduceOptions,
+        options: ReduceConfig,
         label: &str,
     ) -> Result<Work> {
         const NAME: &str = "reduce_scatter";
@@ -85,7 +85,7 @@ impl Group {
     /// # Errors
     /// A tensor that is not contiguous and on the group's device, or whose dtype is not summed; accumulation; a failure, after which the group
     /// is dead.
-    pub fn all_reduce(&self, tensor: &Tensor, options: ReduceOptions, label: &str) -> Result<()> {
+    pub fn all_reduce(&self, tensor: &Tensor, options: ReduceConfig, label: &str) -> Result<()> {
         const NAME: &str = "all_reduce";
         let flat = self.flat(NAME, "the tensor", tensor)?;
         let kind = accumulation_kind(flat.kind(), options.op)?;

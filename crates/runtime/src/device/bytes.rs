@@ -88,13 +88,13 @@ pub fn product_workspaces(device: Device) -> Result<u64> {
 pub fn resident_memory() -> Result<ResidentMemory> {
     let (path, text) = read("/proc/self/status")?;
     let current = kibibytes(&path, &text, "VmRSS:")?;
-    let of = |key: &str| kibibytes(&path, &text, key);
+    let value = |key: &str| kibibytes(&path, &text, key);
     Ok(ResidentMemory {
         current,
         // The kernel counts pages in batches, so its high-water mark can be below its current count.
-        peak: of("VmHWM:")?.max(current),
-        anonymous: of("RssAnon:")? + of("RssShmem:")?,
-        file: of("RssFile:")?,
+        peak: value("VmHWM:")?.max(current),
+        anonymous: value("RssAnon:")? + value("RssShmem:")?,
+        file: value("RssFile:")?,
     })
 }
 

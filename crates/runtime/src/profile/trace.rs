@@ -13,7 +13,7 @@ static RUNNING: AtomicBool = AtomicBool::new(false);
 
 /// What a [`Trace`] records in addition to the times of operators and ranges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TraceOptions {
+pub struct TraceConfig {
     /// The kernels and copies of CUDA devices, if any.
     pub cuda: bool,
     /// The shapes of operators' inputs.
@@ -23,7 +23,7 @@ pub struct TraceOptions {
     pub memory: bool,
 }
 
-impl Default for TraceOptions {
+impl Default for TraceConfig {
     fn default() -> Self {
         Self { cuda: true, shapes: true, memory: true }
     }
@@ -44,12 +44,12 @@ impl Trace {
     ///
     /// # Errors
     /// [`Error::Invalid`] if another trace runs, and [`Error::Torch`] if libtorch cannot start one.
-    pub fn start(options: TraceOptions) -> Result<Self> {
+    pub fn start(options: TraceConfig) -> Result<Self> {
         if RUNNING.swap(true, Ordering::AcqRel) {
             let reason = "another trace is running in this process; save it or drop it first";
             return Err(Error::invalid("Trace::start", reason));
         }
-        let TraceOptions { cuda, shapes, memory } = options;
+        let TraceConfig { cuda, shapes, memory } = options;
         if let Err(error) = sys::start_trace(cuda && crate::device::cuda_count()? > 0, shapes, memory) {
             RUNNING.store(false, Ordering::Release);
             return Err(error);

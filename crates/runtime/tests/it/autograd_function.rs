@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use runtime::autograd::{self, Backward, Forward, Function, GradMode, GradcheckOptions, Keep, gradcheck};
+use runtime::autograd::{self, Backward, Forward, Function, GradMode, GradcheckConfig, Keep, gradcheck};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor, kind};
 
@@ -404,11 +404,11 @@ fn gradcheck_finds_a_wrong_backward_and_names_the_worst_element() {
     }
     let x = Tensor::from_slice(&[1.0, 3.0, 2.0]).set_requires_grad(true);
     let check = |x: &[Tensor]| autograd::apply_any(Sloppy, &[&x[0]]);
-    let error = gradcheck(check, &[&x], GradcheckOptions::default()).unwrap_err().to_string();
+    let error = gradcheck(check, &[&x], GradcheckConfig::default()).unwrap_err().to_string();
     assert!(error.contains("d output 0[1] / d input 0[1] is 6.001"), "{error}");
 
     let right = |x: &[Tensor]| Ok(vec![product(&Product::default(), &x[0], &x[1])]);
-    let report = gradcheck(right, &[&leaf(&[2, 3]), &leaf(&[2, 3])], GradcheckOptions::default()).unwrap();
+    let report = gradcheck(right, &[&leaf(&[2, 3]), &leaf(&[2, 3])], GradcheckConfig::default()).unwrap();
     assert!(report.percent_of_tolerance < 5.0, "{report}");
     assert_eq!(report.compared, 2 * 36);
 }

@@ -8,7 +8,7 @@ mod wire;
 
 use std::time::Duration;
 
-use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use runtime::collectives::{Group, GroupConfig, Launch, Store};
 use testing::ranks::Ranks;
 
 /// What a rank does. A panic fails it.
@@ -40,7 +40,7 @@ fn ranks(count: usize) -> Ranks<'static> {
 
 fn connect(launch: &Launch, timeout: Duration) -> (Store, Group) {
     let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
-    let group = Group::new(&store, "world", GroupOptions { timeout, ..GroupOptions::default() }).unwrap();
+    let group = Group::new(&store, "world", GroupConfig { timeout, ..GroupConfig::default() }).unwrap();
     (store, group)
 }
 
@@ -54,7 +54,7 @@ fn among(
     work: impl FnOnce(&Group),
 ) {
     let first: Vec<usize> = (0..count).collect();
-    let options = GroupOptions { timeout, ..GroupOptions::default() };
+    let options = GroupConfig { timeout, ..GroupConfig::default() };
     let group = first.contains(&world.rank()).then(|| Group::of_ranks(store, name, &first, options).unwrap());
     if let Some(group) = &group {
         work(group);

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::thread;
 
-use runtime::profile::{self, Trace, TraceOptions};
+use runtime::profile::{self, Trace, TraceConfig};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -40,8 +40,8 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
     drop(profile::range("before"));
     drop(profile::kernel("before", []));
 
-    let trace = Trace::start(TraceOptions::default()).unwrap();
-    let error = Trace::start(TraceOptions::default()).unwrap_err().to_string();
+    let trace = Trace::start(TraceConfig::default()).unwrap();
+    let error = Trace::start(TraceConfig::default()).unwrap_err().to_string();
     assert_eq!(error, "Trace::start: another trace is running in this process; save it or drop it first");
     step();
     thread::spawn(step).join().unwrap();
@@ -82,7 +82,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
     let large = 3 << 20;
     let use_it = || drop(Tensor::empty([large / 4], (Kind::Float, Device::Cpu)));
     use_it();
-    let trace = Trace::start(TraceOptions::default()).unwrap();
+    let trace = Trace::start(TraceConfig::default()).unwrap();
     (0..3).for_each(|_| use_it());
     trace.save(&path).unwrap();
     let bytes: Vec<i64> = events(&path)
@@ -98,8 +98,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
     );
 
     // Fewer events on request.
-    let trace =
-        Trace::start(TraceOptions { shapes: false, memory: false, ..TraceOptions::default() }).unwrap();
+    let trace = Trace::start(TraceConfig { shapes: false, memory: false, ..TraceConfig::default() }).unwrap();
     step();
     trace.save(&path).unwrap();
     let recorded = events(&path);
@@ -108,27 +107,27 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
 
     // A path that cannot be written is an error, and the next trace can start.
     let nowhere = folder.path().join("missing").join("trace.json");
-    let trace = Trace::start(TraceOptions::default()).unwrap();
+    let trace = Trace::start(TraceConfig::default()).unwrap();
     step();
     let error = trace.save(&nowhere).unwrap_err().to_string();
     assert_eq!(error, format!("{}: No such file or directory (os error 2)", nowhere.display()));
 
     // Dropped without being saved, by a panic too, it is off.
-    drop(Trace::start(TraceOptions::default()).unwrap());
+    drop(Trace::start(TraceConfig::default()).unwrap());
     let panicked = std::panic::catch_unwind(|| {
-        let _trace = Trace::start(TraceOptions::default()).unwrap();
+        let _trace = Trace::start(TraceConfig::default()).unwrap();
         panic!("on purpose");
     });
     assert!(panicked.is_err());
 
     // A range that is open when the trace ends, a concurrent counter, and an empty trace.
-    let trace = Trace::start(TraceOptions::default()).unwrap();
+    let trace = Trace::start(TraceConfig::default()).unwrap();
     let range = profile::range("open");
     let counter = profile::Counter::on_this_thread().unwrap();
     step();
     trace.save(&path).unwrap();
     drop(range);
     assert_eq!(counter.finish().unwrap().op("aten::mm").calls, 3);
-    Trace::start(TraceOptions::default()).unwrap().save(&path).unwrap();
+    Trace::start(TraceConfig::default()).unwrap().save(&path).unwrap();
     events(&path);
 }

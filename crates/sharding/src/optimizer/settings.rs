@@ -18,13 +18,13 @@ pub enum Stage {
     One,
     /// Optimizer state and gradients: each bucket is reduced and freed during backward (ZeRO-2).
     Two,
-    /// Optimizer state, gradients, and the weights of layers, which are gathered for each use (ZeRO-3). Takes [`Options::shards`].
+    /// Optimizer state, gradients, and the weights of layers, which are gathered for each use (ZeRO-3). Takes [`ShardingConfig::shards`].
     Three,
 }
 
 /// Options of [`ShardedOptimizer`](super::ShardedOptimizer).
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct ShardingConfig {
     /// The parts that are divided.
     pub stage: Stage,
     /// How gradients are summed over ranks.
@@ -43,7 +43,7 @@ pub struct Options {
     pub shards: Option<Shards>,
 }
 
-impl Default for Options {
+impl Default for ShardingConfig {
     fn default() -> Self {
         Self {
             stage: Stage::default(),
@@ -57,20 +57,20 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl ShardingConfig {
     pub(super) fn check(&self, mesh: &Mesh) -> Result<()> {
         if self.bucket_bytes == 0 {
             return Err(refused("buckets of 0 bytes; expected at least 1"));
         }
         if self.master_weights && self.stochastic_rounding.is_some() {
             return Err(refused(
-                "both Options::master_weights and Options::stochastic_rounding; a weight with an fp32 copy needs no random rounding, \
+                "both ShardingConfig::master_weights and ShardingConfig::stochastic_rounding; a weight with an fp32 copy needs no random rounding, \
                  so give one of them",
             ));
         }
         match (&self.shards, self.stage) {
             (None, Stage::Three) => Err(refused(
-                "Stage::Three without shards of layers; divide them by `Shards` and `offload::OffloadConfig::install`, and give Options::shards",
+                "Stage::Three without shards of layers; divide them by `Shards` and `offload::OffloadConfig::install`, and give ShardingConfig::shards",
             )),
             (Some(_), Stage::One | Stage::Two) => {
                 Err(refused(format!("shards of layers with Stage::{:?}; take Stage::Three", self.stage)))
@@ -100,14 +100,15 @@ pub(super) fn distinct(groups: &[Group]) -> Result<()> {
     Ok(())
 }
 
-/// Puts the parameters into the order of [`Options::order`].
+/// Puts the parameters into the order of [`ShardingConfig::order`].
 pub(super) fn sort(parameters: &mut [Parameter<'_>], order: &[String]) -> Result<()> {
     if order.is_empty() {
         return Ok(());
     }
     let places: HashMap<&str, usize> = order.iter().map(String::as_str).zip(0..).collect();
     if let Some((_, name, _)) = parameters.iter().find(|(_, name, _)| !places.contains_key(name)) {
-        let reason = format!("`{name}` is not in Options::order; give the names of all trained parameters");
+        let reason =
+            format!("`{name}` is not in ShardingConfig::order; give the names of all trained parameters");
         return Err(refused(reason));
     }
     parameters.sort_by_key(|(_, name, _)| places[name]);
@@ -182,6 +183,6 @@ mod tests {
             .collect();
         assert_eq!(buckets, [[0, 1], [3, 2], [4, 5]]);
         let missing = sort(&mut parameters, &order[1..]).unwrap_err().to_string();
-        assert!(missing.contains("`embed` is not in Options::order"), "{missing}");
+        assert!(missing.contains("`embed` is not in ShardingConfig::order"), "{missing}");
     }
 }

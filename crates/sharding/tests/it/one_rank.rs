@@ -8,7 +8,7 @@ use models::module::{self, LanguageModel};
 use models::{DecoderConfig, Llama};
 use runtime::autograd::{GradientHook, set_grad};
 use runtime::collectives::Group as Ranks;
-use sharding::{Options, ShardedOptimizer, Stage};
+use sharding::{ShardedOptimizer, ShardingConfig, Stage};
 use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
 use training::clip::NonFinite;
@@ -63,7 +63,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 fn master_copies_follow_weights_that_others_write() {
     for stage in [Stage::One, Stage::Two] {
         let w = leaf(Kind::BFloat16, 3);
-        let options = Options { stage, master_weights: true, ..Options::default() };
+        let options = ShardingConfig { stage, master_weights: true, ..ShardingConfig::default() };
         let groups = vec![Group::new(vec![named("w", &w)], 0.125)];
         let mut optimizer = ShardedOptimizer::new(Sgd, groups, &Ranks::alone(), options).unwrap();
         let mut stepped = || {
@@ -83,8 +83,9 @@ fn master_copies_follow_weights_that_others_write() {
 fn a_tensor_under_two_names_is_refused() {
     let w = leaf(Kind::Float, 3);
     let groups = vec![Group::new(vec![named("w", &w), named("tied", &w)], 0.1)];
-    let error =
-        ShardedOptimizer::new(Sgd, groups, &Ranks::alone(), Options::default()).unwrap_err().to_string();
+    let error = ShardedOptimizer::new(Sgd, groups, &Ranks::alone(), ShardingConfig::default())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("`w` and `tied` are one tensor"), "{error}");
 }
 
@@ -95,7 +96,7 @@ fn what_is_not_finite_changes_no_weight() {
             for clip in [None, Some(10.0)] {
                 let (a, b) = (leaf(kind, 5000), leaf(kind, 3));
                 let groups = vec![Group::new(vec![named("a", &a), named("b", &b)], 0.125)];
-                let options = Options { stage, ..Options::default() };
+                let options = ShardingConfig { stage, ..ShardingConfig::default() };
                 let mut optimizer =
                     ShardedOptimizer::new(AdamW::default(), groups, &Ranks::alone(), options).unwrap();
                 let settings = |non_finite| StepSettings { clip, non_finite, ..StepSettings::default() };
@@ -137,11 +138,11 @@ fn open(stage: Option<Stage>) -> Trainer {
     let optimizer: Box<dyn Optimizer> = match stage {
         None => Box::new(DeviceOptimizer::new(AdamW::default(), groups).unwrap()),
         Some(stage) => {
-            let options = Options { stage, order, bucket_bytes: 2000, ..Options::default() };
+            let options = ShardingConfig { stage, order, bucket_bytes: 2000, ..ShardingConfig::default() };
             Box::new(ShardedOptimizer::new(AdamW::default(), groups, &Ranks::alone(), options).unwrap())
         }
     };
-    let options = trainer::Options { steps: 4, log_every: 1, ..trainer::Options::default() };
+    let options = trainer::TrainerConfig { steps: 4, log_every: 1, ..trainer::TrainerConfig::default() };
     Trainer::new(Box::new(model), optimizer, options).unwrap()
 }
 

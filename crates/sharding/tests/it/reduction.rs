@@ -3,7 +3,7 @@
 
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
-use sharding::{Mesh, Options, Reduction, ShardedOptimizer, Stage};
+use sharding::{Mesh, Reduction, ShardedOptimizer, ShardingConfig, Stage};
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{Group, Optimizer, Sgd, StepSettings};
 use training::scaler::NoScaler;
@@ -35,11 +35,11 @@ impl Case {
         let named =
             weights.iter().enumerate().map(|(index, weight)| (format!("w{index}"), weight.shallow_clone()));
         let groups = vec![Group::new(named, 1.0)];
-        let options = Options {
+        let options = ShardingConfig {
             stage: if self.stage_two { Stage::Two } else { Stage::One },
             reduction: if self.native { Reduction::Native } else { Reduction::Ordered },
             bucket_bytes: 1,
-            ..Options::default()
+            ..ShardingConfig::default()
         };
         let mut optimizer = ShardedOptimizer::new(Sgd, groups, Mesh::new(ranks, self.replicas)?, options)?;
         optimizer.begin(StepSettings::default())?;

@@ -7,7 +7,7 @@ use models::module::{self, LanguageModel};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
-use sharding::{Mesh, Options, Reduction, ShardedOptimizer, Stage};
+use sharding::{Mesh, Reduction, ShardedOptimizer, ShardingConfig, Stage};
 use tch::{Device, Kind};
 use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
@@ -136,7 +136,7 @@ impl Case {
             1 => Stage::One,
             _ => Stage::Two,
         };
-        let options = Options {
+        let options = ShardingConfig {
             stage,
             reduction: if self.native { Reduction::Native } else { Reduction::Ordered },
             master_weights: self.master_weights,
@@ -156,13 +156,13 @@ impl Case {
             delay_backward(&module::trainable(model.as_ref()), ranks.rank());
         }
         let optimizer = self.optimizer(model.as_ref(), ranks);
-        let options = trainer::Options {
+        let options = trainer::TrainerConfig {
             steps: self.steps,
             accumulation: self.micro_batches,
             clip: self.clip.then_some(0.5),
             log_every: 1,
             checkpoint_every: Some(1),
-            ..trainer::Options::default()
+            ..trainer::TrainerConfig::default()
         };
         let optimizer: Box<dyn Optimizer> = match self.fault.is_some() || self.delays {
             true => Box::new(Faulty::new(optimizer, ranks, self.fault, self.delays, None)),

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use models::module;
-use runtime::collectives::{Group as Ranks, GroupOptions, Store};
+use runtime::collectives::{Group as Ranks, GroupConfig, Store};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
@@ -32,7 +32,7 @@ pub(crate) fn rank<C: DeserializeOwned>(
 ) {
     testing::ranks::rank(|runs: Vec<(C, usize)>, launch| {
         let store = Store::connect(launch, TIMEOUT).unwrap();
-        let options = |timeout| GroupOptions { timeout, ..GroupOptions::default() };
+        let options = |timeout| GroupConfig { timeout, ..GroupConfig::default() };
         let world = Ranks::new(&store, "world", options(TIMEOUT)).unwrap();
         let mut kept = Vec::new();
         for (number, (case, count)) in runs.into_iter().enumerate() {

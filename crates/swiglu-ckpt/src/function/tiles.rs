@@ -19,19 +19,19 @@ pub(super) struct TilePlan {
 impl TilePlan {
     pub(super) fn new(level: CheckpointLevel, sizes: Sizes, x: &Tensor) -> Result<Self> {
         let (kind, compute) = (x.kind(), compute_kind(x.device(), x.kind()));
-        let whole = sizes.tokens.max(1);
+        let tokens = sizes.tokens.max(1);
         let tile = match level {
             CheckpointLevel::InputOnlyTiled { bytes } => {
                 let token_bytes = token_bytes(sizes, kind, compute);
                 if bytes < token_bytes {
                     return Err(error::tile(bytes, token_bytes));
                 }
-                let most = i64::try_from(bytes / token_bytes).unwrap_or(i64::MAX).min(whole);
+                let most = i64::try_from(bytes / token_bytes).unwrap_or(i64::MAX).min(tokens);
                 // Tiles of equal size: a short last one would be slower.
-                let tiles = (whole + most - 1) / most;
-                (whole + tiles - 1) / tiles
+                let tiles = (tokens + most - 1) / most;
+                (tokens + tiles - 1) / tiles
             }
-            _ => whole,
+            _ => tokens,
         };
         Ok(Self { level, tile, kind, compute })
     }

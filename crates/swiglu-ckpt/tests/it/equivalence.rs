@@ -1,6 +1,6 @@
 //! Every level computes the same function and the same gradients.
 
-use runtime::autograd::{self, GradcheckOptions, Keep, gradcheck};
+use runtime::autograd::{self, GradcheckConfig, Keep, gradcheck};
 use runtime::random::Generator;
 use swiglu_ckpt::{CheckpointLevel, SwigluMlp, swiglu};
 use tch::{Device, Kind, Tensor};
@@ -202,7 +202,7 @@ fn gradcheck_in_f64_for_every_level_and_every_pattern_of_needs() {
                 let y = swiglu(&a[0], &a[1], &a[2], &a[3], level);
                 Ok(vec![y?])
             };
-            let report = gradcheck(f, &arguments.each_ref(), GradcheckOptions::default()).unwrap();
+            let report = gradcheck(f, &arguments.each_ref(), GradcheckConfig::default()).unwrap();
             assert!(report.percent_of_tolerance < 10.0, "{level} {needs:?}: {report}");
         }
     }

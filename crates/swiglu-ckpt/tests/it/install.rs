@@ -8,7 +8,7 @@ use models::module::{
     tensors, trainable,
 };
 use models::{Activation, DecoderConfig, FeedForward, Gpt2, Gpt2Config, Init, Linear, Llama, Swiglu};
-use runtime::autograd::{GradcheckOptions, backward, gradcheck};
+use runtime::autograd::{GradcheckConfig, backward, gradcheck};
 use runtime::memory::{live_bytes, track_cpu};
 use runtime::precision::{self, Policy};
 use runtime::random::Generator;
@@ -161,7 +161,7 @@ fn two_layers_pass_gradcheck_for_every_pattern_of_needs() {
                     let y = feed_forward(&t[0], layers, activation, level);
                     Ok(vec![y?])
                 };
-                let report = gradcheck(f, &inputs.iter().collect::<Vec<_>>(), GradcheckOptions::default())
+                let report = gradcheck(f, &inputs.iter().collect::<Vec<_>>(), GradcheckConfig::default())
                     .unwrap_or_else(|error| panic!("{activation:?} {level} {pattern:b}: {error}"));
                 assert!(report.percent_of_tolerance < 10.0, "{activation:?} {level} {pattern:b}: {report}");
             }
@@ -194,7 +194,12 @@ fn training(
     }
     let groups = vec![Group::new(trainable(&*model), 1e-2)];
     let optimizer = Box::new(DeviceOptimizer::new(AdamW::default(), groups).unwrap());
-    let options = trainer::Options { steps, accumulation: 2, clip: Some(0.5), ..trainer::Options::default() };
+    let options = trainer::TrainerConfig {
+        steps,
+        accumulation: 2,
+        clip: Some(0.5),
+        ..trainer::TrainerConfig::default()
+    };
     let mut trainer = Trainer::new(model, optimizer, options).unwrap();
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
     trainer

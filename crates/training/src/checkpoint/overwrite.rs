@@ -31,8 +31,8 @@ pub(crate) fn matched<'a, 'b>(
         match given.remove(name.as_str()) {
             None => missing.push(name),
             Some(tensor) if tensor.size() != target.size() || tensor.kind() != target.kind() => {
-                let of = |tensor: &Tensor| format!("{:?} {:?}", tensor.kind(), tensor.size());
-                mismatched.push(format!("{name} ({}, expected {})", of(tensor), of(target)));
+                let described = |tensor: &Tensor| format!("{:?} {:?}", tensor.kind(), tensor.size());
+                mismatched.push(format!("{name} ({}, expected {})", described(tensor), described(target)));
             }
             Some(tensor) => pairs.push((target, tensor)),
         }

@@ -308,7 +308,7 @@ impl MaskedRows {
     /// # Errors
     /// A file that cannot be read, or whose parts contradict each other. Rows are not looked at; they need a checksum of the caller's.
     pub fn read_file(file: File, start: u64) -> io::Result<Self> {
-        let whole = file.metadata()?.len();
+        let length_of_file = file.metadata()?.len();
         let file = Arc::new(file);
         let from = |start| ByteStore::File { file: file.clone(), start };
         let mut header = [0; 16];
@@ -316,7 +316,7 @@ impl MaskedRows {
         let (count, length) =
             (u128::from_le_bytes(header) as u64, (u128::from_le_bytes(header) >> 64) as u64);
         let rows = count.checked_mul(ENTRY as u64).and_then(|index| index.checked_add(start + 16));
-        let rows = rows.filter(|rows| rows.checked_add(length) == Some(whole));
+        let rows = rows.filter(|rows| rows.checked_add(length) == Some(length_of_file));
         let (Some(rows), Ok(count)) = (rows, usize::try_from(count)) else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "its parts contradict each other"));
         };

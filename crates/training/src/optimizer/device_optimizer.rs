@@ -313,11 +313,11 @@ impl DeviceOptimizer {
 
     /// Returns the bytes of the state.
     pub fn state_bytes(&self) -> u64 {
-        let of = |tensor: &Tensor| tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64;
+        let bytes = |tensor: &Tensor| tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64;
         self.parameter
             .iter()
             .filter_map(|parameter| parameter.state.as_ref())
-            .map(|state| state.tensors().map(of).sum::<u64>())
+            .map(|state| state.tensors().map(bytes).sum::<u64>())
             .sum()
     }
 }

@@ -129,6 +129,7 @@ pub(super) fn read<'a>(
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let (mut missing, mut mismatched, mut states) = (Vec::new(), Vec::new(), Vec::new());
     for (name, parameter, rule) in parameters {
+        // Take this parameter's tensors from those that are given.
         let names: Vec<&'static str> = std::iter::once(STEP).chain(rule.slots().iter().copied()).collect();
         let mut take = |slot: &str| given.remove(format!("{name}.{slot}").as_str());
         let saved: Vec<Option<&Tensor>> = names.iter().map(|slot| take(slot)).collect();
@@ -138,40 +139,43 @@ pub(super) fn read<'a>(
             continue;
         }
         let kind = work_kind(parameter.kind());
+        // Collects a tensor of another shape or dtype, so that the error names all of them.
         let mut check = |slot: &str, tensor: &Tensor, shape: &[i64], kind: Kind| {
             let fits = tensor.size() == shape && tensor.kind() == kind;
             if !fits {
-                let (have, of) = (tensor.size(), tensor.kind());
-                mismatched.push(format!("{name}.{slot} ({of:?} {have:?}, expected {kind:?} {shape:?})"));
+                let (size, dtype) = (tensor.size(), tensor.kind());
+                mismatched.push(format!("{name}.{slot} ({dtype:?} {size:?}, expected {kind:?} {shape:?})"));
             }
             fits
         };
-        let (mut step, mut slots, mut whole) = (0, Vec::new(), true);
+        let (mut step, mut slots, mut is_complete) = (0, Vec::new(), true);
         for (slot, tensor) in names.into_iter().zip(saved) {
             match tensor {
                 None => {
                     missing.push(format!("{name}.{slot}"));
-                    whole = false;
+                    is_complete = false;
                 }
                 Some(tensor) if slot == STEP => {
-                    whole &= check(slot, tensor, &[], Kind::Int64);
-                    step = if whole { tensor.f_int64_value(&[])? } else { 0 };
+                    is_complete &= check(slot, tensor, &[], Kind::Int64);
+                    step = if is_complete { tensor.f_int64_value(&[])? } else { 0 };
                 }
                 Some(tensor) => {
-                    whole &= check(slot, tensor, &parameter.size(), kind);
-                    slots.push((slot, own(tensor, parameter)?));
+                    is_complete &= check(slot, tensor, &parameter.size(), kind);
+                    slots.push((slot, copied(tensor, parameter)?));
                 }
             }
         }
         let master = match master {
-            Some(tensor) if check(MASTER, tensor, &parameter.size(), kind) => Some(own(tensor, parameter)?),
+            Some(tensor) if check(MASTER, tensor, &parameter.size(), kind) => {
+                Some(copied(tensor, parameter)?)
+            }
             _ => None,
         };
         let step = u64::try_from(step).unwrap_or_else(|_| {
             mismatched.push(format!("{name}.step ({step}, expected a number of at least 0)"));
             0
         });
-        states.push(whole.then_some(ParameterState {
+        states.push(is_complete.then_some(ParameterState {
             step,
             device_step: None,
             uncertain: false,
@@ -180,6 +184,7 @@ pub(super) fn read<'a>(
             written: None,
         }));
     }
+    // No parameter has taken what is left.
     let unexpected: Vec<String> = given.into_keys().map(str::to_owned).collect();
     if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
         return Ok(states);
@@ -188,7 +193,7 @@ pub(super) fn read<'a>(
 }
 
 /// Copies a tensor to the parameter's device.
-fn own(tensor: &Tensor, parameter: &Tensor) -> Result<Tensor> {
+fn copied(tensor: &Tensor, parameter: &Tensor) -> Result<Tensor> {
     let copy = Tensor::f_empty(tensor.size(), (tensor.kind(), parameter.device()))?;
     runtime::ops::foreach::copy_(&[&copy], &[tensor])?;
     Ok(copy)

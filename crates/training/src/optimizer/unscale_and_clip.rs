@@ -85,9 +85,9 @@ impl Optimizer for DeviceOptimizer {
     }
 
     fn abandon(&mut self, how: ZeroGrad) -> Result<bool> {
-        let whole = !self.changed;
+        let is_unchanged = !self.changed;
         Optimizer::zero_grad(self, how)?;
-        Ok(whole)
+        Ok(is_unchanged)
     }
 
     fn groups(&self) -> &[Group] {

@@ -72,10 +72,10 @@ mod tests {
     fn an_error_reads_alike_on_every_rank() {
         let check = |error: Error, expected: &str| {
             let text = serde_json::to_string(&FailedSave::of(&error)).unwrap();
-            let told: FailedSave = serde_json::from_str(&text).unwrap();
-            let told = told.into_error(3);
-            assert_eq!(told.to_string(), expected);
-            assert_eq!(matches!(told, Error::Save { .. }), matches!(error, Error::Save { .. }));
+            let received: FailedSave = serde_json::from_str(&text).unwrap();
+            let received = received.into_error(3);
+            assert_eq!(received.to_string(), expected);
+            assert_eq!(matches!(received, Error::Save { .. }), matches!(error, Error::Save { .. }));
         };
         let full = save_error(7, "/checkpoints/new".into(), io::Error::from_raw_os_error(28), true);
         let text = full.to_string();

@@ -72,12 +72,12 @@ impl Trainer {
 
     /// Returns false if weights or state are not as before.
     fn put_back(&mut self, before: &BeforeStep, train: &mut dyn Batches) -> Result<bool> {
-        let whole = self.optimizer.abandon(self.options.zero_grad)?;
+        let is_undone = self.optimizer.abandon(self.options.zero_grad)?;
         before.random.restore()?;
         // Loading a state also forgets that gradients were unscaled.
         let scaler = before.scaler.clone().unwrap_or_else(|| self.scaler.state());
         self.scaler.load_state(&scaler)?;
         train.resume(&before.data)?;
-        Ok(whole)
+        Ok(is_undone)
     }
 }

@@ -54,10 +54,10 @@ impl Trainer {
         let mut all = fingerprint::Fingerprint::new("frozen parameters");
         let mut count = 0u64;
         for (name, tensor) in frozen {
-            let whole = self.optimizer.whole_weight(tensor)?;
-            all = of_tensor(all.number(name_of(&name)), &whole)?;
+            let weight = self.optimizer.whole_weight(tensor)?;
+            all = of_tensor(all.number(name_of(&name)), &weight)?;
             // The pages of a layer in a file are not held until the end.
-            runtime::file::forget(&whole)?;
+            runtime::file::forget(&weight)?;
             count += tensor.numel() as u64;
         }
         let summary = format!("{count} numbers with the fingerprint {:016x}", all.finish());

@@ -23,7 +23,7 @@ pub enum FailedCheckpoint {
 
 /// Options of a training.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Options {
+pub struct TrainerConfig {
     /// Total steps, including those before a resume.
     pub steps: u64,
     /// Gradient accumulation steps.
@@ -60,7 +60,7 @@ pub struct Options {
     pub divergence: Divergence,
 }
 
-impl Default for Options {
+impl Default for TrainerConfig {
     fn default() -> Self {
         Self {
             steps: 100,
@@ -83,7 +83,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl TrainerConfig {
     pub(super) fn check(&self) -> Result<()> {
         let every = [Some(self.log_every), self.evaluate_every, self.checkpoint_every];
         if self.accumulation == 0 || every.contains(&Some(0)) {

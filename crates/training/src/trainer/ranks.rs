@@ -9,7 +9,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use runtime::collectives::{Group, ReduceOptions};
+use runtime::collectives::{Group, ReduceConfig};
 use runtime::random;
 use tch::{Device, Kind, Tensor};
 
@@ -72,7 +72,7 @@ impl Share {
         random::seed(split_mix(self.seed, 0))?;
         // Each micro-batch is one rank's, and zeros on the others: a sum is exact.
         let all = Tensor::f_stack(sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        self.group.all_reduce(&all, ReduceOptions::default(), "losses")?;
+        self.group.all_reduce(&all, ReduceConfig::default(), "losses")?;
         let all = all.f_to_device(sums[0].device())?;
         (0..sums.len() as i64).map(|number| Ok(all.f_select(0, number)?)).collect()
     }
@@ -119,7 +119,7 @@ impl Trainer {
     pub(super) fn any_rank<const N: usize>(&self, own: [bool; N], label: &str) -> Result<[bool; N]> {
         let Some(group) = self.optimizer.ranks() else { return Ok(own) };
         let flags = Tensor::f_from_slice(&own.map(i64::from))?;
-        group.all_reduce(&flags, ReduceOptions::default(), label)?;
+        group.all_reduce(&flags, ReduceConfig::default(), label)?;
         let flags = Vec::<i64>::try_from(&flags)?;
         Ok(std::array::from_fn(|index| flags[index] > 0))
     }

@@ -49,9 +49,9 @@ impl CheaperPlans {
     pub fn by_quarters(layers: usize) -> Vec<CheaperPlan> {
         let plan = |quarters: usize| {
             let again = (layers * quarters).div_ceil(4);
-            let of = |layer| if layer < again { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
+            let plan_of = |layer| if layer < again { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
             let name = format!("recompute {again} of {layers} layers");
-            CheaperPlan { name, layers: (0..layers).map(of).collect(), peak_bytes: None }
+            CheaperPlan { name, layers: (0..layers).map(plan_of).collect(), peak_bytes: None }
         };
         let mut plans: Vec<CheaperPlan> = (1..=4).map(plan).collect();
         plans.dedup_by(|a, b| a.layers == b.layers);

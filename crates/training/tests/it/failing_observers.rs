@@ -9,7 +9,7 @@ use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::observer::{Collect, Observer, StepRecord};
 use training::optimizer::{AdamW, Group};
-use training::trainer::{Options, StopReason};
+use training::trainer::{StopReason, TrainerConfig};
 use training::{DeviceOptimizer, Result, Trainer};
 
 /// Fails once, at one step, like a disk that is full for a moment.
@@ -42,7 +42,7 @@ fn data() -> Synthetic {
     }
 }
 
-fn trainer(options: Options) -> Trainer {
+fn trainer(options: TrainerConfig) -> Trainer {
     let config = Gpt2LikeConfig {
         vocab_size: 16,
         embedding_dim: 16,
@@ -62,7 +62,7 @@ fn trainer(options: Options) -> Trainer {
 #[test]
 fn every_record_reaches_every_observer() {
     // All six losses are read at once.
-    let mut trainer = trainer(Options { steps: 6, log_every: 6, ..Options::default() });
+    let mut trainer = trainer(TrainerConfig { steps: 6, log_every: 6, ..TrainerConfig::default() });
     let (fails, after) = (FailsAt { step: 2, steps: Arc::default() }, Collect::default());
     trainer.observers.push(Box::new(fails.clone()));
     trainer.observers.push(Box::new(after.clone()));
@@ -81,13 +81,13 @@ fn every_record_reaches_every_observer() {
 #[test]
 fn the_steps_are_saved() {
     let folder = tempfile::tempdir().unwrap();
-    let mut first = trainer(Options { steps: 9, log_every: 3, ..Options::default() });
+    let mut first = trainer(TrainerConfig { steps: 9, log_every: 3, ..TrainerConfig::default() });
     first.checkpoints = Some(Checkpoints::open(folder.path(), 1).unwrap());
     first.observers.push(Box::new(FailsAt { step: 5, steps: Arc::default() }));
     assert!(first.run(&mut data(), None).is_err());
     assert_eq!(first.saved(), Some(6));
     drop(first);
-    let mut resumed = trainer(Options { steps: 9, log_every: 3, ..Options::default() });
+    let mut resumed = trainer(TrainerConfig { steps: 9, log_every: 3, ..TrainerConfig::default() });
     resumed.checkpoints = Some(Checkpoints::open(folder.path(), 1).unwrap());
     let mut data = data();
     assert_eq!(resumed.resume(&mut data).unwrap(), Some(6));

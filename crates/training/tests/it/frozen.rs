@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
 use training::checkpoint::{Checkpoints, latest};
 use training::optimizer::{AdamW, Group};
-use training::trainer::{Frozen, Options};
+use training::trainer::{Frozen, TrainerConfig};
 use training::{DeviceOptimizer, Trainer};
 
 const DATA: Synthetic = Synthetic {
@@ -45,7 +45,7 @@ fn open(folder: &Path, steps: u64, frozen: Frozen, phase: f64) -> Trainer {
     freeze(&model, r"h\.0\..*", false).unwrap();
     let optimizer =
         DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)]).unwrap();
-    let options = Options { steps, checkpoint_every: Some(3), frozen, ..Options::default() };
+    let options = TrainerConfig { steps, checkpoint_every: Some(3), frozen, ..TrainerConfig::default() };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
     trainer

@@ -8,7 +8,7 @@ use tch::{Device, Kind};
 use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group};
-use training::trainer::{Options, StopReason};
+use training::trainer::{StopReason, TrainerConfig};
 use training::{DeviceOptimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
@@ -30,7 +30,7 @@ fn fp32_and_bf16_training_both_learn() {
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         let groups = Group::by_dimension(trainable(&model), 1e-2, 0.0);
         let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
-        let options = Options { steps: 100, ..Options::default() };
+        let options = TrainerConfig { steps: 100, ..TrainerConfig::default() };
         let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
         let losses = Losses::default();
         trainer.observers.push(Box::new(losses.clone()));

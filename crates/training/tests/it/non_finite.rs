@@ -15,7 +15,7 @@ use training::optimizer::{
     Rule, Sgd, StepDecision, StepSettings, ZeroGrad,
 };
 use training::scaler::NoScaler;
-use training::trainer::{Options, StopReason};
+use training::trainer::{StopReason, TrainerConfig};
 use training::{Error, Trainer};
 
 const ALL: [Implementation; 3] = [Implementation::ForLoop, Implementation::Foreach, Implementation::Fused];
@@ -129,7 +129,7 @@ fn model() -> Gpt2Like {
     Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap()
 }
 
-fn trainer(model: Gpt2Like, options: Options) -> (Trainer, Collect) {
+fn trainer(model: Gpt2Like, options: TrainerConfig) -> (Trainer, Collect) {
     let groups = vec![Group::new(trainable(&model), 1e-2)];
     let optimizer = DeviceOptimizer::new(Sgd, groups).unwrap();
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
@@ -155,7 +155,7 @@ fn spoil(model: &dyn LanguageModel, spoiled: impl Fn(u64) -> bool + Send + Sync 
 #[test]
 fn a_step_that_is_skipped_does_not_end_a_training() {
     for clip in [None, Some(1.0)] {
-        let options = Options { steps: 4, clip, log_every: 1, ..Options::default() };
+        let options = TrainerConfig { steps: 4, clip, log_every: 1, ..TrainerConfig::default() };
         let (mut trainer, records) = trainer(model(), options);
         let _hook = spoil(trainer.model.as_ref(), |pass| pass == 2);
         assert_eq!(trainer.run(&mut DATA.clone(), None).unwrap(), StopReason::Completed);
@@ -171,7 +171,7 @@ fn a_step_that_is_skipped_does_not_end_a_training() {
 
 #[test]
 fn a_training_that_skips_every_step_says_so() {
-    let (mut trainer, _) = trainer(model(), Options { steps: 3, ..Options::default() });
+    let (mut trainer, _) = trainer(model(), TrainerConfig { steps: 3, ..TrainerConfig::default() });
     let _hook = spoil(trainer.model.as_ref(), |_| true);
     trainer.run(&mut DATA.clone(), None).unwrap();
     assert!(trainer.has_skipped_all());
@@ -179,7 +179,7 @@ fn a_training_that_skips_every_step_says_so() {
 
 #[test]
 fn a_failing_step_leaves_everything_as_it_was() {
-    let options = Options { steps: 4, non_finite: NonFinite::Fail, ..Options::default() };
+    let options = TrainerConfig { steps: 4, non_finite: NonFinite::Fail, ..TrainerConfig::default() };
     let (mut trainer, _) = trainer(model(), options);
     let _hook = spoil(trainer.model.as_ref(), |pass| pass == 2);
     trainer.advance(1, &mut DATA.clone(), None).unwrap();
@@ -207,7 +207,8 @@ fn a_weight_that_is_not_finite_ends_a_training_or_an_evaluation_by_name() {
             }
             let spoiled = parameters(&model).swap_remove(3).1.shallow_clone();
             let _ = tch::no_grad(|| spoiled.shallow_clone().view([-1]).get(0).fill_(bad));
-            let (mut trainer, records) = trainer(model, Options { steps: 3, ..Options::default() });
+            let (mut trainer, records) =
+                trainer(model, TrainerConfig { steps: 3, ..TrainerConfig::default() });
             let error = trainer.evaluate(&mut Synthetic { batches: Some(1), ..DATA }).unwrap_err();
             assert!(matches!(&error, Error::NonFiniteWeight { weight, .. } if *weight == name), "{error}");
             if !frozen {

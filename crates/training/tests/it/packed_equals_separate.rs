@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use dataloading::packing::PackingOptions;
+use dataloading::packing::PackingConfig;
 use dataloading::{
-    BaseDataset, Batch, BatchOptions, BatchSource, Loader, LoaderOptions, PackedDataset, PackedOptions,
+    BaseDataset, Batch, BatchConfig, BatchSource, Loader, LoaderConfig, PackedConfig, PackedDataset,
     SequencedDataset, StandardDataset,
 };
 use models::module::{Input, LanguageModel, trainable};
@@ -63,7 +63,7 @@ const MODELS: [(&str, Build); 3] = [
 
 /// The one batch that holds all documents, through a loader with a worker.
 fn only_batch(source: impl BatchSource + 'static) -> Batch {
-    let mut loader = Loader::new(Arc::new(source), &LoaderOptions::default()).unwrap();
+    let mut loader = Loader::new(Arc::new(source), &LoaderConfig::default()).unwrap();
     let batch = loader.next().unwrap().unwrap();
     assert!(loader.next().is_none(), "more than one batch");
     batch
@@ -72,9 +72,9 @@ fn only_batch(source: impl BatchSource + 'static) -> Batch {
 fn batches() -> Vec<(&'static str, Batch)> {
     let samples = documents();
     let options =
-        BatchOptions { batch_size: samples.len(), max_length: LONGEST, seed: 3, ..Default::default() };
-    let plan = PackingOptions { capacity: LONGEST, ..Default::default() };
-    let packed = PackedOptions { rows: samples.len(), plan, seed: 3, ..Default::default() };
+        BatchConfig { batch_size: samples.len(), max_length: LONGEST, seed: 3, ..Default::default() };
+    let plan = PackingConfig { capacity: LONGEST, ..Default::default() };
+    let packed = PackedConfig { rows: samples.len(), plan, seed: 3, ..Default::default() };
     vec![
         ("packed", only_batch(PackedDataset::new(samples.clone(), &packed).unwrap())),
         ("sequenced", only_batch(SequencedDataset::new(samples.clone(), &options, None).unwrap())),

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use training::batches::{Batches, Synthetic};
 use training::optimizer::{AdamW, Group};
 use training::probe::StepProbe;
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 use training::{DeviceOptimizer, Result, Trainer};
 
 /// Counts how often it is entered.
@@ -60,7 +60,7 @@ fn trainer() -> Trainer {
     let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let groups = Group::by_dimension(trainable(&model), 1e-3, 0.0);
     let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
-    Trainer::new(Box::new(model), Box::new(optimizer), Options::default()).unwrap()
+    Trainer::new(Box::new(model), Box::new(optimizer), TrainerConfig::default()).unwrap()
 }
 
 fn data() -> Synthetic {

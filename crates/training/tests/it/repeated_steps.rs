@@ -8,7 +8,7 @@ use training::batches::{Batches, Synthetic};
 use training::checkpoint::Checkpoints;
 use training::optimizer::{AdamW, Group};
 use training::scaler::{GradScaler, UnscaleResult};
-use training::trainer::Options;
+use training::trainer::TrainerConfig;
 use training::{DeviceOptimizer, Error, Result, Trainer};
 
 /// Batches whose tokens are drawn from libtorch's default generator, as an augmentation is.
@@ -84,7 +84,8 @@ fn trainer(steps: u64) -> Trainer {
     let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let groups = Group::by_dimension(trainable(&model), 1e-2, 0.0);
     let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
-    Trainer::new(Box::new(model), Box::new(optimizer), Options { steps, ..Options::default() }).unwrap()
+    Trainer::new(Box::new(model), Box::new(optimizer), TrainerConfig { steps, ..TrainerConfig::default() })
+        .unwrap()
 }
 
 fn data() -> Synthetic {

@@ -10,7 +10,7 @@ use training::activations::{Activations, LayerPlan};
 use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group};
-use training::trainer::{CheaperPlan, CheaperPlans, Options, StopReason};
+use training::trainer::{CheaperPlan, CheaperPlans, StopReason, TrainerConfig};
 use training::{DeviceOptimizer, Result, Trainer};
 
 const LAYERS: usize = 6;
@@ -61,7 +61,13 @@ fn run(plan: LayerPlan, bytes: Option<u64>, plans: Option<Vec<CheaperPlan>>) -> 
     let activations = Activations::install(&mut model, &[plan; LAYERS]).unwrap();
     let groups = Group::by_dimension(trainable(&model), 1e-2, 0.1);
     let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
-    let options = Options { steps: 6, accumulation: 2, clip: Some(1.0), log_every: 1, ..Options::default() };
+    let options = TrainerConfig {
+        steps: 6,
+        accumulation: 2,
+        clip: Some(1.0),
+        log_every: 1,
+        ..TrainerConfig::default()
+    };
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.cheaper_plans = plans.map(|plans| CheaperPlans::new(activations.clone(), None, plans));
     let tighten = Tighten { after: bytes.map(|bytes| (3, bytes)), ..Tighten::default() };

@@ -15,7 +15,7 @@ use training::observer::Observer;
 use training::optimizer::{Adam, AdamW, Group, Rule};
 use training::scaler::{GradScaler, UnscaleResult};
 use training::schedule::{LrSchedule, Shape};
-use training::trainer::{Best, BestWeights, Options, StopReason};
+use training::trainer::{Best, BestWeights, StopReason, TrainerConfig};
 use training::{DeviceOptimizer, Error, Optimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
@@ -61,8 +61,8 @@ const CONFIG: Gpt2LikeConfig = Gpt2LikeConfig {
     norms: models::NormKernel::Fused,
 };
 
-fn options(steps: u64) -> Options {
-    Options { steps, checkpoint_every: Some(5), ..Options::default() }
+fn options(steps: u64) -> TrainerConfig {
+    TrainerConfig { steps, checkpoint_every: Some(5), ..TrainerConfig::default() }
 }
 
 struct Run {
@@ -71,7 +71,7 @@ struct Run {
     lr: f64,
     decay: f64,
     schedule: LrSchedule,
-    options: Options,
+    options: TrainerConfig,
     keep: usize,
 }
 
@@ -162,9 +162,9 @@ impl GradScaler for Spoiler {
 fn a_checkpoint_is_written_when_the_interval_is_over() {
     for (interval, expected) in [(Duration::ZERO, vec![3, 2, 1]), (Duration::from_secs(3600), vec![3])] {
         let folder = tempfile::tempdir().unwrap();
-        let options = Options { checkpoint_every: None, checkpoint_interval: Some(interval), ..options(3) };
-        let (mut trainer, _) = Run { options, ..Run::new(3) }.open(folder.path());
-        trainer.run(&mut data(1), None).unwrap();
+        let checkpoint_interval = Some(interval);
+        let options = TrainerConfig { checkpoint_every: None, checkpoint_interval, ..options(3) };
+        Run { options, ..Run::new(3) }.open(folder.path()).0.run(&mut data(1), None).unwrap();
         assert_eq!(steps(folder.path()).unwrap(), expected, "{interval:?}");
     }
 }
@@ -368,7 +368,7 @@ fn another_model_is_refused() {
 
 #[test]
 fn other_settings_are_reported() {
-    let with = |options: Options| Run { options, ..Run::new(9) };
+    let with = |options: TrainerConfig| Run { options, ..Run::new(9) };
     let cosine = LrSchedule { shape: Shape::Cosine, warmup: 2, steps: 9, floor: 0.1 };
     let dropout = Gpt2LikeConfig { dropout: 0.1, ..CONFIG };
     let beta = Box::new(AdamW { beta2: 0.95, ..AdamW::default() });
@@ -396,7 +396,7 @@ fn other_settings_are_reported() {
             ],
         ),
         (
-            with(Options { accumulation: 2, clip: Some(0.5), ..options(9) }),
+            with(TrainerConfig { accumulation: 2, clip: Some(0.5), ..options(9) }),
             &["accumulation was 1 and is now 2", "clip was none and is now 0.5"],
         ),
     ];

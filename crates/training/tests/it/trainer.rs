@@ -15,7 +15,7 @@ use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Sgd};
 use training::scaler::{GradScaler, UnscaleResult};
-use training::trainer::{Options, StopReason};
+use training::trainer::{StopReason, TrainerConfig};
 use training::{DeviceOptimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
@@ -46,7 +46,7 @@ fn data(batches: Option<u64>) -> Synthetic {
     }
 }
 
-fn trainer(lr: f64, options: Options) -> (Trainer, Notes) {
+fn trainer(lr: f64, options: TrainerConfig) -> (Trainer, Notes) {
     let config = Gpt2LikeConfig {
         vocab_size: 16,
         embedding_dim: 16,
@@ -68,7 +68,8 @@ fn trainer(lr: f64, options: Options) -> (Trainer, Notes) {
 
 #[test]
 fn a_model_learns_and_is_evaluated() {
-    let options = Options { steps: 120, evaluate_every: Some(60), accuracy: true, ..Options::default() };
+    let options =
+        TrainerConfig { steps: 120, evaluate_every: Some(60), accuracy: true, ..TrainerConfig::default() };
     let (mut trainer, notes) = trainer(1e-2, options);
     let mut validation = Synthetic { seed: 6, ..data(Some(3)) };
     assert_eq!(trainer.run(&mut data(None), Some(&mut validation)).unwrap(), StopReason::Completed);
@@ -84,7 +85,7 @@ fn a_model_learns_and_is_evaluated() {
 
 #[test]
 fn training_ends_with_its_data() {
-    let (mut trainer, _) = trainer(1e-3, Options::default());
+    let (mut trainer, _) = trainer(1e-3, TrainerConfig::default());
     assert_eq!(trainer.run(&mut data(Some(4)), None).unwrap(), StopReason::OutOfData);
     assert_eq!(trainer.step(), 4);
 }
@@ -126,7 +127,8 @@ impl GradScaler for Third {
 
 #[test]
 fn an_overflow_skips_the_step() {
-    let (mut trainer, notes) = trainer(1e-3, Options { steps: 7, clip: Some(0.5), ..Options::default() });
+    let (mut trainer, notes) =
+        trainer(1e-3, TrainerConfig { steps: 7, clip: Some(0.5), ..TrainerConfig::default() });
     trainer.scaler = Box::new(Third::default());
     trainer.run(&mut data(None), None).unwrap();
     let skipped: Vec<u64> =
@@ -140,7 +142,7 @@ fn an_overflow_skips_the_step() {
 #[test]
 fn a_scaler_resumes_its_state() {
     let whole = {
-        let (mut trainer, _) = trainer(1e-2, Options { steps: 7, ..Options::default() });
+        let (mut trainer, _) = trainer(1e-2, TrainerConfig { steps: 7, ..TrainerConfig::default() });
         trainer.scaler = Box::new(Third::default());
         let start = state_dict(trainer.model.as_ref());
         let start: Vec<_> = start.iter().map(|(name, tensor)| (name.clone(), tensor.copy())).collect();
@@ -149,14 +151,14 @@ fn a_scaler_resumes_its_state() {
     };
     let folder = tempfile::tempdir().unwrap();
     {
-        let (mut trainer, _) = trainer(1e-2, Options { steps: 4, ..Options::default() });
+        let (mut trainer, _) = trainer(1e-2, TrainerConfig { steps: 4, ..TrainerConfig::default() });
         let model = tensors(trainer.model.as_ref()).into_iter().map(|named| (named.name, named.tensor));
         overwrite(model, &whole.0, "the start").unwrap();
         trainer.scaler = Box::new(Third::default());
         trainer.checkpoints = Some(Checkpoints::open(folder.path(), 1).unwrap());
         trainer.run(&mut data(None), None).unwrap();
     }
-    let (mut trainer, notes) = trainer(1e-2, Options { steps: 7, ..Options::default() });
+    let (mut trainer, notes) = trainer(1e-2, TrainerConfig { steps: 7, ..TrainerConfig::default() });
     trainer.scaler = Box::new(Third::default());
     trainer.checkpoints = Some(Checkpoints::open(folder.path(), 1).unwrap());
     let mut data = data(None);
@@ -214,7 +216,12 @@ fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
         overwrite(targets, &state_dict(&start), "the start").unwrap();
         // The step of plain SGD is the gradient itself.
         let optimizer = DeviceOptimizer::new(Sgd, Group::by_dimension(trainable(&model), 1.0, 0.0)).unwrap();
-        let options = Options { steps: 1, accumulation: batches.len(), accuracy: true, ..Options::default() };
+        let options = TrainerConfig {
+            steps: 1,
+            accumulation: batches.len(),
+            accuracy: true,
+            ..TrainerConfig::default()
+        };
         let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
         let notes = Notes::default();
         trainer.observers.push(Box::new(notes.clone()));
@@ -237,7 +244,7 @@ fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
 
 #[test]
 fn divergence_ends_the_training_with_an_error() {
-    let (mut trainer, _) = trainer(1e4, Options { steps: 200, ..Options::default() });
+    let (mut trainer, _) = trainer(1e4, TrainerConfig { steps: 200, ..TrainerConfig::default() });
     let message = trainer.run(&mut data(None), None).unwrap_err().to_string();
     assert!(message.starts_with("training diverged at step "), "{message}");
 }

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use dataloading::packing::PackingOptions;
+use dataloading::packing::PackingConfig;
 use dataloading::{
-    BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Overflow,
-    PackedDataset, PackedOptions, SequencedDataset, StandardDataset,
+    BalancedConfig, BaseDataset, Batch, BatchConfig, BatchSize, BatchSource, Capacity, Overflow,
+    PackedConfig, PackedDataset, SequencedDataset, StandardDataset,
 };
 
 pub(crate) fn samples(n: usize) -> Vec<Vec<u32>> {
@@ -16,16 +16,16 @@ pub(crate) fn samples(n: usize) -> Vec<Vec<u32>> {
 
 /// Returns all strategies over the same samples.
 pub(crate) fn strategies(n: usize, seed: u64) -> Vec<Arc<dyn BatchSource>> {
-    let options = BatchOptions { batch_size: 4, max_length: 32, seed, ..BatchOptions::default() };
-    let balanced = BalancedOptions {
+    let options = BatchConfig { batch_size: 4, max_length: 32, seed, ..BatchConfig::default() };
+    let balanced = BalancedConfig {
         batch_size: BatchSize::Samples(4),
         k: 5,
         max_length: 32,
         seed,
         ..Default::default()
     };
-    let plan = PackingOptions { capacity: 32, ..Default::default() };
-    let packed = PackedOptions { rows: 2, plan, seed, ..PackedOptions::default() };
+    let plan = PackingConfig { capacity: 32, ..Default::default() };
+    let packed = PackedConfig { rows: 2, plan, seed, ..PackedConfig::default() };
     let capacity = Some(Capacity { tokens: 60, overflow: Overflow::Truncate });
     vec![
         Arc::new(BaseDataset::new(samples(n), &options).unwrap()),

@@ -2,7 +2,7 @@
 
 use amp::Autocast;
 use dataloading::Samples;
-use dataloading::token_store::{TokenStore, Writer, WriterOptions};
+use dataloading::token_store::{TokenStore, Writer, WriterConfig};
 use runtime::memory::live_bytes;
 use runtime::precision;
 use runtime::profile::Counter;
@@ -145,7 +145,7 @@ fn get_batch(
 fn data(cells: &mut Vec<Cell>, device: Device) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("tokens");
-    let mut writer = Writer::create(&path, &WriterOptions::new(10_000))?;
+    let mut writer = Writer::create(&path, &WriterConfig::new(10_000))?;
     writer.push(&(0..10_000).collect::<Vec<u32>>())?;
     writer.finish()?;
     let store = TokenStore::open(&path)?;

@@ -1,6 +1,6 @@
 //! Grades a model's answers to held-out problems.
 
-use frugal::tasks::gsm8k::{EvaluateOptions, Evaluation, FewShot, Solver, evaluate_generation};
+use frugal::tasks::gsm8k::{EvaluateConfig, Evaluation, FewShot, Solver, evaluate_generation};
 use models::generation::Sampling;
 use models::module::LanguageModel;
 
@@ -18,7 +18,7 @@ pub(crate) fn grade(
     prompts: &FewShot,
 ) -> anyhow::Result<Evaluation> {
     let options =
-        EvaluateOptions { batch_size: AT_A_TIME, max_new_tokens: NEW_TOKENS, ..EvaluateOptions::default() };
+        EvaluateConfig { batch_size: AT_A_TIME, max_new_tokens: NEW_TOKENS, ..EvaluateConfig::default() };
     let World { encoder, test, .. } = world;
     let mut solver = Solver::new(model, Sampling::Greedy, test, encoder, prompts)?;
     Ok(evaluate_generation(&mut solver, test, encoder, prompts, &options, &mut |_| ())?)

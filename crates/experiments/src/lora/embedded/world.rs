@@ -8,7 +8,7 @@ use dataloading::embedded::{
     self, CORPUS_TRAIN, CORPUS_VALID, SMALL_PROBLEMS_TEST, SMALL_PROBLEMS_TRAIN, SMALL_STORIES, TOKENIZER,
 };
 use frugal::tasks::gsm8k::{
-    Annotations, EncodeOptions, Encoder, FewShot, Problem, PromptFormat, TooLong, TrainingRow, records, split,
+    Annotations, EncodeConfig, Encoder, FewShot, Problem, PromptFormat, TooLong, TrainingRow, records, split,
 };
 use models::module::IGNORE_INDEX;
 use runtime::random::Generator;
@@ -62,7 +62,7 @@ impl World {
             documents(&tokenizer, &lists, end)?,
             lines(CORPUS_TRAIN)?,
         ];
-        let options = EncodeOptions {
+        let options = EncodeConfig {
             vocabulary: tokenizer.vocabulary(),
             context,
             begin: None,

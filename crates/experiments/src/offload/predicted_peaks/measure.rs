@@ -10,7 +10,7 @@ use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::LoraConfig;
 use models::Llama;
 use models::module::{Context, Input, LanguageModel, trainable};
-use offload::{HookPoint, HostAdamW, HostOptions, Offload, OffloadConfig, TestHook, Tier};
+use offload::{HookPoint, HostAdamW, HostAdamWConfig, Offload, OffloadConfig, TestHook, Tier};
 use runtime::autograd::{backward, set_grad};
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
@@ -104,7 +104,7 @@ impl Row {
             (OptimizerPlace::None, _) => Steps::None,
             (OptimizerPlace::Host, Some(offload)) => {
                 let groups = vec![Group::new(trainable(&model), 1e-4)];
-                Steps::Host(HostAdamW::new(offload, groups, AdamW::default(), HostOptions::default())?)
+                Steps::Host(HostAdamW::new(offload, groups, AdamW::default(), HostAdamWConfig::default())?)
             }
             _ => Steps::Device(DeviceOptimizer::new(
                 AdamW::default(),

@@ -34,7 +34,7 @@ pub trait Generator {
 
 /// Options of an evaluation.
 #[derive(Debug, Clone)]
-pub struct EvaluateOptions {
+pub struct EvaluateConfig {
     /// Prompts at a time.
     pub batch_size: usize,
     /// Tokens of an answer, at most.
@@ -43,7 +43,7 @@ pub struct EvaluateOptions {
     pub stop: Vec<String>,
 }
 
-impl Default for EvaluateOptions {
+impl Default for EvaluateConfig {
     /// Batches of 4 (the assignment's), 256 new tokens (the harness's), the harness's stop texts.
     fn default() -> Self {
         let stop = StopTexts::DEFAULT.map(str::to_owned).to_vec();
@@ -110,7 +110,7 @@ pub fn evaluate_generation(
     dataset: &[Problem],
     encoder: &Encoder,
     few_shot: &FewShot,
-    options: &EvaluateOptions,
+    options: &EvaluateConfig,
     observe: &mut dyn FnMut(&[Graded]),
 ) -> Result<Evaluation> {
     if options.batch_size == 0 || options.max_new_tokens == 0 {

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::time::{Duration, Instant};
 
 use super::{Encoder, FewShot, Problem, Result, StopTexts};
-use models::generation::{self, GenerateOptions, Sampling};
+use models::generation::{self, GenerationConfig, Sampling};
 use models::module::LanguageModel;
 
 /// Generates answers with a model, which reads the common beginning of all prompts once.
@@ -13,7 +13,7 @@ pub struct Solver<'m> {
     model: &'m dyn LanguageModel,
     sampling: Sampling,
     prefix: Vec<i64>,
-    generator: Option<(GenerateOptions, generation::Generator<'m>)>,
+    generator: Option<(GenerationConfig, generation::Generator<'m>)>,
     /// Tokens that were generated.
     pub tokens: usize,
     /// The time that it took.
@@ -57,11 +57,11 @@ impl super::Generator for Solver<'_> {
         stop: &StopTexts<'_>,
     ) -> Result<Vec<Vec<i64>>, Box<dyn Error + Send + Sync>> {
         let began = Instant::now();
-        let options = GenerateOptions {
+        let options = GenerationConfig {
             max_new_tokens: max_new,
             sampling: self.sampling,
             end_tokens: ends.to_vec(),
-            ..GenerateOptions::default()
+            ..GenerationConfig::default()
         };
         if self.generator.as_ref().is_none_or(|(known, _)| *known != options) {
             let generator = generation::Generator::new(self.model, &options)?.with_prefix(&self.prefix)?;

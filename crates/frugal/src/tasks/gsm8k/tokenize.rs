@@ -31,7 +31,7 @@ pub enum TooLong {
 
 /// Limits and end tokens of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EncodeOptions {
+pub struct EncodeConfig {
     /// Ids that the model knows: 0 to `vocabulary - 1`.
     pub vocabulary: usize,
     /// The model's context, in positions.
@@ -74,7 +74,7 @@ pub struct TrainingRows {
 #[derive(Debug, Clone)]
 pub struct Encoder {
     tokenizer: Tokenizer,
-    options: EncodeOptions,
+    options: EncodeConfig,
 }
 
 impl Encoder {
@@ -82,7 +82,7 @@ impl Encoder {
     ///
     /// # Errors
     /// [`Error::Vocabulary`]: the end or begin token is beyond the model's vocabulary. A context of 0.
-    pub fn new(tokenizer: Tokenizer, options: EncodeOptions) -> Result<Self> {
+    pub fn new(tokenizer: Tokenizer, options: EncodeConfig) -> Result<Self> {
         if options.context == 0 {
             return Err(Error::Config {
                 what: "context",
@@ -101,7 +101,7 @@ impl Encoder {
     }
 
     /// Returns what the model asks of its rows.
-    pub fn options(&self) -> &EncodeOptions {
+    pub fn options(&self) -> &EncodeConfig {
         &self.options
     }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use expect_test::expect;
 use runtime::Error;
-use runtime::collectives::{CollectiveError, Division, Group, GroupOptions, Launch, ReduceOptions, Store};
+use runtime::collectives::{CollectiveError, Division, Group, GroupConfig, Launch, ReduceConfig, Store};
 use tch::{Device, Kind, Tensor};
 use testing::ranks::Ranks;
 
@@ -67,7 +67,7 @@ pub(super) fn dying_peer(launch: &Launch) {
     let told = error.to_string();
     assert!(told.contains("with rank 1: "), "{told}");
     // The group is dead, and says why.
-    let later = collective(group.all_reduce(&zeros(1), ReduceOptions::default(), "norm").unwrap_err());
+    let later = collective(group.all_reduce(&zeros(1), ReduceConfig::default(), "norm").unwrap_err());
     assert_eq!(later, error);
     let later = collective(group.barrier("end").unwrap_err());
     assert_eq!(later, error);
@@ -121,7 +121,7 @@ fn hanging_peer(group: &Group) {
     let start = Instant::now();
     let (gradients, shard) = (zeros(1 << 20), zeros(1 << 19));
     let division = Division::even(1 << 20, 2);
-    let work = group.reduce_scatter(&gradients, division, &shard, ReduceOptions::default(), "layer 2");
+    let work = group.reduce_scatter(&gradients, division, &shard, ReduceConfig::default(), "layer 2");
     let error = collective(work.unwrap().wait().unwrap_err());
     assert!((TIMEOUT..TIMEOUT + SLACK).contains(&start.elapsed()), "{:?}", start.elapsed());
     assert_eq!((error.operation, &*error.label, error.peer), ("reduce_scatter", "layer 2", Some(1)));
@@ -173,7 +173,7 @@ fn arguments(launch: &Launch, store: &Store, group: &Group) {
     let rank = group.rank();
     let refused = |result: runtime::Result<()>| result.unwrap_err().to_string();
     let wait = |work: runtime::Result<runtime::collectives::Work>| work.and_then(|work| work.wait());
-    let (options, division) = (ReduceOptions::default(), Division::even(6, 2));
+    let (options, division) = (ReduceConfig::default(), Division::even(6, 2));
     let told = [
         refused(wait(group.send(&zeros(3), rank, "x"))),
         refused(wait(group.recv(&zeros(6).view([2, 3]).transpose(0, 1), 1 - rank, "x"))),
@@ -182,8 +182,8 @@ fn arguments(launch: &Launch, store: &Store, group: &Group) {
         refused(wait(group.reduce_scatter(&zeros(6), division, &zeros(3).to_kind(Kind::Half), options, "x"))),
         refused(group.all_reduce(&zeros(3).to_kind(Kind::Bool), options, "x")),
         refused(group.broadcast(&zeros(3), 2, "x")),
-        refused(Group::new(store, "world", GroupOptions::default()).map(drop)),
-        refused(Group::of_ranks(store, "b", &[1 - rank], GroupOptions::default()).map(drop)),
+        refused(Group::new(store, "world", GroupConfig::default()).map(drop)),
+        refused(Group::of_ranks(store, "b", &[1 - rank], GroupConfig::default()).map(drop)),
         refused(Store::connect(launch, TIMEOUT).map(drop).and(Err(Error::invalid("store", "connected")))),
     ];
     if rank == 0 {

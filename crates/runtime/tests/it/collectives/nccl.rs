@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use runtime::Error;
-use runtime::collectives::{Division, Group, GroupOptions, Launch, Order, ReduceOp, ReduceOptions};
+use runtime::collectives::{Division, Group, GroupConfig, Launch, Order, ReduceConfig, ReduceOp};
 use runtime::device::cuda_count;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -18,7 +18,7 @@ fn a_gpu_that_is_missing_is_an_error_with_the_remedy() {
 pub(super) fn missing(launch: &Launch) {
     let (store, world) = super::connect(launch, TIMEOUT);
     let device = Device::Cuda(cuda_count().unwrap());
-    let on_gpus = GroupOptions { timeout: TIMEOUT, device };
+    let on_gpus = GroupConfig { timeout: TIMEOUT, device };
     for error in [
         Group::new(&store, "gpus", on_gpus.clone()).unwrap_err(),
         // One rank needs no connection, but its tensors are there, too.
@@ -31,7 +31,7 @@ pub(super) fn missing(launch: &Launch) {
         assert!(told.contains("use cpu") || told.contains("choose one of them"), "{told}");
     }
     // Nothing was connected, and the name is still free.
-    let group = Group::new(&store, "gpus", GroupOptions::default()).unwrap();
+    let group = Group::new(&store, "gpus", GroupConfig::default()).unwrap();
     group.barrier("end").unwrap();
     world.barrier("end").unwrap();
 }
@@ -49,7 +49,7 @@ fn ranks_over_nccl_compute_the_bits_of_ranks_over_gloo() {
 pub(super) fn two(launch: &Launch) {
     let (store, cpus) = super::connect(launch, TIMEOUT);
     let device = Device::Cuda(launch.local_rank);
-    let gpus = Group::new(&store, "gpus", GroupOptions { timeout: TIMEOUT, device }).unwrap();
+    let gpus = Group::new(&store, "gpus", GroupConfig { timeout: TIMEOUT, device }).unwrap();
     compare(&cpus, &gpus, device);
     compare(&cpus, &gpus.duplicate("gpus again").unwrap(), device);
     misplaced(&cpus, &gpus, device);
@@ -95,19 +95,19 @@ fn results(group: &Group, values: &Tensor) -> Vec<Tensor> {
     group.all_gather(&in_place, division, &mine(&in_place), "in place").unwrap().wait().unwrap();
     results.push(in_place);
     for accumulate in [false, true] {
-        let options = ReduceOptions { accumulate, ..ReduceOptions::default() };
+        let options = ReduceConfig { accumulate, ..ReduceConfig::default() };
         group.reduce_scatter(values, division, &sum, options, "wide").unwrap().wait().unwrap();
         results.push(sum.copy());
     }
     let source = values.copy();
-    let work = group.reduce_scatter(&source, division, &mine(&source), ReduceOptions::default(), "rounded");
+    let work = group.reduce_scatter(&source, division, &mine(&source), ReduceConfig::default(), "rounded");
     let count = Tensor::full([1], group.rank() as i64, (Kind::Int64, device));
-    group.all_reduce(&count, ReduceOptions::default(), "meanwhile").unwrap();
+    group.all_reduce(&count, ReduceConfig::default(), "meanwhile").unwrap();
     work.unwrap().wait().unwrap();
     results.extend([mine(&source).copy(), count]);
     for op in [ReduceOp::Sum, ReduceOp::Max] {
         let tensor = values.copy();
-        group.all_reduce(&tensor, ReduceOptions { op, ..ReduceOptions::default() }, "all").unwrap();
+        group.all_reduce(&tensor, ReduceConfig { op, ..ReduceConfig::default() }, "all").unwrap();
         results.push(tensor);
     }
     for root in 0..group.size() {
@@ -128,7 +128,7 @@ fn results(group: &Group, values: &Tensor) -> Vec<Tensor> {
     results.push(received);
     // A sum of integers is the same in any order.
     if elements % 2 == 0 && values.kind() == Kind::Int64 {
-        let native = ReduceOptions { order: Order::Native, ..ReduceOptions::default() };
+        let native = ReduceConfig { order: Order::Native, ..ReduceConfig::default() };
         let (tensor, shard) = (values.copy(), mine(values).copy());
         group.all_reduce(&tensor, native, "native").unwrap();
         group.reduce_scatter(values, division, &shard, native, "native").unwrap().wait().unwrap();
@@ -142,7 +142,7 @@ fn results(group: &Group, values: &Tensor) -> Vec<Tensor> {
 fn misplaced(cpus: &Group, gpus: &Group, device: Device) {
     let on = |device: Device| Tensor::zeros([3], (Kind::Float, device));
     let told = |group: &Group, tensor: &Tensor| {
-        group.all_reduce(tensor, ReduceOptions::default(), "x").unwrap_err().to_string()
+        group.all_reduce(tensor, ReduceConfig::default(), "x").unwrap_err().to_string()
     };
     let name = runtime::device::flag(device);
     assert_eq!(

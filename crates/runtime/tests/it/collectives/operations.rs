@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use runtime::collectives::{
-    Bytes, Division, Group, GroupOptions, Launch, Order, ReduceOp, ReduceOptions, Store,
+    Bytes, Division, Group, GroupConfig, Launch, Order, ReduceConfig, ReduceOp, Store,
 };
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -141,14 +141,14 @@ fn reduce(group: &Group, given: &[Tensor]) {
     let sent = (elements - (own.end - own.start)) * width(kind);
     let received = (own.end - own.start) * (group.size() as i64 - 1) * width(kind);
 
-    let ordered = ReduceOptions::default();
+    let ordered = ReduceConfig::default();
     let shard = mine(&sum).zeros_like();
     counted(group, sent, received, || {
         group.reduce_scatter(source, division, &shard, ordered, "wide").unwrap().wait().unwrap();
     });
     same(&shard, &mine(&sum));
     // Two rounds onto one accumulator are the order of global micro-batches.
-    let onto = ReduceOptions { accumulate: true, ..ordered };
+    let onto = ReduceConfig { accumulate: true, ..ordered };
     let first = group.reduce_scatter(source, division, &shard, onto, "second round").unwrap();
     first.wait().unwrap();
     let twice = given.iter().fold(sum.copy(), |sum, term| &sum + term.to_kind(sum.kind()));
@@ -166,7 +166,7 @@ fn reduce(group: &Group, given: &[Tensor]) {
 
     for op in [ReduceOp::Sum, ReduceOp::Max] {
         let tensor = source.copy();
-        let options = ReduceOptions { op, ..ordered };
+        let options = ReduceConfig { op, ..ordered };
         let bytes = elements * width(kind);
         // Whole tensors, or the terms of the other parts and the sum of the own.
         let moved = if bytes <= 64 << 10 { bytes * (group.size() as i64 - 1) } else { sent + received };
@@ -205,7 +205,7 @@ fn ring(group: &Group, given: &[Tensor]) {
 }
 
 fn native(group: &Group) {
-    let native = ReduceOptions { order: Order::Native, ..ReduceOptions::default() };
+    let native = ReduceConfig { order: Order::Native, ..ReduceConfig::default() };
     let size = group.size() as i64;
     let given: Vec<Tensor> = (0..group.size()).map(|rank| values(rank, 5 * size, Kind::Int64)).collect();
     let (source, sum) = (&given[group.rank()], sequential(&given, ReduceOp::Sum));
@@ -230,7 +230,7 @@ fn blocks(group: &Group) {
     let target = whole.zeros_like();
     group.all_gather(&target, division, &shard, "blocks").unwrap().wait().unwrap();
     same(&target, &whole);
-    let work = group.reduce_scatter(&whole, division, &shard, ReduceOptions::default(), "blocks");
+    let work = group.reduce_scatter(&whole, division, &shard, ReduceConfig::default(), "blocks");
     work.unwrap().wait().unwrap();
     let times = (0..group.size()).map(|_| whole.shallow_clone()).reduce(|sum, term| sum + term).unwrap();
     same(&shard, &times.narrow(0, own.start, own.end - own.start).copy());
@@ -242,10 +242,10 @@ fn parts_of_the_run(world: &Group, store: &Store) {
         0 => ("first", vec![0]),
         _ => ("others", (1..world.size()).collect()),
     };
-    let group = Group::of_ranks(store, name, &ranks, GroupOptions::default()).unwrap();
+    let group = Group::of_ranks(store, name, &ranks, GroupConfig::default()).unwrap();
     assert_eq!((group.size(), ranks[group.rank()]), (ranks.len(), world.rank()));
     let tensor = Tensor::from(world.rank() as i64);
-    group.all_reduce(&tensor, ReduceOptions::default(), "ranks").unwrap();
+    group.all_reduce(&tensor, ReduceConfig::default(), "ranks").unwrap();
     assert_eq!(tensor.int64_value(&[]), ranks.iter().sum::<usize>() as i64);
     group.barrier("end").unwrap();
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use runtime::collectives::{Division, Launch, ReduceOptions};
+use runtime::collectives::{Division, Launch, ReduceConfig};
 use tch::{Device, Kind, Tensor};
 
 const ELEMENTS: i64 = 8 << 20;
@@ -36,7 +36,7 @@ pub(super) fn rank(launch: &Launch) {
             let (before, counted) = (kernel(), group.bytes().sent);
             group.barrier("begin").unwrap();
             group.all_gather(&whole, division, &shard, "weights").unwrap().wait().unwrap();
-            let options = ReduceOptions::default();
+            let options = ReduceConfig::default();
             group.reduce_scatter(&whole, division, &shard, options, "gradients").unwrap().wait().unwrap();
             let counted = group.bytes().sent - counted;
             assert_eq!(
