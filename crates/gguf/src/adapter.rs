@@ -49,7 +49,7 @@ impl Adapter {
     pub fn open(folder: &Path, base: &Path) -> Result<Self> {
         let fields = Fields::read(&base.join("config.json"))?;
         let family = Family::from_config(&fields)?;
-        let sizes = model::sizes(&fields)?;
+        let sizes = model::decoder(&fields)?.sizes();
         let config = Fields::read(&folder.join("adapter_config.json"))?;
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);

@@ -7,7 +7,7 @@ mod rope;
 
 use std::path::{Path, PathBuf};
 
-use decoder::Sizes;
+use decoder::{DecoderConfig, Sizes};
 
 use crate::conversion::{Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
@@ -18,7 +18,7 @@ use crate::tokenizer::Tokenizer;
 use crate::value::Value;
 use crate::writer::TensorInfo;
 
-pub(crate) use family::{Family, sizes, tensor_shape};
+pub(crate) use family::{Family, decoder, tensor_shape};
 pub(crate) use names::{TensorName, gguf_name};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -34,6 +34,7 @@ pub struct Model {
     folder: PathBuf,
     config: Fields,
     family: &'static Family,
+    decoder: DecoderConfig,
     sizes: Sizes,
     tensors: Tensors,
     /// Whether the head is the embedding.
@@ -58,8 +59,9 @@ impl Model {
     pub fn open_with(folder: &Path, tokenizer: &Path) -> Result<Self> {
         let config = Fields::read(&folder.join("config.json"))?;
         let family = Family::from_config(&config)?;
-        let sizes = family::sizes(&config)?;
-        family.check(&config, &sizes)?;
+        let decoder = family::decoder(&config)?;
+        family.check(&config, &decoder)?;
+        let sizes = decoder.sizes();
         let mut tensors = Tensors::of_model(folder)?;
         let tied = ties(&config, family, &mut tensors)?;
         if !tied && !family.has_head {
@@ -73,7 +75,8 @@ impl Model {
         let real = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
         let name = real.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.unwrap_or_else(|| "model".to_owned());
-        Ok(Self { folder: folder.to_owned(), config, family, sizes, tensors, tied, tokenizer, name })
+        let folder = folder.to_owned();
+        Ok(Self { folder, config, family, decoder, sizes, tensors, tied, tokenizer, name })
     }
 
     /// Sets the name in the file, `general.name`, which is the folder's otherwise.
@@ -235,7 +238,7 @@ impl Model {
             ("general.file_type".to_owned(), kind.file_type().into()),
             ("general.quantization_version".to_owned(), QUANTIZATION_VERSION.into()),
         ];
-        metadata.extend(keys::keys(&self.config, self.family, &self.sizes)?);
+        metadata.extend(keys::keys(&self.config, self.family, &self.decoder)?);
         metadata.extend(rope::keys(&self.config, self.family, &self.sizes)?);
         metadata.extend(self.tokenizer.metadata(self.vocabulary())?);
         Ok(metadata)

@@ -140,7 +140,8 @@ impl Family {
     }
 
     /// Refuses options that llama.cpp would silently read differently.
-    pub(crate) fn check(&self, config: &Fields, sizes: &Sizes) -> Result<()> {
+    pub(crate) fn check(&self, config: &Fields, decoder: &DecoderConfig) -> Result<()> {
+        let sizes = decoder.sizes();
         let refuse = |key: &str, remedy: String| {
             let value = config.get(key).map_or_else(|| "its default".to_owned(), Value::to_string);
             Err(unsupported(format!("`{key}` of a `{}`", self.model_type), value, remedy))
@@ -160,7 +161,7 @@ impl Family {
             return refuse(key, format!("llama.cpp computes `{expected}` for this family"));
         }
         if let Some(period) = self.period {
-            self.check_layers(config, sizes, period)?;
+            self.check_layers(config, &sizes, period)?;
         }
         if config.flag("use_bidirectional_attention", false)? {
             return refuse(
@@ -168,20 +169,18 @@ impl Family {
                 "llama.cpp generates with causal attention".to_owned(),
             );
         }
-        let is_null = |key: &str| config.fields.get(key).is_some_and(Value::is_null);
-        let has_caps = self.is_gemma && !self.has_query_key_norms();
-        if let Some(key) = ["attn_logit_softcapping", "final_logit_softcapping"]
-            .into_iter()
-            .find(|key| has_caps && is_null(key))
-        {
+        let caps = [
+            ("attn_logit_softcapping", decoder.attn_logit_softcapping),
+            ("final_logit_softcapping", decoder.final_logit_softcapping),
+        ];
+        if let Some((key, _)) = caps.into_iter().find(|(_, cap)| self.softcaps.is_some() && cap.is_none()) {
             return Err(unsupported(
                 format!("`{key}` of a `{}`", self.model_type),
                 "null",
                 "llama.cpp always caps the scores and the logits of this family",
             ));
         }
-        if self.is_gemma {
-            let scalar = config.optional_number("query_pre_attn_scalar")?.unwrap_or(256.0);
+        if let Some(scalar) = decoder.query_pre_attn_scalar {
             // llama.cpp knows the two models with 27 billion parameters by their number of layers.
             let largest = sizes.layers == if self.has_query_key_norms() { 62 } else { 46 };
             let expected = if largest { sizes.hidden / sizes.heads } else { sizes.head_dim };
@@ -259,11 +258,11 @@ impl Family {
     }
 }
 
-/// Reads the sizes of a configuration.
-pub(crate) fn sizes(config: &Fields) -> Result<Sizes> {
+/// Reads the options of a configuration, except its rotary embedding and its activation.
+pub(crate) fn decoder(config: &Fields) -> Result<DecoderConfig> {
     let wrong = |reason: String| file_error(&config.path, reason);
     let text = serde_json::to_string(&config.fields).map_err(|cause| wrong(cause.to_string()))?;
-    Ok(DecoderConfig::sizes_from_str(&text).map_err(|cause| wrong(cause.to_string()))?.sizes())
+    DecoderConfig::sizes_from_str(&text).map_err(|cause| wrong(cause.to_string()))
 }
 
 /// Returns the shape of a tensor of the files; `None` for the norms of q and k of all heads, which have several sizes.

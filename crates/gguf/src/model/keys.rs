@@ -1,6 +1,6 @@
 //! The metadata that llama.cpp reads for an architecture.
 
-use decoder::Sizes;
+use decoder::DecoderConfig;
 
 use super::family::Family;
 use crate::error::Result;
@@ -8,7 +8,12 @@ use crate::json::Fields;
 use crate::value::Value;
 
 /// Returns the keys of sizes, norms and scales; those of the rotary embedding are in `rope`.
-pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Vec<(String, Value)>> {
+pub(super) fn keys(
+    config: &Fields,
+    family: &Family,
+    decoder: &DecoderConfig,
+) -> Result<Vec<(String, Value)>> {
+    let sizes = decoder.sizes();
     let mut keys: Vec<(&str, Value)> = vec![
         ("vocab_size", count(sizes.vocabulary)),
         ("context_length", count(sizes.context)),
@@ -21,34 +26,23 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
         ("attention.value_length", count(sizes.head_dim)),
         ("attention.layer_norm_rms_epsilon", float(config.number("rms_norm_eps")?)),
     ];
-    let number = |key: &str, default: f64| {
-        Ok::<_, crate::Error>(float(config.optional_number(key)?.unwrap_or(default)))
-    };
-    match family.model_type {
-        "granite" => keys.extend([
-            ("attention.scale", number("attention_multiplier", 1.0)?),
-            ("embedding_scale", number("embedding_multiplier", 1.0)?),
-            ("residual_scale", number("residual_multiplier", 1.0)?),
-            ("logit_scale", number("logits_scaling", 1.0)?),
-        ]),
-        "gemma2" => keys.extend([
-            ("attn_logit_softcapping", number("attn_logit_softcapping", 50.0)?),
-            ("final_logit_softcapping", number("final_logit_softcapping", 30.0)?),
-            ("attention.sliding_window", config.optional_size("sliding_window")?.unwrap_or(4096).into()),
-        ]),
-        "gemma3_text" => {
-            keys.push((
-                "attention.sliding_window",
-                config.optional_size("sliding_window")?.unwrap_or(4096).into(),
-            ));
-            if let Some(cap) = config.optional_number("final_logit_softcapping")? {
-                keys.push(("final_logit_softcapping", float(cap)));
-            }
-        }
-        // llama.cpp distinguishes Phi-3 and Phi-4 by this key's presence.
-        "phi3" => keys
-            .push(("attention.sliding_window", config.optional_size("sliding_window")?.unwrap_or(0).into())),
-        _ => {}
+    if family.has_multipliers {
+        keys.extend([
+            ("attention.scale", float(decoder.attention_scale().unwrap_or(1.0))),
+            ("embedding_scale", float(decoder.embedding_multiplier)),
+            ("residual_scale", float(decoder.residual_multiplier)),
+            ("logit_scale", float(decoder.logits_scaling)),
+        ]);
+    }
+    let caps = [
+        ("attn_logit_softcapping", decoder.attn_logit_softcapping),
+        ("final_logit_softcapping", decoder.final_logit_softcapping),
+    ];
+    keys.extend(caps.into_iter().filter_map(|(key, cap)| Some((key, float(cap?)))));
+    // llama.cpp distinguishes Phi-3 and Phi-4 by this key's presence.
+    if family.is_gemma || family.has_partial_rotation {
+        let window = decoder.sliding_window.and_then(|window| u64::try_from(window).ok());
+        keys.push(("attention.sliding_window", count(window.unwrap_or(0))));
     }
     Ok(keys.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)).collect())
 }
