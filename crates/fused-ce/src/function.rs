@@ -6,21 +6,22 @@
 
 mod chunk;
 mod gradient_sums;
+mod row_outputs;
 mod second_pass;
 
 use kernels::cross_entropy::{Coefficients, LogitsPass, Statistics, TileInputs};
 use kernels::gradients::scale_;
 use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function};
-use runtime::ops::TryScalar;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use gradient_sums::GradientSums;
+use row_outputs::RowOutputs;
 
 use crate::chunk_plan::ChunkPlan;
 use crate::inputs::Sizes;
-use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
+use crate::options::{LinearCrossEntropy, Reduction};
 use crate::rows::Rows;
 use crate::token_loss::Formula;
 use crate::vocabulary_parallel::Shard;
@@ -88,6 +89,7 @@ impl Function for Fused {
         let saved_kind = if kind == Kind::Half { plan.compute } else { kind };
         let mut sums = GradientSums::new(wanted, saved_kind, plan.is_one(rows));
 
+        // Factors of each row, and the loss as a function of a row's statistics.
         let factors = self.factors()?;
         let divisor = self.divisor(factors.as_ref(), device)?;
         let upstream = self.upstream(factors.as_ref(), divisor.as_ref(), None, device)?;
@@ -96,21 +98,13 @@ impl Function for Fused {
         let bias = self.bias(&operands)?;
         let transform = self.transform(bias.as_ref());
 
-        let per_row = |kind: Kind| Tensor::f_empty([rows], (kind, device));
-        let losses = per_row(plan.compute)?;
-        let save = ctx.will_run_backward() && !in_forward;
-        let log_sum_exp = self.options.log_sum_exp != LogSumExp::No;
-        let mut saved_statistics = [
-            (save, per_row(plan.compute)?),
-            (save, per_row(plan.compute)?),
-            (save && self.distributions.is_some(), per_row(plan.compute)?),
-        ];
-        let mut out_log_sum_exp = log_sum_exp.then(|| per_row(plan.compute)).transpose()?;
-        let mut out_best = self.options.predictions.then(|| per_row(Kind::Int64)).transpose()?;
-        let mut out_entropy = self.options.entropy.then(|| per_row(plan.compute)).transpose()?;
+        // Without gradients in forward, backward computes the logits again and needs the rows' statistics.
+        let saves_statistics = ctx.will_run_backward() && !in_forward;
+        let mut row_outputs = RowOutputs::new(self, &operands.x, saves_statistics)?;
 
         let scratch = plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in plan.chunks(rows) {
+            // Logits [c, v] of the chunk, and their statistics.
             let mut tile = scratch.f_narrow(0, 0, count)?;
             let x = self.gather(&operands.x, start, count)?;
             self.products(&operands, &x, &mut tile, start, count)?;
@@ -126,25 +120,10 @@ impl Function for Fused {
             self.all_reduce(&mut row)?;
 
             let mass = self.mass(start, count, row.mass.as_ref())?;
-            let part = |tensor: &Tensor| tensor.f_narrow(0, start, count);
-            part(&losses)?.f_copy_(&formula.losses(&row, &mass)?)?;
-            if let Some(out) = &mut out_log_sum_exp {
-                part(out)?.f_copy_(&row.log_sum_exp()?)?;
-            }
-            if let Some(out) = &mut out_entropy {
-                part(out)?.f_copy_(&row.entropy()?)?;
-            }
-            if let (Some(out), Some(best)) = (&mut out_best, &row.best) {
-                part(out)?.f_copy_(best)?;
-            }
-            let values = [Some(&row.maximum), Some(&row.sum), row.mass.as_ref()];
-            for ((save, into), value) in saved_statistics.iter_mut().zip(values) {
-                if let (true, Some(value)) = (*save, value) {
-                    part(into)?.f_copy_(value)?;
-                }
-            }
+            row_outputs.store(start, &formula.losses(&row, &mass)?, &row)?;
+            // The tile becomes the gradient of the logits, which the gradients of the inputs are products with.
             if sums.any() {
-                let upstream = part(&upstream)?;
+                let upstream = upstream.f_narrow(0, start, count)?;
                 let terms = formula.coefficients(&row.maximum, &row.sum, &mass, &upstream, None)?;
                 let coefficients = Coefficients {
                     maximum: &row.maximum,
@@ -166,7 +145,7 @@ impl Function for Fused {
                 ctx.save(gradient);
             }
         } else if ctx.will_run_backward() {
-            let [maximum, sum, mass] = saved_statistics.map(|(save, tensor)| save.then_some(tensor));
+            let [maximum, sum, mass] = row_outputs.take_statistics();
             // The caller's tensors are saved only so that an in-place change of them is an error.
             let callers = [&self.distributions, &self.class_weights, &self.token_weights, &self.denominator];
             let statistics = [&maximum, &sum, &mass];
@@ -175,47 +154,7 @@ impl Function for Fused {
             }
         }
 
-        let weighted = match &factors {
-            // A NaN of an ignored token does not reach the loss.
-            Some(factors) => {
-                losses.f_mul(factors)?.f_where_self(&factors.try_ne(0.0)?, &losses.f_zeros_like()?)?
-            }
-            None => losses,
-        };
-        let loss = match (self.options.reduction, &divisor) {
-            (Reduction::None, _) => self.scatter(&weighted, 0.0)?,
-            (_, Some(divisor)) => weighted.f_sum(plan.compute)?.f_div(divisor)?,
-            (_, None) => weighted.f_sum(plan.compute)?,
-        };
-        let mut outputs = vec![loss];
-        if let Some(values) = out_log_sum_exp {
-            if self.options.log_sum_exp == LogSumExp::Value {
-                ctx.mark_non_differentiable(outputs.len());
-            }
-            outputs.push(self.scatter(&values, 0.0)?);
-        }
-        if let Some(best) = out_best {
-            let correct = match &self.rows.classes {
-                Some(classes) => {
-                    let correct = best.f_eq_tensor(classes)?;
-                    match &self.rows.labelled {
-                        Some(labelled) => correct.f_logical_and(&labelled.try_ne(0.0)?)?,
-                        None => correct,
-                    }
-                    .f_sum(Kind::Int64)?
-                }
-                None => Tensor::f_zeros([0i64; 0], (Kind::Int64, device))?,
-            };
-            for tensor in [self.scatter(&best, -1.0)?, correct] {
-                ctx.mark_non_differentiable(outputs.len());
-                outputs.push(tensor);
-            }
-        }
-        if let Some(entropy) = out_entropy {
-            ctx.mark_non_differentiable(outputs.len());
-            outputs.push(self.scatter(&entropy, 0.0)?);
-        }
-        Ok(outputs)
+        row_outputs.finish(self, ctx, factors.as_ref(), divisor.as_ref())
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {

@@ -47,6 +47,7 @@ pub fn job(
     rates: &KnownRates,
 ) -> Result<Job, NotPredicted> {
     let Config { mlp, loss, optimizer, training, .. } = config;
+    // What no prediction covers.
     let product_kind = product_kind(kind);
     if !matches!(product_kind, Kind::Float | Kind::BFloat16 | Kind::Half) {
         return Err(refused("weights in float64"));
@@ -71,6 +72,7 @@ pub fn job(
     }
     let model = Decoder::from_config(shape)?;
     let mixed = mixed(config, (kind, device))?;
+    // Tokens whose logits exist at a time.
     let row = model.vocabulary.saturating_mul(4).max(1);
     let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
         (Some(tokens), _) => tokens.unsigned_abs(),
@@ -88,6 +90,7 @@ pub fn job(
         LossHeadKind::Plain => Loss::Eager,
         LossHeadKind::Auto | LossHeadKind::Fused => Loss::LinearCrossEntropy { tokens, whole: all_tokens },
     };
+    // Dtypes of weights, gradients and state.
     let (formats, operands) = match (mixed, &lora) {
         (Some(mixed), _) => mixed,
         (None, None) => (trained_recipe(kind, optimizer.master_weights.keeps_copies()), kind),

@@ -22,6 +22,7 @@ const LEVELS: [&str; 5] = ["save-all", "save-gate-up", "save-one", "input-only",
 /// Checks each value by itself.
 pub(super) fn values(config: &Config) -> Result<()> {
     let Config { training, optimizer, data, activations, .. } = config;
+    // Counts that must not be 0.
     let counts: [(&'static str, Option<u64>); 15] = [
         ("training.steps", training.steps),
         ("training.epochs", training.epochs),
@@ -44,6 +45,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
             return Err(Error::Value { key, found: "0".to_owned(), expected: "1 or more" });
         }
     }
+    // Largest values that memory or indices permit.
     let bounds = [
         ("training.epochs", training.epochs, MAX_EPOCHS, "1 to 1000000"),
         ("training.batch", Some(training.batch as u64), MAX_BATCH, "1 to 1048576"),
@@ -55,6 +57,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
             return Err(Error::Value { key, found: value.to_string(), expected });
         }
     }
+    // Real numbers.
     let ranges: [(&'static str, f64, &'static str); 4] = [
         ("optimizer.lr", optimizer.lr, "a finite number, 0 or more"),
         ("optimizer.warmup", optimizer.warmup, "a share of the steps below 1, or a number of steps"),
@@ -91,6 +94,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
             expected: "1 or more",
         });
     }
+    // Values that the techniques' crates check themselves.
     if let Some(level) = &config.mlp.level {
         let parsed: Result<swiglu_ckpt::CheckpointLevel, _> = level.parse();
         parsed.map_err(|error| match nearest_name(level, LEVELS.into_iter()) {

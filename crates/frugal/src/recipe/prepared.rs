@@ -144,6 +144,7 @@ impl Prepared {
         } else {
             Frozen::Saved
         };
+        // The optimizer: over ranks, on the host beside offloaded layers, or on the device.
         let order = parameters.iter().map(|(name, _)| name.clone()).collect();
         let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
         let stochastic_rounding = own.master_weights.rounding_seed(training.seed);

@@ -17,6 +17,7 @@ impl Fused {
         ctx: &mut Backward,
         grads: &[Option<Tensor>],
     ) -> Result<[Option<Tensor>; INPUTS]> {
+        // The saved inputs in their slots, and the rows' statistics behind them.
         let count = self.given.iter().filter(|given| **given).count();
         let mut saved = ctx.take_saved();
         let mut statistics = saved.split_off(saved.len() - if self.distributions.is_some() { 3 } else { 2 });
@@ -26,6 +27,7 @@ impl Fused {
         let inputs: Vec<&Tensor> = saved.iter().collect();
         let operands = self.operands(&inputs)?;
         let device = operands.x.device();
+        // Gradients of the outputs that depend on the inputs.
         let loss_grad = grads.first().and_then(Option::as_ref);
         let log_sum_exp_grad = match self.options.log_sum_exp {
             LogSumExp::Differentiable => grads.get(1).and_then(Option::as_ref),
@@ -37,6 +39,7 @@ impl Fused {
             return Ok([const { None }; INPUTS]);
         }
 
+        // The gradient of each row's loss, and of its log-sum-exp.
         let (rows, pass) = (self.rows.count, self.pass);
         let upstream = match loss_grad {
             Some(grad) => {
@@ -58,6 +61,7 @@ impl Fused {
         let mut sums = GradientSums::new(wanted, kind, self.plan.is_one(rows));
         let scratch = self.plan.tile(rows, self.sizes.columns, device, pass)?;
         for (start, count) in self.plan.chunks(rows) {
+            // The logits [c, v] again.
             let mut tile = scratch.f_narrow(0, 0, count)?;
             let x = self.gather(&operands.x, start, count)?;
             {
@@ -65,6 +69,7 @@ impl Fused {
                 self.products(&operands, &x, &mut tile, start, count)?;
             }
             pass.logits(&mut tile, transform)?;
+            // Their gradient, from the statistics that forward saved.
             let part = |tensor: &Tensor| tensor.f_narrow(0, start, count);
             let mass = self.mass(start, count, saved_mass.as_ref().map(part).transpose()?.as_ref())?;
             let log_sum_exp_grad = log_sum_exp_grad.as_ref().map(part).transpose()?;

@@ -1,0 +1,119 @@
+//! Per-row results of forward: losses, the statistics that a second pass needs, and what was asked for beside the loss.
+
+use kernels::cross_entropy::Statistics;
+use runtime::Result;
+use runtime::autograd::Forward;
+use runtime::ops::TryScalar;
+use tch::{Kind, Tensor};
+
+use super::Fused;
+use crate::options::{LogSumExp, Reduction};
+
+/// One value per row `[n]` each, filled chunk by chunk.
+pub(super) struct RowOutputs {
+    losses: Tensor,
+    log_sum_exp: Option<Tensor>,
+    predictions: Option<Tensor>,
+    entropy: Option<Tensor>,
+    /// Maximum, sum and mass of each row, as far as backward needs them.
+    statistics: [Option<Tensor>; 3],
+}
+
+impl RowOutputs {
+    /// Allocates the outputs of `fused`; the statistics if `saves_statistics`.
+    pub(super) fn new(fused: &Fused, hidden: &Tensor, saves_statistics: bool) -> Result<Self> {
+        let (options, compute) = (&fused.options, fused.plan.compute);
+        let per_row = |is_needed: bool, kind: Kind| {
+            is_needed.then(|| Tensor::f_empty([fused.rows.count], (kind, hidden.device()))).transpose()
+        };
+        let with_mass = saves_statistics && fused.distributions.is_some();
+        Ok(Self {
+            losses: Tensor::f_empty([fused.rows.count], (compute, hidden.device()))?,
+            log_sum_exp: per_row(options.log_sum_exp != LogSumExp::No, compute)?,
+            predictions: per_row(options.predictions, Kind::Int64)?,
+            entropy: per_row(options.entropy, compute)?,
+            statistics: [
+                per_row(saves_statistics, compute)?,
+                per_row(saves_statistics, compute)?,
+                per_row(with_mass, compute)?,
+            ],
+        })
+    }
+
+    /// Stores the results of the rows from `start` on.
+    pub(super) fn store(&self, start: i64, losses: &Tensor, rows: &Statistics) -> Result<()> {
+        let store = |output: &Option<Tensor>, value: &Tensor| -> Result<()> {
+            if let Some(output) = output {
+                output.f_narrow(0, start, value.size()[0])?.f_copy_(value)?;
+            }
+            Ok(())
+        };
+        self.losses.f_narrow(0, start, losses.size()[0])?.f_copy_(losses)?;
+        if self.log_sum_exp.is_some() {
+            store(&self.log_sum_exp, &rows.log_sum_exp()?)?;
+        }
+        if self.entropy.is_some() {
+            store(&self.entropy, &rows.entropy()?)?;
+        }
+        let values = [Some(&rows.maximum), Some(&rows.sum), rows.mass.as_ref()];
+        for (output, value) in self.statistics.iter().zip(values) {
+            value.map_or(Ok(()), |value| store(output, value))?;
+        }
+        rows.best.as_ref().map_or(Ok(()), |best| store(&self.predictions, best))
+    }
+
+    /// Takes the statistics for backward.
+    pub(super) fn take_statistics(&mut self) -> [Option<Tensor>; 3] {
+        std::mem::take(&mut self.statistics)
+    }
+
+    /// Returns the function's outputs: the reduced loss, and what the options ask for beside it.
+    pub(super) fn finish(
+        self,
+        fused: &Fused,
+        ctx: &mut Forward<'_>,
+        factors: Option<&Tensor>,
+        divisor: Option<&Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        let weighted = match factors {
+            // A NaN of an ignored token does not reach the loss.
+            Some(factors) => {
+                let zeros = self.losses.f_zeros_like()?;
+                self.losses.f_mul(factors)?.f_where_self(&factors.try_ne(0.0)?, &zeros)?
+            }
+            None => self.losses,
+        };
+        let device = weighted.device();
+        let mut outputs = vec![match (fused.options.reduction, divisor) {
+            (Reduction::None, _) => fused.scatter(&weighted, 0.0)?,
+            (_, Some(divisor)) => weighted.f_sum(fused.plan.compute)?.f_div(divisor)?,
+            (_, None) => weighted.f_sum(fused.plan.compute)?,
+        }];
+        if let Some(values) = self.log_sum_exp {
+            if fused.options.log_sum_exp == LogSumExp::Value {
+                ctx.mark_non_differentiable(outputs.len());
+            }
+            outputs.push(fused.scatter(&values, 0.0)?);
+        }
+        if let Some(predictions) = self.predictions {
+            // The number of labelled tokens that are predicted; none where targets are distributions.
+            let correct = match (&fused.rows.classes, &fused.rows.labelled) {
+                (Some(classes), Some(labelled)) => {
+                    let correct = predictions.f_eq_tensor(classes)?;
+                    correct.f_logical_and(&labelled.try_ne(0.0)?)?.f_sum(Kind::Int64)?
+                }
+                (Some(classes), None) => predictions.f_eq_tensor(classes)?.f_sum(Kind::Int64)?,
+                (None, _) => Tensor::f_zeros([0i64; 0], (Kind::Int64, device))?,
+            };
+            for tensor in [fused.scatter(&predictions, -1.0)?, correct] {
+                ctx.mark_non_differentiable(outputs.len());
+                outputs.push(tensor);
+            }
+        }
+        if let Some(entropy) = self.entropy {
+            ctx.mark_non_differentiable(outputs.len());
+            outputs.push(fused.scatter(&entropy, 0.0)?);
+        }
+        Ok(outputs)
+    }
+}
