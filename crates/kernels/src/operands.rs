@@ -405,3 +405,48 @@ pub(crate) fn rows(
 ) -> Result<Rows> {
     Rows::new(&check_view(operation, name.into(), tensor, options, Extent::Any, Layout::DenseRows)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::kind;
+
+    use super::*;
+
+    #[test]
+    fn written_memory_overlaps_no_other_operand_except_by_name() {
+        let buffer = Tensor::zeros([4, 12], kind::FLOAT_CPU);
+        let window = |start: i64, columns: i64| buffer.narrow(1, start, columns);
+        let check = |uses: &[(Access, &'static str, Tensor)]| {
+            let mut operands = Operands::new("a pass", Device::Cpu);
+            for (access, name, tensor) in uses {
+                operands.rows(*access, *name, tensor, Kind::Float, Extent::Any).unwrap();
+            }
+            operands.check().err().map(|error| error.to_string())
+        };
+        let (read, write, over_x) = (Access::Read, Access::Write, Access::Overwrite(&["x"]));
+        let x = || (read, "x", window(0, 6));
+        for accepted in [
+            vec![x(), (read, "y", window(3, 6))],
+            vec![x(), (write, "y", window(6, 6))],
+            vec![(write, "y", window(6, 6)), (read, "x", window(0, 1)), (write, "z", window(1, 5))],
+            vec![x(), (over_x, "y", window(0, 6))],
+            vec![x(), (write, "y", window(2, 0)), (write, "z", window(6, 6))],
+        ] {
+            assert_eq!(check(&accepted), None);
+        }
+        let message = |written, other| {
+            Some(format!("a pass: `{written}` overlaps `{other}` in memory; give it memory of its own"))
+        };
+        for (refused, written, other) in [
+            (vec![x(), (write, "y", window(0, 6))], "y", "x"),
+            (vec![(write, "y", window(5, 6)), x()], "y", "x"),
+            (vec![x(), (over_x, "y", window(3, 6))], "y", "x"),
+            (vec![x(), (over_x, "y", window(0, 5))], "y", "x"),
+            (vec![(read, "w", window(0, 6)), (over_x, "y", window(0, 6))], "y", "w"),
+            (vec![x(), (over_x, "y", window(0, 6)), (over_x, "z", window(0, 6))], "z", "y"),
+            (vec![(write, "y", window(0, 1)), (read, "row", buffer.narrow(0, 2, 1))], "y", "row"),
+        ] {
+            assert_eq!(check(&refused), message(written, other));
+        }
+    }
+}

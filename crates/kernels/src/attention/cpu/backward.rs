@@ -92,6 +92,7 @@ impl<X: Element> WithSimd for Keys<'_, X> {
                 (kv_head * pass.group..(kv_head + 1) * pass.group, span.start..end)
             }
         };
+        // For each block of queries, the blocks of keys that they see.
         for head in heads {
             for first in first_queries.clone().step_by(BLOCK) {
                 // SAFETY: the rows lie in their tensors.
@@ -102,6 +103,7 @@ impl<X: Element> WithSimd for Keys<'_, X> {
                 if with_queries {
                     q_gradient.fill(X::Compute::ZERO);
                 }
+                // Weights and slopes of each pair of blocks, and their parts of the gradients.
                 let begin = span.start.max(pass.first_key(first));
                 for start in (begin..span.end.min(first + block.count)).step_by(BLOCK) {
                     let key_block = start..(start + BLOCK).min(first + block.count);
@@ -128,6 +130,7 @@ impl<X: Element> WithSimd for Keys<'_, X> {
                         }
                     }
                 }
+                // The gradient of q, transposed back and rounded.
                 if with_queries {
                     // SAFETY: the rows lie in the gradient, and no other task has this block of this head.
                     unsafe {
