@@ -118,7 +118,7 @@ fn check(
 ) -> Result<Vec<String>> {
     let Compiled { ptx, log, names } = compile_sample(root, tools, sample, architecture, None)?;
     let name = names.first().context("the compiler named no kernel")?;
-    let (registers, spilled) = registers(&log, name).context("the assembler told no registers")?;
+    let (registers, spilled) = registers(&log, name).context("the assembler reported no registers")?;
     if spilled > 0 {
         problems.push(format!("{} spills {spilled} bytes of registers", sample.expression));
     }
@@ -127,7 +127,11 @@ fn check(
     let (few, many) = (2, 4);
     let (less, _) = run_sample(sample, kernel, few)?;
     let (more, shared) = run_sample(sample, kernel, many)?;
-    let work = Work::extrapolated((few.into(), Work::of(&less)), (many.into(), Work::of(&more)), sample.rows);
+    let work = Work::extrapolated(
+        (few.into(), Work::from_counts(&less)),
+        (many.into(), Work::from_counts(&more)),
+        sample.rows,
+    );
     let mut row = vec![
         sample.expression.to_owned(),
         sample.size.to_owned(),

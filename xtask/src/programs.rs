@@ -31,7 +31,7 @@ impl<'a> Programs<'a> {
         Self::built(workspace, packages, device, Optimization::Release)
     }
 
-    /// Makes the programs of `packages` ready; a bundle has its own, whatever `optimization` says.
+    /// Makes the programs of `packages` ready; a bundle has its own, whatever `optimization` is.
     pub(crate) fn built(
         workspace: &'a Workspace,
         packages: &[String],

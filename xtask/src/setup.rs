@@ -59,7 +59,7 @@ pub(crate) fn cuda_tools(workspace: &Workspace) -> Result<CudaTools> {
     cuda_tools::ensure(workspace, workspace.pair()?)
 }
 
-/// Makes sure that `.libtorch` leads to a libtorch that the locked `tch` can be built against, and says so in one line.
+/// Makes sure that `.libtorch` leads to a libtorch that the locked `tch` can be built against, and prints a line about it.
 pub(crate) fn ensure(workspace: &Workspace, wanted: Option<Variant>) -> Result<Torch> {
     let start = Instant::now();
     let (torch, from) = find(workspace, workspace.pair()?, wanted)?;
@@ -106,7 +106,7 @@ fn find(workspace: &Workspace, pair: &Pair, wanted: Option<Variant>) -> Result<(
     })
 }
 
-/// Links `torch` and says so.
+/// Links `torch` and prints a line about it.
 fn put_in_place(workspace: &Workspace, torch: Torch, from: &str, start: Instant) -> Result<Torch> {
     link(&workspace.libtorch(), &torch.folder)?;
     eprintln!(

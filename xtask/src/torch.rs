@@ -73,7 +73,7 @@ pub(crate) fn public_version(version: &str) -> &str {
     version.split('+').next().unwrap_or(version).trim()
 }
 
-/// A wheel says its version in `version.py`, an unpacked archive in `build-version`.
+/// A wheel has its version in `version.py`, an unpacked archive in `build-version`.
 fn read_version(folder: &Path) -> Result<String> {
     for (file, parse) in [
         ("version.py", version_of_python as fn(&str) -> Option<String>),

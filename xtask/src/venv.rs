@@ -1,6 +1,6 @@
 //! Private Python environments in the user's cache folder, shared by all checkouts.
 //!
-//! An environment is complete when its stamp says so. The stamp is written last, so an interrupted environment is created
+//! An environment is complete when it has its stamp. The stamp is written last, so an interrupted environment is created
 //! again. A file lock keeps two checkouts from building the same one. The lock file is also pip's standard
 //! input, so a pip that outlives its parent still holds the lock, and nothing else writes the environment.
 

@@ -77,7 +77,7 @@ impl LengthStatistics {
     ///
     /// # Errors
     /// The data set is empty.
-    pub fn of(samples: &(impl Samples + ?Sized)) -> Result<Self> {
+    pub fn from_samples(samples: &(impl Samples + ?Sized)) -> Result<Self> {
         Self::new((0..samples.len()).map(|index| samples.length(index)))
     }
 

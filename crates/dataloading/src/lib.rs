@@ -102,7 +102,7 @@
 //!   shared memory. It has no state to save; `StatefulDataLoader` of `torchdata` saves the state of every worker, and replays
 //!   data sets that have none. Here a batch is computed from its index, so workers have no state.
 //! - *TRL* packs best-fit decreasing within each batch of a `map`, and truncates documents longer than a row by default. Here
-//!   one plan covers all documents, and longer ones are split unless an option says otherwise.
+//!   one plan covers all documents, and longer ones are split by default.
 //! - *seqpacker* assigns document by document, and packs streams with next-fit or harmonic classes. Here equal rows move as one
 //!   group, so the planning time hardly depends on the number of documents, and a stream takes the best of a bounded number of
 //!   waiting documents.

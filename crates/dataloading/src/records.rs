@@ -9,7 +9,7 @@
 //! let record = records::read(&path)?.next().expect("a record")?;
 //! assert_eq!(record.location.to_string(), format!("{}: line 1", path.display()));
 //!
-//! let format = RecordFormat::of(&record.fields, "text").expect("a known format");
+//! let format = RecordFormat::from_fields(&record.fields, "text").expect("a known format");
 //! assert_eq!(format, RecordFormat::Messages);
 //! let Content::Conversation(conversation) = record.content(format, "text")? else { panic!("messages") };
 //! assert_eq!(conversation.messages[0].role(), "user");
@@ -125,7 +125,7 @@ pub enum FileKind {
 
 impl FileKind {
     /// Returns the type of a file by its extension, in front of `.gz` if it is compressed.
-    pub fn of(path: &Path) -> Self {
+    pub fn from_path(path: &Path) -> Self {
         let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
         let name = name.strip_suffix(".gz").unwrap_or(&name);
         match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
@@ -152,8 +152,8 @@ pub fn read(path: &Path) -> Result<Records> {
     if !metadata.is_file() {
         return Err(refuse("not a regular file; give a file of records"));
     }
-    Ok(match FileKind::of(path) {
-        // An array has its records within, whatever the file's name says.
+    Ok(match FileKind::from_path(path) {
+        // An array has its records within, whatever the file's name is.
         FileKind::JsonLines | FileKind::Json if json_array::is_array(path)? => {
             Box::new(json_array::JsonArray::open(path)?)
         }

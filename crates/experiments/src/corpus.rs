@@ -67,7 +67,7 @@ impl Corpus {
     /// # Errors
     /// A checkout without `data/`.
     pub fn embedded(limits: &Limits) -> Result<Self> {
-        Self::of(&Data::Embedded, limits)?.map_err(anyhow::Error::msg)
+        Self::open(&Data::Embedded, limits)?.map_err(anyhow::Error::msg)
     }
 
     /// A data set, or why it cannot be had. The tokenizer is the embedded one for the embedded texts, else a byte-level BPE that is
@@ -75,7 +75,7 @@ impl Corpus {
     ///
     /// # Errors
     /// Files that are empty or not UTF-8.
-    pub fn of(data: &Data, limits: &Limits) -> Result<Result<Self, String>> {
+    pub fn open(data: &Data, limits: &Limits) -> Result<Result<Self, String>> {
         /// Lines that a tokenizer is trained on.
         const LINES: usize = 100_000;
         let texts = match data.texts(Network::IfMissing)? {

@@ -51,7 +51,7 @@ impl Driver {
         let Self { common, scale, .. } = self;
         let device = if self.is_on_cpu { Device::Cpu } else { runtime::device::select(&common.device)? };
         runtime::random::seed(common.seed)?;
-        let sink = Sink::new(common, environment::of(device)?, (!self.has_one_size).then_some(*scale))?;
+        let sink = Sink::new(common, environment::detect(device)?, (!self.has_one_size).then_some(*scale))?;
         experiment(&mut Bench {
             device,
             seed: common.seed,

@@ -10,7 +10,7 @@ use anyhow::Result;
 ///
 /// # Errors
 /// A device that does not exist.
-pub(crate) fn of(device: Device) -> Result<Environment> {
+pub(crate) fn detect(device: Device) -> Result<Environment> {
     let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
     let implementations = Some(kernels::processor::choices()?.to_string());
     Ok(Environment { implementations, ..Environment::detect(&name, Some(runtime::torch_version())) })

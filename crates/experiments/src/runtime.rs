@@ -94,7 +94,7 @@ fn measure(bench: &mut Bench, parts: Vec<Part>) -> anyhow::Result<()> {
 fn info(common: &report::cli::CommonArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let memory = runtime::device::memory_info(device)?;
-    let environment = crate::environment::of(device)?;
+    let environment = crate::environment::detect(device)?;
     let mut out = std::io::stdout().lock();
     if common.json {
         let text = serde_json::json!({

@@ -45,7 +45,7 @@ impl FromStr for Shape {
 
 impl Shape {
     /// The default of a scale.
-    pub(crate) fn of(scale: Scale) -> Self {
+    pub(crate) fn at_scale(scale: Scale) -> Self {
         match scale {
             Scale::Smoke => Self::Tiny,
             Scale::Laptop | Scale::Full | Scale::Paper => Self::Small,

@@ -32,7 +32,7 @@ pub(crate) struct TrainingRecorder(Arc<Mutex<RecordedTraining>>);
 
 impl TrainingRecorder {
     /// Starts to record `trainer`, and the first region of its peak.
-    pub(crate) fn of(trainer: &mut Trainer, device: Device) -> training::Result<Self> {
+    pub(crate) fn attach(trainer: &mut Trainer, device: Device) -> training::Result<Self> {
         let recorded =
             RecordedTraining { steps: Vec::new(), evaluations: Vec::new(), peak: StepPeak::start(device)? };
         let recorder = Self(Arc::new(Mutex::new(recorded)));

@@ -202,7 +202,7 @@ pub fn forget(bytes: &Range<usize>) -> io::Result<()> {
     Ok(())
 }
 
-/// Only Linux says which pages are a file's.
+/// Only Linux reports which pages belong to a file.
 #[cfg(not(target_os = "linux"))]
 pub fn forget(_: &Range<usize>) -> io::Result<()> {
     Ok(())

@@ -103,7 +103,7 @@ impl SourceArgs {
         let before = data.clone();
         data = self.rows.data(&data)?;
         let check = self.check_command(&flags_of_rows(&data, &before));
-        let splits = Splits::of(Path::new(&self.data))?;
+        let splits = Splits::find(Path::new(&self.data))?;
         let found = found(&splits, &data)?;
         common.note(&found_text(&found, &splits, &data));
         let files = match self.split {

@@ -172,7 +172,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
     data.source = arguments.data.as_deref().unwrap_or(Path::new("")).display().to_string();
     data.strip_annotations = arguments.strip_annotations;
     data.split_seed = arguments.split_seed.unwrap_or(split::SEED);
-    let splits = Splits::of(Path::new(&data.source));
+    let splits = Splits::find(Path::new(&data.source));
     // A folder may have GSM8K's official test set alone.
     let detected = match arguments.split {
         Some(Part::Official) => rows::Found::Gsm8k,

@@ -164,7 +164,7 @@ impl Generate {
             return Ok(vec![prompt.clone()]);
         }
         let path = self.prompts.clone().unwrap_or_default();
-        let texts: Vec<String> = match FileKind::of(&path) {
+        let texts: Vec<String> = match FileKind::from_path(&path) {
             FileKind::Text => {
                 let file = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
                 let lines = file.lines().filter(|line| !line.trim().is_empty());

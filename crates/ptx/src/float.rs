@@ -22,7 +22,7 @@ pub(crate) fn f32_of(bits: u64) -> f32 {
     f32::from_bits(bits as u32)
 }
 
-/// Subnormal numbers as zero of their sign, which is what `.ftz` says.
+/// Subnormal numbers as zero of their sign, the meaning of `.ftz`.
 fn flushed(number: f32) -> f32 {
     if number.is_subnormal() { 0f32.copysign(number) } else { number }
 }

@@ -63,7 +63,7 @@ pub(crate) enum Operand {
     Special(String),
     /// An address in shared memory.
     Shared(u64),
-    /// The beginning of the shared memory whose size the launch says.
+    /// The beginning of the shared memory whose size the launch gives.
     DynamicShared,
     /// A parameter's offset among the parameters, as an address of their space.
     ParameterAddress(usize),
@@ -113,7 +113,7 @@ struct Parser<'a> {
     text: &'a str,
     tokens: Vec<Located<'a>>,
     at: usize,
-    /// Names of shared memory whose size the launch says; they all begin at one place.
+    /// Names of shared memory whose size the launch gives; they all begin at one place.
     dynamic: Vec<String>,
 }
 

@@ -63,7 +63,7 @@ mod tests {
     #[test]
     fn bank_conflicts_of_patterns() {
         assert_eq!(bank_conflicts(&addresses(|lane| 4 * lane), 4), 0);
-        assert_eq!(bank_conflicts(&addresses(|_| 8), 4), 0, "one word is told to all lanes");
+        assert_eq!(bank_conflicts(&addresses(|_| 8), 4), 0, "one word is sent to all lanes");
         assert_eq!(bank_conflicts(&addresses(|lane| 128 * lane), 4), 31);
         assert_eq!(bank_conflicts(&addresses(|lane| 132 * lane), 4), 0);
         assert_eq!(bank_conflicts(&addresses(|lane| 8 * lane), 4), 1);

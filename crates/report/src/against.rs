@@ -66,7 +66,7 @@ pub fn compare(specs: &Specs, old: &[Record], new: &[Record]) -> Changes {
     let mut changes = Changes::default();
     for experiment in distinct(old.iter().chain(new).map(|record| record.experiment.as_str())) {
         let (before, after) =
-            (Measurements::of(specs, experiment, old), Measurements::of(specs, experiment, new));
+            (Measurements::select(specs, experiment, old), Measurements::select(specs, experiment, new));
         let lone = |record: &Record| Unpaired {
             experiment: experiment.into(),
             case: record.case.clone(),

@@ -57,7 +57,7 @@ pub fn check(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Chec
     let check = |claim: &Claim| {
         let measured = of_experiments
             .entry(claim.experiment.clone())
-            .or_insert_with_key(|experiment| Measurements::of(specs, experiment, records));
+            .or_insert_with_key(|experiment| Measurements::select(specs, experiment, records));
         check_one(claim, measured, runs)
     };
     specs.claims.iter().map(check).collect()
@@ -73,7 +73,7 @@ pub fn check_anywhere(
     let mut checked = check(specs, records, runs);
     for other in others {
         for open in checked.iter_mut().filter(|checked| !checked.is_measured()) {
-            let measured = Measurements::of(specs, &open.claim.experiment, &other.records);
+            let measured = Measurements::select(specs, &open.claim.experiment, &other.records);
             let there = check_one(&open.claim, &measured, &[]);
             if there.is_measured() {
                 let machine = other.machine_of(&open.claim.experiment).to_owned();

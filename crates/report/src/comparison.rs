@@ -10,8 +10,8 @@ use crate::spec::{Comparison, Ratio};
 /// Returns the ratios that `comparison` asks for, one record per group of cases and ratio.
 ///
 /// The result's case is the group's values, then the keys that `ours` fixes. A group whose rounds never have both
-/// sides gives a record that says "not measured" and why. Where the two sides are different implementations, the ratio's
-/// note says which PyTorch it is against.
+/// sides gives a record "not measured" with the reason. Where the two sides are different implementations, the ratio's
+/// note names the PyTorch of the comparison.
 ///
 /// ```
 /// use report::{Case, Environment, Metric, Record, comparison};

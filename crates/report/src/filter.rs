@@ -29,7 +29,7 @@ impl Filter {
         })
     }
 
-    /// Returns whether this filter says something of `key`.
+    /// Returns whether this filter restricts `key`.
     pub fn fixes(&self, key: &str) -> bool {
         self.0.get(key).is_some()
     }

@@ -22,16 +22,16 @@ pub struct Sentence {
     pub measured: bool,
 }
 
-/// Returns the texts of [`of`].
+/// Returns the texts of [`render`].
 pub fn sentences(finding: &Finding, measured: &Measurements) -> Vec<String> {
-    of(finding, measured).into_iter().map(|sentence| sentence.text).collect()
+    render(finding, measured).into_iter().map(|sentence| sentence.text).collect()
 }
 
 /// Returns the sentences of one finding over the records of its section, in the order of the groups' first records.
 ///
 /// A group that lacks a value gets the sentence `<group>: not measured (<why>)`. A group whose two sides are the same
 /// cases gets none. A finding with `over` has one sentence for all its groups.
-pub fn of(finding: &Finding, measured: &Measurements) -> Vec<Sentence> {
+pub fn render(finding: &Finding, measured: &Measurements) -> Vec<Sentence> {
     let keys = if finding.over.is_empty() { &finding.per } else { &finding.over };
     let mut groups: Vec<Case> = Vec::new();
     for case in measured.cases().filter(|case| finding.of.matches(case)) {
@@ -273,7 +273,7 @@ fn write(
             Piece::Text(plain) if equal && plain.starts_with(" than") => plain.replacen(" than", " as", 1),
             Piece::Text(plain) => plain.clone(),
             Piece::Key(name) => key(name)?,
-            Piece::Quantity(..) => words::of(column.next().map_or(&[][..], Vec::as_slice)),
+            Piece::Quantity(..) => words::describe(column.next().map_or(&[][..], Vec::as_slice)),
         };
         equal = text.ends_with(" as fast") || text.ends_with(" as slow") || text.ends_with(" as long");
     }

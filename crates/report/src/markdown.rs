@@ -32,7 +32,7 @@ pub fn table(table: &Table) -> String {
     text
 }
 
-/// A grid of cells with padded columns; `right` says which are set flush right.
+/// A grid of cells with padded columns; `right` marks the columns that are set flush right.
 pub(crate) fn grid(header: &[String], rows: &[Vec<String>], right: &[bool]) -> String {
     let escape = |cell: &String| one_line(cell).replace('|', "\\|");
     let header: Vec<_> = header.iter().map(escape).collect();

@@ -11,7 +11,7 @@ use crate::spec::Specs;
 /// The case key that counts the turns of a comparison.
 pub const ROUND_KEY: &str = "round";
 
-/// The case key that tells the two sides of a comparison apart.
+/// The case key that distinguishes the two sides of a comparison.
 pub const IMPLEMENTATION_KEY: &str = "impl";
 
 /// The records of one experiment or comparison; of two with the same case and metric, the newest.
@@ -24,7 +24,7 @@ pub struct Measurements {
 
 impl Measurements {
     /// Returns the records of `experiment` among `records`, with the ratios and joined rounds where it is a comparison.
-    pub fn of(specs: &Specs, experiment: &str, records: &[Record]) -> Self {
+    pub fn select(specs: &Specs, experiment: &str, records: &[Record]) -> Self {
         let mine = newest(records.iter().filter(|record| record.experiment == experiment));
         match specs.comparison(experiment) {
             None => Self::from_records(&mine),

@@ -105,7 +105,7 @@ pub struct Row {
 
 impl Document {
     /// Computes the report of `records`. `others` are the reports of other machines.
-    pub fn of(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[OtherReport]) -> Self {
+    pub fn new(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[OtherReport]) -> Self {
         let claims = claim::check_anywhere(specs, records, runs, others);
         let opening = specs.opening.as_ref().map(|opening| Opening {
             about: opening.about.clone(),
@@ -184,9 +184,10 @@ fn answer(specs: &Specs, row: &spec::Row, records: &[Record], others: &[OtherRep
         answers.push(row.says.trim().to_owned());
     }
     for spec::Answer { experiment, finding } in &row.answers {
-        let here = finding::of(finding, &Measurements::of(specs, experiment, records));
+        let here = finding::render(finding, &Measurements::select(specs, experiment, records));
         let elsewhere = others.iter().flat_map(|other| {
-            let sentences = finding::of(finding, &Measurements::of(specs, experiment, &other.records));
+            let sentences =
+                finding::render(finding, &Measurements::select(specs, experiment, &other.records));
             let sentences = sentences.into_iter().filter(|sentence| sentence.measured);
             sentences.map(|sentence| format!("On {}: {}", other.machine_of(experiment), sentence.text))
         });

@@ -2,7 +2,7 @@
 //!
 //! The same records give the same bytes. A plot has no background and takes its colours by `prefers-color-scheme`, so
 //! it is readable on a light and on a dark page, inlined or as a file. Colours are Okabe and Ito's, which people with
-//! colour-blindness tell apart, and series also differ in the shape of their marks.
+//! colour-blindness distinguish, and series also differ in the shape of their marks.
 
 mod axis;
 mod bars;

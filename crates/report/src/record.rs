@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::environment::Environment;
 
-/// The ordered key-values that say which case of an experiment was measured.
+/// The ordered key-values that identify the measured case of an experiment.
 ///
 /// The order of insertion is the order of a table's columns.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

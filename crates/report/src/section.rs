@@ -75,7 +75,7 @@ impl Section {
 /// Returns a section per experiment, then per comparison, then per experiment that only the records know.
 pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Section> {
     let build = |name: &str, title: &str, about: &str, views: Views, command: String| {
-        let measured = Measurements::of(specs, name, records);
+        let measured = Measurements::select(specs, name, records);
         let run = runs.iter().find(|run| run.experiment == name).map(|run| run.state.clone());
         section(name, title, about, &views, command, &measured, run)
     };
@@ -132,7 +132,7 @@ fn section(
         tables: tables.iter().filter_map(|table| Table::build(table, measured)).collect(),
         plots: views.plots.iter().filter_map(draw).collect(),
         findings: match has_records {
-            // A finding about cases that this run does not have says nothing.
+            // A finding about cases that this run does not have is left out.
             true => views
                 .findings
                 .iter()

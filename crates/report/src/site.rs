@@ -47,7 +47,7 @@ pub fn write(
     out: &Path,
 ) -> Result<Written, SiteError> {
     let records = newest(records);
-    let document = Document::of(specs, &records, runs, others);
+    let document = Document::new(specs, &records, runs, others);
     let mut folder = Folder { out, files: Vec::new() };
     for section in document.sections() {
         for plot in &section.plots {

@@ -121,7 +121,7 @@ pub struct Experiment {
     /// Whether it is the same at every scale: its program gets no `--scale`.
     #[serde(default)]
     pub one_size: bool,
-    /// Seconds that it may take at scale laptop on two cores. A run says which experiments took longer; all budgets together are at
+    /// Seconds that it may take at scale laptop on two cores. A run names the experiments that took longer; all budgets together are at
     /// most the 600 s of a run.
     #[serde(default = "default_laptop_seconds")]
     pub laptop_seconds: f64,

@@ -149,8 +149,8 @@ impl Composition {
     ///
     /// # Errors
     /// [`ProfileError::NoSteps`].
-    pub fn of(profile: &Profile) -> Result<Self, ProfileError> {
-        Ok(Self::on(profile, &Timeline::of(profile)?))
+    pub fn new(profile: &Profile) -> Result<Self, ProfileError> {
+        Ok(Self::on(profile, &Timeline::new(profile)?))
     }
 
     pub(super) fn on(profile: &Profile, timeline: &Timeline) -> Self {

@@ -56,7 +56,7 @@ pub struct Finding {
     pub evidence: String,
     /// Occurrences in the median step; 0 if nothing is counted.
     pub per_step: f64,
-    /// The time at stake as a share of the median step, from 0 to 1; `None` if the trace cannot tell.
+    /// The time at stake as a share of the median step, from 0 to 1; `None` if the trace does not show it.
     pub share: Option<f64>,
     /// The remedy, in one sentence.
     pub remedy: String,
@@ -113,8 +113,8 @@ impl Diagnosis {
     ///
     /// # Errors
     /// [`ProfileError::NoSteps`].
-    pub fn of(profile: &Profile, facts: &TrainingFacts) -> Result<Self, ProfileError> {
-        let timeline = Timeline::of(profile)?;
+    pub fn new(profile: &Profile, facts: &TrainingFacts) -> Result<Self, ProfileError> {
+        let timeline = Timeline::new(profile)?;
         let composition = Composition::on(profile, &timeline);
         let view = View { profile, timeline: &timeline, composition: &composition, facts };
         let mut findings: Vec<Finding> = DETECTORS

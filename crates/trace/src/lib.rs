@@ -25,10 +25,10 @@
 //! std::fs::write(&path, format!(r#"{{"traceEvents": [{}]}}"#, events.join(",")))?;
 //!
 //! let profile = Profile::read(&path)?;
-//! let composition = Composition::of(&profile)?;
+//! let composition = Composition::new(&profile)?;
 //! assert_eq!(composition.steps.len(), 2);
 //! assert!((composition.phase(Phase::Forward).seconds - 60e-6).abs() < 1e-9);
-//! let diagnosis = Diagnosis::of(&profile, &TrainingFacts::default())?;
+//! let diagnosis = Diagnosis::new(&profile, &TrainingFacts::default())?;
 //! println!("{composition}\n{diagnosis}");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -70,7 +70,7 @@ pub(super) const LOAD: &str = "load";
 pub(super) const TOKENIZE: &str = "tokenize";
 
 impl Timeline {
-    pub(super) fn of(profile: &Profile) -> Result<Self, ProfileError> {
+    pub(super) fn new(profile: &Profile) -> Result<Self, ProfileError> {
         let steps = steps(profile);
         if steps.is_empty() {
             return Err(ProfileError::NoSteps { operators: profile.operators.len() });

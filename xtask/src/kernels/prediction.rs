@@ -1,6 +1,6 @@
 //! A kernel's time from what it does, on paper: the slowest of its bytes, its instructions and its special functions.
 //!
-//! Nothing here was measured on these machines. It is a lower bound of what a kernel can reach, and says what would bound it.
+//! Nothing here was measured on these machines. It is a lower bound of what a kernel can reach, and names what would bound it.
 
 use ptx::{Class, Counts};
 
@@ -36,7 +36,7 @@ pub(super) struct Work {
 }
 
 impl Work {
-    pub(super) fn of(counts: &Counts) -> Self {
+    pub(super) fn from_counts(counts: &Counts) -> Self {
         Self {
             bytes: (counts.bytes_read + counts.bytes_written) as f64,
             instructions: counts.instructions() as f64,

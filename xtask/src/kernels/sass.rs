@@ -11,7 +11,7 @@ use super::{compile_sample, print};
 use crate::setup::CudaTools;
 use crate::workspace::Workspace;
 
-/// Columns of the table: opcodes that are counted together, and whether their widths are told.
+/// Columns of the table: opcodes that are counted together, and whether their widths are shown.
 const COLUMNS: [(&str, &[&str], bool); 11] = [
     ("LDG", &["LDG"], true),
     ("STG", &["STG"], true),
@@ -89,7 +89,8 @@ fn header() -> Vec<String> {
 }
 
 fn row(sample: &Sample, compiled: &Compiled, name: &str, code: &str) -> Result<Vec<String>> {
-    let (registers, spilled) = registers(&compiled.log, name).context("the assembler told no registers")?;
+    let (registers, spilled) =
+        registers(&compiled.log, name).context("the assembler reported no registers")?;
     let module = ptx::Module::parse(&compiled.ptx)?;
     let mut row = vec![
         sample.expression.to_owned(),

@@ -25,7 +25,7 @@ pub(crate) struct CudaTools {
     pub(crate) disassembler: PathBuf,
 }
 
-/// Makes sure that `.cuda-tools` leads to them, and says so in one line.
+/// Makes sure that `.cuda-tools` leads to them, and prints a line about it.
 pub(super) fn ensure(workspace: &Workspace, pair: &Pair) -> Result<CudaTools> {
     if !cfg!(target_os = "linux") {
         bail!("NVIDIA's compiler is for Linux; the tests of CUDA kernels say that they are skipped");

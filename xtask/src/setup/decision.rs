@@ -13,7 +13,7 @@ use crate::venv;
 pub(super) enum Decision {
     /// Keep the existing link.
     Keep(Torch),
-    /// Link this one; the string says where it comes from.
+    /// Link this one; the string is its origin.
     Link(Torch, &'static str),
     /// Install the wheels of this variant.
     Install(Variant),

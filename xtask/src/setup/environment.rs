@@ -57,7 +57,7 @@ pub(crate) fn cache_folder() -> Result<PathBuf> {
 }
 
 fn choose_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    // The base-directory specification says to pass over a relative XDG path.
+    // The base-directory specification ignores a relative XDG path.
     let xdg = || variable("XDG_CACHE_HOME").filter(|path| path.is_absolute()).map(|path| path.join("frugal"));
     let home = || variable("HOME").map(|home| home.join(".cache/frugal"));
     variable("FRUGAL_CACHE").or_else(xdg).or_else(home)

@@ -57,7 +57,7 @@ pub(super) fn run(mut command: Command, lock: &File, log: &Path, recipe: &Recipe
     Ok(())
 }
 
-/// The line of pip's output that says what went wrong.
+/// The line of pip's output that names the failure.
 fn last_error(log: &str) -> &str {
     let lines = || log.lines().map(str::trim).filter(|line| !line.is_empty());
     let error = lines().rev().find(|line| line.starts_with("ERROR:") || line.starts_with("Error:"));

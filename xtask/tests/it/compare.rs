@@ -46,7 +46,7 @@ fn the_two_take_turns_and_the_ratio_is_claimed() {
     let bundle = bundle();
     let ran =
         bundle.xtask(&["compare", "--python", "./python"]).env("OMP_NUM_THREADS", "3").output().unwrap();
-    let ran = bundle::Ran::of(ran);
+    let ran = bundle::Ran::new(ran);
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert_eq!(bundle.read("turns"), "ours 3\npeer 3\npeer 3\nours 3\nours 3\npeer 3\n");
     assert!(

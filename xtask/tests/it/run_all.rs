@@ -168,7 +168,7 @@ fn ctrl_c_stops_cleanly_and_resume_goes_on() {
     }
     let pid = child.id().to_string();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
-    let ran = Ran::of(child.wait_with_output().unwrap());
+    let ran = Ran::new(child.wait_with_output().unwrap());
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(start.elapsed() < Duration::from_secs(30), "it waited for the experiment to end");
     assert!(ran.err.contains("fails: interrupted"), "{}", ran.err);

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard};
 
-/// Passes for cargo: `update` locks what it is told to, `metadata` names three packages, of which one links libtorch by
-/// another. `no-network` makes it fail.
+/// Passes for cargo: `update` locks the given version, `metadata` names three packages; one of them links libtorch
+/// by another. `no-network` makes it fail.
 const CARGO: &str = r#"#!/bin/sh
 echo "cargo $*" >> "$FAKE/calls-of-cargo"
 case "$1" in

@@ -44,7 +44,7 @@ fn the_files_that_the_report_names_exist() {
 
 /// Runs every check on a sample.
 fn check(files: &[(&str, &str)], expected: Expect) {
-    let tree = Tree::of(files);
+    let tree = Tree::new(files);
     let problems = [dependencies::check(&tree), layout::check(&tree), sources::check(&tree)].concat();
     expected.assert_eq(&problems.join("\n"));
 }

@@ -26,7 +26,7 @@ pub(super) fn rewrite(source: &str) -> (String, bool) {
             end_of(rest, "}}")
         } else if rest.starts_with("{%") {
             let length = end_of(rest, "%}");
-            let tag = Tag::of(&rest[..length]);
+            let tag = Tag::parse(&rest[..length]);
             let filter = match tag.words {
                 "generation" => Some(format!("filter {FILTER}")),
                 "endgeneration" => Some("endfilter".to_owned()),
@@ -60,7 +60,7 @@ struct Tag<'a> {
 }
 
 impl<'a> Tag<'a> {
-    fn of(tag: &'a str) -> Self {
+    fn parse(tag: &'a str) -> Self {
         let inner = tag.strip_prefix("{%").unwrap_or(tag);
         let inner = inner.strip_suffix("%}").unwrap_or(inner);
         let mark = |c: char| c == '-' || c == '+';
@@ -93,7 +93,7 @@ fn end_of_raw(text: &str, length: usize) -> usize {
     while let Some(offset) = text[at..].find("{%") {
         at += offset;
         let end = text[at..].find("%}").map_or(text.len(), |end| at + end + 2);
-        if Tag::of(&text[at..end]).words == "endraw" {
+        if Tag::parse(&text[at..end]).words == "endraw" {
             return end;
         }
         at += 2;

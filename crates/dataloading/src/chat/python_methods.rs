@@ -1,7 +1,7 @@
 //! Python's methods of texts and lists, for templates.
 //!
 //! The methods that `minijinja_contrib::pycompat` lacks, or has otherwise than Python; the others are left to it. A method that makes a text of
-//! a length that its arguments say pays for it before the text is made, so that a template cannot take all memory.
+//! a length that its arguments give pays for it before the text is made, so that a template cannot take all memory.
 
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, from_args};

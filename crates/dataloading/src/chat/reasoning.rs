@@ -57,7 +57,7 @@ struct Opening<'a> {
 
 impl<'a> Opening<'a> {
     /// Reads what follows the start of an answer in a prompt: `<think>` or `[THINK]`, and blanks.
-    fn of(text: &'a str) -> Option<Self> {
+    fn find(text: &'a str) -> Option<Self> {
         let tag = text.trim();
         let close = match (tag.strip_prefix('<'), tag.strip_prefix('[')) {
             (Some(name), _) if name.ends_with('>') => format!("</{name}"),
@@ -102,7 +102,7 @@ impl ChatTemplate {
         let conversation = Conversation::new([question.clone(), answer.clone()]);
         if !rendered.starts_with(&prompt) {
             let around = self.around_answer(&conversation, 1)?;
-            let opening = Opening::of(prompt.strip_prefix(&around[0])?)?;
+            let opening = Opening::find(prompt.strip_prefix(&around[0])?)?;
             return Some(TrainingVariant::OpenedReasoning { tag: opening.tag.to_owned() });
         }
         let history = render(&[question.clone(), answer, question], false)?;
@@ -121,7 +121,7 @@ impl ChatTemplate {
     ) -> Option<String> {
         let message = &conversation.messages[at];
         let [before, after] = self.around_answer(conversation, at)?;
-        let opening = Opening::of(prompt.strip_prefix(&before)?)?;
+        let opening = Opening::find(prompt.strip_prefix(&before)?)?;
         Some(match message.fields.get("content").and_then(Value::as_str) {
             Some(content) => opening.answer(message, content) + &after,
             // Calls of tools alone.

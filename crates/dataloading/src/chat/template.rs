@@ -176,7 +176,7 @@ impl ChatTemplate {
         self.source.contains("strftime_now") || self.for_tools.as_deref().is_some_and(Self::reads_the_date)
     }
 
-    /// Returns everything on which a rendering depends beside the conversation, to tell whether rows are of this template.
+    /// Returns everything on which a rendering depends beside the conversation, to check whether rows were rendered by this template.
     pub fn identity(&self) -> Json {
         serde_json::json!({
             "source": self.source,

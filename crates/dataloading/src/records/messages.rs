@@ -28,7 +28,7 @@ const ROLES: [(&str, &str); 16] = [
 /// Roles whose typing mistakes are errors.
 const MEANT: [&str; 4] = ["assistant", "user", "system", "developer"];
 
-/// Axolotl's fields that say whether a message is learned.
+/// Axolotl's fields for whether a message is learned.
 const TRAINED: [&str; 2] = ["train", "training"];
 
 /// Returns the conversation of a record: its messages under `field`, and `tools`, `documents` and `chat_template_kwargs`.

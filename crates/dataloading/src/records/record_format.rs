@@ -74,7 +74,7 @@ impl RecordFormat {
     }
 
     /// Returns the format of a record by its fields; `None` if it has none of the formats.
-    pub fn of(fields: &Map<String, Value>, text_field: &str) -> Option<Self> {
+    pub fn from_fields(fields: &Map<String, Value>, text_field: &str) -> Option<Self> {
         let has = |field: &&str| fields.get(*field).is_some_and(|value| !value.is_null());
         Self::ALL.into_iter().find(|format| format.fields(text_field).iter().all(has))
     }
@@ -109,7 +109,7 @@ impl Detected {
     ///
     /// # Errors
     /// No record can be read in one of the formats.
-    pub fn of(records: impl Iterator<Item = Result<Record>>, text_field: &str) -> Result<Self> {
+    pub fn new(records: impl Iterator<Item = Result<Record>>, text_field: &str) -> Result<Self> {
         let mut formats: Vec<(RecordFormat, usize)> = Vec::new();
         let (mut ignored, mut first_error, mut seen) = (Vec::new(), None, 0);
         for record in records.take(DETECTED_ROWS) {
@@ -120,7 +120,7 @@ impl Detected {
                     continue;
                 }
             };
-            let Some(format) = RecordFormat::of(&record.fields, text_field) else {
+            let Some(format) = RecordFormat::from_fields(&record.fields, text_field) else {
                 first_error.get_or_insert_with(|| record.location.error(unknown(&record, text_field)));
                 continue;
             };
@@ -168,7 +168,7 @@ impl Detected {
             .find(|format| has(*format))
         {
             Some(format) => Ok(format),
-            None => Err(record.location.error(match RecordFormat::of(&record.fields, text_field) {
+            None => Err(record.location.error(match RecordFormat::from_fields(&record.fields, text_field) {
                 None => unknown(record, text_field),
                 Some(other) => {
                     format!("the record has {other}, and the data's format is {self}; correct or remove it")
@@ -201,7 +201,7 @@ fn unknown(record: &Record, text_field: &str) -> String {
             .collect();
         return format!("{} is null, expected a value; correct or remove the record", empty.join(" and "));
     }
-    let is_csv = matches!(FileKind::of(&record.location.path), FileKind::Csv { .. });
+    let is_csv = matches!(FileKind::from_path(&record.location.path), FileKind::Csv { .. });
     let is_only = |name: &&String| is_csv && fields.len() == 1 && name.contains([';', '|', '\t']);
     if let Some(name) = fields.keys().find(is_only) {
         let separator = if name.contains(';') {

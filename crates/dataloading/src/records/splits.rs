@@ -28,7 +28,7 @@ impl Splits {
     ///
     /// # Errors
     /// No such file or folder; a folder without training files; a split in files of several types.
-    pub fn of(path: &Path) -> Result<Self> {
+    pub fn find(path: &Path) -> Result<Self> {
         let io = |cause| Error::Io { path: path.to_owned(), cause };
         if !std::fs::metadata(path).map_err(io)?.is_dir() {
             return Ok(Self { train: vec![path.to_owned()], ..Self::default() });
@@ -70,7 +70,7 @@ impl Splits {
 fn files(folder: &Path) -> Vec<PathBuf> {
     let is_data = |path: &Path| {
         path.is_file()
-            && (FileKind::of(path) != FileKind::Text
+            && (FileKind::from_path(path) != FileKind::Text
                 || path.extension().is_some_and(|extension| extension == "txt" || extension == "gz"))
     };
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -86,8 +86,8 @@ fn is_of(file: &Path, names: &[&str]) -> bool {
 }
 
 fn of_one_kind(files: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
-    let first = files.first().map(|file| FileKind::of(file));
-    match files.iter().find(|file| Some(FileKind::of(file)) != first) {
+    let first = files.first().map(|file| FileKind::from_path(file));
+    match files.iter().find(|file| Some(FileKind::from_path(file)) != first) {
         None => Ok(files),
         Some(other) => Err(Error::File {
             path: other.clone(),

@@ -2,7 +2,7 @@
 //!
 //! Not every platform can swap two folders in one step. So the former store is renamed to `.NAME.replaced`, the new store
 //! takes the name, and the former is removed. If the second step fails, the first is undone; if the process ends between
-//! them, the next writer of that name undoes it, and opening the store is an error that says so.
+//! them, the next writer of that name undoes it, and opening the store is an error that names the replacement.
 
 use std::ffi::OsString;
 use std::fs::File;

@@ -24,7 +24,7 @@ fn read_all(path: &Path) -> Outcome {
         count += 1;
         assert!(count < 100_000, "records without an end");
         let read = record.map_err(|_| ()).and_then(|record| {
-            let format = RecordFormat::of(&record.fields, "text").ok_or(())?;
+            let format = RecordFormat::from_fields(&record.fields, "text").ok_or(())?;
             record.content(format, "text").map_err(|_| ())
         });
         if read.is_err() {

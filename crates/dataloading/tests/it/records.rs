@@ -230,7 +230,7 @@ fn a_text_beyond_the_bound_of_a_record_is_refused() {
 
 fn content(fields: Value) -> Result<Content, String> {
     let fields = fields.as_object().unwrap().clone();
-    let format = RecordFormat::of(&fields, "text").ok_or("no format")?;
+    let format = RecordFormat::from_fields(&fields, "text").ok_or("no format")?;
     let location =
         records::RecordLocation { path: Path::new("f").into(), unit: "line", number: 1, line: None };
     let record = records::Record { fields, location };
@@ -343,7 +343,7 @@ fn the_format_is_found_from_the_first_hundred_records() {
     let files = Files::new();
     let detect = |text: &str| {
         let path = files.write("rows.jsonl", text);
-        Detected::of(records::read(&path).unwrap(), "text")
+        Detected::new(records::read(&path).unwrap(), "text")
     };
     let mixed = format!(
         "{}{{\n{}{}",
@@ -388,7 +388,7 @@ fn splits_are_found_by_the_names_of_files() {
                 .collect::<Vec<_>>()
                 .join(" ")
         };
-        match Splits::of(&files.0.path().join(name)) {
+        match Splits::find(&files.0.path().join(name)) {
             Ok(splits) => {
                 format!("{} | {} | {}", shown(splits.train), shown(splits.validation), shown(splits.test))
             }
@@ -475,7 +475,7 @@ fn fields_that_nearly_fit_are_named() {
     let error = |name: &str, text: &str| {
         let path = place.path().join(name);
         std::fs::write(&path, text).unwrap();
-        Detected::of(records::read_all(&[path]).unwrap(), "text").unwrap_err().to_string()
+        Detected::new(records::read_all(&[path]).unwrap(), "text").unwrap_err().to_string()
     };
     let null = error("null.jsonl", "{\"prompt\": null, \"completion\": \"b\"}\n");
     assert!(

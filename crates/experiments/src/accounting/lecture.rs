@@ -1,7 +1,7 @@
 //! CS336, lecture 2, executed: each of its cells as a row with the expected figure and the found one.
 //!
 //! The lecture's own code is PyTorch; this runs the same statements through `tch` and the project's crates. Where the lecture
-//! slips, the row has the right figure and says what the lecture has.
+//! slips, the row has the right figure and names the lecture's.
 
 mod cruncher;
 mod gradients;

@@ -26,7 +26,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    pub(crate) fn of(dtype: Dtype) -> Self {
+    pub(crate) fn new(dtype: Dtype) -> Self {
         let float = float_format(dtype);
         let largest_integer = 2f64.powi(dtype.storage_bits() as i32 - 1) - 1.0;
         Self {
@@ -74,27 +74,27 @@ mod tests {
 
     #[test]
     fn format_limits_match_published_values() {
-        let max = |dtype: Dtype| Limits::of(dtype).max;
+        let max = |dtype: Dtype| Limits::new(dtype).max;
         assert_eq!((max(Dtype::Fp8E4m3), max(Dtype::Fp8E5m2)), (448.0, 57344.0));
         assert_eq!((max(Dtype::Fp16), max(Dtype::Int8), max(Dtype::Int4)), (65504.0, 127.0, 7.0));
-        assert_eq!(Limits::of(Dtype::Fp16).min_subnormal, 2f64.powi(-24));
-        assert_eq!(Limits::of(Dtype::Fp8E4m3).min_subnormal, 2f64.powi(-9));
-        assert_eq!(Limits::of(Dtype::Fp8E5m2).min_subnormal, 2f64.powi(-16));
-        assert_eq!(Limits::of(Dtype::Bf16).epsilon, Some(0.0078125));
+        assert_eq!(Limits::new(Dtype::Fp16).min_subnormal, 2f64.powi(-24));
+        assert_eq!(Limits::new(Dtype::Fp8E4m3).min_subnormal, 2f64.powi(-9));
+        assert_eq!(Limits::new(Dtype::Fp8E5m2).min_subnormal, 2f64.powi(-16));
+        assert_eq!(Limits::new(Dtype::Bf16).epsilon, Some(0.0078125));
         // ⌊23 log10 2⌋ = 6 and so on, as in C's FLT_DIG and DBL_DIG.
-        assert_eq!(Dtype::ALL.map(|d| Limits::of(d).decimal_digits), [15, 6, 3, 3, 2, 0, 0, 2, 0]);
+        assert_eq!(Dtype::ALL.map(|d| Limits::new(d).decimal_digits), [15, 6, 3, 3, 2, 0, 0, 2, 0]);
     }
 
     #[test]
     fn small_and_inexact_numbers_round_as_published() {
         let underflows: Vec<_> =
-            Dtype::ALL.into_iter().filter(|d| Limits::of(*d).tiny == 0.0).map(Dtype::name).collect();
+            Dtype::ALL.into_iter().filter(|d| Limits::new(*d).tiny == 0.0).map(Dtype::name).collect();
         assert_eq!(underflows, ["fp16", "fp8-e4m3", "fp8-e5m2", "int8", "int4"]);
-        assert_eq!(Limits::of(Dtype::Fp32).tenth, f64::from(0.1f32));
-        assert_eq!(Limits::of(Dtype::Bf16).tenth, 0.10009765625);
-        assert_eq!(Limits::of(Dtype::Fp16).tenth, 0.0999755859375);
-        assert_eq!(Limits::of(Dtype::Fp8E4m3).tenth, 0.1015625);
-        assert_eq!(Limits::of(Dtype::Fp8E5m2).tenth, 0.09375);
+        assert_eq!(Limits::new(Dtype::Fp32).tenth, f64::from(0.1f32));
+        assert_eq!(Limits::new(Dtype::Bf16).tenth, 0.10009765625);
+        assert_eq!(Limits::new(Dtype::Fp16).tenth, 0.0999755859375);
+        assert_eq!(Limits::new(Dtype::Fp8E4m3).tenth, 0.1015625);
+        assert_eq!(Limits::new(Dtype::Fp8E5m2).tenth, 0.09375);
         assert_eq!(
             (store(Dtype::Int8, -1e9), store(Dtype::Int8, 2.5), store(Dtype::Int4, f64::NAN)),
             (-128.0, 2.0, 0.0)

@@ -40,7 +40,7 @@ use super::number_limits::Limits;
 pub(crate) fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     for dtype in Dtype::ALL {
-        let limits = Limits::of(dtype);
+        let limits = Limits::new(dtype);
         let power = |name: &str, value: Option<f64>| match value {
             // Exact: each of them is a power of two.
             Some(value) => Metric::exact(name, "", value.log2()),

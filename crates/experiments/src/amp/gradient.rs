@@ -28,7 +28,7 @@ pub(crate) struct GradientArgs {
 pub(crate) fn run(bench: &mut Bench, arguments: &GradientArgs) -> anyhow::Result<()> {
     let device = bench.device;
     runtime::memory::track_cpu()?;
-    let scales = Sizes::of(bench.scale, device, bench.seed).training.scales;
+    let scales = Sizes::new(bench.scale, device, bench.seed).training.scales;
     let sizes = wide(bench.scale, device, bench.seed);
     let mut gradients: Vec<Gradient> =
         SETUPS.iter().map(|setup| Gradient::new(*setup, &sizes, &scales)).collect::<Result<_, _>>()?;

@@ -63,7 +63,7 @@ pub(crate) struct OperatorSeconds {
 }
 
 impl OperatorSeconds {
-    fn of(composition: &Composition) -> Self {
+    fn new(composition: &Composition) -> Self {
         let mut seconds = Self::default();
         for operator in &composition.operators {
             let name = operator.name.as_str();
@@ -117,7 +117,7 @@ impl Gradient {
             self.compute()?;
         }
         trace.save(path)?;
-        Ok(OperatorSeconds::of(&Composition::of(&Profile::read(path)?)?))
+        Ok(OperatorSeconds::new(&Composition::new(&Profile::read(path)?)?))
     }
 
     /// Computes the gradient once, and lets it go.

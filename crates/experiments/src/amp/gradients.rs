@@ -2,7 +2,7 @@
 //!
 //! A [`GradientRecorder`] wraps another policy and records every gradient that a linear layer or an attention of mixed
 //! precision holds in its low dtype: of its output, of its inputs, of its weight. In a backward pass in fp32 that gives the
-//! gradients as they are; their exponents e (2ᵉ ≤ |g| < 2ᵉ⁺¹) say what a scale s = 2ᵏ does to them in fp16:
+//! gradients as they are; their exponents e (2ᵉ ≤ |g| < 2ᵉ⁺¹) show what a scale s = 2ᵏ does to them in fp16:
 //!
 //! - zero where e + k < −25: half of fp16's least number, 2⁻²⁴, rounds to zero;
 //! - fewer than 11 bits of mantissa where e + k < −14;
@@ -15,7 +15,7 @@ use runtime::autograd::{self, Backward, Forward, Function};
 use runtime::precision::{Attention, Policy, Product};
 use tch::{Kind, Tensor};
 
-/// The least exponent that is told apart; below fp32's own.
+/// The least exponent with a count of its own; below fp32's least.
 const LEAST: i64 = -150;
 /// The exponent for infinities and NaN, the one after fp32's largest.
 const NOT_FINITE: i64 = 128;

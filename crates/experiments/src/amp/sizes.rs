@@ -21,7 +21,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    pub(crate) fn of(scale: Scale, device: Device, seed: u64) -> Self {
+    pub(crate) fn new(scale: Scale, device: Device, seed: u64) -> Self {
         let model = |width: i64, heads, max_length| Gpt2LikeConfig {
             embedding_dim: width,
             hidden_dim: width,
@@ -82,7 +82,7 @@ impl Sizes {
     /// # Errors
     /// Texts that were asked for by name and cannot be had.
     pub(crate) fn corpus(&self, data: &Data, scale: Scale) -> anyhow::Result<Corpus> {
-        Corpus::of(&data.choose(scale)?, &self.limits)?.map_err(anyhow::Error::msg)
+        Corpus::open(&data.choose(scale)?, &self.limits)?.map_err(anyhow::Error::msg)
     }
 }
 

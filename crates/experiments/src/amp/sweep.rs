@@ -15,7 +15,7 @@ const DYNAMIC: [(i32, u32); 2] = [(-8, 1), (40, 10)];
 
 pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
     let device = bench.device;
-    let sizes = Sizes::of(bench.scale, device, bench.seed);
+    let sizes = Sizes::new(bench.scale, device, bench.seed);
     let corpus = sizes.corpus(&data.data, bench.scale)?;
     corpus.put(bench)?;
     let training = Training {

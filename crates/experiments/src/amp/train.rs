@@ -26,7 +26,7 @@ pub(crate) struct Train {
 pub(crate) fn run(bench: &mut Bench, arguments: &Train) -> anyhow::Result<()> {
     let device = bench.device;
     runtime::memory::track_cpu()?;
-    let sizes = Sizes::of(bench.scale, device, bench.seed);
+    let sizes = Sizes::new(bench.scale, device, bench.seed);
     let corpus = sizes.corpus(&arguments.data.data, bench.scale)?;
     corpus.put(bench)?;
     let unigram = corpus.unigram_loss()?;
@@ -114,7 +114,7 @@ fn curves(bench: &mut Bench, case: &Case, outcome: &Outcome) -> anyhow::Result<(
             bench.put(&case.clone().with("step", point.step), metrics)?;
         }
     }
-    // A curve has as many points as can be told apart.
+    // A curve has as many points as a reader can distinguish.
     let stretch = outcome.steps.len().div_ceil(POINTS).max(1);
     for steps in outcome.steps.chunks(stretch) {
         let last = &steps[steps.len() - 1];

@@ -122,7 +122,7 @@ pub(crate) fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Resul
     let device = training.device;
     let before = runtime::memory::live_bytes(device)?;
     let Prepared { mut trainer, mut batches, mut validation, autocast } = prepare(corpus, setup, training)?;
-    let recorder = TrainingRecorder::of(&mut trainer, device)?;
+    let recorder = TrainingRecorder::attach(&mut trainer, device)?;
     let ended = trainer.run(&mut batches, Some(&mut validation)).map(|_| ());
     let ended = ended.and_then(|()| trainer.evaluate(&mut validation).map(|_| ()));
     drop(trainer);

@@ -19,7 +19,7 @@ const COUNTED: [i64; 4] = [0, 8, 16, 24];
 
 pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
     let device = bench.device;
-    let sizes = Sizes::of(bench.scale, device, bench.seed);
+    let sizes = Sizes::new(bench.scale, device, bench.seed);
     let corpus = sizes.corpus(&data.data, bench.scale)?;
     let training = Training { steps: sizes.sweep_steps, ..sizes.training.clone() };
     bench.message("training in fp32");

@@ -141,7 +141,7 @@ pub(crate) fn run(bench: &mut Bench) -> anyhow::Result<()> {
                 return bench.put(&case(), missing.to_vec());
             }
         };
-        let statistics = LengthStatistics::of(&*lines)?;
+        let statistics = LengthStatistics::from_samples(&*lines)?;
         bench.put(&case(), described(&statistics))?;
         for bin in statistics.histogram(BIN) {
             let share = bin.samples as f64 / statistics.samples() as f64;

@@ -164,7 +164,7 @@ pub(crate) struct Outcome {
     pub peak_above_bytes: u64,
 }
 
-/// Measures one forward and backward of a mean loss. `plan` says how often; its device is where.
+/// Measures one forward and backward of a mean loss, on the device of `plan`, as often as it plans.
 ///
 /// # Errors
 /// Too little memory, a device that is not there, an option outside its range.

@@ -26,7 +26,7 @@ pub(crate) struct Train {
 pub(crate) fn run(bench: &mut Bench, arguments: &Train) -> anyhow::Result<()> {
     let device = bench.device;
     runtime::memory::track_cpu()?;
-    // The time of a dtype says something only where products in it are native.
+    // The time of a dtype matters only if products in it are native.
     let native = |kind: &Kind| compute_kind(device, *kind) == *kind;
     let kinds: Vec<Kind> = sizes::kinds(bench.scale).iter().copied().filter(native).collect();
     for kind in sizes::kinds(bench.scale).iter().filter(|kind| !native(kind)) {

@@ -177,7 +177,7 @@ pub(crate) fn train(corpus: &Corpus, variant: Variant, training: &Training) -> R
     let optimizer = if kind == Kind::Float { optimizer } else { optimizer.with_master_weights() };
     let mut trainer =
         Trainer::new(model, Box::new(optimizer), TrainerConfig { steps, ..Default::default() })?;
-    let recorder = TrainingRecorder::of(&mut trainer, device)?;
+    let recorder = TrainingRecorder::attach(&mut trainer, device)?;
     trainer.run(&mut batches, None)?;
     drop(trainer);
     let seen = recorder.seen();

@@ -42,7 +42,7 @@ pub(crate) struct Decode {
 pub(crate) fn run(bench: &mut Bench, arguments: &Decode) -> anyhow::Result<()> {
     let device = bench.device;
     let (usual, repeats) = match bench.scale {
-        Scale::Smoke | Scale::Laptop => (vec![Shape::of(bench.scale)], 1),
+        Scale::Smoke | Scale::Laptop => (vec![Shape::at_scale(bench.scale)], 1),
         Scale::Full | Scale::Paper => (vec![Shape::Small, Shape::Medium], 3),
     };
     let shapes = if arguments.shape.is_empty() { &usual } else { &arguments.shape };

@@ -75,7 +75,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(bench: &Bench, recipe: &Recipe) -> Self {
+    fn new(bench: &Bench, recipe: &Recipe) -> Self {
         let (pretraining, adaptation, held_out) = bench.sized([
             ((12, 2, 64), (4, 4), 2),
             ((1600, 2, 128), (200, 16), 50),
@@ -128,7 +128,7 @@ struct Embedded<'a> {
 
 pub(crate) fn run(bench: &mut Bench, arguments: &EmbeddedArgs) -> anyhow::Result<()> {
     runtime::memory::track_cpu()?;
-    let sizes = Sizes::of(bench, &arguments.recipe);
+    let sizes = Sizes::new(bench, &arguments.recipe);
     bench.expect((sizes.pretraining.0 + 2 * sizes.adaptation.0 + 3) as usize);
     let (device, seed) = (bench.device, bench.seed);
     let world = World::read(CONTEXT as usize, sizes.held_out)?;

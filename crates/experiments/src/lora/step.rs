@@ -91,7 +91,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
     runtime::memory::track_cpu()?;
     // Before the first product, when they are distinguishable from other memory.
     runtime::device::product_workspaces(device)?;
-    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(bench.scale));
+    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::at_scale(bench.scale));
     let rows = arguments.batch * arguments.sequence;
     let config = shape.config()?;
     let limit = physical::gemm_rate(device, Kind::Float, rows, config.intermediate_size, config.hidden_size)?

@@ -110,7 +110,7 @@ fn train(
     runtime::random::seed(seed)?;
     let mut model = Llama::new(config, (Kind::Float, device))?;
     let offload = options.map(|options| options.install(&mut model)).transpose()?;
-    let on_host = if offload.is_some() { OnHost::default() } else { OnHost::of(&model)? };
+    let on_host = if offload.is_some() { OnHost::default() } else { OnHost::new(&model)? };
     let group = Group::new(on_host.stepped(&model), 1e-3);
     let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;
     let tokens = tokens(config, device)?;
@@ -152,7 +152,7 @@ struct Pair {
 }
 
 impl OnHost {
-    fn of(model: &Llama) -> anyhow::Result<Self> {
+    fn new(model: &Llama) -> anyhow::Result<Self> {
         let mut pairs = Vec::new();
         for (name, tensor) in trainable(model) {
             if name.contains("layers.") && tensor.device().is_cuda() {

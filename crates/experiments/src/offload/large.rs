@@ -180,9 +180,9 @@ fn few_layers(
     let tier = Tier::File(folder.path().to_owned());
     let options = OffloadConfig { device, method: Method::Overlap, ring, tier, ..OffloadConfig::default() };
     let subject = MeasuredModel::new(&few, (KIND, device), Some(&options), (tokens, seed))?;
-    let Measured { inference, lora, .. } = Measured::of(subject, 2, seed, &mut |_| ())?;
+    let Measured { inference, lora, .. } = Measured::run(subject, 2, seed, &mut |_| ())?;
     runtime::memory::empty_cache(device)?;
-    Ok([&inference, &lora].map(PartTimes::of))
+    Ok([&inference, &lora].map(PartTimes::new))
 }
 
 /// Makes the model in files, runs its passes within the budget, and checks that they kept it.
@@ -215,7 +215,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Large) -> anyhow::Result<()> {
     bench.step();
 
     let Measured { inference, installed, lora } =
-        Measured::of(subject, arguments.repeats, seed, &mut |what| {
+        Measured::run(subject, arguments.repeats, seed, &mut |what| {
             bench.message(what);
             bench.step();
         })?;

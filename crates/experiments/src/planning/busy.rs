@@ -11,7 +11,7 @@ use tch::Kind;
 use super::sandbox::{Sandbox, median};
 use crate::driver::Bench;
 
-/// How threads wait, and the variable that says so to the program.
+/// How threads wait, and the variable that sets it.
 type Policy = (&'static str, Option<(&'static str, &'static str)>);
 
 const POLICIES: [Policy; 3] = [

@@ -1,6 +1,6 @@
 //! `robustness allocations`: a training step in which one allocation after the other is refused.
 //!
-//! After each refusal weights and optimizer state have to be those before the step, bit for bit, or the error has to say that they are
+//! After each refusal weights and optimizer state have to be those before the step, bit for bit, or the error has to name that they are
 //! not; and the step, computed again, has to give the bits of an undisturbed one.
 
 use anyhow::{Context, ensure};
@@ -98,7 +98,7 @@ struct Outcome {
     tried: u64,
     /// Clear errors after which everything was as before.
     as_before: u64,
-    /// Clear errors that say that weights are updated in part.
+    /// Clear errors that weights are updated in part.
     interrupted: u64,
     /// Steps that ended well nevertheless.
     tolerated: u64,

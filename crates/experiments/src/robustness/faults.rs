@@ -32,16 +32,16 @@ struct Fault {
     /// Its name in `faults.c`.
     kind: &'static str,
     /// A text that the error must contain; `None` where the program is killed or notices nothing.
-    says: Option<&'static str>,
+    error: Option<&'static str>,
 }
 
 const FAULTS: [Fault; 6] = [
-    Fault { name: "killed within the call", kind: "kill", says: None },
-    Fault { name: "disk full from there on", kind: "enospc", says: Some("No space left on device") },
-    Fault { name: "input/output error, once", kind: "eio", says: Some("Input/output error") },
-    Fault { name: "read-only from there on", kind: "erofs", says: Some("Read-only file system") },
-    Fault { name: "half of each write from there on", kind: "short", says: None },
-    Fault { name: "time of day jumps by years from there on", kind: "clock", says: None },
+    Fault { name: "killed within the call", kind: "kill", error: None },
+    Fault { name: "disk full from there on", kind: "enospc", error: Some("No space left on device") },
+    Fault { name: "input/output error, once", kind: "eio", error: Some("Input/output error") },
+    Fault { name: "read-only from there on", kind: "erofs", error: Some("Read-only file system") },
+    Fault { name: "half of each write from there on", kind: "short", error: None },
+    Fault { name: "time of day jumps by years from there on", kind: "clock", error: None },
 ];
 
 /// The outcomes of one kind of failure in one command.
@@ -79,7 +79,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Faults) -> anyhow::Result<()> {
         let expected = sandbox.results(&work, "reference")?;
         let calls = count(&sandbox, &work, &library)?;
         for fault in FAULTS {
-            let outcome = of(&sandbox, &work, &fault, &library, spread(calls, tries), &expected)?;
+            let outcome = inject(&sandbox, &work, &fault, &library, spread(calls, tries), &expected)?;
             let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
             let mut metrics = vec![
                 count("calls", calls as usize),
@@ -142,7 +142,7 @@ fn spread(calls: u64, most: u64) -> impl Iterator<Item = u64> {
     (0..most).map(move |number| 1 + number * calls / most)
 }
 
-fn of(
+fn inject(
     sandbox: &Sandbox,
     work: &Work,
     fault: &Fault,
@@ -160,7 +160,7 @@ fn of(
         outcome.tries += 1;
         if status.success() {
             outcome.tolerated += 1;
-        } else if fault.says.is_some_and(|says| message.contains(says)) && !message.contains("panicked") {
+        } else if fault.error.is_some_and(|text| message.contains(text)) && !message.contains("panicked") {
             outcome.clear += 1;
         } else if fault.kind != "kill" || status.code().is_some() {
             outcome.unclear += 1;

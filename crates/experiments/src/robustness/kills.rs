@@ -41,7 +41,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Kills) -> anyhow::Result<()> {
     let mut random = Uniform(bench.seed ^ 0x2545_f491_4f6c_dd1d);
     for work in works {
         bench.message(work.name);
-        let outcome = of(&sandbox, &work, tries, &mut random, bench)?;
+        let outcome = kill_at_random(&sandbox, &work, tries, &mut random, bench)?;
         let count = |name: &str, count: usize| Metric::exact(name, "", count as f64);
         let mut metrics = vec![count("kills", outcome.kills), count("runs_to_the_end", outcome.ends)];
         metrics.extend(outcome.recovery.metrics());
@@ -50,7 +50,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Kills) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn of(
+fn kill_at_random(
     sandbox: &Sandbox,
     work: &Work,
     tries: usize,

@@ -184,7 +184,7 @@ pub struct Outcome {
     pub predicted: Peak,
 }
 
-/// Measures one case. `plan` says how often; its device is where.
+/// Measures one case, on the device of `plan`, as often as it plans.
 ///
 /// # Errors
 /// Sizes that make no stack, too little memory, a device that is not there.

@@ -144,7 +144,7 @@ fn context() -> Context<'static> {
 
 impl Bench {
     /// Runs `plans` in turns: once each to warm up, then in `rounds` rounds, before each of which `stack`'s layer is measured
-    /// `probes` times. `tell` hears of each run.
+    /// `probes` times. `report` is called with the name of each run.
     ///
     /// # Errors
     /// Errors of the model.
@@ -154,7 +154,7 @@ impl Bench {
         predictor: &StepPredictor,
         plans: Vec<NamedPlan>,
         [rounds, probes]: [usize; 2],
-        mut tell: impl FnMut(&str),
+        mut report: impl FnMut(&str),
     ) -> Result<Vec<Outcome>> {
         let outcome = |plan: NamedPlan| {
             let predictor = predictor.step(&plan.plan)?;
@@ -173,7 +173,7 @@ impl Bench {
             for turn in 0..number {
                 // Each round begins with another plan, so that none is always the first or the last.
                 let outcome = &mut outcomes[(turn + round * number / rounds.max(1)) % number];
-                tell(&outcome.plan.name);
+                report(&outcome.plan.name);
                 self.step(outcome, round > 0)?;
             }
         }

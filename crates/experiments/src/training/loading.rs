@@ -28,7 +28,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Loading) -> anyhow::Result<()> 
     let device = bench.device;
     runtime::memory::track_cpu()?;
     let scale = bench.scale;
-    let sizes = Sizes::of(scale);
+    let sizes = Sizes::new(scale);
     let strategies = if arguments.strategies.is_empty() { &Strategy::ALL[..] } else { &arguments.strategies };
     let case = |strategy: Strategy| Case::new().with("strategy", strategy.to_string());
     let corpus = sizes.corpus(&arguments.data, scale)?;

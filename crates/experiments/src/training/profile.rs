@@ -64,7 +64,7 @@ impl Slowdowns {
         };
         std::fs::create_dir_all(&traces)
             .with_context(|| format!("making the folder {}", traces.display()))?;
-        let sizes = Sizes::of(bench.scale);
+        let sizes = Sizes::new(bench.scale);
         Ok(Self {
             corpus: sizes.corpus(&arguments.data, bench.scale)?,
             common: Common {
@@ -145,7 +145,7 @@ impl Slowdowns {
             return bench.put(&case, metrics.to_vec());
         }
         let (on, off) = setups(inefficiency);
-        let part = Some(TracePart::of(inefficiency));
+        let part = Some(TracePart::showing(inefficiency));
         let diagnosis = self.compare(bench, [inefficiency.name(), "on"], [&on, &off], part)?;
         let detected = match detector(inefficiency) {
             Some(name) => {

@@ -36,7 +36,7 @@ impl Turn {
     ///
     /// # Errors
     /// Errors of the setup.
-    pub(crate) fn of(setup: &mut Setup, steps: u64) -> Result<Self> {
+    pub(crate) fn measure(setup: &mut Setup, steps: u64) -> Result<Self> {
         let start = Instant::now();
         // The losses are read at the end, which waits for the device.
         let records = setup.run(steps)?;
@@ -71,8 +71,8 @@ pub(crate) fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> R
     off.run(effort.warmup)?;
     let mut pair = Pair::default();
     for _ in 0..effort.turns {
-        pair.on.push(Turn::of(on, effort.turn)?);
-        pair.off.push(Turn::of(off, effort.turn)?);
+        pair.on.push(Turn::measure(on, effort.turn)?);
+        pair.off.push(Turn::measure(off, effort.turn)?);
     }
     Ok(pair)
 }
@@ -83,7 +83,7 @@ pub(crate) fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> R
 /// Errors of the setup and of the profiler.
 pub(crate) fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Composition, Diagnosis)> {
     let (profile, facts) = setup.trace(effort.traced, trace)?;
-    Ok((Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?))
+    Ok((Composition::new(&profile)?, Diagnosis::new(&profile, &facts)?))
 }
 
 /// The detector that is made for an inefficiency. `None`: its cost is a plain part of the model, which no profile can tell

@@ -29,7 +29,7 @@ pub(crate) struct Sizes {
 
 impl Sizes {
     /// The sizes of the comparison of loading strategies.
-    pub(crate) fn of(scale: Scale) -> Self {
+    pub(crate) fn new(scale: Scale) -> Self {
         let model = |(width, heads, max_length): (i64, i64, i64)| Gpt2LikeConfig {
             embedding_dim: width,
             hidden_dim: width,
@@ -77,6 +77,6 @@ impl Sizes {
             validation_tokens: self.validation_tokens,
             vocabulary: self.vocabulary,
         };
-        Corpus::of(&data.data.choose(scale)?, &limits)?.map_err(anyhow::Error::msg)
+        Corpus::open(&data.data.choose(scale)?, &limits)?.map_err(anyhow::Error::msg)
     }
 }

@@ -115,7 +115,7 @@ pub(crate) fn run(bench: &mut Bench, data: &DataArgs) -> anyhow::Result<()> {
     let device = bench.device;
     runtime::memory::track_cpu()?;
     let scale = bench.scale;
-    let sizes = Sizes::of(scale);
+    let sizes = Sizes::new(scale);
     let corpus = sizes.corpus(data, scale)?;
     corpus.put(bench)?;
     let effort = Effort { rounds: sizes.stage_rounds, turn: if device.is_cuda() { 10 } else { 1 } };
@@ -164,11 +164,11 @@ fn measure(
     common: &Common,
     stages: &[Stage],
     effort: Effort,
-    mut tell: impl FnMut(&str),
+    mut report: impl FnMut(&str),
 ) -> Result<Vec<Measured>> {
     let (mut setups, mut measured) = (Vec::new(), Vec::new());
     for stage in stages {
-        tell(&format!("{}, warm-up", stage.name));
+        report(&format!("{}, warm-up", stage.name));
         let region = Region::start(common.device)?;
         let mut setup = Setup::with(corpus, &stage.on, stage.techniques, common)?;
         setup.run(WARMUP)?;
@@ -177,12 +177,12 @@ fn measure(
     }
     let count = stages.len();
     for round in 0..effort.rounds {
-        tell(&format!("all stages, round {} of {}", round + 1, effort.rounds));
+        report(&format!("all stages, round {} of {}", round + 1, effort.rounds));
         for turn in 0..count {
             // Each round begins with another stage, and every second one goes backwards.
             let index = (turn + round as usize * 5) % count;
             let index = if round % 2 == 0 { index } else { count - 1 - index };
-            measured[index].turns.push(Turn::of(&mut setups[index], effort.turn)?);
+            measured[index].turns.push(Turn::measure(&mut setups[index], effort.turn)?);
         }
     }
     for (setup, measured) in setups.iter().zip(&mut measured) {

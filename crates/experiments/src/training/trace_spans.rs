@@ -24,7 +24,7 @@ pub(crate) enum TracePart {
 
 impl TracePart {
     /// Where an inefficiency shows.
-    pub(crate) fn of(inefficiency: Inefficiency) -> Self {
+    pub(crate) fn showing(inefficiency: Inefficiency) -> Self {
         match inefficiency {
             Inefficiency::PadToMax => Self::Step,
             Inefficiency::TokenizePerItem | Inefficiency::NoWorkers | Inefficiency::Unpinned => {

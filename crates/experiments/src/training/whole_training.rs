@@ -129,7 +129,7 @@ pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) ->
         TrainerConfig { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
     )?;
     trainer.schedule = LrSchedule { warmup, shape: Shape::Constant, ..Default::default() };
-    let recorder = TrainingRecorder::of(&mut trainer, device)?;
+    let recorder = TrainingRecorder::attach(&mut trainer, device)?;
     trainer.run(&mut batches, Some(&mut validation))?;
     trainer.evaluate(&mut validation)?;
     drop(trainer);

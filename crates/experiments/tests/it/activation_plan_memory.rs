@@ -1,4 +1,4 @@
-//! Peak memory falls as each plan says, predicted from one layer. The counts are the whole process's, so no
+//! Peak memory falls as predicted for each plan from one layer. The counts are the whole process's, so no
 //! other test may run at the same time.
 
 use experiments::training::activation_plan::{NamedPlan, Outcome, Stack};

@@ -13,7 +13,7 @@ fn lines() -> Arc<Vec<Vec<u32>>> {
 #[test]
 fn computed_and_counted_padding_agree() {
     let lines = lines();
-    let statistics = LengthStatistics::of(&*lines).unwrap();
+    let statistics = LengthStatistics::from_samples(&*lines).unwrap();
     for batching in BATCHINGS {
         let Some(waste) = batching.computed(&statistics) else { continue };
         let epochs = if batching == Batching::Longest { 40 } else { 2 };
@@ -24,7 +24,7 @@ fn computed_and_counted_padding_agree() {
             let variance =
                 counted.positions.iter().map(|count| (count - mean).powi(2)).sum::<f64>() / (n - 1.0);
             let error = (variance / n).sqrt();
-            // The mean is known to within a percent of the places, so the next line says something.
+            // The mean is known to within a percent of the places, so the next line proves something.
             assert!(error > 0.0 && error < 0.01 * mean, "{error} of {mean}");
             assert!(
                 (mean - waste.positions).abs() < 4.0 * error,

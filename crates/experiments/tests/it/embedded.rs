@@ -1,4 +1,4 @@
-//! The embedded data sets are what their README says.
+//! The embedded data sets have the properties that their README promises.
 
 use std::collections::BTreeSet;
 

@@ -4,8 +4,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Returns the permission bits of a new file or folder: those of what it replaces, within `new`, or `new` alone, of which the user's mask
-/// takes some away.
+/// Returns the permission bits of a new file or folder: the bits of what it replaces, within `new`; or `new` alone, from which the user's
+/// mask takes some away.
 #[cfg(unix)]
 pub(super) fn mode(replaced: &Path, new: u32) -> u32 {
     use std::os::unix::fs::MetadataExt;

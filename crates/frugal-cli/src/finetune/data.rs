@@ -90,7 +90,7 @@ impl Data {
         if let Some(path) = own.validation.as_deref().filter(|path| !path.is_file()) {
             bail!("--validation {}: no such file", path.display());
         }
-        let mut splits = Splits::of(path)?;
+        let mut splits = Splits::find(path)?;
         let found = found(&splits, own)?;
         if let Some(file) = own.validation.clone().filter(|_| found != Found::Gsm8k) {
             splits.validation = vec![file];

@@ -34,7 +34,7 @@ pub(crate) fn is_folder(path: &Path) -> bool {
     if ![TRAIN, TEST].iter().all(|name| path.join(name).is_file()) {
         return false;
     }
-    let has_validation = Splits::of(path).is_ok_and(|splits| !splits.validation.is_empty());
+    let has_validation = Splits::find(path).is_ok_and(|splits| !splits.validation.is_empty());
     let records = dataloading::records::read_all(&[path.join(TRAIN)]);
     let first = records.ok().and_then(|mut records| records.find_map(Result::ok));
     !has_validation
@@ -53,7 +53,7 @@ impl Problems {
     }
 
     fn read(&self, path: &Path) -> anyhow::Result<Vec<Problem>> {
-        if matches!(FileKind::of(path), FileKind::Csv { .. } | FileKind::Parquet) {
+        if matches!(FileKind::from_path(path), FileKind::Csv { .. } | FileKind::Parquet) {
             bail!(
                 "{}: GSM8K's problems are read from JSON lines; convert the file, or learn its questions and answers with \
                  --format question-answer",

@@ -98,7 +98,7 @@ pub(crate) fn diagnose(
     if let Some(file) = &diagnosis.trace {
         file.write(|out| std::io::copy(&mut File::open(&scratch)?, out).map(drop))?;
     }
-    let (composition, diagnosis) = (Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?);
+    let (composition, diagnosis) = (Composition::new(&profile)?, Diagnosis::new(&profile, &facts)?);
     trainer.note(&format!("{composition}\n{diagnosis}"))?;
     if as_json {
         let findings = diagnosis.findings.iter().map(|finding| {

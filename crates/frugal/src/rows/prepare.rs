@@ -35,7 +35,7 @@ pub enum Found {
 /// # Errors
 /// A file that cannot be read; a record that has no known format.
 pub fn detect(files: &[PathBuf], field: &str) -> Result<Found> {
-    let kind = files.first().map_or(FileKind::Text, |file| FileKind::of(file));
+    let kind = files.first().map_or(FileKind::Text, |file| FileKind::from_path(file));
     if kind == FileKind::Text {
         return Ok(Found::Text);
     }
@@ -47,7 +47,7 @@ pub fn detect(files: &[PathBuf], field: &str) -> Result<Found> {
 /// # Errors
 /// As [`detect`]; files of plain text.
 pub fn detect_records(files: &[PathBuf], field: &str) -> Result<Detected> {
-    Detected::of(records::read_all(files)?, field).map_err(|error| named(error, files))
+    Detected::new(records::read_all(files)?, field).map_err(|error| named(error, files))
 }
 
 /// Names the files in an error about data without a record.

@@ -6,7 +6,7 @@ use crate::memory::SHARED_WINDOW;
 use crate::parse::Operand;
 use crate::scalar::Scalar;
 
-/// Modifiers of loads and stores that say how likely data is used again, or name the default order.
+/// Modifiers of loads and stores: hints about the reuse of data, and the default order.
 const HINTS: [&str; 17] = [
     "weak",
     "ca",

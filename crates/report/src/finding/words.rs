@@ -38,7 +38,7 @@ impl Change {
 }
 
 /// The words of one value, or of the range of several, which are of one kind.
-pub(super) fn of(values: &[Value]) -> String {
+pub(super) fn describe(values: &[Value]) -> String {
     match values {
         [] => String::new(),
         [Value::Amount(..), ..] => {

@@ -11,7 +11,7 @@ use crate::table::{Cell, Table, mark};
 const FOLDED: usize = 12;
 
 pub(super) fn html(s: &Section) -> String {
-    // Where records are there and nothing ran, there is nothing to say of a run.
+    // Records without a run have no line about a run.
     let state = match s.run.is_none() && s.has_records {
         true => String::new(),
         false => format!("<p class=\"state\">{}</p>\n", run_badge(s)),

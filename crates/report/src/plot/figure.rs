@@ -89,7 +89,7 @@ fn titles(spec: &Plot, series: Vec<String>) -> Vec<String> {
 }
 
 impl Dimension {
-    fn of(name: &str, cases: &[&Case], measured: &Measurements) -> Self {
+    fn new(name: &str, cases: &[&Case], measured: &Measurements) -> Self {
         let values: Vec<&Value> = cases.iter().filter_map(|case| case.get(name)).collect();
         if values.is_empty() {
             let unit = measured.unit(name).unwrap_or_default().to_owned();
@@ -135,8 +135,8 @@ fn shown_spread(metric: &Metric) -> f64 {
 
 pub(super) fn points(spec: &Plot, measured: &Measurements) -> Option<Points> {
     let cases = cases(spec, measured);
-    let x = Dimension::of(&spec.x, &cases, measured);
-    let y = Dimension::of(&spec.y, &cases, measured);
+    let x = Dimension::new(&spec.x, &cases, measured);
+    let y = Dimension::new(&spec.y, &cases, measured);
     let has_both = |case: &&Case| {
         x.value(&spec.x, case, measured).is_some() && y.value(&spec.y, case, measured).is_some()
     };

@@ -65,7 +65,7 @@ impl Svg {
         let _ = writeln!(self.body, "<polyline class=\"{class}\" points=\"{}\"/>", points.join(" "));
     }
 
-    /// A rectangle that says `hover` under the pointer.
+    /// A rectangle that shows `hover` under the pointer.
     pub(super) fn rect(&mut self, class: &str, (x, y): (f64, f64), (w, h): (f64, f64), hover: &str) {
         let (x, y, w, h) = (short(x), short(y), short(w), short(h));
         let _ = writeln!(
@@ -86,7 +86,7 @@ impl Svg {
         let _ = writeln!(self.body, "<text{class}{anchor} x=\"{x}\" y=\"{y}\">{}</text>", escape(text));
     }
 
-    /// The mark of a series at a point, which says `hover` under the pointer.
+    /// The mark of a series at a point, which shows `hover` under the pointer.
     pub(super) fn mark(&mut self, series: usize, hollow: bool, (x, y): (f64, f64), hover: &str) {
         let r = 4.5;
         let path = match (series + series / COLOURS.len()) % 6 {

@@ -176,7 +176,7 @@ fn draw_panel(
 fn draw_span(svg: &mut Svg, span: &Span, axis: &Axis, multiple: &Multiple, middle: f64) {
     let [from, to] = [span.start, span.end].map(|time| axis.at(time / multiple.divisor));
     let width = (to - from).max(LEAST);
-    // A gap tells spans apart that follow each other at once.
+    // A gap separates spans that follow each other at once.
     let wide = if width > 3.0 { width - 1.0 } else { width };
     let top = middle - THICK / 2.0;
     svg.rect(&svg::fill(span.series), (from, top), (wide, THICK), &span.hover);

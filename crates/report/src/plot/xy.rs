@@ -69,7 +69,7 @@ struct Drawn {
 }
 
 impl Drawn {
-    fn of(dimension: &Dimension, values: Vec<f64>) -> Self {
+    fn new(dimension: &Dimension, values: Vec<f64>) -> Self {
         let largest = values.iter().fold(0.0, |m: f64, v| m.max(v.abs()));
         let multiple = if dimension.key {
             unit::multiple(1.0, "count")
@@ -86,8 +86,8 @@ impl Drawn {
 
 fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>, cell: Area, at_ends: bool) {
     let points = &panel.items;
-    let x = Drawn::of(&figure.x, points.iter().map(|p| p.x).collect());
-    let y = Drawn::of(&figure.y, points.iter().map(|p| p.y).collect());
+    let x = Drawn::new(&figure.x, points.iter().map(|p| p.x).collect());
+    let y = Drawn::new(&figure.y, points.iter().map(|p| p.y).collect());
     let ticks = ((cell.right - cell.left) / 55.0).clamp(3.0, 10.0) as usize;
     // Zero belongs on an axis of points only where it costs less than half of the panel.
     let from_zero = |drawn: &Drawn| {

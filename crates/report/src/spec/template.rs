@@ -152,7 +152,7 @@ impl Template {
             .filter_map(|piece| if let Piece::Quantity(_, operand) = piece { Some(operand) } else { None })
     }
 
-    /// Returns whether it says that one value is more or less than another.
+    /// Returns whether its words depend on which of two values is larger.
     pub fn relates(&self) -> bool {
         let relation = |quantity| matches!(quantity, Quantity::Change | Quantity::Time | Quantity::Rate);
         self.0.iter().any(|piece| matches!(piece, Piece::Quantity(quantity, _) if relation(*quantity)))

@@ -75,7 +75,7 @@ pub struct Plot {
     /// The metrics of a stacked bar, from the axis outwards.
     #[serde(default)]
     pub stack: Vec<String>,
-    /// The case key that tells series apart.
+    /// The case key that distinguishes series.
     #[serde(default)]
     pub series: Option<String>,
     /// Case keys whose combinations get a panel each.

@@ -1,4 +1,4 @@
-//! Records and specifications that others may have changed: each is refused, or is read as what it says.
+//! Records and specifications that others may have changed: each is refused, or is read as it is written.
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ fn records() {
         let read = fuzz::within(400 * line.len() + (64 << 10), || read_records(&path));
         let Ok(read) = read else { return Outcome::Refused };
         assert_eq!((&read[0], read.last()), (&record, Some(&record)));
-        // Whatever was read is what the line says: written again it has every field that a record has.
+        // A record that was read and written again has every field of its line.
         for (read, line) in
             read[1..read.len() - 1].iter().zip(line.lines().filter(|line| !line.trim().is_empty()))
         {

@@ -67,7 +67,7 @@ fn seconds(method: &str, samples: &[f64]) -> Record {
 
 fn answers(ours: &[f64], theirs: &[f64], others: &[OtherReport]) -> Vec<String> {
     let specs: Specs = toml::from_str(PART).unwrap();
-    let document = Document::of(&specs, &[seconds("ours", ours), seconds("theirs", theirs)], &[], others);
+    let document = Document::new(&specs, &[seconds("ours", ours), seconds("theirs", theirs)], &[], others);
     document.parts[0].rows.iter().flat_map(|row| row.answers.clone()).collect()
 }
 
@@ -91,7 +91,7 @@ fn a_question_without_a_record_says_why_and_how() {
     assert_eq!(answers(&[1.0], &[1.0], &[])[1], gap);
     let other = OtherReport { folder: "gpu".into(), records: vec![seconds("elsewhere", &[0.5, 0.5, 0.5])] };
     let specs: Specs = toml::from_str(PART).unwrap();
-    let document = Document::of(&specs, &[], &[], std::slice::from_ref(&other));
+    let document = Document::new(&specs, &[], &[], std::slice::from_ref(&other));
     assert_eq!(document.parts[0].rows[1].answers, ["On Test CPU: It takes 500 ms."]);
     let opening = document.opening.as_ref().unwrap();
     assert_eq!(
@@ -101,7 +101,7 @@ fn a_question_without_a_record_says_why_and_how() {
     );
     assert_eq!(document.gaps().len(), 1, "the first question has no record anywhere");
     let claim = |records: &[Record]| {
-        let document = Document::of(&specs, records, &[], std::slice::from_ref(&other));
+        let document = Document::new(&specs, records, &[], std::slice::from_ref(&other));
         document.claims[0].to_string()
     };
     assert_eq!(claim(&[]), "claim c/e 0.50 s <= 2.00 s holds (on Test CPU)");
@@ -261,7 +261,7 @@ fn every_finding_follows_the_sign_of_its_figures() {
         }
         let text = |times: f64, spread: f64| {
             let records = made_up(&experiment, &finding, times, spread);
-            let sentences = finding::of(&finding, &Measurements::from_records(&records));
+            let sentences = finding::render(&finding, &Measurements::from_records(&records));
             assert!(sentences.iter().all(|sentence| sentence.measured), "{experiment}: {sentences:?}");
             sentences.into_iter().map(|sentence| sentence.text).collect::<Vec<_>>().join("\n")
         };
@@ -293,7 +293,7 @@ fn every_finding_follows_the_sign_of_its_figures() {
 #[test]
 fn every_formula_is_drawn() {
     let specs = registered();
-    let page = report::page::html(&Document::of(&specs, &[], &[], &[]));
+    let page = report::page::html(&Document::new(&specs, &[], &[], &[]));
     assert!(page.contains("<math"), "the parts have formulas");
     let undrawn = page.split("<code>\\").nth(1).map(|rest| rest.chars().take(60).collect::<String>());
     assert_eq!(undrawn, None, "a formula has what `math` does not know");

@@ -6,7 +6,7 @@ use report::table::Table;
 use report::{Case, Measurements, Metric, comparison, finding, markdown, plot, spec, tidy_csv};
 
 fn measured() -> Measurements {
-    Measurements::of(&specs(), "swiglu", &swiglu())
+    Measurements::select(&specs(), "swiglu", &swiglu())
 }
 
 fn shown(spec: &spec::Table, measured: &Measurements) -> String {

@@ -49,7 +49,7 @@ fn microseconds(seconds: f64) -> f64 {
 
 #[test]
 fn the_times_of_a_step_match_the_events() {
-    let composition = Composition::of(&trace(EVENTS)).unwrap();
+    let composition = Composition::new(&trace(EVENTS)).unwrap();
     let [first, second] = composition.steps[..] else { panic!("{:?}", composition.steps) };
     assert_eq!(first.phases.map(microseconds), [0.0, 40.0, 30.0, 0.0, 0.0, 30.0]);
     assert_eq!(second.phases.map(microseconds), [0.0, 20.0, 0.0, 0.0, 0.0, 30.0]);
@@ -78,7 +78,7 @@ fn device_time_is_separate_from_host_time() {
         // It ends in the second step.
         ("kernel", "late", 7, 90.0, 30.0),
     ]);
-    let composition = Composition::of(&trace(&events)).unwrap();
+    let composition = Composition::new(&trace(&events)).unwrap();
     let device = composition.steps[0].device.unwrap();
     assert_eq!((device.kernels, device.copies, device.copy_bytes), (3.0, 1.0, 64.0));
     assert_eq!(microseconds(device.busy_seconds), 40.0 + 5.0 + 10.0);
@@ -88,7 +88,7 @@ fn device_time_is_separate_from_host_time() {
 
 #[test]
 fn a_trace_without_steps_is_refused() {
-    let error = Composition::of(&trace(&EVENTS[4..8])).unwrap_err();
+    let error = Composition::new(&trace(&EVENTS[4..8])).unwrap_err();
     expect_test::expect![[r#"the trace has 4 operators but no range named "step"; record whole steps, each within runtime::profile::range("step")"#]]
         .assert_eq(&error.to_string());
 }
@@ -109,5 +109,5 @@ fn a_composition_prints_as_a_table() {
           AddmmBackward0    2.00 µs    2.7 %  0.5 ×
           aten::t           1.00 µs    1.3 %  0.5 ×
     "#]]
-    .assert_eq(&Composition::of(&trace(EVENTS)).unwrap().to_string());
+    .assert_eq(&Composition::new(&trace(EVENTS)).unwrap().to_string());
 }

@@ -31,7 +31,7 @@ fn makes(view: &View<'_>, seen: &Seen<'_>) -> bool {
 }
 
 fn detect(view: &View<'_>) -> Option<Evidence> {
-    // Sequence lengths, to tell a mask from a square weight.
+    // Sequence lengths, which distinguish a mask from a square weight.
     let mut lengths: Vec<i64> = Vec::new();
     for (_, seen) in view.in_phase(Phase::Forward) {
         let shape = seen.shape(0);

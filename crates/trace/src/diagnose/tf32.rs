@@ -11,7 +11,7 @@ pub(super) const DETECTOR: Detector = Detector {
     detect,
 };
 
-/// The kernels' names say what they multiply: `ampere_sgemm_128x64_nn`, `sm80_xmma_gemm_f32f32_f32f32_f32_…`,
+/// The kernels' names contain the dtype that they multiply: `ampere_sgemm_128x64_nn`, `sm80_xmma_gemm_f32f32_f32f32_f32_…`,
 /// `cutlass_80_simt_sgemm_…` in fp32; `…_tf32f32_…`, `…_tensorop_s1688gemm_…` in TF32.
 fn is_full_fp32(name: &str) -> bool {
     let name = name.to_ascii_lowercase();

@@ -204,7 +204,7 @@ fn record(injected: Injected) -> Profile {
 }
 
 fn diagnose(injected: Injected) -> Diagnosis {
-    Diagnosis::of(&record(injected), &TrainingFacts::default()).unwrap()
+    Diagnosis::new(&record(injected), &TrainingFacts::default()).unwrap()
 }
 
 #[test]
@@ -341,11 +341,11 @@ fn facts_outside_the_trace_are_reported() {
         elements_without_gradient: Some(1056),
         ..TrainingFacts::default()
     };
-    let diagnosis = Diagnosis::of(&profile, &facts).unwrap();
+    let diagnosis = Diagnosis::new(&profile, &facts).unwrap();
     let names: Vec<&str> = diagnosis.findings.iter().map(|finding| finding.name).collect();
     assert_eq!(names, ["padding", "unused parameters"], "the one of unknown cost comes last: {diagnosis}");
     let padding = &diagnosis.findings[0];
-    let composition = Composition::of(&profile).unwrap();
+    let composition = Composition::new(&profile).unwrap();
     let parts = [Phase::Forward, Phase::Backward].map(|phase| composition.phase(phase).seconds);
     let expected = 0.4 * parts.iter().sum::<f64>() / composition.median.seconds;
     assert!((padding.share.unwrap() - expected).abs() < 1e-12, "{padding:?}");
@@ -359,12 +359,12 @@ fn facts_outside_the_trace_are_reported() {
         parameters_without_gradient: Some(vec![]),
         ..TrainingFacts::default()
     };
-    assert!(Diagnosis::of(&profile, &little).unwrap().findings.is_empty());
+    assert!(Diagnosis::new(&profile, &little).unwrap().findings.is_empty());
 }
 
 #[test]
 fn the_composition_of_a_real_trace_adds_up() {
-    let composition = Composition::of(&record(Injected { worker: true, ..Injected::default() })).unwrap();
+    let composition = Composition::new(&record(Injected { worker: true, ..Injected::default() })).unwrap();
     assert_eq!(composition.steps.len(), STEPS);
     for step in &composition.steps {
         let sum: f64 = step.phases.iter().sum();
@@ -399,8 +399,8 @@ fn a_product_that_copies_its_bias_is_one_call() {
     }
     trace.save(&path).unwrap();
     let profile = Profile::read(&path).unwrap();
-    let median = Composition::of(&profile).unwrap().median;
+    let median = Composition::new(&profile).unwrap().median;
     assert!(median.host_seconds < 0.3 * median.seconds, "{median:?}");
-    let diagnosis = Diagnosis::of(&profile, &TrainingFacts::default()).unwrap();
+    let diagnosis = Diagnosis::new(&profile, &TrainingFacts::default()).unwrap();
     assert!(diagnosis.finding("tiny operators").is_none(), "{diagnosis}");
 }

@@ -23,7 +23,7 @@ fn diagnose(device: &[(&str, &str, f64, f64)], facts: &TrainingFacts) -> Diagnos
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     std::fs::write(&path, json!({ "traceEvents": events }).to_string()).unwrap();
-    Diagnosis::of(&Profile::read(&path).unwrap(), facts).unwrap()
+    Diagnosis::new(&Profile::read(&path).unwrap(), facts).unwrap()
 }
 
 fn names(diagnosis: &Diagnosis) -> Vec<&str> {

@@ -83,11 +83,11 @@ impl Bundle {
     }
 
     pub(crate) fn run(&self, args: &[&str]) -> Ran {
-        Ran::of(self.xtask(args).output().unwrap())
+        Ran::new(self.xtask(args).output().unwrap())
     }
 }
 
-/// How an `xtask` ended, and what it said.
+/// The status and the output of an `xtask`.
 #[derive(Debug)]
 pub(crate) struct Ran {
     pub(crate) code: Option<i32>,
@@ -96,7 +96,7 @@ pub(crate) struct Ran {
 }
 
 impl Ran {
-    pub(crate) fn of(output: Output) -> Self {
+    pub(crate) fn new(output: Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
     }

@@ -15,7 +15,7 @@ const TOP: [&str; 9] = [
     "reports",
     "xtask",
 ];
-/// Names that say nothing of what is in the file.
+/// Names without a subject.
 const EMPTY_NAMES: [&str; 5] = ["utils", "helpers", "common", "misc", "types"];
 const SOURCES: [&str; 5] = ["rs", "cpp", "h", "hpp", "py"];
 const LONGEST: usize = 500;

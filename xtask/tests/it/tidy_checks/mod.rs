@@ -37,7 +37,7 @@ impl Tree {
     }
 
     /// A sample.
-    pub(crate) fn of(files: &[(&str, &str)]) -> Self {
+    pub(crate) fn new(files: &[(&str, &str)]) -> Self {
         Self { files: files.iter().map(|&(path, text)| (path.to_owned(), text.to_owned())).collect() }
     }
 

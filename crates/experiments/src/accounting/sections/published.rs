@@ -177,7 +177,7 @@ fn numbers() -> Result<Vec<Figure>, Error> {
         let block = |choice| korthikanti(work, hidden, heads, choice);
         Ok(100.0 * (1.0 - block(Recompute::Selective)? as f64 / block(Recompute::None)? as f64))
     };
-    let limit = |dtype: Dtype| Limits::of(dtype).max;
+    let limit = |dtype: Dtype| Limits::new(dtype).max;
     let figure = |what: &str, source, published, ours| (what.to_owned(), source, "", published, 1.0, ours);
     Ok(vec![
         figure("largest fp8 e4m3", FP8, 448.0, limit(Dtype::Fp8E4m3)),

@@ -11,7 +11,7 @@ const NEW_TOKENS: usize = 40;
 
 const AT_A_TIME: usize = 50;
 
-/// Answers to the world's held-out problems, asked as `prompts` say, decoded greedily, and their grades.
+/// Answers to the world's held-out problems, asked by `prompts`, decoded greedily, and their grades.
 pub(crate) fn grade(
     model: &dyn LanguageModel,
     world: &World,

@@ -30,7 +30,7 @@ pub(super) struct PartTimes {
 
 impl PartTimes {
     /// Medians over the layers of all passes.
-    pub(super) fn of(passes: &Passes) -> Self {
+    pub(super) fn new(passes: &Passes) -> Self {
         let layers = |direction: Direction| -> Vec<f64> {
             let computes = passes.traces.iter().flatten().filter(|span| span.stream == StreamKind::Compute);
             computes.filter(|span| span.direction == direction).map(|span| span.end - span.start).collect()

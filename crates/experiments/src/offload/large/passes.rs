@@ -27,7 +27,7 @@ impl Measured {
     ///
     /// # Errors
     /// Errors of the model.
-    pub(super) fn of(
+    pub(super) fn run(
         mut subject: MeasuredModel,
         repeats: u32,
         seed: u64,

@@ -33,7 +33,7 @@ pub(super) fn gradients(device: Device, scale: Scale) -> anyhow::Result<Figures>
         bytes: 2.0 * bytes,
         ours: Box::new(move |index| unscale_(&mine, &of_ours[index % 2], true).map(drop)),
         libtorch: Some(Box::new(move |index| {
-            // On CUDA the scaler's operator has no bf16; a norm that is not finite says that a gradient is not.
+            // On CUDA the scaler's operator has no bf16; a norm that is not finite shows that a gradient is not.
             match device {
                 Device::Cpu => {
                     ops::amp::non_finite_check_and_unscale_(&theirs, &found_inf, &of_theirs[index % 2])?
