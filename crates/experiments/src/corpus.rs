@@ -149,7 +149,7 @@ impl Corpus {
     /// Records what is trained on, and a row for each data set that is larger and not on this machine, with the reason.
     ///
     /// # Errors
-    /// Those of the corpus and of the records.
+    /// Errors of the corpus and of the records.
     pub(crate) fn put(&self, bench: &mut Bench) -> Result<()> {
         let case = |name: &str, used: &str| Case::new().with("data", name).with("used", used);
         let metrics = vec![

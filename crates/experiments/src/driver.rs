@@ -64,7 +64,7 @@ impl Driver {
     }
 }
 
-/// Where and how large an experiment is measured, and where its records go.
+/// The device and scale of an experiment, and the sink of its records.
 pub(crate) struct Bench<'a> {
     pub(crate) device: Device,
     pub(crate) seed: u64,

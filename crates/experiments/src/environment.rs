@@ -1,4 +1,4 @@
-//! Where a measurement is taken, for its records.
+//! The environment of a measurement, for its records.
 
 use report::Environment;
 use tch::Device;

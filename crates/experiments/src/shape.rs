@@ -8,7 +8,7 @@ use models::{DecoderConfig, Llama};
 use report::cli::Scale;
 use tch::{Device, Kind};
 
-/// Which shape.
+/// A model shape.
 #[derive(Debug, Clone)]
 pub(crate) enum Shape {
     /// Qwen2.5-0.5B's.

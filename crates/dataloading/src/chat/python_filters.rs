@@ -7,7 +7,7 @@ use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::python_methods;
 
-/// Bytes of the longest text of a value: what a rendering may make in all.
+/// Bytes of the longest text of a value, and of all texts of a rendering.
 const LONGEST: usize = 256 << 20;
 
 /// Adds them to an environment.

@@ -10,7 +10,7 @@ use minijinja::{Error, ErrorKind, Value};
 
 /// The deepest nesting that is written.
 const DEEPEST: usize = 256;
-/// Bytes of the longest text: what a rendering may make in all.
+/// Bytes of the longest text, and of all texts of a rendering.
 const LONGEST: usize = 256 << 20;
 /// Bytes of the longest separator, and of one level of indentation.
 const WIDEST: usize = 64;

@@ -41,7 +41,7 @@ pub(super) fn open(path: &Path, separator: u8) -> Result<Records> {
     Ok(Box::new(Rows { reader, left, names, path, behind, is_done: false }))
 }
 
-/// The bytes of a file, as many as a record may have. Without its closing quote a value goes on to the file's end.
+/// The bytes of a file, as many as a record may have. Without its closing quote a value extends to the file's end.
 struct Bounded {
     bytes: Box<dyn BufRead + Send>,
     left: Arc<AtomicU64>,

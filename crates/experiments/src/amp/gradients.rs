@@ -20,7 +20,7 @@ const LEAST: i64 = -150;
 /// The exponent for infinities and NaN, the one after fp32's largest.
 const NOT_FINITE: i64 = 128;
 
-/// Which gradients.
+/// The kind of a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum GradientKind {
     /// Gradients of inputs and outputs.

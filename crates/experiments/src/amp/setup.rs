@@ -167,7 +167,7 @@ impl Setup {
         if self.is_native(device) { name.to_owned() } else { format!("{name} operands, multiplied in fp32") }
     }
 
-    /// Where the time of its gradient comes from on a device, beside the same gradient in fp32.
+    /// The reason for the time of its gradient on a device, beside the same gradient in fp32.
     pub(crate) fn reason(self, device: Device) -> String {
         let name = self.dtype();
         let products = match (self, self.is_native(device)) {

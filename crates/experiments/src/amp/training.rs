@@ -108,7 +108,7 @@ impl Outcome {
         self.steps.windows(2).filter(|pair| pair[0].scale != pair[1].scale).count()
     }
 
-    /// The last validation, where the training came to its end.
+    /// The last validation, if the training was completed.
     pub(crate) fn last(&self) -> Option<Point> {
         self.curve.last().copied().filter(|point| self.diverged.is_none() && point.loss.is_finite())
     }

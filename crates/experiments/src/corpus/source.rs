@@ -14,7 +14,7 @@ pub const VARIABLE: &str = "FRUGAL_DATA";
 /// The data set on the hub that has both.
 const HUB: &str = "Salesforce/wikitext";
 
-/// Which texts an experiment trains on.
+/// The texts that an experiment trains on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Data {
     /// The first that is on this machine: WikiText-2, WikiText-103, the embedded encyclopedia; at the scale `paper` WikiText-103

@@ -9,7 +9,7 @@ use dataloading::samples::Samples;
 /// Samples with given lengths, whose tokens are slices of one pool, as they are of a token store.
 #[derive(Debug, Clone)]
 pub(crate) struct Synthetic {
-    /// Where each sample begins, and the end of the last.
+    /// The start of each sample, and the end of the last.
     offsets: Vec<u64>,
     pool: Vec<u32>,
 }

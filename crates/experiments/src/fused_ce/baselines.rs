@@ -80,7 +80,7 @@ impl Implementation {
     }
 
     /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets (−100: ignored): a mean or a sum.
-    /// Where `chunk` is `None`, the second and third implementation take the assignment's. `labelled`: how many targets are classes, if a
+    /// If `chunk` is `None`, the second and third implementation take the assignment's. `labelled`: how many targets are classes, if a
     /// training's host knows it.
     ///
     /// # Errors

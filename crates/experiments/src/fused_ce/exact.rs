@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::baselines::Implementation;
 use super::shapes::{Shape, Tensors};
 
-/// Which value is compared.
+/// The values that are compared.
 pub(crate) const TENSORS: [&str; 3] = ["loss", "hidden", "weight"];
 
 /// The assignment's absolute tolerance.

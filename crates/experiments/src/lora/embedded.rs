@@ -90,7 +90,7 @@ impl Sizes {
     }
 }
 
-/// Which parameters an adaptation trains.
+/// The parameters that an adaptation trains.
 #[derive(Clone, Copy, PartialEq)]
 enum Method {
     Lora,

@@ -25,7 +25,7 @@ use super::spans;
 use crate::driver::Bench;
 use rounds::{Moved, Sample, moved, ratios, samples, unexplained};
 
-/// Where a model's layers are.
+/// The place of a model's layers.
 #[derive(Clone, Debug)]
 pub(crate) enum Placement {
     /// On the device, and nothing is computed again.

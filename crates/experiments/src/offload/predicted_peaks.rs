@@ -27,7 +27,7 @@ pub enum Pass {
         rank: i64,
         /// Probability that an adapter's input is dropped.
         dropout: f64,
-        /// Which adapters.
+        /// The kind of adapters.
         kind: AdapterKind,
     },
 }
@@ -37,9 +37,9 @@ pub enum Pass {
 pub enum AdapterKind {
     /// Low-rank terms.
     Lora,
-    /// With a magnitude for each row.
+    /// LoRA with a magnitude for each row.
     Dora,
-    /// Which begin at the principal components of the weights.
+    /// LoRA that begins at the principal components of the weights.
     Pissa,
 }
 
@@ -53,7 +53,7 @@ impl AdapterKind {
     }
 }
 
-/// Where layers are.
+/// The place of the layers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Placement {
     /// On the device, under an activation plan.
@@ -71,7 +71,7 @@ pub enum Placement {
     },
 }
 
-/// Where the optimizer's state is.
+/// The place of the optimizer's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OptimizerPlace {
     /// Forward and backward alone.
@@ -104,9 +104,9 @@ pub struct Row {
     pub kind: Kind,
     /// The work of a step.
     pub pass: Pass,
-    /// Where layers are.
+    /// The place of the layers.
     pub placement: Placement,
-    /// Where the optimizer's state is.
+    /// The place of the optimizer's state.
     pub optimizer: OptimizerPlace,
     /// How the loss is computed.
     pub head: Head,

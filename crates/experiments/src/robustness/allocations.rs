@@ -145,7 +145,7 @@ fn refuse_each(setup: &Setup, step: u64, every: u64, seed: u64) -> anyhow::Resul
                 outcome.unclear_errors += 1;
             }
             Err(Error::Interrupted { .. }) => {
-                // It goes on from a checkpoint.
+                // It resumes from a checkpoint.
                 ensure!(
                     training.advance(step).is_err(),
                     "a training went on from weights that were updated in part"
@@ -175,7 +175,7 @@ fn refuse_each(setup: &Setup, step: u64, every: u64, seed: u64) -> anyhow::Resul
     Ok(outcome)
 }
 
-/// A training that goes on step by step.
+/// A training that is run step by step.
 struct Training {
     trainer: Trainer,
     data: MaskedBatches,

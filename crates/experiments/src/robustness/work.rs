@@ -27,7 +27,7 @@ pub(super) struct Work {
     arguments: &'static str,
     /// Files below the output that must be the same at every end.
     results: &'static [&'static str],
-    /// Whether it writes checkpoints and goes on from them.
+    /// Whether it writes checkpoints and resumes from them.
     pub(super) resumes: bool,
     /// Whether it is one process.
     pub(super) alone: bool,

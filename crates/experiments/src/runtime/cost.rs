@@ -46,7 +46,7 @@ pub(crate) fn parts(bench: &Bench) -> Vec<Part> {
     parts
 }
 
-/// Seconds per operator of a loop of small operators, each of which allocates its result.
+/// Seconds per operator of a loop of small operators that allocate their results.
 pub(crate) fn small_operators(tracked: bool, operators: u32) -> anyhow::Result<f64> {
     if tracked {
         memory::track_cpu()?;

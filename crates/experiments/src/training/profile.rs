@@ -45,7 +45,7 @@ struct Slowdowns {
     scratch: TempDir,
 }
 
-/// Which inefficiencies are on.
+/// The inefficiencies that are on.
 enum Injected {
     Nothing,
     One(Inefficiency),

@@ -23,7 +23,7 @@ pub(crate) enum TracePart {
 }
 
 impl TracePart {
-    /// Where an inefficiency shows.
+    /// Returns the part in which an inefficiency shows.
     pub(crate) fn showing(inefficiency: Inefficiency) -> Self {
         match inefficiency {
             Inefficiency::PadToMax => Self::Step,

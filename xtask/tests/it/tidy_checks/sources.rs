@@ -82,7 +82,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
     problems
 }
 
-/// `folder` at the start of a path: `/w/home/x` is none of `/home/`.
+/// `folder` at the start of a path: `/w/home/x` does not start with `/home/`.
 fn names_folder(line: &str, folder: &str) -> bool {
     line.match_indices(folder).any(|(at, _)| {
         let before = line[..at].chars().next_back();

@@ -189,7 +189,7 @@ fn two_gpus(model: &Decoder) -> Result<Vec<(Case, Vec<Metric>)>, Error> {
     Ok(rows)
 }
 
-/// Where the model states are, their formats, and what it is called.
+/// Names, formats and places of the model states.
 const STATES: [(&str, Recipe, OnHost); 4] = [
     ("on the device", Recipe::BF16_MASTER, ON_DEVICE),
     ("on the device, all in bf16", Recipe::BF16, ON_DEVICE),
