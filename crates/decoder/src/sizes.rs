@@ -1,6 +1,6 @@
-//! The sizes of any decoder, the GPT-2s included: what parameters, FLOPs and bytes follow from.
+//! The sizes of any decoder, the GPT-2s included. Parameters, FLOPs and bytes follow from them.
 
-use crate::config::DecoderConfig;
+use crate::config::{DecoderConfig, LayerType};
 use crate::family::Family;
 use crate::tensors::{BiasOption, Width};
 
@@ -79,8 +79,11 @@ impl DecoderConfig {
     /// Returns the sizes. A negative number counts as 0.
     pub fn sizes(&self) -> Sizes {
         let size = |size: i64| u64::try_from(size).unwrap_or(0);
-        let layers = usize::try_from(self.num_hidden_layers).unwrap_or(0);
-        let windowed = (0..layers).filter(|&layer| self.window(layer).is_some()).count() as u64;
+        // Layers beyond the list have the window.
+        let layers = size(self.num_hidden_layers);
+        let listed = self.layer_types.iter().take(usize::try_from(layers).unwrap_or(usize::MAX));
+        let full = listed.filter(|&&layer| layer == LayerType::Full).count() as u64;
+        let windowed = layers.saturating_sub(full);
         let windows = self.sliding_window.filter(|_| windowed > 0);
         Sizes {
             family: self.family,
@@ -88,7 +91,7 @@ impl DecoderConfig {
             context: size(self.max_position_embeddings),
             embedding: size(self.hidden_size),
             hidden: size(self.hidden_size),
-            layers: size(self.num_hidden_layers),
+            layers,
             heads: size(self.num_attention_heads),
             kv_heads: size(self.num_key_value_heads),
             head_dim: size(self.head_dim),

@@ -99,22 +99,16 @@ const GELU_TANH: &str = "gelu_pytorch_tanh";
 impl HuggingFace {
     /// Removes a field and returns its value; `None` for null and for a field that is missing.
     pub(super) fn take<T: serde::de::DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>> {
-        match self.other.shift_remove(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => {
-                serde_json::from_value(value).map(Some).map_err(|cause| refuse(format!("`{name}`: {cause}")))
-            }
-        }
+        let value = self.get(name);
+        self.other.shift_remove(name);
+        value
     }
 
     /// Returns a field's value; `None` for null and for a field that is missing.
     pub(super) fn get<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
-        match self.other.get(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => serde_json::from_value(value.clone())
-                .map(Some)
-                .map_err(|cause| refuse(format!("`{name}`: {cause}"))),
-        }
+        let value = self.other.get(name).filter(|value| !value.is_null()).cloned();
+        let value = value.map(serde_json::from_value).transpose();
+        value.map_err(|cause| refuse(format!("`{name}`: {cause}")))
     }
 
     /// Removes a number.
