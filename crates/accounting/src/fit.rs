@@ -112,15 +112,14 @@ fn search(
 ) -> Result<Fit<u64>, Error> {
     let least = |n| -> Result<u64, Error> {
         let job = sized(n)?;
-        let candidates = job.smallest(&stretched(allowed, layers, job.model.layers))?.into_iter();
-        let fits_host = |candidate: &Candidate| budget.host.is_none_or(|host| candidate.host_bytes <= host);
-        let bytes = candidates.filter(fits_host).map(|candidate| candidate.device_bytes()).min();
+        let candidates = job.smallest(&stretched(allowed, layers, job.model.layers))?;
+        let on_host = |one: &&Candidate| budget.host.is_none_or(|host| one.host_bytes <= host);
+        let bytes = candidates.iter().filter(on_host).map(Candidate::device_bytes).min();
+        let of_host = |bytes: Option<u64>| format!("{} of host memory", bytes_text(bytes.unwrap_or(0)));
         bytes.ok_or_else(|| Error::NothingFits {
             what,
-            needed: "more".into(),
-            available: budget
-                .host
-                .map_or_else(String::new, |host| format!("{} of host memory", bytes_text(host))),
+            needed: of_host(candidates.iter().map(|one| one.host_bytes).min()),
+            available: of_host(budget.host),
         })
     };
     let ways = |n| {

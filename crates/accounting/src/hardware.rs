@@ -30,6 +30,13 @@ pub struct Hardware {
     pub bandwidth: f64,
 }
 
+impl Hardware {
+    /// Returns whether it multiplies in bf16: NVIDIA's GPUs do since Ampere.
+    pub fn has_bf16(&self) -> bool {
+        !matches!(self.name, "v100" | "t4")
+    }
+}
+
 /// All known devices.
 pub const ALL: [Hardware; 10] = [
     Hardware {

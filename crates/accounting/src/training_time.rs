@@ -101,6 +101,7 @@ pub fn naive_largest_model(devices: u64, memory: u64, bytes_per_parameter: f64) 
 pub fn peak_of(hardware: &crate::hardware::Hardware, dtype: Dtype) -> Option<f64> {
     match dtype {
         Dtype::Fp32 => Some(hardware.fp32),
+        Dtype::Bf16 if !hardware.has_bf16() => None,
         Dtype::Bf16 | Dtype::Fp16 => Some(hardware.bf16),
         _ => None,
     }
@@ -159,6 +160,13 @@ mod tests {
         let a100 = hardware::find("a100").unwrap();
         let run = Run { flops: one * 400_000, peak: a100.fp32, utilization: 0.5, devices: 1 };
         assert_eq!(format!("{:.1}", run.days().unwrap()), "6583.6");
+    }
+
+    #[test]
+    fn the_peak_is_that_of_the_dtype() {
+        let t4 = hardware::find("t4").unwrap();
+        let peaks = [Dtype::Fp32, Dtype::Fp16, Dtype::Bf16].map(|dtype| peak_of(&t4, dtype));
+        assert_eq!(peaks, [Some(8.1e12), Some(65e12), None]);
     }
 
     #[test]

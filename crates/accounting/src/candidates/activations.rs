@@ -38,6 +38,11 @@ impl Job {
         }
     }
 
+    /// What a layer may keep without a copy in host memory.
+    pub(super) fn options_on_device(&self) -> Vec<LayerPlan> {
+        self.kept_options().iter().copied().filter(|option| *option != LayerPlan::Offload).collect()
+    }
+
     /// The costs of a layer that keeps each of `options`, in the middle of the model.
     pub(super) fn layer_choices(
         &self,

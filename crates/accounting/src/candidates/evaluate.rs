@@ -4,7 +4,7 @@ use super::{Batch, Candidate, Job, Placement, Tier};
 use crate::Error;
 use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::Workload;
-use crate::exact::sum;
+use crate::exact::{product, sum};
 use crate::memory::Item;
 use crate::offload::sizes;
 use crate::offload::{
@@ -184,7 +184,7 @@ impl Job {
     }
 
     /// Bytes in host memory, `simulated` of them by the simulation: without pages of files, which the system drops when memory is short,
-    /// and with the gradients that wait for the norm of all, or are summed.
+    /// and with the gradients that wait for the norm of all, or are summed. Of resident layers on a GPU, the inputs that are kept on the host.
     fn host_bytes(
         &self,
         placement: &Placement,
@@ -193,7 +193,14 @@ impl Job {
         accumulated: bool,
     ) -> Result<u64, Error> {
         const WHAT: &str = "bytes of a step";
-        let Placement::Offloaded { tier, resident, .. } = placement else { return Ok(simulated) };
+        let (tier, resident) = match placement {
+            Placement::Offloaded { tier, resident, .. } => (tier, resident),
+            Placement::Resident(_) if self.on_cpu => return Ok(simulated),
+            Placement::Resident(plan) => {
+                let inputs = plan.iter().filter(|kept| **kept == LayerPlan::Offload).count() as u64;
+                return sum(WHAT, [simulated, product(WHAT, &[inputs, costs.working.input_bytes])?]);
+            }
+        };
         let streamed = || {
             let layers = costs.layers.iter().enumerate();
             layers.filter(|(layer, _)| !resident.contains(layer)).map(|(_, layer)| layer)

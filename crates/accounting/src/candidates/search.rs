@@ -1,12 +1,15 @@
 //! Search for the fastest candidate within a budget.
 
+use std::cmp::Ordering;
+
 use super::{Candidate, Job, Placement, Tier};
 use crate::Error;
 use crate::activation_plan::LayerPlan;
 use crate::offload::{AvailableMemory, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
 
-/// The share of a step's time that passes over fewer rows must save to be chosen: they change the order of a sum.
-const SPLIT_GAIN: f64 = 0.02;
+/// The share within which two predictions are a tie: then the simpler candidate is chosen, whose rows go through the model at once, because
+/// fewer change the order of a sum, or whose layers are all on the device.
+const TIE: f64 = 0.02;
 
 /// Plans between the chosen one and the least, for [`Job::cheaper_plans`].
 const LEVELS: u64 = 4;
@@ -69,7 +72,7 @@ impl Default for Allowed {
 /// The candidates of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchResult {
-    /// By falling peak, without candidates that another one dominates in bytes and time. Of candidates with fewer rows, only the best.
+    /// By falling peak, without those that save no memory over a faster one. Of those with fewer rows, only the best.
     pub candidates: Vec<Candidate>,
     /// The number of the fastest that fits.
     pub chosen: Option<usize>,
@@ -96,33 +99,46 @@ impl SearchResult {
     /// Returns the candidate of the smallest budget that is faster than the chosen one.
     pub fn faster(&self) -> Option<&Candidate> {
         let chosen = self.chosen()?;
-        let faster = self.candidates.iter().filter(|one| one.seconds < chosen.seconds * (1.0 - SPLIT_GAIN));
-        faster.filter(|one| !self.fits(one)).min_by_key(|one| one.peak.total)
+        let faster = self.candidates.iter().filter(|one| one.seconds < chosen.seconds * (1.0 - TIE));
+        let in_host = faster.filter(|one| fits_host(one, self.budget) && !self.fits(one));
+        in_host.min_by_key(|one| one.device_bytes())
     }
 
     /// Returns the fastest candidate that takes less than the chosen one.
     pub fn cheaper(&self) -> Option<&Candidate> {
         let chosen = self.chosen()?;
-        let cheaper = self.candidates.iter().filter(|one| one.peak.total < chosen.peak.total);
-        cheaper.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+        let cheaper = self.candidates.iter().filter(|one| one.device_bytes() < chosen.device_bytes());
+        cheaper.filter(|one| fits_host(one, self.budget)).min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 }
 
 fn fits(candidate: &Candidate, budget: AvailableMemory) -> bool {
-    candidate.device_bytes() <= budget.device && budget.host.is_none_or(|host| candidate.host_bytes <= host)
+    candidate.device_bytes() <= budget.device && fits_host(candidate, budget)
 }
 
-/// Returns whether a candidate with as many rows takes fewer bytes and no more time than `other`, or as many bytes and less time.
-fn dominates(candidate: &Candidate, other: &Candidate) -> bool {
-    let bytes = |one: &Candidate| (one.device_bytes(), one.host_bytes);
-    let (ours, theirs) = (bytes(candidate), bytes(other));
-    let no_worse = ours.0 <= theirs.0 && ours.1 <= theirs.1 && candidate.seconds <= other.seconds;
-    candidate.rows == other.rows && no_worse && (ours != theirs || candidate.seconds < other.seconds)
+fn fits_host(candidate: &Candidate, budget: AvailableMemory) -> bool {
+    budget.host.is_none_or(|host| candidate.host_bytes <= host)
 }
 
-/// Returns the seconds, raised by [`SPLIT_GAIN`] for a candidate that changes the order of a sum.
+/// Whether a candidate leaves no reason to show `other`, which changes as much or more, saves no memory beyond a tie, and takes more time.
+fn replaces(candidate: &Candidate, other: &Candidate) -> bool {
+    let is_as_simple = candidate.rows == other.rows || candidate.keeps_bits();
+    let (bytes, others) = (candidate.device_bytes(), other.device_bytes());
+    let saves_nothing =
+        bytes as f64 <= others as f64 * (1.0 + TIE) && candidate.host_bytes <= other.host_bytes;
+    let is_faster = match cost(candidate).total_cmp(&cost(other)) {
+        Ordering::Less => true,
+        Ordering::Equal => bytes < others,
+        Ordering::Greater => false,
+    };
+    is_as_simple && saves_nothing && is_faster
+}
+
+/// Seconds, with the share of a tie for fewer rows and for offloaded layers.
 fn cost(candidate: &Candidate) -> f64 {
-    candidate.seconds * if candidate.keeps_bits() { 1.0 } else { 1.0 + SPLIT_GAIN }
+    let is_offloaded = matches!(candidate.placement, Placement::Offloaded { .. });
+    let changes = u8::from(!candidate.keeps_bits()) + u8::from(is_offloaded);
+    candidate.seconds * (1.0 + TIE * f64::from(changes))
 }
 
 impl Job {
@@ -147,14 +163,18 @@ impl Job {
         let best = (0..all.len()).filter(|&number| fits(&all[number], budget)).min_by(|&a, &b| {
             cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].device_bytes().cmp(&all[b].device_bytes()))
         });
-        let least = (0..all.len()).min_by_key(|&number| all[number].device_bytes());
+        let least = (0..all.len()).min_by(|&a, &b| {
+            let bytes = |number: usize| (all[number].device_bytes(), all[number].host_bytes);
+            bytes(a).cmp(&bytes(b)).then(cost(&all[a]).total_cmp(&cost(&all[b])))
+        });
         let chosen = best.map(|number| all[number].clone());
-        let dominated: Vec<bool> =
-            all.iter().map(|one| all.iter().any(|other| dominates(other, one))).collect();
+        let replaced: Vec<bool> =
+            all.iter().map(|one| all.iter().any(|other| replaces(other, one))).collect();
         let mut shown: Vec<Candidate> = Vec::new();
         for (number, candidate) in all.into_iter().enumerate() {
-            let is_named = Some(number) == best || Some(number) == least;
-            let is_shown = is_named || candidate.rows == allowed.rows && !dominated[number];
+            let is_least = Some(number) == least && (best.is_none() || !replaced[number]);
+            let is_of_all_rows = candidate.rows == allowed.rows && !replaced[number];
+            let is_shown = Some(number) == best || is_least || is_of_all_rows;
             if is_shown
                 && !shown.iter().any(|one| one.placement == candidate.placement && one.rows == candidate.rows)
             {
@@ -166,15 +186,18 @@ impl Job {
         Ok(SearchResult { candidates: shown, chosen, budget })
     }
 
-    /// Returns the smallest candidate of each kind that is allowed, with the fewest rows: with all layers resident, and with as few as can
-    /// be in each tier.
+    /// Returns the smallest candidate of each kind that is allowed, with the fewest rows: with all layers resident, with and without copies in
+    /// host memory, and with as few as can be in each tier.
     pub(crate) fn smallest(&self, allowed: &Allowed) -> Result<Vec<Candidate>, Error> {
         let rows = self.row_counts(allowed).pop().flatten();
         let mut all = Vec::new();
         match &allowed.layers {
             None => {}
             Some(Layers::Only(plan)) => all.push(self.evaluate(Placement::Resident(plan.clone()), rows)?),
-            Some(Layers::Any) => all.push(self.least_held(self.kept_options(), rows)?),
+            Some(Layers::Any) => {
+                all.push(self.least_held(self.kept_options(), rows)?);
+                all.push(self.least_held(&self.options_on_device(), rows)?);
+            }
         }
         if let Some(OffloadedLayers { tiers, resident, keep, optimizer, .. }) = &allowed.offloaded {
             for &tier in tiers {
@@ -228,17 +251,23 @@ impl Job {
         counts
     }
 
-    /// Everything kept, the least recomputation that fits, and the fewest bytes.
+    /// Everything kept, the least recomputation that fits, and the fewest bytes; where these do not fit the host, the same without copies
+    /// in its memory.
     fn resident(&self, rows: Option<u64>, budget: AvailableMemory) -> Result<Vec<Candidate>, Error> {
-        let options = self.kept_options();
         let keeps =
             self.evaluate(Placement::Resident(vec![LayerPlan::KeepAll; self.model.layers as usize]), rows)?;
-        let least = self.least_held(options, rows)?;
-        let mut candidates = Vec::new();
-        if !fits(&keeps, budget) && least.peak.total <= budget.device {
-            candidates.extend(self.least_recomputed(options, rows, budget.device)?);
+        let keeps_fit = fits(&keeps, budget);
+        let mut candidates = vec![keeps];
+        for options in [self.kept_options(), &self.options_on_device()] {
+            let least = self.least_held(options, rows)?;
+            if !keeps_fit && least.peak.total <= budget.device {
+                candidates.extend(self.least_recomputed(options, rows, budget.device)?);
+            }
+            candidates.push(least);
+            if candidates.iter().all(|one| fits_host(one, budget)) {
+                break;
+            }
         }
-        candidates.extend([keeps, least]);
         Ok(candidates)
     }
 
@@ -295,7 +324,8 @@ impl Job {
     }
 }
 
-/// Returns the largest of the numbers below `end` whose candidate fits, with that candidate.
+/// Returns the largest of the numbers below `end` whose candidate fits the device, with that candidate. What is on the device is not on the
+/// host, so it takes the least of the host's memory, too.
 fn most(
     end: usize,
     budget: AvailableMemory,
@@ -305,7 +335,7 @@ fn most(
     while low < too_many {
         let middle = low + (too_many - low) / 2;
         let evaluated = candidate(middle)?;
-        if fits(&evaluated, budget) {
+        if evaluated.device_bytes() <= budget.device {
             (most, low) = (Some((middle, evaluated)), middle + 1);
         } else {
             too_many = middle;

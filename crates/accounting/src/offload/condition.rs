@@ -16,13 +16,14 @@
 //! dtype are copied the other way and need no more than the loads if the link is as fast in both directions.
 //!
 //! The rates of [`GPUS`] are those of real trainings: about 0.55 to 0.75 of the dense bf16 peak in
-//! [`hardware`](crate::hardware). [`gpu`] assumes 0.55 of it for the other devices there. A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
+//! [`hardware`](crate::hardware). [`gpu`] assumes 0.55 of it for the other devices there. Products in fp32 use no tensor cores, because TF32
+//! is off by default in libtorch, and are assumed to reach 0.7 of the fp32 peak: 47 TFLOP/s on an H100, of 550 in bf16. A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
 //! pinned memory, of 32 and 64 by the specification (PCI-SIG). A collective over NVLink reaches about 80 % of the link's rate in one
 //! direction: 300 GB/s on an A100, 450 GB/s on an H100, 150 GB/s on a V100, 900 GB/s on a B200 (NVIDIA's data sheets), and 448 GB/s over
 //! Infinity Fabric on an MI300X (AMD's).
 
-use crate::Error;
 use crate::hardware::{self, Hardware};
+use crate::{Dtype, Error};
 
 /// Bytes per second that a link of PCIe 3.0 × 16 reaches.
 pub const GEN3: f64 = 12.5e9;
@@ -36,6 +37,9 @@ pub const GEN5: f64 = 50e9;
 /// The share of its dense bf16 peak that a training is assumed to reach on a GPU without a measured rate.
 const ASSUMED_SHARE: f64 = 0.55;
 
+/// The share of a GPU's fp32 peak that products reach, as cuBLAS does on an H200.
+const FP32_SHARE: f64 = 0.7;
+
 /// A GPU with the rate that trainings reach on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gpu {
@@ -43,7 +47,7 @@ pub struct Gpu {
     pub name: &'static str,
     /// The name in [`hardware`].
     hardware: &'static str,
-    /// FLOP/s reached in bf16.
+    /// FLOP/s reached in bf16 (fp16 on GPUs without bf16).
     pub flops: f64,
     /// Bytes per second of its generation's link.
     pub link: f64,
@@ -64,6 +68,22 @@ impl Gpu {
     /// Returns the bytes per second of a collective between GPUs of one machine.
     pub fn between_gpus(&self) -> f64 {
         self.nvlink.unwrap_or(self.link)
+    }
+
+    /// Returns the FLOP/s that products of fp32 or bf16 operands reach.
+    ///
+    /// # Errors
+    /// Another dtype; bf16 on a GPU without it.
+    pub fn products(&self, dtype: Dtype) -> Result<f64, Error> {
+        let sheet = self.data_sheet()?;
+        match dtype {
+            Dtype::Fp32 => Ok(sheet.fp32 * FP32_SHARE),
+            Dtype::Bf16 if sheet.has_bf16() => Ok(self.flops),
+            _ => Err(Error::Shape {
+                what: format!("{} ({}) has no products in {dtype}", self.name, sheet.title),
+                remedy: "plan for float32, or for another GPU".into(),
+            }),
+        }
     }
 
     /// Returns the data-sheet figures.
@@ -219,6 +239,23 @@ mod tests {
         }
         assert_eq!(gpu("RTX4090").unwrap().name, "4090");
         assert!(gpu("5090").unwrap_err().to_string().contains("known are: b200, h200"));
+    }
+
+    /// The peaks are those of NVIDIA's data sheets without TF32: an H100 is 15 times slower in fp32 than in bf16, an RTX 4090 twice.
+    #[test]
+    fn products_in_fp32_have_their_own_rate() {
+        for (name, fp32) in
+            [("h100", 0.7 * 67.5e12), ("a100", 0.7 * 19.5e12), ("4090", 0.7 * 82.6e12), ("t4", 0.7 * 8.1e12)]
+        {
+            let rate = gpu(name).unwrap().products(Dtype::Fp32).unwrap();
+            assert!((rate / fp32 - 1.0).abs() < 1e-12, "{name}: {rate}");
+        }
+        let h100 = gpu("h100").unwrap();
+        assert_eq!(h100.products(Dtype::Bf16).unwrap(), h100.flops);
+        for (name, title) in [("t4", "NVIDIA T4 16 GB"), ("v100", "NVIDIA V100 SXM2 32 GB")] {
+            let error = gpu(name).unwrap().products(Dtype::Bf16).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{name} ({title}")) && error.contains("float32"), "{error}");
+        }
     }
 
     #[test]
