@@ -63,10 +63,10 @@ pub(crate) struct Chat {
 pub(crate) fn run(common: &Common, arguments: &Chat) -> anyhow::Result<()> {
     let device = common.device()?;
     let mut target = Target::find(&arguments.target, arguments.which)?;
-    target.tell(common);
+    target.note(common);
     target.take_adapter(arguments.adapter.as_deref());
     let folder = target.open(&arguments.hub)?;
-    target.tell_other_base(common, &folder, arguments.dtype);
+    target.note_other_base(common, &folder, arguments.dtype);
     let Target { model, adapter, data, .. } = target;
     let mut data = data.unwrap_or_default();
     data.chat_template = arguments.chat_template.clone().or(data.chat_template);

@@ -42,7 +42,7 @@ pub(crate) struct Common {
     /// Where the values of the configuration come from.
     #[arg(skip)]
     pub(crate) origins: Origins,
-    /// Those of them that this command was given, and no earlier one.
+    /// The origins of values that this command was given, and no earlier one.
     #[arg(skip)]
     pub(crate) asked: Origins,
     /// The device that was chosen.
@@ -64,7 +64,7 @@ impl Common {
     /// The device. One that is chosen is said once.
     ///
     /// # Errors
-    /// One that is not there.
+    /// A device that does not exist.
     pub(crate) fn device(&self) -> anyhow::Result<Device> {
         if let Some(device) = self.chosen.get() {
             return Ok(*device);
@@ -76,7 +76,7 @@ impl Common {
     /// The device on which weights are changed and written: the CPU unless another is asked for, because a GPU may not hold them all.
     ///
     /// # Errors
-    /// One that is not there.
+    /// A device that does not exist.
     pub(crate) fn device_of_weights(&self) -> anyhow::Result<Device> {
         match self.device_name().filter(|name| *name != AUTO) {
             Some(_) => self.device(),
@@ -87,7 +87,7 @@ impl Common {
     /// The device of a name; says which `auto` is, and why, unless the result stands alone.
     ///
     /// # Errors
-    /// One that is not there.
+    /// A device that does not exist.
     fn select(&self, name: &str, is_result_alone: bool) -> anyhow::Result<Device> {
         if name != AUTO {
             return Ok(runtime::device::select(name)?);

@@ -87,7 +87,7 @@ struct Source {
     check: String,
 }
 
-/// What each record becomes: its place, and its rows or what is wrong with it.
+/// The result of each record: its place, and its rows or its error.
 type Each<'a> =
     dyn FnMut(&str, frugal::Result<(Vec<MaskedRow>, Counts)>) -> anyhow::Result<ControlFlow<()>> + 'a;
 

@@ -36,27 +36,27 @@ pub(crate) struct Doctor {
 
 pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
     let mut lines = Vec::new();
-    let mut tell = |name: &str, text: String, value: Value| lines.push((name.to_owned(), text, value));
+    let mut show = |name: &str, text: String, value: Value| lines.push((name.to_owned(), text, value));
     let environment = Environment::detect("cpu", None);
     let torch = runtime::torch_version();
-    tell("libtorch", torch.to_owned(), json!(torch));
+    show("libtorch", torch.to_owned(), json!(torch));
     let path = loaded("libtorch_cpu");
     let shown =
         path.as_ref().map_or_else(|| "linked statically".to_owned(), |path| path.display().to_string());
-    tell("libtorch path", shown, json!(path));
-    tell("processor", environment.cpu.clone(), json!(environment.cpu));
+    show("libtorch path", shown, json!(path));
+    show("processor", environment.cpu.clone(), json!(environment.cpu));
     let threads = tch::get_num_threads();
-    tell("threads", threads_text(threads, environment.threads), json!(threads));
+    show("threads", threads_text(threads, environment.threads), json!(threads));
     let policy = WaitPolicy::of_process().to_string();
-    tell("waiting threads", policy.clone(), json!(policy));
+    show("waiting threads", policy.clone(), json!(policy));
     let implementations = kernels::processor::choices()?.to_string();
-    tell("implementations", implementations.clone(), json!(implementations));
+    show("implementations", implementations.clone(), json!(implementations));
     for device in devices()? {
         let name = device::name(device)?;
         let flag = device::flag(device);
         let memory = memory_info(device)?;
-        tell(&format!("device {flag}"), name.clone(), json!(name));
-        tell(
+        show(&format!("device {flag}"), name.clone(), json!(name));
+        show(
             &format!("memory of {flag}"),
             format!("{} free of {}", human(memory.free as f64, "B"), human(memory.total as f64, "B")),
             json!({ "free": memory.free, "total": memory.total }),
@@ -74,23 +74,23 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
                 ("layers from files to", known.file_load, "B/s"),
                 ("AdamW with state in files on", known.file_optimizer, "parameters/s"),
             ] {
-                tell(&format!("{what} {flag}"), human(rate, unit), json!(rate));
+                show(&format!("{what} {flag}"), human(rate, unit), json!(rate));
             }
             if let Some(seconds) = known.measured_at {
                 let date = Date::of_unix_time(seconds).to_string();
-                tell(&format!("rates of {flag}"), format!("measured on {date}"), json!(date));
+                show(&format!("rates of {flag}"), format!("measured on {date}"), json!(date));
             }
         }
     }
     // Physical memory. The rows of devices above show the control group's limit if it is lower.
-    tell("installed memory", human(environment.memory_bytes as f64, "B"), json!(environment.memory_bytes));
+    show("installed memory", human(environment.memory_bytes as f64, "B"), json!(environment.memory_bytes));
     let group = device::control_group()?.map(|group| group.limit);
     let shown = group.map_or_else(|| "none".to_owned(), |bytes| human(bytes as f64, "B"));
-    tell("control group limit", shown, json!(group));
+    show("control group limit", shown, json!(group));
     let disk = free_disk(&arguments.folder)?;
-    tell("free disk", format!("{} in {}", human(disk as f64, "B"), arguments.folder.display()), json!(disk));
+    show("free disk", format!("{} in {}", human(disk as f64, "B"), arguments.folder.display()), json!(disk));
     let hub = hub(arguments.offline);
-    tell("hub", hub.clone(), json!(hub));
+    show("hub", hub.clone(), json!(hub));
     print_fields(common.json, lines);
     Ok(())
 }

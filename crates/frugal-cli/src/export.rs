@@ -27,10 +27,10 @@ use crate::flags::hub::{HubArgs, same_folder};
 use crate::folder::model_folder;
 use crate::folder::output_folder::{self, Existing};
 use crate::folder::run_model::{Target, WhichArgs};
-use crate::folder::unfinished;
+use crate::folder::signals;
 use crate::output::shell_command::shell_word;
 
-/// What is written.
+/// The format that is written.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum Format {
     /// The adapter as PEFT's files
@@ -128,7 +128,7 @@ pub(crate) struct Export {
 pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     let arguments = &arguments.of_training(common)?;
     arguments.check()?;
-    unfinished::remove_on_signals(&arguments.out)?;
+    signals::remove_unfinished_files(&arguments.out)?;
     let result = match arguments.format {
         Format::Peft => return peft::run(common, arguments),
         Format::Merged => merged(common, arguments)?,
@@ -206,11 +206,11 @@ impl Export {
         if target.adapter.is_none() && target.data.is_none() {
             return Ok(own);
         }
-        target.tell(common);
+        target.note(common);
         own.run = Some(name.clone());
         own.data.clone_from(&target.data);
         if self.format != Format::Peft && target.is_over_nf4 {
-            target.tell_other_base(common, &target.open(&self.hub)?, self.dtype);
+            target.note_other_base(common, &target.open(&self.hub)?, self.dtype);
         }
         if self.checkpoints.is_none() {
             own.adapter = own.adapter.or(target.adapter);
@@ -352,7 +352,7 @@ impl Export {
         }
     }
 
-    /// What belongs to the model, with the adapter if there is one, besides its weights.
+    /// The files of the model besides its weights, with those of the adapter if there is one.
     fn companions(&self, folder: &Folder) -> anyhow::Result<CompanionFiles> {
         let adapter = self.adapter_files();
         let of_run = || Some(Config::read(&adapter?.join(CONFIG_FILE)).ok()?.data);

@@ -25,17 +25,17 @@ use runtime::collectives::Launch;
 use tch::Kind;
 
 use crate::common_flags::Common;
-use crate::flags::Flags;
 use crate::flags::hub::{HubArgs, same_folder};
 use crate::flags::no_effect;
 use crate::flags::origins::with_origins;
 use crate::flags::table::FINETUNE;
 use crate::flags::unread;
+use crate::flags::{Flags, QLORA};
 use crate::folder::run_model::Target;
 use crate::folder::run_record::About;
 use crate::output::figures::{counted, grouped, share};
 use crate::run::diagnosis::DiagnosisArgs;
-use crate::run::job::{self, Asked, Feed, Job, Start};
+use crate::run::job::{self, Feed, Job, RunOptions, Start};
 use crate::run::plan::PlannedTraining;
 use data::{Data, with_date};
 use targets::with_own_targets;
@@ -68,8 +68,8 @@ impl Finetune {
     /// The configuration that the file, `--set` and the flags make, these values, and the base.
     fn config(&self, common: &Common) -> anyhow::Result<(Config, Given, Option<Target>)> {
         let mut given = self.flags.given()?;
-        if self.flags.text("--method") == Some("qlora") || self.load_in_4bit {
-            bail!("a frozen base in four bits (QLoRA) is --method lora with --dtype nf4");
+        if self.load_in_4bit {
+            bail!(QLORA);
         }
         self.flags.give_method(&mut given)?;
         self.flags.give(&mut given, Task::Finetune)?;
@@ -120,7 +120,7 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
     unread::refuse(&common, &config)?;
     common.choose_device(&mut config)?;
     if Launch::from_environment()?.is_none_or(|launch| launch.rank == 0) {
-        base.inspect(|base| base.tell(&common));
+        base.inspect(|base| base.note(&common));
     }
     let start = match (arguments.dry_run, arguments.resume) {
         (true, _) => Start::DryRun,
@@ -128,8 +128,8 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
         (false, false) => Start::New,
     };
     let diagnosis = arguments.diagnosis.diagnosis()?;
-    let asked = Asked { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() };
-    launch(&common, &config, asked)
+    let options = RunOptions { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() };
+    launch(&common, &config, options)
 }
 
 /// How batches of a fine-tuning are loaded.
@@ -139,11 +139,11 @@ const IN_PLACE: Loading = Loading { workers: 0, pinned: false };
 ///
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
-pub(crate) fn launch(common: &Common, config: &Config, asked: Asked<'_>) -> anyhow::Result<()> {
-    if let (Some(name), Some(out)) = (&config.model.name, asked.out) {
+pub(crate) fn launch(common: &Common, config: &Config, options: RunOptions<'_>) -> anyhow::Result<()> {
+    if let (Some(name), Some(out)) = (&config.model.name, options.out) {
         refuse_own_folder(Path::new(name), out)?;
     }
-    job::run(common, config, asked, tune)
+    job::run(common, config, options, tune)
 }
 
 /// Refuses to write into the folder of the model.
@@ -243,11 +243,11 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
 
     // The weights and the result.
     finished.write()?;
-    let samples = match (samples, finished.told_model()) {
+    let samples = match (samples, finished.shown_model()) {
         (Some(samples), Some(model)) => samples.after(&common, model)?,
         _ => Vec::new(),
     };
-    finished.tell(&samples, data.is_chat);
+    finished.print(&samples, data.is_chat);
     Ok(())
 }
 
@@ -267,9 +267,9 @@ fn open_base(job: &mut Job<'_>) -> anyhow::Result<Rc<Folder>> {
     job.complete(origin::with_commit(&config, &folder))?;
     job.recipe().check_folder(&folder)?;
     let config = job.config();
-    no_effect::tell_of_optimizer(common, config, kind(config, &folder)?);
+    no_effect::note_optimizer(common, config, kind(config, &folder)?);
     if let Some(adapter) = &config.adapter {
-        no_effect::tell_of_pattern(common, adapter, folder.config())?;
+        no_effect::note_pattern(common, adapter, folder.config())?;
     }
     exports::print_notes(common, config, &folder);
     Ok(Rc::new(folder))
@@ -309,7 +309,7 @@ fn batches(
     Ok((train, validation))
 }
 
-/// What is trained, on how much.
+/// Describes the trained parameters and the data.
 fn trained_text(parameters: ParameterCount, train: &MaskedBatches, steps: u64) -> String {
     let (tokens, padding) = train.tokens_and_padding();
     let batches = match train.batches_per_epoch() {

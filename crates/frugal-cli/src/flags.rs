@@ -21,7 +21,7 @@ use frugal::config::{DataConfig, Given, Method, Task};
 use frugal::lora::LoraConfig;
 use runtime::collectives::Launch;
 use serde_json::Value;
-use table::{ADAPTERS, COMMON, Flag, PLAN, ROWS, rows};
+use table::{ADAPTERS, COMMON, Flag, OF_NO_STEP, PLAN, ROWS, rows};
 
 use crate::output::shell_command::shell_word;
 
@@ -41,6 +41,7 @@ impl Flag {
         let aliases = self.aliases.iter().map(|alias| alias.trim_start_matches('-'));
         let argument = Arg::new(self.long()).long(self.long()).aliases(aliases).help(self.help);
         let argument = (self.relation)(self.takes.argument(argument));
+        let argument = argument.hide(command == PLAN && OF_NO_STEP.contains(&self.key));
         // In other commands the flags stand under the heading of their group.
         match command & (ROWS | ADAPTERS) != 0 || self.section.is_empty() {
             true => argument,
@@ -85,6 +86,9 @@ fn rows_of(command: u8) -> impl Iterator<Item = &'static Flag> {
     rows().filter(move |flag| flag.commands & command != 0)
 }
 
+/// The error of QLoRA, which has no name of its own here.
+pub(crate) const QLORA: &str = "a frozen base in four bits (QLoRA) is --method lora with --dtype nf4";
+
 /// The error of flags about offloaded layers where no layer is offloaded.
 pub(crate) const WITHOUT_OFFLOAD: &str =
     "--ring and --resident apply to offloaded layers only; give --offload host or --offload file";
@@ -115,7 +119,7 @@ impl<const COMMAND: u8> Flags<COMMAND> {
         self.text("--config").map(Path::new)
     }
 
-    /// What `--set` assigns.
+    /// The assignments of `--set`.
     fn assignments(&self) -> impl Iterator<Item = &str> {
         self.value("--set").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str)
     }
@@ -135,7 +139,7 @@ impl<const COMMAND: u8> Flags<COMMAND> {
         self.overrides().find(|(flag, _)| flag.key == key).map(|(flag, _)| flag.name)
     }
 
-    /// What the configuration file and `--set` give.
+    /// The values of the configuration file and of `--set`.
     ///
     /// # Errors
     /// A file that is no configuration; a key that is unknown.
@@ -155,6 +159,9 @@ impl<const COMMAND: u8> Flags<COMMAND> {
     /// # Errors
     /// Flags that contradict each other; flags of an adapter where all weights are trained.
     pub(crate) fn give_method(&self, given: &mut Given) -> anyhow::Result<()> {
+        if self.text("--method") == Some("qlora") {
+            bail!(QLORA);
+        }
         // A plan for inference trains nothing.
         if let Some(name) = self.text("--method").filter(|name| *name != "inference") {
             let other = match (name, given.assigned_dora()) {
@@ -250,7 +257,7 @@ impl Flags<COMMON> {
     /// Overrides what is given by the flags of the whole program.
     ///
     /// # Errors
-    /// Those of [`Given::set`].
+    /// As [`Given::set`].
     pub(crate) fn give_common(&self, given: &mut Given) -> anyhow::Result<()> {
         self.put(given)
     }
@@ -260,7 +267,7 @@ impl Flags<ROWS> {
     /// How rows are made, with what the flags override.
     ///
     /// # Errors
-    /// Those of [`Config::with_value`].
+    /// As [`Config::with_value`].
     pub(crate) fn data(&self, data: &DataConfig) -> anyhow::Result<DataConfig> {
         Ok(self.over(&Config { data: data.clone(), ..Config::default() })?.data)
     }
@@ -270,7 +277,7 @@ impl Flags<ADAPTERS> {
     /// The adapter of a fine-tuning of `base`, with what the flags override.
     ///
     /// # Errors
-    /// Those of [`Config::with_value`].
+    /// As [`Config::with_value`].
     pub(crate) fn adapter(&self, base: &str) -> anyhow::Result<LoraConfig> {
         let adapter = self.over(&Config::defaults(Task::Finetune, Method::Lora))?.adapter.unwrap_or_default();
         Ok(LoraConfig { base_model_name_or_path: Some(base.to_owned()), ..adapter })

@@ -1,4 +1,4 @@
-//! The folders and files that commands read and write: a run's output, an exported model, what is unfinished.
+//! The folders and files that commands read and write: a run's output, an exported model; and their removal when a signal ends a command.
 
 pub(crate) mod best_weights;
 pub(crate) mod model_folder;
@@ -8,4 +8,4 @@ pub(crate) mod output_file;
 pub(crate) mod output_folder;
 pub(crate) mod run_model;
 pub(crate) mod run_record;
-pub(crate) mod unfinished;
+pub(crate) mod signals;

@@ -245,7 +245,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
         generator.generate(&prompts, &mut |row: usize, tokens: &[i64]| rows.token(row, tokens))?;
     let seconds = began.elapsed().as_secs_f64();
     let answers = rows.finish(&generated)?;
-    tell(common, &texts, &prompts, &answers, &generated, !rows.streams);
+    print_answers(common, &texts, &prompts, &answers, &generated, !rows.streams);
     drop(limit);
     let held = match meter {
         Some(meter) => Some(meter.finish()?.counted(device)),
@@ -331,7 +331,7 @@ impl<'t> Rows<'t> {
 }
 
 /// Prints texts that were not streamed.
-fn tell(
+fn print_answers(
     common: &Common,
     prompts: &[String],
     prompt_tokens: &[Vec<i64>],

@@ -72,7 +72,7 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
     let adapter = arguments.adapter.adapter(&arguments.folder)?;
     if arguments.adapter.has_adapter() {
         adapter.check_matches(config).map_err(|error| named(frugal::Error::from(error).into()))?;
-        no_effect::tell_of_pattern(common, &adapter, config)?;
+        no_effect::note_pattern(common, &adapter, config)?;
     }
     let trained = adapter.trainable_parameters(config)?;
     let all = parameters + trained;

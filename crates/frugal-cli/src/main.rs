@@ -42,7 +42,7 @@ use common_flags::Common;
 
 /// Train and fine-tune language models on the memory at hand
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "frugal", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -142,7 +142,7 @@ fn in_words(error: clap::Error) -> clap::Error {
 /// Runs a command.
 ///
 /// # Errors
-/// Those of the command.
+/// Any error of the command.
 fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Train(arguments) => train::run(&cli.common, arguments).map_err(flags::named),

@@ -29,7 +29,7 @@ use crate::flags::hub::same_folder;
 use crate::flags::model::{Found, ModelArgs, load_adapter};
 use crate::folder::model_folder::complete;
 use crate::folder::output_folder::{self, Existing};
-use crate::folder::unfinished;
+use crate::folder::signals;
 
 #[derive(Args)]
 pub(crate) struct Merge {
@@ -72,7 +72,7 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     }
     output_folder::check(out, Existing::by_flag(arguments.overwrite))?;
     refuse_nf4(&folder, arguments.model.dtype)?;
-    unfinished::remove_on_signals(out)?;
+    signals::remove_unfinished_files(out)?;
     let companions = CompanionFiles::of(&folder, Some(adapter), &data.unwrap_or_default())?;
     let model = arguments.model.load(&folder, device)?;
     into_folder((&folder, &companions), model, adapter, out, arguments.max_shard_bytes)?;

@@ -40,7 +40,7 @@ pub(crate) struct Plan {
     step: step::StepArgs,
 }
 
-/// What is asked.
+/// The question.
 #[derive(Subcommand)]
 enum Question {
     /// The largest batch, the longest row and the largest model that fit a device
@@ -61,6 +61,14 @@ enum Question {
 struct Answer {
     text: String,
     json: Value,
+    /// The error with which the command ends after it, where nothing fits.
+    failure: Option<anyhow::Error>,
+}
+
+impl Answer {
+    fn new(text: String, json: Value) -> Self {
+        Self { text, json, failure: None }
+    }
 }
 
 pub(crate) fn run(common: &Common, arguments: &Plan) -> anyhow::Result<()> {
@@ -78,7 +86,7 @@ pub(crate) fn run(common: &Common, arguments: &Plan) -> anyhow::Result<()> {
     } else {
         print_text(&answer.text);
     }
-    Ok(())
+    answer.failure.map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

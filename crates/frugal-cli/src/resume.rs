@@ -14,7 +14,7 @@ use super::flags::Flags;
 use super::flags::origins::origins_of_resume;
 use super::flags::table::RESUME;
 use super::flags::unread;
-use super::run::job::{Asked, Start};
+use super::run::job::{RunOptions, Start};
 use super::{finetune, train};
 use crate::common_flags::Common;
 use crate::output::ended_training::report_finished;
@@ -67,10 +67,10 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
     let common = &Common { origins, asked, earlier: record.map(Arc::new), ..common.clone() };
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
-    let asked = Asked { out: Some(&arguments.folder), start: Start::Resume, diagnosis: None };
+    let options = RunOptions { out: Some(&arguments.folder), start: Start::Resume, diagnosis: None };
     match config.task {
-        Task::Finetune => finetune::launch(common, &config, asked),
-        Task::Train => train::launch(common, &config, asked),
+        Task::Finetune => finetune::launch(common, &config, options),
+        Task::Train => train::launch(common, &config, options),
     }
 }
 

@@ -42,7 +42,7 @@ pub(crate) fn run(common: &Common, arguments: &Runs) -> anyhow::Result<()> {
     }
 }
 
-/// What an output folder says of its training.
+/// The state of a training, read from its output folder.
 struct Summary {
     folder: PathBuf,
     config: Config,
@@ -55,7 +55,7 @@ impl Summary {
     /// Reads an output folder.
     ///
     /// # Errors
-    /// A folder that is none.
+    /// A path that is not a folder.
     fn read(folder: &Path) -> anyhow::Result<Self> {
         if !folder.join(CONFIG_FILE).is_file() {
             let what = if folder.is_dir() { "no config.toml in it" } else { "no such folder" };
@@ -84,7 +84,7 @@ impl Summary {
         format!("{done}/{}", self.record.steps)
     }
 
-    /// What it is doing; why it failed, where that is recorded.
+    /// Its state; the reason of a failure, where that is recorded.
     fn state_text(&self) -> String {
         let outcome = self.record.outcome.as_ref().filter(|_| self.state == State::Failed);
         match outcome.and_then(|outcome| outcome.reason.as_deref()) {

@@ -12,8 +12,10 @@ mod conversations;
 mod data;
 mod data_command;
 mod data_notes;
+mod device_note;
 mod export;
 mod finetune;
+mod gsm8k_format;
 mod guide;
 #[path = "../tests/it/guide_commands.rs"]
 mod guide_commands;
@@ -23,6 +25,9 @@ mod nf4;
 mod no_effect;
 mod outputs;
 mod plan;
+mod plan_budgets;
+mod plan_flags;
+mod prompt_files;
 mod run_plan;
 mod session;
 mod shipped;
@@ -30,6 +35,7 @@ mod shipped;
 mod tiny_folder;
 mod train;
 mod trainings;
+mod unmatched_names;
 mod unread_keys;
 mod wrong_values;
 

@@ -32,7 +32,7 @@ use crate::folder::best_weights::Writer;
 use crate::folder::run_record::About;
 use crate::output::figures::{counted, grouped};
 use crate::run::diagnosis::DiagnosisArgs;
-use crate::run::job::{self, Asked, Feed, Job, Start};
+use crate::run::job::{self, Feed, Job, RunOptions, Start};
 use crate::run::plan::PlannedTraining;
 use crate::run::training::NO_VALIDATION;
 use data::Data;
@@ -104,15 +104,19 @@ pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
     let start = if arguments.resume { Start::Resume } else { Start::New };
-    launch(common, &config, Asked { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() })
+    launch(
+        common,
+        &config,
+        RunOptions { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() },
+    )
 }
 
 /// Trains a model from scratch as the configuration says, into a folder if one is given.
 ///
 /// # Errors
 /// Whatever can be wrong.
-pub(crate) fn launch(common: &Common, config: &Config, asked: Asked<'_>) -> anyhow::Result<()> {
-    job::run(common, config, asked, train)
+pub(crate) fn launch(common: &Common, config: &Config, options: RunOptions<'_>) -> anyhow::Result<()> {
+    job::run(common, config, options, train)
 }
 
 fn train(job: Job<'_>) -> anyhow::Result<()> {
@@ -140,7 +144,7 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
     // The model's shape.
     let file = config.model.name.as_deref().map(decoder_config).transpose()?;
     let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
-    no_effect::tell_of_optimizer(common, config, kind);
+    no_effect::note_optimizer(common, config, kind);
     file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (vocabulary, length)))?;
 
     // The plan.
@@ -192,7 +196,7 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
 
     // The weights and the result.
     finished.write()?;
-    finished.tell(&[], false);
+    finished.print(&[], false);
     Ok(())
 }
 

@@ -19,16 +19,16 @@ pub(super) struct Check {
     source: SourceArgs,
 }
 
-/// What is said of a record without an answer.
+/// The note on a record without an answer.
 const NOTHING: &str = "nothing of it is learned; it is left out";
-/// What is said of a record with an empty one.
+/// The note on a record with an empty answer.
 const EMPTY: &str = "an answer is empty; the model learns to end at once";
 
 pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
     let source = arguments.source.open(common)?;
     let (mut all, mut wrong) = (Counts::default(), 0u64);
     let (mut repeats, mut duplicates) = (Repeats::default(), Duplicates::default());
-    let tell = |kind: &str, text: &str| {
+    let report = |kind: &str, text: &str| {
         if common.json {
             print_line(&json!({ "kind": kind, "text": text }));
         } else {
@@ -41,7 +41,7 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
                 rows.iter().for_each(|row| duplicates.add(place, row));
                 for (count, reason) in [(counts.without_label, NOTHING), (counts.empty_answers, EMPTY)] {
                     if count > 0 && repeats.is_new("note", place, reason) {
-                        tell("note", &format!("{place}: {reason}"));
+                        report("note", &format!("{place}: {reason}"));
                     }
                 }
                 all.add(&counts);
@@ -49,21 +49,21 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
             Err(error) => {
                 wrong += 1;
                 if repeats.is_new_error(&error) {
-                    tell("error", &error.to_string());
+                    report("error", &error.to_string());
                 }
             }
         }
         Ok(ControlFlow::Continue(()))
     })?;
-    repeats.lines().iter().for_each(|(kind, line)| tell(kind, line));
-    all.notes.lines().iter().for_each(|line| tell("note", &format!("note: {line}")));
+    repeats.lines().iter().for_each(|(kind, line)| report(kind, line));
+    all.notes.lines().iter().for_each(|line| report("note", &format!("note: {line}")));
     let others = match &source.found {
         Found::Records(detected) => OtherFormats::of(&source.files, detected, &source.data.field)?,
         Found::Text | Found::Gsm8k => OtherFormats::default(),
     };
-    others.lines().iter().for_each(|line| tell("warning", line));
+    others.lines().iter().for_each(|line| report("warning", line));
     if let Some(line) = duplicates.line(all.rows) {
-        tell("warning", &line);
+        report("warning", &line);
     }
     let records = all.records as u64 + wrong;
     if wrong > 0 {

@@ -1,4 +1,4 @@
-//! What is said once of many records: errors that repeat, and rows that are there twice.
+//! Findings that are printed once for many records: errors that repeat, and rows that are there twice.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -216,9 +216,9 @@ mod tests {
             dataloading::Error::Record { from, location, reason: reason.to_owned() }.into()
         };
         let refused = "chat_template.jinja, line 1: the template refuses the conversation: no users";
-        let told: Vec<bool> = (1..=100).map(|line| repeats.is_new_error(&error(line, refused))).collect();
-        assert_eq!(told.iter().filter(|new| **new).count(), 1);
-        assert!(told[0] && repeats.is_new_error(&error(101, "another")));
+        let new: Vec<bool> = (1..=100).map(|line| repeats.is_new_error(&error(line, refused))).collect();
+        assert_eq!(new.iter().filter(|one| **one).count(), 1);
+        assert!(new[0] && repeats.is_new_error(&error(101, "another")));
         let line = format!(
             "the same in 99 records more (a.jsonl: line 2, a.jsonl: line 3, a.jsonl: line 4, and 96 more): {refused}"
         );

@@ -67,11 +67,11 @@ pub(super) fn run(
     if let Some(out) = out {
         out.write(|file| json_lines(file, &evaluation.graded))?;
     }
-    tell(common, &evaluation, solver.tokens, solver.time.as_secs_f64());
+    print_evaluation(common, &evaluation, solver.tokens, solver.time.as_secs_f64());
     Ok(())
 }
 
-fn tell(common: &Common, evaluation: &Evaluation, tokens: usize, seconds: f64) {
+fn print_evaluation(common: &Common, evaluation: &Evaluation, tokens: usize, seconds: f64) {
     let rate = tokens as f64 / seconds.max(1e-9);
     if common.json {
         let of = |grader: Grader| -> (String, Value) {

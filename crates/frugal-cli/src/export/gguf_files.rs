@@ -187,7 +187,7 @@ fn opened(folder: &Path, texts: &Path) -> anyhow::Result<Model> {
     Ok(if begins() == Some(false) { model.without_begin_token() } else { model })
 }
 
-/// What the model's `generation_config.json` says of sampling; nothing if there is none.
+/// The sampling settings in the model's `generation_config.json`; nothing without one.
 fn sampling(folder: &Path) -> anyhow::Result<Vec<(&'static str, f64)>> {
     let path = folder.join("generation_config.json");
     if !path.is_file() {
@@ -283,7 +283,7 @@ fn written(
     fields.as_object().cloned().ok_or_else(|| anyhow!("no fields"))
 }
 
-/// What a failed verification comes to.
+/// The error of a failed verification.
 fn not_written(out: &Path) -> String {
     format!("{} is not written", out.display())
 }

@@ -19,7 +19,7 @@ use crate::flags::model::with_adapter;
 /// Lengths of the prompts, in tokens.
 const LENGTHS: [usize; 3] = [3, 17, 60];
 
-/// What is compared.
+/// The models and texts that are compared.
 pub(super) struct Files<'a> {
     /// The model's folder, and an adapter's: what this program computes with.
     pub(super) folder: &'a Path,

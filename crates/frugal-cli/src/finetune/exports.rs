@@ -6,7 +6,7 @@ use kernels::nf4::Scales;
 use lora::LoraConfig;
 
 use crate::common_flags::Common;
-use crate::flags::model::tell_own_head;
+use crate::flags::model::note_own_head;
 
 const HEAD: &str = "lm_head";
 const EMBEDDING: &str = "model.embed_tokens";
@@ -14,7 +14,7 @@ const EMBEDDING: &str = "model.embed_tokens";
 /// Prints notes on the model's head, and on exports that will be refused.
 pub(super) fn print_notes(common: &Common, config: &Config, folder: &Folder) {
     if common.is_first() {
-        tell_own_head(common, folder);
+        note_own_head(common, folder);
         notes(config, folder).iter().for_each(|note| common.note(note));
     }
 }

@@ -1,4 +1,4 @@
-//! What a fine-tuning adapts, by the names of its model.
+//! The adapted projections of a fine-tuning, by the names of its model.
 
 use frugal::Config;
 use frugal::models::DecoderConfig;

@@ -1,4 +1,4 @@
-//! What a fine-tuning trains, as files.
+//! The trained weights of a fine-tuning, as files.
 
 use std::path::Path;
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use crate::common_flags::Common;
 use crate::folder::best_weights::Writer;
 use crate::folder::model_folder::{complete, save_model};
 
-/// What a fine-tuning trains: its adapters, or all weights.
+/// The trained weights of a fine-tuning: its adapters, or all weights.
 pub(super) struct Weights {
     pub(super) common: Common,
     pub(super) adapters: Option<Adapters>,

@@ -25,6 +25,13 @@ impl HubArgs {
     /// # Errors
     /// No such folder and no such model.
     pub(crate) fn resolve(&self, model: &str) -> anyhow::Result<PathBuf> {
+        let is_preset = accounting::presets::names().any(|name| name.eq_ignore_ascii_case(model));
+        if is_preset && !Path::new(model).exists() {
+            anyhow::bail!(
+                "{model} is a preset of `frugal plan`: sizes without weights; give a folder in Hugging Face's layout, or a name on the hub \
+                 with its owner, as Qwen/Qwen2.5-0.5B"
+            );
+        }
         let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.offline) };
         Ok(hub.resolve(model, self.revision.as_deref())?)
     }

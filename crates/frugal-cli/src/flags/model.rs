@@ -43,7 +43,7 @@ impl ModelArgs {
     /// training's output folder.
     ///
     /// # Errors
-    /// Those of [`Target::find`] and [`HubArgs::open`].
+    /// As [`Target::find`] and [`HubArgs::open`].
     pub(crate) fn find(&self, common: &Common, adapter: Option<&Path>) -> anyhow::Result<Found> {
         let is_model = Path::new(&self.model).join("config.json").is_file();
         if let Some(revision) = self.hub.revision.as_deref().filter(|_| is_model) {
@@ -53,25 +53,25 @@ impl ModelArgs {
             );
         }
         let mut target = Target::find(&self.model, self.which)?;
-        target.tell(common);
+        target.note(common);
         target.take_adapter(adapter);
         let folder = target.open(&self.hub)?;
-        target.tell_other_base(common, &folder, self.dtype);
-        tell_own_head(common, &folder);
+        target.note_other_base(common, &folder, self.dtype);
+        note_own_head(common, &folder);
         Ok(Found { folder, adapter: target.adapter, data: target.data })
     }
 
     /// The model.
     ///
     /// # Errors
-    /// Those of [`Folder::load`].
+    /// As [`Folder::load`].
     pub(crate) fn load(&self, folder: &Folder, device: Device) -> anyhow::Result<Llama> {
         Ok(folder.load(self.dtype.map(|dtype| dtype.kind()), device)?)
     }
 }
 
 /// Says that a model's head is not what its `config.json` says.
-pub(crate) fn tell_own_head(common: &Common, folder: &Folder) {
+pub(crate) fn note_own_head(common: &Common, folder: &Folder) {
     if folder.has_own_head() {
         common.note(&format!(
                 "note: {}: config.json ties the head to the embedding, but the files have a head with other values; it is used, as by \
@@ -106,7 +106,7 @@ pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<A
 /// Returns the error of a loss that is not finite, with the weight that is the reason, if one is.
 ///
 /// # Errors
-/// Those of libtorch.
+/// Any error of libtorch.
 pub(crate) fn not_finite(model: &dyn LanguageModel, loss: f64) -> anyhow::Result<anyhow::Error> {
     Ok(match first_non_finite(model)? {
         Some(name) => anyhow::anyhow!(

@@ -16,7 +16,7 @@ const MASTER_WEIGHTS: &str = "optimizer.master_weights";
 const LARGE_RATE: f64 = 1.0;
 
 /// Says what of the optimizer's settings changes nothing for weights in `kind`, or cannot be meant.
-pub(crate) fn tell_of_optimizer(common: &Common, config: &Config, kind: Kind) {
+pub(crate) fn note_optimizer(common: &Common, config: &Config, kind: Kind) {
     let optimizer = &config.optimizer;
     let trains_fp32 = match &config.adapter {
         None => !planning::trains_half(config, kind),
@@ -53,7 +53,7 @@ pub(crate) fn tell_of_optimizer(common: &Common, config: &Config, kind: Kind) {
 ///
 /// # Errors
 /// An invalid pattern.
-pub(crate) fn tell_of_pattern(
+pub(crate) fn note_pattern(
     common: &Common,
     adapter: &LoraConfig,
     model: &DecoderConfig,

@@ -77,7 +77,7 @@ pub(crate) fn origins_of_resume(
 /// The common flags of a training with the origins of its configuration, and the record that lies beside the file it was read from.
 ///
 /// # Errors
-/// Those of [`origins`].
+/// As [`origins`].
 pub(crate) fn with_origins(
     common: &Common,
     (config, given): (&Config, &Given),

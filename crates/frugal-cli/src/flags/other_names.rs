@@ -1,4 +1,4 @@
-//! What other programs call a flag, for the error about one that a command does not have.
+//! Names of flags in other programs, for errors about unknown flags.
 
 use clap::Command;
 
@@ -11,6 +11,15 @@ const NAMES: [(&str, &str); 5] = [
     ("max-length", "length"),
     ("number", "limit"),
     ("output-dir", "out"),
+];
+
+/// Switches of other programs, with the flags and values of the same meaning.
+const SWITCHES: [(&str, &str); 5] = [
+    ("bf16", "--dtype bfloat16 for the weights, --precision bf16 for autocast"),
+    ("fp16", "--dtype float16 for the weights, --precision fp16 for autocast"),
+    ("fp32", "--dtype float32"),
+    ("load-in-4bit", "--dtype nf4 with --method lora"),
+    ("qlora", "--dtype nf4 with --method lora"),
 ];
 
 /// The flags that have this other name.
@@ -35,6 +44,16 @@ pub(crate) fn remedy<'w>(
             (command, path) = (inner, format!("{path} {}", inner.get_name()));
         }
     }
+    if !flag.starts_with("--") {
+        let letter = flag.strip_prefix('-')?;
+        let visible = command.get_arguments().filter(|argument| !argument.is_hide_set());
+        let longs = visible.filter_map(clap::Arg::get_long).filter(|long| long.starts_with(letter));
+        let longs: Vec<String> = longs.map(|long| format!("--{long}")).collect();
+        return Some(match longs.is_empty() {
+            true => format!("see `{path} --help`"),
+            false => format!("`{path}` has {}", longs.join(", ")),
+        });
+    }
     let name = flag.split('=').next()?.strip_prefix("--")?.replace('_', "-");
     let own = |name: &str| {
         let mut all = command.get_arguments().chain(program.get_arguments());
@@ -46,6 +65,10 @@ pub(crate) fn remedy<'w>(
     };
     if let Some(own) = std::iter::once(&*name).chain(flags_named(&name)).find_map(own) {
         return Some(format!("`{path}` calls it `--{own}`"));
+    }
+    let has_dtype = own("dtype").is_some();
+    if let Some((_, flags)) = SWITCHES.iter().find(|(switch, _)| has_dtype && *switch == name) {
+        return Some(format!("`{path}` has {flags}"));
     }
     let words = name.to_uppercase();
     let positional = command.get_positionals().find_map(|argument| {
@@ -75,6 +98,15 @@ mod tests {
                 "--data",
                 Some("`frugal data stats` takes it without a flag: `frugal data stats DATA`"),
             ),
+            (
+                "finetune",
+                "--bf16",
+                Some("`frugal finetune` has --dtype bfloat16 for the weights, --precision bf16 for autocast"),
+            ),
+            ("plan", "--load-in-4bit", Some("`frugal plan` has --dtype nf4 with --method lora")),
+            ("launch", "--bf16", None),
+            ("merge", "-m", Some("`frugal merge` has --model, --max-shard-bytes")),
+            ("merge", "-z", Some("see `frugal merge --help`")),
             ("chat", "--lr", None),
             ("finetune", "--frobnicate", None),
         ] {

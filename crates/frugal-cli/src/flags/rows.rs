@@ -102,7 +102,7 @@ pub(crate) fn note_template(common: &Common, (encoder, data): (&RowEncoder, &Dat
 /// The templates of a configuration, if it has any.
 ///
 /// # Errors
-/// One without the other; a text that is no template.
+/// One template without the other; an invalid template.
 fn templates(data: &DataConfig) -> anyhow::Result<Option<PromptTemplates>> {
     match (&data.prompt_template, &data.completion_template) {
         (None, None) => Ok(None),
@@ -111,10 +111,10 @@ fn templates(data: &DataConfig) -> anyhow::Result<Option<PromptTemplates>> {
     }
 }
 
-/// What the files hold, by the configuration or by their first records.
+/// The format of the files, by the configuration or by their first records.
 ///
 /// # Errors
-/// Those of [`rows::detect`].
+/// As [`rows::detect`].
 pub(crate) fn found(splits: &Splits, data: &DataConfig) -> anyhow::Result<Found> {
     let files = &splits.train;
     if templates(data)?.is_some() {

@@ -35,6 +35,25 @@ pub(crate) const PLAN: u8 = 64;
 
 const TRAININGS: u8 = TRAIN | FINETUNE;
 
+/// Keys that decide nothing of a step: `frugal plan` takes their flags, so that those of a training can be given to it, and does not list them.
+pub(crate) const OF_NO_STEP: [&str; 15] = [
+    "training.steps",
+    "training.epochs",
+    "training.checkpoint_every",
+    "training.keep",
+    "training.evaluate_every",
+    "training.log_every",
+    "training.patience",
+    "training.baseline",
+    "training.samples",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "optimizer.warmup",
+    "optimizer.weight_decay",
+    "adapter.lora_alpha",
+    "adapter.use_rslora",
+];
+
 /// A flag that overrides a key of a configuration.
 #[derive(Debug)]
 pub(crate) struct Flag {
@@ -113,7 +132,7 @@ static TABLE: [&[Flag]; 24] = [
         "training.batch", "--batch-size" | "--batch" | "--per-device-train-batch-size" => Takes::One { name: "BATCH_SIZE", parser: values::size },
             "Rows per batch [default: 4, as finetune; 1 in inference and over several ranks]";
         "training.budget", "--budget" => Takes::One { name: "BYTES", parser: values::bytes },
-            "Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: 80 % of the free memory, or that of --hardware]";
+            "Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: 80 % of the free memory; of all memory of --hardware]";
         "adapter.target_modules", "--targets" | "--target-modules" | "--lora-targets" => list("NAMES", values::parsed::<String>, values::short_targets),
             "Projections to adapt: names or their last parts, separated by commas, or all-linear; q, k, v, o, gate, up, down and all for short [default: q_proj,k_proj,v_proj,o_proj]";
     },

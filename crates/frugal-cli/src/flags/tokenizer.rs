@@ -18,7 +18,7 @@ pub(crate) struct Ends {
 }
 
 impl Ends {
-    /// Those of a model's folder.
+    /// Any error of a model's folder.
     ///
     /// # Errors
     /// No tokenizer in it; no token to end with.

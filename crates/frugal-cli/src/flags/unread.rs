@@ -14,7 +14,7 @@ use crate::flags::flags_of;
 struct Readers<'a> {
     keys: &'a [&'a str],
     are_read: bool,
-    /// What reads them.
+    /// Their reader.
     readers: &'static str,
 }
 
@@ -104,8 +104,9 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
         },
         Readers {
             keys: &["activations.recompute"],
-            are_read: config.activations.plan != ActivationPlan::Keep,
-            readers: "it is read where a layer does not keep its activations",
+            are_read: matches!(config.activations.plan, ActivationPlan::Recompute | ActivationPlan::EveryK)
+                || config.offload.is_some(),
+            readers: "it is read with `activations.plan = \"recompute\"` or \"every-k\"; a plan that is chosen decides it itself",
         },
         Readers {
             keys: &["offload.folder"],

@@ -17,7 +17,7 @@ pub(crate) enum Takes {
     One { name: &'static str, parser: fn() -> ValueParser },
     /// A path.
     Path { name: &'static str },
-    /// One that may be given several times.
+    /// A value, and the flag may be given several times.
     Several { name: &'static str },
     /// Several between commas, and the value that they make.
     List { name: &'static str, parser: fn() -> ValueParser, value: fn(Vec<Value>) -> Value },
@@ -88,12 +88,12 @@ pub(crate) trait Choice: ValueEnum + Serialize + Clone + Send + Sync + 'static {
 
 impl<T: ValueEnum + Serialize + Clone + Send + Sync + 'static> Choice for T {}
 
-/// One of the names of an enum.
+/// A name of an enum.
 fn named<T: Choice>() -> ValueParser {
     EnumValueParser::<T>::new().map(|value| json!(value)).into()
 }
 
-/// What a type reads.
+/// A value that a type parses.
 pub(crate) fn parsed<T: FromStr<Err: ToString> + Serialize>() -> ValueParser {
     (|text: &str| text.parse::<T>().map(|value| json!(value)).map_err(|error| error.to_string())).into()
 }
@@ -176,7 +176,7 @@ pub(crate) fn array(values: Vec<Value>) -> Value {
     Value::Array(values)
 }
 
-/// What is trained.
+/// The training method.
 #[derive(Clone, Copy, Debug, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum MethodArg {
@@ -186,12 +186,12 @@ pub(crate) enum MethodArg {
     Dora,
     /// All weights
     Full,
-    /// LoRA over a base in four bits, which is said in another way
+    /// QLoRA: an alias that names the flags to use instead
     #[value(hide = true)]
     Qlora,
 }
 
-/// What a step computes.
+/// The computation of a step.
 #[derive(Clone, Copy, Debug, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum StepArg {
@@ -203,6 +203,9 @@ pub(crate) enum StepArg {
     Full,
     /// Run the forward pass only
     Inference,
+    /// As in [`MethodArg`]
+    #[value(hide = true)]
+    Qlora,
 }
 
 /// The schedule of the learning rate.
@@ -217,7 +220,7 @@ pub(crate) enum ScheduleArg {
     Cosine,
 }
 
-/// What of a row is learned.
+/// The tokens of a row that count in the loss.
 #[derive(Clone, Copy, Debug, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum MaskArg {

@@ -1,4 +1,4 @@
-//! What is trained, as files: the last weights, and the best.
+//! The trained weights as files: the last and the best.
 
 use std::fs;
 use std::io;
@@ -17,7 +17,7 @@ const BEST_EVALUATION: &str = "best.json";
 
 /// Writes what is trained. The other ranks give rank 0 their parts of the weights.
 pub(crate) trait Writer {
-    /// What it writes: `adapter` or `model`.
+    /// The kind of weights that it writes: `adapter` or `model`.
     fn what(&self) -> &'static str;
 
     /// Writes a folder, which appears whole; `optimizer` brings the weights.
@@ -56,7 +56,7 @@ impl BestWeights for KeepBest {
 /// Removes the best weights of an output folder, where a training begins again: those of an earlier start are not its own.
 ///
 /// # Errors
-/// Those of the file system.
+/// Any error of the file system.
 pub(crate) fn forget_best(out: &Path) -> io::Result<()> {
     let is_gone = |cause: &io::Error| cause.kind() == io::ErrorKind::NotFound;
     for removed in [fs::remove_file(out.join(BEST_EVALUATION)), fs::remove_dir_all(out.join(BEST))] {

@@ -21,7 +21,7 @@ pub(crate) struct Saving<'a> {
     pub(crate) out: &'a Path,
     pub(crate) checkpoints: Checkpoints,
     pub(crate) resume: bool,
-    /// What the run's record says of the data and of the plan.
+    /// The run record's entries on the data and the plan.
     pub(crate) about: About,
 }
 

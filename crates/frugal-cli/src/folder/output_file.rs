@@ -54,7 +54,7 @@ impl OutputFile {
     /// Writes the file.
     ///
     /// # Errors
-    /// Those of `content`; a folder that cannot be written, or is full.
+    /// Any error of `content`; a folder that cannot be written, or is full.
     pub(crate) fn write(&self, content: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Result<()> {
         let written = match is_special(&self.path) {
             true => {

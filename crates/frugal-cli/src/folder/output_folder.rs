@@ -1,4 +1,4 @@
-//! What may be at `--out` before something is written there.
+//! The files that may be at `--out` before something is written there.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use frugal::Config;
 use frugal::config::CONFIG_FILE;
 use frugal::run_folder::{CHECKPOINTS, RunRecord};
 
-/// What may be at `--out`.
+/// The files that may be at `--out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Existing {
     /// Nothing.
@@ -79,7 +79,7 @@ mod tests {
 
     use super::*;
 
-    fn told(out: &Path, existing: Existing) -> String {
+    fn outcome(out: &Path, existing: Existing) -> String {
         check(out, existing).map_or_else(|error| error.to_string(), |()| "goes".to_owned())
     }
 
@@ -89,27 +89,27 @@ mod tests {
         let out = place.path().join("out");
         let shown = out.display();
         for existing in [Existing::Nothing, Existing::Training] {
-            assert_eq!(told(&out, existing), "goes", "nothing is there");
+            assert_eq!(outcome(&out, existing), "goes", "nothing is there");
         }
         fs::create_dir(&out).unwrap();
-        assert_eq!(told(&out, Existing::Nothing), "goes", "an empty folder");
+        assert_eq!(outcome(&out, Existing::Nothing), "goes", "an empty folder");
         for name in ["README.md", "config.json", "model.safetensors", "tokenizer.json"] {
             fs::write(out.join(name), "{}").unwrap();
         }
         let exists = format!("--out {shown} exists; give another, or --overwrite to replace what is there");
-        assert_eq!(told(&out, Existing::by_flag(false)), exists);
-        assert_eq!(told(&out, Existing::by_flag(true)), "goes");
+        assert_eq!(outcome(&out, Existing::by_flag(false)), exists);
+        assert_eq!(outcome(&out, Existing::by_flag(true)), "goes");
         let foreign = format!(
             "--out {shown} holds README.md, config.json, model.safetensors and 1 more, which no training of this program wrote; \
              give an empty or a new folder"
         );
-        assert_eq!(told(&out, Existing::Training), foreign);
+        assert_eq!(outcome(&out, Existing::Training), foreign);
         let file = out.join("README.md");
         assert_eq!(
-            told(&file, Existing::Training),
+            outcome(&file, Existing::Training),
             format!("--out {} is a file; give a folder", file.display())
         );
-        assert!(told(&file, Existing::Nothing).contains("README.md exists"));
+        assert!(outcome(&file, Existing::Nothing).contains("README.md exists"));
     }
 
     #[test]
@@ -117,12 +117,12 @@ mod tests {
         let out = tempfile::tempdir().unwrap();
         let out = out.path();
         fs::write(out.join(CONFIG_FILE), "[package]\nname = \"another\"\n").unwrap();
-        assert!(told(out, Existing::Training).contains("holds config.toml, which no training"));
+        assert!(outcome(out, Existing::Training).contains("holds config.toml, which no training"));
         fs::write(out.join(CONFIG_FILE), "[training]\nsteps = 3\n").unwrap();
-        assert_eq!(told(out, Existing::Training), "goes");
+        assert_eq!(outcome(out, Existing::Training), "goes");
         fs::remove_file(out.join(CONFIG_FILE)).unwrap();
         // One that was killed before its first step.
         fs::create_dir(out.join(CHECKPOINTS)).unwrap();
-        assert_eq!(told(out, Existing::Training), "goes");
+        assert_eq!(outcome(out, Existing::Training), "goes");
     }
 }

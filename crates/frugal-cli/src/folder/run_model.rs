@@ -33,7 +33,7 @@ pub(crate) struct WhichArgs {
     pub(crate) last: bool,
 }
 
-/// What a name leads to.
+/// The model that a name leads to.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Target {
     /// A model's folder, or a name on the hub.
@@ -42,7 +42,7 @@ pub(crate) struct Target {
     pub(crate) adapter: Option<PathBuf>,
     /// How rows were made, where a training made the weights.
     pub(crate) data: Option<DataConfig>,
-    /// What was taken of a training's folder, to be said.
+    /// A note on the weights that are taken from a training's folder.
     note: Option<String>,
     /// The revision of the model that it was trained with.
     pub(crate) revision: Option<String>,
@@ -171,13 +171,13 @@ impl Target {
     }
 
     /// Says what was taken of a training's folder, on standard error.
-    pub(crate) fn tell(&self, common: &Common) {
+    pub(crate) fn note(&self, common: &Common) {
         self.note.iter().for_each(|note| common.note(note));
     }
 
     /// Says that an adapter names another base than the model of `folder`, and that one over NF4 is used with weights that are not quantized,
     /// unless they are, in `dtype`.
-    pub(crate) fn tell_other_base(&self, common: &Common, folder: &Folder, dtype: Option<Dtype>) {
+    pub(crate) fn note_other_base(&self, common: &Common, folder: &Folder, dtype: Option<Dtype>) {
         if let Some(base) = self.other_base.as_ref().filter(|base| !self.is_base(base, folder)) {
             common.note(&format!(
                     "note: the adapter names {base} as its base, and here it is over {}; unless the weights are the same, results differ from \
@@ -212,7 +212,7 @@ impl Target {
     /// Opens the model's folder; downloads it if it is not here.
     ///
     /// # Errors
-    /// Those of [`HubArgs::open`].
+    /// As [`HubArgs::open`].
     pub(crate) fn open(&self, hub: &HubArgs) -> anyhow::Result<Folder> {
         let revision = hub.revision.clone().or_else(|| self.revision.clone());
         HubArgs { revision, ..hub.clone() }.open(&self.model)

@@ -16,7 +16,7 @@ use tch::Device;
 use crate::common_flags::Common;
 use crate::output::{run_page, shell_command};
 
-/// What a record says of the data, and of what was chosen for it.
+/// The entries of a record on the data and the plan.
 #[derive(Default)]
 pub(crate) struct About {
     pub(crate) train: SplitRecord,
@@ -139,7 +139,7 @@ pub(crate) fn base(config: &Config) -> String {
     })
 }
 
-/// What a configuration trains.
+/// The training method of a configuration.
 pub(crate) fn method(config: &Config) -> &'static str {
     match (config.task, &config.adapter) {
         (Task::Train, _) => "from scratch",

@@ -1,4 +1,4 @@
-//! What the ranks print, above the progress bar of rank 0.
+//! The output of the ranks, above the progress bar of rank 0.
 //!
 //! The output of ranks is piped, so rank 0 sees no terminal. It writes its progress as lines, from which the launcher draws the bar, as
 //! `cargo xtask run-all` does.

@@ -1,4 +1,4 @@
-//! What a merge changes for an adapter that was trained over NF4.
+//! The change that a merge makes for an adapter that was trained over NF4.
 //!
 //! The adapter learned beside the dequantized weights, and is merged into the original ones. On given texts, D(p‖q) = Σ p·ln(p/q) is
 //! taken over the vocabulary at each position, of p with the adapter over NF4 and q of the merged model, and of p and the original

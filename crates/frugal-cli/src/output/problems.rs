@@ -94,7 +94,7 @@ impl Problems {
     /// The assignment's parts of those.
     ///
     /// # Errors
-    /// Those of [`Problems::all`]; so few problems that a part would be empty.
+    /// As [`Problems::all`]; so few problems that a part would be empty.
     pub(crate) fn parts(&self) -> anyhow::Result<Parts> {
         let all = self.all()?;
         let Split { train, test, eval } = Split::new(all.len(), self.split_seed)?;

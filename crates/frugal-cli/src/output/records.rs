@@ -81,7 +81,7 @@ impl Observer for StepRecords {
     }
 }
 
-/// What records say of the training.
+/// The case of a training in its records.
 fn case(config: &Config) -> Case {
     let Config { model, data, optimizer, training, .. } = config;
     let shape = model.shape.clone().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What a person sees at the end of a training: losses, samples, files, and what to do next.
+//! The summary at the end of a training: losses, samples, files, and next commands.
 
 use std::path::Path;
 

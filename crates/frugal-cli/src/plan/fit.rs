@@ -6,7 +6,7 @@ use accounting::{Decoder, Error};
 use serde_json::{Value, json};
 
 use super::Answer;
-use super::step::{StepArgs, Ways, training_ways};
+use super::step::{StepArgs, Ways, bytes, nothing_fits, training_ways};
 use super::table::table;
 use crate::common_flags::Common;
 
@@ -27,6 +27,7 @@ struct Largest {
     text: String,
     value: u64,
     peak: u64,
+    host: u64,
     way: String,
     limit: Limit,
     details: Value,
@@ -35,13 +36,15 @@ struct Largest {
 impl Largest {
     fn new<T>(fit: &Fitting<T>, text: String, value: u64, details: Value) -> Self {
         let Fitting { candidate, limit, .. } = fit;
-        Self { text, value, peak: candidate.device_bytes(), way: candidate.name(), limit: *limit, details }
+        let (peak, host) = (candidate.device_bytes(), candidate.host_bytes);
+        Self { text, value, peak, host, way: candidate.name(), limit: *limit, details }
     }
 }
 
 impl Fit {
     pub(crate) fn answer(&self, common: &Common) -> anyhow::Result<Answer> {
-        let (planned, Ways { job, allowed, found, .. }) = training_ways(common, &self.step)?;
+        let (conditions, Ways { job, allowed, found, .. }) = training_ways(common, &self.step)?;
+        let planned = &conditions.planned;
         let (model, budget) = (&planned.model, found.budget);
         // Of a row's tokens, the last is only predicted where the data say so.
         let unread = planned.work.sequence.saturating_sub(job.mean.work.sequence);
@@ -82,12 +85,13 @@ impl Fit {
         ];
 
         let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
-        let (batch, length) = (planned.work.batch, grouped(planned.work.sequence.into()));
         let mut text =
             format!("{}, {} parameters\n", self.step.model.name(), grouped(model.parameters()?.into()));
-        text += &format!("{}, batch {batch} × {length} tokens; ", planned.trains);
-        text += &format!("{} for tensors\n\n", bytes_text(budget.device));
-        text += &table(&["question", "answer", "peak", "the next one", "plan"], &cells);
+        text += &format!("{}; {} for tensors", planned.work_text(), bytes_text(budget.device));
+        text +=
+            &budget.host.map_or_else(String::new, |host| format!(" and {} of the host", bytes_text(host)));
+        text += "\n\n";
+        text += &table(&["question", "answer", "peak", "host memory", "the next one", "plan"], &cells);
         text += "\nEach question varies one thing and keeps the others. The largest model keeps the vocabulary, the \
                  head size\nand the ratios of widths and depth.\n";
 
@@ -98,6 +102,7 @@ impl Fit {
                     "question": row.name,
                     "answer": largest.value,
                     "peak_bytes": largest.peak,
+                    "host_bytes": largest.host,
                     "plan": largest.way,
                     "limit": limit_text(largest.limit),
                     "model": largest.details,
@@ -105,7 +110,9 @@ impl Fit {
                 Err(why) => json!({"question": row.name, "answer": null, "why": why}),
             })
             .collect();
-        Ok(Answer { text, json: Value::Array(json) })
+        let nothing_fits = || nothing_fits(&self.step, &conditions, bytes(&found));
+        let failure = rows.iter().all(|row| row.answer.is_err()).then(nothing_fits);
+        Ok(Answer { text, json: Value::Array(json), failure })
     }
 }
 
@@ -122,10 +129,21 @@ impl Row {
     fn cells(&self) -> Vec<String> {
         let question = self.question.to_owned();
         match &self.answer {
-            Ok(Largest { text, peak, limit, way, .. }) => {
-                vec![question, text.clone(), bytes_text(*peak), limit_text(*limit).to_owned(), way.clone()]
+            Ok(Largest { text, peak, host, limit, way, .. }) => {
+                let host = if *host == 0 { "–".to_owned() } else { bytes_text(*host) };
+                vec![
+                    question,
+                    text.clone(),
+                    bytes_text(*peak),
+                    host,
+                    limit_text(*limit).to_owned(),
+                    way.clone(),
+                ]
             }
-            Err(why) => vec![question, "none".into(), "–".into(), why.clone(), "–".into()],
+            Err(why) => {
+                let [none, blank, reason] = ["none", "–", why].map(str::to_owned);
+                vec![question, none, blank.clone(), blank.clone(), reason, blank]
+            }
         }
     }
 }

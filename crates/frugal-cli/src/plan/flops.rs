@@ -119,6 +119,6 @@ impl FlopsArgs {
                 "product_flops": flops_json(rule_of_thumb.product_rule),
             },
         });
-        Ok(Answer { text, json })
+        Ok(Answer::new(text, json))
     }
 }

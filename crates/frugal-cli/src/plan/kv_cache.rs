@@ -64,6 +64,6 @@ impl KvCache {
                 model.heads / model.kv_heads
             );
         }
-        Ok(Answer { text, json })
+        Ok(Answer::new(text, json))
     }
 }

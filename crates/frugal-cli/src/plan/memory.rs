@@ -6,7 +6,7 @@ use accounting::quantity::{bytes_text, count_text, grouped};
 use serde_json::{Map, Value, json};
 
 use super::Answer;
-use super::step::{StepArgs, Ways, training_ways};
+use super::step::{StepArgs, Ways, bytes, nothing_fits, training_ways};
 use super::table::{rule, table};
 use crate::common_flags::Common;
 
@@ -23,7 +23,8 @@ const BAR_WIDTH: usize = 80;
 
 impl Memory {
     pub(crate) fn answer(&self, common: &Common) -> anyhow::Result<Answer> {
-        let (planned, ways) = training_ways(common, &self.step)?;
+        let (conditions, ways) = training_ways(common, &self.step)?;
+        let planned = &conditions.planned;
         let Ways { job, found, .. } = &ways;
         // Where nothing fits, what takes the least.
         let Some(candidate) = found.chosen().or_else(|| found.least()) else {
@@ -34,8 +35,7 @@ impl Memory {
         let moments = largest_of_each(job.moments(candidate)?);
         let kept = job.kept_tensors(candidate)?;
         let name = self.step.model.name();
-        let (batch, length) = (planned.work.batch, grouped(planned.work.sequence.into()));
-        let plan = format!("{}, batch {batch} × {length} tokens: {}", planned.trains, candidate.name());
+        let plan = format!("{}: {}", planned.work_text(), candidate.name());
 
         let mut text =
             format!("{name}, {} parameters ({})\n", grouped(parameters.into()), count_text(parameters));
@@ -68,12 +68,16 @@ impl Memory {
             "peak_moment": candidate.peak.moment.to_string(),
             "host_bytes": candidate.host_bytes,
             "available_bytes": available,
-            "fits": candidate.peak.total <= available,
+            "fits": found.fits(candidate),
             "moments": moments.collect::<Vec<_>>(),
             "kept_by_a_layer": kept.iter()
                 .map(|item| json!({"name": item.name, "bytes": item.bytes})).collect::<Vec<_>>(),
         });
-        Ok(Answer { text, json })
+        let failure = match found.chosen() {
+            Some(_) => None,
+            None => Some(nothing_fits(&self.step, &conditions, bytes(found))),
+        };
+        Ok(Answer { text, json, failure })
     }
 }
 

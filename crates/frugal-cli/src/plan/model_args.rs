@@ -1,6 +1,6 @@
 //! Which model is planned for: a `config.json`, a preset, or a family with sizes. Sizes that are given replace the model's.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::download_bar;
 use accounting::model::{Family, Sizes, WindowedLayers};
@@ -10,7 +10,10 @@ use anyhow::Context;
 use frugal::models::hub::{Hub, RepositoryKind};
 use frugal::models::hugging_face::Folder;
 
+use tch::Kind;
+
 use crate::flags::hub::HubArgs;
+use crate::folder::run_model::{Target, WhichArgs};
 
 const CONFIG: &str = "config.json";
 
@@ -22,34 +25,34 @@ pub(crate) struct ModelArgs {
     #[command(flatten)]
     hub: HubArgs,
     /// Vocabulary size: rows of the embedding and of the output matrix
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     vocabulary: Option<u64>,
     /// Maximum number of positions [default with --family: 1024]
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     context: Option<u64>,
     /// Hidden size: width of the residual stream
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     hidden: Option<u64>,
     /// Number of blocks
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     layers: Option<u64>,
     /// Query heads
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     heads: Option<u64>,
     /// Key-value heads [default: as many as heads]
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     kv_heads: Option<u64>,
     /// Width of a head [default: hidden / heads]
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     head_dim: Option<u64>,
     /// Width of the feed-forward layer [default: 4 · hidden]
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     feed_forward: Option<u64>,
     /// Width of the embedding; gpt2-like only [default: hidden]
-    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, hide_short_help = true, help_heading = SIZES)]
     embedding: Option<u64>,
     /// Whether output and embedding share a matrix [default with --family: true for gpt2]
-    #[arg(long, value_name = "BOOL", help_heading = SIZES)]
+    #[arg(long, value_name = "BOOL", hide_short_help = true, help_heading = SIZES)]
     tied: Option<bool>,
 }
 
@@ -58,7 +61,7 @@ const SIZES: &str = "Sizes (replace those of --model)";
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct Source {
-    /// A config.json, a folder that has one, a name on the hub, or a preset such as qwen2.5-7b
+    /// A config.json, a folder that has one, the output folder of a training, a name on the hub, or a preset such as qwen2.5-7b
     #[arg(long, value_name = "NAME_OR_FILE", alias = "config", help_heading = "Model (one of)")]
     model: Option<String>,
     /// gpt2, gpt2-like, or a model_type such as qwen2 or llama; needs --vocabulary, --hidden, --layers and --heads
@@ -80,6 +83,13 @@ impl ModelArgs {
     /// A file, a folder, a preset, or a model on the hub.
     fn find(&self, name: &str) -> anyhow::Result<Decoder> {
         let path = Path::new(name);
+        if path.is_dir() && !path.join(CONFIG).is_file() {
+            // The output folder of a training, or an adapter's.
+            let target = Target::find(name, WhichArgs::default())?;
+            if target.model != name {
+                return self.find(&target.model);
+            }
+        }
         if path.is_dir() {
             let decoder = Decoder::read(&path.join(CONFIG))?;
             // The files may have a head that config.json does not know of.
@@ -111,9 +121,36 @@ impl ModelArgs {
         Ok(Decoder::read(&folder.join(CONFIG))?)
     }
 
-    /// The folder of the model, where it is one.
-    pub(crate) fn folder(&self) -> Option<&Path> {
-        self.source.model.as_deref().map(Path::new).filter(|path| path.is_dir())
+    /// The folder of the model, where it is one, or the one of its config.json.
+    pub(crate) fn folder(&self) -> Option<PathBuf> {
+        let name = self.source.model.as_deref()?;
+        let path = Path::new(name);
+        if path.is_file() {
+            return path.parent().filter(|_| path.ends_with(CONFIG)).map(Path::to_owned);
+        }
+        let has_model = path.join(CONFIG).is_file();
+        let target = if has_model { None } else { Target::find(name, WhichArgs::default()).ok() };
+        let folder = target.map_or_else(|| path.to_owned(), |target| PathBuf::from(target.model));
+        folder.is_dir().then_some(folder)
+    }
+
+    /// The dtype of the weights in the model's folder, or the one that its config.json names.
+    pub(crate) fn kind(&self) -> Option<Kind> {
+        let folder = self.folder()?;
+        let has_weights = std::fs::read_dir(&folder).ok()?.flatten().any(|entry| {
+            Path::new(&entry.file_name()).extension().is_some_and(|extension| extension == "safetensors")
+        });
+        if has_weights {
+            return Folder::open(&folder).ok()?.kind().ok();
+        }
+        // A folder with a config.json alone is a model, too.
+        let text = std::fs::read(folder.join(CONFIG)).ok()?;
+        let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        match config.get("torch_dtype").or(config.get("dtype"))?.as_str()? {
+            "float32" => Some(Kind::Float),
+            "bfloat16" => Some(Kind::BFloat16),
+            _ => None,
+        }
     }
 
     /// A name for tables.

@@ -49,6 +49,6 @@ impl Parameters {
         if model.tied {
             text += "\nThe output projection is tied to the embedding and counted there.\n";
         }
-        Ok(Answer { text, json })
+        Ok(Answer::new(text, json))
     }
 }

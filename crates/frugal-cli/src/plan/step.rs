@@ -1,5 +1,6 @@
 //! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a GPU's.
 
+mod compare;
 mod ranks;
 mod rates;
 mod search;
@@ -17,14 +18,11 @@ use accounting::offload::{AvailableMemory, Direction, Gpu, Rates, StepCosts, gpu
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
-use frugal::config::{Bytes, OffloadTier, Task};
+use frugal::config::{ActivationPlan, Bytes, OffloadTier, Task};
 use frugal::models::DecoderConfig;
-use frugal::models::hugging_face::Folder;
-use frugal::planning::{self, MachineRates, NotPredicted};
+use frugal::planning::{self, Budget, MachineRates, NotPredicted};
 use frugal::{Config, Recipe};
 use report::cli::Failure;
-use report::unit::human;
-use serde_json::json;
 use tch::{Device, Kind};
 
 use super::model_args::ModelArgs;
@@ -33,11 +31,10 @@ use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::table::PLAN;
 use crate::output::shell_command::shell_word;
-use crate::output::{print_line, print_lines};
-use crate::run::plan::{NOTHING_FITS, fitting};
+use crate::run::plan::{NOTHING_FITS, budget_text, fitting};
 use ranks::RanksArgs;
-pub(crate) use search::Ways;
-use variants::{Variant, streaming, variants};
+pub(crate) use search::{Ways, bytes};
+use variants::Variant;
 
 #[derive(Args)]
 pub(crate) struct StepArgs {
@@ -69,10 +66,6 @@ pub(crate) struct StepArgs {
     ranks: RanksArgs,
 }
 
-/// What a plan over GPUs says instead of flags.
-const ON_GPUS: &str = "another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this \
-    is a prediction of the method";
-
 /// The step that is planned.
 pub(crate) struct PlannedStep {
     /// The training, as finetune would have it with the same flags.
@@ -80,23 +73,29 @@ pub(crate) struct PlannedStep {
     pub(crate) model: Decoder,
     /// The adapters; `None` where all weights are trained, or none.
     lora: Option<LowRank>,
+    /// A batch.
     pub(crate) work: Workload,
+    /// Gradient accumulation steps: batches of a step.
+    batches: u64,
     /// Dtype of the weights.
     kind: Kind,
+    /// The device whose kernels compute it.
     device: Device,
     /// Where offloaded layers live.
     tier: OffloadTier,
     /// Bytes of the weights.
     weights: u64,
-    /// What is trained, in words.
+    /// The trained parameters, in words.
     pub(crate) trains: String,
 }
 
-/// What is planned, at which rates, within which budget.
-struct Asked {
-    planned: PlannedStep,
+/// A step, the rates of the machine, and the memory that there is.
+pub(crate) struct Conditions {
+    pub(crate) planned: PlannedStep,
     machine: MachineRates,
-    budget: AvailableMemory,
+    budget: Budget,
+    /// The memory for tensors, of one rank if several share the machine.
+    pub(crate) memory: AvailableMemory,
     on_cpu: bool,
     /// Ranks that share the machine.
     sharing: u64,
@@ -106,208 +105,159 @@ struct Asked {
 ///
 /// # Errors
 /// Inference, and several ranks; those of the plan.
-pub(crate) fn training_ways(common: &Common, arguments: &StepArgs) -> anyhow::Result<(PlannedStep, Ways)> {
+pub(crate) fn training_ways(common: &Common, arguments: &StepArgs) -> anyhow::Result<(Conditions, Ways)> {
     if arguments.is_inference() || arguments.ranks.ranks > 1 {
         bail!(
             "this is answered for a training in one process; `frugal plan` with the same flags shows the peak's parts"
         );
     }
-    let Asked { planned, machine, budget, .. } = asked(common, arguments)?;
-    let ways = search::ways(arguments, &planned, &machine, budget)?;
-    Ok((planned, ways))
+    let conditions = conditions(common, arguments)?;
+    let ways = search::ways(arguments, &conditions)?;
+    Ok((conditions, ways))
 }
 
-fn asked(common: &Common, arguments: &StepArgs) -> anyhow::Result<Asked> {
+pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
+    let conditions = conditions(common, arguments)?;
+    match arguments.is_inference() || arguments.ranks.ranks > 1 {
+        true => compare::run(common, arguments, &conditions),
+        false => search::run(common, arguments, &conditions),
+    }
+}
+
+fn conditions(common: &Common, arguments: &StepArgs) -> anyhow::Result<Conditions> {
     if let Some(data) = &arguments.data {
         let (model, data) = (shell_word(&arguments.model.name()), shell_word(data));
         bail!("the plan for data is `frugal finetune --model {model} --data {data} --dry-run`");
     }
-    let device = common.device()?;
+    let device = match arguments.hardware {
+        Some(_) => Device::Cuda(0),
+        None => common.device()?,
+    };
+    let planned = planned(arguments, device)?;
+    let on_cpu = device == Device::Cpu;
+    let sharing = arguments.ranks.sharing(on_cpu);
+    let machine = shared(arguments.rates(&planned)?, sharing);
+    let budget = arguments.budget(&planned.config, device)?;
+    let host = arguments.host_budget.map(|budget| budget.0 / sharing);
+    let memory = AvailableMemory { device: fitting(budget.free())? / sharing, host };
+    Ok(Conditions { planned, machine, budget, memory, on_cpu, sharing })
+}
+
+/// The step of the flags, checked.
+fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> {
+    // The model, and the training that finetune would have.
     let model = arguments.model.decoder()?;
     let config = arguments.config()?;
     let tokens = config.data.max_length.map_or_else(|| model.context.min(512), |length| length as u64);
     if tokens > model.context {
         bail!("--length {tokens}: the model takes rows of {} at most", model.context);
     }
-    let trains_all = config.adapter.is_none() && !arguments.is_inference();
-    let kind = match (arguments.kind(&config), trains_all) {
-        (None, true) => Kind::Float,
-        (None, false) => Kind::BFloat16,
-        (Some(kind @ (Kind::Float | Kind::BFloat16)), _) => kind,
-        (Some(kind), false) if planning::recipe(kind).quantized => {
-            if arguments.ranks.ranks > 1 {
-                bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16");
-            }
-            kind
-        }
-        (Some(kind), true) if planning::recipe(kind).quantized => {
-            bail!("--dtype nf4: 4-bit weights cannot be trained; give --method lora")
-        }
-        (Some(_), _) => bail!("--dtype: a plan is made for float32, bfloat16 and nf4"),
-    };
+    let kind = arguments.dtype(&config)?;
     if !arguments.is_inference() {
         Recipe::new(&config)?;
     }
-    let on_cpu = device == Device::Cpu && arguments.hardware.is_none();
+    arguments.ranks.check(arguments)?;
+
+    // Where offloaded layers are.
+    let on_cpu = device == Device::Cpu;
     let tier = match &config.offload {
         Some(offload) => offload.tier,
         None if on_cpu => OffloadTier::File,
         None => OffloadTier::Host,
     };
-    arguments.ranks.check(arguments)?;
+    if let (OffloadTier::File, Some(gpu), None) = (tier, arguments.hardware, arguments.link) {
+        bail!(
+            "--offload file: the disk of a machine with --hardware {} is not known; give its bytes per second as --link, or --offload host",
+            gpu.name
+        );
+    }
+
+    // The work, and what is trained.
     let work = Workload { batch: config.training.batch as u64, sequence: tokens };
+    let is_one_batch = arguments.is_inference() || arguments.ranks.ranks > 1;
+    let batches = if is_one_batch { 1 } else { config.training.accumulation as u64 };
     let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
     let low_rank = |adapter| planning::low_rank(adapter, &shape(&model), on_cpu).map_err(not_predicted);
     let lora = config.adapter.as_ref().map(low_rank).transpose()?;
+    if let Some(adapter) = config.adapter.as_ref().filter(|_| arguments.flags.has(&["--targets"])) {
+        adapter.check_matches(&shape(&model)).map_err(frugal::Error::from)?;
+    }
     let trains = match &lora {
         Some(lora) if lora.magnitudes => format!("DoRA of rank {} on {}", lora.rank, lora.targets),
         Some(lora) => format!("adapters of rank {} on {}", lora.rank, lora.targets),
         None if arguments.is_inference() => "forward only".to_owned(),
         None => "all weights are trained".to_owned(),
     };
-    let planned = PlannedStep { config, model, lora, work, kind, device, tier, weights, trains };
-    let sharing = arguments.ranks.sharing(on_cpu);
-    let machine = shared(arguments.rates(&planned)?, sharing);
-    let budget = arguments.budget(&planned.config, device)?;
-    let budget =
-        AvailableMemory { device: budget.device / sharing, host: budget.host.map(|bytes| bytes / sharing) };
-    Ok(Asked { planned, machine, budget, on_cpu, sharing })
+    Ok(PlannedStep { config, model, lora, work, batches, kind, device, tier, weights, trains })
 }
 
-pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
-    let Asked { planned, machine, budget, on_cpu, sharing } = asked(common, arguments)?;
-    let (tier, weights, ranks) = (planned.tier, planned.weights, arguments.ranks.ranks);
-    if !arguments.is_inference() && ranks == 1 {
-        return search::run(common, arguments, &planned, &machine, budget);
-    }
-    let costs = arguments.costs(&planned, &machine)?;
-    let mut variants = variants(&costs, &machine.transfers, budget, tier, on_cpu)?;
-    let hiding = arguments.tokens_that_hide_loads(&planned, &machine, variants.last())?;
-    if ranks > 1 {
-        // What one rank alone does comes last.
-        let alone = std::mem::take(&mut variants);
-        variants = ranks::variants(arguments, &planned, &costs, &machine)?;
-        variants.extend(alone);
-    }
-    let tokens = planned.work.tokens()? as f64;
-    let rate = |variant: &Variant| {
-        tokens * if variant.ranks.is_some() { ranks as f64 } else { 1.0 } / variant.step.seconds
+/// The error where nothing fits, with what suffices. `ways` are the bytes that each takes on the device and on the host.
+pub(crate) fn nothing_fits(
+    arguments: &StepArgs,
+    conditions: &Conditions,
+    ways: impl Iterator<Item = (u64, u64)> + Clone,
+) -> anyhow::Error {
+    let Conditions { planned, budget, memory, sharing, .. } = conditions;
+    let fitting_device = ways.clone().filter(|(device, _)| *device <= memory.device);
+    let message = match (arguments.host_budget, fitting_device.map(|(_, host)| host).min()) {
+        (Some(given), Some(host)) => format!(
+            "nothing fits a host budget of {}: the ways that fit the device take {} of host memory at least; give --host-budget {}MiB",
+            bytes_text(given.0),
+            bytes_text(host),
+            (host * sharing).div_ceil(1 << 20)
+        ),
+        _ => {
+            let least = ways.map(|(device, _)| device).min();
+            let least = least.map_or_else(String::new, |least| {
+                let suffices = budget.for_tensors(least * sharing) >> 20;
+                format!("; the least takes {} for tensors; give --budget {suffices}MiB,", bytes_text(least))
+            });
+            let fewer = match &planned.lora {
+                Some(_) => "fewer or shorter rows, a lower rank",
+                None if arguments.is_inference() => "fewer or shorter rows",
+                None => "fewer or shorter rows, --method lora",
+            };
+            format!("nothing fits {}{least} {fewer}, or a smaller model", budget_text(budget))
+        }
     };
-    let chosen = variants
-        .iter()
-        .filter(|variant| variant.peak <= budget.device)
-        .max_by(|a, b| rate(a).total_cmp(&rate(b)));
-    if common.json {
-        print_line(&json!({
-            "model": arguments.model.name(),
-            "model_bytes": weights,
-            "parameters": planned.model.parameters()?,
-            "budget": budget.device,
-            "flops": machine.flops,
-            "memory_rate": machine.bandwidth,
-            "link_rate": machine.transfers.load,
-            "ranks": ranks,
-            "variants": variants.iter().map(|variant| variant.json(budget.device)).collect::<Vec<_>>(),
-            "chosen": chosen.map(|variant| variant.name.as_str()),
-            "tokens_that_hide_loads": hiding.iter()
-                .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
-        }));
-        return Ok(());
-    }
-    let source = arguments.hardware.map_or("measured", |gpu| gpu.name);
-    let mut lines = head(&planned, &machine, source)?;
-    lines[1] = (
-        if sharing > 1 { "budget for tensors of a rank" } else { "budget for tensors" }.into(),
-        bytes_text(budget.device),
-    );
-    lines.push(blank());
-    for variant in &variants {
-        let fits = match variant.peak.checked_sub(budget.device) {
-            None | Some(0) => "fits".to_owned(),
-            Some(excess) => format!("{} too much", bytes_text(excess)),
-        };
-        let mark = if chosen.is_some_and(|chosen| chosen.name == variant.name) {
-            "; the fastest that fits"
-        } else {
-            ""
-        };
-        let over = match &variant.ranks {
-            Some(over) => format!(
-                " of {} tokens, bound by {}",
-                grouped((tokens * ranks as f64) as u128),
-                over.bound.name()
-            ),
-            None if ranks > 1 => format!(" of {} tokens", grouped(tokens as u128)),
-            None => String::new(),
-        };
-        let seconds = human(variant.step.seconds, "s");
-        lines.push((
-            variant.name.clone(),
-            format!("peak {}, {seconds} a step{over}, {fits}{mark}", bytes_text(variant.peak)),
-        ));
-    }
-    if let Some(shown) = chosen.or(variants.last()) {
-        lines.push(blank());
-        lines.push(("at the peak".into(), shown.step.device.moment.to_string()));
-        lines.extend(
-            shown.step.device.parts.iter().map(|part| (format!("  {}", part.name), bytes_text(part.bytes))),
-        );
-        if let Some(over) = &shown.ranks {
-            lines.push(("sent by a rank".into(), bytes_text(over.sent_bytes)));
-            lines.push(("waits for other ranks".into(), human(over.exposed, "s")));
-        }
-        if let Some(plan) = &shown.plan {
-            lines.extend(streaming(plan));
-            lines.extend(hiding.iter().map(|(pass, tokens)| {
-                (format!("tokens that hide loads, {}", pass.name()), grouped((*tokens).into()))
-            }));
-        }
-        let command = if arguments.is_inference() { "generate" } else { "finetune" };
-        if ranks > 1 && !on_cpu {
-            lines.push(("to run it".into(), ON_GPUS.to_owned()));
-        } else {
-            let flags = if shown.flags.is_empty() { "none are needed" } else { &shown.flags };
-            lines.push((format!("flags of {command}"), flags.to_owned()));
-        }
-    }
-    print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
-    match chosen {
-        Some(_) => Ok(()),
-        None => Err(nothing_fits(budget, variants.iter().map(|variant| variant.peak).min())),
-    }
-}
-
-/// The error where nothing fits, with the least bytes of tensors that something takes.
-fn nothing_fits(budget: AvailableMemory, least: Option<u64>) -> anyhow::Error {
-    let least = least.map_or_else(String::new, |least| format!("; the least takes {}", bytes_text(least)));
-    let message = format!(
-        "nothing fits {}{least}; take fewer or shorter rows, a lower rank, or a smaller model",
-        bytes_text(budget.device)
-    );
     Failure { status: NOTHING_FITS, message }.into()
 }
 
-/// What is planned: parameters, a line for the budget, rates.
-fn head(
-    planned: &PlannedStep,
-    machine: &MachineRates,
-    source: &str,
-) -> anyhow::Result<Vec<(String, String)>> {
+/// The table's first lines: parameters, budget, rates, and the work of a step.
+fn head(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Vec<(String, String)>> {
+    let Conditions { planned, machine, budget, memory, sharing, .. } = conditions;
     let parameters = grouped(planned.model.parameters()?.into());
-    let Workload { batch, sequence } = planned.work;
-    let work = format!("{}, batch {batch} × {} tokens", planned.trains, grouped(sequence.into()));
+    let source = match arguments.hardware {
+        Some(gpu) => format!("{} in {}", gpu.name, planning::recipe(planned.kind).compute),
+        None => "measured".to_owned(),
+    };
+    let of_a_rank = if *sharing > 1 { " of a rank" } else { "" };
     Ok(vec![
         ("parameters".to_owned(), format!("{parameters} ({})", bytes_text(planned.weights))),
-        blank(),
+        ("budget".to_owned(), budget_text(budget)),
+        (format!("  for tensors{of_a_rank}"), bytes_text(memory.device)),
         (
-            source.to_owned(),
+            source,
             format!(
                 "{:.3e} FLOP/s of products, {:.3e} B/s of memory, {:.3e} B/s of loads",
                 machine.flops, machine.bandwidth, machine.transfers.load
             ),
         ),
-        ("step".to_owned(), work),
+        ("step".to_owned(), planned.work_text()),
     ])
+}
+
+impl PlannedStep {
+    /// Describes the trained parameters and the tokens of a step.
+    pub(crate) fn work_text(&self) -> String {
+        let Workload { batch, sequence } = self.work;
+        let length = grouped(sequence.into());
+        let rows = match self.batches {
+            1 => format!("batch {batch} × {length} tokens"),
+            batches => format!("{batches} batches of {batch} × {length} tokens"),
+        };
+        format!("{}, {rows}", self.trains)
+    }
 }
 
 /// The rates of each of several ranks that share a machine.
@@ -321,10 +271,6 @@ fn shared(machine: MachineRates, ranks: u64) -> MachineRates {
         device_optimizer: share(device_optimizer),
     };
     MachineRates { flops: share(machine.flops), bandwidth: share(machine.bandwidth), transfers, ..machine }
-}
-
-fn blank() -> (String, String) {
-    (String::new(), String::new())
 }
 
 /// The sizes of a model as a `config.json` has them, as far as adapters and chunks of the loss depend on them.
@@ -358,6 +304,13 @@ impl StepArgs {
         if self.is_inference() {
             config.adapter = None;
         }
+        let has_recomputation =
+            matches!(config.activations.plan, ActivationPlan::Recompute | ActivationPlan::EveryK);
+        if self.flags.has(&["--recompute-what"]) && !has_recomputation {
+            bail!(
+                "--recompute-what changes nothing without --activations recompute or every-k; give one of them"
+            );
+        }
         if !given.origins().has("training.batch") && (self.is_inference() || self.ranks.ranks > 1) {
             config.training.batch = 1;
         }
@@ -369,31 +322,41 @@ impl StepArgs {
         if let Some(dtype) = config.model.dtype {
             return Some(dtype.kind());
         }
-        // A folder with a config.json alone is a model, too.
-        let folder = self.model.folder().and_then(|folder| Folder::open(folder).ok());
-        let kind = folder.and_then(|folder| folder.kind().ok());
+        let kind = self.model.kind();
         let is_frozen = config.adapter.is_some() || self.is_inference();
         let is_quantized = |kind: Kind| planning::recipe(kind).quantized && is_frozen;
         kind.filter(|kind| matches!(kind, Kind::Float | Kind::BFloat16) || is_quantized(*kind))
     }
 
-    /// What tensors may take.
-    fn budget(&self, config: &Config, device: Device) -> anyhow::Result<AvailableMemory> {
-        let budget = match (config.training.budget, self.hardware) {
-            (Some(budget), Some(_)) => budget.0,
-            (None, Some(gpu)) => gpu.data_sheet()?.memory,
-            (given, None) => {
-                let budget = planning::Budget::given_or_default(given.map(|budget| budget.0), device)?;
-                fitting(budget.free())?
-            }
+    /// The dtype of the weights.
+    ///
+    /// # Errors
+    /// Dtypes for which no plan is made, or that cannot be trained.
+    fn dtype(&self, config: &Config) -> anyhow::Result<Kind> {
+        let trains_all = config.adapter.is_none() && !self.is_inference();
+        let Some(kind) = self.kind(config) else {
+            return Ok(if trains_all { Kind::Float } else { Kind::BFloat16 });
         };
-        Ok(AvailableMemory { device: budget, host: self.host_budget.map(|budget| budget.0) })
+        let is_quantized = planning::recipe(kind).quantized;
+        match kind {
+            Kind::Float | Kind::BFloat16 => {}
+            _ if !is_quantized => bail!("--dtype: a plan is made for float32, bfloat16 and nf4"),
+            _ if trains_all => bail!("--dtype nf4: 4-bit weights cannot be trained; give --method lora"),
+            _ if self.ranks.ranks > 1 => {
+                bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16")
+            }
+            _ => {}
+        }
+        Ok(kind)
     }
 
-    /// The device whose kernels compute the step.
-    fn device_of_step(&self, planned: &PlannedStep) -> Device {
-        let is_card = self.hardware.is_some() && planned.device == Device::Cpu;
-        if is_card { Device::Cuda(0) } else { planned.device }
+    /// The memory limit: of the process or of this machine's GPU, or of one that is named.
+    fn budget(&self, config: &Config, device: Device) -> anyhow::Result<Budget> {
+        let given = config.training.budget.map(|budget| budget.0);
+        Ok(match self.hardware {
+            Some(gpu) => Budget::of_gpu(given, gpu.data_sheet()?.memory),
+            None => Budget::given_or_default(given, device)?,
+        })
     }
 
     fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
@@ -401,7 +364,7 @@ impl StepArgs {
         let vocabulary = i64::try_from(model.vocabulary).unwrap_or(i64::MAX);
         let loss_tokens = match config.loss.chunk_tokens {
             Some(tokens) => tokens.unsigned_abs(),
-            None => planning::loss_chunk(vocabulary, kind, self.device_of_step(planned)),
+            None => planning::loss_chunk(vocabulary, kind, planned.device),
         };
         let choices = planning::choices(kind, machine, loss_tokens);
         let choices = Choices { recipe: self.recipe(planned), ..choices };

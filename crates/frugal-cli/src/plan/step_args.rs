@@ -63,7 +63,7 @@ impl RecomputeArgs {
 
 const ADAPTERS: &str = "Low-rank adapters (the base is frozen)";
 
-/// What is trained.
+/// The training method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Trained {
     /// Low-rank adapters
@@ -78,7 +78,7 @@ const RANK: u64 = 8;
 /// Adapters, and what trains them.
 #[derive(clap::Args)]
 pub(crate) struct LoraArgs {
-    /// What is trained [default: full; lora with a flag of adapters]
+    /// Training method [default: full; lora with a flag of adapters]
     #[arg(long, value_enum, value_name = "METHOD", help_heading = TRAINING)]
     method: Option<Trained>,
     /// Rank of the adapters [default: 8]

@@ -37,7 +37,7 @@ fn command_lines() {
             1,
             "the working memory of gpt2's forward is not",
         ),
-        ("memory --model nowhere.json", 1, "error: cannot read nowhere.json: No such file"),
+        ("memory --model nowhere.json", 1, "error: nowhere.json: No such file"),
         ("memory --family llama --hidden 64", 1, "error: --family llama needs --heads"),
         ("fit --model qwen2.5-7b --budget 3apples", 2, "write for example 80GB or 24GiB"),
         ("flops --model gpt2 --length 0", 2, "cannot read `0` as a whole number of 1 to 2^64 - 1"),

@@ -46,9 +46,14 @@ impl Time {
         let peak = match self.peak {
             Some(peak) => peak,
             None => peak_of(&self.hardware, self.dtype).with_context(|| {
+                let known = [Dtype::Bf16, Dtype::Fp16, Dtype::Fp32].into_iter();
+                let known = known.filter(|dtype| peak_of(&self.hardware, *dtype).is_some());
+                let known: Vec<&str> = known.map(Dtype::name).collect();
                 format!(
-                    "no rate of {} is known for {}; give --dtype bf16, fp16 or fp32, or --peak",
-                    self.hardware.name, self.dtype
+                    "no rate of {} is known for {}; give --dtype {}, or --peak",
+                    self.hardware.name,
+                    self.dtype,
+                    known.join(" or ")
                 )
             })?,
         };
@@ -99,7 +104,7 @@ impl Time {
             "days": days,
             "naive_largest_model": naive,
         });
-        Ok(Answer { text, json })
+        Ok(Answer::new(text, json))
     }
 }
 

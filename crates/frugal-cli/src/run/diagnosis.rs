@@ -67,7 +67,7 @@ impl Diagnose {
 /// Trains some steps, traces some more, and reports their composition and bottlenecks.
 ///
 /// # Errors
-/// Those of the training and of the profiler; a file that cannot be written.
+/// Any error of the training and of the profiler; a file that cannot be written.
 pub(crate) fn diagnose(
     trainer: &mut Trainer,
     train: &mut dyn Batches,

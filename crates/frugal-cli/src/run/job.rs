@@ -45,8 +45,8 @@ pub(crate) enum Start {
 
 /// Options of a training that are not in its configuration.
 #[derive(Clone, Copy)]
-pub(crate) struct Asked<'a> {
-    /// The output folder; a dry run does not look at it.
+pub(crate) struct RunOptions<'a> {
+    /// The output folder, into which a dry run writes nothing.
     pub(crate) out: Option<&'a Path>,
     pub(crate) start: Start,
     /// Whether bottlenecks are reported.
@@ -60,12 +60,12 @@ pub(crate) struct Asked<'a> {
 pub(crate) fn run(
     common: &Common,
     config: &Config,
-    asked: Asked<'_>,
+    options: RunOptions<'_>,
     training: impl FnOnce(Job<'_>) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     ranks::run(common, config, |common| {
-        let trained = Job::open(common, config, asked).and_then(training);
-        trained.map_err(|error| name_resume(name_budget(error, config), asked.out))
+        let trained = Job::open(common, config, options).and_then(training);
+        trained.map_err(|error| name_resume(name_budget(error, config), options.out))
     })
 }
 
@@ -74,26 +74,26 @@ pub(crate) struct Job<'a> {
     pub(crate) common: &'a Common,
     config: Config,
     recipe: Recipe,
-    asked: Asked<'a>,
+    options: RunOptions<'a>,
     pub(crate) device: Device,
 }
 
 impl<'a> Job<'a> {
-    fn open(common: &'a Common, config: &Config, asked: Asked<'a>) -> anyhow::Result<Self> {
-        Diagnose::check(common, asked.diagnosis)?;
-        let config = match asked.out.filter(|_| asked.start == Start::Resume) {
+    fn open(common: &'a Common, config: &Config, options: RunOptions<'a>) -> anyhow::Result<Self> {
+        Diagnose::check(common, options.diagnosis)?;
+        let config = match options.out.filter(|_| options.start == Start::Resume) {
             Some(out) => as_begun(config, out),
             None => config.clone(),
         };
         let recipe = ranks::recipe(common, &config)?;
-        if let Some(out) = asked.out.filter(|_| asked.start != Start::DryRun) {
-            Saving::check(out, common, asked.start == Start::Resume)?;
+        if let Some(out) = options.out {
+            Saving::check(out, common, options.start == Start::Resume)?;
         }
         let device = runtime::device::select(&config.training.device)?;
         runtime::memory::track_cpu()?;
         runtime::memory::set_block_cache(true)?;
         runtime::random::seed(config.training.seed)?;
-        Ok(Self { common, config, recipe, asked, device })
+        Ok(Self { common, config, recipe, options, device })
     }
 
     pub(crate) fn config(&self) -> &Config {
@@ -107,12 +107,12 @@ impl<'a> Job<'a> {
 
     /// The output folder; empty without one.
     pub(crate) fn out(&self) -> &'a Path {
-        self.asked.out.unwrap_or(Path::new(""))
+        self.options.out.unwrap_or(Path::new(""))
     }
 
     /// Whether it continues an earlier training.
     pub(crate) fn resumes(&self) -> bool {
-        self.asked.start == Start::Resume
+        self.options.start == Start::Resume
     }
 
     /// Replaces the configuration by one that the model or the data complete.
@@ -127,27 +127,31 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Predicts the training and tells its plan; `None` after a dry run.
+    /// Predicts the training and prints its plan; `None` after a dry run.
     ///
     /// # Errors
     /// A schedule that does not fit the steps; a budget in which nothing fits.
     pub(crate) fn plan(self, planned: PlannedTraining<'_>) -> anyhow::Result<Option<Planned<'a>>> {
-        let Self { common, config, recipe, asked, device } = self;
+        let Self { common, config, recipe, options, device } = self;
         let steps = planned.steps;
         recipe.schedule(steps)?;
         let plan = RunPlan::of(common, &config, planned)?;
-        if asked.start == Start::DryRun {
+        if options.start == Start::DryRun {
             // It is the result.
-            plan.tell(&Common { quiet: false, ..common.clone() });
+            let common = Common { quiet: false, ..common.clone() };
+            plan.print(&common);
+            if common.ranks.is_some() && common.is_first() {
+                common.note("the memory of a training over several ranks is not predicted here: `frugal plan --ranks N` compares its ways");
+            }
             return Ok(None);
         }
-        plan.tell(common);
+        plan.print(common);
         let applied = with_base_revision(plan.applied(&config));
         offload_folder::note_memory(common, &applied);
         let recipe = ranks::recipe(common, &applied)?;
         let written = plan.written(&config);
         let common = RunPlan::with_origins(common, &config, &written);
-        let run = PlannedRun { common, config: written, asked, device, steps, plan };
+        let run = PlannedRun { common, config: written, options, device, steps, plan };
         Ok(Some(Planned { run, recipe }))
     }
 }
@@ -157,13 +161,13 @@ pub(crate) struct PlannedRun<'a> {
     pub(crate) common: Common,
     /// The configuration as it is written for a resume.
     pub(crate) config: Config,
-    asked: Asked<'a>,
+    options: RunOptions<'a>,
     device: Device,
     steps: u64,
     plan: RunPlan,
 }
 
-/// A training whose plan is told.
+/// A training whose plan is printed.
 pub(crate) struct Planned<'a> {
     pub(crate) run: PlannedRun<'a>,
     /// The techniques as the plan has chosen them.
@@ -182,9 +186,9 @@ impl<'a> Planned<'a> {
         model: impl FnOnce(&Recipe) -> anyhow::Result<Prepared>,
     ) -> anyhow::Result<Opened<'a>> {
         let Self { run, recipe } = self;
-        let (common, resumes) = (&run.common, run.asked.start == Start::Resume);
+        let (common, resumes) = (&run.common, run.options.start == Start::Resume);
         let mut saving =
-            run.asked.out.map(|out| Saving::open(out, common, &run.config, resumes)).transpose()?;
+            run.options.out.map(|out| Saving::open(out, common, &run.config, resumes)).transpose()?;
         if let Some(saving) = &mut saving {
             saving.about.plan = run.plan.json();
             if common.is_first() {
@@ -278,7 +282,7 @@ impl<'a> Ready<'a> {
     /// Trains to the end. `before` is called before the first step.
     ///
     /// # Errors
-    /// Those of [`Run::run`].
+    /// As [`Run::run`].
     pub(crate) fn train(
         self,
         feed: Feed,
@@ -298,8 +302,8 @@ impl<'a> Ready<'a> {
             // A mutable reference is used twice only through a new borrow.
             let lent = validation.as_mut().map(|validation| &mut **validation as &mut dyn Batches);
             before(common, trainer, train, lent)?;
-            match run.asked.diagnosis {
-                Some(asked) => diagnose(trainer, train, validation, loading, asked, common.json),
+            match run.options.diagnosis {
+                Some(settings) => diagnose(trainer, train, validation, loading, settings, common.json),
                 None => Ok(()),
             }
         })?;
@@ -329,27 +333,27 @@ impl Finished<'_> {
         }
         if self.run.common.is_first() {
             let result = result.as_ref().map(|(what, path)| (*what, path.as_path()));
-            report(&self.run.common, self.run.asked.out, &self.trained.ended(), result);
+            report(&self.run.common, self.run.options.out, &self.trained.ended(), result);
         }
         Ok(())
     }
 
-    /// What was trained, and where it is.
+    /// The kind of the trained weights, and their path.
     fn result(&self) -> Option<(&'static str, PathBuf)> {
-        let (writer, out) = (self.writer.as_ref()?, self.run.asked.out?);
+        let (writer, out) = (self.writer.as_ref()?, self.run.options.out?);
         let path = if writer.what() == "adapter" { out.to_owned() } else { out.join(MODEL) };
         Some((writer.what(), path))
     }
 
-    /// The trained model, where its end is told in this process.
-    pub(crate) fn told_model(&self) -> Option<&dyn LanguageModel> {
-        let is_told = self.run.common.is_first() && !self.trained.was_finished;
-        is_told.then_some(self.trained.model.as_ref())
+    /// The trained model, if this process prints how its training ended.
+    pub(crate) fn shown_model(&self) -> Option<&dyn LanguageModel> {
+        let is_shown = self.run.common.is_first() && !self.trained.was_finished;
+        is_shown.then_some(self.trained.model.as_ref())
     }
 
-    /// Tells how the training ended, with answers of its model, and what to do next.
-    pub(crate) fn tell(&self, samples: &[Sample], is_chat: bool) {
-        let (Some(out), true) = (self.run.asked.out, self.told_model().is_some()) else { return };
+    /// Prints how the training ended, with answers of its model, and what to do next.
+    pub(crate) fn print(&self, samples: &[Sample], is_chat: bool) {
+        let (Some(out), true) = (self.run.options.out, self.shown_model().is_some()) else { return };
         let outcome = self.trained.outcome.as_ref();
         if let Some(outcome) = outcome.filter(|_| !samples.is_empty()) {
             write_page(&self.run.common, out, outcome.state);

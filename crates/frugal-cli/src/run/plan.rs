@@ -1,4 +1,4 @@
-//! The plan of a training: predicted before its weights are read, told, enforced, and changed when memory is short.
+//! The plan of a training: predicted before its weights are read, printed, enforced, and changed when memory is short.
 
 mod calibration;
 mod changes;
@@ -37,7 +37,7 @@ pub(crate) const MEASURING: u64 = 768 << 20;
 /// million parameters takes three quarters of the time with it.
 const CACHE_SLACK: u8 = 25;
 
-/// What of a training its plan depends on.
+/// The properties of a training that decide its plan.
 pub(crate) struct PlannedTraining<'a> {
     /// The model's shape; `None` for one whose activations are not predicted.
     pub(crate) shape: Option<&'a DecoderConfig>,
@@ -59,12 +59,12 @@ pub(crate) fn fitting<T>(result: frugal::Result<T>) -> anyhow::Result<T> {
 }
 
 /// `3.00 GiB (80 % of the free memory)`.
-fn budget_text(budget: &Budget) -> String {
+pub(crate) fn budget_text(budget: &Budget) -> String {
     let source = format!(" ({} % of the free memory)", (planning::FREE_SHARE * 100.0).round());
     bytes_text(budget.total) + if budget.is_default { &source } else { "" }
 }
 
-/// What was predicted.
+/// The prediction of a training.
 pub(crate) struct Prediction {
     pub(crate) job: Job,
     pub(crate) found: SearchResult,
@@ -157,8 +157,8 @@ impl RunPlan {
         }
     }
 
-    /// Tells the plan, on standard error, or with `--json` on standard output.
-    pub(crate) fn tell(&self, common: &Common) {
+    /// Prints the plan, on standard error, or with `--json` on standard output.
+    pub(crate) fn print(&self, common: &Common) {
         match (&self.prediction, self.budget) {
             (Ok(_), Some(_)) if common.json => print_line(&json!({ "plan": self.json() })),
             (Ok(prediction), Some(budget)) => common.note(prediction.text(budget).trim_end()),
@@ -267,7 +267,7 @@ impl RunPlan {
     /// The plans that a training changes to when memory is short.
     ///
     /// # Errors
-    /// Those of a prediction.
+    /// Any error of a prediction.
     pub(crate) fn cheaper_plans(&self, handles: &Handles) -> anyhow::Result<Option<CheaperPlans>> {
         let Some(activations) = &handles.activations else { return Ok(None) };
         // A plan that was named is kept.
@@ -289,7 +289,7 @@ impl RunPlan {
         Ok(Some(CheaperPlans::new(activations.clone(), peak, plans)))
     }
 
-    /// The predicted time of a step, which the first steps correct; at nominal rates there is none, but the first steps tell it.
+    /// The predicted time of a step, which the first steps correct; at nominal rates there is none, but the first steps show it.
     pub(crate) fn expected(&self) -> Option<Expected> {
         let prediction = self.prediction.as_ref().ok()?;
         let work = prediction.job.mean.work;

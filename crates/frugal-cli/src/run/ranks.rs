@@ -48,7 +48,7 @@ pub(crate) fn with_status(error: anyhow::Error) -> anyhow::Error {
 /// Runs a training, as one of the ranks if a launcher started this process.
 ///
 /// # Errors
-/// Those of the training; invalid variables of the launcher; ranks that do not come, or have another configuration; techniques that do
+/// Any error of the training; invalid variables of the launcher; ranks that do not come, or have another configuration; techniques that do
 /// not go together with several ranks. Of an interruption, on rank 0 alone.
 pub(crate) fn run(
     common: &Common,
@@ -138,7 +138,7 @@ impl Common {
     /// Runs `first` on rank 0 before the other ranks run it: what the first leaves on the disk, such as a download, they find.
     ///
     /// # Errors
-    /// Those of `first`; a rank that failed.
+    /// Any error of `first`; a rank that failed.
     pub(crate) fn in_turn<T>(
         &self,
         what: &str,

@@ -32,6 +32,9 @@ use crate::run::ranks::Interrupted;
 pub(crate) const NO_VALIDATION: &str =
     "--evaluate-every, and no validation data; give some as --validation, or leave it out";
 
+/// The words of a system that has no more memory, in its errors.
+const NO_MORE: [&str; 2] = ["the system gives no more", "can't allocate memory"];
+
 /// Names the budget in an error about memory that it caused.
 pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Error {
     let text = format!("{error:#}");
@@ -99,7 +102,7 @@ pub(crate) struct Trained {
 }
 
 impl Trained {
-    /// What is reported of it.
+    /// The figures that are reported.
     pub(crate) fn ended(&self) -> Ended<'_> {
         Ended {
             counted: module::parameter_count(self.model.as_ref()),
@@ -135,61 +138,17 @@ impl Run<'_> {
             ("resume".to_owned(), saving.as_ref().is_some_and(|saving| saving.resume).to_string()),
         ])?;
         let summary = LossSummary::default();
-        if !common.quiet {
-            let display = Display::new(trainer.options.steps, device);
-            trainer
-                .observers
-                .push(Box::new(display.with_budget(config.training.budget.map(|budget| budget.0))));
-        }
         trainer.observers.push(Box::new(summary.clone()));
-        if common.json {
-            trainer.observers.push(Box::new(Lines));
-        }
-        if let Some(path) = &common.records {
-            trainer.observers.push(Box::new(StepRecords::append(path, config, device)?));
-        }
+        observe(common, config, device, &mut trainer)?;
         trainer.stop = interrupt::on_signals()?;
-        let mut was_finished = false;
         let out = saving.as_ref().map(|saving| saving.out.to_owned());
-        let mut recorder = None;
-        if let Some(Saving { out, checkpoints, resume, about }) = saving {
-            if common.is_first() {
-                trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
-                trainer.observers.push(Box::new(LossTable::open(&out.join(TABLE), resume)?));
-                trainer.observers.push(Box::new(crate::output::curves::Curves::new(out)));
-            }
-            if let Some(writer) = writer.filter(|_| trainer.options.evaluate_every.is_some()) {
-                let (common, out) = (common.clone(), out.to_owned());
-                trainer.best = Some(Box::new(KeepBest { common, writer, out }));
-            }
-            trainer.checkpoints = Some(checkpoints);
-            if resume {
-                trainer.resume(train.as_mut())?;
-                let (step, steps) = (trainer.step(), trainer.options.steps);
-                was_finished = step >= steps;
-                let at = match step {
-                    0 => "there is no checkpoint yet; the training starts at the beginning".to_owned(),
-                    _ if step > steps => {
-                        format!("{step} steps are done, more than the {steps} that are asked for")
-                    }
-                    _ => format!("resumes after step {step} of {steps}"),
-                };
-                if !common.json {
-                    common.note(&at);
-                }
-            }
-            // Only after the checkpoint is known to belong to this training.
-            if common.is_first() && !was_finished {
-                if trainer.step() == 0 {
-                    forget_best(out)?;
-                }
-                let of = (counted, trainer.step(), trainer.options.steps, train.state());
-                let config = with_absolute_paths(config);
-                let started = Recorder::start(out, common, &config, about, of, device)?;
-                trainer.observers.extend(started.watch_memory());
-                recorder = Some(started);
-            }
-        }
+        let begun = Beginning { common, config, device, counted, writer };
+        let (recorder, was_finished) = match saving {
+            Some(saving) => begun.in_folder(saving, &mut trainer, train.as_mut())?,
+            None => (None, false),
+        };
+
+        // The steps.
         let steps = || -> anyhow::Result<StopReason> {
             before(&mut trainer, train.as_mut(), lend(&mut validation))?;
             if let Some(expected) = expected {
@@ -206,6 +165,8 @@ impl Run<'_> {
                 return Err(error);
             }
         };
+
+        // The last evaluation.
         let step = trainer.step();
         let evaluated = trainer.options.evaluate_every.is_some_and(|every| step.is_multiple_of(every));
         let is_due = ended != StopReason::Interrupted && !evaluated && !was_finished;
@@ -217,6 +178,8 @@ impl Run<'_> {
         if let Some(offload) = &handles.offload {
             offload.synchronize()?;
         }
+
+        // The outcome.
         let failure = NothingLearned::of(&trainer);
         let state = match ended {
             StopReason::Interrupted => State::Interrupted,
@@ -233,6 +196,84 @@ impl Run<'_> {
         };
         let Trainer { model, optimizer, .. } = trainer;
         Ok(Trained { model, optimizer, _handles: handles, step, losses, was_finished, outcome })
+    }
+}
+
+/// Adds the observers that print and record steps.
+fn observe(common: &Common, config: &Config, device: Device, trainer: &mut Trainer) -> anyhow::Result<()> {
+    if !common.quiet {
+        let display = Display::new(trainer.options.steps, device);
+        trainer.observers.push(Box::new(display.with_budget(config.training.budget.map(|budget| budget.0))));
+    }
+    if common.json {
+        trainer.observers.push(Box::new(Lines));
+    }
+    if let Some(path) = &common.records {
+        trainer.observers.push(Box::new(StepRecords::append(path, config, device)?));
+    }
+    Ok(())
+}
+
+/// The beginning of a training in its output folder.
+struct Beginning<'a> {
+    common: &'a Common,
+    config: &'a Config,
+    device: Device,
+    counted: ParameterCount,
+    writer: Option<Rc<dyn Writer>>,
+}
+
+impl Beginning<'_> {
+    /// Resumes if that is asked for, and gives the trainer the folder's checkpoints and logs. Returns the record of the run, which rank 0 has
+    /// unless all steps were done before, and whether they were.
+    fn in_folder<'out>(
+        self,
+        saving: Saving<'out>,
+        trainer: &mut Trainer,
+        train: &mut dyn Batches,
+    ) -> anyhow::Result<(Option<Recorder<'out>>, bool)> {
+        let Self { common, config, device, counted, writer } = self;
+        let Saving { out, checkpoints, resume, about } = saving;
+        if common.is_first() {
+            trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
+            trainer.observers.push(Box::new(LossTable::open(&out.join(TABLE), resume)?));
+            trainer.observers.push(Box::new(crate::output::curves::Curves::new(out)));
+        }
+        if let Some(writer) = writer.filter(|_| trainer.options.evaluate_every.is_some()) {
+            let (common, out) = (common.clone(), out.to_owned());
+            trainer.best = Some(Box::new(KeepBest { common, writer, out }));
+        }
+        trainer.checkpoints = Some(checkpoints);
+        let was_finished = resume && {
+            trainer.resume(train)?;
+            note_resume(common, trainer);
+            trainer.step() >= trainer.options.steps
+        };
+        // Only after the checkpoint is known to belong to this training.
+        if !common.is_first() || was_finished {
+            return Ok((None, was_finished));
+        }
+        if trainer.step() == 0 {
+            forget_best(out)?;
+        }
+        let progress = (counted, trainer.step(), trainer.options.steps, train.state());
+        let config = with_absolute_paths(config);
+        let recorder = Recorder::start(out, common, &config, about, progress, device)?;
+        trainer.observers.extend(recorder.watch_memory());
+        Ok((Some(recorder), false))
+    }
+}
+
+/// Prints the step at which a training goes on.
+fn note_resume(common: &Common, trainer: &Trainer) {
+    let (step, steps) = (trainer.step(), trainer.options.steps);
+    let text = match step {
+        0 => "there is no checkpoint yet; the training starts at the beginning".to_owned(),
+        _ if step > steps => format!("{step} steps are done, more than the {steps} that are asked for"),
+        _ => format!("resumes after step {step} of {steps}"),
+    };
+    if !common.json {
+        common.note(&text);
     }
 }
 
@@ -253,9 +294,7 @@ fn failure(error: &anyhow::Error) -> Option<&'static str> {
     }
 }
 
-/// What the errors of a system say that has no more memory.
-const NO_MORE: [&str; 2] = ["the system gives no more", "can't allocate memory"];
-
+/// Whether an allocation was refused.
 fn is_out_of_memory(error: &anyhow::Error) -> bool {
     error.downcast_ref().is_some_and(frugal::training::Error::is_out_of_memory)
         || error.downcast_ref().is_some_and(frugal::Error::is_out_of_memory)

@@ -81,7 +81,7 @@ fn settings(run: &Summary) -> anyhow::Result<Vec<(String, Value)>> {
     Ok(all)
 }
 
-/// What differs, in the order of the first, and then what only the other has.
+/// Values that differ, in the order of the first run, and then values that only the other has.
 fn differences(one: Vec<(String, Value)>, other: Vec<(String, Value)>) -> Vec<Row> {
     let find = |all: &[(String, Value)], name: &str| {
         all.iter().find(|(own, _)| own == name).map_or(Value::Null, |(_, value)| value.clone())

@@ -16,6 +16,10 @@ fn plans() {
     the_flags_of_a_plan_are_asked_what_fits(&session);
     a_plan_of_several_kinds_of_layers_is_found_again(&session);
     a_budget_below_the_program_ends_like_one_in_which_nothing_fits(&session);
+    products_have_the_rate_of_their_dtype(&session);
+    a_step_has_all_its_batches(&session);
+    layers_in_files_of_another_machine_need_a_rate(&session);
+    plans_that_save_nothing_are_left_out(&session);
     a_plan_over_ranks(&session);
     divided_layers_gather_the_frozen_base_of_adapters_as_often_with_kept_activations(&session);
 }
@@ -60,7 +64,7 @@ fn the_memory_of_a_step_for_people(session: &Session) {
     let text = plan(session, &flags.split(' ').collect::<Vec<_>>());
     expect![[r#"
         qwen2.5-0.5b, 494,032,768 parameters (494 M)
-        all weights are trained, batch 8 × 512 tokens: keep all
+        all weights are trained, 4 batches of 8 × 512 tokens: keep all
 
         part               forward    head *  backward
         ──────────────────────────────────────────────
@@ -74,8 +78,8 @@ fn the_memory_of_a_step_for_people(session: &Session) {
         ──────────────────────────────────────────────
         total             10.8 GiB  11.7 GiB  10.8 GiB
 
-        [foooooooooooooooooooorrkkkkkkkkkkkkwwwgggg······································]
-        * peak: 11.7 GiB in the head, 52.1 % of the 22.4 GiB for tensors: fits
+        [foooooooooooooooooooooooooorrrkkkkkkkkkkkkkkkwwwwwgggg··························]
+        * peak: 11.7 GiB in the head, 67.2 % of the 17.3 GiB for tensors: fits
 
         Not counted: the program and its libraries (on a GPU the CUDA context), and the allocator's fragmentation.
     "#]].assert_eq(&text);
@@ -83,13 +87,13 @@ fn the_memory_of_a_step_for_people(session: &Session) {
     let text = plan(session, &flags.split(' ').collect::<Vec<_>>());
     expect![[r#"
         qwen2.5-0.5b, 494,032,768 parameters
-        all weights are trained, batch 8 × 512 tokens; 22.4 GiB for tensors
+        all weights are trained, 4 batches of 8 × 512 tokens; 17.3 GiB for tensors
 
-        question                                                             answer      peak            the next one                                                                   plan
-        ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-        largest batch, its rows at once                                         494  22.3 GiB            does not fit                   recompute 23 of 24 layers from inputs in host memory
-        longest row                                                          32,768  22.1 GiB  too long for the model                  recompute the MLP of 15 of 24 layers, 1 row at a time
-        largest model of the family      196 B (196 layers, hidden 7318, 112 heads)  22.3 GiB            does not fit  layers in host memory, ring 1, optimizer on the host, 1 row at a time
+        question                                                             answer      peak  host memory            the next one                                                                   plan
+        ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        largest batch, its rows at once                                         329  17.3 GiB     6.45 GiB            does not fit                   recompute 23 of 24 layers from inputs in host memory
+        longest row                                                          32,768  16.8 GiB            –  too long for the model                  recompute the MLP of 21 of 24 layers, 1 row at a time
+        largest model of the family      99.2 B (156 layers, hidden 5824, 91 heads)  17.3 GiB     1.58 TiB            does not fit  layers in host memory, ring 1, optimizer on the host, 1 row at a time
 
         Each question varies one thing and keeps the others. The largest model keeps the vocabulary, the head size
         and the ratios of widths and depth.
@@ -141,7 +145,19 @@ fn every_question_is_answered_in_json(session: &Session) {
         &["parameters", "--model", "qwen2.5-7b", "--list"],
         &["flops", "--model", "llama-3-8b"],
         &["memory", "--model", "qwen2.5-7b", "--hardware", "h100", "--list"],
-        &["memory", "--model", "qwen2.5-7b", "--r", "16", "--targets", "all", "--hardware", "t4"],
+        &[
+            "memory",
+            "--model",
+            "qwen2.5-7b",
+            "--r",
+            "16",
+            "--targets",
+            "all",
+            "--hardware",
+            "t4",
+            "--dtype",
+            "float32",
+        ],
         &["fit", "--model", "qwen2.5-0.5b", "--budget", "8GiB", "--hardware", "h100"],
         &["time", "--parameters", "70B", "--tokens", "15T", "--ranks", "1024"],
         &["kv-cache", "--model", "llama-3-8b", "--budget", "80GB"],
@@ -156,32 +172,33 @@ fn every_question_is_answered_in_json(session: &Session) {
 fn a_plan_for_a_card(session: &Session) {
     let flags = ["--model", "qwen2.5-7b", "--budget", "10GiB", "--hardware", "4090", "--length", "2048"];
     expect![[r#"
-        parameters          7,615,616,512 (14.2 GiB)
-        budget for tensors  10.0 GiB
-        4090                1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
-        step                adapters of rank 8 on q,k,v,o, batch 4 × 2,048 tokens
+        parameters     7,615,616,512 (14.2 GiB)
+        budget         10.0 GiB
+          for tensors  9.70 GiB
+        4090 in bf16   1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
+        step           adapters of rank 8 on q,k,v,o, 4 batches of 4 × 2,048 tokens
 
           plan                                                                         peak    step
-          keep all                                                                 38.0 GiB  8.11 s  does not fit: 28.0 GiB too much
-          recompute 27 of 28 layers from inputs in host memory                     16.2 GiB  11.7 s  does not fit: 6.22 GiB too much
-        ▸ layers in host memory, ring 3, activations of 14 kept, 2 rows at a time  9.98 GiB  10.3 s  chosen: the fastest that fits
+          keep all                                                                 38.0 GiB  8.11 s  does not fit: 28.3 GiB too much
+          recompute 27 of 28 layers from inputs in host memory                     16.2 GiB  11.7 s  does not fit: 6.52 GiB too much
           layers in host memory, ring 2, 1 resident, activations of 5 kept         9.68 GiB  11.1 s
+        ▸ layers in host memory, ring 4, activations of 12 kept, 2 rows at a time  9.65 GiB  10.4 s  chosen: the fastest that fits
           layers in host memory, ring 1                                            5.89 GiB  15.8 s
           layers in host memory, ring 1, 1 row at a time                           3.40 GiB  27.9 s
 
         at the peak                               backward of layer 27
           fixed weights                           2.03 GiB
           optimizer state                         38.5 MiB
-          ring                                    1.30 GiB
+          ring                                    1.74 GiB
           constant                                64.1 MiB
-          kept activations                        6.08 GiB
+          kept activations                        5.32 GiB
           working memory                          472 MiB
         in host memory                            12.2 GiB
         tokens that hide loads, forward           4,800
         tokens that hide loads, backward, frozen  2,400
-        more memory                               38.0 GiB: keep all, 8.11 s a step
-        less memory                               9.68 GiB: layers in host memory, ring 2, 1 resident, activations of 5 kept, 11.1 s a step
-        flags of finetune                         --offload host --ring 3 --set 'offload.keep=[14,15,16,17,18,19,20,21,22,23,24,25,26,27]' --micro-batch-size 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
+        more memory                               --budget 40556MiB: keep all, 8.11 s a step
+        less memory                               --budget 6276MiB: layers in host memory, ring 1, 15.8 s a step
+        flags of finetune                         --offload host --ring 4 --set 'offload.keep=[16,17,18,19,20,21,22,23,24,25,26,27]' --micro-batch-size 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -199,6 +216,74 @@ fn a_budget_below_the_program_ends_like_one_in_which_nothing_fits(session: &Sess
     let ended = session.run("plan --model qwen2.5-0.5b --budget 1MiB");
     assert_eq!(ended.status, 3, "{}", ended.err);
     assert!(ended.err.contains("error: a budget of 1.00 MiB is below the "), "{}", ended.err);
+}
+
+/// 67.5 TFLOP/s of fp32 by the data sheet, 0.7 of which products reach, where they reach 550 in bf16.
+fn products_have_the_rate_of_their_dtype(session: &Session) {
+    let flops = |flags: &str| {
+        let words = format!("--model qwen2.5-0.5b --hardware h100 --json {flags}");
+        let text = plan(session, &words.split_whitespace().collect::<Vec<_>>());
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()["flops"].as_f64().unwrap()
+    };
+    for (flags, expected) in [
+        ("", 550e12),
+        ("--dtype nf4", 550e12),
+        ("--dtype float32", 0.7 * 67.5e12),
+        ("--method full", 0.7 * 67.5e12),
+        ("--method full --dtype bfloat16", 550e12),
+        ("--method inference --dtype float32", 0.7 * 67.5e12),
+        ("--method full --ranks 2", 0.7 * 67.5e12),
+        ("--method full --flops 1e13", 1e13),
+    ] {
+        assert!((flops(flags) / expected - 1.0).abs() < 1e-9, "{flags}: {}", flops(flags));
+    }
+    for flags in ["--hardware t4", "--hardware v100 --dtype nf4", "--hardware t4 --method inference"] {
+        let ended = session.run(&format!("plan --model qwen2.5-0.5b {flags}"));
+        assert_eq!(ended.status, 1, "{}", ended.out);
+        assert!(
+            ended.err.contains("has no products in bf16; plan for float32, or for another GPU"),
+            "{}",
+            ended.err
+        );
+    }
+}
+
+fn a_step_has_all_its_batches(session: &Session) {
+    let step = ["--model", "qwen2.5-0.5b", "--hardware", "h100"];
+    for (command, flags, expected) in [
+        ("", "", ", 4 batches of 4 × 512 tokens"),
+        ("", "--accumulation 1", ", batch 4 × 512 tokens"),
+        ("memory", "--accumulation 8 --batch-size 2", ", 8 batches of 2 × 512 tokens"),
+        ("fit", "", ", 4 batches of 4 × 512 tokens"),
+        ("", "--method inference", ", batch 1 × 512 tokens"),
+    ] {
+        let words = command.split_whitespace().chain(step).chain(flags.split_whitespace());
+        let text = plan(session, &words.collect::<Vec<_>>());
+        assert!(text.contains(expected), "{command} {flags}: {text}");
+    }
+}
+
+fn layers_in_files_of_another_machine_need_a_rate(session: &Session) {
+    let asked = "plan --model qwen2.5-7b --hardware rtx4090 --offload file";
+    for flags in ["", " --method inference", " --method full --optimizer-on host"] {
+        let ended = session.run(&format!("{asked}{flags}"));
+        assert_eq!(ended.status, 1, "{flags}: {}", ended.out);
+        assert!(
+            ended.err.contains("give its bytes per second as --link, or --offload host"),
+            "{}",
+            ended.err
+        );
+    }
+    let ended = session.run(&format!("{asked} --link 3GB"));
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    assert!(ended.out.contains("▸ layers in files, ring 3"), "{}", ended.out);
+}
+
+fn plans_that_save_nothing_are_left_out(session: &Session) {
+    for model in ["qwen2.5-0.5b", "qwen2.5-7b"] {
+        let text = plan(session, &["--model", model, "--hardware", "h100"]);
+        assert!(text.contains("▸ keep all") && !text.contains(" resident, "), "{text}");
+    }
 }
 
 fn a_plan_over_ranks(session: &Session) {
@@ -222,8 +307,9 @@ fn a_plan_over_ranks(session: &Session) {
     ];
     expect![[r#"
         parameters                                      7,615,616,512 (14.2 GiB)
-        budget for tensors                              74.5 GiB
-        h100                                            5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
+        budget                                          59.6 GiB (80 % of the free memory)
+          for tensors                                   57.8 GiB
+        h100 in bf16                                    5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
         step                                            all weights are trained, batch 1 × 2,048 tokens
 
         ZeRO-1 over 16 ranks                            peak 36.6 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
@@ -234,9 +320,9 @@ fn a_plan_over_ranks(session: &Session) {
         ZeRO-3 over 16 ranks, recomputed                peak 14.8 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
         ZeRO-3 over 16 ranks in 2 replicas              peak 29.9 GiB, 213 ms a step of 32,768 tokens, bound by compute, fits; the fastest that fits
         ZeRO-3 over 16 ranks in 2 replicas, recomputed  peak 22.6 GiB, 233 ms a step of 32,768 tokens, bound by compute, fits
-        all on the device                               peak 114 GiB, 227 ms a step of 2,048 tokens, 39.1 GiB too much
-        activations recomputed                          peak 114 GiB, 277 ms a step of 2,048 tokens, 39.1 GiB too much
-        layers offloaded                                peak 73.2 GiB, 1.72 s a step of 2,048 tokens, fits
+        all on the device                               peak 114 GiB, 227 ms a step of 2,048 tokens, 55.7 GiB too much
+        activations recomputed                          peak 114 GiB, 277 ms a step of 2,048 tokens, 55.7 GiB too much
+        layers offloaded                                peak 56.3 GiB, 2.41 s a step of 2,048 tokens, fits
 
         at the peak                                     head
           fixed weights                                 2.03 GiB

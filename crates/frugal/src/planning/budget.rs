@@ -73,6 +73,12 @@ impl Budget {
         Ok(Self { is_default: given.is_none(), ..Self::new(total, device)? })
     }
 
+    /// Returns the budget of a GPU with so many bytes of memory that no process uses: what is given, or [`FREE_SHARE`] of them.
+    pub fn of_gpu(given: Option<u64>, memory: u64) -> Self {
+        let total = given.unwrap_or((memory as f64 * FREE_SHARE) as u64);
+        Self { total, taken: 0, live: 0, prepared: 0, resumes: false, is_default: given.is_none() }
+    }
+
     /// Returns the bytes that a plan leaves free.
     fn reserve(&self) -> u64 {
         ((self.total as f64 * RESERVE) as u64).max(LEAST_RESERVE) - self.resumed()
@@ -187,7 +193,17 @@ mod tests {
         Budget { total, taken, live: 0, prepared: 0, resumes: false, is_default: false }
     }
 
-    /// The smallest budget leaves enough for the tensors, and one that is a few percent smaller does not.
+    /// A GPU that is planned for has the default of a training on it: 80 % of its memory, less the reserve of 3 %.
+    #[test]
+    fn a_gpu_of_a_data_sheet_has_the_budget_of_a_training_on_it() {
+        let default = Budget::of_gpu(None, 80_000_000_000);
+        assert_eq!((default.total, default.free().unwrap()), (64_000_000_000, 62_080_000_000));
+        let given = Budget::of_gpu(Some(10 << 30), 80_000_000_000);
+        assert_eq!((given.total, given.is_default), (10 << 30, false));
+        assert_eq!(given.free().unwrap(), (10 << 30) - (10u64 << 30) * 3 / 100);
+    }
+
+    /// The least budget suffices, and a budget of a few percent less does not.
     #[test]
     fn the_least_budget_is_the_least() {
         for (taken, tensors) in [(0, 1 << 20), (135 << 20, 0), (135 << 20, 900 << 20), (1 << 30, 700 << 30)] {

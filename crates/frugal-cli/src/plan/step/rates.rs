@@ -32,7 +32,11 @@ impl StepArgs {
             Some(gpu) => {
                 let bandwidth = gpu.data_sheet()?.bandwidth;
                 let transfers = Rates::of_memory(gpu.link, GPU_HOST_BANDWIDTH, bandwidth);
-                MachineRates { flops: gpu.flops, bandwidth, transfers, product_workspaces: 0 }
+                let flops = match self.flops {
+                    Some(flops) => flops,
+                    None => gpu.products(planning::recipe(planned.kind).compute)?,
+                };
+                MachineRates { flops, bandwidth, transfers, product_workspaces: 0 }
             }
             None => self.measure(planned)?,
         };
@@ -46,6 +50,10 @@ impl StepArgs {
                 }
             };
             rates.transfers = Rates::of_memory(link, host, rates.bandwidth);
+        }
+        if let (OffloadTier::File, Some(_), Some(link)) = (planned.tier, self.hardware, self.link) {
+            let disk = link as f64 / ADAMW_STEP_BYTES;
+            rates.transfers.host_optimizer = rates.transfers.host_optimizer.min(disk);
         }
         rates.flops = self.flops.unwrap_or(rates.flops);
         Ok(rates)
@@ -63,7 +71,7 @@ impl StepArgs {
         rates.transfers.host_optimizer = known.file_optimizer;
         if weights > runtime::device::memory_info(Device::Cpu)?.free {
             let scratch = self.scratch()?;
-            let file = match self.model.folder().map(weights_file).transpose()?.flatten() {
+            let file = match self.model.folder().as_deref().map(weights_file).transpose()?.flatten() {
                 Some(file) => file,
                 None => written(scratch.path())?,
             };

@@ -2,16 +2,16 @@
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Allowed, Candidate, Job, Placement, SearchResult, Tier};
-use accounting::offload::{AvailableMemory, Condition, Direction, OptimizerPlace, least_tokens};
+use accounting::offload::{Condition, Direction, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
 use clap::ValueEnum as _;
 use frugal::config::{Dtype, MasterWeights, Method, OffloadTier};
-use frugal::planning::{self, DataShape, KnownRates, MachineRates, Searched};
+use frugal::planning::{self, Budget, DataShape, KnownRates, MachineRates, Searched};
 use report::unit::human;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use super::{PlannedStep, StepArgs, blank, head, not_predicted, nothing_fits, shape};
+use super::{Conditions, PlannedStep, StepArgs, head, not_predicted, nothing_fits, shape};
 use crate::common_flags::Common;
 use crate::output::{print_line, print_lines, print_text};
 use crate::run::plan::{Columns, candidates_json, candidates_table};
@@ -29,21 +29,18 @@ pub(crate) struct Ways {
 ///
 /// # Errors
 /// A model whose activations are not predicted.
-pub(super) fn ways(
-    arguments: &StepArgs,
-    planned: &PlannedStep,
-    machine: &MachineRates,
-    budget: AvailableMemory,
-) -> anyhow::Result<Ways> {
+pub(super) fn ways(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Ways> {
+    let Conditions { planned, machine, memory, .. } = conditions;
     let PlannedStep { config, model, kind, .. } = planned;
-    let mut allowed = planning::allowed(config, model.layers as usize, arguments.device_of_step(planned))?;
-    // The files of another machine are not known.
-    if let Some(offloaded) = allowed.offloaded.as_mut().filter(|_| arguments.hardware.is_some()) {
+    let mut allowed = planning::allowed(config, model.layers as usize, planned.device)?;
+    // The files of another machine are not known, unless they are asked for at a given rate.
+    let is_open = arguments.hardware.is_some() && config.offload.is_none();
+    if let Some(offloaded) = allowed.offloaded.as_mut().filter(|_| is_open) {
         offloaded.tiers.retain(|tier| *tier == Tier::Host);
     }
     let search = |master_weights| -> anyhow::Result<_> {
         let job = job(arguments, planned, machine, master_weights)?;
-        let found = job.search(&allowed, budget)?;
+        let found = job.search(&allowed, *memory)?;
         Ok((job, found))
     };
     let Searched { master_weights, job, found } = planning::choose_master_weights(config, *kind, search)?;
@@ -55,82 +52,117 @@ pub(super) fn ways(
 ///
 /// # Errors
 /// A model whose activations are not predicted; nothing that fits.
-pub(super) fn run(
-    common: &Common,
-    arguments: &StepArgs,
-    planned: &PlannedStep,
-    machine: &MachineRates,
-    budget: AvailableMemory,
-) -> anyhow::Result<()> {
-    let &PlannedStep { ref model, weights, .. } = planned;
-    let full = planned.lora.is_none();
-    let Ways { job, found, half, .. } = ways(arguments, planned, machine, budget)?;
-    let flags = |shown: &Candidate| {
-        let flags = flags(arguments, planned, shown, job.model.layers as usize, budget);
-        // Without the budget, another decision could be made.
-        match half {
-            _ if arguments.flags.has(&["--master-weights"]) => flags,
-            Some(MasterWeights::Stochastic) if flags == NO_FLAGS => "--master-weights stochastic".to_owned(),
-            Some(MasterWeights::Stochastic) => format!("{flags} --master-weights stochastic"),
-            _ => flags,
-        }
-    };
-    let columns = Columns { is_timed: true, epoch: None };
-    let chosen = found.chosen();
-    let shown = chosen.or_else(|| found.least());
-    let hiding = shown.map_or(Ok(Vec::new()), |shown| tokens_that_hide_loads(&job, shown, full))?;
-    if common.json {
-        print_line(&json!({
-            "model": arguments.model.name(),
-            "model_bytes": weights,
-            "parameters": model.parameters()?,
-            "budget": budget.device,
+pub(super) fn run(common: &Common, arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<()> {
+    let ways = ways(arguments, conditions)?;
+    let printed = Printed { arguments, conditions, ways: &ways };
+    match common.json {
+        true => print_line(&printed.json()?),
+        false => printed.print()?,
+    }
+    let found = &ways.found;
+    match found.chosen() {
+        Some(_) => Ok(()),
+        None => Err(nothing_fits(arguments, conditions, bytes(found))),
+    }
+}
+
+/// The bytes that each candidate takes on the device and on the host.
+pub(crate) fn bytes(found: &SearchResult) -> impl Iterator<Item = (u64, u64)> + Clone {
+    found.candidates.iter().map(|candidate| (candidate.device_bytes(), candidate.host_bytes))
+}
+
+/// The plan as it is printed.
+struct Printed<'a> {
+    arguments: &'a StepArgs,
+    conditions: &'a Conditions,
+    ways: &'a Ways,
+}
+
+const COLUMNS: Columns = Columns { is_timed: true, epoch: None };
+
+impl Printed<'_> {
+    /// The candidate whose parts and flags are shown: the one that is chosen, or the smallest.
+    fn shown(&self) -> Option<&Candidate> {
+        self.ways.found.chosen().or_else(|| self.ways.found.least())
+    }
+
+    /// Tokens from which on loads hide behind compute, for each pass.
+    fn hiding(&self) -> anyhow::Result<Vec<(Direction, u64)>> {
+        let is_full = self.conditions.planned.lora.is_none();
+        self.shown().map_or(Ok(Vec::new()), |shown| tokens_that_hide_loads(&self.ways.job, shown, is_full))
+    }
+
+    fn json(&self) -> anyhow::Result<serde_json::Value> {
+        let Conditions { planned, machine, budget, memory, .. } = self.conditions;
+        let Ways { found, half, .. } = self.ways;
+        Ok(json!({
+            "model": self.arguments.model.name(),
+            "model_bytes": planned.weights,
+            "parameters": planned.model.parameters()?,
+            "budget_bytes": budget.total,
+            "budget": memory.device,
             "flops": machine.flops,
             "memory_rate": machine.bandwidth,
             "link_rate": machine.transfers.load,
             "ranks": 1,
             "master_weights": half,
-            "variants": candidates_json(&found, columns),
-            "chosen": chosen.map(Candidate::name),
-            "flags": shown.map(flags),
+            "variants": candidates_json(found, COLUMNS),
+            "chosen": found.chosen().map(Candidate::name),
+            "flags": self.shown().map(|shown| self.flags(shown)),
             "with_more_memory": found.faster().map(Candidate::name),
             "with_less_memory": found.cheaper().map(Candidate::name),
-            "tokens_that_hide_loads": hiding.iter()
+            "tokens_that_hide_loads": self.hiding()?.iter()
                 .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
-        }));
-    } else {
-        let mut lines = head(planned, machine, arguments.hardware.map_or("measured", |gpu| gpu.name))?;
-        lines[1] = ("budget for tensors".to_owned(), bytes_text(budget.device));
-        if let Some(half) = half {
+        }))
+    }
+
+    fn print(&self) -> anyhow::Result<()> {
+        let mut lines = head(self.arguments, self.conditions)?;
+        if let Some(half) = self.ways.half {
             let how = if half.keeps_copies() { "fp32" } else { "none: weights are rounded stochastically" };
             lines.push(("master weights".to_owned(), how.to_owned()));
         }
         print(&lines);
-        print_text(&format!("\n{}\n", candidates_table(&found, columns, &|tensors| tensors)));
-        let mut lines = Vec::new();
-        if let Some(shown) = shown {
-            lines.push(("at the peak".to_owned(), shown.peak.moment.to_string()));
-            let parts = shown.peak.parts.iter();
-            lines.extend(parts.map(|part| (format!("  {}", part.name), bytes_text(part.bytes))));
-            if shown.host_bytes > 0 {
-                lines.push(("in host memory".into(), bytes_text(shown.host_bytes)));
-            }
-            lines.extend(hiding.iter().map(|(pass, tokens)| {
-                (format!("tokens that hide loads, {}", pass.name()), grouped((*tokens).into()))
-            }));
-            let other = |one: &Candidate| {
-                format!("{}: {}, {} a step", bytes_text(one.peak.total), one.name(), human(one.seconds, "s"))
-            };
-            lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
-            lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
-            lines.push(("flags of finetune".into(), flags(shown)));
+        print_text(&format!("\n{}\n", candidates_table(&self.ways.found, COLUMNS, &|tensors| tensors)));
+        if let Some(shown) = self.shown() {
+            print(&self.details(shown)?);
         }
-        lines.retain(|line| *line != blank());
-        print(&lines);
+        Ok(())
     }
-    match chosen {
-        Some(_) => Ok(()),
-        None => Err(nothing_fits(budget, found.least().map(Candidate::device_bytes))),
+
+    /// The parts at the peak, the plans beside the one that is shown, and its flags.
+    fn details(&self, shown: &Candidate) -> anyhow::Result<Vec<(String, String)>> {
+        let found = &self.ways.found;
+        let mut lines = vec![("at the peak".to_owned(), shown.peak.moment.to_string())];
+        let parts = shown.peak.parts.iter();
+        lines.extend(parts.map(|part| (format!("  {}", part.name), bytes_text(part.bytes))));
+        if shown.host_bytes > 0 {
+            lines.push(("in host memory".into(), bytes_text(shown.host_bytes)));
+        }
+        lines.extend(self.hiding()?.into_iter().map(|(pass, tokens)| {
+            (format!("tokens that hide loads, {}", pass.name()), grouped(tokens.into()))
+        }));
+        let other = |one: &Candidate| {
+            let budget = self.conditions.budget.for_tensors(one.device_bytes()) >> 20;
+            format!("--budget {budget}MiB: {}, {} a step", one.name(), human(one.seconds, "s"))
+        };
+        lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
+        lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
+        lines.push(("flags of finetune".into(), self.flags(shown)));
+        Ok(lines)
+    }
+
+    /// The flags of finetune that make this plan.
+    fn flags(&self, shown: &Candidate) -> String {
+        let Conditions { planned, budget, .. } = self.conditions;
+        let flags = flags(self.arguments, planned, shown, self.ways.job.model.layers as usize, *budget);
+        // Without the budget, another decision could be made.
+        match self.ways.half {
+            _ if self.arguments.flags.has(&["--master-weights"]) => flags,
+            Some(MasterWeights::Stochastic) if flags == NO_FLAGS => "--master-weights stochastic".to_owned(),
+            Some(MasterWeights::Stochastic) => format!("{flags} --master-weights stochastic"),
+            _ => flags,
+        }
     }
 }
 
@@ -150,7 +182,7 @@ fn job(
         Some(_) => KnownRates { bandwidth: machine.bandwidth, ..KnownRates::nominal(Device::Cpu)? },
         None => KnownRates::get(planned.device, kind)?,
     };
-    let device = arguments.device_of_step(planned);
+    let device = planned.device;
     let job = planning::job(&config, &shape(model), (kind, device), &data, &rates).map_err(not_predicted)?;
     let mut job = Job { model: model.clone(), ..job };
     let is_given =
@@ -166,7 +198,7 @@ fn job(
     Ok(job)
 }
 
-/// What the plan decides itself, or is written in another way.
+/// Flags that the plan decides itself, or writes in another way.
 const DECIDED: [&str; 11] = [
     "--method",
     "--dtype",
@@ -182,12 +214,7 @@ const DECIDED: [&str; 11] = [
 ];
 
 /// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
-fn of_training(
-    arguments: &StepArgs,
-    planned: &PlannedStep,
-    is_mixed: bool,
-    budget: AvailableMemory,
-) -> Vec<String> {
+fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budget: Budget) -> Vec<String> {
     let PlannedStep { config, kind, .. } = planned;
     let mut flags = Vec::new();
     let method =
@@ -209,14 +236,14 @@ fn of_training(
         flags.push(format!("--max-length {}", planned.work.sequence));
     }
     // Layers of several plans are found again under the same budget, which here is the default one if none was given.
-    let of_card = arguments.hardware.filter(|_| is_mixed).map(|_| budget.device);
+    let of_card = arguments.hardware.filter(|_| is_mixed).map(|_| budget.total);
     let budget = config.training.budget.map(|budget| budget.0).or(of_card);
-    flags.extend(budget.map(|bytes| format!("--budget {}", budget_text(bytes))));
+    flags.extend(budget.map(|bytes| format!("--budget {}", exact_bytes(bytes))));
     flags
 }
 
 /// A budget as its flag reads it, without rounding.
-fn budget_text(bytes: u64) -> String {
+fn exact_bytes(bytes: u64) -> String {
     match bytes {
         0 => "0".to_owned(),
         _ if bytes.is_multiple_of(1 << 30) => format!("{}GiB", bytes >> 30),
@@ -237,7 +264,7 @@ fn flags(
     planned: &PlannedStep,
     candidate: &Candidate,
     layers: usize,
-    budget: AvailableMemory,
+    budget: Budget,
 ) -> String {
     let is_mixed = match &candidate.placement {
         Placement::Resident(layers) => {

@@ -11,7 +11,7 @@ use frugal::config::OffloadTier;
 use report::unit::human;
 use serde_json::{Value, json};
 
-/// What a step over ranks has beyond that of one.
+/// The communication of a step over ranks.
 pub(super) struct OverRanks {
     pub(super) stage: ZeroStage,
     pub(super) bound: Bound,
@@ -30,7 +30,7 @@ pub(super) struct Variant {
     pub(super) peak: u64,
     /// The plan of offloaded layers.
     pub(super) plan: Option<OffloadPlan>,
-    /// What it has if it runs over several ranks.
+    /// Its communication, if it runs over several ranks.
     pub(super) ranks: Option<OverRanks>,
 }
 
@@ -126,7 +126,7 @@ pub(super) fn variants(
     Ok(all)
 }
 
-/// What the transfers of a plan come to.
+/// Sums up the transfers of a plan.
 pub(super) fn streaming(plan: &OffloadPlan) -> Vec<(String, String)> {
     let SimulatedStep { host_bytes, load_bytes, idle_seconds, .. } = plan.step;
     vec![

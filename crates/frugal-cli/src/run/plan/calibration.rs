@@ -25,7 +25,7 @@ impl Expected {
     /// Trains the first steps and says how long a step takes, and what is left. Does nothing in a training too short for that.
     ///
     /// # Errors
-    /// Those of the training.
+    /// Any error of the training.
     pub(crate) fn calibrate(
         &self,
         common: &Common,

@@ -1,4 +1,4 @@
-//! What to change where nothing fits.
+//! Advice where nothing fits.
 
 use accounting::candidates::{Allowed, Candidate, SearchResult};
 use accounting::offload::AvailableMemory;

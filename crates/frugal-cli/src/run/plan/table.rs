@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::{Prediction, budget_text};
 use crate::output::figures::{counted, duration};
 
-/// What a table of candidates shows.
+/// The columns of a table of candidates.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Columns {
     /// Whether the times are those of this machine.
@@ -132,17 +132,15 @@ impl Prediction {
             if self.is_timed { format!(", {} a step", duration(one.seconds)) } else { String::new() }
         };
         let other = |one: &Candidate| format!("{}{}", one.name(), seconds(one));
-        if let Some(faster) = self.found.faster() {
-            text += &format!("more memory, {}: {}\n", bytes_text(held(faster.peak.total)), other(faster));
-        }
-        if let Some(cheaper) = self.found.cheaper() {
-            let bytes = held(cheaper.peak.total);
-            let least = bytes.div_ceil(1 << 20);
-            let flag = match least << 20 < budget.total {
-                true => format!("; --budget {least}MiB takes it"),
+        // What is advised has the margin of a least budget: what a process takes differs from run to run.
+        let enough = |one: &Candidate| budget.for_tensors(one.device_bytes());
+        for (name, one) in [("more memory", self.found.faster()), ("less memory", self.found.cheaper())] {
+            let Some(one) = one else { continue };
+            let flag = match (name == "less memory") == (enough(one) < budget.total) {
+                true => format!("; --budget {}MiB takes it", enough(one) >> 20),
                 false => String::new(),
             };
-            text += &format!("less memory, {}: {}{flag}\n", bytes_text(bytes), other(cheaper));
+            text += &format!("{name}, {}: {}{flag}\n", bytes_text(held(one.peak.total)), other(one));
         }
         text
     }

@@ -13,7 +13,7 @@ use crate::run::ranks::INTERRUPTED;
 ///
 /// # Errors
 /// The system refuses a signal handler.
-pub(crate) fn remove_on_signals(out: &Path) -> anyhow::Result<()> {
+pub(crate) fn remove_unfinished_files(out: &Path) -> anyhow::Result<()> {
     let mut signals = Signals::new(interrupt::signals())?;
     let out = out.to_owned();
     std::thread::spawn(move || {
