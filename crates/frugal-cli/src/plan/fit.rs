@@ -43,9 +43,9 @@ impl Largest {
 
 impl Fit {
     pub(crate) fn answer(&self, common: &Common) -> anyhow::Result<Answer> {
-        let (conditions, Ways { job, allowed, found, .. }) = training_ways(common, &self.step)?;
+        let (conditions, Ways { job, allowed, result, .. }) = training_ways(common, &self.step)?;
         let planned = &conditions.planned;
-        let (model, budget) = (&planned.model, found.budget);
+        let (model, budget) = (&planned.model, result.budget);
         // Of a row's tokens, the last is only predicted where the data say so.
         let unread = planned.work.sequence.saturating_sub(job.mean.work.sequence);
         let number = |fit: Fitting<u64>, more: u64| {
@@ -110,7 +110,7 @@ impl Fit {
                 Err(why) => json!({"question": row.name, "answer": null, "why": why}),
             })
             .collect();
-        let nothing_fits = || nothing_fits(&self.step, &conditions, bytes(&found));
+        let nothing_fits = || nothing_fits(&self.step, &conditions, bytes(&result));
         let failure = rows.iter().all(|row| row.answer.is_err()).then(nothing_fits);
         Ok(Answer { text, json: Value::Array(json), failure })
     }

@@ -25,13 +25,13 @@ impl Memory {
     pub(crate) fn answer(&self, common: &Common) -> anyhow::Result<Answer> {
         let (conditions, ways) = training_ways(common, &self.step)?;
         let planned = &conditions.planned;
-        let Ways { job, found, .. } = &ways;
+        let Ways { job, result, .. } = &ways;
         // Where nothing fits, what takes the least.
-        let Some(candidate) = found.chosen().or_else(|| found.least()) else {
+        let Some(candidate) = result.chosen().or_else(|| result.least()) else {
             anyhow::bail!("there is no way to run this step; leave out a flag that forbids one");
         };
         let parameters = planned.model.parameters()?;
-        let available = found.budget.device;
+        let available = result.budget.device;
         let moments = largest_of_each(job.moments(candidate)?);
         let kept = job.kept_tensors(candidate)?;
         let name = self.step.model.name();
@@ -68,14 +68,14 @@ impl Memory {
             "peak_moment": candidate.peak.moment.to_string(),
             "host_bytes": candidate.host_bytes,
             "available_bytes": available,
-            "fits": found.fits(candidate),
+            "fits": result.fits(candidate),
             "moments": moments.collect::<Vec<_>>(),
             "kept_by_a_layer": kept.iter()
                 .map(|item| json!({"name": item.name, "bytes": item.bytes})).collect::<Vec<_>>(),
         });
-        let failure = match found.chosen() {
+        let failure = match result.chosen() {
             Some(_) => None,
-            None => Some(nothing_fits(&self.step, &conditions, bytes(found))),
+            None => Some(nothing_fits(&self.step, &conditions, bytes(result))),
         };
         Ok(Answer { text, json, failure })
     }

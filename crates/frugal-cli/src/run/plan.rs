@@ -67,7 +67,7 @@ pub(crate) fn budget_text(budget: &Budget) -> String {
 /// The prediction of a training.
 pub(crate) struct Prediction {
     pub(crate) job: Job,
-    pub(crate) found: SearchResult,
+    pub(crate) result: SearchResult,
     data: DataShape,
     /// Whether the rates are this machine's.
     is_timed: bool,
@@ -119,7 +119,7 @@ impl RunPlan {
         };
         let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan, half };
         if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
-            && prediction.found.chosen().is_none()
+            && prediction.result.chosen().is_none()
         {
             let question = Question {
                 config: &run_plan.decided(config),
@@ -129,7 +129,7 @@ impl RunPlan {
                 data: &prediction.data,
                 budget,
             };
-            let message = question.nothing_fits(&budget_text(&budget), &prediction.found);
+            let message = question.nothing_fits(&budget_text(&budget), &prediction.result);
             return Err(Failure { status: NOTHING_FITS, message }.into());
         }
         fitting(budget.free())?;
@@ -142,7 +142,7 @@ impl RunPlan {
     }
 
     fn chosen(&self) -> Option<&Candidate> {
-        self.prediction.as_ref().ok()?.found.chosen()
+        self.prediction.as_ref().ok()?.result.chosen()
     }
 
     /// The plan for programs; null where it is not predicted.
@@ -316,8 +316,8 @@ fn predict(
             let mut config = config.clone();
             config.optimizer.master_weights = master_weights;
             let job = planning::job(&config, shape, (kind, device), data, rates)?;
-            let found = job.search(&allowed, bytes)?;
-            Ok((job, found))
+            let result = job.search(&allowed, bytes)?;
+            Ok((job, result))
         })
     };
     let kept = KnownRates::kept(device, kind);
@@ -327,17 +327,17 @@ fn predict(
         None => KnownRates::nominal(device)?,
     };
     let mut searched = with(&rates)?;
-    let seconds = searched.found.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
+    let seconds = searched.result.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
     // On a CPU measuring takes memory of the budget.
     let has_room = device != Device::Cpu || budget.tensors() >= MEASURING;
     if !is_timed && seconds > WORTH_MEASURING && has_room {
         searched = with(&KnownRates::measure(device, kind)?)?;
         is_timed = true;
     }
-    let Searched { master_weights, job, found } = searched;
+    let Searched { master_weights, job, result } = searched;
     let half = planning::trains_half(config, kind).then_some((master_weights, kind));
     let mut evaluation = None;
-    if let Some(chosen) = found.chosen() {
+    if let Some(chosen) = result.chosen() {
         for &(rows, batch) in &data.evaluations {
             let peak = job.evaluation(&chosen.placement, batch)?;
             let fits = peak.total <= budget.tensors();
@@ -347,7 +347,7 @@ fn predict(
             }
         }
     }
-    Ok((Prediction { job, found, data: data.clone(), is_timed, evaluation }, half))
+    Ok((Prediction { job, result, data: data.clone(), is_timed, evaluation }, half))
 }
 
 /// The same decision for a step that is not predicted, by what weights, gradients, state and master weights take of `bytes`.

@@ -14,7 +14,7 @@ pub struct Searched {
     /// Computation of a step.
     pub job: Job,
     /// The ways to run it.
-    pub found: SearchResult,
+    pub result: SearchResult,
 }
 
 /// Searches the ways to run a step, and decides between master weights and stochastic rounding where the configuration does not:
@@ -28,15 +28,15 @@ pub fn choose_master_weights<E>(
     search: impl Fn(MasterWeights) -> Result<(Job, SearchResult), E>,
 ) -> Result<Searched, E> {
     let searched = |master_weights| {
-        let (job, found) = search(master_weights)?;
-        Ok(Searched { master_weights, job, found })
+        let (job, result) = search(master_weights)?;
+        Ok(Searched { master_weights, job, result })
     };
     let configured = config.optimizer.master_weights;
     if configured != MasterWeights::Auto || !trains_half(config, kind) {
         return searched(configured);
     }
     let (copies, stochastic) = (searched(MasterWeights::Always)?, searched(MasterWeights::Stochastic)?);
-    let seconds = |searched: &Searched| searched.found.chosen().map(|chosen| chosen.seconds);
+    let seconds = |searched: &Searched| searched.result.chosen().map(|chosen| chosen.seconds);
     Ok(match (seconds(&copies), seconds(&stochastic)) {
         (Some(with), Some(without)) if with <= SLOWER * without => copies,
         (Some(_), None) => copies,
@@ -104,7 +104,7 @@ mod tests {
         let auto = searched(MasterWeights::Auto);
         let seconds = |way, device| {
             let searched = chosen(&searched(way), Kind::BFloat16, device);
-            searched.found.chosen().map(|chosen| chosen.seconds)
+            searched.result.chosen().map(|chosen| chosen.seconds)
         };
         for device in [9 << 30, 7 << 30, 1 << 30] {
             let (with, without) =
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(chosen(&auto, Kind::BFloat16, u64::MAX).master_weights, MasterWeights::Always);
         // What fits nothing is as small as can be.
         let nothing = chosen(&auto, Kind::BFloat16, 1);
-        assert!(nothing.found.chosen().is_none() && nothing.master_weights == MasterWeights::Stochastic);
+        assert!(nothing.result.chosen().is_none() && nothing.master_weights == MasterWeights::Stochastic);
         // Another choice is kept, and so is that of weights which need neither.
         for way in [MasterWeights::Always, MasterWeights::Never, MasterWeights::Stochastic] {
             assert_eq!(chosen(&searched(way), Kind::BFloat16, 1).master_weights, way);

@@ -20,7 +20,7 @@ use crate::run::plan::{Columns, candidates_json, candidates_table};
 pub(crate) struct Ways {
     pub(crate) job: Job,
     pub(crate) allowed: Allowed,
-    pub(crate) found: SearchResult,
+    pub(crate) result: SearchResult,
     /// How weights of 16 bits that are trained take small updates.
     half: Option<MasterWeights>,
 }
@@ -40,12 +40,12 @@ pub(super) fn ways(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Res
     }
     let search = |master_weights| -> anyhow::Result<_> {
         let job = job(arguments, planned, machine, master_weights)?;
-        let found = job.search(&allowed, *memory)?;
-        Ok((job, found))
+        let result = job.search(&allowed, *memory)?;
+        Ok((job, result))
     };
-    let Searched { master_weights, job, found } = planning::choose_master_weights(config, *kind, search)?;
+    let Searched { master_weights, job, result } = planning::choose_master_weights(config, *kind, search)?;
     let half = planning::trains_half(config, *kind).then_some(master_weights);
-    Ok(Ways { job, allowed, found, half })
+    Ok(Ways { job, allowed, result, half })
 }
 
 /// Prints the ways to run the step.
@@ -59,16 +59,16 @@ pub(super) fn run(common: &Common, arguments: &StepArgs, conditions: &Conditions
         true => print_line(&printed.json()?),
         false => printed.print()?,
     }
-    let found = &ways.found;
-    match found.chosen() {
+    let result = &ways.result;
+    match result.chosen() {
         Some(_) => Ok(()),
-        None => Err(nothing_fits(arguments, conditions, bytes(found))),
+        None => Err(nothing_fits(arguments, conditions, bytes(result))),
     }
 }
 
 /// The bytes that each candidate takes on the device and on the host.
-pub(crate) fn bytes(found: &SearchResult) -> impl Iterator<Item = (u64, u64)> + Clone {
-    found.candidates.iter().map(|candidate| (candidate.device_bytes(), candidate.host_bytes))
+pub(crate) fn bytes(result: &SearchResult) -> impl Iterator<Item = (u64, u64)> + Clone {
+    result.candidates.iter().map(|candidate| (candidate.device_bytes(), candidate.host_bytes))
 }
 
 /// The plan as it is printed.
@@ -83,7 +83,7 @@ const COLUMNS: Columns = Columns { is_timed: true, epoch: None };
 impl Printed<'_> {
     /// The candidate whose parts and flags are shown: the one that is chosen, or the smallest.
     fn shown(&self) -> Option<&Candidate> {
-        self.ways.found.chosen().or_else(|| self.ways.found.least())
+        self.ways.result.chosen().or_else(|| self.ways.result.least())
     }
 
     /// Tokens from which on loads hide behind compute, for each pass.
@@ -94,7 +94,7 @@ impl Printed<'_> {
 
     fn json(&self) -> anyhow::Result<serde_json::Value> {
         let Conditions { planned, machine, budget, memory, .. } = self.conditions;
-        let Ways { found, half, .. } = self.ways;
+        let Ways { result, half, .. } = self.ways;
         Ok(json!({
             "model": self.arguments.model.name(),
             "model_bytes": planned.weights,
@@ -106,11 +106,11 @@ impl Printed<'_> {
             "link_rate": machine.transfers.load,
             "ranks": 1,
             "master_weights": half,
-            "variants": candidates_json(found, COLUMNS),
-            "chosen": found.chosen().map(Candidate::name),
+            "variants": candidates_json(result, COLUMNS),
+            "chosen": result.chosen().map(Candidate::name),
             "flags": self.shown().map(|shown| self.flags(shown)),
-            "with_more_memory": found.faster().map(Candidate::name),
-            "with_less_memory": found.cheaper().map(Candidate::name),
+            "with_more_memory": result.faster().map(Candidate::name),
+            "with_less_memory": result.cheaper().map(Candidate::name),
             "tokens_that_hide_loads": self.hiding()?.iter()
                 .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
         }))
@@ -123,7 +123,7 @@ impl Printed<'_> {
             lines.push(("master weights".to_owned(), how.to_owned()));
         }
         print(&lines);
-        print_text(&format!("\n{}\n", candidates_table(&self.ways.found, COLUMNS, &|tensors| tensors)));
+        print_text(&format!("\n{}\n", candidates_table(&self.ways.result, COLUMNS, &|tensors| tensors)));
         if let Some(shown) = self.shown() {
             print(&self.details(shown)?);
         }
@@ -132,7 +132,7 @@ impl Printed<'_> {
 
     /// The parts at the peak, the plans beside the one that is shown, and its flags.
     fn details(&self, shown: &Candidate) -> anyhow::Result<Vec<(String, String)>> {
-        let found = &self.ways.found;
+        let result = &self.ways.result;
         let mut lines = vec![("at the peak".to_owned(), shown.peak.moment.to_string())];
         let parts = shown.peak.parts.iter();
         lines.extend(parts.map(|part| (format!("  {}", part.name), bytes_text(part.bytes))));
@@ -146,8 +146,8 @@ impl Printed<'_> {
             let budget = self.conditions.budget.for_tensors(one.device_bytes()) >> 20;
             format!("--budget {budget}MiB: {}, {} a step", one.name(), human(one.seconds, "s"))
         };
-        lines.extend(found.faster().map(|faster| ("more memory".to_owned(), other(faster))));
-        lines.extend(found.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
+        lines.extend(result.faster().map(|faster| ("more memory".to_owned(), other(faster))));
+        lines.extend(result.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
         lines.push(("flags of finetune".into(), self.flags(shown)));
         Ok(lines)
     }
@@ -318,6 +318,6 @@ fn tokens_that_hide_loads(
         bytes_per_parameter: job.choices.recipe.parameters.storage_bits() as f64 / 8.0,
         resident_share: resident.len() as f64 / job.model.layers.max(1) as f64,
     };
-    let of = |pass: Direction| Ok((pass, least_tokens(&condition, pass)?));
-    [Direction::Forward, backward].into_iter().map(of).collect()
+    let least = |pass: Direction| Ok((pass, least_tokens(&condition, pass)?));
+    [Direction::Forward, backward].into_iter().map(least).collect()
 }

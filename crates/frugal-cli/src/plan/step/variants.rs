@@ -74,7 +74,7 @@ pub(super) fn variants(
 ) -> anyhow::Result<Vec<Variant>> {
     let shared = on_cpu && tier == OffloadTier::Host;
     let peak = |step: &SimulatedStep| step.device.total + if shared { step.host_bytes } else { 0 };
-    let of = |name: &str, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
+    let variant = |name: &str, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
         let setup = Setup { method, resident: Vec::new(), optimizer };
         let step = simulate(costs, rates, &setup, Start::Warm)?;
         Ok(Variant {
@@ -87,39 +87,39 @@ pub(super) fn variants(
         })
     };
     let device = OptimizerPlace::Device;
-    let mut all = vec![of("all on the device", "", Method::Resident { recompute: false }, device)?];
+    let mut all = vec![variant("all on the device", "", Method::Resident { recompute: false }, device)?];
     // Inference keeps nothing that could be computed again.
     if costs.training {
         let recompute = Method::Resident { recompute: true };
-        all.push(of("activations recomputed", "--activations recompute", recompute, device)?);
+        all.push(variant("activations recomputed", "--activations recompute", recompute, device)?);
     }
     let tier = if tier == OffloadTier::Host { "host" } else { "file" };
     let taken = if shared { costs.layer_bytes()? } else { 0 };
     let available = AvailableMemory { device: budget.device.saturating_sub(taken), ..budget };
     all.push(match plan(costs, rates, available) {
-        Ok(found) => {
-            let resident: Vec<String> = found.setup.resident.iter().map(ToString::to_string).collect();
-            let mut flags = format!("--offload {tier} --ring {}", found.ring().max(1));
+        Ok(result) => {
+            let resident: Vec<String> = result.setup.resident.iter().map(ToString::to_string).collect();
+            let mut flags = format!("--offload {tier} --ring {}", result.ring().max(1));
             if !resident.is_empty() {
                 flags += &format!(" --resident {}", resident.join(","));
             }
-            if found.optimizer == Some(OptimizerPlace::Host) {
+            if result.optimizer == Some(OptimizerPlace::Host) {
                 flags += " --optimizer-on host";
             }
-            let step = found.step.clone();
+            let step = result.step.clone();
             Variant {
                 name: "layers offloaded".to_owned(),
                 flags,
                 peak: peak(&step),
                 step,
-                plan: Some(found),
+                plan: Some(result),
                 ranks: None,
             }
         }
         // Where nothing fits, a ring of one takes the least.
         Err(accounting::Error::NoOffloadFits { .. }) => {
             let flags = format!("--offload {tier} --ring 1");
-            of("layers offloaded", &flags, Method::Overlap { ring: 1 }, OptimizerPlace::Host)?
+            variant("layers offloaded", &flags, Method::Overlap { ring: 1 }, OptimizerPlace::Host)?
         }
         Err(error) => return Err(error.into()),
     });

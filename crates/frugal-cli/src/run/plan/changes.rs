@@ -39,8 +39,8 @@ struct Change {
 
 impl Question<'_> {
     /// The least budget, and the changes that cost the training the least.
-    pub(crate) fn nothing_fits(&self, budget: &str, found: &SearchResult) -> String {
-        let Some(least) = found.least() else { return format!("nothing fits {budget}") };
+    pub(crate) fn nothing_fits(&self, budget: &str, result: &SearchResult) -> String {
+        let Some(least) = result.least() else { return format!("nothing fits {budget}") };
         let needed = least.device_bytes();
         let mut text =
             format!(
@@ -225,8 +225,8 @@ impl Question<'_> {
         let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;
-        let found = job.search(&allowed, AvailableMemory { device: self.budget.tensors(), host: None })?;
-        found.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
+        let result = job.search(&allowed, AvailableMemory { device: self.budget.tensors(), host: None })?;
+        result.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
     }
 }
 

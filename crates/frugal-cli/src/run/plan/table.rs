@@ -17,8 +17,12 @@ pub(crate) struct Columns {
     pub(crate) epoch: Option<f64>,
 }
 
-/// A line for each candidate, the one that takes the most first. `held` returns what is shown for the bytes of its tensors.
-pub(crate) fn candidates_table(found: &SearchResult, columns: Columns, held: &dyn Fn(u64) -> u64) -> String {
+/// A line for each candidate, the one that takes the most first. `shown_bytes` returns the bytes that are shown for those of its tensors.
+pub(crate) fn candidates_table(
+    result: &SearchResult,
+    columns: Columns,
+    shown_bytes: &dyn Fn(u64) -> u64,
+) -> String {
     let Columns { is_timed, epoch } = columns;
     let mut header = vec!["  plan".to_owned(), "peak".to_owned()];
     if is_timed {
@@ -27,18 +31,19 @@ pub(crate) fn candidates_table(found: &SearchResult, columns: Columns, held: &dy
     }
     let mut rows = vec![header];
     let mut notes = vec![String::new()];
-    for (number, candidate) in found.candidates.iter().enumerate() {
-        let is_chosen = found.chosen == Some(number);
+    for (number, candidate) in result.candidates.iter().enumerate() {
+        let is_chosen = result.chosen == Some(number);
         let mark = if is_chosen { "▸" } else { " " };
-        let mut row = vec![format!("{mark} {}", candidate.name()), bytes_text(held(candidate.peak.total))];
+        let mut row =
+            vec![format!("{mark} {}", candidate.name()), bytes_text(shown_bytes(candidate.peak.total))];
         if is_timed {
             row.push(duration(candidate.seconds));
             row.extend(epoch.map(|steps| duration(candidate.seconds * steps)));
         }
         rows.push(row);
-        notes.push(match candidate.device_bytes().checked_sub(found.budget.device) {
+        notes.push(match candidate.device_bytes().checked_sub(result.budget.device) {
             Some(excess) if excess > 0 => format!("does not fit: {} too much", bytes_text(excess)),
-            _ if !found.fits(candidate) => "does not fit the host".to_owned(),
+            _ if !result.fits(candidate) => "does not fit the host".to_owned(),
             _ if is_chosen => "chosen: the fastest that fits".to_owned(),
             _ => String::new(),
         });
@@ -58,8 +63,8 @@ pub(crate) fn candidates_table(found: &SearchResult, columns: Columns, held: &dy
 }
 
 /// Candidates for programs. Bytes are those of tensors.
-pub(crate) fn candidates_json(found: &SearchResult, columns: Columns) -> Value {
-    let of = |candidate: &Candidate| {
+pub(crate) fn candidates_json(result: &SearchResult, columns: Columns) -> Value {
+    let variant = |candidate: &Candidate| {
         let parts = candidate.peak.parts.iter();
         json!({
             "variant": candidate.name(),
@@ -67,14 +72,14 @@ pub(crate) fn candidates_json(found: &SearchResult, columns: Columns) -> Value {
             "host_bytes": candidate.host_bytes,
             "step_seconds": columns.is_timed.then_some(candidate.seconds),
             "epoch_seconds": columns.epoch.filter(|_| columns.is_timed).map(|steps| steps * candidate.seconds),
-            "fits": found.fits(candidate),
+            "fits": result.fits(candidate),
             "rows_at_once": candidate.rows,
             "same_bits": candidate.keeps_bits(),
             "at_the_peak": candidate.peak.moment.to_string(),
             "parts": parts.map(|part| json!({ "what": part.name, "bytes": part.bytes })).collect::<Vec<_>>(),
         })
     };
-    found.candidates.iter().map(of).collect()
+    result.candidates.iter().map(variant).collect()
 }
 
 impl Prediction {
@@ -98,8 +103,8 @@ impl Prediction {
             100.0 * planning::RESERVE,
             bytes_text(planning::LEAST_RESERVE)
         );
-        text += &candidates_table(&self.found, self.columns(), &held);
-        let Some(chosen) = self.found.chosen() else { return text };
+        text += &candidates_table(&self.result, self.columns(), &held);
+        let Some(chosen) = self.result.chosen() else { return text };
         if let Some((number, batch)) = self.data.largest.get(chosen.batch) {
             let work = batch.work;
             text += &format!(
@@ -134,7 +139,7 @@ impl Prediction {
         let other = |one: &Candidate| format!("{}{}", one.name(), seconds(one));
         // What is advised has the margin of a least budget: what a process takes differs from run to run.
         let enough = |one: &Candidate| budget.for_tensors(one.device_bytes());
-        for (name, one) in [("more memory", self.found.faster()), ("less memory", self.found.cheaper())] {
+        for (name, one) in [("more memory", self.result.faster()), ("less memory", self.result.cheaper())] {
             let Some(one) = one else { continue };
             let flag = match (name == "less memory") == (enough(one) < budget.total) {
                 true => format!("; --budget {}MiB takes it", enough(one) >> 20),
@@ -147,13 +152,13 @@ impl Prediction {
 
     /// The plan for programs.
     pub(super) fn json(&self, budget: Budget) -> Value {
-        let chosen = self.found.chosen();
+        let chosen = self.result.chosen();
         let batch = chosen.and_then(|chosen| self.data.largest.get(chosen.batch));
         json!({
             "budget_bytes": budget.total,
             "budget_is_default": budget.is_default,
             "tensor_bytes": budget.tensors(),
-            "variants": candidates_json(&self.found, self.columns()),
+            "variants": candidates_json(&self.result, self.columns()),
             "chosen": chosen.map(Candidate::name),
             "peak_bytes": chosen.map(|chosen| chosen.peak.total),
             "largest_batch": batch.map(|(number, batch)| json!({
@@ -162,8 +167,8 @@ impl Prediction {
             })),
             "evaluation_rows_at_once": self.evaluation.as_ref().map(|(rows, _)| rows),
             "evaluation_peak_bytes": self.evaluation.as_ref().map(|(_, own)| own.total),
-            "with_more_memory": self.found.faster().map(Candidate::name),
-            "with_less_memory": self.found.cheaper().map(Candidate::name),
+            "with_more_memory": self.result.faster().map(Candidate::name),
+            "with_less_memory": self.result.cheaper().map(Candidate::name),
         })
     }
 }
