@@ -96,7 +96,7 @@ fn one(
         ..MeasurementPlan::new(device)
     };
     let measured = measure::run(&plan, |timer| {
-        let y = model.hidden(&Input::new(&row)).map_err(runtime::Error::from)?;
+        let y = model.hidden(&Input::new(&row))?;
         timer.end("forward")?;
         backward_with(&[&y], &[Some(&upstream)], Keep::default())?;
         timer.end("backward")?;

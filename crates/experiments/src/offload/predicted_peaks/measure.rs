@@ -39,7 +39,7 @@ impl TestHook for InStep {
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
             .filter(|_| point == HookPoint::Compute);
-        offload.map_or(Ok(()), |offload| Ok(offload.synchronize()?))
+        offload.map_or(Ok(()), |offload| offload.synchronize())
     }
 }
 
