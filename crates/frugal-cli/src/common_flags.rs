@@ -61,7 +61,7 @@ impl Common {
         }
     }
 
-    /// The device. One that is chosen is said once.
+    /// Returns the device. A device that `auto` chose is noted once.
     ///
     /// # Errors
     /// A device that does not exist.

@@ -50,7 +50,7 @@ pub(crate) fn run(common: &Common, arguments: &Data) -> anyhow::Result<()> {
     }
 }
 
-/// Which data, for which model.
+/// Data, and the model that reads them.
 #[derive(Args)]
 struct SourceArgs {
     /// A file of records, a text file, or a folder with train.*

@@ -24,7 +24,7 @@ use crate::folder::output_file::{OutputFile, OutputFlag};
 use crate::output::problems::Problems;
 use frugal::tasks::gsm8k::split;
 
-/// Which part of a folder's data is measured.
+/// Part of a folder's data that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
     /// The test split; of GSM8K the assignment's, 5 % of the training file
@@ -73,7 +73,7 @@ pub(crate) struct Eval {
     /// How answers to --questions are graded
     #[arg(long, value_enum, requires = "questions", default_value = "exact")]
     grader: Grader,
-    /// Which split of a folder [default: test; for the loss, validation if there is one]
+    /// Split of a folder [default: test; for the loss, validation if there is one]
     #[arg(long, value_enum)]
     split: Option<Part>,
     #[command(flatten)]

@@ -72,7 +72,7 @@ impl Type {
 #[derive(Args, Clone)]
 #[command(group(ArgGroup::new("from").required(true).multiple(true).args(["checkpoints", "adapter", "model"])))]
 pub(crate) struct Export {
-    /// What to write
+    /// Format of the output
     #[arg(long, value_enum, default_value = "peft")]
     format: Format,
     /// A run's --out folder, or the folder of checkpoints in it: the adapter of the newest checkpoint

@@ -1,7 +1,7 @@
 //! Results on standard output, and notes on standard error.
 //!
 //! A write to standard output that fails does not stop a command, which may be a training: the error is kept, and the program ends with it.
-//! A closed pipe is none: its reader has seen enough. Control characters of texts that may come from data or names of files do not reach a
+//! A closed pipe is not an error: its reader has seen enough. Control characters of texts that may come from data or names of files do not reach a
 //! terminal.
 
 pub(crate) mod curves;

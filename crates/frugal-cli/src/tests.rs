@@ -1,6 +1,6 @@
 //! The commands of the program without a process for each, because libtorch's initialization takes a third of a second of each new one.
 //!
-//! What the program refuses (the arguments, the words of the error, the exit status) runs in this process; what writes results runs in a
+//! Refusals (arguments, error texts, exit statuses) are tested in this process; commands that write results run in a
 //! [`session`]; all share one process. `tests/it` shows on processes of the program that what is returned here is what
 //! a person reads and what the shell gets.
 
@@ -57,24 +57,24 @@ pub(crate) fn end<'w>(words: impl IntoIterator<Item = &'w str>) -> (i32, String)
 /// The same for arguments between blanks in which `@` is the folder, whose path is left out of the error.
 fn ending(tiny: &Tiny, arguments: &str) -> (i32, String) {
     let arguments = arguments.replace('@', &tiny.path("").to_string_lossy());
-    let (status, said) = end(arguments.split_whitespace());
-    (status, tiny.without_path(&said))
+    let (status, message) = end(arguments.split_whitespace());
+    (status, tiny.without_path(&message))
 }
 
 /// Checks that a command fails with this error, in one line.
 #[track_caller]
 fn refused(tiny: &Tiny, arguments: &str, expected: Expect) {
-    let (status, said) = ending(tiny, arguments);
-    assert_eq!(status, 1, "{arguments}: {said}");
-    assert_eq!(said.lines().count(), 1, "one line: {said}");
-    expected.assert_eq(&said);
+    let (status, message) = ending(tiny, arguments);
+    assert_eq!(status, 1, "{arguments}: {message}");
+    assert_eq!(message.lines().count(), 1, "one line: {message}");
+    expected.assert_eq(&message);
 }
 
 /// Checks that a command fails with this status and an error with these words, which is one line unless it is of usage.
 #[track_caller]
 fn contains(tiny: &Tiny, arguments: &str, status: i32, words: &str) {
-    let (found, said) = ending(tiny, arguments);
-    assert_eq!(found, status, "{arguments}: {said}");
-    assert!(said.contains(words), "{arguments}: {said}");
-    assert!(status == 2 || said.lines().count() == 1, "one line: {said}");
+    let (actual, message) = ending(tiny, arguments);
+    assert_eq!(actual, status, "{arguments}: {message}");
+    assert!(message.contains(words), "{arguments}: {message}");
+    assert!(status == 2 || message.lines().count() == 1, "one line: {message}");
 }

@@ -25,14 +25,14 @@ pub(super) struct Repeats {
 struct Repeated {
     kind: &'static str,
     reason: String,
-    /// The first records after the one that was said.
+    /// The first records after the one that was reported.
     places: Vec<String>,
-    /// Records after the one that was said.
+    /// Number of records after the one that was reported.
     count: u64,
 }
 
 impl Repeats {
-    /// Adds the error of a record; false if it says of another record what was said before.
+    /// Adds the error of a record; returns false if the same error was reported for another record.
     pub(super) fn is_new_error(&mut self, error: &frugal::Error) -> bool {
         match error {
             frugal::Error::Data(dataloading::Error::Record { from, location, reason }) => {
@@ -42,7 +42,7 @@ impl Repeats {
         }
     }
 
-    /// Adds what is found about a record; false if it was said of another one.
+    /// Adds a note on a record; returns false if the same note was reported for another one.
     pub(super) fn is_new(&mut self, kind: &'static str, place: &str, reason: &str) -> bool {
         match self.known.entry(reason.to_owned()) {
             Entry::Vacant(free) => {

@@ -198,7 +198,7 @@ fn sampling(folder: &Path) -> anyhow::Result<Vec<(&'static str, f64)>> {
     Ok(ollama::sampling(&config))
 }
 
-/// The chat template for Ollama, or why there is none; `None` for a model without one.
+/// Returns the chat template for Ollama, or the reason why it cannot be converted; `None` for a model without a template.
 fn chat(model: &Model, folder: &Path) -> anyhow::Result<Option<Result<Chat, String>>> {
     let tokenizer = model.tokenizer();
     let Some(source) = tokenizer.chat_template() else { return Ok(None) };
@@ -236,7 +236,7 @@ fn lora(
 }
 
 /// Writes a file, reads it again, and compares the two; gives it its name after `verify`, so that an earlier file stays where that
-/// fails. What the user should know is said.
+/// fails. Notes for the user go to standard error.
 fn written(
     common: &Common,
     conversion: &Conversion<'_>,

@@ -140,7 +140,7 @@ impl Data {
         })
     }
 
-    /// The token with which answers end, if it is none of `end_tokens`, and a note of it: that of most rows, or else the one that a flag
+    /// The token with which answers end, if it is not among `end_tokens`, and a note about it: that of most rows, or else the one that a flag
     /// gives. The note is left out where the flag is why.
     pub(super) fn learned_end(
         &self,
@@ -158,7 +158,7 @@ impl Data {
     }
 
     /// The rows whose answers are shown before and after, of the validation data or else of the training data. None with `--quiet`, which
-    /// does not show them, and over several ranks, each of which would have to answer.
+    /// does not show them, and over several ranks, where each would have to answer.
     pub(super) fn samples(
         &self,
         common: &Common,

@@ -15,7 +15,7 @@ use crate::common_flags::Common;
 use crate::flags::hub::HubArgs;
 use crate::folder::run_model::{Target, WhichArgs};
 
-/// Which model.
+/// The model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ModelArgs {
     /// A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training

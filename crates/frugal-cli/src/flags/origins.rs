@@ -85,7 +85,7 @@ pub(crate) fn with_origins(
 ) -> anyhow::Result<Common> {
     let origins = origins(config, given)?;
     let folder = file.and_then(Path::parent);
-    // Another program's file of this name is none.
+    // A `run.json` of another program is ignored.
     let earlier = folder.and_then(|folder| RunRecord::read(folder).ok().flatten()).map(Arc::new);
     let mut asked = origins.clone();
     asked.retain(|key| given.of_training() != Some(origins.get(key)));

@@ -71,7 +71,7 @@ pub(crate) struct Flag {
     /// The commands that have it, as a set of bits.
     pub(crate) commands: u8,
     pub(crate) help: &'static str,
-    /// Which flags it needs or excludes.
+    /// Flags that it needs or excludes.
     pub(crate) relation: fn(Arg) -> Arg,
 }
 

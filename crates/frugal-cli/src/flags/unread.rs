@@ -70,7 +70,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
         Readers {
             keys: &["model.shape"],
             are_read: has_shape,
-            readers: "it is read where `model.name` is none: a config.json has its own sizes",
+            readers: "it is read without `model.name`: a config.json has its own sizes",
         },
         Readers {
             keys: &["model.shape.layers"],

@@ -25,7 +25,7 @@ const MODEL_FILE: &str = "config.json";
 /// The field of an adapter's configuration with the revision of its base on the hub.
 pub(crate) const REVISION: &str = "revision";
 
-/// Which weights of a training.
+/// Weights of a training: the last or the best.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub(crate) struct WhichArgs {
     /// Of a training's output folder, take the last weights instead of those with the least validation loss

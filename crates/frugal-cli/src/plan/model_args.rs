@@ -1,4 +1,4 @@
-//! Which model is planned for: a `config.json`, a preset, or a family with sizes. Sizes that are given replace the model's.
+//! The model of a plan: a `config.json`, a preset, or a family with sizes. Sizes that are given replace the model's.
 
 use std::path::{Path, PathBuf};
 

@@ -42,7 +42,7 @@ pub(crate) struct RecomputeArgs {
     /// Attention kernel: eager or flash
     #[arg(long, default_value = "flash", value_name = "KERNEL", help_heading = TRAINING)]
     attention: AttentionKernel,
-    /// Which activations are kept for backward
+    /// Activations that are kept for backward
     #[arg(long, value_enum, default_value_t, value_name = "PLAN", help_heading = TRAINING)]
     activations: Activations,
     /// Checkpoint level of gated MLPs: eager, save-all, save-gate-up, save-one or input-only

@@ -80,7 +80,7 @@ pub(crate) struct RunPlan {
     device: Device,
     /// `None` for ranks without one.
     budget: Option<Budget>,
-    /// Or why there is none.
+    /// Reason for a missing prediction.
     prediction: Result<Prediction, NotPredicted>,
     plan: ActivationPlan,
     /// Of a training of all weights in 16 bits: how they take small updates, and their dtype.
