@@ -154,7 +154,7 @@ impl LoraConfig {
     /// Returns the initialisation of A and B.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for an initialisation that [`Init`] does not have.
+    /// [`runtime::Error::Unsupported`] for an initialisation that [`Init`] does not have.
     pub fn init(&self) -> Result<Init> {
         let named = match &self.init_lora_weights {
             Value::Bool(true) => Some(Init::Kaiming),
@@ -184,7 +184,7 @@ impl LoraConfig {
     /// cannot be adapted.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]; an invalid regular expression.
+    /// [`runtime::Error::Unsupported`]; an invalid regular expression.
     pub fn check_tying(&self, model: &DecoderConfig) -> Result<()> {
         const ENDS: [&str; 2] = ["lm_head", "model.embed_tokens"];
         if !self.ensure_weight_tying {
