@@ -251,7 +251,8 @@ impl Layout {
     }
 
     /// Returns the bytes of gradients and weights that a rank sends in a step of `rounds` micro-batches of its own, with layers gathered
-    /// into `slots`; `rank` counts through the replicas. Beside them it sends a few numbers: which parameters have a gradient, the norm's, losses, and whether to stop.
+    /// into `slots`; `rank` counts through the replicas. Beside them it sends a few numbers: which parameters have a gradient, the norm's,
+    /// losses, and whether to stop.
     ///
     /// # Errors
     /// Counts beyond 64 bits.

@@ -1,10 +1,10 @@
 //! Known models by name.
 //!
-//! Sizes are those of the `config.json` on the Hugging Face hub (`openai-community/gpt2*`, `Qwen/Qwen2.5-*`,
-//! `meta-llama/*`, `TinyLlama/TinyLlama-1.1B-*`, `HuggingFaceTB/SmolLM*`, `Qwen/Qwen3-*`, `mistralai/Mistral-7B-v0.3`,
-//! `ibm-granite/granite-3.3-2b-base`, `allenai/OLMo-2-1124-7B`, `google/gemma-*`, `microsoft/Phi-*`). `cs336-*` are GPT-2's sizes in the course's architecture (SwiGLU,
-//! RMSNorm, rotary positions, untied, `d_ff = 4 d`). `gpt2-like` has the width, heads and vocabulary of the training
-//! assignment (BERT's uncased vocabulary, 1024 wide, 8 heads, one layer).
+//! Sizes are those of the `config.json` on the Hugging Face hub (`openai-community/gpt2*`, `Qwen/Qwen2.5-*`, `meta-llama/*`,
+//! `TinyLlama/TinyLlama-1.1B-*`, `HuggingFaceTB/SmolLM*`, `Qwen/Qwen3-*`, `mistralai/Mistral-7B-v0.3`, `ibm-granite/granite-3.3-2b-base`,
+//! `allenai/OLMo-2-1124-7B`, `google/gemma-*`, `microsoft/Phi-*`). `cs336-*` are GPT-2's sizes in the course's architecture (SwiGLU,
+//! RMSNorm, rotary positions, untied, `d_ff = 4 d`). `gpt2-like` has the width, heads and vocabulary of the training assignment (BERT's
+//! uncased vocabulary, 1024 wide, 8 heads, one layer).
 
 use crate::family::Family;
 use crate::sizes::{Sizes, WindowedLayers};

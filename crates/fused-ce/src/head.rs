@@ -98,8 +98,8 @@ impl LinearCrossEntropy {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a head that is not one projection with a weight and perhaps a bias; the model has no head, an option is outside its range, or the
-    /// options' cap is not the model's.
+    /// [`Error::Unsupported`] for a head that is not one projection with a weight and perhaps a bias; the model has no head, an option is
+    /// outside its range, or the options' cap is not the model's.
     pub fn install(&self, model: &mut dyn Module) -> Result<()> {
         struct Install<'a> {
             loss: &'a LinearCrossEntropy,

@@ -86,7 +86,8 @@ pub enum CheckTargets {
 pub struct LinearCrossEntropy {
     /// The reduction of the per-token losses.
     pub reduction: Reduction,
-    /// The target of ignored tokens. Their rows skip all products, on a GPU if their number is given ([`labelled_tokens`](crate::Inputs::labelled_tokens)).
+    /// The target of ignored tokens. Their rows skip all products, on a GPU if their number is given
+    /// ([`labelled_tokens`](crate::Inputs::labelled_tokens)).
     pub ignore_index: i64,
     /// ε in [0, 1]: the target becomes (1 − ε)·target + ε/vocabulary.
     pub label_smoothing: f64,

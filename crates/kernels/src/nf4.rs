@@ -14,12 +14,12 @@
 //! checkpointed and adapted like any other. Its shape is `[out, bytes of a row]`, from which [`matrix_shape`] recovers `[out, in]`;
 //! its dtype is u8 for nested scales, and i8 for fp32 ones. [`sections`] views its parts. `in` must be even.
 //!
-//! **Products** ([`linear`], [`mm_into`], [`mm_transposed_into`]) dequantize a tile of at most [`TILE_BYTES`], multiply it, and
-//! continue with the next, so beyond their results they take the memory of one tile, whatever the size of the matrix; a tile has at
-//! least 64 rows or columns. Up to [`FEW`](crate::matmul::FEW) vectors are multiplied without a tile ([`matvec`]): each code is read
-//! once and looked up in a register; with AMX, two vectors and more in bf16 are multiplied with weights rounded to bf16. On a CPU tiles are in fp32 (in bf16 for operands in bf16 that the
-//! [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with the whole matrix.
-//! The gradient of W does not exist; backward computes that of x.
+//! **Products** ([`linear`], [`mm_into`], [`mm_transposed_into`]) dequantize a tile of at most [`TILE_BYTES`], multiply it, and continue
+//! with the next, so beyond their results they take the memory of one tile, whatever the size of the matrix; a tile has at least 64 rows or
+//! columns. Up to [`FEW`](crate::matmul::FEW) vectors are multiplied without a tile ([`matvec`]): each code is read once and looked up in a
+//! register; with AMX, two vectors and more in bf16 are multiplied with weights rounded to bf16. On a CPU tiles are in fp32 (in bf16 for
+//! operands in bf16 that the [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with
+//! the whole matrix. The gradient of W does not exist; backward computes that of x.
 //!
 //! On a GPU a kernel dequantizes a tile, with the CPU's bits, in one read of its codes and one write of its values; where it cannot run,
 //! libtorch's operators do.

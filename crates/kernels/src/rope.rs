@@ -12,10 +12,10 @@
 //! # Saved tensors and cost
 //!
 //! A rotation is orthogonal: the gradient of x is the upstream gradient rotated back by the same angle (and multiplied by the same
-//! amplitude). Backward reads only that gradient and the table, so forward saves nothing (except a reference to given positions), and the gradient overwrites the
-//! upstream one if nothing else uses it. As a chain of operators, `x·cos + rotate_half(x)·sin` moves each of q and k about seven
-//! times and creates four temporaries of their size; here each is read and written once, and a row of the table is read once per
-//! token for all heads of both.
+//! amplitude). Backward reads only that gradient and the table, so forward saves nothing (except a reference to given positions), and the
+//! gradient overwrites the upstream one if nothing else uses it. As a chain of operators, `x·cos + rotate_half(x)·sin` moves each of q and
+//! k about seven times and creates four temporaries of their size; here each is read and written once, and a row of the table is read once
+//! per token for all heads of both.
 //!
 //! # Precision
 //!

@@ -10,11 +10,11 @@
 //! | [`Init::Orthogonal`] | rows of one half of an orthogonal basis, mixed | the other half | 0 |
 //!
 //! U·Σ·Vᵀ are the r largest singular triples of W (Meng, Wang & Zhang, arXiv:2404.02948). With PiSSA and OLoRA (Büyükakyüz,
-//! arXiv:2406.01775) the adapted projection initially equals W, so s·B₀·A₀ must be subtracted. PEFT overwrites W with W −
-//! s·B₀·A₀, rounded to its dtype. Here W does not change, and a second, frozen low-rank term subtracts s·B₀·A₀: nothing is
-//! rounded, W is unchanged, and disabling an adapter gives the base model. It costs r·(i + o) numbers and a product of rank r,
-//! where a copy of W would be i·o. Nor need W be written, so a
-//! base in NF4 can have such adapters; a rank-r part of the dequantized W is what they take. Files contain only A and B, as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
+//! arXiv:2406.01775) the adapted projection initially equals W, so s·B₀·A₀ must be subtracted. PEFT overwrites W with W − s·B₀·A₀, rounded
+//! to its dtype. Here W does not change, and a second, frozen low-rank term subtracts s·B₀·A₀: nothing is rounded, W is unchanged, and
+//! disabling an adapter gives the base model. It costs r·(i + o) numbers and a product of rank r, where a copy of W would be i·o. Nor need
+//! W be written, so a base in NF4 can have such adapters; a rank-r part of the dequantized W is what they take. Files contain only A and B,
+//! as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
 use kernels::nf4;
 use runtime::ops::TryScalar;

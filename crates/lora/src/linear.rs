@@ -25,11 +25,11 @@ pub const DEFAULT: &str = "default";
 
 /// y = x·Wᵀ + b + s·dropout(x)·Aᵀ·Bᵀ with frozen W and b; replaces a [`Linear`].
 ///
-/// W and b keep their dtype (fp32, bf16, fp16, f64, or [NF4](kernels::nf4) for W) and their names, so that checkpoints of the base can be loaded. A `[r, in]`
-/// and B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`; DoRA's
-/// magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype (any one over NF4), unless a policy of
-/// [`runtime::precision`] casts them. `function.rs` documents the mathematics, what is kept, and where it is rounded; `dora.rs`
-/// documents DoRA.
+/// W and b keep their dtype (fp32, bf16, fp16, f64, or [NF4](kernels::nf4) for W) and their names, so that checkpoints of the base can be
+/// loaded. A `[r, in]` and B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`;
+/// DoRA's magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype (any one over NF4), unless a policy of
+/// [`runtime::precision`] casts them. `function.rs` documents the mathematics, what is kept, and where it is rounded; `dora.rs` documents
+/// DoRA.
 ///
 /// Dropout is active if [`Context::training`] is set. Between a forward and its backward nothing may be switched, merged or
 /// changed.

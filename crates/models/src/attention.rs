@@ -32,9 +32,9 @@
 //! # Sliding windows
 //!
 //! With a window w (Child et al., arXiv:1904.10509), query i attends to keys i − w + 1 to i of its document. On the CPU without dropout the
-//! kernel skips the blocks of keys that no query of a block sees. Elsewhere `Fused` computes the first w queries of a document as without a window, and the others in chunks of c ≤ w/2 queries over w − 1 + c keys with one
-//! mask `[c, w − 1 + c]`: the work is t·(w + c), and nothing of size t² is allocated. Documents of at most w tokens take the path
-//! without a window.
+//! kernel skips the blocks of keys that no query of a block sees. Elsewhere `Fused` computes the first w queries of a document as without a
+//! window, and the others in chunks of c ≤ w/2 queries over w − 1 + c keys with one mask `[c, w − 1 + c]`: the work is t·(w + c), and
+//! nothing of size t² is allocated. Documents of at most w tokens take the path without a window.
 //!
 //! # Soft caps
 //!

@@ -1,7 +1,7 @@
 //! The Markdown that an experiment's `about` is written in, as HTML.
 //!
-//! CommonMark with formulas in `$…$` and `$$…$$`, but HTML is shown as it is written, a picture as its words, and a link leads to the web, to this page or to a
-//! file of the report, so that a page runs no script and loads nothing from elsewhere.
+//! CommonMark with formulas in `$…$` and `$$…$$`, but HTML is shown as it is written, a picture as its words, and a link leads to the web,
+//! to this page or to a file of the report, so that a page runs no script and loads nothing from elsewhere.
 
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd, html::push_html};
 

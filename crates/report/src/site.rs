@@ -36,8 +36,8 @@ pub struct Written {
     pub claims: Vec<CheckedClaim>,
 }
 
-/// Writes `index.html`, `report.md` with a `part-<name>.md` for each part, `<experiment>.csv` and
-/// `plots/<experiment>-<plot>.svg`, and a timeline's `traces/<experiment>-<plot>.json`, into the folder `out`, which is created if missing. Files of the same names are replaced,
+/// Writes `index.html`, `report.md` with a `part-<name>.md` for each part, `<experiment>.csv` and `plots/<experiment>-<plot>.svg`, and a
+/// timeline's `traces/<experiment>-<plot>.json`, into the folder `out`, which is created if missing. Files of the same names are replaced,
 /// others stay. `others` are reports of other machines, in folders within `out`, whose figures are shown beside.
 pub fn write(
     specs: &Specs,

@@ -57,8 +57,9 @@ use crate::sys::{device as sys, stream as sys_stream};
 /// Blocks the calling thread until the work of all streams of the device is done.
 ///
 /// # Errors
-/// A device that does not exist; the CPU within the work of a CPU stream, for which another stream may wait; on CUDA, an asynchronous error of a kernel. On the CPU, the failure of a stream; the
-/// stream's own [`Stream::synchronize`] returns it again, because only the stream's owner knows what was not computed.
+/// A device that does not exist; the CPU within the work of a CPU stream, for which another stream may wait; on CUDA, an asynchronous error
+/// of a kernel. On the CPU, the failure of a stream; the stream's own [`Stream::synchronize`] returns it again, because only the stream's
+/// owner knows what was not computed.
 pub fn synchronize(device: Device) -> Result<()> {
     match checked(device)? {
         None => worker::synchronize_all(),

@@ -17,12 +17,12 @@
 //!
 //! # Layers over ranks
 //!
-//! Stage 3 divides layers; embedding, head and last norm stay whole, as in stage 2. [`Shards`] hold this rank's part of each
-//! layer, and are the source (`training::layer_source`) from which `offload`'s ring loads: while one layer computes, the next are
-//! gathered, straight into the slots. Of n layers and s slots, the s last of forward stay for backward, and the s first for the next
-//! micro-batch: a rank sends f·b·P/n for each of 2·A·(n − s) + s loads of a step. Between its passes a layer keeps its input and runs
-//! again, or its activations without its weights (`offload::OffloadConfig::keep`); either way it is gathered as often. A rank without a micro-batch in the last round runs
-//! another's, so that it gathers as often as the others, and adds nothing. [`FrozenWeights`] says whether the base of adapters is
+//! Stage 3 divides layers; embedding, head and last norm stay whole, as in stage 2. [`Shards`] hold this rank's part of each layer, and are
+//! the source (`training::layer_source`) from which `offload`'s ring loads: while one layer computes, the next are gathered, straight into
+//! the slots. Of n layers and s slots, the s last of forward stay for backward, and the s first for the next micro-batch: a rank sends
+//! f·b·P/n for each of 2·A·(n − s) + s loads of a step. Between its passes a layer keeps its input and runs again, or its activations
+//! without its weights (`offload::OffloadConfig::keep`); either way it is gathered as often. A rank without a micro-batch in the last round
+//! runs another's, so that it gathers as often as the others, and adds nothing. [`FrozenWeights`] says whether the base of adapters is
 //! divided too, or stays on each rank, where offload puts it.
 //!
 //! A layer is whole on a rank only while it is divided, if it is created or read then: [`Shards::read_values`], and
@@ -54,9 +54,9 @@
 //!
 //! # Bitwise identical at any number of ranks
 //!
-//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, nor on the number of replicas, given the same number of threads for each rank,
-//! the same kind of processor, and micro-batches of the same size. PyTorch's FSDP, DeepSpeed and Megatron do not promise that.
-//! Three things make it so:
+//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, nor on the number of replicas, given the same number of
+//! threads for each rank, the same kind of processor, and micro-batches of the same size. PyTorch's FSDP, DeepSpeed and Megatron do not
+//! promise that. Three things make it so:
 //!
 //! - The owner adds gradients in fp32 in the order of the global micro-batches, ((g₀ + g₁) + g₂) + …, whoever computed them. A rank
 //!   without a micro-batch in the last round sends −0, which changes no number.

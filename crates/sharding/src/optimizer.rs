@@ -56,8 +56,8 @@ impl ShardedOptimizer {
     /// Divides the parameters of `groups` among `ranks`. They get new memory, with their values.
     ///
     /// # Errors
-    /// Errors of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that are not on the CPU; a group with a rule of its
-    /// own; ranks with other parameters, values or options, with the first difference.
+    /// Errors of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that
+    /// are not on the CPU; a group with a rule of its own; ranks with other parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,
         groups: Vec<Group>,

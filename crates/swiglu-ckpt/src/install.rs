@@ -1,8 +1,8 @@
 //! Recomputation of MLPs in a model of [`models`].
 //!
-//! [`CheckpointLevel::install`] replaces the MLPs of a SwiGLU model (Llama and most families, Phi-3's joint projection too) or GPT-2 by [`RecomputedMlp`]s with the same tensors and names, so state
-//! dicts, checkpoints, optimizer groups, freezing and offloading work as before. For a model of L layers, the memory between
-//! forward and backward decreases, per token, by L times the level's saving:
+//! [`CheckpointLevel::install`] replaces the MLPs of a SwiGLU model (Llama and most families, Phi-3's joint projection too) or GPT-2 by
+//! [`RecomputedMlp`]s with the same tensors and names, so state dicts, checkpoints, optimizer groups, freezing and offloading work as
+//! before. For a model of L layers, the memory between forward and backward decreases, per token, by L times the level's saving:
 //!
 //! | MLP | original | [`SaveGateUp`] | [`SaveOne`] | [`InputOnly`] |
 //! |---|---|---|---|---|

@@ -14,9 +14,9 @@
 //! Sources: Chen et al., arXiv:1604.06174 (full); Korthikanti et al., arXiv:2205.05198 (selective); Ren et al.,
 //! arXiv:2101.06840, and DeepSpeed's `cpu_checkpointing` (offloaded).
 //!
-//! [`Activations::install`] wraps a model's blocks, attentions and MLPs under their own names. Each forward reads the plan, so it can change between steps
-//! ([`Activations::change`]). Gradients equal those of [`KeepAll`](LayerPlan::KeepAll) bit for bit: the recomputation has the
-//! same random state and mixed-precision policy. A layer in which nothing requires a gradient is never recomputed.
+//! [`Activations::install`] wraps a model's blocks, attentions and MLPs under their own names. Each forward reads the plan, so it can
+//! change between steps ([`Activations::change`]). Gradients equal those of [`KeepAll`](LayerPlan::KeepAll) bit for bit: the recomputation
+//! has the same random state and mixed-precision policy. A layer in which nothing requires a gradient is never recomputed.
 //!
 //! [`Activations::probe`] measures the cost of each plan on the current device; `accounting::activation_plan` then finds the
 //! plan with the least recomputation within a budget. [`StepPredictor`] does both for a whole model:

@@ -13,9 +13,10 @@
 //! optimizer's step       all gradients + the step's copies, if every layer is resident and the optimizer is on the device
 //! ```
 //!
-//! In inference there is one input instead of k + 1; of layers that are not recomputed the kept activations instead of their inputs. Gradients are
-//! stored while other layers compute (or reduced over ranks: [`Layer::reducing_bytes`]), so their number follows from the schedule: a backward's own gradients appear after the
-//! recomputation, when those of the layer before have often left. One layer at a time is on the device only while it computes.
+//! In inference there is one input instead of k + 1; of layers that are not recomputed the kept activations instead of their inputs.
+//! Gradients are stored while other layers compute (or reduced over ranks: [`Layer::reducing_bytes`]), so their number follows from the
+//! schedule: a backward's own gradients appear after the recomputation, when those of the layer before have often left. One layer at a time
+//! is on the device only while it computes.
 
 use super::setup::{Method, OptimizerPlace, Setup};
 use super::step_costs::{Kept, Layer, StepCosts};

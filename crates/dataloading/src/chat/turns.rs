@@ -2,13 +2,13 @@
 //!
 //! **Where the template marks it** with `{% generation %}`, the spans are learned.
 //!
-//! **Elsewhere by rendering prefixes.** For the answer at message *i*, `p` is the rendering of the messages before it with the
-//! generation prompt, and `f` the rendering up to and with it. Inference reads `p` and has to write the rest of `f`, so `p` must be a
-//! prefix of `f`, and `f[p.len()..]` is learned. An answer without messages before it has a `p` of its own (`first_prompt`). Templates may render an answer in another way once further messages follow it
-//! (Qwen3 removes its reasoning). Where `f` is no prefix of the next answer's `p`, another row begins: each row is what inference
-//! sees. So a conversation whose history changes at each answer becomes one row per answer, and one whose history stays is one row.
-//! Where `p` opens the reasoning of an answer, and the template leaves reasoning out, `f` is written by [a variant for
-//! training](super::TrainingVariant).
+//! **Elsewhere by rendering prefixes.** For the answer at message *i*, `p` is the rendering of the messages before it with the generation
+//! prompt, and `f` the rendering up to and with it. Inference reads `p` and has to write the rest of `f`, so `p` must be a prefix of `f`,
+//! and `f[p.len()..]` is learned. An answer without messages before it has a `p` of its own (`first_prompt`). Templates may render an
+//! answer in another way once further messages follow it (Qwen3 removes its reasoning). Where `f` is no prefix of the next answer's `p`,
+//! another row begins: each row is what inference sees. So a conversation whose history changes at each answer becomes one row per answer,
+//! and one whose history stays is one row. Where `p` opens the reasoning of an answer, and the template leaves reasoning out, `f` is
+//! written by [a variant for training](super::TrainingVariant).
 //!
 //! **The token that ends a turn is always learned**, or the model would not stop. If a span ends before it, the span is extended to it.
 //! Where a turn has no end of its own (GLM-4, whose turns end where the next begins), it is the first token of a user's message after

@@ -46,8 +46,8 @@ pub struct TrainingConfig {
     /// Device: `auto` (the GPU if one is usable, else the CPU), `cpu`, `cuda` or `cuda:N`. A training writes the one that
     /// it took.
     pub device: String,
-    /// Bytes that may be held: of the process on a CPU, where pages of mapped files do not count, of tensors on a GPU; absent for 80 % of what is free in the program, and for no
-    /// limit in the library.
+    /// Bytes that may be held: of the process on a CPU, where pages of mapped files do not count, of tensors on a GPU; absent for 80 % of
+    /// what is free in the program, and for no limit in the library.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub budget: Option<Bytes>,
 }

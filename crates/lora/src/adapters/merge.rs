@@ -19,7 +19,8 @@ pub struct Unloaded {
 }
 
 impl Adapters {
-    /// Merges the active adapters into the projections' weights: see [`LoraLinear::merge`](crate::LoraLinear::merge). Does nothing if they are merged.
+    /// Merges the active adapters into the projections' weights: see [`LoraLinear::merge`](crate::LoraLinear::merge). Does nothing if they
+    /// are merged.
     ///
     /// # Errors
     /// Values that are not finite, with nothing changed.
