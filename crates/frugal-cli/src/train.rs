@@ -1,6 +1,7 @@
 //! `frugal train`.
 
 mod data;
+mod data_source;
 mod efficiency;
 mod weights;
 
@@ -18,6 +19,7 @@ use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::Trainer;
 use frugal::training::probe::StepProbe;
+use frugal::training::strategy::Strategy;
 use serde_json::json;
 use tch::{Device, Kind};
 
@@ -132,7 +134,7 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
     let length = config.data.max_length.context("`data.max_length` (--length) is missing")?;
     let data = common.in_turn("the data", || Data::open(config, length, device))?;
     if !common.json {
-        data.print_summary(common, &config.data);
+        data.print_summary(common, &config.data)?;
     }
     // A system that does not count gives no figure.
     let _ = planning::note_preparation();
@@ -148,8 +150,8 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
     file.as_ref().map_or(Ok(()), |file| check_sizes(config, file, (vocabulary, length)))?;
 
     // The plan.
-    let is_packed =
-        config.data.source != "synthetic" && ["packed", "sequenced"].contains(&&*config.data.strategy);
+    let is_packed = documents.is_some()
+        && matches!(config.data.strategy.parse(), Ok(Strategy::Packed | Strategy::Sequenced));
     let shape = DataShape::uniform(config.training.batch as u64, length as u64, is_packed);
     let resumes = job.resumes();
     let planned =

@@ -60,7 +60,7 @@ use written::Written;
 
 pub use bytes::Bytes;
 pub use checkpoint_every::CheckpointEvery;
-pub use data::{DataConfig, DataFormat};
+pub use data::{DataConfig, DataFormat, SYNTHETIC};
 pub use given::{Given, current_name};
 pub use master_weights::MasterWeights;
 pub use method::Method;

@@ -33,7 +33,7 @@ const OF_TEMPLATES: [&str; 4] = ["data.chat_template", "data.template_arguments"
 /// The first such key, with what does read it.
 pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
     let is_train = config.task == Task::Train;
-    let has_documents = config.data.source != "synthetic";
+    let has_documents = !config.data.is_synthetic();
     let has_shape = config.model.name.is_none();
     let has_depth = config.model.shape.as_ref().is_some_and(|shape| shape.family == ShapeFamily::Gpt2);
     let ranks = runtime::collectives::Launch::from_environment()?;

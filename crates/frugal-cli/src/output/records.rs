@@ -91,8 +91,8 @@ fn case(config: &Config) -> Case {
         .with("optimizer", name(&optimizer.rule))
         .with("schedule", name(&optimizer.schedule))
         .with("data", data.source.as_str());
-    let case = match (config.task, &*data.source) {
-        (Task::Train, source) if source != "synthetic" => case.with("strategy", data.strategy.as_str()),
+    let case = match config.task {
+        Task::Train if !data.is_synthetic() => case.with("strategy", data.strategy.as_str()),
         _ => case,
     };
     let case = case.with("batch", training.batch);

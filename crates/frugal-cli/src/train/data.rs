@@ -1,9 +1,8 @@
 //! The training and validation data of a configuration.
 
-use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use frugal::Config;
 use frugal::config::{DataConfig, nearest_name};
 use frugal::dataloading::documents::{DocumentConfig, DocumentSource, Documents};
@@ -18,13 +17,10 @@ use tch::Device;
 use crate::common_flags::Common;
 use crate::output::figures::counted;
 
+use super::data_source::DataSource;
+
 /// Steps of a training by default.
 const STEPS: u64 = 100;
-/// The first file of a token store.
-const FIRST_TOKENS: &str = "00000.tokens";
-/// The names of data that are no path.
-const SYNTHETIC: &str = "synthetic";
-const EMBEDDED: &str = "embedded";
 /// Tokens of the synthetic language.
 const SYNTHETIC_VOCABULARY: usize = 128;
 
@@ -46,39 +42,44 @@ impl Data {
     /// A missing or unreadable file; a vocabulary size that differs from the tokenizer's.
     pub(super) fn open(config: &Config, length: usize, device: Device) -> anyhow::Result<Self> {
         let source = Source { config, length };
-        if config.data.source == SYNTHETIC { source.synthetic(device) } else { source.documents(device) }
+        match DataSource::find(&config.data.source)?.documents() {
+            None => source.synthetic(device),
+            Some(documents) => source.documents(documents, device),
+        }
     }
 
     /// Prints the data and the tokenizer.
-    pub(super) fn print_summary(&self, common: &Common, config: &DataConfig) {
+    ///
+    /// # Errors
+    /// As [`Data::open`].
+    pub(super) fn print_summary(&self, common: &Common, config: &DataConfig) -> anyhow::Result<()> {
+        let source = DataSource::find(&config.source)?;
+        let vocabulary = counted(self.vocabulary.unsigned_abs(), "token");
         let Some(documents) = &self.documents else {
-            let vocabulary = self.vocabulary.unsigned_abs();
-            let text =
-                format!("data: {SYNTHETIC} (a generated language of {})", counted(vocabulary, "token"));
-            return common.note(&text);
+            common.note(&format!("data: {source} (a generated language of {vocabulary})"));
+            return Ok(());
         };
-        let is_embedded = config.source == EMBEDDED;
-        let what = match (is_embedded, Path::new(&config.source)) {
-            (true, _) => "the encyclopedia".to_owned(),
-            (false, path) if path.is_dir() => "a token store".to_owned(),
-            (false, path) if path.extension().is_some_and(|extension| extension == "jsonl") => {
-                format!("the field `{}` of JSON lines", config.field)
-            }
-            (false, _) => "a document in each line".to_owned(),
+        let kind = match source {
+            DataSource::Synthetic => "a generated language".to_owned(),
+            DataSource::Embedded => "the encyclopedia".to_owned(),
+            DataSource::TokenStore(_) => "a token store".to_owned(),
+            DataSource::JsonLines(_) => format!("the field `{}` of JSON lines", config.field),
+            DataSource::Text(_) => "a document in each line".to_owned(),
         };
         let validation = config
             .validation
             .as_ref()
             .map_or_else(String::new, |path| format!("; validation: {}", path.display()));
         let tokens = counted(documents.train.tokens(), "token");
-        common.note(&format!("data: {} ({what}; {tokens}){validation}", config.source));
+        common.note(&format!("data: {source} ({kind}; {tokens}){validation}"));
         let tokenizer = match (&config.tokenizer, &documents.tokenizer) {
             (Some(path), _) => path.display().to_string(),
-            (None, Some(_)) if is_embedded => "the embedded one".to_owned(),
+            (None, Some(_)) if source == DataSource::Embedded => "the embedded one".to_owned(),
             (None, Some(_)) => "trained on the data".to_owned(),
             (None, None) => "the one that made the token store".to_owned(),
         };
-        common.note(&format!("tokenizer: {tokenizer}, {}", counted(documents.vocabulary as u64, "token")));
+        common.note(&format!("tokenizer: {tokenizer}, {vocabulary}"));
+        Ok(())
     }
 }
 
@@ -123,20 +124,9 @@ impl Source<'_> {
         })
     }
 
-    fn documents(&self, device: Device) -> anyhow::Result<Data> {
+    fn documents(&self, train: DocumentSource, device: Device) -> anyhow::Result<Data> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
-        // The path.
-        let path = Path::new(&data.source);
-        if data.source != EMBEDDED && !path.exists() {
-            bail!(
-                "--data {}: there is no such file or folder; expected synthetic, embedded, or a path",
-                data.source
-            );
-        }
-        if path.is_dir() && !path.join(FIRST_TOKENS).is_file() {
-            bail!("{}", not_a_token_store(path)?);
-        }
         let strategy: Strategy = data.strategy.parse().map_err(|error: frugal::training::Error| {
             let names = ["base", "standard", "balanced:64", "sequenced", "packed"];
             match nearest_name(&data.strategy, names.into_iter()) {
@@ -147,10 +137,7 @@ impl Source<'_> {
         // The tokens.
         let max_length = self.length;
         let documents = Documents::read(&DocumentConfig {
-            train: match &*data.source {
-                EMBEDDED => DocumentSource::Embedded,
-                path => DocumentSource::Path(path.into()),
-            },
+            train,
             validation: data.validation.clone(),
             field: data.field.clone(),
             tokenizer: data.tokenizer.clone(),
@@ -201,59 +188,8 @@ impl Source<'_> {
     }
 }
 
-/// Explains why a folder is not a token store, with the files that it has.
-fn not_a_token_store(folder: &Path) -> anyhow::Result<String> {
-    let mut names = Vec::new();
-    for entry in folder.read_dir().with_context(|| folder.display().to_string())? {
-        let name = entry?.file_name().to_string_lossy().into_owned();
-        names.push(name);
-    }
-    names.sort();
-    let is_text =
-        |name: &&String| [".txt", ".jsonl", ".txt.gz", ".jsonl.gz"].iter().any(|end| name.ends_with(end));
-    let shown = folder.display();
-    let problem =
-        format!("--data {shown} is a folder, so it must be a token store, but it has no {FIRST_TOKENS}");
-    Ok(match names.iter().find(is_text) {
-        Some(file) => format!("{problem}; name one of its files, as --data {}", folder.join(file).display()),
-        None if names.is_empty() => format!("{problem}: it is empty; give a text file or a .jsonl file"),
-        None => {
-            let (first, more) = (names[..names.len().min(3)].join(", "), names.len().saturating_sub(3));
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            format!("{problem}: it has {first}{more}; give a text file (.txt) or a .jsonl file")
-        }
-    })
-}
-
 /// Returns the steps of `epochs` epochs; accumulation crosses their ends.
 fn steps(source: &dyn BatchSource, epochs: u64, accumulation: usize) -> u64 {
     let batches = (0..epochs).fold(0u64, |sum, epoch| sum.saturating_add(source.batches(epoch) as u64));
     batches.div_ceil(accumulation.max(1) as u64)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_folder_without_data_says_what_was_looked_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let message = || not_a_token_store(folder.path()).unwrap();
-        assert!(message().contains("it has no 00000.tokens: it is empty; give a text file"), "{}", message());
-        for name in ["d", "c", "a.md", "b.py"] {
-            std::fs::write(folder.path().join(name), "").unwrap();
-        }
-        assert!(
-            message().contains("it has no 00000.tokens: it has a.md, b.py, c and 1 more; give a text file"),
-            "{}",
-            message()
-        );
-        let file = folder.path().join("wiki.txt");
-        std::fs::write(&file, "").unwrap();
-        assert!(
-            message().ends_with(&format!("; name one of its files, as --data {}", file.display())),
-            "{}",
-            message()
-        );
-    }
 }

@@ -76,6 +76,16 @@ pub struct DataConfig {
     pub template_arguments: serde_json::Map<String, serde_json::Value>,
 }
 
+/// The value of [`DataConfig::source`] for a generated language.
+pub const SYNTHETIC: &str = "synthetic";
+
+impl DataConfig {
+    /// Returns whether a training from scratch learns a generated language, which has no documents.
+    pub fn is_synthetic(&self) -> bool {
+        self.source == SYNTHETIC
+    }
+}
+
 impl Default for DataConfig {
     fn default() -> Self {
         Self {

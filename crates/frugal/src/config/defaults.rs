@@ -40,7 +40,7 @@ impl Config {
         match (task, method) {
             (Task::Train, _) => Self {
                 data: DataConfig {
-                    source: "synthetic".to_owned(),
+                    source: super::SYNTHETIC.to_owned(),
                     max_length: Some(LENGTH),
                     ..DataConfig::default()
                 },
