@@ -122,11 +122,7 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
     if Launch::from_environment()?.is_none_or(|launch| launch.rank == 0) {
         base.inspect(|base| base.note(&common));
     }
-    let start = match (arguments.dry_run, arguments.resume) {
-        (true, _) => Start::DryRun,
-        (_, true) => Start::Resume,
-        (false, false) => Start::New,
-    };
+    let start = Start::from_flags(arguments.dry_run, arguments.resume);
     let diagnosis = arguments.diagnosis.diagnosis()?;
     let options = RunOptions { out: arguments.out.as_deref(), start, diagnosis: diagnosis.as_ref() };
     launch(&common, &config, options)

@@ -53,6 +53,9 @@ pub(crate) struct Train {
     /// Resume from the newest checkpoint in --out, if there is one
     #[arg(long, requires = "out")]
     resume: bool,
+    /// Read the data, print the plan for it, and end; nothing is trained
+    #[arg(long, conflicts_with = "resume")]
+    dry_run: bool,
     #[command(flatten)]
     diagnosis: DiagnosisArgs,
 }
@@ -105,7 +108,7 @@ pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     let common = &with_origins(common, (&config, &given), arguments.flags.file())?;
     unread::refuse(common, &config)?;
     common.choose_device(&mut config)?;
-    let start = if arguments.resume { Start::Resume } else { Start::New };
+    let start = Start::from_flags(arguments.dry_run, arguments.resume);
     launch(
         common,
         &config,

@@ -43,6 +43,17 @@ pub(crate) enum Start {
     DryRun,
 }
 
+impl Start {
+    /// Returns the start that `--dry-run` and `--resume` ask for.
+    pub(crate) fn from_flags(dry_run: bool, resume: bool) -> Self {
+        match (dry_run, resume) {
+            (true, _) => Self::DryRun,
+            (false, true) => Self::Resume,
+            (false, false) => Self::New,
+        }
+    }
+}
+
 /// Options of a training that are not in its configuration.
 #[derive(Clone, Copy)]
 pub(crate) struct RunOptions<'a> {

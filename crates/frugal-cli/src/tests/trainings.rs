@@ -136,6 +136,12 @@ fn a_dry_run_shows_the_plan_for_the_data() {
         tiny.succeed("finetune --model model --data my.jsonl --batch-size 2 --steps 2 --dry-run");
     assert!(out.is_empty() && said.contains("chosen: the fastest that fits"), "{said}");
     assert!(!said.contains("trains "), "{said}");
+    // From scratch, with a plan and with a model that no plan covers.
+    let from_scratch = "train --data embedded --length 32 --batch-size 2 --steps 2 --dry-run";
+    let (out, said) = tiny.succeed(&format!("{from_scratch} --model model/config.json"));
+    assert!(out.is_empty() && said.contains("chosen: the fastest that fits"), "{said}");
+    let (_, said) = tiny.succeed(&format!("{from_scratch} --model gpt2-like"));
+    assert!(said.contains("the memory of a step is not predicted for"), "{said}");
     let error = tiny.fail("plan --model model --data my.jsonl");
     assert!(error.contains("`frugal finetune --model model --data my.jsonl --dry-run`"), "{error}");
 }
